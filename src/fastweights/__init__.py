@@ -1,0 +1,28 @@
+"""Fast Weights: linear attention from softmax to test-time training."""
+
+from fastweights.family import (
+    deltanet,
+    gated_deltanet,
+    gla,
+    kda,
+    linear_attention,
+    mamba2,
+    retention,
+    retnet_decay,
+)
+from fastweights.ops import choose_backend, linear_recurrence
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "choose_backend",
+    "deltanet",
+    "gated_deltanet",
+    "gla",
+    "kda",
+    "linear_attention",
+    "linear_recurrence",
+    "mamba2",
+    "retention",
+    "retnet_decay",
+]

@@ -1,0 +1,154 @@
+"""The members of the family, each a few lines over linear_recurrence.
+
+All take [B, T, H, D] tensors, accept the keywords of
+:func:`fastweights.linear_recurrence` (scale, initial_state, cu_seqlens,
+chunk_size, backend) and return the outputs and the final state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.ops import linear_recurrence
+
+Keys = Float[Tensor, "B T H K"]
+Values = Float[Tensor, "B T HV V"]
+State = Float[Tensor, "N HV K V"]
+PerHead = Float[Tensor, "B T HV"]
+PerChannel = Float[Tensor, "B T HV K"]
+
+
+class Options(TypedDict, total=False):
+    """Keywords that every member shares, as in linear_recurrence."""
+
+    scale: float | None
+    initial_state: State | None
+    cu_seqlens: Int[Tensor, " N+1"] | None
+    chunk_size: int | None
+    backend: str
+
+
+def linear_attention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    *,
+    feature_map: Callable[[Tensor], Tensor] | None = None,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = S_{t-1} + phi(k_t) v_t^T (Katharopoulos et al. 2020).
+
+    feature_map is applied to q and k first; K is then its width. With
+    normalize the outputs are divided by z_t = scale * phi(q_t) . sum phi(k)
+    plus eps: v gets a last column of ones, so that the state, initial and
+    final, has V + 1 columns. With features that vanish or change sign, z_t
+    can be near zero.
+    """
+    if feature_map is not None:
+        q, k = feature_map(q), feature_map(k)
+    if not normalize:
+        return linear_recurrence(q, k, v, **options)
+    ones = torch.ones_like(v[..., :1])
+    o, state = linear_recurrence(q, k, torch.cat([v, ones], -1), **options)
+    return o[..., :-1] / (o[..., -1:] + eps), state
+
+
+def retnet_decay(
+    num_heads: int, *, device: torch.device | None = None
+) -> Float[Tensor, " HV"]:
+    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h, fp32."""
+    h = torch.arange(num_heads, device=device, dtype=torch.float32)
+    return torch.log1p(-torch.exp2(-5 - h))
+
+
+def retention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: Float[Tensor, " HV"] | None = None,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g a head (Sun et al. 2023).
+
+    g is [HV]; None takes RetNet's own, :func:`retnet_decay`.
+    """
+    if g is None:
+        g = retnet_decay(v.shape[2], device=v.device)
+    _need_gate("g", g, 1, "[HV]")
+    return linear_recurrence(q, k, v, g, **options)
+
+
+def mamba2(
+    q: Keys, k: Keys, v: Values, g: PerHead, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g a head and step.
+
+    Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
+    v its dt * x, and g its dt * A. Its own scale is 1.
+    """
+    _need_gate("g", g, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, **options)
+
+
+def gla(
+    q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
+    _need_gate("g", g, 4, "[B, T, HV, K]")
+    return linear_recurrence(q, k, v, g, **options)
+
+
+def deltanet(
+    q: Keys, k: Keys, v: Values, beta: PerHead, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T.
+
+    The delta rule of Schlag et al. 2021, chunkwise as in Yang et al. 2024.
+    Needs beta_t |k_t|^2 <= 2 not to diverge; unit keys with beta in [0, 1]
+    or [0, 2] are usual.
+    """
+    _need_gate("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, None, beta, **options)
+
+
+def gated_deltanet(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    beta: PerHead,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
+    _need_gate("g", g, 3, "[B, T, HV]")
+    _need_gate("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, beta, **options)
+
+
+def kda(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerChannel,
+    beta: PerHead,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """Kimi Delta Attention (Kimi Team 2025): a gate a key channel and step."""
+    _need_gate("g", g, 4, "[B, T, HV, K]")
+    _need_gate("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, beta, **options)
+
+
+def _need_gate(name: str, x: Tensor, dim: int, need: str) -> None:
+    """The member needs this gate, of this width (or it is another member)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+    if x.dim() != dim:
+        raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")

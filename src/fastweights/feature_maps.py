@@ -1,0 +1,104 @@
+"""Feature maps phi with phi(q) . phi(k) in place of exp(q . k).
+
+Each takes [..., K] to [..., R] and is applied to q and to k alike, before
+the recurrence. The random ones hold their projection, drawn from an explicit
+generator, so that queries and keys meet the same features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+Input = Float[Tensor, "*lead K"]
+Features = Float[Tensor, "*lead R"]
+
+
+def identity(x: Input) -> Features:
+    """x itself: similarity q . k, of either sign."""
+    return x
+
+
+def elu1(x: Input) -> Features:
+    """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7)."""
+    return F.elu(x) + 1
+
+
+def relu(x: Input) -> Features:
+    """max(x, 0): non-negative, and zero for a whole orthant."""
+    return F.relu(x)
+
+
+def softmax(x: Input) -> Features:
+    """Softmax over the channels of each vector (Shen et al. 2021)."""
+    return torch.softmax(x, dim=-1)
+
+
+def random_directions(
+    num_features: int,
+    dim: int,
+    *,
+    orthogonal: bool = True,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "R K"]:
+    """num_features Gaussian directions in R^dim.
+
+    With ``orthogonal``, blocks of dim directions are orthogonal to one
+    another while each stays N(0, I) (Choromanski et al. 2021, section 2.4).
+    """
+    rows = torch.randn(num_features, dim, generator=generator, dtype=dtype)
+    if not orthogonal:
+        return rows
+    lengths = rows.norm(dim=-1, keepdim=True)
+    blocks = []
+    for _ in range(math.ceil(num_features / dim)):
+        square = torch.randn(dim, dim, generator=generator, dtype=dtype)
+        Q, R = torch.linalg.qr(square)
+        blocks.append(Q * R.diagonal().sign())  # uniform over rotations
+    return torch.cat(blocks)[:num_features] * lengths
+
+
+class RandomFourier:
+    """Trigonometric features of the exponential kernel.
+
+    phi(x) = e^{|x|^2/2} R^{-1/2} [cos(w_r . x), sin(w_r . x)], so that
+    phi(q) . phi(k) has mean exp(q . k) (Rahimi and Recht 2007; as attention,
+    Peng et al. 2021). Single terms are negative half the time, which is why
+    small similarities drown in noise.
+
+    directions: [R, K]; the result has 2 R channels.
+    """
+
+    def __init__(self, directions: Float[Tensor, "R K"]) -> None:
+        self.directions = directions
+
+    def __call__(self, x: Input) -> Features:
+        w = self.directions.to(x)
+        angle = x @ w.T
+        size = (0.5 * x.square().sum(-1, keepdim=True)).exp()
+        waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        return size * waves / math.sqrt(w.shape[0])
+
+
+class PositiveRandom:
+    """Performer's positive features of the exponential kernel.
+
+    phi(x) = R^{-1/2} exp(w_r . x - |x|^2 / 2), so that phi(q) . phi(k) has
+    mean exp(q . k) and every term is positive (Choromanski et al. 2021,
+    lemma 1). Their relative error is largest where the similarity is.
+
+    directions: [R, K]; the result has R channels.
+    """
+
+    def __init__(self, directions: Float[Tensor, "R K"]) -> None:
+        self.directions = directions
+
+    def __call__(self, x: Input) -> Features:
+        w = self.directions.to(x)
+        size = 0.5 * x.square().sum(-1, keepdim=True)
+        return (x @ w.T - size).exp() / math.sqrt(w.shape[0])

@@ -1,0 +1,147 @@
+"""The recurrence a chunk at a time: matrix products instead of a loop.
+
+Stage by stage, for every gate and both rules. :func:`intra` is what happens
+inside each chunk, for all chunks at once; :func:`scan` carries the state
+from chunk to chunk. Shapes: a sequence [B, T, H, D] is cut into
+[B, N, H, C, D] with N = ceil(T / C). Gates are log decays whose last
+dimension is 1 (a gate a head) or K (a gate a key channel); no gate is g = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+Chunks = Float[Tensor, "B N H C D"]
+Gates = Float[Tensor, "B N H C DG"]
+Square = Float[Tensor, "B N H C C"]
+State = Float[Tensor, "B H K V"]
+
+STRIP = 16  # rows of a chunk that share a reference point for their decays
+
+
+def to_chunks(x: Float[Tensor, "B T H D"], chunk_size: int) -> Chunks:
+    """Cut the sequence into chunks, the last one filled up with zeros.
+
+    A zero key and a zero log decay leave the state as it is.
+    """
+    N = -(-x.shape[1] // chunk_size)
+    x = F.pad(x, (0, 0, 0, 0, 0, N * chunk_size - x.shape[1]))
+    return x.unflatten(1, (N, chunk_size)).movedim(2, 3)
+
+
+def from_chunks(x: Chunks, T: int) -> Float[Tensor, "B T H D"]:
+    """Undo :func:`to_chunks` for a sequence of T tokens."""
+    return x.movedim(3, 2).flatten(1, 2)[:, :T]
+
+
+def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:
+    """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
+
+    G is the running sum of the gates inside the chunk. No exponent is ever
+    positive: a gate a head is applied to the finished scores; a gate a
+    channel is split at the start s of each strip of 16 rows,
+    exp(G_i - G_s) exp(G_s - G_j), and taken exactly inside the strip.
+    """
+    C = x.shape[-2]
+    causal = torch.ones(C, C, dtype=torch.bool, device=x.device).tril()
+    if G.shape[-1] == 1:
+        D = (G - G.mT).masked_fill(~causal, float("-inf")).exp()
+        return (x @ k.mT) * D
+    rows = []
+    for s in range(0, C, STRIP):
+        x_s, k_s, G_s = (t[..., s : s + STRIP, :] for t in (x, k, G))
+        start = G_s[..., :1, :]
+        earlier_k = k[..., :s, :] * (start - G[..., :s, :]).exp()
+        earlier = (x_s * (G_s - start).exp()) @ earlier_k.mT
+        D = G_s[..., :, None, :] - G_s[..., None, :, :]
+        n = D.shape[-2]
+        D = D.masked_fill(~causal[:n, :n, None], float("-inf")).exp()
+        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, D)
+        row = torch.cat([earlier, own], dim=-1)
+        rows.append(F.pad(row, (0, C - row.shape[-1])))
+    return torch.cat(rows, dim=-2)
+
+
+def unit_lower_inverse(M: Square) -> Square:
+    """(I + M)^{-1} for a strictly lower triangular M, by block recursion.
+
+    Blocks of size 1, 2, 4, ... are inverted already; two neighbours with
+    the block M_21 between them join as P_21 = -P_22 M_21 P_11.
+    """
+    C = M.shape[-1]
+    P = torch.eye(C, dtype=M.dtype, device=M.device).expand_as(M)
+    i = torch.arange(C, device=M.device)
+    size = 1
+    while size < C:
+        row, column = i[:, None] // size, i[None, :] // size
+        joins = (row % 2 == 1) & (column == row - 1)
+        P = P - P @ (M * joins) @ P
+        size *= 2
+    return P
+
+
+def intra(
+    q: Chunks, k: Chunks, g: Gates, beta: Chunks | None = None
+) -> tuple[Gates, Square, Square | None]:
+    """Inside each chunk: running gates G, scores Aqk, inverse P.
+
+    P = (I + Diag(beta) Akk)^{-1} is None for the additive rule. beta is
+    [B, N, H, C, 1].
+    """
+    G = g.cumsum(dim=-2)
+    Aqk = decayed_scores(q, k, G)
+    if beta is None:
+        return G, Aqk, None
+    Akk = decayed_scores(k, k, G).tril(-1)
+    return G, Aqk, unit_lower_inverse(beta * Akk)
+
+
+def scan(
+    q: Chunks,
+    k: Chunks,
+    v: Chunks,
+    beta: Chunks | None,
+    G: Gates,
+    Aqk: Square,
+    P: Square | None,
+    S: State,
+    *,
+    scale: float,
+) -> tuple[Chunks, State]:
+    """Across chunks: outputs of each chunk and the state it hands on."""
+    outputs = []
+    for n in range(q.shape[1]):
+        q_n, k_n, v_n, G_n = q[:, n], k[:, n], v[:, n], G[:, n]
+        total = G_n[..., -1:, :]  # the chunk's whole log decay
+        v_new = v_n
+        if beta is not None and P is not None:
+            error = v_n - (k_n * G_n.exp()) @ S
+            v_new = P[:, n] @ (beta[:, n] * error)
+        o = (q_n * G_n.exp()) @ S + Aqk[:, n] @ v_new
+        S = total.exp().mT * S + (k_n * (total - G_n).exp()).mT @ v_new
+        outputs.append(scale * o)
+    return torch.stack(outputs, dim=1), S
+
+
+def chunkwise(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H DG"],
+    beta: Float[Tensor, "B T H"] | None = None,
+    *,
+    scale: float,
+    initial_state: State,
+    chunk_size: int = 64,
+) -> tuple[Float[Tensor, "B T H V"], State]:
+    """Both stages on a whole sequence: outputs and the final state."""
+    T = q.shape[1]
+    q, k, v, g = (to_chunks(x, chunk_size) for x in (q, k, v, g))
+    if beta is not None:
+        beta = to_chunks(beta[..., None], chunk_size)
+    G, Aqk, P = intra(q, k, g, beta)
+    o, S = scan(q, k, v, beta, G, Aqk, P, initial_state, scale=scale)
+    return from_chunks(o, T), S

@@ -1,0 +1,139 @@
+"""One step of each layer, and the loop that runs any of them.
+
+The state S is a matrix of fast weights [..., K, V], read by a query as
+``S^T q``. Papers often keep its transpose; this library never does. Every
+step writes first and reads the new state: ``o_t`` comes from ``S_t``.
+
+Shapes in this file: q, k [..., K]; v, o [..., V]; a gate g is the natural
+log of a decay, [...] (one a head) or [..., K] (one a key channel); beta
+[...]. The leading dimensions are whatever the caller has, usually [B, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+State = Float[Tensor, "*lead K V"]
+Key = Float[Tensor, "*lead K"]
+Value = Float[Tensor, "*lead V"]
+PerHead = Float[Tensor, "*lead"]
+
+
+def outer(k: Key, v: Value) -> State:
+    """k v^T: the matrix that answers v to the query k / |k|^2."""
+    return k[..., :, None] * v[..., None, :]
+
+
+def read(S: State, q: Key) -> Value:
+    """S^T q: what the state answers to q."""
+    return torch.einsum("...kv,...k->...v", S, q)
+
+
+def linear(S: State, q: Key, k: Key, v: Value) -> tuple[State, Value]:
+    """Linear attention (Katharopoulos et al. 2020, eq. 18 without z)."""
+    S = S + outer(k, v)
+    return S, read(S, q)
+
+
+def retention(
+    S: State, q: Key, k: Key, v: Value, g: PerHead
+) -> tuple[State, Value]:
+    """RetNet (Sun et al. 2023, eq. 6): one fixed decay e^g a head."""
+    S = g.exp()[..., None, None] * S + outer(k, v)
+    return S, read(S, q)
+
+
+def mamba2(
+    S: State, q: Key, k: Key, v: Value, dt: PerHead, A: PerHead
+) -> tuple[State, Value]:
+    """Mamba-2 (Dao and Gu 2024) in its own terms: q, k, v are C, B, x.
+
+    The step size dt > 0 gates what is kept, e^{dt A} with A < 0, and scales
+    what is written.
+    """
+    S = (dt * A).exp()[..., None, None] * S + outer(k, dt[..., None] * v)
+    return S, read(S, q)
+
+
+def gla(S: State, q: Key, k: Key, v: Value, g: Key) -> tuple[State, Value]:
+    """Gated linear attention (Yang et al. 2024, eq. 3): a decay a channel."""
+    S = g.exp()[..., :, None] * S + outer(k, v)
+    return S, read(S, q)
+
+
+def deltanet(
+    S: State, q: Key, k: Key, v: Value, beta: PerHead
+) -> tuple[State, Value]:
+    """DeltaNet (Schlag et al. 2021, eq. 24): write only what is missing."""
+    S = S + outer(k, beta[..., None] * (v - read(S, k)))
+    return S, read(S, q)
+
+
+def gated_deltanet(
+    S: State, q: Key, k: Key, v: Value, g: PerHead, beta: PerHead
+) -> tuple[State, Value]:
+    """Gated DeltaNet (Yang et al. 2025, eq. 10): forget, then correct."""
+    S = g.exp()[..., None, None] * S
+    return deltanet(S, q, k, v, beta)
+
+
+def kda(
+    S: State, q: Key, k: Key, v: Value, g: Key, beta: PerHead
+) -> tuple[State, Value]:
+    """Kimi Delta Attention (Kimi Team 2025): Gated DeltaNet, by channel."""
+    S = g.exp()[..., :, None] * S
+    return deltanet(S, q, k, v, beta)
+
+
+def recurrence(
+    S: State,
+    q: Key,
+    k: Key,
+    v: Value,
+    g: Float[Tensor, "*lead DG"] | None = None,
+    beta: PerHead | None = None,
+) -> tuple[State, Value]:
+    """Every member above in one step: forget if gated, correct if beta.
+
+    g is [..., 1] for a gate a head and [..., K] for a gate a key channel.
+    """
+    if g is not None:
+        S = g.exp()[..., None] * S
+    new = v if beta is None else beta[..., None] * (v - read(S, k))
+    S = S + outer(k, new)
+    return S, read(S, q)
+
+
+def softmax(
+    cache: tuple[Tensor, Tensor], q: Key, k: Key, v: Value
+) -> tuple[tuple[Tensor, Tensor], Value]:
+    """Softmax attention, for contrast: its state is all keys and values.
+
+    ``cache`` holds keys [..., n, K] and values [..., n, V] and grows by one
+    row a step; scale q beforehand.
+    """
+    keys = torch.cat([cache[0], k[..., None, :]], dim=-2)
+    values = torch.cat([cache[1], v[..., None, :]], dim=-2)
+    scores = torch.einsum("...nk,...k->...n", keys, q)
+    weights = torch.softmax(scores, dim=-1)
+    return (keys, values), torch.einsum("...nv,...n->...v", values, weights)
+
+
+def scan(
+    step: Callable[..., tuple[Any, Tensor]], state: Any, *inputs: Tensor
+) -> tuple[Tensor, Any]:
+    """Run ``step`` over time: inputs [B, T, ...] -> outputs [B, T, ...].
+
+    ``step(state, *inputs at time t)`` returns the next state and the output
+    at t. Returns all outputs, and the state after the last step.
+    """
+    outputs = []
+    for at_t in zip(*(x.unbind(1) for x in inputs), strict=True):
+        state, o = step(state, *at_t)
+        outputs.append(o)
+    return torch.stack(outputs, dim=1), state
