@@ -1,0 +1,134 @@
+"""How the book looks: what Sphinx reads before it builds the site."""
+
+import hashlib
+import sys
+import tomllib
+from pathlib import Path
+
+BOOK = Path(__file__).resolve().parent
+ROOT = BOOK.parent
+sys.path.insert(0, str(BOOK / "extensions"))
+
+
+def sources_digest() -> str:
+    """One short name for the library as the chapters would import it now.
+
+    The execution cache sees only the text of the cells. Naming its folder
+    after the library makes a change in src run every chapter again.
+    """
+    digest = hashlib.sha256()
+    files = [ROOT / "constraints.txt", *(ROOT / "src").rglob("*")]
+    for file in sorted(files):
+        if file.suffix in {".js", ".json", ".py", ".txt"}:
+            digest.update(str(file.relative_to(ROOT)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+_METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+_REPOSITORY = _METADATA["project"]["urls"]["Repository"]
+
+project = "Fast Weights"
+author = "the Fast Weights authors"
+copyright = "the Fast Weights authors · text CC BY 4.0 · code MIT"
+release = _METADATA["project"]["version"]
+language = "en"
+
+extensions = [
+    "myst_nb",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_exercise",
+    "sphinx_proof",
+    "sphinx_togglebutton",
+    "sphinxcontrib.bibtex",
+    "assets",
+    "checked",
+    "run_links",
+]
+exclude_patterns = ["**.ipynb_checkpoints"]
+templates_path = ["_templates"]
+
+# Text
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+bibtex_bibfiles = ["references.bib"]
+bibtex_reference_style = "author_year"
+
+# Numbers: one counter a chapter for equations, theorems, exercises, figures
+numfig = True
+numfig_secnum_depth = 1
+math_numfig = True
+math_number_all = False
+proof_minimal_theme = True
+
+# Code: run, cached until the cells or the library change
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "build" / "cells" / sources_digest())
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_show_tb = True
+nb_merge_streams = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+# Equations: MathJax from the site itself, with one macro a symbol
+mathjax_path = "mathjax/tex-mml-chtml.js"
+mathjax3_config = {
+    "loader": {"load": ["[tex]/html"]},
+    "options": {"enableMenu": False},
+    "tex": {
+        "packages": {"[+]": ["html"]},
+        "macros": {
+            "q": r"\class{fw-q}{\boldsymbol{q}}",
+            "k": r"\class{fw-k}{\boldsymbol{k}}",
+            "v": r"\class{fw-v}{\boldsymbol{v}}",
+            "S": r"\class{fw-s}{\boldsymbol{S}}",
+            "Q": r"\class{fw-q}{\boldsymbol{Q}}",
+            "K": r"\class{fw-k}{\boldsymbol{K}}",
+            "V": r"\class{fw-v}{\boldsymbol{V}}",
+            "o": r"\boldsymbol{o}",
+            "O": r"\boldsymbol{O}",
+            "R": r"\mathbb{R}",
+            "tr": r"^{\top}",
+            "diag": r"\operatorname{diag}",
+            "tril": r"\operatorname{tril}",
+            "softmax": r"\operatorname{softmax}",
+        },
+    },
+}
+
+# Pages
+html_theme = "sphinx_book_theme"
+html_title = "Fast Weights"
+html_static_path = ["_static", str(ROOT / "build" / "static")]
+html_css_files = ["palette.css", "book.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_sidebars = {
+    "**": [
+        "navbar-logo.html",
+        "search-button-field.html",
+        "sbt-sidebar-nav.html",
+    ]
+}
+html_secnumber_suffix = "\u2002"
+html_favicon = "_static/mark.svg"
+html_theme_options = {
+    "navbar_persistent": [],
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "toc_title": "On this page",
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "repository_url": _REPOSITORY,
+    "use_repository_button": True,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+
+# Read by the book's own extensions
+book_repository = _REPOSITORY
+book_notebooks = str(ROOT / "build" / "notebooks")
+book_static = html_static_path[1]
+book_mathjax = str(BOOK / "node_modules" / "mathjax" / "es5")

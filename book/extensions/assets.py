@@ -1,0 +1,64 @@
+"""Static files made at build time: MathJax and the palette's style sheet."""
+
+import shutil
+from pathlib import Path
+
+from fastweights.plotting import PALETTE
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ConfigError
+
+# What a page may ask MathJax for; its menu and speech are not shipped.
+_MATHJAX = [
+    "tex-mml-chtml.js",
+    "output/chtml/fonts/woff-v2",
+    "input/tex/extensions",
+]
+
+
+def palette_css() -> str:
+    """The palette as CSS variables, a block a theme, and a class a symbol."""
+    blocks = []
+    for theme, selector in [
+        ("light", ":root"),
+        ("dark", 'html[data-theme="dark"]'),
+    ]:
+        lines = [
+            f"  --fw-{name.lower()}: {colours[theme]};"
+            for name, colours in PALETTE.items()
+        ]
+        blocks.append("\n".join([f"{selector} {{", *lines, "}"]))
+    blocks += [
+        f".fw-{name.lower()} {{ color: var(--fw-{name.lower()}); }}"
+        for name in PALETTE
+    ]
+    return "\n".join(blocks) + "\n"
+
+
+def write_static(app: Sphinx, config: Config) -> None:
+    """Fill the generated folder of `html_static_path`."""
+    static = Path(config.book_static)
+    static.mkdir(parents=True, exist_ok=True)
+    (static / "palette.css").write_text(palette_css(), encoding="utf-8")
+
+    source, target = Path(config.book_mathjax), static / "mathjax"
+    if not source.is_dir():
+        raise ConfigError(
+            f"MathJax is not in {source}: run `make book`, or "
+            "`npm ci` in book/"
+        )
+    for name in _MATHJAX:
+        if (target / name).exists():
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+        else:
+            shutil.copy(source / name, target / name)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_config_value("book_static", "", "html", [str])
+    app.add_config_value("book_mathjax", "", "html", [str])
+    app.connect("config-inited", write_static)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
