@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights.reference.parallel import decays
+
 Chunks = Float[Tensor, "B N H C D"]
 Gates = Float[Tensor, "B N H C DG"]
 Square = Float[Tensor, "B N H C C"]
@@ -45,21 +47,16 @@ def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:
     channel is split at the start s of each strip of 16 rows,
     exp(G_i - G_s) exp(G_s - G_j), and taken exactly inside the strip.
     """
-    C = x.shape[-2]
-    causal = torch.ones(C, C, dtype=torch.bool, device=x.device).tril()
     if G.shape[-1] == 1:
-        D = (G - G.mT).masked_fill(~causal, float("-inf")).exp()
-        return (x @ k.mT) * D
+        return (x @ k.mT) * decays(G)[..., 0]
+    C = x.shape[-2]
     rows = []
     for s in range(0, C, STRIP):
         x_s, k_s, G_s = (t[..., s : s + STRIP, :] for t in (x, k, G))
         start = G_s[..., :1, :]
         earlier_k = k[..., :s, :] * (start - G[..., :s, :]).exp()
         earlier = (x_s * (G_s - start).exp()) @ earlier_k.mT
-        D = G_s[..., :, None, :] - G_s[..., None, :, :]
-        n = D.shape[-2]
-        D = D.masked_fill(~causal[:n, :n, None], float("-inf")).exp()
-        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, D)
+        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, decays(G_s))
         row = torch.cat([earlier, own], dim=-1)
         rows.append(F.pad(row, (0, C - row.shape[-1])))
     return torch.cat(rows, dim=-2)
@@ -99,10 +96,20 @@ def intra(
     return G, Aqk, unit_lower_inverse(beta * Akk)
 
 
+def sum_after(g: Gates) -> Gates:
+    """The gates after each token of a chunk, summed: G_C - G.
+
+    As that difference it would be the same number, but the gradient of a
+    strong gate would be lost between two large terms that cancel.
+    """
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
 def scan(
     q: Chunks,
     k: Chunks,
     v: Chunks,
+    g: Gates,
     beta: Chunks | None,
     G: Gates,
     Aqk: Square,
@@ -112,6 +119,7 @@ def scan(
     scale: float,
 ) -> tuple[Chunks, State]:
     """Across chunks: outputs of each chunk and the state it hands on."""
+    rest = sum_after(g)
     outputs = []
     for n in range(q.shape[1]):
         q_n, k_n, v_n, G_n = q[:, n], k[:, n], v[:, n], G[:, n]
@@ -121,7 +129,7 @@ def scan(
             error = v_n - (k_n * G_n.exp()) @ S
             v_new = P[:, n] @ (beta[:, n] * error)
         o = (q_n * G_n.exp()) @ S + Aqk[:, n] @ v_new
-        S = total.exp().mT * S + (k_n * (total - G_n).exp()).mT @ v_new
+        S = total.exp().mT * S + (k_n * rest[:, n].exp()).mT @ v_new
         outputs.append(scale * o)
     return torch.stack(outputs, dim=1), S
 
@@ -143,5 +151,5 @@ def chunkwise(
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
     G, Aqk, P = intra(q, k, g, beta)
-    o, S = scan(q, k, v, beta, G, Aqk, P, initial_state, scale=scale)
+    o, S = scan(q, k, v, g, beta, G, Aqk, P, initial_state, scale=scale)
     return from_chunks(o, T), S

@@ -100,6 +100,21 @@ def linear_attention_bidirectional(
     return scale * torch.einsum("bihk,bhkv->bihv", q, S)
 
 
+def decays(G: Float[Tensor, "*lead C DG"]) -> Float[Tensor, "*lead C C DG"]:
+    """exp(G_i - G_j) for j <= i, else 0, from running sums G of log decays.
+
+    The exponent is formed before it is exponentiated, so it never exceeds
+    0. What stands at j = i is the constant 1: no gate has a part in it, and
+    a gradient through G_i - G_i would bury the gate's own, which under
+    strong decay is smaller than the rounding of two equal terms.
+    """
+    C = G.shape[-2]
+    i = torch.arange(C, device=G.device)[:, None, None]
+    j = i.movedim(0, 1)
+    D = G[..., :, None, :] - G[..., None, :, :]
+    return D.masked_fill(j > i, float("-inf")).masked_fill(j == i, 0).exp()
+
+
 def decayed_scores(
     q: Keys,
     k: Keys,
@@ -108,16 +123,13 @@ def decayed_scores(
     """A_ij = sum_d q_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
     G is the running sum of the log decay g, whose width DG is 1 (a gate a
-    head) or K (a gate a key channel). The exponent is formed before it is
-    exponentiated, so it never exceeds 0.
+    head) or K (a gate a key channel).
     """
     T = q.shape[1]
-    mask = causal_mask(T, T, q.device)
     if g is None:
+        mask = causal_mask(T, T, q.device)
         return torch.einsum("bihk,bjhk->bhij", q, k) * mask
-    G = g.cumsum(1).movedim(1, 2)  # [B, H, T, DG]
-    D = G[..., :, None, :] - G[..., None, :, :]  # [B, H, T, T, DG]
-    D = D.masked_fill(~mask[..., None], float("-inf")).exp()
+    D = decays(g.cumsum(1).movedim(1, 2))  # [B, H, T, T, DG]
     if D.shape[-1] == 1:
         return torch.einsum("bihk,bjhk->bhij", q, k) * D[..., 0]
     return torch.einsum("bihk,bjhk,bhijk->bhij", q, k, D)
