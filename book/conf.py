@@ -7,7 +7,9 @@ from pathlib import Path
 
 BOOK = Path(__file__).resolve().parent
 ROOT = BOOK.parent
-sys.path.insert(0, str(BOOK / "extensions"))
+sys.path[:0] = [str(BOOK), str(BOOK / "extensions")]
+
+from macros import MATHJAX  # noqa: E402  (it lies beside this file)
 
 
 def sources_digest() -> str:
@@ -78,22 +80,7 @@ mathjax3_config = {
     "options": {"enableMenu": False},
     "tex": {
         "packages": {"[+]": ["html"]},
-        "macros": {
-            "q": r"\class{fw-q}{\boldsymbol{q}}",
-            "k": r"\class{fw-k}{\boldsymbol{k}}",
-            "v": r"\class{fw-v}{\boldsymbol{v}}",
-            "S": r"\class{fw-s}{\boldsymbol{S}}",
-            "Q": r"\class{fw-q}{\boldsymbol{Q}}",
-            "K": r"\class{fw-k}{\boldsymbol{K}}",
-            "V": r"\class{fw-v}{\boldsymbol{V}}",
-            "o": r"\boldsymbol{o}",
-            "O": r"\boldsymbol{O}",
-            "R": r"\mathbb{R}",
-            "tr": r"^{\top}",
-            "diag": r"\operatorname{diag}",
-            "tril": r"\operatorname{tril}",
-            "softmax": r"\operatorname{softmax}",
-        },
+        "macros": MATHJAX,
     },
 }
 

@@ -3,10 +3,11 @@
 import shutil
 from pathlib import Path
 
-from fastweights.plotting import PALETTE
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.errors import ConfigError
+
+from fastweights.plotting import PALETTE
 
 # What a page may ask MathJax for; its menu and speech are not shipped.
 _MATHJAX = [

@@ -1,52 +1,39 @@
 """Ties equations to the code that checks them, and names folded cells.
 
 A code cell tagged `check:LABEL` gets a caption that links to the equation,
-and the equation a small mark that links back to the cell.
+and the equation a small mark that links back to the cell. Only pages get
+them: a notebook is made from the same chapter without.
 """
+
+from typing import Any
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx_proof.nodes import proof_node
 
 _TAG = "check:"
+_REPEATED = {"proof-content", "exercise-content", "solution-content"}
 
 
-def _cells(doctree: nodes.document) -> list[nodes.container]:
-    return [
-        cell
-        for cell in doctree.findall(nodes.container)
-        if cell.get("nb_element") == "cell_code"
-    ]
-
-
-def _tags(cell: nodes.container) -> list[str]:
-    return cell.get("cell_metadata", {}).get("tags", [])
-
-
-def _prompt(cell: nodes.container) -> str:
+def _prompt(cell: nodes.container, labels: list[str]) -> str:
     """What a folded cell holds, in the reader's words."""
-    source = "".join(
-        block.astext()
-        for part in cell.findall(nodes.container)
-        if part.get("nb_element") == "cell_code_source"
-        for block in part.findall(nodes.literal_block)
-    )
+    source = cell[0].astext()
     if "@exercise" in source:
         return "the check of this exercise"
-    if any(tag.startswith(_TAG) for tag in _tags(cell)):
+    if labels:
         return "the check"
     if "draw(" in source:
         return "the code of this figure"
     return "the code"
 
 
-def _caption(cell: nodes.container, labels: list[str], docname: str) -> None:
-    caption = nodes.paragraph(classes=["checks"])
-    caption += nodes.inline(text="checks ")
+def _caption(labels: list[str], docname: str) -> nodes.paragraph:
+    caption = nodes.paragraph("", "checks ", classes=["checks"])
     for place, label in enumerate(labels):
-        if place:
-            caption += nodes.Text(", ")
-        link = addnodes.pending_xref(
+        caption += nodes.Text(", " if place else "")
+        caption += addnodes.pending_xref(
             "",
             nodes.literal(text=label),
             refdomain="math",
@@ -56,55 +43,77 @@ def _caption(cell: nodes.container, labels: list[str], docname: str) -> None:
             refwarn=True,
             refexplicit=False,
         )
-        link.source, link.line = cell.source, cell.line
-        caption += link
-        cell["ids"].append(f"check-{label}")
-    cell.insert(0, caption)
+        caption["ids"].append(f"check-{label}")
+    return caption
 
 
-def _mark(equation: nodes.math_block, label: str) -> None:
-    mark = nodes.container(classes=["checked"])
-    mark += nodes.paragraph(
+def _mark(label: str) -> nodes.paragraph:
+    link = nodes.reference(
         "",
-        "",
-        nodes.reference(
-            "",
-            "checked",
-            internal=True,
-            refuri=f"#check-{label}",
-            reftitle="the code that checks this equation",
-        ),
+        "checked",
+        internal=True,
+        refuri=f"#check-{label}",
+        reftitle="the code that checks this equation",
     )
-    equation.parent.insert(equation.parent.index(equation) + 1, mark)
+    return nodes.paragraph("", "", link, classes=["checked"])
 
 
-def annotate(app: Sphinx, doctree: nodes.document) -> None:
-    """Caption the checks of one document and mark what they check."""
-    equations = {
-        equation["label"]: equation
-        for equation in doctree.findall(nodes.math_block)
-        if equation.get("label")
-    }
-    marked = set()
-    for cell in _cells(doctree):
-        if cell.get("hide_mode"):
-            name = _prompt(cell)
-            cell["prompt_show"] = f"Show {name}"
-            cell["prompt_hide"] = f"Hide {name}"
-        labels = [
-            tag.removeprefix(_TAG)
-            for tag in _tags(cell)
-            if tag.startswith(_TAG)
-        ]
-        if not labels:
-            continue
-        _caption(cell, labels, app.env.docname)
-        for label in labels:
-            if label in equations and label not in marked:
-                _mark(equations[label], label)
-                marked.add(label)
+class Checks(SphinxPostTransform):
+    """Caption the checks of one page and mark what they check."""
+
+    default_priority = 5  # before references are resolved, and cells folded
+    formats = ("html",)
+
+    def run(self, **kwargs: Any) -> None:
+        unmarked = {
+            equation["label"]: equation
+            for equation in self.document.findall(nodes.math_block)
+            if equation.get("label")
+        }
+        for cell in list(self.document.findall(nodes.container)):
+            if cell.get("nb_element") != "cell_code":
+                continue
+            tags = cell.get("cell_metadata", {}).get("tags", [])
+            labels = [t.removeprefix(_TAG) for t in tags if _TAG in t]
+            if cell.get("hide_mode"):
+                prompt = _prompt(cell, labels)
+                cell["prompt_show"] = f"Show {prompt}"
+                cell["prompt_hide"] = f"Hide {prompt}"
+            if labels:
+                caption = _caption(labels, self.env.docname)
+                caption.source, caption.line = cell.source, cell.line
+                cell.parent.insert(cell.parent.index(cell), caption)
+            for label in labels:
+                if equation := unmarked.pop(label, None):
+                    place = equation.parent.index(equation) + 1
+                    equation.parent.insert(place, _mark(label))
+
+
+class Statements(SphinxPostTransform):
+    """Set 'Proof.' apart, and drop ids that every statement repeats."""
+
+    default_priority = 5
+    formats = ("html",)
+
+    def run(self, **kwargs: Any) -> None:
+        for proof in self.document.findall(proof_node):
+            body = proof[0]
+            body["classes"] = ["proof", "argument"]
+            body["ids"] = []
+            first = body[0]
+            if first.astext().startswith("Proof. "):
+                rest = first[0].astext().removeprefix("Proof. ")
+                first[0:1] = [
+                    nodes.emphasis(text="Proof."),
+                    nodes.Text(f" {rest}"),
+                ]
+        for section in self.document.findall(nodes.section):
+            section["ids"] = [
+                name for name in section["ids"] if name not in _REPEATED
+            ]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("doctree-read", annotate)
+    app.add_post_transform(Checks)
+    app.add_post_transform(Statements)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
