@@ -40,11 +40,10 @@ class Heading:
 
 @dataclass
 class Code:
-    """The next code cell; ``exercise`` is the one it belongs to."""
+    """The next code cell; ``exercise`` is the last one before it."""
 
     node: nodes.container
     exercise: str
-    solution: bool
 
 
 @dataclass
@@ -78,9 +77,7 @@ def quote(text: str) -> str:
 
 def details(summary: str, text: str) -> str:
     """``text`` folded under ``summary``, which is HTML."""
-    return (
-        f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
-    )
+    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 class Writer:
@@ -99,6 +96,7 @@ class Writer:
             for id_ in note["ids"]
         }
         self.doctree = doctree
+        self.cited: list[str] = []
         self.exercise = ""
 
     # The chapter: headings, cells and what stands between them
@@ -107,19 +105,17 @@ class Writer:
         """The chapter from top to bottom."""
         yield from self._flow(self.doctree)
 
-    def _flow(
-        self, parent: nodes.Element, depth: int = 0, solution: bool = False
-    ) -> Iterator[Piece]:
+    def _flow(self, parent: nodes.Element, depth: int = 0) -> Iterator[Piece]:
         for node in parent.children:
             if isinstance(node, nodes.section):
-                yield from self._flow(node, depth + 1, solution)
+                yield from self._flow(node, depth + 1)
             elif isinstance(node, nodes.title) and depth:
                 yield Heading(self._heading(node, depth))
             elif is_cell(node):
-                yield Code(node, self.exercise, solution)
+                yield Code(node, self.exercise)
             elif _name(node) == "solution_node":
                 yield Solution(self._plain(node[0]))
-                yield from self._flow(node[1], 0, True)
+                yield from self._flow(node[1])
                 yield Solution("")
             elif text := self.block(node):
                 yield text
@@ -190,7 +186,7 @@ class Writer:
         return " ".join(tex.split()) if nested else tex
 
     def _literal_block(self, node: nodes.literal_block) -> str:
-        text = node.astext()
+        text = node.astext().rstrip("\n")
         runs = re.findall(r"^\s*(`{3,})", text, re.M)
         fence = "`" * max([3, *(len(run) + 1 for run in runs)])
         language = node.get("language", "")
@@ -260,8 +256,6 @@ class Writer:
                 parts.append(self.inline_of(child))
         return "\n\n".join(parts)
 
-    _image = staticmethod(lambda node: node)  # replaced below
-
     # What stands aside
 
     def _admonition(self, node: nodes.Element) -> str:
@@ -294,9 +288,8 @@ class Writer:
         if kind == "tab-set":
             return "\n\n".join(
                 quote(f"**{self.inline(tab[0])}**\n\n{self.blocks(tab[1])}")
-                + "\n\n<!-- -->"
                 for tab in node.children
-            ).removesuffix("\n\n<!-- -->")
+            )
         if kind or node["classes"]:
             self.fail(node, f"'{kind or node['classes'][0]}' is no markup")
         return self.blocks(node)
@@ -348,6 +341,7 @@ class Writer:
             case nodes.literal():
                 return _code(node.astext())
             case nodes.footnote_reference():
+                self.cited.append(node["refid"])
                 return f"<sup>{node.astext()}</sup>"
             case nodes.image():
                 return self._picture(node)
@@ -391,16 +385,18 @@ class Writer:
                 return f"<code>{html.escape(node.astext())}</code>"
         return "".join(self._plain(child) for child in node.children)
 
-    def notes(self, ids: list[str]) -> str:
-        """The footnotes ``ids``, to stand under the cell that cites them."""
-        return "\n\n".join(
-            f"<sup>{note[0].astext()}</sup> {self.blocks(note, 1)}"
-            for note in (self.footnotes[id_] for id_ in ids)
-        )
+    def take_notes(self) -> list[str]:
+        """The footnotes cited since the last call, to stand in that cell."""
+        notes = []
+        while self.cited:
+            note = self.footnotes[self.cited.pop(0)]
+            label = f"<sup>{note[0].astext()}</sup>"
+            notes.append(f"{label} {self.blocks(note, 1)}")
+        return notes
 
     def _tex(self, tex: str) -> str:
-        # A bare < could begin a tag where a notebook reads HTML first.
-        return expand(re.sub(r"\s*<\s*", r" \\lt ", tex))
+        # Without a space a < could begin a tag.
+        return expand(re.sub(r"<(?=[A-Za-z/!?])", "< ", tex))
 
     def fail(self, node: nodes.Node, what: str) -> None:
         raise MarkupError(f"{where(node)}: {what}")
