@@ -36,13 +36,19 @@ def palette_css() -> str:
     return "\n".join(blocks) + "\n"
 
 
-def write_static(app: Sphinx, config: Config) -> None:
-    """Fill the generated folder of `html_static_path`."""
+def write_palette(app: Sphinx, config: Config) -> None:
+    """Begin the generated folder of `html_static_path`."""
     static = Path(config.book_static)
     static.mkdir(parents=True, exist_ok=True)
     (static / "palette.css").write_text(palette_css(), encoding="utf-8")
 
-    source, target = Path(config.book_mathjax), static / "mathjax"
+
+def copy_mathjax(app: Sphinx) -> None:
+    """Copy what pages load of MathJax; other builders need none of it."""
+    if app.builder.format != "html":
+        return
+    source = Path(app.config.book_mathjax)
+    target = Path(app.config.book_static, "mathjax")
     if not source.is_dir():
         raise ConfigError(
             f"MathJax is not in {source}: run `make book`, or "
@@ -61,5 +67,6 @@ def write_static(app: Sphinx, config: Config) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("book_static", "", "html", [str])
     app.add_config_value("book_mathjax", "", "html", [str])
-    app.connect("config-inited", write_static)
+    app.connect("config-inited", write_palette)
+    app.connect("builder-inited", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,129 @@
+# Fast Weights: build the book, check everything it claims. `make help`.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: book clean help notebooks serve test
+PORT ?= 8000
+
+# Python: the one given as PYTHON=..., else the first that is new enough.
+OLDEST := 3.11
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 \
+	python3.11 python,$(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null \
+	&& echo $(name))))
+
+# An active environment that has everything is used as it is, else .venv.
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
+  LACKS := $(shell "$(ACTIVE)/bin/python" book/environment.py 2>&1)
+  ifeq ($(LACKS),)
+    ENV := $(ACTIVE)
+    READY := build/environment
+    export PYTHONPATH := $(CURDIR)/src
+  endif
+endif
+ENV ?= .venv
+READY ?= .venv/ready
+PY := $(ENV)/bin/python
+
+export JUPYTER_PREFER_ENV_PATH := 1
+export PYDEVD_DISABLE_FILE_VALIDATION := 1
+
+SAY := printf '==> %s\n'
+MATHJAX := book/node_modules/.package-lock.json
+CHAPTERS := $(wildcard chapters/*)
+LIBRARY := $(shell find src -name '*.py' -o -name '*.js*')
+LOOK := $(shell find book -path book/node_modules -prune -o -type f \
+	! -name '*.pyc' -print)
+SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
+UNIT := $(PY) -m pytest -q -n auto --maxprocesses 8
+
+help: ## list what can be made
+	@echo "Fast Weights: what can be made"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) \
+		| expand -t 18
+	@echo
+	@echo "Each installs what it needs into .venv first, or uses the active"
+	@echo "virtual or conda environment if that has it all already."
+	@echo "PYTHON=python3.12 chooses the Python of .venv ($(OLDEST) or newer)."
+
+book: build/book ## read: the site in build/html, every chapter executed
+	@$(SAY) "read it: build/html/index.html (or: make serve)"
+
+notebooks: build/notebooks.made ## run: build/notebooks, for Jupyter and Colab
+
+serve: build/book ## the site on http://localhost:8000 (PORT=...)
+	@$(SAY) "http://localhost:$(PORT) (stop: Ctrl-C)"
+	@$(PY) -m http.server --bind 127.0.0.1 --directory build/html $(PORT)
+
+test: $(READY) $(MATHJAX) ## check style, types, library, notebooks, site
+	@$(SAY) "style: ruff"
+	@$(PY) -m ruff check --quiet
+	@$(PY) -m ruff format --check --quiet
+	@$(SAY) "types: mypy"
+	@$(PY) -m mypy
+	@$(SAY) "library: unit tests"
+	@OMP_NUM_THREADS=1 $(UNIT) tests --ignore tests/test_site.py \
+		--ignore-glob 'tests/test_kernels_*'
+	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) tests/test_kernels_*.py
+	@$(MAKE) --no-print-directory notebooks
+	@$(SAY) "notebooks: run each from its first cell to its last"
+	@$(UNIT) --nbval-lax --dist loadscope build/notebooks
+	@$(SAY) "site: every chapter executed anew, every warning an error"
+	@rm -rf build/test
+	@$(SPHINX) -D nb_execution_mode=force -d build/test/doctrees \
+		chapters build/test/html
+	@$(SAY) "site: links, alt texts, no other host"
+	@$(PY) -m pytest -q tests/test_site.py
+
+clean: ## remove what was built (.venv and book/node_modules stay)
+	@$(SAY) "removing build and the caches"
+	@rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+build/book: $(READY) $(MATHJAX) build/notebooks.made $(CHAPTERS) \
+		$(LIBRARY) $(LOOK)
+	@$(SAY) "site: running the chapters whose cells or library changed"
+	@$(SPHINX) -d build/doctrees chapters build/html
+	@touch $@
+
+build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
+	@$(SAY) "notebooks: writing build/notebooks"
+	@rm -rf build/notebooks
+	@$(PY) book/notebooks.py --out build/notebooks
+	@touch $@
+
+build/environment: pyproject.toml constraints.txt
+	@mkdir -p build
+	@$(SAY) "environment: the active one, $(ENV), has what is needed"
+	@touch $@
+
+.venv/ready: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Python $(OLDEST) or newer is needed and none was found:" \
+			"install one, or name it: make PYTHON=/path/to/python3"; \
+		exit 1; \
+	fi
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+		echo "Python $(OLDEST) or newer is needed; $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>&1 | tail -n 1)"; \
+		exit 1; \
+	}
+	@$(if $(LACKS),$(SAY) "environment: $(ACTIVE) lacks $(LACKS)")
+	@$(SAY) "environment: .venv, made with $$($(PYTHON) --version)"
+	@test -x .venv/bin/python && .venv/bin/python -c '$(NEW_ENOUGH)' \
+		|| $(PYTHON) book/environment.py make .venv
+	@$(SAY) "environment: installing the packages (PyTorch is large)"
+	@.venv/bin/python -m pip install --disable-pip-version-check \
+		-c constraints.txt -e '.[chapters,book,test]'
+	@touch $@
+
+$(MATHJAX): book/package.json book/package-lock.json
+	@command -v npm >/dev/null || { \
+		echo "node and npm are needed once, to fetch MathJax for the" \
+			"site's equations: install nodejs and npm"; \
+		exit 1; \
+	}
+	@$(SAY) "site: fetching MathJax with npm"
+	@cd book && npm ci --ignore-scripts --loglevel error
+	@touch $@

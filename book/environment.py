@@ -1,0 +1,63 @@
+"""The environment of the Makefile; imports nothing that is not in Python.
+
+    python book/environment.py             print what this Python lacks
+    python book/environment.py make .venv  make a virtual environment
+"""
+
+import subprocess
+import sys
+import venv
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def requirements() -> list[str]:
+    """What pyproject.toml asks for, every extra included."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    project = project["project"]
+    extras = project["optional-dependencies"].values()
+    return project["dependencies"] + [name for e in extras for name in e]
+
+
+def lacking() -> list[str]:
+    """The requirements that this Python's packages do not meet."""
+    if sys.version_info < (3, 11):
+        return ["Python 3.11 or newer"]
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return ["packaging"]
+    missing = []
+    for requirement in map(Requirement, requirements()):
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            missing.append(requirement.name)
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            missing.append(str(requirement).split(";")[0].strip())
+    return missing
+
+
+def make(folder: str) -> None:
+    """A virtual environment with pip, also where ensurepip is left out."""
+    try:
+        venv.create(folder, clear=True, with_pip=True)
+    except (subprocess.CalledProcessError, ImportError):
+        venv.create(folder, clear=True, with_pip=False)
+        pip = [sys.executable, "-m", "pip", "--python", folder]
+        if subprocess.run([*pip, "install", "-q", "pip"]).returncode:
+            sys.exit("no pip for .venv: install python3-venv (Debian)")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["make"]:
+        make(sys.argv[2])
+    else:
+        print(*lacking(), sep=", ")
