@@ -49,14 +49,17 @@ def linear_attention(
     normalize the outputs are divided by z_t = scale * phi(q_t) . sum phi(k)
     plus eps: v gets a last column of ones, so that the state, initial and
     final, has V + 1 columns. With features that vanish or change sign, z_t
-    can be near zero.
+    can be near zero; in fp16 it must stay below 65504.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _need(name, x, 4, "[B, T, heads, width]")
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
+    if normalize:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    o, state = linear_recurrence(q, k, v, None, None, **options)
     if not normalize:
-        return linear_recurrence(q, k, v, **options)
-    ones = torch.ones_like(v[..., :1])
-    o, state = linear_recurrence(q, k, torch.cat([v, ones], -1), **options)
+        return o, state
     return o[..., :-1] / (o[..., -1:] + eps), state
 
 
@@ -80,9 +83,10 @@ def retention(
     g is [HV]; None takes RetNet's own, :func:`retnet_decay`.
     """
     if g is None:
+        _need("v", v, 4, "[B, T, HV, V]")
         g = retnet_decay(v.shape[2], device=v.device)
-    _need_gate("g", g, 1, "[HV]")
-    return linear_recurrence(q, k, v, g, **options)
+    _need("g", g, 1, "[HV]")
+    return linear_recurrence(q, k, v, g, None, **options)
 
 
 def mamba2(
@@ -93,16 +97,16 @@ def mamba2(
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
     v its dt * x, and g its dt * A. Its own scale is 1.
     """
-    _need_gate("g", g, 3, "[B, T, HV]")
-    return linear_recurrence(q, k, v, g, **options)
+    _need("g", g, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, None, **options)
 
 
 def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
 ) -> tuple[Values, State]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
-    _need_gate("g", g, 4, "[B, T, HV, K]")
-    return linear_recurrence(q, k, v, g, **options)
+    _need("g", g, 4, "[B, T, HV, K]")
+    return linear_recurrence(q, k, v, g, None, **options)
 
 
 def deltanet(
@@ -114,7 +118,7 @@ def deltanet(
     Needs beta_t |k_t|^2 <= 2 not to diverge; unit keys with beta in [0, 1]
     or [0, 2] are usual.
     """
-    _need_gate("beta", beta, 3, "[B, T, HV]")
+    _need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, None, beta, **options)
 
 
@@ -127,8 +131,8 @@ def gated_deltanet(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
-    _need_gate("g", g, 3, "[B, T, HV]")
-    _need_gate("beta", beta, 3, "[B, T, HV]")
+    _need("g", g, 3, "[B, T, HV]")
+    _need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -141,13 +145,13 @@ def kda(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Kimi Delta Attention (Kimi Team 2025): a gate a key channel and step."""
-    _need_gate("g", g, 4, "[B, T, HV, K]")
-    _need_gate("beta", beta, 3, "[B, T, HV]")
+    _need("g", g, 4, "[B, T, HV, K]")
+    _need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
-def _need_gate(name: str, x: Tensor, dim: int, need: str) -> None:
-    """The member needs this gate, of this width (or it is another member)."""
+def _need(name: str, x: Tensor, dim: int, need: str) -> None:
+    """Refuse what is no tensor of ``dim`` dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
     if x.dim() != dim:

@@ -34,7 +34,11 @@ def relu(x: Input) -> Features:
 
 
 def softmax(x: Input) -> Features:
-    """Softmax over the channels of each vector (Shen et al. 2021)."""
+    """Softmax over the channels of each vector.
+
+    Shen et al. 2021 apply it to queries; their keys take the softmax over
+    positions, which no causal recurrence can.
+    """
     return torch.softmax(x, dim=-1)
 
 
@@ -68,8 +72,8 @@ class RandomFourier:
 
     phi(x) = e^{|x|^2/2} R^{-1/2} [cos(w_r . x), sin(w_r . x)], so that
     phi(q) . phi(k) has mean exp(q . k) (Rahimi and Recht 2007; as attention,
-    Peng et al. 2021). Single terms are negative half the time, which is why
-    small similarities drown in noise.
+    Peng et al. 2021). A term cos(w_r . (q - k)) is negative almost half the
+    time when q and k are far apart: small similarities drown in noise.
 
     directions: [R, K]; the result has 2 R channels.
     """

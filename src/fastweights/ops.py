@@ -63,7 +63,8 @@ def linear_recurrence(
     Returns:
         o [B, T, HV, V] in v's dtype, and the state after the last token of
         each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). Arithmetic
-        is in fp32 (fp64 if q is). Gradients flow to every input from both.
+        is in fp32 (fp64 if q is), under autocast too. Gradients flow to
+        every input from both.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -78,14 +79,14 @@ def linear_recurrence(
     dtype = torch.promote_types(q.dtype, torch.float32)
     if initial_state is None:
         initial_state = q.new_zeros(num_sequences, HV, K, V, dtype=dtype)
-    if g is None:
-        g = q.new_zeros(1, dtype=dtype)
+    # Widened before it is repeated, an input gathers its gradient in dtype.
+    g = q.new_zeros(1, dtype=dtype) if g is None else g.to(dtype)
     if g.dim() == 1:
         g = g.expand(B, T, HV)
     if g.dim() == 3:
         g = g[..., None]
-    heads = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
-    tokens = [x.to(dtype) for x in (*heads, v, g)]
+    heads = (x.to(dtype).repeat_interleave(HV // H, dim=2) for x in (q, k))
+    tokens = [*heads, v.to(dtype), g]
     if beta is not None:
         tokens.append(beta.to(dtype))
     scale = K**-0.5 if scale is None else float(scale)
@@ -111,15 +112,16 @@ def _run(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    if backend == "loop":
-        q, *others = tokens
-        return scan(recurrence, state, scale * q, *others)
-    return chunkwise(
-        *tokens,
-        scale=scale,
-        initial_state=state,
-        chunk_size=chunk_size or 64,
-    )
+    with torch.autocast(state.device.type, enabled=False):
+        if backend == "loop":
+            q, *others = tokens
+            return scan(recurrence, state, scale * q, *others)
+        return chunkwise(
+            *tokens,
+            scale=scale,
+            initial_state=state,
+            chunk_size=chunk_size or 64,
+        )
 
 
 def choose_backend(backend: str = "auto") -> str:
@@ -181,7 +183,7 @@ def _check(
         need = f"B, T, H, K >= 1 and K <= {MAX_K}"
         _wrong_shape("q", q, f"[B, T, H, K] with {need}")
     if v.dim() != 4 or v.shape[:2] != q.shape[:2] or min(v.shape) < 1:
-        _wrong_shape("v", v, f"[{B}, {T}, HV, V]")
+        _wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     HV, V = v.shape[2:]
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
@@ -210,6 +212,10 @@ def _check(
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"
+        )
+    if chunk_size is not None and not isinstance(chunk_size, int):
+        raise TypeError(
+            f"chunk_size: got {type(chunk_size).__name__}, need an int or None"
         )
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         raise ValueError(
