@@ -19,6 +19,7 @@ from typing import Any
 
 import jupytext
 import nbformat
+from myst_nb.core.read import MystMetadataParsingError
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util.tags import Tags
@@ -59,7 +60,11 @@ def notebooks(
             warning=warnings,
             freshenv=True,
         )
-        app.build(force_all=True)
+        try:
+            app.build(force_all=True)
+        except MystMetadataParsingError as error:
+            path = app.env.doc2path(app.env.docname)
+            raise MarkupError(f"{path}: {error}") from None
     if said := warnings.getvalue().strip():
         raise MarkupError(re.sub(r"\x1b\[[\d;]*m", "", said))
     return dict(sorted(app.builder.notebooks.items()))

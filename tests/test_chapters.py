@@ -1,0 +1,244 @@
+"""The chapters keep their promises; and each rule notices when one breaks."""
+
+import sys
+from pathlib import Path
+
+import chapter_rules as rules
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "book"))
+
+from notebooks import script  # noqa: E402
+
+CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.md"))
+SAMPLE = ROOT / "tests" / "sample_book" / "01_first.md"
+
+chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+
+
+@chapters
+@pytest.mark.parametrize(
+    "rule",
+    [*rules.RULES, rules.exercises_suffice],
+    ids=lambda rule: rule.__name__,
+)
+def test_chapter_keeps(path, rule):
+    assert list(rule(rules.Chapter(path))) == []
+
+
+@chapters
+def test_chapter_shows_the_library_instead_of_retyping_it(path):
+    chapter = rules.Chapter(path)
+    assert list(rules.nothing_is_retyped(chapter, ROOT / "src")) == []
+
+
+@chapters
+def test_chapter_runs_as_a_script_and_its_answers_hold(path, tmp_path):
+    file = tmp_path / f"{path.stem}.py"
+    file.write_text(script(path))
+    attempts = rules.run(file)
+    assert list(rules.answers_hold(rules.Chapter(path), attempts)) == []
+
+
+# The rules themselves, on a sample with one thing broken at a time
+
+
+@pytest.fixture
+def sample(tmp_path):
+    """A copy of the sample chapter in which ``old`` became ``new``."""
+
+    def edited(old: str = "", new: str = "") -> Path:
+        path = tmp_path / SAMPLE.name
+        text = SAMPLE.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        return path
+
+    return edited
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_sample_keeps(sample, rule):
+    assert list(rule(rules.Chapter(sample()))) == []
+
+
+BROKEN = {
+    "equation without check": (
+        rules.equations_are_checked,
+        "[check:eq-mean]",
+        "[gpu]",
+        "eq-mean has no cell",
+    ),
+    "check of no equation": (
+        rules.equations_are_checked,
+        "[check:eq-mean]",
+        "[check:eq-mean, check:eq-gone]",
+        "check:eq-gone names no equation",
+    ),
+    "label of neither kind": (
+        rules.equations_are_checked,
+        ":label: def-state",
+        ":label: state",
+        "state is neither",
+    ),
+    "check that asserts nothing": (
+        rules.checks_assert,
+        "close((weights * values).sum(), torch.tensor(7.0), 1e-12,",
+        "print((weights * values).sum(), torch.tensor(7.0), 1e-12,",
+        "asserts nothing",
+    ),
+    "long line in a cell": (
+        rules.lines_fit,
+        "    return ...",
+        "    return ...  # " + "x" * 70,
+        "88 columns",
+    ),
+    "long line in a listing": (
+        rules.lines_fit,
+        "# a listing, not a cell",
+        "# " + "x" * 78,
+        "80 columns",
+    ),
+    "no label": (
+        rules.exercises_are_complete,
+        ":label: ex-sum",
+        "",
+        "has no label",
+    ),
+    "no stub": (
+        rules.exercises_are_complete,
+        "[exercise-stub]",
+        "[gpu]",
+        "no cell tagged exercise-stub",
+    ),
+    "no check": (
+        rules.exercises_are_complete,
+        "@exercise",
+        "@staticmethod",
+        "has 0 checks",
+    ),
+    "check not folded": (
+        rules.exercises_are_complete,
+        ":tags: [hide-input]\n\n@exercise",
+        ":tags: [gpu]\n\n@exercise",
+        "not folded",
+    ),
+    "check not called": (
+        rules.exercises_are_complete,
+        "check_sum(total)",
+        "print(total)",
+        "not called on the stub",
+    ),
+    "no solution": (
+        rules.exercises_are_complete,
+        "[solution]",
+        "[gpu]",
+        "no solution with a cell",
+    ),
+    "solution unchecked": (
+        rules.exercises_are_complete,
+        "    return sum(x)\n\n\ncheck_sum(total)",
+        "    return sum(x)",
+        "does not call check_sum",
+    ),
+    "too few exercises": (
+        rules.exercises_suffice,
+        "",
+        "",
+        "1 exercises, needs four",
+    ),
+    "figure without alt": (
+        rules.figures_have_alt,
+        'draw(fig, alt="a rising line")',
+        "draw(fig)",
+        "without alt",
+    ),
+    "figure with empty alt": (
+        rules.figures_have_alt,
+        'alt="a rising line"',
+        'alt=" "',
+        "without alt",
+    ),
+    "private name imported": (
+        rules.imports_are_public,
+        "from fastweights.plotting import draw",
+        "from fastweights.plotting import _VARIABLE, draw",
+        "_VARIABLE is private",
+    ),
+    "private name reached": (
+        rules.imports_are_public,
+        "@exercise",
+        "checks._reason(1, 2)\n\n@exercise",
+        "_reason is private",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
+def test_rule_notices(sample, case):
+    rule, old, new, problem = case
+    found = list(rule(rules.Chapter(sample(old, new))))
+    assert any(problem in line for line in found), found
+
+
+LIBRARY = '''
+def add(state, k, v):
+    """Adds."""
+    for i in range(3):
+        kv: float = k * v
+        state = state + kv
+    return state
+'''
+
+
+@pytest.mark.parametrize(
+    ("body", "repeats"),
+    [
+        ("for j in range(3):\n  w = a * b\n  c = c + w\n return c", True),
+        ("for j in range(3):\n  w = a + b\n  c = c + w\n return c", False),
+        ("return c + a * b", False),
+    ],
+    ids=["renamed", "different", "short"],
+)
+def test_retyping_is_noticed(sample, tmp_path, body, repeats):
+    src = tmp_path / "src"
+    src.mkdir()
+    (src / "steps.py").write_text(LIBRARY)
+    path = sample("@exercise", f"def mine(c, a, b):\n {body}\n\n\n@exercise")
+    found = list(rules.nothing_is_retyped(rules.Chapter(path), src))
+    assert bool(found) == repeats
+    assert not found or "mine repeats steps.py, add" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("", "", None),
+        ("return ...", "return x.sum()", "the stub does not fail"),
+        ("return sum(x)", "return max(x)", "the solution does not pass"),
+        ("check_sum(total)\n```\n\nAny", "```\n\nAny", "does not pass"),
+    ],
+    ids=["right", "stub that passes", "wrong solution", "solution unchecked"],
+)
+def test_answers_are_run(sample, tmp_path, old, new, problem):
+    path = sample(old, new)
+    file = tmp_path / "chapter.py"
+    file.write_text(script(path))
+    found = list(rules.answers_hold(rules.Chapter(path), rules.run(file)))
+    assert (problem is None and not found) or problem in found[0]
+
+
+def test_a_failing_chapter_is_an_error(sample, tmp_path):
+    path = sample("torch.tensor(7.0)", "torch.tensor(8.0)")
+    file = tmp_path / "chapter.py"
+    file.write_text(script(path))
+    with pytest.raises(AssertionError, match="relative error"):
+        rules.run(file)
+
+
+def test_every_chapter_of_the_site_is_found():
+    names = {path.stem for path in CHAPTERS}
+    index = (ROOT / "chapters" / "index.md").read_text()
+    assert names
+    assert all(name in index for name in names)
