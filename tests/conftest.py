@@ -1,0 +1,40 @@
+"""Puts tests/ on the import path, and skips what needs a missing GPU."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def matmul_precision():
+    """Sets how fp32 is multiplied, until the test ends."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Uninitialised memory holds NaN, so that an unwritten element shows."""
+
+    def filled(empty):
+        def call(*args, **kwargs):
+            x = empty(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return call
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))

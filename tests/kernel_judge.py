@@ -1,0 +1,100 @@
+"""The judge of the kernels: inputs, the loop in fp64, the budgets."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastweights.checks import relative_error
+from fastweights.kernels.tile import INTERPRETED
+
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="needs TRITON_INTERPRET=1 before Triton's import"
+)
+compiled = pytest.mark.skipif(
+    INTERPRETED, reason="TRITON_INTERPRET is set; this judges compiled code"
+)
+
+BUDGET = {
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 5e-3,
+}
+# Operand dtype, torch's fp32 matmul precision, allowed relative error.
+PRODUCTS = {
+    "bf16": (torch.bfloat16, "highest", 5e-3),
+    "fp16": (torch.float16, "highest", 5e-3),
+    "fp32": (torch.float32, "highest", 1e-4),
+    "tf32": (torch.float32, "high", 2e-3),
+}
+LENGTHS = (1, 63, 64, 65, 1000)
+SIZES = (
+    (60, 100),
+    (64, 64),
+    (100, 60),
+    (128, 129),
+    (64, 512),
+    (256, 128),
+    (128, 256),
+)
+HEADS = ((2, 2), (1, 2), (1, 8))
+
+
+def pairwise_cases():
+    """Every length with every head size; the rest takes turns."""
+    cases = []
+    for i, T in enumerate(LENGTHS):
+        for j, (K, V) in enumerate(SIZES):
+            H, HV = HEADS[(i + j + 1) % 3]
+            chunk_size = (16, 32, 64)[(i + 2 * j + 2) % 3]
+            initial = (i + j) % 2 == 0
+            dtype = (torch.float32, torch.float16)[(i + j // 2) % 2]
+            name = f"T{T}-K{K}-V{V}-H{H}-HV{HV}-C{chunk_size}"
+            name += f"-{str(dtype)[6:]}" + "-S0" * initial
+            shape = (1, T, H, HV, K, V)
+            case = shape, dtype, chunk_size, initial
+            cases.append(pytest.param(*case, id=name))
+    return cases
+
+
+def inputs(shape, dtype, initial=False, device="cpu", seed=0):
+    """Random q, unit keys k, values v, and a state or None."""
+    B, T, H, HV, K, V = shape
+    torch.manual_seed(seed)
+    options = {"dtype": dtype, "device": device}
+    q = torch.randn(B, T, H, K, **options)
+    k = F.normalize(torch.randn(B, T, H, K, device=device), dim=-1).to(dtype)
+    v = torch.randn(B, T, HV, V, **options)
+    state = torch.randn(B, HV, K, V, device=device) if initial else None
+    return q, k, v, state
+
+
+def loop(q, k, v, scale, state=None):
+    """S_t = S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t, one by one."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
+    S = 0.0 if state is None else state.double()
+    o = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        S = S + k[:, t, :, :, None] * v[:, t, :, None, :]
+        o[:, t] = scale * (q[:, t, :, None, :] @ S)[:, :, 0]
+    return o, S
+
+
+def judge(function, tensors, *, tol, scale=0.3, **options):
+    """Outputs and state of ``function`` are within ``tol`` of the loop."""
+    q, k, v, state = tensors
+    o, S = function(q, k, v, scale=scale, initial_state=state, **options)
+    o_ref, S_ref = loop(q, k, v, scale, state)
+    assert o.dtype == v.dtype and o.shape == v.shape
+    assert S.dtype == torch.float32
+    errors = relative_error(o, o_ref), relative_error(S, S_ref)
+    assert max(errors) <= tol, errors
+    return errors
+
+
+def needs_memory(gigabytes):
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    return pytest.mark.skipif(
+        free < gigabytes * 1e9, reason=f"needs {gigabytes} GB on the GPU"
+    )
