@@ -1,0 +1,238 @@
+"""What things cost: ``python -m fastweights.bench CASE [--json FILE]``.
+
+ceilings    the rates of this machine: a copy, and a matrix product
+crossover   forward of softmax and of linear attention, by sequence length
+decode      one more token: softmax over its cache, linear over its state
+
+On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
+and small. The book's recorded runs are read with :func:`load`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastweights as fw
+
+Row = dict[str, Any]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+CACHE_BYTES = 2**28  # more than any GPU's L2
+
+
+def timeit(
+    fn: Callable[[], object],
+    *,
+    device: str = DEVICE,
+    repeats: int = 20,
+    warmup: int = 3,
+) -> float:
+    """Median seconds of ``fn()``, after ``warmup`` calls.
+
+    On a GPU, between events. A large fill before each call empties the L2
+    cache of inputs, and lasts while the host queues the call's kernels, so
+    that neither is part of the time.
+    """
+    for _ in range(warmup):
+        fn()
+    if device == "cpu":
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            fn()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
+    pairs = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        cache.zero_()
+        begin.record()
+        fn()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+
+
+def load(name: str) -> dict[str, Any]:
+    """A recorded run that ships with the library, by its file's name."""
+    file = resources.files("fastweights") / "data" / f"{name}.json"
+    return json.loads(file.read_text())
+
+
+def ceilings() -> Iterator[Row]:
+    """Bytes moved (read and written) and operations, with their times."""
+    size = 2**32 if ON_GPU else 2**26
+    x, y = torch.randint(256, (2, size), dtype=torch.uint8, device=DEVICE)
+    row = {"what": "copy", "moved": 2 * size}
+    yield row | {"seconds": timeit(functools.partial(x.copy_, y))}
+    n = 8192 if ON_GPU else 1024
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=DTYPE)
+    row = {"what": "matmul", "n": n, "flops": 2 * n**3}
+    yield row | {"seconds": timeit(functools.partial(torch.matmul, a, b))}
+
+
+def crossover() -> Iterator[Row]:
+    """Forward time by sequence length T, at a constant B T.
+
+    Every T then does the same linear work on a full GPU: linear attention
+    is a level line, and softmax attention climbs through it.
+    """
+    H = 16 if ON_GPU else 2
+    tokens = 65536 if ON_GPU else 4096
+    for D in (64, 128) if ON_GPU else (64,):
+        for T in (2**i for i in range(8, tokens.bit_length())):
+            B = tokens // T
+            shape = {"B": B, "T": T, "H": H, "D": D}
+            q, k, v = (
+                torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE)
+                for _ in "qkv"
+            )
+            k = F.normalize(k, dim=-1)
+            for form, fn in _forms(q, k, v).items():
+                yield {"form": form, **shape, "seconds": timeit(fn)}
+
+
+def _forms(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable]:
+    """Causal attention in each form; the kernels only where they compile."""
+    q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    forms: dict[str, Callable] = {
+        "softmax": lambda: F.scaled_dot_product_attention(
+            q_h, k_h, v_h, is_causal=True
+        ),
+        "chunkwise": lambda: fw.linear_attention(q, k, v, backend="chunkwise"),
+    }
+    if ON_GPU:
+        from fastweights.kernels.prefix import parallel_scan
+        from fastweights.kernels.scan import scan
+
+        forms["scan"] = lambda: scan(q, k, v, scale=scale)
+        forms["parallel_scan"] = lambda: parallel_scan(q, k, v, scale=scale)
+    return forms
+
+
+def decode() -> Iterator[Row]:
+    """Time of one new token after n, and the bytes kept for it."""
+    B, H, D = (64, 16, 128) if ON_GPU else (4, 2, 64)
+    lengths = [2**i for i in range(8, 17 if ON_GPU else 13)]
+    shape = {"B": B, "H": H, "D": D}
+    q, k, v = (
+        torch.randn(B, H, 1, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
+    )
+    state = torch.zeros(B, H, D, D, device=DEVICE)
+
+    def step() -> Tensor:
+        state.addcmul_(k.mT.float(), v.float())
+        return (q.float() @ state).to(DTYPE)
+
+    kept = state.numel() * state.element_size()
+    seconds = timeit(step)
+    yield {"form": "linear", **shape, "kept": kept, "seconds": seconds}
+    for n in lengths:
+        keys, values = (
+            torch.randn(B, H, n, D, device=DEVICE, dtype=DTYPE) for _ in "kv"
+        )
+
+        def attend(keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            keys[:, :, -1:], values[:, :, -1:] = k, v
+            return F.scaled_dot_product_attention(q, keys, values)
+
+        kept = 2 * keys.numel() * keys.element_size()
+        row = {"form": "softmax", **shape, "n": n, "kept": kept}
+        yield row | {"seconds": timeit(attend)}
+
+
+CASES = {"ceilings": ceilings, "crossover": crossover, "decode": decode}
+
+
+def environment() -> dict[str, str | None]:
+    """The machine, the versions and the day that a recorded run names."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    name = torch.cuda.get_device_name() if ON_GPU else platform.machine()
+    return {
+        "device": name,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "torch": torch.__version__,
+        "triton": triton,
+        "fastweights": fw.__version__,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _commit() -> str | None:
+    """The git commit of the library's checkout, if it is one."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        run = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return run.stdout.strip() or None
+
+
+def run(case: str) -> dict[str, Any]:
+    """Run a case, printing each row as it comes."""
+    record: dict[str, Any] = {"command": f"python -m fastweights.bench {case}"}
+    record |= environment()
+    rows = []
+    for row in CASES[case]():
+        print(_line(row), flush=True)
+        rows.append(row)
+    return record | {"rows": rows}
+
+
+def _line(row: Row) -> str:
+    """A row for the terminal, its seconds as milliseconds and rates."""
+    seconds = row["seconds"]
+    words = [f"{x}={y}" for x, y in row.items() if x not in _MEASURES]
+    words.append(f"{1e3 * seconds:.3f} ms")
+    if "moved" in row:
+        words.append(f"{row['moved'] / seconds / 1e12:.3f} TB/s")
+    if "flops" in row:
+        words.append(f"{row['flops'] / seconds / 1e12:.1f} TFLOP/s")
+    return "  ".join(words)
+
+
+_MEASURES = ("seconds", "moved", "flops")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastweights.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    arguments = parser.parse_args()
+    record = run(arguments.case)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
