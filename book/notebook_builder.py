@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jupytext
@@ -30,6 +32,7 @@ from to_markdown import (
     where,
 )
 
+CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)
 CHAPTER = re.compile(r"\d\d_\w+")
 TAGS = {"exercise-stub", "gpu", "hide-input", "remove-input", "solution"}
 FOLDED = {"hide-input", "remove-input", "solution"}
@@ -123,6 +126,7 @@ def notebook(
         for cell in jupytext.read(path, fmt="md:myst").cells
         if cell.cell_type == "code"
     ]
+    _no_cell_is_lost(path, [cell.source for cell in sources])
     found = sum(is_cell(node) for node in doctree.findall(nodes.container))
     if found != len(sources):
         raise MarkupError(
@@ -147,6 +151,18 @@ def notebook(
                 )
     nbformat.validate(result)
     return result
+
+
+def _no_cell_is_lost(path: str, sources: list[str]) -> None:
+    """Inside another block a cell is no cell: neither reader reports it."""
+    text = Path(path).read_text("utf-8")
+    starts = [match.start() for match in CELL.finditer(text)]
+    for start, end, source in zip_longest(
+        starts, starts[1:], sources, fillvalue=None
+    ):
+        if source is None or source not in text[start:end]:
+            line = text.count("\n", 0, start) + 1
+            raise MarkupError(f"{path}:{line}: a code cell in another block")
 
 
 def _links(builder: Builder, docname: str) -> str:

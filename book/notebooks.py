@@ -22,6 +22,7 @@ import nbformat
 from myst_nb.core.read import MystMetadataParsingError
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.util.docutils import docutils_namespace, patch_docutils
 from sphinx.util.tags import Tags
 
 BOOK = Path(__file__).resolve().parent
@@ -48,7 +49,11 @@ def notebooks(
         **settings,
     }
     warnings = io.StringIO()
-    with tempfile.TemporaryDirectory() as build:
+    with (
+        tempfile.TemporaryDirectory() as build,
+        patch_docutils(confdir),
+        docutils_namespace(),
+    ):
         app = Sphinx(
             chapters,
             confdir,

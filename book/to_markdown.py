@@ -126,7 +126,8 @@ class Writer:
         top = depth == 1
         anchor = "" if top else "#" + title.parent["ids"][0]
         number = self.env.toc_secnumbers.get(self.docname, {}).get(anchor, ())
-        prefix = ".".join(map(str, number)) + ". " if number else ""
+        suffix = self.env.config.html_secnumber_suffix
+        prefix = ".".join(map(str, number)) + suffix if number else ""
         return "#" * depth + f" {prefix}{self.inline(title)}"
 
     def _numbered(self, node: nodes.Element, counter: str) -> str:
