@@ -1,0 +1,165 @@
+"""The project's own files agree with one another and keep their policies."""
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+REQUIREMENTS = [
+    Requirement(text)
+    for group in [PROJECT["project"]["dependencies"], *EXTRAS.values()]
+    for text in group
+]
+PINS = {
+    canonicalize_name(name): version
+    for name, version in re.findall(
+        r"^([\w.-]+)==(\S+)$",
+        (ROOT / "constraints.txt").read_text("utf-8"),
+        re.M,
+    )
+}
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[1].split()
+CODE = {".css", ".js", ".py", ".toml", ".yaml", ".yml"}
+TEXT = {*CODE, "", ".bib", ".json", ".md", ".svg", ".txt"}
+
+
+def tracked() -> list[Path]:
+    """The files of the checkout, or none where this is not one."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = listing.stdout.split("\0") if not listing.returncode else []
+    return [ROOT / n for n in names if n and (ROOT / n).is_file()]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_pin_satisfies_the_bound(requirement: Requirement) -> None:
+    pin = PINS.get(canonicalize_name(requirement.name))
+    assert pin, f"constraints.txt does not pin {requirement.name}"
+    assert requirement.specifier.contains(pin)
+
+
+def test_environment_yml_agrees_with_pyproject() -> None:
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
+    *packages, pip = conda["dependencies"]
+    python = PROJECT["project"]["requires-python"]
+    assert f"python {python}" in packages
+    assert "pip" in packages
+    assert any(name.startswith("nodejs") for name in packages)
+    extras = ",".join(sorted(EXTRAS, key=["chapters", "book", "test"].index))
+    assert pip["pip"] == ["-c constraints.txt", f"-e .[{extras}]"]
+
+
+def test_the_makefile_asks_for_the_same_python_and_extras() -> None:
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    major, minor = oldest.split(".")
+    assert f"OLDEST := {oldest}" in MAKEFILE
+    assert f"sys.version_info < ({major}, {minor})" in MAKEFILE
+    assert "-c constraints.txt -e '.[chapters,book,test]'" in MAKEFILE
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_help_lists_every_target() -> None:
+    said = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    listed = re.findall(r"^  make (\w+)\s+\S", said, re.M)
+    assert sorted(listed) == sorted(TARGETS)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_python_that_is_too_old_gives_one_clear_line(
+    tmp_path: Path,
+) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text(
+        '#!/bin/sh\ntest "$1" = --version && echo "Python 3.10.13"\n'
+        'test "$1" != -c\n'
+    )
+    old.chmod(0o755)
+    for name in ["Makefile", "pyproject.toml", "constraints.txt"]:
+        shutil.copy(ROOT / name, tmp_path)
+    for command, line in [
+        (f"PYTHON={old}", f"needed; {old} is Python 3.10.13"),
+        ("PYTHON=", "none was found"),
+    ]:
+        ran = subprocess.run(
+            ["make", ".venv/ready", command, "VIRTUAL_ENV=", "CONDA_PREFIX="],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode
+        assert line in ran.stdout and ran.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "file", [".github/workflows", "README.md", ".ci/run"], ids=str
+)
+def test_every_make_target_named_elsewhere_exists(file: str) -> None:
+    path = ROOT / file
+    files = path.glob("*.yml") if path.is_dir() else [path]
+    text = "\n".join(f.read_text("utf-8") for f in files)
+    named = set(re.findall(r"(?:`|run: |exec |^\s*)make ([a-z]+)", text, re.M))
+    assert named
+    assert named <= set(TARGETS)
+
+
+def test_the_lock_file_names_no_host() -> None:
+    lock = (ROOT / "book" / "package-lock.json").read_text("utf-8")
+    wanted = json.loads((ROOT / "book" / "package.json").read_text("utf-8"))
+    locked = json.loads(lock)["packages"]["node_modules/mathjax"]
+    assert "://" not in lock
+    assert locked["version"] == wanted["dependencies"]["mathjax"]
+
+
+def test_hooks_need_no_network() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
+    for repository in yaml.safe_load(hooks)["repos"]:
+        assert repository["repo"] == "local"
+        assert all(h["language"] == "system" for h in repository["hooks"])
+
+
+def test_lines_are_clean_and_code_fits_its_page() -> None:
+    faults = []
+    for path in tracked():
+        if path.suffix not in TEXT:
+            continue
+        text = path.read_text("utf-8")
+        name = path.relative_to(ROOT)
+        if text and not text.endswith("\n"):
+            faults.append(f"{name}: no newline at its end")
+        if re.search(r"^(<{7}|>{7}) ", text, re.M):
+            faults.append(f"{name}: a merge conflict")
+        for number, line in enumerate(text.splitlines(), 1):
+            if line != line.rstrip():
+                faults.append(f"{name}:{number}: trailing space")
+            if path.suffix in CODE and len(line) > 79:
+                faults.append(f"{name}:{number}: {len(line)} columns")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "chapter", sorted(ROOT.glob("chapters/*.md")), ids=lambda p: p.stem
+)
+def test_code_cells_fit_their_page(chapter: Path) -> None:
+    cells = re.findall(
+        r"^```\{code-cell\}[^\n]*\n(.*?)^```$",
+        chapter.read_text("utf-8"),
+        re.M | re.S,
+    )
+    wide = [
+        line for cell in cells for line in cell.split("\n") if len(line) > 79
+    ]
+    assert not wide, "\n".join(wide)
