@@ -1,7 +1,7 @@
 """The environment of the Makefile; imports nothing that is not in Python.
 
-    python book/environment.py             print what this Python lacks
-    python book/environment.py make .venv  make a virtual environment
+With no argument it prints what this Python lacks; with `make .venv` it makes
+a virtual environment in that folder.
 """
 
 import subprocess
@@ -10,13 +10,16 @@ import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # a Python that is too old
+    tomllib = None
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[str]:
     """What pyproject.toml asks for, every extra included."""
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     project = project["project"]
     extras = project["optional-dependencies"].values()
@@ -25,12 +28,12 @@ def requirements() -> list[str]:
 
 def lacking() -> list[str]:
     """The requirements that this Python's packages do not meet."""
-    if sys.version_info < (3, 11):
+    if tomllib is None:
         return ["Python 3.11 or newer"]
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        return ["packaging"]
+        from pip._vendor.packaging.requirements import Requirement
     missing = []
     for requirement in map(Requirement, requirements()):
         if requirement.marker and not requirement.marker.evaluate():
