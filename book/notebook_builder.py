@@ -196,14 +196,18 @@ def _cells(
         if isinstance(piece, str):
             text.append(piece)
             continue
-        yield from flush()
         if isinstance(piece, Heading):
+            # A heading straight under another shares its cell.
+            if not all(block.startswith("#") for block in text):
+                yield from flush()
             text.append(piece.text)
             if links:
                 text.append(links)
                 yield from flush()
                 links = ""
-        elif isinstance(piece, Solution):
+            continue
+        yield from flush()
+        if isinstance(piece, Solution):
             solution, told = piece.title, False
         else:
             if solution and not told:

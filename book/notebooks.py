@@ -65,13 +65,17 @@ def notebooks(
             warning=warnings,
             freshenv=True,
         )
+        problems = []
         try:
             app.build(force_all=True)
+        except MarkupError as error:
+            problems.append(str(error))
         except MystMetadataParsingError as error:
-            path = app.env.doc2path(app.env.docname)
-            raise MarkupError(f"{path}: {error}") from None
+            problems.append(f"{app.env.doc2path(app.env.docname)}: {error}")
     if said := warnings.getvalue().strip():
-        raise MarkupError(re.sub(r"\x1b\[[\d;]*m", "", said))
+        problems.append(re.sub(r"\x1b\[[\d;]*m", "", said))
+    if problems:
+        raise MarkupError("\n".join(problems))
     return dict(sorted(app.builder.notebooks.items()))
 
 

@@ -132,11 +132,14 @@ class Writer:
 
     def _numbered(self, node: nodes.Element, counter: str) -> str:
         """'Theorem 1.2', as the site has it."""
+        kind = node.get("realtype", counter).title()
+        return f"{kind} {self._number(node, counter)}"
+
+    def _number(self, node: nodes.Element, counter: str) -> str:
         number = self.numbers.get(counter, {}).get(node["ids"][0])
         if number is None:
-            self.fail(node, f"has no {counter} number")
-        kind = node.get("realtype", counter).title()
-        return f"{kind} {'.'.join(map(str, number))}"
+            self.fail(node, f"no {counter} number: is it in the toctree?")
+        return ".".join(map(str, number))
 
     # Blocks
 
@@ -181,8 +184,7 @@ class Writer:
         if len(rows) > 1:
             tex = f"\\begin{{aligned}}\n{tex}\n\\end{{aligned}}"
         if node.get("label"):
-            number = self.numbers["displaymath"][node["ids"][0]]
-            tex += rf" \tag{{{'.'.join(map(str, number))}}}"
+            tex += rf" \tag{{{self._number(node, 'displaymath')}}}"
         tex = f"$$\n{self._tex(tex)}\n$$"
         return " ".join(tex.split()) if nested else tex
 
@@ -248,7 +250,7 @@ class Writer:
         parts = []
         for child in node.children:
             if isinstance(child, nodes.caption):
-                number = self._numbered(node, "figure").split()[1]
+                number = self._number(node, "figure")
                 label = self.env.config.numfig_format["figure"] % number
                 parts.append(f"*{label}* {self.inline(child)}")
             elif isinstance(child, nodes.legend):

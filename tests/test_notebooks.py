@@ -1,6 +1,8 @@
 """Notebooks say what the pages say, and fold what the pages fold."""
 
 import html
+import io
+import json
 import os
 import re
 import shutil
@@ -11,7 +13,8 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
-from sphinx.cmd.build import build_main
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book"))
@@ -49,16 +52,20 @@ def sample():
 
 def site(chapters: Path, out: Path, **settings) -> Path:
     """The pages of ``chapters``, their code not run."""
-    defines = [f"{name}={','.join(v)}" for name, v in settings.items()]
-    options = [("-D", define) for define in defines]
-    code = build_main(
-        [
-            *("-q", "-c", str(ROOT / "book"), "-D", "nb_execution_mode=off"),
-            *(word for option in options for word in option),
-            *(str(chapters), str(out)),
-        ]
-    )
-    assert code == 0
+    warnings = io.StringIO()
+    with patch_docutils(ROOT / "book"), docutils_namespace():
+        app = Sphinx(
+            chapters,
+            ROOT / "book",
+            out,
+            out / "doctrees",
+            "html",
+            confoverrides={"nb_execution_mode": "off", **settings},
+            status=None,
+            warning=warnings,
+        )
+        app.build()
+    assert warnings.getvalue() == ""
     return out
 
 
@@ -71,7 +78,30 @@ def prose(notebook) -> str:
 def article(pages: Path, name: str) -> str:
     """The HTML of a chapter without what surrounds it on its page."""
     page = (pages / f"{name}.html").read_text()
-    return page.partition("<article")[2].partition("</article>")[0]
+    body = page.partition("<article")[2].partition("</article>")[0]
+    # The captions of visible checks stand on pages only.
+    return re.sub(r'<p class="checks".*?</p>', "", body, flags=re.S)
+
+
+def formulas(text: str) -> list[str]:
+    """The TeX in a notebook's Markdown."""
+    found = re.findall(r"(\$\$?)(.*?)\1", text.replace(r"\$", ""), re.S)
+    return [formula for _, formula in found]
+
+
+def untypesettable(tex: list[str], macros: dict[str, str]) -> str:
+    """What MathJax says of the formulas that it cannot typeset."""
+    mathjax = ROOT / "book" / "node_modules" / "mathjax" / "es5"
+    if not mathjax.is_dir() or not shutil.which("node"):
+        pytest.skip("needs node, and MathJax in book/node_modules")
+    typeset = str(ROOT / "tests" / "typeset.js")
+    return subprocess.run(
+        ["node", typeset, str(mathjax), json.dumps(macros)],
+        input=json.dumps(tex),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 def words(text: str) -> str:
@@ -112,6 +142,27 @@ def test_equations_carry_the_numbers_of_the_page(book):
         page = article(pages, name)
         numbers = re.findall(r'class="eqno">\(([\d.]+)\)', page)
         assert re.findall(r"\\tag\{([\d.]+)\}", prose(notebook)) == numbers
+
+
+def test_mathjax_typesets_every_formula(book):
+    _, made, pages = book
+    for name, notebook in made.items():
+        tex = formulas(prose(notebook))
+        assert tex
+        assert untypesettable(tex, {}) == ""
+        shown = re.findall(
+            r'class="math[^>]*>.*?\\[(\[](.*?)\\[)\]]\s*</',
+            article(pages, name),
+            re.S,
+        )
+        assert len(shown) == len(tex)
+        shown = [html.unescape(formula) for formula in shown]
+        assert untypesettable(shown, MATHJAX) == ""
+
+
+@pytest.mark.parametrize("tex", [r"a^{}^{\top}", r"\nothing", r"\left( a"])
+def test_mathjax_says_what_it_cannot_typeset(tex):
+    assert tex in untypesettable(["a", tex], {})
 
 
 def test_titles_are_those_of_the_page(book):
@@ -233,9 +284,10 @@ def test_folded_cells_say_what_they_hold(sample):
 def test_macros_are_written_out():
     colour = PALETTE["q"]["any"]
     assert expand(r"\q_t") == rf"{{\color{{{colour}}}{{\boldsymbol q}}}}_t"
-    assert expand(r"a \\q \qquad \R") == r"a \\q \qquad \mathbb R"
+    assert expand(r"a \\q \qquad \R") == r"a \\q \qquad {\mathbb R}"
     assert set(MATHJAX) == set(SYMBOLS)
     assert all("#" not in tex for tex in MATHJAX.values())
+    assert expand(r"A^\tr") == r"A^\top"
 
 
 @pytest.mark.parametrize(
