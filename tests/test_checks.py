@@ -1,0 +1,159 @@
+"""What chapters check with: errors, verdicts and the log of attempts."""
+
+import math
+
+import pytest
+import torch
+
+from fastweights import checks
+
+
+def test_relative_error_is_of_root_mean_squares():
+    ref = torch.tensor([3.0, -4.0])
+    x = ref + torch.tensor([0.3, 0.4])
+    assert checks.relative_error(x, ref) == pytest.approx(0.1)
+    assert checks.relative_error(ref, ref) == 0
+    assert checks.relative_error(3 * ref, ref) == pytest.approx(2)
+
+
+def test_relative_error_of_a_zero_reference_is_absolute():
+    x = torch.tensor([0.3, -0.3])
+    assert checks.relative_error(x, torch.zeros(2)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("place", ["x", "ref"])
+def test_relative_error_of_nan_passes_no_tolerance(place):
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+    pair = (bad, good) if place == "x" else (good, bad)
+    assert math.isnan(checks.relative_error(*pair))
+    with pytest.raises(AssertionError):
+        checks.close(*pair, tol=math.inf)
+
+
+def test_relative_error_refuses_shapes_that_would_broadcast():
+    with pytest.raises(ValueError, match=r"x: got shape \(2, 1\), need that"):
+        checks.relative_error(torch.ones(2, 1), torch.ones(2))
+
+
+def test_relative_error_compares_dtypes_and_graphs():
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    assert checks.relative_error(x, torch.ones(2).double()) == 0
+
+
+def test_close_prints_what_it_found(capsys):
+    checks.close(torch.ones(2), torch.ones(2), 1e-6, "the claim")
+    printed = capsys.readouterr().out
+    assert printed == "the claim: relative error 0.0e+00, allowed 1e-06\n"
+
+
+def test_close_fails_above_its_tolerance(capsys):
+    x, ref = torch.tensor([1.1]), torch.tensor([1.0])
+    checks.close(x, ref, 0.11)
+    with pytest.raises(AssertionError, match=r"1\.0e-01, allowed 9e-02"):
+        checks.close(x, ref, 0.09)
+
+
+def test_raises_shows_the_error(capsys):
+    checks.raises(ZeroDivisionError, lambda a: a / 0, 1)
+    assert capsys.readouterr().out == "ZeroDivisionError: division by zero\n"
+
+
+def test_raises_fails_without_the_error():
+    with pytest.raises(AssertionError, match="no ValueError was raised"):
+        checks.raises(ValueError, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        checks.raises(ValueError, lambda: 1 / 0)
+
+
+@checks.exercise
+def check_double(candidate):
+    """The candidate doubles its argument."""
+    assert candidate(2) == 4, "2 gave something else"
+    if candidate(3) != 6:
+        raise AssertionError  # without pytest's explanation
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(checks, "exercise_log", [])
+    monkeypatch.delenv("FASTWEIGHTS_STRICT", raising=False)
+
+
+def right(x):
+    return 2 * x
+
+
+def wrong(x):
+    return x**2
+
+
+def wrong_at_once(x):
+    return x
+
+
+def broken(x):
+    return x.shape
+
+
+def returns_stub(x):
+    return ...
+
+
+def assigns_stub(x):
+    y = ...
+    return 2 * y
+
+
+def unwritten(x):
+    raise NotImplementedError
+
+
+VERDICTS = {
+    "right": (right, "passed: double"),
+    "wrong": (wrong, "not yet: the answer differs from the reference"),
+    "wrong-with-a-hint": (wrong_at_once, "not yet: 2 gave something else"),
+    "broken": (broken, "not yet: AttributeError: 'int' object has no"),
+    "returns-stub": (returns_stub, "not yet: the stub still has its ..."),
+    "assigns-stub": (assigns_stub, "not yet: the stub still has its ..."),
+    "ellipsis": (..., "not yet: the stub still has its ..."),
+    "unwritten": (unwritten, "not yet: not written"),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_exercise_tells_its_verdict_and_logs_it(case, capsys):
+    candidate, verdict = VERDICTS[case]
+    check_double(candidate)
+    assert capsys.readouterr().out.startswith(verdict)
+    [attempt] = checks.exercise_log
+    assert attempt.name == "double"
+    assert attempt.passed == (case == "right")
+    assert attempt.candidate is candidate
+    assert attempt.check is check_double
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_exercise_raises_when_asked_to(case, monkeypatch):
+    candidate, _ = VERDICTS[case]
+    if case == "right":
+        check_double.raises(candidate)
+        return
+    with pytest.raises(Exception):  # noqa: B017 (whatever the check met)
+        check_double.raises(candidate)
+    monkeypatch.setenv("FASTWEIGHTS_STRICT", "1")
+    with pytest.raises(Exception):  # noqa: B017
+        check_double(candidate)
+    assert [attempt.passed for attempt in checks.exercise_log] == [False]
+
+
+def test_exercise_keeps_its_functions_name_and_text():
+    assert check_double.__name__ == "check_double"
+    assert check_double.__doc__ == "The candidate doubles its argument."
+
+
+def test_an_ellipsis_in_an_index_is_no_stub(capsys):
+    def candidate(x):
+        return torch.tensor([x])[..., 0] + 1
+
+    check_double(candidate)
+    assert "the stub still" not in capsys.readouterr().out

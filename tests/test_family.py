@@ -1,0 +1,221 @@
+"""Each member against its own step, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from inputs import member
+
+import fastweights as fw
+from fastweights import feature_maps
+from fastweights.reference import steps
+
+B, T, H, K, V = 2, 21, 2, 5, 4
+MEMBERS = {
+    "linear_attention": ("none", "additive", "linear"),
+    "retention": ("fixed", "additive", "retention"),
+    "mamba2": ("scalar", "additive", "retention"),
+    "gla": ("vector", "additive", "gla"),
+    "deltanet": ("none", "delta", "deltanet"),
+    "gated_deltanet": ("scalar", "delta", "gated_deltanet"),
+    "kda": ("vector", "delta", "kda"),
+}
+
+
+def inputs(name):
+    gate, rule, _ = MEMBERS[name]
+    return member(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
+
+
+@pytest.mark.parametrize("backend", ["loop", "chunkwise"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_member_is_its_step_in_a_loop(name, backend):
+    x = inputs(name)
+    tokens = [x["q"], x["k"], x["v"]]
+    if "g" in x:
+        g = x["g"]
+        tokens.append(g.expand(B, T, H) if g.dim() == 1 else g)
+    if "beta" in x:
+        tokens.append(x["beta"])
+    step = getattr(steps, MEMBERS[name][2])
+    o, state = steps.scan(step, x["initial_state"], *tokens)
+    got = getattr(fw, name)(**x, scale=0.3, backend=backend, chunk_size=16)
+    torch.testing.assert_close(got, (0.3 * o, state))
+
+
+def test_mamba2_in_its_own_terms():
+    x = inputs("mamba2")
+    dt = torch.rand(B, T, H, dtype=torch.float64)
+    A = -torch.rand(H, dtype=torch.float64)
+    ref = steps.scan(
+        steps.mamba2,
+        x["initial_state"],
+        *(x["q"], x["k"], x["v"], dt, A.expand(B, T, H)),
+    )
+    got = fw.mamba2(
+        x["q"],
+        x["k"],
+        dt[..., None] * x["v"],
+        dt * A,
+        scale=1.0,
+        initial_state=x["initial_state"],
+    )
+    torch.testing.assert_close(got, ref)
+
+
+def test_retention_takes_retnets_decays_unless_given():
+    x = inputs("retention")
+    del x["g"]
+    expected = [math.log(1 - 2 ** (-5 - h)) for h in range(8)]
+    decay = fw.retnet_decay(8)
+    assert decay.dtype == torch.float32
+    torch.testing.assert_close(decay, torch.tensor(expected))
+    torch.testing.assert_close(
+        fw.retention(**x), fw.retention(**x, g=fw.retnet_decay(H))
+    )
+
+
+def feature(name):
+    if name == "positive":
+        generator = torch.Generator().manual_seed(0)
+        directions = feature_maps.random_directions(7, K, generator=generator)
+        return feature_maps.PositiveRandom(directions)
+    return getattr(feature_maps, name)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize("scale", [None, 1.0])
+@pytest.mark.parametrize("name", ["elu1", "softmax", "positive"])
+def test_normalised_linear_attention_is_a_weighted_mean(name, scale, eps):
+    phi = feature(name)
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    q, k, v = phi(x["q"]), phi(x["k"]), x["v"]
+    ref = torch.zeros_like(v)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    for t in range(T):
+        weights = factor * torch.einsum(
+            "bhk,bjhk->bjh", q[:, t], k[:, : t + 1]
+        )
+        sums = (weights[..., None] * v[:, : t + 1]).sum(1)
+        ref[:, t] = sums / (weights.sum(1)[..., None] + eps)
+    o, state = fw.linear_attention(
+        **x, feature_map=phi, normalize=True, scale=scale, eps=eps
+    )
+    torch.testing.assert_close(o, ref)
+    torch.testing.assert_close(
+        state,
+        torch.cat(
+            [torch.einsum("bjhk,bjhv->bhkv", k, v), k.sum(1)[..., None]], -1
+        ),
+    )
+
+
+def test_normalised_linear_attention_continues_from_its_state():
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    options = {"feature_map": feature_maps.elu1, "normalize": True}
+    whole, _ = fw.linear_attention(**x, **options)
+    head = {name: t[:, :8] for name, t in x.items()}
+    tail = {name: t[:, 8:] for name, t in x.items()}
+    _, state = fw.linear_attention(**head, **options)
+    o, _ = fw.linear_attention(**tail, **options, initial_state=state)
+    torch.testing.assert_close(o, whole[:, 8:])
+
+
+def test_normalised_constant_values_come_back():
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    x["v"] = torch.full_like(x["v"], 3.0)
+    o, _ = fw.linear_attention(
+        **x, feature_map=feature_maps.elu1, normalize=True, eps=0.0
+    )
+    torch.testing.assert_close(o, x["v"])
+
+
+def test_feature_map_widens_the_state():
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    _, state = fw.linear_attention(**x, feature_map=feature("positive"))
+    assert state.shape == (B, H, 7, V)
+
+
+NEED = {
+    "retention": "[HV]",
+    "mamba2": "[B, T, HV]",
+    "gla": "[B, T, HV, K]",
+    "gated_deltanet": "[B, T, HV]",
+    "kda": "[B, T, HV, K]",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        (name, gate)
+        for name in NEED
+        for gate in ("fixed", "scalar", "vector")
+        if gate != MEMBERS[name][0]
+    ],
+)
+def test_member_refuses_a_gate_of_another_width(name, gate):
+    x = inputs(name)
+    g = member(gate, "additive", B=B, T=T, H=H, HV=H, K=K)["g"]
+    with pytest.raises(ValueError) as error:
+        getattr(fw, name)(**(x | {"g": g}))
+    assert (
+        str(error.value) == f"g: got shape {list(g.shape)}, need {NEED[name]}"
+    )
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gla", "gated_deltanet", "kda"])
+def test_member_refuses_no_gate(name):
+    with pytest.raises(TypeError, match="g: got NoneType, need a Tensor"):
+        getattr(fw, name)(**(inputs(name) | {"g": None}))
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
+def test_delta_member_refuses_no_beta_and_a_beta_per_channel(name):
+    x = inputs(name)
+    with pytest.raises(TypeError, match="beta: got NoneType, need a Tensor"):
+        getattr(fw, name)(**(x | {"beta": None}))
+    with pytest.raises(ValueError, match=r"beta: got .* need \[B, T, HV\]"):
+        getattr(fw, name)(**(x | {"beta": x["beta"][..., None]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("linear_attention", "g"),
+        ("linear_attention", "beta"),
+        ("retention", "beta"),
+        ("mamba2", "beta"),
+        ("gla", "beta"),
+        ("deltanet", "g"),
+    ],
+)
+def test_member_refuses_what_would_make_it_another(name, extra):
+    with pytest.raises(TypeError, match=extra):
+        getattr(fw, name)(**inputs(name), **{extra: torch.zeros(B, T, H)})
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": True}])
+def test_linear_attention_names_what_is_no_sequence(options):
+    x = inputs("linear_attention")
+    with pytest.raises(ValueError, match=r"v: got shape \[3\], need \[B, T"):
+        fw.linear_attention(**(x | {"v": torch.ones(3)}), **options)
+    with pytest.raises(TypeError, match="q: got list, need a Tensor"):
+        fw.linear_attention(**(x | {"q": [1.0]}), **options)
+
+
+def test_retention_names_what_is_no_sequence():
+    x = inputs("retention")
+    del x["g"]
+    with pytest.raises(ValueError, match=r"v: got shape \[3\], need \[B, T"):
+        fw.retention(**(x | {"v": torch.ones(3)}))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_member_passes_the_operators_errors_on(name):
+    with pytest.raises(ValueError, match="chunk_size: got 17"):
+        getattr(fw, name)(**inputs(name), chunk_size=17)

@@ -1,0 +1,594 @@
+"""linear_recurrence: both backends against its equations, and its refusals."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import GATES, RULES, explicit, member, results, same
+
+import fastweights as fw
+from fastweights.checks import relative_error
+
+BACKENDS = ("loop", "chunkwise")
+EXACT = 1e-11  # fp64, sums in another order
+
+members = pytest.mark.parametrize(
+    ("gate", "rule"),
+    list(itertools.product(GATES, RULES)),
+    ids=lambda value: value,
+)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@members
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+def test_every_length_and_member(gate, rule, T):
+    x = member(gate, rule, T=T)
+    ref = results(explicit, x)
+    for backend in BACKENDS:
+        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+@pytest.mark.parametrize(("gate", "rule"), [("vector", "delta")])
+@pytest.mark.parametrize(
+    ("H", "HV", "K", "V"),
+    [(2, 2, 5, 7), (2, 4, 12, 3), (1, 8, 3, 12), (3, 3, 1, 1)],
+    ids=["equal", "double", "eightfold", "width-one"],
+)
+def test_grouped_heads_and_odd_widths(gate, rule, H, HV, K, V):
+    x = member(gate, rule, B=2, T=20, H=H, HV=HV, K=K, V=V)
+    ref = results(explicit, x)
+    for backend in BACKENDS:
+        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+def test_value_head_h_reads_key_head_h_over_the_group():
+    x = member("scalar", "delta", T=10, H=2, HV=6)
+    o, _ = fw.linear_recurrence(**x)
+    alone = x | {
+        name: x[name].repeat_interleave(3, dim=2) for name in ("q", "k")
+    }
+    torch.testing.assert_close(o, fw.linear_recurrence(**alone)[0])
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_every_chunk_size(gate, chunk_size):
+    x = member(gate, "delta", T=100)
+    ref = results(fw.linear_recurrence, x, backend="loop")
+    same(results(fw.linear_recurrence, x, chunk_size=chunk_size), ref, EXACT)
+
+
+@backends
+@pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
+def test_scale(backend, scale):
+    x = member("scalar", "delta", T=20)
+    ref = explicit(**x, scale=scale and float(scale))
+    o = fw.linear_recurrence(**x, scale=scale, backend=backend)
+    torch.testing.assert_close(o, ref)
+
+
+@backends
+@members
+def test_no_initial_state_is_zeros(gate, rule, backend):
+    x = member(gate, rule, B=2, T=18)
+    state = x.pop("initial_state")
+    o = fw.linear_recurrence(**x, backend=backend)
+    zeros = torch.zeros_like(state)
+    ref = fw.linear_recurrence(**x, initial_state=zeros, backend=backend)
+    torch.testing.assert_close(o, ref)
+
+
+@backends
+@members
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_output(gate, rule, use, backend):
+    x = member(gate, rule, T=20)
+    ref = results(explicit, x, use=use)
+    same(
+        results(fw.linear_recurrence, x, use=use, backend=backend), ref, EXACT
+    )
+
+
+@backends
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
+    x = member("vector", "delta", T=20)
+    ref = results(explicit, x)
+    for wanted in itertools.combinations(x, count):
+        o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
+        kept = {"o", "state", *(f"d{name}" for name in wanted)}
+        same(o, {name: ref[name] for name in kept}, EXACT)
+
+
+@backends
+@members
+def test_packed_sequences_are_separate_calls(gate, rule, backend):
+    offsets = [0, 0, 1, 18, 18, 40, 40]
+    x = member(gate, rule, T=40, N=6)
+
+    def separately(**x):
+        outputs, states = [], []
+        initial = x.pop("initial_state")
+        for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+            part = {
+                name: t if t.dim() == 1 else t[:, a:b] for name, t in x.items()
+            }
+            if a == b:
+                states.append(initial[n : n + 1])
+                continue
+            o, state = explicit(**part, initial_state=initial[n : n + 1])
+            outputs.append(o)
+            states.append(state)
+        return torch.cat(outputs, 1), torch.cat(states)
+
+    for dtype in (torch.int32, torch.int64):
+        o = results(
+            fw.linear_recurrence,
+            x,
+            cu_seqlens=torch.tensor(offsets, dtype=dtype),
+            backend=backend,
+            chunk_size=16,
+        )
+        same(o, results(separately, x), EXACT)
+
+
+def test_packed_sequences_start_from_zeros():
+    x = member("vector", "delta", T=30)
+    del x["initial_state"]
+    cu_seqlens = torch.tensor([0, 12, 12, 30])
+    o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+    for n, part in ((0, slice(0, 12)), (2, slice(12, 30))):
+        alone = fw.linear_recurrence(**{m: t[:, part] for m, t in x.items()})
+        torch.testing.assert_close((o[:, part], state[n : n + 1]), alone)
+    assert state[1].eq(0).all()
+
+
+@backends
+def test_inputs_need_not_be_contiguous(backend):
+    x = member("vector", "delta", B=2, T=20, H=2, HV=4)
+    ref = results(fw.linear_recurrence, x, backend=backend)
+
+    def scattered(t):
+        """The same values behind strides of another order, with gaps."""
+        wide = t.repeat_interleave(2, dim=-1).movedim(0, -1).contiguous()
+        return wide.movedim(-1, 0)[..., ::2]
+
+    views = {name: scattered(t) for name, t in x.items()}
+    assert not any(t.is_contiguous() for t in views.values())
+    o = fw.linear_recurrence(**views, backend=backend)
+    torch.testing.assert_close(o, (ref["o"], ref["state"]))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("strength", [0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"])
+def test_gates_of_every_strength_chunk_by_chunk(
+    strength, gate, rule, dtype, backend
+):
+    x = member(gate, rule, T=135, strength=strength, dtype=dtype)
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide, backend="loop")
+    o = results(fw.linear_recurrence, x, backend=backend)
+    tolerance = EXACT if dtype == torch.float64 else 1e-4
+    same(o, ref, tolerance)
+    for chunk in (slice(0, 64), slice(64, 128), slice(128, 135)):
+        error = relative_error(o["dg"][:, chunk], ref["dg"][:, chunk])
+        assert error <= tolerance, f"dg in {chunk}: {error:.1e}"
+
+
+@backends
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_identical_keys(beta, backend):
+    x = member("scalar", "delta", T=80, strength=-0.01)
+    x["k"] = x["k"][:, :1].expand_as(x["k"])
+    x["beta"] = torch.full_like(x["beta"], beta)
+    ref = results(explicit, x)
+    same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+def test_beta_zero_only_forgets():
+    x = member("scalar", "delta", T=20)
+    x["beta"] = torch.zeros_like(x["beta"])
+    _, state = fw.linear_recurrence(**x)
+    decay = x["g"].sum(1).exp()[..., None, None]
+    torch.testing.assert_close(state, decay * x["initial_state"])
+
+
+def test_beta_none_is_not_beta_one():
+    x = member("none", "delta", T=20)
+    ones = x | {"beta": torch.ones_like(x["beta"])}
+    del x["beta"]
+    additive, delta = (fw.linear_recurrence(**y)[0] for y in (x, ones))
+    assert relative_error(additive, delta) > 0.1
+
+
+BUDGETS = {
+    torch.float32: dict.fromkeys(["o", "out", "gate"], 1e-4),
+    torch.bfloat16: {"o": 5e-3, "out": 8e-3, "gate": 2e-2},
+    torch.float16: {"o": 5e-3, "out": 8e-3, "gate": 2e-2},
+}
+
+
+NARROW = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-fp32-gates": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+}
+
+
+@backends
+@members
+@pytest.mark.parametrize("dtypes", NARROW)
+def test_narrow_inputs_keep_their_dtype_and_the_budget(
+    dtypes, gate, rule, backend
+):
+    dtype, gates = NARROW[dtypes]
+    x = member(gate, rule, T=70, H=2, HV=4, K=20, V=12, dtype=dtype)
+    x |= {name: x[name].to(gates) for name in ("g", "beta") if name in x}
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide, backend="loop")
+    o = results(fw.linear_recurrence, x, backend=backend)
+    assert o["o"].dtype == dtype
+    assert o["state"].dtype == torch.float32
+    assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
+    budget = BUDGETS[dtype]
+    kinds = {"o": "o", "state": "o", "dg": "gate", "dbeta": "gate"}
+    same(o, ref, {name: budget[kinds.get(name, "out")] for name in o})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grouped_gradients_are_summed_before_they_are_rounded(dtype):
+    x = member("fixed", "additive", T=40, H=1, HV=8, dtype=dtype)
+    wide = {name: t.float() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide)
+    o = results(fw.linear_recurrence, x)
+    for name in ("dq", "dk", "dg"):
+        torch.testing.assert_close(
+            o[name], ref[name].to(dtype), rtol=0, atol=0
+        )
+
+
+@backends
+def test_autocast_narrows_nothing(backend):
+    def under_autocast(**x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return fw.linear_recurrence(**x)
+
+    x = member("vector", "delta", T=70, dtype=torch.float32)
+    ref = results(fw.linear_recurrence, x, backend=backend)
+    same(results(under_autocast, x, backend=backend), ref, 1e-6)
+
+
+@backends
+@members
+def test_gradcheck(gate, rule, backend):
+    x = member(gate, rule, T=5, K=3, V=2, strength=-0.3)
+    names = list(x)
+
+    def function(*values):
+        named = dict(zip(names, values, strict=True))
+        return fw.linear_recurrence(**named, backend=backend, chunk_size=16)
+
+    inputs = [t.requires_grad_() for t in x.values()]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    gate=st.sampled_from(GATES),
+    rule=st.sampled_from(RULES),
+    B=st.integers(1, 2),
+    T=st.integers(1, 100),
+    H=st.integers(1, 2),
+    group=st.integers(1, 3),
+    K=st.integers(1, 20),
+    V=st.integers(1, 20),
+    chunk_size=st.sampled_from([16, 32, 64, None]),
+    use=st.sampled_from(["o", "state", "both"]),
+    cuts=st.lists(st.integers(0, 100), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_chunkwise_is_the_loop_in_any_configuration(
+    gate, rule, B, T, H, group, K, V, chunk_size, use, cuts, seed
+):
+    cu_seqlens = N = None
+    if cuts:
+        B, N = 1, len(cuts) + 1
+        inner = sorted(min(cut, T) for cut in cuts)
+        cu_seqlens = torch.tensor([0, *inner, T])
+    x = member(
+        gate, rule, B=B, T=T, H=H, HV=H * group, K=K, V=V, N=N, seed=seed
+    )
+    options = {"use": use, "cu_seqlens": cu_seqlens}
+    ref = results(fw.linear_recurrence, x, backend="loop", **options)
+    o = results(fw.linear_recurrence, x, chunk_size=chunk_size, **options)
+    same(o, ref, 1e-10)
+
+
+@pytest.mark.parametrize("T", [1, 64, 100])
+@pytest.mark.parametrize("cut", [0, 1, 37])
+def test_the_state_carries_everything_a_later_call_needs(cut, T):
+    cut = min(cut, T)
+    x = member("vector", "delta", T=T)
+    state = x.pop("initial_state")
+    whole = fw.linear_recurrence(**x, initial_state=state)
+    outputs = []
+    for part in (slice(0, cut), slice(cut, T)):
+        piece = {name: t[:, part] for name, t in x.items()}
+        if piece["q"].shape[1]:
+            o, state = fw.linear_recurrence(**piece, initial_state=state)
+            outputs.append(o)
+    torch.testing.assert_close((torch.cat(outputs, 1), state), whole)
+
+
+def test_auto_is_chunkwise():
+    assert fw.choose_backend() == fw.choose_backend("auto") == "chunkwise"
+    assert fw.choose_backend("loop") == "loop"
+
+
+def test_inputs_and_initial_state_are_left_as_they_were():
+    x = member("vector", "delta", T=20)
+    before = {name: t.clone() for name, t in x.items()}
+    _, state = fw.linear_recurrence(**x, cu_seqlens=torch.tensor([0, 20]))
+    state.zero_()
+    assert all(t.equal(before[name]) for name, t in x.items())
+
+
+def meta(*shape):
+    return torch.zeros(shape, device="meta")
+
+
+def offsets(*values, dtype=torch.int64):
+    return {"cu_seqlens": torch.tensor(values, dtype=dtype)}
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+# What is changed in a call that is right, and what its error must say. The
+# call has B 1, T 6, H 2, HV 4, K 3, V 5.
+SHAPES = {
+    "q-three-dimensions": (
+        {"q": ones(1, 6, 3)},
+        "q: got shape [1, 6, 3], need [B, T, H, K]",
+    ),
+    "k-other-length": (
+        {"k": ones(1, 5, 2, 3)},
+        "k: got shape [1, 5, 2, 3], need q's, [1, 6, 2, 3]",
+    ),
+    "k-other-heads": (
+        {"k": ones(1, 6, 1, 3)},
+        "k: got shape [1, 6, 1, 3], need q's, [1, 6, 2, 3]",
+    ),
+    "K-over-256": (
+        {"q": ones(1, 6, 2, 257), "k": ones(1, 6, 2, 257)},
+        "q: got shape [1, 6, 2, 257], need [B, T, H, K] with B, T, H, K >= 1 "
+        "and K <= 256",
+    ),
+    "T-zero": (
+        {"q": ones(1, 0, 2, 3), "k": ones(1, 0, 2, 3), "v": ones(1, 0, 4, 5)},
+        "q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K >= 1",
+    ),
+    "B-zero": (
+        {"q": ones(0, 6, 2, 3), "k": ones(0, 6, 2, 3), "v": ones(0, 6, 4, 5)},
+        "q: got shape [0, 6, 2, 3], need [B, T, H, K] with B, T, H, K >= 1",
+    ),
+    "v-three-dimensions": (
+        {"v": ones(1, 6, 5)},
+        "v: got shape [1, 6, 5], need [1, 6, HV, V] with HV, V >= 1",
+    ),
+    "v-other-length": (
+        {"v": ones(1, 7, 4, 5)},
+        "v: got shape [1, 7, 4, 5], need [1, 6, HV, V]",
+    ),
+    "v-empty": (
+        {"v": ones(1, 6, 4, 0)},
+        "v: got shape [1, 6, 4, 0], need [1, 6, HV, V] with HV, V >= 1",
+    ),
+    "HV-no-multiple-of-H": (
+        {"v": ones(1, 6, 3, 5)},
+        "v: got shape [1, 6, 3, 5], need [1, 6, HV, V] with HV a multiple of "
+        "q's 2 heads",
+    ),
+    "HV-below-H": (
+        {"v": ones(1, 6, 1, 5)},
+        "v: got shape [1, 6, 1, 5], need [1, 6, HV, V] with HV a multiple",
+    ),
+    "g-other-width": (
+        {"g": ones(1, 6, 4, 2)},
+        "g: got shape [1, 6, 4, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "g-of-key-heads": (
+        {"g": ones(1, 6, 2)},
+        "g: got shape [1, 6, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "g-fixed-other-heads": (
+        {"g": ones(2)},
+        "g: got shape [2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "beta-per-channel": (
+        {"beta": ones(1, 6, 4, 3)},
+        "beta: got shape [1, 6, 4, 3], need [1, 6, 4]",
+    ),
+    "initial-state-transposed": (
+        {"initial_state": ones(1, 4, 5, 3)},
+        "initial_state: got shape [1, 4, 5, 3], need [1, 4, 3, 5]",
+    ),
+    "initial-state-one-for-two-sequences": (
+        offsets(0, 2, 6) | {"initial_state": ones(1, 4, 3, 5)},
+        "initial_state: got shape [1, 4, 3, 5], need [2, 4, 3, 5]",
+    ),
+    "cu-seqlens-with-a-batch": (
+        offsets(0, 6)
+        | {n: ones(2, 6, 2, 3) for n in ("q", "k")}
+        | {"v": ones(2, 6, 4, 5), "g": None, "beta": None},
+        "q: got shape [2, 6, 2, 3], need [1, T, H, K] because cu_seqlens is",
+    ),
+    "cu-seqlens-two-dimensions": (
+        {"cu_seqlens": torch.tensor([[0, 6]])},
+        "cu_seqlens: got shape [1, 2], need [N + 1] with N >= 1",
+    ),
+    "cu-seqlens-one-value": (
+        offsets(6),
+        "cu_seqlens: got shape [1], need [N + 1] with N >= 1",
+    ),
+}
+VALUES = {
+    "cu-seqlens-decreasing": (
+        offsets(0, 4, 3, 6),
+        "cu_seqlens: got [0, 4, 3, 6], need values that start at 0, never "
+        "decrease and end at T = 6",
+    ),
+    "cu-seqlens-not-from-0": (offsets(1, 6), "cu_seqlens: got [1, 6], need"),
+    "cu-seqlens-not-to-T": (offsets(0, 5), "cu_seqlens: got [0, 5], need"),
+    "cu-seqlens-beyond-T": (
+        offsets(0, 7, dtype=torch.int32),
+        "cu_seqlens: got [0, 7], need",
+    ),
+    "backend-unknown": (
+        {"backend": "cuda"},
+        "backend: got 'cuda', need one of ('auto', 'chunkwise', 'loop')",
+    ),
+    "backend-none": ({"backend": None}, "backend: got None, need one of"),
+    "chunk-size-17": (
+        {"chunk_size": 17},
+        "chunk_size: got 17, need one of (16, 32, 64) or None",
+    ),
+    "chunk-size-0": ({"chunk_size": 0}, "chunk_size: got 0, need one of"),
+}
+DEVICES = {
+    name: (
+        {name: meta(*shape)},
+        f"{name}: got device meta, need q's, cpu",
+    )
+    for name, shape in {
+        "k": (1, 6, 2, 3),
+        "v": (1, 6, 4, 5),
+        "g": (1, 6, 4),
+        "beta": (1, 6, 4),
+        "initial_state": (1, 4, 3, 5),
+    }.items()
+} | {
+    "cu_seqlens": (
+        {"cu_seqlens": meta(2).long()},
+        "cu_seqlens: got device meta, need q's, cpu",
+    )
+}
+TYPES = {
+    "q-a-list": ({"q": [1.0]}, "q: got list, need a Tensor"),
+    "k-an-array": (
+        {"k": np.ones((1, 6, 2, 3))},
+        "k: got ndarray, need a Tensor",
+    ),
+    "v-none": ({"v": None}, "v: got NoneType, need a Tensor"),
+    "g-a-number": ({"g": -0.1}, "g: got float, need a Tensor"),
+    "beta-a-number": ({"beta": 1}, "beta: got int, need a Tensor"),
+    "initial-state-a-number": (
+        {"initial_state": 0},
+        "initial_state: got int, need a Tensor",
+    ),
+    "cu-seqlens-a-list": (
+        {"cu_seqlens": [0, 6]},
+        "cu_seqlens: got list, need a Tensor",
+    ),
+    "q-integers": (
+        {"q": ones(1, 6, 2, 3, dtype=torch.int64)},
+        "q: got torch.int64, need one of",
+    ),
+    "q-complex": (
+        {"q": ones(1, 6, 2, 3, dtype=torch.complex64)},
+        "q: got torch.complex64, need one of",
+    ),
+    "k-other-dtype": (
+        {"k": ones(1, 6, 2, 3, dtype=torch.bfloat16)},
+        "k: got torch.bfloat16, need torch.float32",
+    ),
+    "v-other-dtype": (
+        {"v": ones(1, 6, 4, 5, dtype=torch.float64)},
+        "v: got torch.float64, need torch.float32",
+    ),
+    "g-narrower-than-q": (
+        {"g": ones(1, 6, 4, dtype=torch.bfloat16)},
+        "g: got torch.bfloat16, need torch.float32",
+    ),
+    "g-another-narrow-dtype": (
+        {
+            "q": ones(1, 6, 2, 3, dtype=torch.float16),
+            "k": ones(1, 6, 2, 3, dtype=torch.float16),
+            "v": ones(1, 6, 4, 5, dtype=torch.float16),
+            "g": ones(1, 6, 4, dtype=torch.bfloat16),
+        },
+        "g: got torch.bfloat16, need torch.float32 or torch.float16",
+    ),
+    "beta-integers": (
+        {"beta": ones(1, 6, 4, dtype=torch.int64)},
+        "beta: got torch.int64, need torch.float32",
+    ),
+    "initial-state-fp64": (
+        {"initial_state": ones(1, 4, 3, 5, dtype=torch.float64)},
+        "initial_state: got torch.float64, need torch.float32",
+    ),
+    "initial-state-bf16": (
+        {"initial_state": ones(1, 4, 3, 5, dtype=torch.bfloat16)},
+        "initial_state: got torch.bfloat16, need torch.float32",
+    ),
+    "cu-seqlens-floats": (
+        {"cu_seqlens": torch.tensor([0.0, 6.0])},
+        "cu_seqlens: got torch.float32, need torch.int32 or torch.int64",
+    ),
+    "scale-a-string": (
+        {"scale": "1"},
+        "scale: got str, need a real number or None",
+    ),
+    "scale-a-tensor": (
+        {"scale": torch.ones(())},
+        "scale: got Tensor, need a real number or None",
+    ),
+    "scale-complex": ({"scale": 1j}, "scale: got complex, need a real number"),
+    "chunk-size-a-float": (
+        {"chunk_size": 64.0},
+        "chunk_size: got float, need an int or None",
+    ),
+}
+
+
+def refusals(table, error):
+    return [
+        pytest.param(changes, error, message, id=name)
+        for name, (changes, message) in table.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *refusals(SHAPES, ValueError),
+        *refusals(VALUES, ValueError),
+        *refusals(DEVICES, ValueError),
+        *refusals(TYPES, TypeError),
+    ],
+)
+def test_bad_calls_name_the_argument_and_what_it_needs(
+    changes, error, message
+):
+    x = member("scalar", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    del x["initial_state"]
+    fw.linear_recurrence(**x)
+    with pytest.raises(error, match=re.escape(message)):
+        fw.linear_recurrence(**(x | changes))
+
+
+def test_the_largest_key_width_runs():
+    q, v = torch.randn(1, 3, 1, 256), torch.randn(1, 3, 1, 2)
+    o, _ = fw.linear_recurrence(q, F.normalize(q, dim=-1), v)
+    assert o.shape == v.shape

@@ -1,0 +1,111 @@
+"""Colours that can be read, and figures that follow the page's theme."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import matplotlib as mpl
+import pytest
+
+from fastweights import plotting
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+GROUND = {"light": "#ffffff", "dark": "#14181e"}
+
+
+def luminance(colour):
+    """Relative luminance as WCAG 2 defines it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in channels
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", GROUND)
+@pytest.mark.parametrize("name", ["q", "k", "v", "S", "ink"])
+def test_text_in_the_palette_can_be_read(name, theme):
+    colours = plotting.PALETTE[name]
+    assert contrast(colours[theme], GROUND[theme]) >= 4.5
+    assert contrast(colours["any"], GROUND[theme]) >= 3
+
+
+def test_palette_has_one_colour_a_symbol():
+    for kind in ("light", "dark", "any"):
+        colours = [colour[kind] for colour in plotting.PALETTE.values()]
+        assert len(set(colours)) == len(colours)
+
+
+def test_import_does_not_load_matplotlib():
+    code = (
+        "import sys, fastweights.plotting; "
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def figure():
+    with mpl.rc_context():
+        plotting.style()
+        fig, ax = plt.subplots()
+        ax.plot([0, 1], [0, 1], label="a line")
+        ax.fill_between([0, 1], [0, 1], alpha=0.2, color=plotting.S)
+        ax.set_xlabel("t")
+        ax.legend()
+        yield fig
+    plt.close(fig)
+
+
+def test_style_draws_with_the_palette_alone(figure):
+    svg = plotting.to_svg(figure, "a line")
+    for name in ("q", "s", "ink", "grid"):
+        assert f"var(--fw-{name}, #" in svg
+    assert "#1f77b4" not in svg  # matplotlib's own first colour
+    assert "#000000" not in svg
+
+
+def test_svg_is_one_element_with_a_name(figure):
+    alt = 'rises from 0 to 1: "a" < b & c'
+    svg = plotting.to_svg(figure, alt)
+    root = ET.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == alt
+    assert root.get("width") is root.get("height") is None
+    assert "max-width: 672px" in root.get("style")  # 7 inches of 96 pixels
+    assert root.get("viewBox")
+
+
+def test_svg_is_the_same_every_time(figure):
+    first = plotting.to_svg(figure, "a line")
+    assert plotting.to_svg(figure, "a line") == first
+
+
+def test_svg_needs_a_description(figure):
+    with pytest.raises(ValueError, match="alt: got an empty string"):
+        plotting.to_svg(figure, "  ")
+
+
+def test_draw_without_ipython_closes_the_figure(figure, capsys):
+    plotting.draw(figure, "a line")
+    assert figure.number not in plt.get_fignums()
+    assert capsys.readouterr().out == ""
+
+
+def test_draw_shows_the_svg_in_a_notebook(figure, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.get_ipython", object)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    svg = plotting.to_svg(figure, "a line")
+    plotting.draw(figure, "a line")
+    assert [html.data for html in shown] == [svg]
+    assert figure.number not in plt.get_fignums()
