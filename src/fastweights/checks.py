@@ -31,14 +31,13 @@ def relative_error(x: Tensor, ref: Tensor) -> float:
     return (error / size if size > 0 else error).item()
 
 
-def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> float:
-    """Assert that ``relative_error(x, ref) <= tol``; print and return it."""
+def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> None:
+    """Assert that ``relative_error(x, ref) <= tol``, and print it."""
     error = relative_error(x, ref)
     name = f"{label}: " if label else ""
     message = f"{name}relative error {error:.1e}, allowed {tol:.0e}"
     assert error <= tol, message
     print(message)
-    return error
 
 
 def raises(

@@ -1,0 +1,45 @@
+"""Prefix scans: all partial results of an associative operation, at once.
+
+The operation that matters in this library is the composition of affine maps
+of a state, S -> M S + B: any stretch of tokens is one, and two stretches
+compose into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+Item = TypeVar("Item")
+Affine = tuple[Tensor, Tensor]
+
+
+def compose(first: Affine, then: Affine) -> Affine:
+    """The map S -> M2 (M1 S + B1) + B2 of two maps S -> M S + B."""
+    M1, B1 = first
+    M2, B2 = then
+    return M2 @ M1, M2 @ B1 + B2
+
+
+def prefix_scan(
+    combine: Callable[[Item, Item], Item], items: list[Item]
+) -> list[Item]:
+    """[a, b, c, ...] -> [a, ab, abc, ...] for an associative ``combine``.
+
+    The calls of ``combine`` inside each list are independent of each other
+    and could run at the same time: fewer than 2 n calls, in 2 log2(n) rounds
+    (Blelloch 1990).
+    """
+    if len(items) < 2:
+        return items
+    pairs = [
+        combine(a, b) for a, b in zip(items[::2], items[1::2], strict=False)
+    ]
+    ends = prefix_scan(combine, pairs)  # the prefixes of even length
+    others = [combine(e, x) for e, x in zip(ends, items[2::2], strict=False)]
+    result = list(items)
+    result[1::2] = ends
+    result[2::2] = others
+    return result
