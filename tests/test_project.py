@@ -1,6 +1,7 @@
 """The project's own files agree with one another and keep their policies."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -32,6 +33,18 @@ MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[1].split()
 CODE = {".css", ".js", ".py", ".toml", ".yaml", ".yml"}
 TEXT = {*CODE, "", ".bib", ".json", ".md", ".svg", ".txt"}
+MAKES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VIRTUAL_ENV", "CONDA_PREFIX"}
+
+
+def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A run of make that knows nothing of the one that runs the tests."""
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=cwd,
+        env={k: v for k, v in os.environ.items() if k not in MAKES},
+        capture_output=True,
+        text=True,
+    )
 
 
 def tracked() -> list[Path]:
@@ -71,9 +84,7 @@ def test_the_makefile_asks_for_the_same_python_and_extras() -> None:
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_help_lists_every_target() -> None:
-    said = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    said = make("help", cwd=ROOT).stdout
     listed = re.findall(r"^  make (\w+)\s+\S", said, re.M)
     assert sorted(listed) == sorted(TARGETS)
 
@@ -94,12 +105,7 @@ def test_a_python_that_is_too_old_gives_one_clear_line(
         (f"PYTHON={old}", f"needed; {old} is Python 3.10.13"),
         ("PYTHON=", "none was found"),
     ]:
-        ran = subprocess.run(
-            ["make", ".venv/ready", command, "VIRTUAL_ENV=", "CONDA_PREFIX="],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        ran = make(".venv/ready", command, cwd=tmp_path)
         assert ran.returncode
         assert line in ran.stdout and ran.stdout.count("\n") == 1
 
