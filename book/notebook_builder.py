@@ -37,7 +37,11 @@ CHAPTER = re.compile(r"\d\d_\w+")
 TAGS = {"exercise-stub", "gpu", "hide-input", "remove-input", "solution"}
 FOLDED = {"hide-input", "remove-input", "solution"}
 
+# For Colab and for JupyterLab: fold a cell's source, not its output.
+HIDDEN = {"cellView": "form", "jupyter": {"source_hidden": True}}
+
 INSTALL = """\
+# @title Install the library (in Colab)
 # Installs the library in Colab. Elsewhere this does nothing, unless
 # FASTWEIGHTS_SOURCE names what to install: a folder or a requirement.
 import importlib.metadata
@@ -134,7 +138,7 @@ def notebook(
         )
     writer = Writer(builder, docname, doctree)
     repository = builder.config.book_repository
-    cells = [("code", INSTALL.format(repository=repository), {})]
+    cells = [("code", INSTALL.format(repository=repository), HIDDEN)]
     cells += _cells(writer, iter(sources), _links(builder, docname))
     written = sum(kind == "code" for kind, _, _ in cells)
     if written != len(sources) + 1:
@@ -228,8 +232,7 @@ def _code_cell(
     metadata: dict[str, Any] = {"tags": tags} if tags else {}
     source = cell.source
     if FOLDED & set(tags):
-        metadata["cellView"] = "form"
-        metadata["jupyter"] = {"source_hidden": True}
+        metadata |= HIDDEN
         title = _title(writer, source, tags, checks, piece)
         source = f"# @title {title}\n{source}"
     return "code", source, metadata

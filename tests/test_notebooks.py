@@ -214,7 +214,9 @@ def test_notebooks_are_valid_and_the_same_every_time(book):
 
 def test_what_the_page_folds_is_folded(book):
     for notebook in book[1].values():
-        for cell in notebook.cells[1:]:
+        first, *rest = notebook.cells
+        assert first.metadata.cellView == "form"
+        for cell in rest:
             tags = set(cell.metadata.get("tags", []))
             folded = bool(tags & {"hide-input", "remove-input", "solution"})
             assert cell.source.startswith("# @title ") == folded
@@ -274,6 +276,7 @@ def test_folded_cells_say_what_they_hold(sample):
         "^# @title (.*)", "\n".join(c.source for c in sample), re.M
     )
     assert titles == [
+        "Install the library (in Colab)",
         "Code",
         "Figure",
         "Check of Exercise 1.1",
