@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jupytext
 import nbformat
 from docutils import nodes
+from inline_markdown import MarkupError, where
 from macros import SYMBOLS
 from run_links import colab_url
 from sphinx.application import Sphinx
@@ -24,12 +25,10 @@ from sphinx_book_theme.directives import Margin
 from to_markdown import (
     Code,
     Heading,
-    MarkupError,
     Solution,
     Writer,
     details,
     is_cell,
-    where,
 )
 
 CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)

@@ -28,8 +28,8 @@ from sphinx.util.tags import Tags
 BOOK = Path(__file__).resolve().parent
 sys.path[:0] = [str(BOOK), str(BOOK / "extensions")]
 
+from inline_markdown import MarkupError  # noqa: E402
 from notebook_builder import CHAPTER  # noqa: E402
-from to_markdown import MarkupError  # noqa: E402
 
 
 def notebooks(

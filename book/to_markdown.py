@@ -8,16 +8,13 @@ line.
 
 from __future__ import annotations
 
-import base64
-import html
-import mimetypes
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from docutils import nodes
-from macros import expand
+from inline_markdown import Inline, node_name
 from sphinx.builders import Builder
 from sphinx.locale import admonitionlabels
 
@@ -25,10 +22,6 @@ _STATEMENTS = {"algorithm", "definition", "lemma", "proposition", "theorem"}
 _FOLDED = {"dropdown", "toggle"}
 _LINE_START = re.compile(r"^(\s*)(?=(?:#{1,6}|[-+>]|=+|-+)(?:\s|$))", re.M)
 _NUMBERED = re.compile(r"^(\s*\d+)([.)])(?=\s)", re.M)
-
-
-class MarkupError(Exception):
-    """Something in a chapter that a notebook cannot hold."""
 
 
 @dataclass
@@ -56,13 +49,6 @@ class Solution:
 Piece = str | Heading | Code | Solution
 
 
-def where(node: nodes.Node) -> str:
-    """The file and line of ``node``, or of what it stands in."""
-    while node.line is None and node.parent is not None:
-        node = node.parent
-    return f"{node.source or node.get('source', '?')}:{node.line}"
-
-
 def is_cell(node: nodes.Node) -> bool:
     return (
         isinstance(node, nodes.container)
@@ -80,14 +66,14 @@ def details(summary: str, text: str) -> str:
     return f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
-class Writer:
+class Writer(Inline):
     """Writes the resolved doctree of the chapter ``docname``."""
 
     def __init__(
         self, builder: Builder, docname: str, doctree: nodes.document
     ) -> None:
+        super().__init__(Path(builder.srcdir))
         self.env = builder.env
-        self.srcdir = Path(builder.srcdir)
         self.docname = docname
         self.numbers = self.env.toc_fignumbers.get(docname, {})
         self.footnotes = {
@@ -96,7 +82,6 @@ class Writer:
             for id_ in note["ids"]
         }
         self.doctree = doctree
-        self.cited: list[str] = []
         self.exercise = ""
 
     # The chapter: headings, cells and what stands between them
@@ -113,13 +98,13 @@ class Writer:
                 yield Heading(self._heading(node, depth))
             elif is_cell(node):
                 yield Code(node, self.exercise)
-            elif _name(node) == "solution_node":
-                yield Solution(self._plain(node[0]))
+            elif node_name(node) == "solution_node":
+                yield Solution(self.plain(node[0]))
                 yield from self._flow(node[1])
                 yield Solution("")
             elif text := self.block(node):
                 yield text
-                if _name(node) == "exercise_enumerable_node":
+                if node_name(node) == "exercise_enumerable_node":
                     self.exercise = self._numbered(node, "exercise")
 
     def _heading(self, title: nodes.title, depth: int) -> str:
@@ -152,12 +137,12 @@ class Writer:
 
     def block(self, node: nodes.Node, nested: bool = False) -> str:
         """One block; ``nested`` in another, an equation takes one line."""
-        if _name(node) in _SILENT or "checked" in node.get("classes", ()):
+        if node_name(node) in _SILENT or "checked" in node.get("classes", ()):
             return ""
-        method = getattr(self, f"_{_name(node)}", None)
-        if _name(node) not in _BLOCKS or method is None:
-            self.fail(node, f"'{_name(node)}' is no markup of a chapter")
-        if _name(node) == "math_block":
+        method = getattr(self, f"_{node_name(node)}", None)
+        if node_name(node) not in _BLOCKS or method is None:
+            self.fail(node, f"'{node_name(node)}' is no markup of a chapter")
+        if node_name(node) == "math_block":
             return self._math_block(node, nested)
         return method(node)
 
@@ -185,7 +170,7 @@ class Writer:
             tex = f"\\begin{{aligned}}\n{tex}\n\\end{{aligned}}"
         if node.get("label"):
             tex += rf" \tag{{{self._number(node, 'displaymath')}}}"
-        tex = f"$$\n{self._tex(tex)}\n$$"
+        tex = f"$$\n{self.tex(tex)}\n$$"
         return " ".join(tex.split()) if nested else tex
 
     def _literal_block(self, node: nodes.literal_block) -> str:
@@ -264,9 +249,9 @@ class Writer:
     def _admonition(self, node: nodes.Element) -> str:
         if isinstance(node[0], nodes.title):
             title, start = node[0], 1
-            bold, summary = self.inline(title), self._plain(title)
+            bold, summary = self.inline(title), self.plain(title)
         else:
-            bold = summary = admonitionlabels[_name(node)]
+            bold = summary = admonitionlabels[node_name(node)]
             start = 0
         body = self.blocks(node, start)
         if _FOLDED & set(node["classes"]):
@@ -287,7 +272,7 @@ class Writer:
             self.fail(node, "a code cell inside another block")
         kind = node.get("design_component")
         if kind == "dropdown" and isinstance(node[0], nodes.rubric):
-            return details(self._plain(node[0]), self.blocks(node, 1))
+            return details(self.plain(node[0]), self.blocks(node, 1))
         if kind == "tab-set":
             return "\n\n".join(
                 quote(f"**{self.inline(tab[0])}**\n\n{self.blocks(tab[1])}")
@@ -313,7 +298,7 @@ class Writer:
         title = self.inline(node[0]).strip()
         body = self.blocks(node[1])
         if _FOLDED & set(node["classes"]):
-            return details(f"{label} {self._plain(node[0])}".strip(), body)
+            return details(f"{label} {self.plain(node[0])}".strip(), body)
         return quote(f"**{f'{label} {title}'.strip()}**\n\n{body}")
 
     def _proof_node(self, node: nodes.Element) -> str:
@@ -322,71 +307,6 @@ class Writer:
         if _FOLDED & set(inner["classes"]):
             return details("Proof", body)
         return quote(f"**Proof.** {body}")
-
-    # Text in a line
-
-    def inline(self, parent: nodes.Element) -> str:
-        return "".join(self.inline_of(node) for node in parent.children)
-
-    def inline_of(self, node: nodes.Node) -> str:
-        """One inline node as Markdown."""
-        match node:
-            case nodes.Text():
-                return _escape(node.astext())
-            case nodes.math():
-                return f"${self._tex(' '.join(node.astext().split()))}$"
-            case nodes.emphasis():
-                return f"*{self.inline(node)}*"
-            case nodes.strong():
-                return f"**{self.inline(node)}**"
-            case nodes.literal() if "xref" in node["classes"]:
-                return self.inline(node)
-            case nodes.literal():
-                return _code(node.astext())
-            case nodes.footnote_reference():
-                self.cited.append(node["refid"])
-                return f"<sup>{node.astext()}</sup>"
-            case nodes.image():
-                return self._picture(node)
-            case nodes.reference():
-                return self._link(node)
-            case nodes.target() | nodes.comment():
-                return ""
-            case nodes.inline():
-                return self.inline(node)
-        if _name(node) == "number_reference":
-            return self._link(node)
-        self.fail(node, f"'{_name(node)}' is no markup of a chapter")
-
-    def _link(self, node: nodes.Element) -> str:
-        text = self.inline(node)
-        if not text.strip():
-            self.fail(node, "a reference without text")
-        uri = node.get("refuri", "")
-        # What stands in the same notebook needs no way to the site.
-        return f"[{text}]({uri})" if uri.startswith("http") else text
-
-    def _picture(self, node: nodes.image) -> str:
-        alt = node.get("alt", "").strip()
-        if not alt:
-            self.fail(node, "an image without alt text")
-        uri = node["uri"]
-        if "://" not in uri:
-            kind = mimetypes.guess_type(uri)[0]
-            data = base64.b64encode((self.srcdir / uri).read_bytes())
-            uri = f"data:{kind};base64,{data.decode()}"
-        return f"![{_escape(alt)}]({uri})"
-
-    def _plain(self, node: nodes.Node) -> str:
-        """Inline text for HTML, where Markdown is not read."""
-        match node:
-            case nodes.Text():
-                return html.escape(node.astext(), quote=False)
-            case nodes.math():
-                return f"${self._tex(node.astext())}$"
-            case nodes.literal():
-                return f"<code>{html.escape(node.astext())}</code>"
-        return "".join(self._plain(child) for child in node.children)
 
     def take_notes(self) -> list[str]:
         """The footnotes cited since the last call, to stand in that cell."""
@@ -397,13 +317,6 @@ class Writer:
             notes.append(f"{label} {self.blocks(note, 1)}")
         return notes
 
-    def _tex(self, tex: str) -> str:
-        # Without a space a < could begin a tag.
-        return expand(re.sub(r"<(?=[A-Za-z/!?])", "< ", tex))
-
-    def fail(self, node: nodes.Node, what: str) -> None:
-        raise MarkupError(f"{where(node)}: {what}")
-
 
 _SILENT = {"target", "comment", "footnote", "index", "meta"}
 _BLOCKS = {
@@ -413,22 +326,3 @@ _BLOCKS = {
     *("sidebar", "table", "tip", "transition", "warning"),
     *(f"{kind}_node" for kind in _STATEMENTS),
 }
-
-
-def _name(node: nodes.Node) -> str:
-    return type(node).__name__
-
-
-def _escape(text: str) -> str:
-    """Text whose characters Markdown would otherwise read as marks."""
-    text = re.sub(r"([\\`*$]|~(?=~)|\](?=\())", r"\\\1", text)
-    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _code(text: str) -> str:
-    ticks = "`" * (
-        1 + max((len(run) for run in re.findall("`+", text)), default=0)
-    )
-    space = " " if text[:1] == "`" or text[-1:] == "`" else ""
-    return f"{ticks}{space}{text}{space}{ticks}"

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book"))
 
 import notebooks  # noqa: E402
+from inline_markdown import MarkupError  # noqa: E402
 from macros import MATHJAX, SYMBOLS, expand  # noqa: E402
 from notebook_builder import CODE, RESIDUE  # noqa: E402
-from to_markdown import MarkupError  # noqa: E402
 
 from fastweights.plotting import PALETTE  # noqa: E402
 
