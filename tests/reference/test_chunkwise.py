@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from inputs import GATES, RULES, member
 
+from fastweights.checks import relative_error
 from fastweights.reference import chunkwise, parallel, steps
 
 C = 32
@@ -132,6 +133,23 @@ def test_chunkwise_is_the_loop(gate, rule, chunk_size):
     )
     ref_o, ref_S = steps.scan(steps.recurrence, state, *tokens)
     torch.testing.assert_close((o, S), (0.5 * ref_o, ref_S))
+
+
+@pytest.mark.parametrize("strength", [-10.0, -20.0])
+@pytest.mark.parametrize("gate", GATES[2:])
+def test_strong_gates_keep_their_gradient_in_fp32(gate, strength):
+    x = member(gate, "delta", T=40, H=2, HV=2, strength=strength)
+    if gate == "scalar":
+        x["g"] = x["g"][..., None]
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        y = {name: t.to(dtype) for name, t in x.items()}
+        y["g"].requires_grad_()
+        o, S = chunkwise.chunkwise(**y, scale=1.0, chunk_size=16)
+        (o.sum() + S.sum()).backward()
+        grads.append(y["g"].grad)
+    for part in (slice(0, 16), slice(16, 32), slice(32, 40)):
+        assert relative_error(grads[0][:, part], grads[1][:, part]) < 1e-4
 
 
 def test_chunkwise_continues_from_the_state_it_returned():

@@ -1,0 +1,264 @@
+"""Break the library one line at a time: the unit tests must notice.
+
+    python tests/mutants.py [name ...]
+
+Each mutant is one replacement in a copy of src; the tests named beside it
+run against that copy. Prints which test caught it, and fails if one lives.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, PARALLEL, CHUNKWISE, OPS, FAMILY, MAPS = (
+    f"fastweights/{file}.py"
+    for file in (
+        "reference/steps",
+        "reference/parallel",
+        "reference/chunkwise",
+        "ops",
+        "family",
+        "feature_maps",
+    )
+)
+TESTS = {
+    STEPS: "reference/test_steps.py",
+    PARALLEL: "reference/test_parallel.py",
+    CHUNKWISE: "reference/test_chunkwise.py",
+    OPS: "test_ops.py",
+    FAMILY: "test_family.py",
+    MAPS: "test_feature_maps.py",
+}
+
+# name: file, the text to replace (its first occurrence), what replaces it
+MUTANTS = {
+    "outer-transposed-index": (
+        STEPS,
+        'einsum("...kv,...k->...v", S, q)',
+        'einsum("...kv,...k->...v", S.mT.reshape(S.shape), q)',
+    ),
+    "linear-subtracts": (
+        STEPS,
+        "S = S + outer(k, v)",
+        "S = S - outer(k, v)",
+    ),
+    "retention-grows": (
+        STEPS,
+        "S = g.exp()[..., None, None] * S + outer(k, v)",
+        "S = (-g).exp()[..., None, None] * S + outer(k, v)",
+    ),
+    "mamba2-loses-its-step-size": (
+        STEPS,
+        "outer(k, dt[..., None] * v)",
+        "outer(k, v)",
+    ),
+    "gla-gates-the-values": (
+        STEPS,
+        "S = g.exp()[..., :, None] * S + outer(k, v)",
+        "S = S + outer(g.exp() * k, v)",
+    ),
+    "deltanet-adds-the-error": (
+        STEPS,
+        "(v - read(S, k)))",
+        "(v + read(S, k)))",
+    ),
+    "gated-deltanet-corrects-first": (
+        STEPS,
+        "    S = g.exp()[..., None, None] * S\n"
+        "    return deltanet(S, q, k, v, beta)",
+        "    S, o = deltanet(S, q, k, v, beta)\n"
+        "    return g.exp()[..., None, None] * S, o",
+    ),
+    "kda-drops-its-gate": (
+        STEPS,
+        "S = g.exp()[..., :, None] * S\n",
+        "S = g.exp().mean(-1)[..., None, None] * S\n",
+    ),
+    "recurrence-forgets-twice": (
+        STEPS,
+        "        S = g.exp()[..., None] * S\n",
+        "        S = (2 * g).exp()[..., None] * S\n",
+    ),
+    "softmax-step-grows-at-the-front": (
+        STEPS,
+        "torch.cat([cache[1], v[..., None, :]], dim=-2)",
+        "torch.cat([v[..., None, :], cache[1]], dim=-2)",
+    ),
+    "mask-one-key-short": (
+        PARALLEL,
+        "return j <= i + (num_keys - num_queries)",
+        "return j < i + (num_keys - num_queries)",
+    ),
+    "softmax-without-scale": (
+        PARALLEL,
+        'scores = scale * torch.einsum("bihk,bjhk->bhij", q, k)\n    if',
+        'scores = torch.einsum("bihk,bjhk->bhij", q, k)\n    if',
+    ),
+    "online-forgets-to-rescale-the-sum": (
+        PARALLEL,
+        "total = rescale * total + p.sum(-1)",
+        "total = total + p.sum(-1)",
+    ),
+    "decays-diagonal-with-a-gradient": (
+        PARALLEL,
+        ".masked_fill(j == i, 0).exp()",
+        ".exp()",
+    ),
+    "scores-sign-of-the-exponent": (
+        PARALLEL,
+        "D = G[..., :, None, :] - G[..., None, :, :]",
+        "D = G[..., None, :, :] - G[..., :, None, :]",
+    ),
+    "parallel-sums-over-queries": (
+        PARALLEL,
+        'torch.einsum("bhij,bjhv->bihv", A, v)',
+        'torch.einsum("bhji,bjhv->bihv", A, v)',
+    ),
+    "gates-summed-without-their-own": (
+        CHUNKWISE,
+        "G = g.cumsum(dim=-2)",
+        "G = g.cumsum(dim=-2) - g",
+    ),
+    "query-scores-lose-their-diagonal": (
+        CHUNKWISE,
+        "Aqk = decayed_scores(q, k, G)",
+        "Aqk = decayed_scores(q, k, G).tril(-1)",
+    ),
+    "inverse-drops-beta": (
+        CHUNKWISE,
+        "unit_lower_inverse(beta * Akk)",
+        "unit_lower_inverse(Akk)",
+    ),
+    "inverse-wrong-neighbours": (
+        CHUNKWISE,
+        "joins = (row % 2 == 1) & (column == row - 1)",
+        "joins = (row % 2 == 0) & (column == row - 1)",
+    ),
+    "scan-drops-beta": (
+        CHUNKWISE,
+        "P[:, n] @ (beta[:, n] * error)",
+        "P[:, n] @ error",
+    ),
+    "scan-reads-undecayed-state": (
+        CHUNKWISE,
+        "o = (q_n * G_n.exp()) @ S",
+        "o = q_n @ S",
+    ),
+    "scan-drops-scale": (
+        CHUNKWISE,
+        "outputs.append(scale * o)",
+        "outputs.append(o)",
+    ),
+    "sum-after-counts-its-own-gate": (
+        CHUNKWISE,
+        "F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip",
+        "g.flip",
+    ),
+    "rest-as-a-difference": (
+        CHUNKWISE,
+        "rest = sum_after(g)",
+        "rest = G[..., -1:, :] - G",
+    ),
+    "strip-starts-one-late": (
+        CHUNKWISE,
+        "(start - G[..., :s, :]).exp()",
+        "(start - G[..., 1 : s + 1, :]).exp()",
+    ),
+    "heads-tiled-instead-of-repeated": (
+        OPS,
+        "x.to(dtype).repeat_interleave(HV // H, dim=2)",
+        "x.to(dtype).repeat(1, 1, HV // H, 1)",
+    ),
+    "scale-not-the-root": (OPS, "scale = K**-0.5 if", "scale = K**-1.0 if"),
+    "loop-drops-scale": (
+        OPS,
+        "state, scale * q, *others",
+        "state, q, *others",
+    ),
+    "packed-starts-from-the-last-state": (
+        OPS,
+        "        state = initial_state[n : n + 1]\n",
+        "        state = state if n else initial_state[:1]\n",
+    ),
+    "offsets-may-decrease": (
+        OPS,
+        "increases = all(a <= b for",
+        "increases = any(a <= b for",
+    ),
+    "autocast-reaches-the-products": (
+        OPS,
+        "torch.autocast(state.device.type, enabled=False)",
+        "torch.enable_grad()",
+    ),
+    "groups-round-before-they-sum": (
+        OPS,
+        "x.to(dtype).repeat_interleave(HV // H, dim=2)",
+        "x.repeat_interleave(HV // H, dim=2).to(dtype)",
+    ),
+    "normaliser-multiplies": (
+        FAMILY,
+        "o[..., :-1] / (o[..., -1:] + eps)",
+        "o[..., :-1] * (o[..., -1:] + eps)",
+    ),
+    "retnet-one-head-late": (
+        FAMILY,
+        "torch.exp2(-5 - h)",
+        "torch.exp2(-6 - h)",
+    ),
+    "fourier-shrinks": (
+        MAPS,
+        "size = (0.5 * x.square()",
+        "size = (-0.5 * x.square()",
+    ),
+    "positive-without-the-norm": (
+        MAPS,
+        "(x @ w.T - size).exp()",
+        "(x @ w.T).exp()",
+    ),
+    "directions-of-length-one": (
+        MAPS,
+        "torch.cat(blocks)[:num_features] * lengths",
+        "torch.cat(blocks)[:num_features]",
+    ),
+}
+
+
+def caught_by(file: str, old: str, new: str) -> str:
+    """The first test that fails on the mutant, or "" if none does."""
+    with tempfile.TemporaryDirectory() as copy:
+        src = Path(copy) / "src"
+        shutil.copytree(ROOT / "src", src)
+        text = (src / file).read_text()
+        if old not in text:
+            raise SystemExit(f"{file} has no {old!r}")
+        (src / file).write_text(text.replace(old, new, 1))
+        tests = ROOT / "tests" / TESTS[file]
+        options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", *options.split(), tests],
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(src)},
+            capture_output=True,
+            text=True,
+        )
+    failed = ("FAILED", "ERROR")
+    lines = [x for x in run.stdout.splitlines() if x.startswith(failed)]
+    return lines[0].split(" - ")[0].split("/")[-1] if lines else ""
+
+
+def main(names: list[str]) -> int:
+    alive = []
+    for name in names or MUTANTS:
+        test = caught_by(*MUTANTS[name])
+        print(f"{name:36} {test or 'ALIVE'}", flush=True)
+        if not test:
+            alive.append(name)
+    return len(alive)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
