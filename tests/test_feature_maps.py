@@ -144,7 +144,7 @@ def test_directions_follow_their_generator_and_dtype():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16]
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
 )
 @pytest.mark.parametrize("name", MAPS)
 def test_random_features_have_the_shape_and_dtype_of_their_input(name, dtype):

@@ -166,7 +166,7 @@ def test_inputs_need_not_be_contiguous(backend):
 
 
 @backends
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 @pytest.mark.parametrize("strength", [0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"])
@@ -245,7 +245,7 @@ def test_narrow_inputs_keep_their_dtype_and_the_budget(
     same(o, ref, {name: budget[kinds.get(name, "out")] for name in o})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_grouped_gradients_are_summed_before_they_are_rounded(dtype):
     x = member("fixed", "additive", T=40, H=1, HV=8, dtype=dtype)
     wide = {name: t.float() for name, t in x.items()}
