@@ -18,6 +18,7 @@ from kernel_judge import (
 )
 
 from fastweights.checks import relative_error
+from fastweights.kernels import prefix
 from fastweights.kernels.prefix import (
     chunk_outputs,
     chunk_states,
@@ -30,7 +31,15 @@ pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = (2, 130, 1, 2, 64, 33)
 
 
+@pytest.fixture
+def wide_tiles(monkeypatch):
+    """Fewer, wider programs: the interpreter's time goes by their number."""
+    options = prefix.prefix_options() | {"BE": 4096}
+    monkeypatch.setattr(prefix, "prefix_options", lambda: options)
+
+
 @interpreted
+@pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("shape, dtype, chunk_size, initial", pairwise_cases())
 def test_loop(shape, dtype, chunk_size, initial):
     tensors = inputs(shape, dtype, initial)

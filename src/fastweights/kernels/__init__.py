@@ -86,12 +86,13 @@ def check_inputs(
         )
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """How a kernel multiplies: "tf32" only for fp32 that asks for it.
+def dot_precision(dtype: torch.dtype, K: int) -> str:
+    """How the tensor cores multiply fp32: in one tf32 product or in three.
 
-    fp32 products follow ``torch.get_float32_matmul_precision()``: "highest"
-    is IEEE arithmetic, anything lower lets the tensor cores round operands
-    to tf32. Half precision is multiplied exactly either way.
+    As ``torch.get_float32_matmul_precision()`` asks: three for "highest"
+    (operands split in two, fp32 accuracy), else one (ten bits of mantissa).
+    K > 128 takes three always, which needs less shared memory. Half
+    precision is multiplied exactly either way.
     """
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact or dtype != torch.float32 else "tf32"
+    exact = torch.get_float32_matmul_precision() == "highest" or K > 128
+    return "tf32x3" if exact and dtype == torch.float32 else "tf32"

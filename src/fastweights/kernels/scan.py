@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from fastweights.kernels.tile import (
     chunk_output,
     state_at,
     tile_at,
+    tile_sizes,
 )
 
 
@@ -63,14 +62,10 @@ def scan_fwd_kernel(
     tl.store(state + o_S, b_S, mask=m_S)
 
 
-def scan_options(K: int, V: int, dtype: torch.dtype) -> dict[str, Any]:
+def scan_options(K: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes and launch settings for one head size and dtype."""
-    return {
-        "BK": max(16, triton.next_power_of_2(K)),
-        "BV": max(16, min(64, triton.next_power_of_2(V))),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+    stages = 1 if K > 128 else 2 if K > 64 or dtype == torch.float32 else 3
+    return tile_sizes(K, dtype) | {"num_warps": 4, "num_stages": stages}
 
 
 def scan(
@@ -107,7 +102,7 @@ def scan(
         initial_state = initial_state.contiguous()
     o = torch.empty_like(v)
     state = q.new_empty(B, HV, K, V, dtype=torch.float32)
-    options = scan_options(K, V, q.dtype)
+    options = scan_options(K, q.dtype)
     grid = (B * HV * triton.cdiv(V, options["BV"]),)
     with torch.cuda.device_of(q):
         scan_fwd_kernel[grid](
@@ -124,7 +119,7 @@ def scan(
             K=K,
             V=V,
             BT=chunk_size,
-            PRECISION=dot_precision(q.dtype),
+            PRECISION=dot_precision(q.dtype, K),
             **options,
         )
     return o, state

@@ -1,5 +1,6 @@
 """Device functions the kernels share: where a tile lies, what it answers."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -56,3 +57,14 @@ def chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION: tl.constexpr):
 
 
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)
+
+
+def tile_sizes(K: int, dtype: torch.dtype) -> dict[str, int]:
+    """BK and BV for heads of K key channels.
+
+    No row of a tile is shorter than 128 bytes, however few channels there
+    are: then all tiles in shared memory are laid out alike. ptxas 12.8
+    mistakes the address of a buffer that is read with two layouts.
+    """
+    BV = 32 if dtype == torch.float32 else 64
+    return {"BK": max(BV, triton.next_power_of_2(K)), "BV": BV}
