@@ -127,7 +127,8 @@ def test_descriptors_are_set(name, products, D, tmp_path):
     memory access.
     """
     dtype = "bf16" if products == "bf16" else "fp32"
-    compiled = compile_kernel(name, 90, D, dtype, products)
+    precision = "tf32x3" if products == "tf32x3" else "tf32"
+    compiled = compile_kernel(name, 90, D, dtype, precision)
     sass = cuobjdump(compiled.asm["cubin"], "-sass", tmp_path)
     assert products != "bf16" or "HGMMA" in sass
     assert not unset_uniform_registers(sass)
