@@ -193,7 +193,7 @@ def _commit() -> str | None:
         )
     except FileNotFoundError:
         return None
-    return run.stdout.strip() or None
+    return run.stdout.strip() if run.returncode == 0 else None
 
 
 def run(case: str) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def linear_recurrence(
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
             number of packed sequences; zeros if None.
         cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. Its
-            values are checked when it is on the CPU.
+            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. It is
+            read on the host.
         chunk_size: tokens a chunk, 16, 32 or 64; None chooses.
         backend: "chunkwise" (matrix products, PyTorch), "loop" (one token
             at a time, PyTorch) or "auto".
@@ -95,7 +95,9 @@ def linear_recurrence(
         o, state = _run(tokens, initial_state, scale, chunk_size, backend)
         return o.to(v.dtype), state
     outputs, states = [], []
-    for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+    offsets = cu_seqlens.tolist()
+    _check_offsets(offsets, T)
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
         state = initial_state[n : n + 1]
         if a < b:
             part = [x[:, a:b] for x in tokens]
@@ -204,8 +206,6 @@ def _check(
         if B != 1:
             _wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
         N = len(cu_seqlens) - 1
-        if cu_seqlens.device.type == "cpu":
-            _check_offsets(cu_seqlens.tolist(), T)
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         _wrong_shape("initial_state", initial_state, need)

@@ -88,6 +88,8 @@ def test_queries_beyond_the_keys_are_fine_without_a_mask():
     ):
         o = function(**x, causal=False)
         torch.testing.assert_close(o, torch_attention(**x, causal=False))
+        with pytest.raises(ValueError, match=r"num_queries: got 11.* 5"):
+            function(**x, causal=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

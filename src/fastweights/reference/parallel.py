@@ -20,7 +20,15 @@ Outputs = Float[Tensor, "B Tq H V"]
 def causal_mask(
     num_queries: int, num_keys: int, device: torch.device | None = None
 ) -> Tensor:
-    """True where query i may read key j; the last query reads all keys."""
+    """True where query i may read key j; the last query reads all keys.
+
+    Raises ValueError for more queries than keys: the first would read none.
+    """
+    if num_queries > num_keys:
+        raise ValueError(
+            f"num_queries: got {num_queries}, "
+            f"need at most the number of keys, {num_keys}"
+        )
     i = torch.arange(num_queries, device=device)[:, None]
     j = torch.arange(num_keys, device=device)[None, :]
     return j <= i + (num_keys - num_queries)
@@ -66,20 +74,18 @@ def softmax_attention_online(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, Tq, H, _ = q.shape
     T, V = v.shape[1], v.shape[3]
-    mask = causal_mask(Tq, T, q.device)
+    mask = causal_mask(Tq, T, q.device) if causal else None
     largest = q.new_full((B, H, Tq), float("-inf"))
     total = q.new_zeros(B, H, Tq)
     weighted = q.new_zeros(B, H, Tq, V)
     for start in range(0, T, block_size):
         block = slice(start, start + block_size)
         scores = scale * torch.einsum("bihk,bjhk->bhij", q, k[:, block])
-        if causal:
+        if mask is not None:
             scores = scores.masked_fill(~mask[:, block], float("-inf"))
         new_largest = torch.maximum(largest, scores.amax(-1))
-        # A query that has seen no key yet has no finite maximum.
-        finite = new_largest.masked_fill(new_largest.isinf(), 0)
-        rescale = (largest - finite).exp()
-        p = (scores - finite[..., None]).exp()
+        rescale = (largest - new_largest).exp()
+        p = (scores - new_largest[..., None]).exp()
         total = rescale * total + p.sum(-1)
         weighted = rescale[..., None] * weighted + torch.einsum(
             "bhij,bjhv->bhiv", p, v[:, block]
@@ -89,13 +95,15 @@ def softmax_attention_online(
 
 
 def linear_attention_bidirectional(
-    q: Queries, k: Keys, v: Values, *, scale: float = 1.0
+    q: Queries, k: Keys, v: Values, *, scale: float | None = None
 ) -> Outputs:
     """Every query reads every key: one K^T V, then one product a query.
 
     The sum of value times similarity, without the normaliser; for a
-    normalised answer append a column of ones to v and divide by it.
+    normalised answer append a column of ones to v and divide by it. scale
+    is K**-0.5 unless given.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = torch.einsum("bjhk,bjhv->bhkv", k, v)
     return scale * torch.einsum("bihk,bhkv->bihv", q, S)
 
