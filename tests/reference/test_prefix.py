@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from fastweights.reference.prefix import compose, prefix_scan
 
 
