@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fastweights.kernels import prefix, scan  # noqa: E402
+from fastweights.kernels import linear, prefix  # noqa: E402
 from fastweights.kernels.tile import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ SHARED = {
     120: 101376,
 }
 KERNELS = {
-    "scan_fwd": (scan.scan_fwd_kernel, scan.scan_options),
+    "linear_scan": (linear.linear_scan_kernel, linear.scan_options),
     "chunk_states": (prefix.chunk_states_kernel, prefix.chunk_options),
     "chunk_outputs": (prefix.chunk_outputs_kernel, prefix.chunk_options),
     "prefix_scan": (prefix.prefix_scan_kernel, prefix.prefix_options),
@@ -85,7 +85,7 @@ def test_fits(name, capability, tmp_path):
 
 
 WIDEST = {
-    "scan_fwd": {"bf16": (86, 90), "fp32": (86, 90)},
+    "linear_scan": {"bf16": (86, 90), "fp32": (86, 90)},
     "chunk_outputs": {"bf16": (80, 90), "fp32": (86, 90)},
 }
 
@@ -118,7 +118,9 @@ def unset_uniform_registers(sass):
 
 @pytest.mark.parametrize("D", [16, 64, 128, 256])
 @pytest.mark.parametrize("products", ["bf16", "tf32", "tf32x3"])
-@pytest.mark.parametrize("name", ["scan_fwd", "chunk_states", "chunk_outputs"])
+@pytest.mark.parametrize(
+    "name", ["linear_scan", "chunk_states", "chunk_outputs"]
+)
 def test_descriptors_are_set(name, products, D, tmp_path):
     """ptxas 12.8 can leave part of a wgmma operand's address unset.
 

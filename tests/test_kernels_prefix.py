@@ -19,13 +19,13 @@ from kernel_judge import (
 
 from fastweights.checks import relative_error
 from fastweights.kernels import prefix
+from fastweights.kernels.linear import scan
 from fastweights.kernels.prefix import (
     chunk_outputs,
     chunk_states,
     parallel_scan,
     prefix_scan,
 )
-from fastweights.kernels.scan import scan
 
 pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = (2, 130, 1, 2, 64, 33)

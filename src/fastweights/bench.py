@@ -124,8 +124,8 @@ def _forms(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable]:
         "chunkwise": lambda: fw.linear_attention(q, k, v, backend="chunkwise"),
     }
     if ON_GPU:
+        from fastweights.kernels.linear import scan
         from fastweights.kernels.prefix import parallel_scan
-        from fastweights.kernels.scan import scan
 
         forms["scan"] = lambda: scan(q, k, v, scale=scale)
         forms["parallel_scan"] = lambda: parallel_scan(q, k, v, scale=scale)

@@ -1,6 +1,6 @@
 """Across chunks in parallel: every chunk's state at once, in memory.
 
-Three launches where :mod:`fastweights.kernels.scan` has one. What each chunk
+Three launches where :mod:`fastweights.kernels.linear` has one. What each chunk
 adds to the state is known without the others; the state that enters a chunk
 is a prefix sum of these; with it, the outputs of all chunks are independent.
 """
@@ -219,7 +219,7 @@ def parallel_scan(
     """Linear attention by a parallel prefix scan: what ``scan`` computes.
 
     Arguments, results and errors are those of
-    :func:`fastweights.kernels.scan.scan`. Keeps one fp32 state a chunk in
+    :func:`fastweights.kernels.linear.scan`. Keeps one fp32 state a chunk in
     memory, (T / chunk_size + 1) K V numbers a head. In half precision
     K > 128 with chunk_size 64 needs 104 KiB of shared memory, more than
     compute capabilities 8.6, 8.9 and 12.0 have.

@@ -1,31 +1,34 @@
-"""Across chunks in sequence: the state never leaves the multiprocessor."""
+"""Across chunks in sequence: the state, the outputs, chunk after chunk."""
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
-from torch import Tensor
 
-from fastweights.kernels import check_inputs, dot_precision
 from fastweights.kernels.tile import (
-    INTERPRETED,
-    chunk_output,
+    causal,
+    row_at,
+    rows_at,
+    running_gates,
+    sequence_at,
     state_at,
-    tile_at,
-    tile_sizes,
 )
 
 
 @triton.jit(do_not_specialize=["T"])
 def scan_fwd_kernel(
-    q,
-    k,
+    q_in,
+    k_in,
+    k_out,
     v,
+    g,
+    beta,
+    Aqk,
+    P,
+    total,
     o,
     initial_state,
     state,
+    h,
+    cu_seqlens,
     scale,
     T,
     H: tl.constexpr,
@@ -35,91 +38,89 @@ def scan_fwd_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One value tile of one head of one sequence, chunk after chunk."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    i_b, i_hv = i_bh // HV, i_bh % HV
-    i_h = i_hv // (HV // H)
+    """One value tile of one head of one sequence, its state in registers.
 
-    o_S, m_S = state_at(i_bh, i_v, K, V, BK, BV)
+    q_in, k_in, k_out [T, H, K] are intra's for a gate a channel; else they
+    are q, k, k, and the decays of a gate a head act on the rows of what
+    these multiply. h, unless None, takes the state that enters each chunk.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    start = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+
+    o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
         b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)  # [BK, BV]
 
-    for i_t in range(tl.cdiv(T, BT)):
-        o_k, m_k = tile_at(i_b, i_t, i_h, 0, T, H, K, BT, BK)
-        o_v, m_v = tile_at(i_b, i_t, i_hv, i_v, T, HV, V, BT, BV)
-        b_q = tl.load(q + o_k, mask=m_k, other=0.0)  # [BT, BK]
-        b_k = tl.load(k + o_k, mask=m_k, other=0.0)  # [BT, BK]
-        b_v = tl.load(v + o_v, mask=m_v, other=0.0)  # [BT, BV]
-        b_o = chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION)  # [BT, BV]
-        tl.store(o + o_v, b_o, mask=m_v)
-        b_k = tl.trans(b_k)  # [BK, BT]
-        b_S = tl.dot(b_k, b_v, b_S, input_precision=PRECISION)  # [BK, BV]
+    for i_t in range(tl.cdiv(end - start, BT).to(tl.int32)):
+        t = start + i_t * BT
+        i_c = start // BT + i_n + i_t
+        if h is not None:
+            o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
+            tl.store(h + o_h, b_S, mask=m_h)
+
+        p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
+        p_k, _ = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
+        p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
+        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+        b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
+        if DG <= 1 or DELTA:
+            b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+        b_G = tl.zeros([BT], dtype=tl.float32)
+        if DG == 1:
+            p_g, m_t = row_at(g, t, end, i_hv, HV, BT)
+            b_g = tl.load(p_g, mask=m_t, other=0.0)  # [BT]
+            b_G, b_total = running_gates(b_g)  # [BT], []
+            b_in = tl.exp2(b_G)[:, None]  # [BT, 1]
+            b_out = tl.exp2(b_total - b_G)[:, None]  # [BT, 1]
+
+        b_h = b_S.to(b_q.dtype)  # [BK, BV]
+        if DELTA:
+            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
+            p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+            b_P = tl.load(p_P, mask=m_P, other=0.0)  # [BT, BT]
+            b_e = tl.dot(b_k, b_h, input_precision=PRECISION)  # [BT, BV]
+            if DG == 1:
+                b_e *= b_in
+            b_e = (b_beta[:, None] * (b_v - b_e)).to(b_v.dtype)
+            b_new = tl.dot(b_P, b_e, input_precision=PRECISION)  # [BT, BV]
+        else:
+            b_new = b_v
+
+        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)  # [BT, BV]
+        if DG == 1:
+            b_o *= b_in
+        if DG <= 1:
+            b_kT = tl.trans(b_k)  # [BK, BT]
+            b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)  # [BT, BT]
+            b_A = causal(b_A, b_G, DG).to(b_v.dtype)
+        else:
+            p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
+        b_x = b_new.to(b_v.dtype)
+        b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)  # [BT, BV]
+        p_o, _ = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
+        tl.store(p_o, scale * b_o, mask=m_v)
+
+        if DG > 1:
+            o_k = tl.arange(0, BK)
+            p_total = total + (i_c * HV + i_hv) * K + o_k
+            b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
+            b_S *= b_total[:, None]
+            p_k, _ = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
+            b_kT = tl.trans(tl.load(p_k, mask=m_k, other=0.0))  # [BK, BT]
+        if DG == 1:
+            b_S *= tl.exp2(b_total)
+            b_x = (b_new * b_out).to(b_v.dtype)
+        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
     tl.store(state + o_S, b_S, mask=m_S)
-
-
-def scan_options(K: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch settings for one head size and dtype."""
-    stages = 1 if K > 128 else 2 if K > 64 or dtype == torch.float32 else 3
-    return tile_sizes(K, dtype) | {"num_warps": 4, "num_stages": stages}
-
-
-def scan(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T HV V"],
-    *,
-    scale: float,
-    initial_state: Float[Tensor, "B HV K V"] | None = None,
-    chunk_size: int = 64,
-) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B HV K V"]]:
-    """Linear attention in one pass: o_t = scale S_t^T q_t.
-
-    Args:
-        q, k, v: fp32, fp16 or bf16, on a CUDA device (or interpreted, then
-            not bf16); K <= 256; value head h uses key head h // (HV / H).
-            Products are in that dtype, so that fp16 needs |S| < 65504.
-        scale: factor on the outputs.
-        initial_state: fp32; zeros if None.
-        chunk_size: tokens a chunk, 16, 32 or 64.
-
-    Returns:
-        o in v's dtype, and the final state in fp32.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names
-            it, what it got and what it needs.
-    """
-    check_inputs(q, k, v, initial_state, chunk_size, interpreted=INTERPRETED)
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
-    o = torch.empty_like(v)
-    state = q.new_empty(B, HV, K, V, dtype=torch.float32)
-    options = scan_options(K, q.dtype)
-    grid = (B * HV * triton.cdiv(V, options["BV"]),)
-    with torch.cuda.device_of(q):
-        scan_fwd_kernel[grid](
-            q,
-            k,
-            v,
-            o,
-            initial_state,
-            state,
-            scale,
-            T,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BT=chunk_size,
-            PRECISION=dot_precision(q.dtype, K),
-            **options,
-        )
-    return o, state

@@ -1,4 +1,8 @@
-"""Device functions the kernels share: where a tile lies, what it answers."""
+"""Device functions the kernels share.
+
+Where a tile lies and what it answers; chunks of packed sequences; gates;
+scores that decay; the inverse of the delta rule.
+"""
 
 import torch
 import triton
@@ -54,6 +58,151 @@ def chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION: tl.constexpr):
     b_o = tl.dot(b_q, b_S, input_precision=PRECISION)  # [BT, BV]
     b_o = tl.dot(b_A, b_v, b_o, input_precision=PRECISION)  # [BT, BV]
     return scale * b_o
+
+
+@triton.jit
+def sequence_at(i_n, cu_seqlens, T):
+    """The first token of sequence i_n when all lie end to end."""
+    if cu_seqlens is None:
+        return tl.cast(i_n, tl.int64) * T
+    else:
+        return tl.load(cu_seqlens + i_n).to(tl.int64)
+
+
+@triton.jit
+def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
+    """What chunk slot i_c holds: its first token, and its sequence's end.
+
+    The chunks of sequence n, which starts at token t, have the slots
+    t // BT + n onwards. No two share one, and at most one slot a sequence
+    stays empty (its first token is past the end), so that cdiv(T, BT) + N
+    slots do for any packing, and a program finds its own by bisection.
+    """
+    i_n = 0 * N
+    i_last = N - 1
+    while i_n < i_last:
+        i_mid = (i_n + i_last + 1) // 2
+        if sequence_at(i_mid, cu_seqlens, T) // BT + i_mid <= i_c:
+            i_n = i_mid
+        else:
+            i_last = i_mid - 1
+    t = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+    return t + (i_c - (t // BT + i_n)) * BT, end
+
+
+@triton.jit
+def rows_at(
+    x,
+    t,
+    end,
+    i_h,
+    i_d,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Pointers and mask of head i_h, tokens t to t + BT, of x [T, H, D].
+
+    The tile is [BT, BD], its columns those of tile i_d. t is 64 bits wide.
+    """
+    o_t = tl.arange(0, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    mask = (t + o_t < end)[:, None] & (o_d < D)[None, :]
+    p_x = x + (t * H + i_h) * D
+    return p_x + o_t[:, None] * (H * D) + o_d[None, :], mask
+
+
+@triton.jit
+def row_at(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
+    """Pointers and mask [BT] of head i_h, tokens t to t + BT, of x [T, H]."""
+    o_t = tl.arange(0, BT)
+    return x + (t * H + i_h) + o_t * H, t + o_t < end
+
+
+@triton.jit
+def running_gates(b_g):
+    """Sums of log decays b_g [BT, ...] over time, and their total.
+
+    In log2 units: running [BT, ...], total [...], bit for bit the last row
+    of running, so that the difference of the two is never positive.
+    """
+    b_G = tl.cumsum(b_g.to(tl.float32) * 1.4426950408889634, axis=0)
+    o_t = tl.arange(0, b_G.shape[0])
+    if len(b_G.shape) == 2:
+        o_t = o_t[:, None]
+    b_last = tl.where(o_t == b_G.shape[0] - 1, b_G, 0.0)
+    return b_G, tl.sum(b_last, axis=0)
+
+
+@triton.jit
+def causal(b_A, b_G, DG: tl.constexpr):
+    """A_ij exp2(G_i - G_j) for j <= i, else 0: b_A [BT, BT], b_G [BT]."""
+    o_c = tl.arange(0, b_A.shape[0])
+    m_c = o_c[:, None] >= o_c[None, :]
+    if DG == 0:
+        return tl.where(m_c, b_A, 0.0)
+    else:
+        b_D = tl.where(m_c, b_G[:, None] - b_G[None, :], -float("inf"))
+        return b_A * tl.exp2(b_D)
+
+
+@triton.jit
+def joins(BT: tl.constexpr, SIZE: tl.constexpr):
+    """Mask [BT, BT] of the blocks that join two neighbours of SIZE rows."""
+    o_c = tl.arange(0, BT) // SIZE
+    return (o_c[:, None] % 2 == 1) & (o_c[None, :] == o_c[:, None] - 1)
+
+
+@triton.jit
+def decays_to_join(b_G, SIZE: tl.constexpr):
+    """exp2(-|G_i - G_s|), s the row at which i's block of SIZE rows is joined.
+
+    Of two neighbours, s is the second's first row. A score of a row i of the
+    second and a column j of the first decays by the product of the two
+    factors, exp2(G_i - G_s) exp2(G_s - G_j), neither of which exceeds 1.
+    """
+    BT: tl.constexpr = b_G.shape[0]
+    BK: tl.constexpr = b_G.shape[1]
+    NP: tl.constexpr = BT // (2 * SIZE)
+    o_p = tl.arange(0, 2 * SIZE)[None, :, None]
+    b_pairs = tl.reshape(b_G, [NP, 2 * SIZE, BK])
+    b_s = tl.where(o_p == SIZE, b_pairs, 0.0)
+    b_s = tl.sum(b_s, axis=1, keep_dims=True)  # [NP, 1, BK]
+    b_d = tl.where(o_p >= SIZE, b_pairs - b_s, b_s - b_pairs)
+    return tl.reshape(tl.exp2(b_d), [BT, BK])
+
+
+@triton.jit
+def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
+    """(I + M)^{-1} of a strictly lower triangular b_M [BT, BT], fp32.
+
+    Blocks of SIZE rows are inverted already; two neighbours with the block
+    M_21 between them join as P_21 = -P_22 M_21 P_11. Up to 16 rows that is
+    done in the blocks of the diagonal only, all of them at once.
+    """
+    BT: tl.constexpr = b_M.shape[0]
+    NB: tl.constexpr = BT // 16
+    o_b = tl.arange(0, NB)
+    m_own = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_D = tl.where(m_own, tl.reshape(b_M, [NB, 16, NB, 16]), 0.0)
+    b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
+    o_c = tl.arange(0, 16)
+    b_I = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)[None]
+    b_P = b_I - tl.where(joins(16, 1)[None], b_D, 0.0)
+    for level in tl.static_range(1, 4):
+        b_off = tl.where(joins(16, 2**level)[None], b_D, 0.0)
+        b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
+        b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
+    b_P = tl.where(m_own, b_P[:, :, None, :], 0.0)
+    b_P = tl.reshape(b_P, [BT, BT])
+    for level in tl.static_range(4, 6):
+        if 2**level < BT:
+            b_off = tl.where(joins(BT, 2**level), b_M, 0.0)
+            b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
+            b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
+    return b_P
 
 
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)

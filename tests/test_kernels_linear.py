@@ -1,4 +1,4 @@
-"""The fused scan, against the loop in fp64."""
+"""Linear attention in one launch, against the loop in fp64."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kernel_judge import (
 )
 
 from fastweights.checks import relative_error
-from fastweights.kernels.scan import scan
+from fastweights.kernels.linear import scan
 
 pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = (2, 130, 2, 4, 64, 100)
