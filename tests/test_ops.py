@@ -10,12 +10,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import GATES, RULES, explicit, member, results, same
+from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.checks import relative_error
 
 BACKENDS = ("loop", "chunkwise")
 EXACT = 1e-11  # fp64, sums in another order
+FORWARD = torch.ops.fastweights.linear_recurrence.default
+BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default
 
 members = pytest.mark.parametrize(
     ("gate", "rule"),
@@ -258,14 +262,105 @@ def test_grouped_gradients_are_summed_before_they_are_rounded(dtype):
 
 
 @backends
-def test_autocast_narrows_nothing(backend):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
     def under_autocast(**x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return fw.linear_recurrence(**x)
 
+    def by_hand(q, k, v, **x):
+        q, k, v = (t.to(products) for t in (q, k, v))
+        return fw.linear_recurrence(q, k, v, **x)
+
+    dtype = getattr(torch, dtype)
+    products = dtype if dtype == torch.float64 else torch.bfloat16
     x = member("vector", "delta", T=70, dtype=torch.float32)
-    ref = results(fw.linear_recurrence, x, backend=backend)
-    same(results(under_autocast, x, backend=backend), ref, 1e-6)
+    names = x if dtype == torch.float64 else ("q", "k", "v")
+    x |= {name: x[name].to(dtype) for name in names}
+    ref = results(by_hand, x, backend=backend)
+    o = results(under_autocast, x, backend=backend)
+    assert o["o"].dtype == products
+    assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
+    same(o, ref, 0.0)
+
+
+def test_autocast_joins_operands_of_different_dtypes():
+    x = member("scalar", "delta", T=20, dtype=torch.float32)
+    x["k"] = x["k"].bfloat16()
+    with pytest.raises(TypeError, match=r"k: got torch\.bfloat16"):
+        fw.linear_recurrence(**x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = fw.linear_recurrence(**x)
+    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+@members
+def test_operator_passes_opcheck(gate, rule):
+    x = member(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    if gate == "fixed":
+        x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
+    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
+    arguments = (*named, None, 0.5, 16, "chunkwise")
+    torch.library.opcheck(FORWARD, arguments)
+    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
+    o, state, saved = FORWARD(*arguments)
+    inputs, options = arguments[:7], arguments[7:]
+    torch.library.opcheck(BACKWARD, (o, state, *inputs, saved, *options))
+    torch.library.opcheck(BACKWARD, (o, None, *inputs, saved, *options))
+
+
+def test_packed_operator_passes_opcheck():
+    x = member("vector", "delta", T=40, N=3, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 0, 17, 40])
+    values = (x.get(n) for n in ("q", "k", "v", "g", "beta"))
+    arguments = (*values, None, cu_seqlens, 0.5, 16, "chunkwise")
+    torch.library.opcheck(FORWARD, arguments)
+
+
+def test_tests_can_ask_which_backend_ran():
+    x = member("vector", "delta", T=20)
+    with ops.record_backends() as ran:
+        results(fw.linear_recurrence, x)
+        assert ran == ["chunkwise forward", "chunkwise backward"]
+        with ops.record_backends() as inner:
+            fw.linear_recurrence(**x, backend="loop")
+    fw.linear_recurrence(**x)
+    assert inner == ["loop forward"]
+    assert ran == ["chunkwise forward", "chunkwise backward", "loop forward"]
+
+
+def test_second_derivatives_are_refused_but_by_the_loop():
+    x = member("vector", "delta", T=20)
+    q = x.pop("q").requires_grad_()
+    for backend in BACKENDS:
+        o, _ = fw.linear_recurrence(q, **x, backend=backend)
+        loss = o.square().sum()
+        (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+        if backend == "loop":
+            torch.autograd.grad(dq.sum(), q)
+            continue
+        with pytest.raises(NotImplementedError, match='only backend="loop"'):
+            torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    def again(**x):
+        return checkpoint(
+            lambda *values: fw.linear_recurrence(
+                **dict(zip(x, values, strict=True))
+            ),
+            *x.values(),
+            use_reentrant=use_reentrant,
+        )
+
+    x = member("vector", "delta", T=40)
+    ref = results(fw.linear_recurrence, x)
+    with ops.record_backends() as ran:
+        same(results(again, x), ref, 0.0)
+    forward, backward = "chunkwise forward", "chunkwise backward"
+    assert ran == [forward, forward, backward]
 
 
 @backends

@@ -9,20 +9,26 @@ The first line is the delta rule, the second the additive rule (beta None).
 
 from __future__ import annotations
 
-import itertools
-import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.reference.chunkwise import chunkwise
+from fastweights.arguments import check_arguments
+from fastweights.reference import backend as chunkwise
+from fastweights.reference.backend import (
+    first_states,
+    sequences,
+    wide,
+    widen,
+)
 from fastweights.reference.steps import recurrence, scan
 
-MAX_K = 256
-CHUNK_SIZES = (16, 32, 64)
 BACKENDS = ("auto", "chunkwise", "loop")
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def linear_recurrence(
@@ -71,59 +77,20 @@ def linear_recurrence(
         ValueError: a shape, value or device does not fit; the message names
             the argument, what it got and what it needs.
     """
-    _check(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
+    q, k, v = _autocast(q, k, v)
+    check_arguments(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
+    )
     backend = choose_backend(backend)
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    num_sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    if initial_state is None:
-        initial_state = q.new_zeros(num_sequences, HV, K, V, dtype=dtype)
-    # Widened before it is repeated, an input gathers its gradient in dtype.
-    g = q.new_zeros(1, dtype=dtype) if g is None else g.to(dtype)
-    if g.dim() == 1:
-        g = g.expand(B, T, HV)
-    if g.dim() == 3:
-        g = g[..., None]
-    heads = (x.to(dtype).repeat_interleave(HV // H, dim=2) for x in (q, k))
-    tokens = [*heads, v.to(dtype), g]
-    if beta is not None:
-        tokens.append(beta.to(dtype))
-    scale = K**-0.5 if scale is None else float(scale)
-
-    if cu_seqlens is None:
-        o, state = _run(tokens, initial_state, scale, chunk_size, backend)
-        return o.to(v.dtype), state
-    outputs, states = [], []
-    offsets = cu_seqlens.tolist()
-    _check_offsets(offsets, T)
-    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-        state = initial_state[n : n + 1]
-        if a < b:
-            part = [x[:, a:b] for x in tokens]
-            o, state = _run(part, state, scale, chunk_size, backend)
-            outputs.append(o)
-        states.append(state)
-    return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
-
-
-def _run(
-    tokens: list[Tensor],
-    state: Tensor,
-    scale: float,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    with torch.autocast(state.device.type, enabled=False):
-        if backend == "loop":
-            q, *others = tokens
-            return scan(recurrence, state, scale * q, *others)
-        return chunkwise(
-            *tokens,
-            scale=scale,
-            initial_state=state,
-            chunk_size=chunk_size or 64,
-        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if g is not None and g.dim() == 1:
+        # Widened before it is repeated, it gathers its gradient so.
+        g = g.to(wide(q.dtype)).expand(v.shape[:3])
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    if backend == "loop":
+        return _loop(*inputs)
+    o, state, _ = _forward(*inputs, chunk_size or 64, backend)
+    return o, state
 
 
 def choose_backend(backend: str = "auto") -> str:
@@ -133,105 +100,142 @@ def choose_backend(backend: str = "auto") -> str:
     return "chunkwise" if backend == "auto" else backend
 
 
-def _check(
+def _implementation(backend: str) -> ModuleType:
+    """Where the forward and backward of a backend's operator stand."""
+    return {"chunkwise": chunkwise}[backend]
+
+
+_records: list[list[str]] = []
+
+
+@contextmanager
+def record_backends() -> Iterator[list[str]]:
+    """A list of what ran while it was open, such as "chunkwise backward"."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def _ran(what: str) -> None:
+    for record in _records:
+        record.append(what)
+
+
+def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast has them; fp64 stays fp64."""
+    if not all(isinstance(x, Tensor) for x in operands):
+        return operands
+    kind = operands[0].device.type
+    if not torch.amp.is_autocast_available(kind):
+        return operands
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
+
+
+def _loop(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> None:
-    """Raise for the first argument that does not fit the others."""
-    tensors = {"q": q, "k": k, "v": v}
-    optional = {
-        "g": g,
-        "beta": beta,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    tensors |= {name: x for name, x in optional.items() if x is not None}
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q: got {q.dtype}, need one of {_DTYPES}")
-    full = torch.promote_types(q.dtype, torch.float32)
-    dtypes = {
-        "k": (q.dtype,),
-        "v": (q.dtype,),
-        "g": (torch.float32, q.dtype),
-        "beta": (torch.float32, q.dtype),
-        "initial_state": (full,),
-        "cu_seqlens": (torch.int32, torch.int64),
-    }
-    for name, x in tensors.items():
-        if name in dtypes and x.dtype not in dtypes[name]:
-            need = " or ".join(map(str, dict.fromkeys(dtypes[name])))
-            raise TypeError(f"{name}: got {x.dtype}, need {need}")
-        if x.device != q.device:
-            raise ValueError(
-                f"{name}: got device {x.device}, need q's, {q.device}"
-            )
-
-    if q.dim() != 4:
-        _wrong_shape("q", q, "[B, T, H, K]")
-    if k.shape != q.shape:
-        _wrong_shape("k", k, f"q's, {list(q.shape)}")
-    B, T, H, K = q.shape
-    if min(B, T, H, K) < 1 or K > MAX_K:
-        need = f"B, T, H, K >= 1 and K <= {MAX_K}"
-        _wrong_shape("q", q, f"[B, T, H, K] with {need}")
-    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or min(v.shape) < 1:
-        _wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
-    HV, V = v.shape[2:]
-    if HV % H:
-        need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
-        _wrong_shape("v", v, need)
-    if g is not None and g.shape not in (
-        (HV,),
-        (B, T, HV),
-        (B, T, HV, K),
-    ):
-        need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
-        _wrong_shape("g", g, need)
-    if beta is not None and beta.shape != (B, T, HV):
-        _wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
-    N = B
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            _wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
-        if B != 1:
-            _wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
-        N = len(cu_seqlens) - 1
-    if initial_state is not None and initial_state.shape != (N, HV, K, V):
-        need = f"[{N}, {HV}, {K}, {V}]"
-        _wrong_shape("initial_state", initial_state, need)
-    if scale is not None and not isinstance(scale, numbers.Real):
-        raise TypeError(
-            f"scale: got {type(scale).__name__}, need a real number or None"
-        )
-    if chunk_size is not None and not isinstance(chunk_size, int):
-        raise TypeError(
-            f"chunk_size: got {type(chunk_size).__name__}, need an int or None"
-        )
-    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
-        raise ValueError(
-            f"chunk_size: got {chunk_size!r}, "
-            f"need one of {CHUNK_SIZES} or None"
-        )
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, with the gradients that autograd finds."""
+    _ran("loop forward")
+    with torch.autocast(q.device.type, enabled=False):
+        tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
+        tokens[0] = scale * tokens[0]
+        state = first_states(q, v, initial_state, cu_seqlens)
+        outputs, states = [], list(state.split(1))
+        for n, t in sequences(cu_seqlens, q.shape[1]):
+            o, last = scan(recurrence, state[n], *(x[:, t] for x in tokens))
+            outputs.append(o)
+            states[n] = last.split(1)
+        return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
-def _wrong_shape(name: str, x: Tensor, need: str) -> None:
-    raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor? initial_state, Tensor? cu_seqlens"
+)
+OPTIONS = "float scale, int chunk_size, str backend"
 
 
-def _check_offsets(offsets: list[int], T: int) -> None:
-    increases = all(a <= b for a, b in itertools.pairwise(offsets))
-    if offsets[0] != 0 or offsets[-1] != T or not increases:
-        raise ValueError(
-            f"cu_seqlens: got {offsets}, need values that start at 0, "
-            f"never decrease and end at T = {T}"
-        )
+@torch.library.custom_op(
+    "fastweights::linear_recurrence",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS})"
+    " -> (Tensor o, Tensor state, Tensor[] saved)",
+)
+def _forward(
+    q: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What a backend computes, and what its backward re-uses."""
+    *inputs, backend = arguments
+    _ran(f"{backend} forward")
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(backend).forward(q, *inputs)
+
+
+@_forward.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
+    saved = _implementation(backend).empty_saved(q, v, beta, chunk_size)
+    state = first_states(q, v, initial_state, cu_seqlens)
+    return v.new_empty(v.shape), state, saved
+
+
+@torch.library.custom_op(
+    "fastweights::linear_recurrence_backward",
+    mutates_args=(),
+    schema=f"(Tensor? do, Tensor? dstate, {INPUTS}, Tensor[] saved, {OPTIONS})"
+    " -> Tensor[] grads",
+)
+def _backward(
+    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None."""
+    *inputs, backend = arguments
+    _ran(f"{backend} backward")
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(backend).backward(do, dstate, q, *inputs)
+
+
+@_backward.register_fake
+def _(do, dstate, q, k, v, g, beta, initial_state, *others):
+    inputs = (q, k, v, g, beta, initial_state)
+    return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale, ctx.chunk_size, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, *output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors  # checkpointing lets them be read once
+    inputs, saved = tensors[:7], list(tensors[7:])
+    options = (ctx.scale, ctx.chunk_size, ctx.backend)
+    grads = iter(_backward(do, dstate, *inputs, saved, *options))
+    found = [None if x is None else next(grads) for x in inputs[:6]]
+    return (*found, None, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "linear_recurrence: got a gradient of its gradient, which only "
+        'backend="loop" has'
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)

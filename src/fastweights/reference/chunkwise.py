@@ -2,12 +2,16 @@
 
 Stage by stage, for every gate and both rules. :func:`intra` is what happens
 inside each chunk, for all chunks at once; :func:`scan` carries the state
-from chunk to chunk. Shapes: a sequence [B, T, H, D] is cut into
-[B, N, H, C, D] with N = ceil(T / C). Gates are log decays whose last
-dimension is 1 (a gate a head) or K (a gate a key channel); no gate is g = 0.
+from chunk to chunk. Their gradients: :mod:`.chunkwise_backward`. Shapes: a
+sequence [B, T, H, D] is cut into [B, N, H, C, D] with N = ceil(T / C). Gates
+are log decays whose last dimension is 1 (a gate a head) or K (a gate a key
+channel); no gate is g = 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +109,43 @@ def sum_after(g: Gates) -> Gates:
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
+def each_chunk(*tensors: Tensor | None) -> Iterator[list[Any]]:
+    """The tensors of chunk 0, then of chunk 1, ...; a None stays None."""
+    num_chunks = next(x.shape[1] for x in tensors if x is not None)
+    for n in range(num_chunks):
+        yield [None if x is None else x[:, n] for x in tensors]
+
+
+def new_values(
+    k: Float[Tensor, "*lead C K"],
+    v: Float[Tensor, "*lead C V"],
+    beta: Float[Tensor, "*lead C 1"] | None,
+    G: Float[Tensor, "*lead C DG"],
+    P: Float[Tensor, "*lead C C"] | None,
+    S: Float[Tensor, "*lead K V"],
+) -> Float[Tensor, "*lead C V"]:
+    """v_new: what a chunk writes to the state S that enters it.
+
+    The additive rule writes the values. The delta rule writes what the
+    state lacks, P Diag(beta) (v - (e^G . k) S).
+    """
+    if beta is None or P is None:
+        return v
+    return P @ (beta * (v - (k * G.exp()) @ S))
+
+
+def next_state(
+    k: Float[Tensor, "*lead C K"],
+    v_new: Float[Tensor, "*lead C V"],
+    G: Float[Tensor, "*lead C DG"],
+    rest: Float[Tensor, "*lead C DG"],
+    S: Float[Tensor, "*lead K V"],
+) -> Float[Tensor, "*lead K V"]:
+    """The state that leaves a chunk; rest is what its tokens decay by."""
+    total = G[..., -1:, :]  # the chunk's whole log decay
+    return total.exp().mT * S + (k * rest.exp()).mT @ v_new
+
+
 def scan(
     q: Chunks,
     k: Chunks,
@@ -121,16 +162,13 @@ def scan(
     """Across chunks: outputs of each chunk and the state it hands on."""
     rest = sum_after(g)
     outputs = []
-    for n in range(q.shape[1]):
-        q_n, k_n, v_n, G_n = q[:, n], k[:, n], v[:, n], G[:, n]
-        total = G_n[..., -1:, :]  # the chunk's whole log decay
-        v_new = v_n
-        if beta is not None and P is not None:
-            error = v_n - (k_n * G_n.exp()) @ S
-            v_new = P[:, n] @ (beta[:, n] * error)
-        o = (q_n * G_n.exp()) @ S + Aqk[:, n] @ v_new
-        S = total.exp().mT * S + (k_n * rest[:, n].exp()).mT @ v_new
+    for q_n, k_n, v_n, beta_n, G_n, rest_n, Aqk_n, P_n in each_chunk(
+        q, k, v, beta, G, rest, Aqk, P
+    ):
+        v_new = new_values(k_n, v_n, beta_n, G_n, P_n, S)
+        o = (q_n * G_n.exp()) @ S + Aqk_n @ v_new
         outputs.append(scale * o)
+        S = next_state(k_n, v_new, G_n, rest_n, S)
     return torch.stack(outputs, dim=1), S
 
 
@@ -146,10 +184,38 @@ def chunkwise(
     chunk_size: int = 64,
 ) -> tuple[Float[Tensor, "B T H V"], State]:
     """Both stages on a whole sequence: outputs and the final state."""
-    T = q.shape[1]
+    o, S, _, _ = chunkwise_forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        chunk_size=chunk_size,
+    )
+    return from_chunks(o, q.shape[1]), S
+
+
+def chunkwise_forward(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H DG"],
+    beta: Float[Tensor, "B T H"] | None = None,
+    *,
+    scale: float,
+    initial_state: State,
+    chunk_size: int = 64,
+) -> tuple[Chunks, State, Square, Square | None]:
+    """The same, outputs still in chunks, with what the backward re-uses.
+
+    That is Aqk and P of every chunk, which took the most work for their
+    size. The gates' running sums and the states are computed again.
+    """
     q, k, v, g = (to_chunks(x, chunk_size) for x in (q, k, v, g))
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
     G, Aqk, P = intra(q, k, g, beta)
     o, S = scan(q, k, v, g, beta, G, Aqk, P, initial_state, scale=scale)
-    return from_chunks(o, T), S
+    return o, S, Aqk, P

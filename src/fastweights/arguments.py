@@ -1,0 +1,117 @@
+"""What linear_recurrence refuses, before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+
+import torch
+from torch import Tensor
+
+MAX_K = 256
+CHUNK_SIZES = (16, 32, 64)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    tensors = {"q": q, "k": k, "v": v}
+    optional = {
+        "g": g,
+        "beta": beta,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }
+    tensors |= {name: x for name, x in optional.items() if x is not None}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: got {q.dtype}, need one of {DTYPES}")
+    full = torch.promote_types(q.dtype, torch.float32)
+    dtypes = {
+        "k": (q.dtype,),
+        "v": (q.dtype,),
+        "g": (torch.float32, q.dtype),
+        "beta": (torch.float32, q.dtype),
+        "initial_state": (full,),
+        "cu_seqlens": (torch.int32, torch.int64),
+    }
+    for name, x in tensors.items():
+        if name in dtypes and x.dtype not in dtypes[name]:
+            need = " or ".join(map(str, dict.fromkeys(dtypes[name])))
+            raise TypeError(f"{name}: got {x.dtype}, need {need}")
+        if x.device != q.device:
+            raise ValueError(
+                f"{name}: got device {x.device}, need q's, {q.device}"
+            )
+
+    if q.dim() != 4:
+        _wrong_shape("q", q, "[B, T, H, K]")
+    if k.shape != q.shape:
+        _wrong_shape("k", k, f"q's, {list(q.shape)}")
+    B, T, H, K = q.shape
+    if min(B, T, H, K) < 1 or K > MAX_K:
+        need = f"B, T, H, K >= 1 and K <= {MAX_K}"
+        _wrong_shape("q", q, f"[B, T, H, K] with {need}")
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or min(v.shape) < 1:
+        _wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
+    HV, V = v.shape[2:]
+    if HV % H:
+        need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
+        _wrong_shape("v", v, need)
+    if g is not None and g.shape not in (
+        (HV,),
+        (B, T, HV),
+        (B, T, HV, K),
+    ):
+        need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
+        _wrong_shape("g", g, need)
+    if beta is not None and beta.shape != (B, T, HV):
+        _wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
+    N = B
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            _wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
+        if B != 1:
+            _wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
+        N = len(cu_seqlens) - 1
+    if initial_state is not None and initial_state.shape != (N, HV, K, V):
+        need = f"[{N}, {HV}, {K}, {V}]"
+        _wrong_shape("initial_state", initial_state, need)
+    if scale is not None and not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"scale: got {type(scale).__name__}, need a real number or None"
+        )
+    if chunk_size is not None and not isinstance(chunk_size, int):
+        raise TypeError(
+            f"chunk_size: got {type(chunk_size).__name__}, need an int or None"
+        )
+    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
+        raise ValueError(
+            f"chunk_size: got {chunk_size!r}, "
+            f"need one of {CHUNK_SIZES} or None"
+        )
+
+
+def _wrong_shape(name: str, x: Tensor, need: str) -> None:
+    raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
+
+
+def check_offsets(offsets: list[int], T: int) -> None:
+    increases = all(a <= b for a, b in itertools.pairwise(offsets))
+    if offsets[0] != 0 or offsets[-1] != T or not increases:
+        raise ValueError(
+            f"cu_seqlens: got {offsets}, need values that start at 0, "
+            f"never decrease and end at T = {T}"
+        )
