@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    LOG2_E,
     causal,
     chunk_span,
-    decays_to_join,
+    join_gates,
     joins,
     row_at,
     rows_at,
@@ -66,44 +67,50 @@ def intra_fwd_kernel(
             p_g, _ = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
             b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
-            b_G, b_total = running_gates(b_g)  # [BT, BK], [BK]
-
-            b_d = tl.exp2(b_G)  # [BT, BK]
-            p_x, _ = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_q * b_d, mask=m_k)
-            if DELTA:
-                p_x, _ = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
-                tl.store(p_x, b_k * b_d, mask=m_k)
-            b_d = tl.exp2(b_total[None, :] - b_G)  # [BT, BK]
-            p_x, _ = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_k * b_d, mask=m_k)
-            o_k = i_k * BK + tl.arange(0, BK)
-            p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
-            tl.store(p_x, tl.exp2(b_total), mask=o_k < K)
-
+            b_in = b_g.to(tl.float32) * LOG2_E  # [BT, BK]
+            b_out = tl.zeros([BT, BK], dtype=tl.float32)
             b_own = tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
             m_own = o_c[:, None] == o_c[None, :]
             b_Aqk += tl.where(m_own, b_own[:, None], 0.0)  # [BT, BT]
             for level in tl.static_range(6):
                 if 2**level < BT:
-                    b_d = decays_to_join(b_G, 2**level)  # [BT, BK]
-                    m_A = joins(BT, 2**level)
-                    b_qd = (b_q * b_d).to(b_q.dtype)
-                    b_kd = (b_k * b_d).to(b_k.dtype)
+                    # A row i of the second of two neighbours of 2^level
+                    # rows meets a column j of the first one: from j to i
+                    # decays what is left after j, and up to i.
+                    m_i = o_c // 2**level % 2 == 1
+                    b_d = tl.exp2(tl.where(m_i[:, None], b_in, b_out))
+                    b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
+                    b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
                     b_kT = tl.trans(b_kd)  # [BK, BT]
+                    m_A = joins(BT, 2**level)
                     b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
                     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
                     if DELTA:
                         b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
                         b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+                    b_in, b_out = join_gates(b_in, b_out, 2**level)
+
+            b_d = tl.exp2(b_in)  # [BT, BK]
+            p_x, _ = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
+            tl.store(p_x, b_q * b_d, mask=m_k)
+            if DELTA:
+                p_x, _ = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
+                tl.store(p_x, b_k * b_d, mask=m_k)
+            p_x, _ = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
+            tl.store(p_x, b_k * tl.exp2(b_out), mask=m_k)
+            b_sum = tl.where(o_c[:, None] == 0, b_in + b_out, 0.0)
+            b_sum = tl.sum(b_sum, axis=0)  # [BK]
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
+            tl.store(p_x, tl.exp2(b_sum), mask=o_k < K)
 
     if DG > 1:
         p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
         tl.store(p_A, b_Aqk, mask=m_A)
     if DG == 1:
         p_g, m_t = row_at(g, t, end, i_hv, HV, BT)
-        b_G, _ = running_gates(tl.load(p_g, mask=m_t, other=0.0))  # [BT]
-        b_Akk = causal(b_Akk, b_G, DG)  # [BT, BT]
+        b_G = running_gates(tl.load(p_g, mask=m_t, other=0.0))  # [BT]
+        b_Akk = causal(b_Akk, b_G)  # [BT, BT]
     if DELTA:
         p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
         b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)  # [BT]

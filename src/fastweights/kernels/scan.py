@@ -61,6 +61,8 @@ def scan_fwd_kernel(
     else:
         b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)  # [BK, BV]
 
+    o_c = tl.arange(0, BT)
+    m_c = o_c[:, None] >= o_c[None, :]
     for i_t in range(tl.cdiv(end - start, BT).to(tl.int32)):
         t = start + i_t * BT
         i_c = start // BT + i_n + i_t
@@ -75,13 +77,12 @@ def scan_fwd_kernel(
         b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
         if DG <= 1 or DELTA:
             b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
-        b_G = tl.zeros([BT], dtype=tl.float32)
         if DG == 1:
             p_g, m_t = row_at(g, t, end, i_hv, HV, BT)
-            b_g = tl.load(p_g, mask=m_t, other=0.0)  # [BT]
-            b_G, b_total = running_gates(b_g)  # [BT], []
-            b_in = tl.exp2(b_G)[:, None]  # [BT, 1]
-            b_out = tl.exp2(b_total - b_G)[:, None]  # [BT, 1]
+            b_G = running_gates(tl.load(p_g, mask=m_t, other=0.0))  # [BT]
+            b_total = tl.min(b_G, axis=0)  # gates are <= 0: the last one
+            b_in = tl.exp2(b_G.to(tl.float32))[:, None]  # [BT, 1]
+            b_out = tl.exp2((b_total - b_G).to(tl.float32))[:, None]
 
         b_h = b_S.to(b_q.dtype)  # [BK, BV]
         if DELTA:
@@ -103,7 +104,11 @@ def scan_fwd_kernel(
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)  # [BT, BT]
-            b_A = causal(b_A, b_G, DG).to(b_v.dtype)
+            if DG == 1:
+                b_A = causal(b_A, b_G)
+            else:
+                b_A = tl.where(m_c, b_A, 0.0)
+            b_A = b_A.to(b_v.dtype)
         else:
             p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
@@ -120,7 +125,7 @@ def scan_fwd_kernel(
             p_k, _ = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
             b_kT = tl.trans(tl.load(p_k, mask=m_k, other=0.0))  # [BK, BT]
         if DG == 1:
-            b_S *= tl.exp2(b_total)
+            b_S *= tl.exp2(b_total.to(tl.float32))
             b_x = (b_new * b_out).to(b_v.dtype)
         b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
     tl.store(state + o_S, b_S, mask=m_S)

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def tile_at(
@@ -123,29 +125,23 @@ def row_at(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def running_gates(b_g):
-    """Sums of log decays b_g [BT, ...] over time, and their total.
+    """G: sums of the log decays b_g [BT] so far, in log2 units and fp64.
 
-    In log2 units: running [BT, ...], total [...], bit for bit the last row
-    of running, so that the difference of the two is never positive.
+    A weak gate after strong ones would drown in fp32: G is differenced.
     """
-    b_G = tl.cumsum(b_g.to(tl.float32) * 1.4426950408889634, axis=0)
-    o_t = tl.arange(0, b_G.shape[0])
-    if len(b_G.shape) == 2:
-        o_t = o_t[:, None]
-    b_last = tl.where(o_t == b_G.shape[0] - 1, b_G, 0.0)
-    return b_G, tl.sum(b_last, axis=0)
+    return tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
 
 
 @triton.jit
-def causal(b_A, b_G, DG: tl.constexpr):
+def causal(b_A, b_G):
     """A_ij exp2(G_i - G_j) for j <= i, else 0: b_A [BT, BT], b_G [BT]."""
     o_c = tl.arange(0, b_A.shape[0])
     m_c = o_c[:, None] >= o_c[None, :]
-    if DG == 0:
-        return tl.where(m_c, b_A, 0.0)
-    else:
-        b_D = tl.where(m_c, b_G[:, None] - b_G[None, :], -float("inf"))
-        return b_A * tl.exp2(b_D)
+    b_high = b_G.to(tl.float32)
+    b_low = (b_G - b_high).to(tl.float32)
+    b_D = b_high[:, None] - b_high[None, :]  # [BT, BT]
+    b_D += b_low[:, None] - b_low[None, :]
+    return b_A * tl.exp2(tl.where(m_c, b_D, -float("inf")))
 
 
 @triton.jit
@@ -156,22 +152,23 @@ def joins(BT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def decays_to_join(b_G, SIZE: tl.constexpr):
-    """exp2(-|G_i - G_s|), s the row at which i's block of SIZE rows is joined.
+def join_gates(b_in, b_out, SIZE: tl.constexpr):
+    """Sums of gates inside blocks of SIZE rows -> of 2 SIZE rows.
 
-    Of two neighbours, s is the second's first row. A score of a row i of the
-    second and a column j of the first decays by the product of the two
-    factors, exp2(G_i - G_s) exp2(G_s - G_j), neither of which exceeds 1.
+    b_in [BT, BK] adds from the block's start up to and with a row, b_out
+    what is left after the row. Nothing is ever subtracted.
     """
-    BT: tl.constexpr = b_G.shape[0]
-    BK: tl.constexpr = b_G.shape[1]
-    NP: tl.constexpr = BT // (2 * SIZE)
+    BT: tl.constexpr = b_in.shape[0]
+    BK: tl.constexpr = b_in.shape[1]
     o_p = tl.arange(0, 2 * SIZE)[None, :, None]
-    b_pairs = tl.reshape(b_G, [NP, 2 * SIZE, BK])
-    b_s = tl.where(o_p == SIZE, b_pairs, 0.0)
-    b_s = tl.sum(b_s, axis=1, keep_dims=True)  # [NP, 1, BK]
-    b_d = tl.where(o_p >= SIZE, b_pairs - b_s, b_s - b_pairs)
-    return tl.reshape(tl.exp2(b_d), [BT, BK])
+    b_sum = tl.reshape(b_in + b_out, [BT // (2 * SIZE), 2 * SIZE, BK])
+    b_1 = tl.sum(tl.where(o_p == 0, b_sum, 0.0), axis=1, keep_dims=True)
+    b_2 = tl.sum(tl.where(o_p == SIZE, b_sum, 0.0), axis=1, keep_dims=True)
+    b_1 = tl.where(o_p >= SIZE, b_1, 0.0)
+    b_2 = tl.where(o_p < SIZE, b_2, 0.0)
+    b_in += tl.reshape(b_1, [BT, BK])
+    b_out += tl.reshape(b_2, [BT, BK])
+    return b_in, b_out
 
 
 @triton.jit
