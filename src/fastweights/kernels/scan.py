@@ -61,8 +61,6 @@ def scan_fwd_kernel(
     else:
         b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)  # [BK, BV]
 
-    o_c = tl.arange(0, BT)
-    m_c = o_c[:, None] >= o_c[None, :]
     for i_t in range(tl.cdiv(end - start, BT).to(tl.int32)):
         t = start + i_t * BT
         i_c = start // BT + i_n + i_t
@@ -70,10 +68,8 @@ def scan_fwd_kernel(
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
             tl.store(h + o_h, b_S, mask=m_h)
 
-        p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
-        p_k, _ = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
+        p_k, m_k = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
         p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
-        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
         b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
         if DG <= 1 or DELTA:
             b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
@@ -84,7 +80,7 @@ def scan_fwd_kernel(
             b_in = tl.exp2(b_G.to(tl.float32))[:, None]  # [BT, 1]
             b_out = tl.exp2((b_total - b_G).to(tl.float32))[:, None]
 
-        b_h = b_S.to(b_q.dtype)  # [BK, BV]
+        b_h = b_S.to(b_v.dtype)  # [BK, BV]
         if DELTA:
             p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
             p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
@@ -98,26 +94,11 @@ def scan_fwd_kernel(
         else:
             b_new = b_v
 
-        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)  # [BT, BV]
-        if DG == 1:
-            b_o *= b_in
+        b_x = b_new.to(b_v.dtype)
+        b_y = b_x
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
-            b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)  # [BT, BT]
-            if DG == 1:
-                b_A = causal(b_A, b_G)
-            else:
-                b_A = tl.where(m_c, b_A, 0.0)
-            b_A = b_A.to(b_v.dtype)
         else:
-            p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
-        b_x = b_new.to(b_v.dtype)
-        b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)  # [BT, BV]
-        p_o, _ = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
-        tl.store(p_o, scale * b_o, mask=m_v)
-
-        if DG > 1:
             o_k = tl.arange(0, BK)
             p_total = total + (i_c * HV + i_hv) * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
@@ -126,6 +107,26 @@ def scan_fwd_kernel(
             b_kT = tl.trans(tl.load(p_k, mask=m_k, other=0.0))  # [BK, BT]
         if DG == 1:
             b_S *= tl.exp2(b_total.to(tl.float32))
-            b_x = (b_new * b_out).to(b_v.dtype)
-        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+            b_y = (b_new * b_out).to(b_v.dtype)
+        b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
+
+        p_q, _ = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
+        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+        if DG <= 1:
+            b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)  # [BT, BT]
+            if DG == 1:
+                b_A = causal(b_A, b_G)
+            else:
+                o_c = tl.arange(0, BT)
+                b_A = tl.where(o_c[:, None] >= o_c[None, :], b_A, 0.0)
+            b_A = b_A.to(b_v.dtype)
+        else:
+            p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
+        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)  # [BT, BV]
+        if DG == 1:
+            b_o *= b_in
+        b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)  # [BT, BV]
+        p_o, _ = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
+        tl.store(p_o, scale * b_o, mask=m_v)
     tl.store(state + o_S, b_S, mask=m_S)
