@@ -14,12 +14,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, PARALLEL, CHUNKWISE, OPS, FAMILY, MAPS = (
+STEPS, PARALLEL, CHUNKWISE, BACKWARD, BACKEND, ARGUMENTS, OPS, FAMILY, MAPS = (
     f"fastweights/{file}.py"
     for file in (
         "reference/steps",
         "reference/parallel",
         "reference/chunkwise",
+        "reference/chunkwise_backward",
+        "reference/backend",
+        "arguments",
         "ops",
         "family",
         "feature_maps",
@@ -29,6 +32,9 @@ TESTS = {
     STEPS: "reference/test_steps.py",
     PARALLEL: "reference/test_parallel.py",
     CHUNKWISE: "reference/test_chunkwise.py",
+    BACKWARD: "reference/test_chunkwise_backward.py",
+    BACKEND: "test_ops.py",
+    ARGUMENTS: "test_ops.py",
     OPS: "test_ops.py",
     FAMILY: "test_family.py",
     MAPS: "test_feature_maps.py",
@@ -140,8 +146,8 @@ MUTANTS = {
     ),
     "scan-drops-beta": (
         CHUNKWISE,
-        "P[:, n] @ (beta[:, n] * error)",
-        "P[:, n] @ error",
+        "P @ (beta * (v",
+        "P @ (1 * (v",
     ),
     "scan-reads-undecayed-state": (
         CHUNKWISE,
@@ -168,36 +174,135 @@ MUTANTS = {
         "(start - G[..., :s, :]).exp()",
         "(start - G[..., 1 : s + 1, :]).exp()",
     ),
-    "heads-tiled-instead-of-repeated": (
-        OPS,
-        "x.to(dtype).repeat_interleave(HV // H, dim=2)",
-        "x.to(dtype).repeat(1, 1, HV // H, 1)",
+    "reverse-cumsum-forward": (
+        BACKWARD,
+        "return x.flip(-2).cumsum(-2).flip(-2)",
+        "return x.cumsum(-2)",
     ),
-    "scale-not-the-root": (OPS, "scale = K**-0.5 if", "scale = K**-1.0 if"),
+    "sum-before-counts-its-own": (
+        BACKWARD,
+        "F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)",
+        "x.cumsum(-2)",
+    ),
+    "backward-strip-starts-one-late": (
+        BACKWARD,
+        "(start - G[..., :s, :]).exp()",
+        "(start - G[..., 1 : s + 1, :]).exp()",
+    ),
+    "columns-do-not-turn-the-gates": (
+        BACKWARD,
+        "x.flip(-2), -G.flip(-2)",
+        "x.flip(-2), G",
+    ),
+    "beta-row-forgotten": (
+        BACKWARD,
+        "dk_row = beta * answer",
+        "dk_row = answer",
+    ),
+    "beta-column-forgotten": (
+        BACKWARD,
+        "torch.stack([q, beta * k])",
+        "torch.stack([q, k])",
+    ),
+    "columns-gain-from-their-gate": (
+        BACKWARD,
+        "k * dk_row - k * dk_col",
+        "k * dk_row + k * dk_col",
+    ),
+    "own-scores-counted-to-the-gate": (
+        BACKWARD,
+        "A = A.tril(-1)\n    if G",
+        "if G",
+    ),
+    "state-gradient-without-the-rule": (
+        BACKWARD,
+        "dS = dS - (k_n",
+        "dS = dS + (k_n",
+    ),
+    "state-gradient-decays-late": (
+        BACKWARD,
+        "G_n[..., -1:, :].exp().mT * dS + (q_n",
+        "dS + (q_n",
+    ),
+    "scores-gradient-unscaled": (
+        BACKWARD,
+        "dAqk = scale * (do",
+        "dAqk = (do",
+    ),
+    "inverse-gradient-sign": (
+        BACKWARD,
+        "dM = -(y @ v_new.mT)",
+        "dM = (y @ v_new.mT)",
+    ),
+    "kept-state-has-no-gate": (
+        BACKWARD,
+        "        + per_gate(kept, G)\n",
+        "",
+    ),
+    "written-keys-in-the-reverse-sum": (
+        BACKWARD,
+        "reverse_cumsum(per_gate(q * dq + k * dk_row, G))\n"
+        "        + sum_before(per_gate(k * dk_state, G))",
+        "reverse_cumsum(\n"
+        "            per_gate(q * dq + k * dk_row - k * dk_state, G)\n"
+        "        )\n"
+        "        + per_gate((k * dk_state).sum(-2, keepdim=True), G)",
+    ),
+    "heads-tiled-instead-of-repeated": (
+        BACKEND,
+        "x.to(dtype).repeat_interleave(HV // x.shape[2], dim=2)",
+        "x.to(dtype).repeat(1, 1, HV // x.shape[2], 1)",
+    ),
+    "groups-round-before-they-sum": (
+        BACKEND,
+        "(x.unflatten(2, (q.shape[2], -1)).sum(3) for",
+        "(x.to(q.dtype).unflatten(2, (q.shape[2], -1)).sum(3) for",
+    ),
+    "groups-summed-across": (
+        BACKEND,
+        "x.unflatten(2, (q.shape[2], -1)).sum(3)",
+        "x.unflatten(2, (-1, q.shape[2])).sum(2)",
+    ),
+    "only-the-last-state-has-a-gradient": (
+        BACKEND,
+        "dS.copy_(dstate)",
+        "dS[-1:].copy_(dstate[-1:])",
+    ),
+    "scale-not-the-root": (
+        OPS,
+        "scale = q.shape[-1] ** -0.5 if",
+        "scale = q.shape[-1] ** -1.0 if",
+    ),
     "loop-drops-scale": (
         OPS,
-        "state, scale * q, *others",
-        "state, q, *others",
+        "tokens[0] = scale * tokens[0]",
+        "tokens[0] = tokens[0]",
     ),
     "packed-starts-from-the-last-state": (
         OPS,
-        "        state = initial_state[n : n + 1]\n",
-        "        state = state if n else initial_state[:1]\n",
-    ),
-    "offsets-may-decrease": (
-        OPS,
-        "increases = all(a <= b for",
-        "increases = any(a <= b for",
+        "scan(recurrence, state[n], *",
+        "scan(recurrence, state[:1], *",
     ),
     "autocast-reaches-the-products": (
         OPS,
-        "torch.autocast(state.device.type, enabled=False)",
-        "torch.enable_grad()",
+        '    _ran(f"{backend} forward")\n'
+        "    with torch.autocast(q.device.type, enabled=False):",
+        '    _ran(f"{backend} forward")\n    with torch.no_grad():',
     ),
-    "groups-round-before-they-sum": (
+    "autocast-leaves-its-operands": (
         OPS,
-        "x.to(dtype).repeat_interleave(HV // H, dim=2)",
-        "x.repeat_interleave(HV // H, dim=2).to(dtype)",
+        "x.to(dtype) if x.dtype in narrow else x",
+        "x",
+    ),
+    "fixed-gate-rounds-before-it-sums": (
+        OPS,
+        "g.to(wide(q.dtype)).expand",
+        "g.expand",
+    ),
+    "offsets-may-decrease": (
+        ARGUMENTS,
+        "increases = all(a <= b for",
+        "increases = any(a <= b for",
     ),
     "normaliser-multiplies": (
         FAMILY,

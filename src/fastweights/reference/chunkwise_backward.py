@@ -95,14 +95,15 @@ def intra_backward(
     dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
     row of a score matrix gains from later gates, a column loses.
     """
-    dq = decayed_sum(dAqk, k, G)
-    dk_col = decayed_sum_after(dAqk, q, G)
-    dk_row, dbeta = torch.zeros_like(k), None
+    A, x = dAqk[None], q[None]
     if beta is not None and dM is not None:
-        answer = decayed_sum(dM, k, G)
-        dbeta = (k * answer).sum(-1, keepdim=True)
-        dk_row = beta * answer
-        dk_col = dk_col + decayed_sum_after(dM, beta * k, G)
+        A, x = torch.stack([dAqk, dM]), torch.stack([q, beta * k])
+    dq, *answer = decayed_sum(A, k, G)
+    dk_col = decayed_sum_after(A, x, G).sum(0)
+    dk_row, dbeta = torch.zeros_like(k), None
+    if beta is not None and answer:
+        dbeta = (k * answer[0]).sum(-1, keepdim=True)
+        dk_row = beta * answer[0]
     dg = reverse_cumsum(per_gate(q * dq + k * dk_row - k * dk_col, G))
     own = dAqk.diagonal(dim1=-2, dim2=-1)[..., None]  # no gate's part
     return dq + own * k, dk_row + dk_col + own * q, dg, dbeta
