@@ -19,7 +19,7 @@ from fastweights.plotting import PALETTE
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "book"))
 
-import picture  # noqa: E402
+import picture as readme  # noqa: E402
 
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
 PAGES = sorted(p for p in SITE.glob("*.html") if not p.name.startswith("_"))
@@ -58,8 +58,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readmes_picture_is_the_books():
-    committed = picture.PICTURE.read_text("utf-8")
-    assert committed == picture.picture(SITE), "run: python book/picture.py"
+    committed = readme.PICTURE.read_text("utf-8")
+    assert committed == readme.picture(SITE), "run: python book/picture.py"
 
 
 def is_external(address: str) -> bool:
