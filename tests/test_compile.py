@@ -46,7 +46,7 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     types |= {"initial_state": "*fp32", "scale": "fp32"}
     types |= {"T": "i32", "N": "i32"}
     if name == "prefix_scan":
-        constants = {"E": D * D, **options()}
+        constants = {"E": D * D, **options(33)}
     else:
         constants = {"H": 4, "HV": 8, "K": D, "V": D, "BT": 64}
         constants["PRECISION"] = precision

@@ -34,8 +34,8 @@ SHAPE = (2, 130, 1, 2, 64, 33)
 @pytest.fixture
 def wide_tiles(monkeypatch):
     """Fewer, wider programs: the interpreter's time goes by their number."""
-    options = prefix.prefix_options() | {"BE": 4096}
-    monkeypatch.setattr(prefix, "prefix_options", lambda: options)
+    options = prefix.prefix_options(64) | {"BE": 4096}
+    monkeypatch.setattr(prefix, "prefix_options", lambda rows: options)
 
 
 @interpreted

@@ -6,6 +6,7 @@
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,6 +17,10 @@ from bs4 import BeautifulSoup, Tag
 from fastweights.plotting import PALETTE
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "book"))
+
+import picture as readme  # noqa: E402
+
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
 PAGES = sorted(p for p in SITE.glob("*.html") if not p.name.startswith("_"))
 CHAPTERS = [p for p in PAGES if re.match(r"\d\d_", p.name)]
@@ -50,6 +55,11 @@ def soup(page: Path) -> BeautifulSoup:
 @functools.cache
 def anchors(page: Path) -> set[str]:
     return {str(tag["id"]) for tag in soup(page).find_all(id=True)}
+
+
+def test_the_readmes_picture_is_the_books():
+    committed = readme.PICTURE.read_text("utf-8")
+    assert committed == readme.picture(SITE), "run: python book/picture.py"
 
 
 def is_external(address: str) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
@@ -50,6 +52,34 @@ def raises(
         print(f"{exception.__name__}: {error}")
         return
     raise AssertionError(f"no {exception.__name__} was raised")
+
+
+class Footprint(TorchDispatchMode):
+    """Watch what the operations inside the ``with`` block touch.
+
+    largest: elements of the largest tensor that an operation returned;
+    total: elements of all tensors that operations took and returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.total = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        returned = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        taken = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        sizes = [x.numel() for x in returned]
+        self.largest = max(self.largest, *sizes) if sizes else self.largest
+        self.total += sum(sizes) + sum(x.numel() for x in taken)
+        return out
 
 
 @dataclass

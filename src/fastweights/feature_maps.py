@@ -25,7 +25,8 @@ def identity(x: Input) -> Features:
 
 def elu1(x: Input) -> Features:
     """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7)."""
-    return F.elu(x) + 1
+    # F.elu(x) + 1 would round to 0 below -6 in bf16, below -17 in fp32.
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def relu(x: Input) -> Features:

@@ -1,6 +1,6 @@
 """Across chunks in parallel: every chunk's state at once, in memory.
 
-Three launches where :mod:`fastweights.kernels.linear` has one. What each chunk
+Three kernels where :mod:`fastweights.kernels.linear` has one. What each chunk
 adds to the state is known without the others; the state that enters a chunk
 is a prefix sum of these; with it, the outputs of all chunks are independent.
 """
@@ -155,7 +155,7 @@ def prefix_scan(states: Float[Tensor, "B HV N+1 K V"]) -> None:
     Row n becomes the state that enters chunk n, row N the final one.
     """
     B, HV, rows, K, V = states.shape
-    options = prefix_options()
+    options = prefix_options(rows)
     grid = (B * HV * triton.cdiv(K * V, options["BE"]),)
     with torch.cuda.device_of(states):
         prefix_scan_kernel[grid](states, rows, E=K * V, **options)
@@ -202,9 +202,10 @@ def chunk_options(K: int, dtype: torch.dtype) -> dict[str, int]:
     return tile_sizes(K, dtype) | {"num_warps": 4, "num_stages": 1}
 
 
-def prefix_options() -> dict[str, int]:
-    """Tile sizes and launch settings of the prefix scan."""
-    return {"BN": 32, "BE": 128, "num_warps": 4, "num_stages": 2}
+def prefix_options(rows: int) -> dict[str, int]:
+    """Tile sizes and launch settings of the prefix scan over ``rows``."""
+    BN = min(32, triton.next_power_of_2(rows))
+    return {"BN": BN, "BE": 128, "num_warps": 4, "num_stages": 2}
 
 
 def parallel_scan(
