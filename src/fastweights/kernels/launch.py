@@ -30,12 +30,19 @@ class Saved(NamedTuple):
 
 
 def launch_options(
-    stage: str, K: int, dtype: torch.dtype, *, gated: bool, delta: bool
+    stage: str,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    delta: bool,
+    shared: int,
 ) -> dict[str, int]:
     """Tile sizes and launch settings of a stage, from one table.
 
     Measured on an H200 with K = V = 128 in bf16: two programs of four warps
     on a multiprocessor are best, and loading ahead where both still fit.
+    ``shared`` is what one program may have of shared memory, in bytes.
     No row of a tile is shorter than 128 bytes (see ``tile.tile_sizes``).
     """
     narrow = 32 if dtype == torch.float32 else 64
@@ -47,15 +54,15 @@ def launch_options(
         "BK": BK,
         "BV": narrow,
         "num_warps": 8 if K > 128 else 4,
-        "num_stages": 2 if ahead and shared_memory() > 160_000 else 1,
+        "num_stages": 2 if ahead and shared > 160_000 else 1,
     }
 
 
-def shared_memory() -> int:
-    """Bytes that one program may have on the current GPU."""
-    if not torch.cuda.is_available():
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
         return 0
-    properties = torch.cuda.get_device_properties()
+    properties = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
 
 
@@ -92,7 +99,7 @@ def forward(
     sizes |= {"DELTA": beta is not None}
     sizes["PRECISION"] = dot_precision(q.dtype, K)
     table = {"K": K, "dtype": q.dtype, "gated": DG > 0}
-    table["delta"] = beta is not None
+    table |= {"delta": beta is not None, "shared": shared_memory(q.device)}
 
     with torch.cuda.device_of(q):
         Aqk = P = total = h = None
