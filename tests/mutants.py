@@ -289,6 +289,12 @@ MUTANTS = {
         "    with torch.autocast(q.device.type, enabled=False):",
         '    _ran(f"{backend} forward")\n    with torch.no_grad():',
     ),
+    "autocast-reaches-the-backward": (
+        OPS,
+        '    _ran(f"{backend} backward")\n'
+        "    with torch.autocast(q.device.type, enabled=False):",
+        '    _ran(f"{backend} backward")\n    with torch.no_grad():',
+    ),
     "autocast-leaves-its-operands": (
         OPS,
         "x.to(dtype) if x.dtype in narrow else x",

@@ -284,6 +284,17 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
     same(o, ref, 0.0)
 
 
+def test_a_backward_under_autocast_narrows_nothing():
+    x = member("vector", "delta", T=70, dtype=torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    o, state = fw.linear_recurrence(**x)
+    loss = o.sum() + state.sum()
+    ref = torch.autograd.grad(loss, [*x.values()], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grads = torch.autograd.grad(loss, [*x.values()])
+    torch.testing.assert_close(grads, ref, rtol=0, atol=0)
+
+
 def test_autocast_joins_operands_of_different_dtypes():
     x = member("scalar", "delta", T=20, dtype=torch.float32)
     x["k"] = x["k"].bfloat16()

@@ -69,13 +69,15 @@ def linear_recurrence(
     Returns:
         o [B, T, HV, V] in v's dtype, and the state after the last token of
         each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). Arithmetic
-        is in fp32 (fp64 if q is), under autocast too. Gradients flow to
-        every input from both.
+        is in fp32 (fp64 if q is), under autocast too, which rounds q, k and
+        v on their way in and nothing else. Gradients flow to every input
+        from both; gradients of gradients only with backend "loop".
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, value or device does not fit; the message names
             the argument, what it got and what it needs.
+        NotImplementedError: in the backward of a backward.
     """
     q, k, v = _autocast(q, k, v)
     check_arguments(
@@ -186,7 +188,9 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
-    saved = _implementation(backend).empty_saved(q, v, beta, chunk_size)
+    saved = _implementation(backend).empty_saved(
+        q, v, g, beta, cu_seqlens, chunk_size
+    )
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 

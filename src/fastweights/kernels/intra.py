@@ -4,14 +4,15 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
-    LOG2_E,
     causal,
     chunk_span,
-    join_gates,
+    decays,
+    decays_to_join,
     joins,
     row_at,
     rows_at,
     running_gates,
+    split_gates,
     unit_lower_inverse,
 )
 
@@ -53,7 +54,9 @@ def intra_fwd_kernel(
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
+    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
     o_c = tl.arange(0, BT)
+    b_own = tl.zeros([BT], dtype=tl.float32)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
@@ -67,44 +70,39 @@ def intra_fwd_kernel(
             p_g, _ = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
             b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
-            b_in = b_g.to(tl.float32) * LOG2_E  # [BT, BK]
-            b_out = tl.zeros([BT, BK], dtype=tl.float32)
-            b_own = tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
-            m_own = o_c[:, None] == o_c[None, :]
-            b_Aqk += tl.where(m_own, b_own[:, None], 0.0)  # [BT, BT]
-            for level in tl.static_range(6):
-                if 2**level < BT:
-                    # A row i of the second of two neighbours of 2^level
-                    # rows meets a column j of the first one: from j to i
-                    # decays what is left after j, and up to i.
-                    m_i = o_c // 2**level % 2 == 1
-                    b_d = tl.exp2(tl.where(m_i[:, None], b_in, b_out))
-                    b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
-                    b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
-                    b_kT = tl.trans(b_kd)  # [BK, BT]
-                    m_A = joins(BT, 2**level)
-                    b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
-                    b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                    if DELTA:
-                        b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
-                        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                    b_in, b_out = join_gates(b_in, b_out, 2**level)
+            b_high, b_low = split_gates(b_g)  # [BT, BK]
+            b_own += tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
+            for level in range(LEVELS):
+                b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
+                m_A = joins(level, BT)  # [BT, BT]
+                b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
+                b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
+                b_kT = tl.trans(b_kd)  # [BK, BT]
+                b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
+                b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+                if DELTA:
+                    b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
+                    b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
 
-            b_d = tl.exp2(b_in)  # [BT, BK]
+            m_c = o_c[:, None] >= o_c[None, :]
+            b_d = decays(m_c, b_high, b_low)  # [BT, BK]: e^G
             p_x, _ = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_q * b_d, mask=m_k)
             if DELTA:
                 p_x, _ = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
                 tl.store(p_x, b_k * b_d, mask=m_k)
+            m_c = o_c[:, None] < o_c[None, :]
+            b_d = decays(m_c, b_high, b_low)  # [BT, BK]: e^{G_C - G}
             p_x, _ = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_k * tl.exp2(b_out), mask=m_k)
-            b_sum = tl.where(o_c[:, None] == 0, b_in + b_out, 0.0)
-            b_sum = tl.sum(b_sum, axis=0)  # [BK]
+            tl.store(p_x, b_k * b_d, mask=m_k)
+            b_sum = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
-            tl.store(p_x, tl.exp2(b_sum), mask=o_k < K)
+            tl.store(p_x, tl.exp(b_sum), mask=o_k < K)
 
     if DG > 1:
+        m_A = o_c[:, None] == o_c[None, :]
+        b_Aqk += tl.where(m_A, b_own[:, None], 0.0)  # [BT, BT]
         p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
         tl.store(p_A, b_Aqk, mask=m_A)
     if DG == 1:

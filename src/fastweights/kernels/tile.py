@@ -145,30 +145,47 @@ def causal(b_A, b_G):
 
 
 @triton.jit
-def joins(BT: tl.constexpr, SIZE: tl.constexpr):
-    """Mask [BT, BT] of the blocks that join two neighbours of SIZE rows."""
-    o_c = tl.arange(0, BT) // SIZE
+def joins(level, BT: tl.constexpr):
+    """Mask [BT, BT] of the blocks that join two neighbours of 2^level rows."""
+    o_c = tl.arange(0, BT) >> level
     return (o_c[:, None] % 2 == 1) & (o_c[None, :] == o_c[:, None] - 1)
 
 
 @triton.jit
-def join_gates(b_in, b_out, SIZE: tl.constexpr):
-    """Sums of gates inside blocks of SIZE rows -> of 2 SIZE rows.
+def split_gates(b_g):
+    """Log decays b_g as a sum of two fp16 tiles, in log2 units.
 
-    b_in [BT, BK] adds from the block's start up to and with a row, b_out
-    what is left after the row. Nothing is ever subtracted.
+    22 bits, and what is below the clamp decays to 0 in one step anyway.
     """
-    BT: tl.constexpr = b_in.shape[0]
-    BK: tl.constexpr = b_in.shape[1]
-    o_p = tl.arange(0, 2 * SIZE)[None, :, None]
-    b_sum = tl.reshape(b_in + b_out, [BT // (2 * SIZE), 2 * SIZE, BK])
-    b_1 = tl.sum(tl.where(o_p == 0, b_sum, 0.0), axis=1, keep_dims=True)
-    b_2 = tl.sum(tl.where(o_p == SIZE, b_sum, 0.0), axis=1, keep_dims=True)
-    b_1 = tl.where(o_p >= SIZE, b_1, 0.0)
-    b_2 = tl.where(o_p < SIZE, b_2, 0.0)
-    b_in += tl.reshape(b_1, [BT, BK])
-    b_out += tl.reshape(b_2, [BT, BK])
-    return b_in, b_out
+    b_g = tl.maximum(b_g.to(tl.float32) * LOG2_E, -30000.0)
+    b_high = b_g.to(tl.float16)
+    return b_high, (b_g - b_high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def decays(m_sum, b_high, b_low):
+    """exp2 of the gates' sums: row i adds the rows j with m_sum[i, j].
+
+    m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
+    gate after strong ones does not drown.
+    """
+    b_sum = m_sum.to(tl.float16)
+    b_G = tl.dot(b_sum, b_high)  # [BT, BK]
+    return tl.exp2(tl.dot(b_sum, b_low, b_G))
+
+
+@triton.jit
+def decays_to_join(b_high, b_low, level):
+    """The decays [BT, BK] by which two neighbours of 2^level rows meet.
+
+    From a row j of the first to a row i of the second decays what is left
+    of the first after j, and of the second up to and with i.
+    """
+    o_c = tl.arange(0, b_high.shape[0])
+    o_i, o_j = o_c[:, None], o_c[None, :]
+    m_second = (o_i >> level) % 2 == 1
+    m_own = o_i >> level == o_j >> level
+    return decays(m_own & ((o_j <= o_i) == m_second), b_high, b_low)
 
 
 @triton.jit
@@ -187,16 +204,16 @@ def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
     b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
     o_c = tl.arange(0, 16)
     b_I = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)[None]
-    b_P = b_I - tl.where(joins(16, 1)[None], b_D, 0.0)
+    b_P = b_I - tl.where(joins(0, 16)[None], b_D, 0.0)
     for level in tl.static_range(1, 4):
-        b_off = tl.where(joins(16, 2**level)[None], b_D, 0.0)
+        b_off = tl.where(joins(level, 16)[None], b_D, 0.0)
         b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
         b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
     b_P = tl.where(m_own, b_P[:, :, None, :], 0.0)
     b_P = tl.reshape(b_P, [BT, BT])
     for level in tl.static_range(4, 6):
         if 2**level < BT:
-            b_off = tl.where(joins(BT, 2**level), b_M, 0.0)
+            b_off = tl.where(joins(level, BT), b_M, 0.0)
             b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
             b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
     return b_P

@@ -78,9 +78,17 @@ def first_states(
 
 
 def empty_saved(
-    q: Tensor, v: Tensor, beta: Tensor | None, chunk_size: int
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Offsets,
+    chunk_size: int,
 ) -> list[Tensor]:
-    """Room for Aqk and, under the delta rule, P: a row of C a token."""
+    """Room for Aqk and, under the delta rule, P: a row of C a token.
+
+    Another backend may keep more, of a size that g and cu_seqlens decide.
+    """
     shape, dtype = (*v.shape[:3], chunk_size), wide(q.dtype)
     number = 1 if beta is None else 2
     return [q.new_empty(shape, dtype=dtype) for _ in range(number)]
@@ -99,7 +107,7 @@ def forward(
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     o = v.new_empty(v.shape)
-    saved = empty_saved(q, v, beta, chunk_size)
+    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     tokens = widen(q, k, v, g, beta)
     state = first_states(q, v, initial_state, cu_seqlens)
     for n, t in sequences(cu_seqlens, q.shape[1]):
