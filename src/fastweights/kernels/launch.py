@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -95,10 +95,11 @@ def forward(
         None if x is None else x.contiguous()
         for x in (q, k, v, g, beta, initial_state, cu_seqlens)
     )
-    sizes = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": DG}
+    sizes: dict[str, Any] = {"H": H, "HV": HV, "K": K}
+    sizes |= {"BT": chunk_size, "DG": DG}
     sizes |= {"DELTA": beta is not None}
     sizes["PRECISION"] = dot_precision(q.dtype, K)
-    table = {"K": K, "dtype": q.dtype, "gated": DG > 0}
+    table: dict[str, Any] = {"K": K, "dtype": q.dtype, "gated": DG > 0}
     table |= {"delta": beta is not None, "shared": shared_memory(q.device)}
 
     with torch.cuda.device_of(q):
