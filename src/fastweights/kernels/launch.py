@@ -62,7 +62,7 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
         return 0
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
 
 
@@ -91,9 +91,10 @@ def forward(
     DG = 0 if g is None else K if g.dim() == 4 else 1
     if g is not None and g.dim() == 1:
         g = g.expand(B, T, HV)
-    q, k, v, g, beta, initial_state, cu_seqlens = (
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    g, beta, initial_state, cu_seqlens = (
         None if x is None else x.contiguous()
-        for x in (q, k, v, g, beta, initial_state, cu_seqlens)
+        for x in (g, beta, initial_state, cu_seqlens)
     )
     sizes: dict[str, Any] = {"H": H, "HV": HV, "K": K}
     sizes |= {"BT": chunk_size, "DG": DG}
