@@ -76,7 +76,7 @@ def to_svg(fig: Figure, alt: str) -> str:
     buffer = io.StringIO()
     fig.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r" +$", "", svg[svg.index("<svg") :], flags=re.MULTILINE)
     for colour, name in _VARIABLE.items():
         svg = svg.replace(colour, f"var(--fw-{name}, {colour})")
     label = alt.replace("&", "&amp;").replace('"', "&quot;")
