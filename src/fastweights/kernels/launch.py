@@ -64,8 +64,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of it for one program; without a GPU, those of an H200."""
     if device.type != "cuda":
         return 232_448
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def forward(
