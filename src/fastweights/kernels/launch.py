@@ -42,28 +42,30 @@ def launch_options(
 
     Measured on an H200 with K = V = 128 in bf16: two programs of four warps
     on a multiprocessor are best, and loading ahead where both still fit.
-    ``shared`` is what one program may have of shared memory, in bytes.
-    No row of a tile is shorter than 128 bytes (see ``tile.tile_sizes``).
+    There no row of a tile is shorter than 128 bytes (``tile.tile_sizes``).
+    A GPU that has less ``shared`` memory for one program, in bytes, keeps
+    the operands of its products in registers: smaller tiles, more warps.
     """
     narrow = 32 if dtype == torch.float32 else 64
+    large = shared > 200_000
     if stage == "intra":
-        return {"BK": narrow, "num_warps": 4, "num_stages": 1}
-    BK = max(narrow, triton.next_power_of_2(K))
+        BK = narrow if large else 32
+        return {"BK": BK, "num_warps": 4, "num_stages": 1}
     ahead = dtype != torch.float32 and K <= 128 and not (gated and delta)
     return {
-        "BK": BK,
-        "BV": narrow,
-        "num_warps": 8 if K > 128 else 4,
-        "num_stages": 2 if ahead and shared > 160_000 else 1,
+        "BK": max(narrow, triton.next_power_of_2(K)),
+        "BV": narrow if large else narrow // 2,
+        "num_warps": 4 if large and K <= 128 else 8,
+        "num_stages": 2 if large and ahead else 1,
     }
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
+    """Bytes of it for one program; without a GPU, those of an H200."""
     if device.type != "cuda":
-        return 0
+        return 232_448
     properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin
+    return int(properties.shared_memory_per_block_optin)
 
 
 def forward(
@@ -96,8 +98,13 @@ def forward(
         None if x is None else x.contiguous()
         for x in (g, beta, initial_state, cu_seqlens)
     )
-    sizes: dict[str, Any] = {"H": H, "HV": HV, "K": K}
-    sizes |= {"BT": chunk_size, "DG": DG}
+    sizes: dict[str, Any] = {
+        "H": H,
+        "HV": HV,
+        "K": K,
+        "BT": chunk_size,
+        "DG": DG,
+    }
     sizes |= {"DELTA": beta is not None}
     sizes["PRECISION"] = dot_precision(q.dtype, K)
     table: dict[str, Any] = {"K": K, "dtype": q.dtype, "gated": DG > 0}
