@@ -87,7 +87,7 @@ WRONG = {
     "q-rank": (ValueError, r"q: got shape \[2, 5, 8\]", {"q": zeros(2, 5, 8)}),
     "T-zero": (
         ValueError,
-        r"q: got shape \[2, 0, 2, 8\], need .* none of them 0",
+        r"q: got shape \[2, 0, 2, 8\], need .* B, T, H, K >= 1",
         {"q": zeros(2, 0, 2, 8), "k": zeros(2, 0, 2, 8)},
     ),
     "K-large": (
