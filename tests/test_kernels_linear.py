@@ -112,6 +112,11 @@ WRONG = {
         "chunk_size: got 48, need one of",
         {"chunk_size": 48},
     ),
+    "no-chunk-size": (
+        TypeError,
+        "chunk_size: got None, need an int",
+        {"chunk_size": None},
+    ),
     "device": (
         ValueError,
         "v: got device meta, need q's, cpu",

@@ -30,6 +30,8 @@ def check_inputs(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
         )
     check_arguments(q, k, v, None, None, None, initial_state, None, chunk_size)
+    if chunk_size is None:
+        raise TypeError("chunk_size: got None, need an int")
     tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state}
     for name, x in tensors.items():
         if x is not None and torch.is_grad_enabled() and x.requires_grad:
