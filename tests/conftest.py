@@ -13,6 +13,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The worst error of each result, of tests that recorded theirs."""
+    worst = {}
+    for report in terminalreporter.getreports("passed"):
+        for label, errors in report.user_properties:
+            row = worst.setdefault(label, {})
+            for name, error in errors.items():
+                row[name] = max(error, row.get(name, 0.0))
+    for label, row in sorted(worst.items()):
+        cells = " ".join(f"{name} {row[name]:.1e}" for name in row)
+        terminalreporter.write_line(f"worst errors, {label}: {cells}")
+
+
 @pytest.fixture
 def matmul_precision():
     """Sets how fp32 is multiplied, until the test ends."""

@@ -119,12 +119,12 @@ def results(
     }
     o, state = function(**x, **options)
     generator = torch.Generator().manual_seed(1)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=o.device)
     for name, y in (("o", o), ("state", state)):
         # In the narrow dtype, so that every dtype has the same loss.
         dy = torch.randn(y.shape, generator=generator).to(torch.bfloat16)
         if use in (name, "both"):
-            loss = loss + (y.double() * dy).sum()
+            loss = loss + (y.double() * dy.to(y.device)).sum()
     if loss.requires_grad:
         loss.backward()
     grads = {f"d{name}": t.grad for name, t in x.items() if name in wanted}

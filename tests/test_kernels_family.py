@@ -1,18 +1,34 @@
-"""The family's kernels, every gate and both rules, against the fp64 loop."""
+"""The family's kernels, every gate and both rules, against the fp64 loop.
+
+Each test runs the operator forward and backward, by the kernels, and
+compares outputs, final states and every gradient with the loop's.
+"""
 
 import itertools
+import os
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from inputs import GATES, RULES, member
-from kernel_judge import BUDGET, PRODUCTS, compiled, interpreted
+from inputs import GATES, RULES, member, results
+from kernel_judge import (
+    BUDGET,
+    HALF,
+    PRODUCTS,
+    compiled,
+    interpreted,
+    needs_memory,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.kernels.launch import forward
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -26,60 +42,155 @@ CASES = {
     "small-chunks": (65, 2, 2, 60, 100, 16, torch.float16, True),
     "half-chunks": (65, 1, 8, 64, 64, 32, torch.float32, True),
     "long": (1000, 1, 1, 64, 64, 64, torch.float32, True),
-    "wide-keys": (70, 1, 1, 256, 64, 64, torch.float16, True),
+    "wide-keys": (70, 1, 2, 256, 64, 64, torch.float16, True),
     "wide-values": (33, 1, 2, 64, 512, 16, torch.float32, False),
 }
 STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
+GATED = pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
+LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
 
 
-def run(x, *, chunk_size=64, cu_seqlens=None, scale=0.3, **options):
-    """The kernels' forward on a member's inputs."""
-    x = {name: x.get(name) for name in ("q", "k", "v", "g", "beta")} | x
-    state = x.pop("initial_state", None)
-    return forward(
-        **x,
-        scale=scale,
-        initial_state=state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        **options,
-    )
+def cast(x, dtype, device="cpu"):
+    """q, k, v in dtype; gates, beta and the state in fp32."""
+    return {
+        name: t.to(device, torch.float32 if name in WIDE else dtype)
+        for name, t in x.items()
+    }
 
 
-def judge(x, *, tol, cu_seqlens=None, scale=0.3, **options):
-    """Output and states are within ``tol`` of the loop's; their errors."""
-    o, state, _ = run(x, cu_seqlens=cu_seqlens, scale=scale, **options)
-    o_ref, state_ref = fw.linear_recurrence(
-        **{name: t.double() for name, t in x.items()},
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        backend="loop",
-    )
-    assert o.dtype == x["v"].dtype and state.dtype == torch.float32
-    assert o.shape == o_ref.shape and state.shape == state_ref.shape
-    errors = relative_error(o, o_ref), relative_error(state, state_ref)
-    assert max(errors) <= tol, errors
-    return errors
+def run(x, **options):
+    """Results of the kernels, with the assertion that they ran."""
+    with ops.record_backends() as ran:
+        found = results(fw.linear_recurrence, x, backend="triton", **options)
+    assert set(ran) <= {"triton forward", "triton backward"} and ran
+    assert found["o"].dtype == x["v"].dtype
+    assert found["state"].dtype == torch.float32
+    for name in x:
+        if f"d{name}" in found:
+            assert found[f"d{name}"].dtype == x[name].dtype
+    return found
+
+
+def loop(x, **options):
+    """Results of the fp64 loop on the same inputs."""
+    options.pop("chunk_size", None)
+    wide = {name: t.double() for name, t in x.items()}
+    return results(fw.linear_recurrence, wide, backend="loop", **options)
+
+
+def judge(x, budget, record=None, label="", **options):
+    """Every result is inside its budget; dg of long gates by chunk too."""
+    options = {"scale": 0.3} | options
+    o, ref = run(x, **options), loop(x, **options)
+    errors = {name: relative_error(o[name], ref[name]) for name in ref}
+    if record is not None:
+        record(label or str(x["q"].dtype).removeprefix("torch."), errors)
+    for name, error in errors.items():
+        allowed = budget[name] if isinstance(budget, dict) else budget
+        assert error <= allowed, f"{name}: {error:.1e} of {errors}"
+    return o, ref
+
+
+def judge_gates(o, ref, budget):
+    """dg chunk by chunk: a weak one is not hidden by a strong one."""
+    allowed = budget["dg"] if isinstance(budget, dict) else budget
+    if o["dg"].dim() > 1:
+        for t in range(0, o["dg"].shape[1], 64):
+            part = slice(t, t + 64)
+            error = relative_error(o["dg"][:, part], ref["dg"][:, part])
+            assert error <= allowed, f"dg from {t}: {error:.1e}"
+
+
+def budget_of(dtype):
+    return BUDGET[dtype] if dtype == torch.float32 else HALF
+
+
+def packed(lengths, dtype=torch.int64, device="cpu"):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
+    return {"cu_seqlens": offsets}
+
+
+def member_of_case(gate, rule, case):
+    T, H, HV, K, V, chunk_size, dtype, initial = case
+    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
+    if not initial:
+        del x["initial_state"]
+    return x, dtype, chunk_size
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Operands of matrix products are rounded to ``dtype`` first."""
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in self.PRODUCTS:
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+def judge_amplified(x, dtype, **options):
+    """Where the recurrence itself amplifies rounding.
+
+    The budget is twice the error of PyTorch's chunk form when that rounds
+    the operands of its products as the kernels do.
+    """
+    options = {"scale": 0.3} | options
+    ref = loop(x, **options)
+    with RoundedProducts(dtype):
+        rounded = results(
+            fw.linear_recurrence, x, backend="chunkwise", **options
+        )
+    base = budget_of(dtype)
+    found = run(x, **options)
+    for name in ref:
+        floor = base if isinstance(base, float) else base[name]
+        allowed = 2 * relative_error(rounded[name], ref[name])
+        error = relative_error(found[name], ref[name])
+        assert error <= max(floor, allowed), f"{name}: {error:.1e}"
+
+
+def correlated_keys(gate, *, beta, cosine, T=150, D=64):
+    """Unit keys with the same cosine between any two, one beta for all."""
+    x = member(gate, "delta", T=T, K=D, V=D, strength=-1e-3)
+    common = F.normalize(x["k"][:, :1], dim=-1)
+    own = x["k"] - (x["k"] * common).sum(-1, keepdim=True) * common
+    own = F.normalize(own, dim=-1)
+    x["k"] = cosine**0.5 * common + (1 - cosine) ** 0.5 * own
+    x["beta"].fill_(beta)
+    return x
+
+
+HARD = {
+    "identical-beta-0": {"beta": 0.0, "cosine": 1.0},
+    "identical-beta-1": {"beta": 1.0, "cosine": 1.0},
+    "identical-beta-2": {"beta": 2.0, "cosine": 1.0},
+    "cosine-0.9-beta-1": {"beta": 1.0, "cosine": 0.9},
+    "cosine-0.9-beta-2": {"beta": 2.0, "cosine": 0.9},
+}
+KEYS = pytest.mark.parametrize("keys", HARD.values(), ids=HARD)
 
 
 @interpreted
 @ALL
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_loop(gate, rule, case):
-    T, H, HV, K, V, chunk_size, dtype, initial = case
-    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype)
-    if not initial:
-        del x["initial_state"]
-    judge(x, tol=BUDGET[dtype], chunk_size=chunk_size)
+    x, dtype, chunk_size = member_of_case(gate, rule, case)
+    judge(cast(x, dtype), budget_of(dtype), chunk_size=chunk_size)
 
 
 @interpreted
+@GATED
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
 @pytest.mark.parametrize("strength", STRENGTHS)
 def test_constant_gates(gate, rule, strength):
     x = member(gate, rule, T=130, K=64, V=64, HV=1, strength=strength)
-    judge({n: t.float() for n, t in x.items()}, tol=1e-4)
+    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
 
 
 @interpreted
@@ -87,69 +198,87 @@ def test_constant_gates(gate, rule, strength):
 def test_gates_that_open_again(gate):
     """What is left after a strong gate is as exact as what comes later."""
     x = member(gate, "delta", T=128, K=64, V=64, strength=-1e-3)
-    x = {n: t.float() for n, t in x.items()}
     x["g"][:, :40] = -20
-    judge(x, tol=1e-4)
+    judge(cast(x, torch.float32), 1e-4)
 
 
 @interpreted
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
-def test_identical_keys(gate, beta):
-    x = member(gate, "delta", T=100, K=64, V=64, strength=-1e-3)
-    x = {n: t.float() for n, t in x.items()}
-    x["k"] = x["k"][:, :1].expand_as(x["k"])
-    x["beta"].fill_(beta)
-    judge(x, tol=1e-4)
+@KEYS
+def test_correlated_keys(gate, keys):
+    x = correlated_keys(gate, **keys)
+    judge_amplified(cast(x, torch.float32), torch.float32)
 
 
 @interpreted
 @ALL
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sequences(gate, rule, dtype):
-    """Lengths of 0, at both ends too, of 1, of a chunk and of more."""
-    lengths = torch.tensor([0, 37, 0, 0, 1, 16, 35, 0])
-    cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(dtype)
-    N, T = len(lengths), int(lengths.sum())
-    x = member(gate, rule, T=T, N=N, K=64, V=33)
-    x = {n: t.float() for n, t in x.items()}
-    judge(x, tol=1e-4, cu_seqlens=cu_seqlens, chunk_size=16)
-    x = {n: t for n, t in x.items() if n != "initial_state"}
-    judge(x, tol=1e-4, cu_seqlens=cu_seqlens, chunk_size=32)
+    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
+    x = cast(x, torch.float32)
+    judge(x, 1e-4, **packed(LENGTHS, dtype), chunk_size=16)
+    del x["initial_state"]
+    judge(x, 1e-4, **packed(LENGTHS, dtype), chunk_size=32)
 
 
-@interpreted
-@ALL
-def test_non_contiguous_views(gate, rule):
-    x = member(gate, rule, B=2, T=20, K=33, V=20, dtype=torch.float32)
+def test_packing_is_checked_on_the_host():
+    x = cast(member("scalar", "delta", T=20), torch.float32)
+    del x["initial_state"]
+    with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 30, 20\]"):
+        fw.linear_recurrence(
+            **x, cu_seqlens=torch.tensor([0, 30, 20]), backend="triton"
+        )
+
+
+def scattered(x):
+    """The same values behind strides of another order."""
     views = {
         name: t.movedim(0, -1).contiguous().movedim(-1, 0)
         for name, t in x.items()
     }
     assert not any(t.is_contiguous() for t in views.values() if t.dim() > 1)
-    judge(views, tol=1e-4, chunk_size=16)
+    return views
 
 
 @interpreted
 @ALL
-def test_states_kept_for_the_backward(gate, rule):
-    """h holds, at its chunk's slot, the state that enters each chunk."""
-    cu_seqlens = torch.tensor([0, 20, 20, 57])
-    x = member(gate, rule, T=57, N=3, K=64, V=33, dtype=torch.float32)
-    *_, saved = run(x, cu_seqlens=cu_seqlens, chunk_size=16, keep_states=True)
-    slot = {0: 0, 16: 1, 20: 3, 36: 4, 52: 5}  # 20 // 16 + 2, and onwards
-    for t, i in slot.items():
-        n = 0 if t < 20 else 2
-        start = int(cu_seqlens[n])
-        state = x["initial_state"][n : n + 1]
-        if t > start:
-            part = {
-                name: y[:, start:t] if y.dim() > 1 else y
-                for name, y in x.items()
-                if name != "initial_state"
-            }
-            _, state = fw.linear_recurrence(**part, initial_state=state)
-        assert relative_error(saved.h[i], state[0]) < 1e-5
+def test_non_contiguous_views(gate, rule):
+    x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
+    judge(scattered(x), 1e-4, chunk_size=16)
+
+
+@interpreted
+@ALL
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_result(gate, rule, use):
+    x = cast(member(gate, rule, T=40, K=64, V=33), torch.float32)
+    judge(x, 1e-4, chunk_size=16, use=use)
+
+
+@interpreted
+def test_any_subset_of_inputs_may_require_a_gradient():
+    x = cast(member("vector", "delta", T=20, K=33, V=20), torch.float32)
+    for count in (0, 1, 5):
+        for wanted in itertools.combinations(x, count):
+            judge(x, 1e-4, chunk_size=16, wanted=wanted)
+
+
+@interpreted
+@ALL
+def test_operator_passes_opcheck(gate, rule):
+    x = cast(member(gate, rule, T=37, H=2, HV=4, K=33), torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    if gate == "fixed":
+        x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
+    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
+    arguments = (*named, None, 0.5, 16, "triton")
+    forward = torch.ops.fastweights.linear_recurrence.default
+    torch.library.opcheck(forward, arguments)
+    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
+    o, state, saved = forward(*arguments)
+    inputs, options = arguments[:7], arguments[7:]
+    backward = torch.ops.fastweights.linear_recurrence_backward.default
+    torch.library.opcheck(backward, (o, state, *inputs, saved, *options))
 
 
 @pytest.mark.gpu
@@ -159,47 +288,88 @@ def test_states_kept_for_the_backward(gate, rule):
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
 )
-def test_products_on_gpu(gate, rule, D, dtype, precision, tol, request):
-    request.getfixturevalue("matmul_precision")(precision)
+def test_products_on_gpu(
+    gate, rule, D, dtype, precision, tol, matmul_precision, record_property
+):
+    matmul_precision(precision)
     x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
-    wide = ("initial_state", "g", "beta")
-    x = {
-        name: t.to("cuda", torch.float32 if name in wide else dtype)
-        for name, t in x.items()
-    }
-    print(*(f"{error:.1e}" for error in judge(x, tol=tol)))
+    products = "tf32" if precision == "high" else str(dtype)[6:]
+    judge(
+        cast(x, dtype, "cuda"),
+        tol if dtype == torch.float32 else HALF,
+        record_property,
+        f"{products} {gate} {rule} D{D}",
+    )
 
 
 @pytest.mark.gpu
 @compiled
 @ALL
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_loop_on_gpu(gate, rule, case):
-    T, H, HV, K, V, chunk_size, _, initial = case
-    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V, dtype=torch.bfloat16)
-    if not initial:
-        del x["initial_state"]
-    x = {name: t.cuda() for name, t in x.items()}
-    judge(x, tol=5e-3, chunk_size=chunk_size)
+def test_loop_on_gpu(gate, rule, case, record_property):
+    x, _, chunk_size = member_of_case(gate, rule, case)
+    x = cast(x, torch.bfloat16, "cuda")
+    judge(x, HALF, record_property, "sizes, bfloat16", chunk_size=chunk_size)
 
 
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@GATED
 @pytest.mark.parametrize("strength", STRENGTHS)
-def test_constant_gates_on_gpu(gate, rule, strength):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
     x = member(gate, rule, T=500, K=64, V=64, strength=strength)
-    judge({n: t.cuda().float() for n, t in x.items()}, tol=1e-4)
+    label = f"constant gates, {dtype}"
+    budget = budget_of(dtype)
+    x = cast(x, dtype, "cuda")
+    judge_gates(*judge(x, budget, record_property, label), budget)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gate", GATES)
+@KEYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_correlated_keys_on_gpu(gate, keys, dtype):
+    x = cast(correlated_keys(gate, **keys), dtype, "cuda")
+    judge_amplified(x, dtype)
 
 
 @pytest.mark.gpu
 @compiled
 @ALL
-def test_packed_sequences_on_gpu(gate, rule):
-    lengths = torch.tensor([0, 137, 0, 0, 1, 64, 350, 0])
-    cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
-    N, T = len(lengths), int(lengths.sum())
-    x = member(gate, rule, T=T, N=N, K=64, V=64)
-    x = {n: t.cuda().float() for n, t in x.items()}
-    judge(x, tol=1e-4, cu_seqlens=cu_seqlens)
+def test_packed_sequences_on_gpu(gate, rule, record_property):
+    lengths = [0, 137, 0, 0, 1, 64, 350, 0]
+    x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=64)
+    x = cast(x, torch.float32, "cuda")
+    options = packed(lengths, torch.int32, "cuda")
+    judge(x, 1e-4, record_property, "packed, float32", **options)
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+def test_non_contiguous_views_on_gpu(gate, rule):
+    x = cast(member(gate, rule, B=2, T=70), torch.bfloat16, "cuda")
+    judge(scattered(x), HALF)
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_result_on_gpu(gate, rule, use):
+    x = cast(member(gate, rule, T=140, K=64, V=64), torch.bfloat16, "cuda")
+    judge(x, HALF, use=use)
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+def test_two_runs_are_bitwise_equal(gate, rule):
+    x = member(gate, rule, B=2, T=1000, H=2, HV=8, K=128, V=128)
+    x = cast(x, torch.bfloat16, "cuda")
+    first = run(x)
+    for name, again in run(x).items():
+        assert torch.equal(first[name], again), name

@@ -9,6 +9,9 @@ The first line is the delta rule, the second the additive rule (beta None).
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -28,7 +31,7 @@ from fastweights.reference.backend import (
 )
 from fastweights.reference.steps import recurrence, scan
 
-BACKENDS = ("auto", "chunkwise", "loop")
+BACKENDS = ("auto", "triton", "chunkwise", "loop")
 
 
 def linear_recurrence(
@@ -60,18 +63,24 @@ def linear_recurrence(
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
             number of packed sequences; zeros if None.
         cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. It is
-            read on the host.
+            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. The
+            kernels read it on the device, unchecked; a CPU tensor, and one
+            that PyTorch's backends get, is read and checked on the host.
         chunk_size: tokens a chunk, 16, 32 or 64; None chooses.
-        backend: "chunkwise" (matrix products, PyTorch), "loop" (one token
-            at a time, PyTorch) or "auto".
+        backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
+            not fp64), "chunkwise" (the same matrix products in PyTorch),
+            "loop" (one token at a time, PyTorch) or "auto" (the first that
+            runs on q's device and dtype).
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the state after the last token of
-        each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). Arithmetic
-        is in fp32 (fp64 if q is), under autocast too, which rounds q, k and
-        v on their way in and nothing else. Gradients flow to every input
-        from both; gradients of gradients only with backend "loop".
+        each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
+        backends compute in fp32 (fp64 if q is). The kernels multiply in q's
+        dtype, fp32 as ``torch.get_float32_matmul_precision()`` says, and add
+        up in fp32; gates, beta and the state are fp32 throughout. Autocast
+        rounds q, k and v on their way in and nothing else. Gradients flow to
+        every input from both results, and two runs give the same bits;
+        gradients of gradients only with backend "loop".
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -83,7 +92,7 @@ def linear_recurrence(
     check_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
-    backend = choose_backend(backend)
+    _check_name(backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
@@ -91,20 +100,92 @@ def linear_recurrence(
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    o, state, _ = _forward(*inputs, chunk_size or 64, backend)
+    o, state, _ = _forward(*inputs, chunk_size, backend)
     return o, state
 
 
-def choose_backend(backend: str = "auto") -> str:
-    """The backend that runs when ``backend`` is asked for."""
+def choose_backend(
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """The backend that runs when ``backend`` is asked for.
+
+    "auto" is "triton" where its kernels run on tensors of this device and
+    dtype, else "chunkwise", which says why if the GPU is the reason.
+
+    Raises:
+        ValueError: there is no such backend, or "triton" cannot run there.
+    """
+    _check_name(backend)
+    device = torch.device(device)
+    if backend == "auto" and device.type != "cuda":
+        return "chunkwise"
+    if backend in ("auto", "triton"):
+        lack = _lack_of_triton(device, dtype)
+        if not lack:
+            return "triton"
+        if backend == "triton":
+            raise ValueError(f"backend: got 'triton', which needs {lack}")
+        if dtype != torch.float64:
+            _explain(lack)
+        return "chunkwise"
+    return backend
+
+
+def _check_name(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
-    return "chunkwise" if backend == "auto" else backend
 
 
-def _implementation(backend: str) -> ModuleType:
-    """Where the forward and backward of a backend's operator stand."""
-    return {"chunkwise": chunkwise}[backend]
+def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
+    """What the kernels need and do not have here; "" if they run."""
+    if not importlib.util.find_spec("triton"):
+        return "the package triton, which is not installed"
+    if dtype == torch.float64:
+        return "q, k and v in float32, float16 or bfloat16, not float64"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found >= (8, 0):
+            return ""
+        name = torch.cuda.get_device_name(device)
+        return (
+            "a GPU of compute capability 8.0 or higher (Ampere); "
+            f"{name} has {found[0]}.{found[1]}"
+        )
+    from fastweights.kernels.tile import INTERPRETED
+
+    if not INTERPRETED:
+        return (
+            f"tensors on a CUDA device, not {device.type}, or Triton's "
+            "interpreter (TRITON_INTERPRET=1 before Triton's first import)"
+        )
+    if dtype == torch.bfloat16:
+        return (
+            "float32 or float16 in Triton's interpreter, which multiplies "
+            "the bit patterns of bfloat16"
+        )
+    return ""
+
+
+@functools.cache
+def _explain(lack: str) -> None:
+    """Say once why a GPU does not get the kernels."""
+    warnings.warn(
+        f"linear_recurrence runs as chunkwise PyTorch: Triton needs {lack}",
+        stacklevel=2,
+    )
+
+
+def _implementation(
+    asked: str, q: Tensor, chunk_size: int | None
+) -> tuple[str, ModuleType, int]:
+    """A backend's name, where its functions stand, and tokens a chunk."""
+    backend = choose_backend(asked, q.device, q.dtype)
+    module: ModuleType = chunkwise
+    if backend == "triton":
+        from fastweights.kernels import launch as module
+    return backend, module, chunk_size or module.default_chunk_size(q)
 
 
 _records: list[list[str]] = []
@@ -167,7 +248,7 @@ INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
     "Tensor? initial_state, Tensor? cu_seqlens"
 )
-OPTIONS = "float scale, int chunk_size, str backend"
+OPTIONS = "float scale, int? chunk_size, str backend"
 
 
 @torch.library.custom_op(
@@ -180,17 +261,17 @@ def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
-    *inputs, backend = arguments
+    *inputs, chunk_size, asked = arguments
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
     _ran(f"{backend} forward")
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(backend).forward(q, *inputs)
+        return module.forward(q, *inputs, chunk_size)
 
 
 @_forward.register_fake
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
-    saved = _implementation(backend).empty_saved(
-        q, v, g, beta, cu_seqlens, chunk_size
-    )
+    _, module, chunk_size = _implementation(backend, q, chunk_size)
+    saved = module.empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
@@ -205,10 +286,11 @@ def _backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *inputs, backend = arguments
+    *inputs, chunk_size, asked = arguments
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
     _ran(f"{backend} backward")
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(backend).backward(do, dstate, q, *inputs)
+        return module.backward(do, dstate, q, *inputs, chunk_size)
 
 
 @_backward.register_fake

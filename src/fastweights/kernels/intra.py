@@ -1,4 +1,4 @@
-"""Inside each chunk, all chunks at once: scores and the rule's inverse."""
+"""Inside each chunk, all chunks at once: scores, inverse, gradients."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,13 @@ from fastweights.kernels.tile import (
     chunk_span,
     decays,
     decays_to_join,
+    gates_at,
     joins,
     row_at,
     rows_at,
-    running_gates,
     split_gates,
+    tile_at,
+    time_order,
     unit_lower_inverse,
 )
 
@@ -47,7 +49,8 @@ def intra_fwd_kernel(
     the chunk's q and k as the state meets them, q_in = e^G q and
     k_in = e^G k at the entrance, k_out = e^{G_C - G} k at the exit, with
     the state's own decay, total = e^{G_C}. A gate a head, or none, is one
-    factor a row, which the scan applies itself.
+    factor a row, which the scan applies itself. Without Aqk and P, which
+    the backward has kept, only the rest is computed.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
@@ -55,7 +58,7 @@ def intra_fwd_kernel(
     if t >= end:
         return
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
-    o_c = tl.arange(0, BT)
+    o_t = time_order(BT)
     b_own = tl.zeros([BT], dtype=tl.float32)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
@@ -66,54 +69,253 @@ def intra_fwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
         else:
-            p_q, _ = rows_at(q, t, end, i_h, i_k, H, K, BT, BK)
-            p_g, _ = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
+            p_q, m_k = rows_at(q, t, end, i_h, i_k, H, K, BT, BK)
+            p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
             b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
-            b_own += tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
-            for level in range(LEVELS):
-                b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
-                m_A = joins(level, BT)  # [BT, BT]
-                b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
-                b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
-                b_kT = tl.trans(b_kd)  # [BK, BT]
-                b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
-                b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                if DELTA:
-                    b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
-                    b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            if Aqk is not None:
+                b_own += tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
+                for level in range(LEVELS):
+                    b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
+                    m_A = joins(level, BT)  # [BT, BT]
+                    b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
+                    b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
+                    b_kT = tl.trans(b_kd)  # [BK, BT]
+                    b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
+                    b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+                    if DELTA:
+                        b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
+                        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
 
-            m_c = o_c[:, None] >= o_c[None, :]
-            b_d = decays(m_c, b_high, b_low)  # [BT, BK]: e^G
-            p_x, _ = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_d = decays(o_t >= 0, b_high, b_low)  # [BT, BK]: e^G
+            p_x, m_k = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_q * b_d, mask=m_k)
             if DELTA:
-                p_x, _ = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
+                p_x, m_k = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
                 tl.store(p_x, b_k * b_d, mask=m_k)
-            m_c = o_c[:, None] < o_c[None, :]
-            b_d = decays(m_c, b_high, b_low)  # [BT, BK]: e^{G_C - G}
-            p_x, _ = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_d = decays(o_t < 0, b_high, b_low)  # [BT, BK]: e^{G_C - G}
+            p_x, m_k = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_k * b_d, mask=m_k)
             b_sum = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(p_x, tl.exp(b_sum), mask=o_k < K)
 
-    if DG > 1:
-        m_A = o_c[:, None] == o_c[None, :]
-        b_Aqk += tl.where(m_A, b_own[:, None], 0.0)  # [BT, BT]
+    if Aqk is not None:
+        b_Aqk = tl.where(o_t > 0, b_Aqk, 0.0)  # [BT, BT]
+        b_Aqk += tl.where(o_t == 0, b_own[:, None], 0.0)
         p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
         tl.store(p_A, b_Aqk, mask=m_A)
-    if DG == 1:
-        p_g, m_t = row_at(g, t, end, i_hv, HV, BT)
-        b_G = running_gates(tl.load(p_g, mask=m_t, other=0.0))  # [BT]
-        b_Akk = causal(b_Akk, b_G)  # [BT, BT]
-    if DELTA:
+    if P is not None:
+        if DG == 1:
+            b_G, _, _, _ = gates_at(g, t, end, i_hv, HV, BT)
+            b_Akk = causal(b_Akk, b_G)  # [BT, BT]
         p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
         b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)  # [BT]
-        m_A = o_c[:, None] > o_c[None, :]
-        b_M = tl.where(m_A, b_beta[:, None] * b_Akk, 0.0)  # [BT, BT]
+        b_M = tl.where(o_t > 0, b_beta[:, None] * b_Akk, 0.0)  # [BT, BT]
         b_P = unit_lower_inverse(b_M, PRECISION)  # [BT, BT]
         p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
         tl.store(p_P, b_P, mask=m_P)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def intra_bwd_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    v_new,
+    y,
+    h,
+    dh,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    cu_seqlens,
+    scale,
+    N,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One chunk and key tile of one key head: the gradients of its inputs.
+
+    From the states that enter the chunks, h, and the gradients of those
+    that leave them, dh. The value heads of the key head are summed here, in
+    fp32. dg of a gate a head and dbeta are sums over key channels, of which
+    every key tile writes its part. With one key tile dv may be y.
+
+    A gate's gradient is a sum over the pairs of tokens that it stands
+    between. Rows gain from it what columns lose, and pairs on one side must
+    cancel: x adds up both, from operands that are rounded alike.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_k = tl.program_id(0) % NK
+    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    dtype = k.dtype.element_ty
+    o_t = time_order(BT)
+    p_k, m_k = rows_at(k, t, end, i_h, i_k, H, K, BT, BK)
+    p_q, m_k = rows_at(q, t, end, i_h, i_k, H, K, BT, BK)
+    b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+    b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_g in range(HV // H):
+        i_hv = i_h * (HV // H) + i_g
+        b_row = tl.zeros([BT, BK], dtype=tl.float32)  # to q
+        b_col = tl.zeros([BT, BK], dtype=tl.float32)  # to k, as it is read
+        b_dA = tl.zeros([BT, BT], dtype=tl.float32)
+        b_dAT = tl.zeros([BT, BT], dtype=tl.float32)
+        b_kept = tl.zeros([BK], dtype=tl.float32)  # to the state's decay
+        if DELTA:
+            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
+            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = b_beta[:, None]  # [BT, 1]
+            b_bk = (-b_beta * b_k).to(dtype)  # [BT, BK]
+            b_err = tl.zeros([BT, BK], dtype=tl.float32)  # to k, as it reads
+            b_dM = tl.zeros([BT, BT], dtype=tl.float32)
+            b_dMT = tl.zeros([BT, BT], dtype=tl.float32)
+            b_dbeta = tl.zeros([BT], dtype=tl.float32)
+
+        for i_v in range((V + BV - 1) // BV):
+            i_s = i_c * HV + i_hv
+            o_h, m_h = tile_at(i_s, i_k, 0, i_v, K, 1, V, BK, BV)
+            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+            p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+            b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+            b_x = tl.load(p_x, mask=m_v, other=0.0)  # [BT, BV]
+            b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+            b_hT, b_dhT = tl.trans(b_h), tl.trans(b_dh)  # [BV, BK]
+            b_xT, b_doT = tl.trans(b_x), tl.trans(b_do)  # [BV, BT]
+            b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
+            b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
+            b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
+            b_dAT = tl.dot(b_x, b_doT, b_dAT, input_precision=PRECISION)
+            if DG > 0:
+                b_kept += tl.sum(b_h.to(tl.float32) * b_dh, axis=1)
+            if DELTA:
+                p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
+                p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
+                p_dv, m_v = rows_at(dv, t, end, i_hv, i_v, HV, V, BT, BV)
+                b_y = tl.load(p_y, mask=m_v, other=0.0)  # [BT, BV]
+                m_v = m_v & (i_k == 0)
+                b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
+                tl.store(p_dv, b_beta * b_y, mask=m_v)
+                b_dbeta += tl.sum(b_y.to(tl.float32) * b_v, axis=1)
+                b_yT = tl.trans(b_y)  # [BV, BT]
+                b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
+                b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
+                b_dMT = tl.dot(b_x, b_yT, b_dMT, input_precision=PRECISION)
+
+        b_row *= scale
+        b_dA *= scale
+        b_dAT *= scale
+        if DG == 1:
+            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
+        elif DG > 1:
+            b_G = None
+            p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
+            b_high, b_low = split_gates(b_g)  # [BT, BK]
+            b_in = decays(o_t >= 0, b_high, b_low)  # [BT, BK]: e^G
+            b_out = decays(o_t < 0, b_high, b_low)  # [BT, BK]: e^{G_C - G}
+            b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
+        else:
+            b_G = None
+        b_dA = causal(b_dA, b_G)
+        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dAT = causal(b_dAT, b_G, TRANSPOSED=True)
+        b_dAT = tl.where(o_t < 0, b_dAT, 0.0).to(dtype)  # [BT, BT]
+        if DELTA:
+            b_dM = causal(b_dM, b_G)
+            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
+            b_dMT = causal(b_dMT, b_G, TRANSPOSED=True)
+            b_dMT = tl.where(o_t < 0, b_dMT, 0.0).to(dtype)  # [BT, BT]
+        if DG > 0:
+            b_row *= b_in
+            b_col *= b_out
+            b_w = b_k * b_col  # [BT, BK]
+            if DELTA:
+                b_err *= b_in
+
+        # Through the scores, without their diagonal, which no gate is in.
+        if DG <= 1:
+            b_c = tl.dot(b_dAT, b_q, input_precision=PRECISION)  # [BT, BK]
+            b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+            if DELTA:
+                b_c = tl.dot(b_dMT, b_bk, b_c, input_precision=PRECISION)
+                b_err = tl.dot(b_dM, b_k, b_err, input_precision=PRECISION)
+            if DG == 1:
+                b_x = b_q * b_row - b_k * b_c  # [BT, BK]
+                if DELTA:
+                    b_x += b_bk * b_err
+            b_col += b_c
+        else:
+            b_x = b_q * b_row
+            if DELTA:
+                b_x += b_bk * b_err
+            for level in range(LEVELS):
+                b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
+                m_A = joins(level, BT)  # [BT, BT]
+                b_qd = (b_q * b_d).to(dtype)  # [BT, BK]
+                b_kd = (b_k * b_d).to(dtype)  # [BT, BK]
+                b_A = tl.where(m_A, b_dA, 0.0).to(dtype)
+                b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                b_A = tl.where(m_A, b_dAT, 0.0).to(dtype)
+                b_c = tl.dot(b_A, b_qd, input_precision=PRECISION)
+                b_row += b_d * b_r
+                b_x += b_qd * b_r
+                if DELTA:
+                    b_bkd = (b_bk * b_d).to(dtype)  # [BT, BK]
+                    b_A = tl.where(m_A, b_dM, 0.0).to(dtype)
+                    b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                    b_A = tl.where(m_A, b_dMT, 0.0).to(dtype)
+                    b_c = tl.dot(b_A, b_bkd, b_c, input_precision=PRECISION)
+                    b_err += b_d * b_r
+                    b_x += b_bkd * b_r
+                b_col += b_d * b_c
+                b_x -= b_kd * b_c
+
+        b_dq += b_row + b_own * b_k
+        b_dk += b_col + b_own * b_q
+        if DELTA:
+            b_dk -= b_beta * b_err
+            b_dbeta -= tl.sum(b_k * b_err, axis=1)
+            p_x, m_x = rows_at(dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
+            tl.store(p_x, b_dbeta[:, None], mask=m_x)
+        if DG == 1:
+            b_x, b_w = tl.sum(b_x, axis=1), tl.sum(b_w, axis=1)  # [BT]
+            b_dg = tl.where(o_t <= 0, b_x[None, :], b_w[None, :])  # [BT, BT]
+            b_dg = tl.sum(b_dg, axis=1) + b_total * tl.sum(b_kept, axis=0)
+            p_x, m_x = rows_at(dg, t, end, i_hv, i_k, HV, NK, BT, 1)
+            tl.store(p_x, b_dg[:, None], mask=m_x)
+        elif DG > 1:
+            b_from = (o_t <= 0).to(tl.float32)  # [BT, BT]
+            b_dg = tl.dot(b_from, b_x, input_precision="tf32x3")  # [BT, BK]
+            b_dg = tl.dot(1.0 - b_from, b_w, b_dg, input_precision="tf32x3")
+            p_x, m_k = rows_at(dg, t, end, i_hv, i_k, HV, K, BT, BK)
+            tl.store(p_x, b_dg + (b_total * b_kept)[None, :], mask=m_k)
+
+    p_x, m_k = rows_at(dq, t, end, i_h, i_k, H, K, BT, BK)
+    tl.store(p_x, b_dq, mask=m_k)
+    p_x, m_k = rows_at(dk, t, end, i_h, i_k, H, K, BT, BK)
+    tl.store(p_x, b_dk, mask=m_k)

@@ -1,32 +1,24 @@
-"""The family on the host: what to allocate, what to launch, and how."""
+"""The family on the host: what to allocate, what to launch, and how.
+
+A backend of :func:`fastweights.linear_recurrence` (``default_chunk_size``,
+``empty_saved``, ``forward``, ``backward``), and the stages it is made of, one
+kernel each, under the names that :mod:`fastweights.reference.chunkwise` and
+:mod:`fastweights.reference.chunkwise_backward` give them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from fastweights.arguments import check_offsets
 from fastweights.kernels import dot_precision
-from fastweights.kernels.intra import intra_fwd_kernel
-from fastweights.kernels.scan import scan_fwd_kernel
-
-
-class Saved(NamedTuple):
-    """What the stages hand on; None where a member has no such thing.
-
-    q_in, k_in, k_out [B, T, HV, K], q, k, k unless the gate is a channel's;
-    Aqk, P [B, T, HV, C]; total [slots, HV, K]; h [slots, HV, K, V].
-    """
-
-    q_in: Tensor
-    k_in: Tensor
-    k_out: Tensor
-    Aqk: Tensor | None
-    P: Tensor | None
-    total: Tensor | None
-    h: Tensor | None
+from fastweights.kernels.intra import intra_bwd_kernel, intra_fwd_kernel
+from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 
 
 def launch_options(
@@ -51,12 +43,15 @@ def launch_options(
     if stage == "intra":
         BK = narrow if large else 32
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
+    if stage == "intra_backward":
+        BK = narrow if large else 32
+        return {"BK": BK, "BV": BK, "num_warps": 8, "num_stages": 1}
     ahead = dtype != torch.float32 and K <= 128 and not (gated and delta)
     return {
         "BK": max(narrow, triton.next_power_of_2(K)),
         "BV": narrow if large else narrow // 2,
         "num_warps": 4 if large and K <= 128 else 8,
-        "num_stages": 2 if large and ahead else 1,
+        "num_stages": 2 if large and ahead and stage == "scan" else 1,
     }
 
 
@@ -68,99 +63,335 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+@dataclass
+class Call:
+    """One call's inputs, made contiguous, and what follows from their shapes.
+
+    Every chunk of every sequence has a slot (``tile.chunk_span``).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(self, name, x.contiguous())
+
+    @property
+    def num_sequences(self) -> int:
+        if self.cu_seqlens is None:
+            return len(self.q)
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def slots(self) -> int:
+        tokens = self.q.shape[0] * self.q.shape[1]
+        return triton.cdiv(tokens, self.chunk_size) + self.num_sequences
+
+    @property
+    def gate_width(self) -> int:
+        if self.g is None:
+            return 0
+        return self.q.shape[3] if self.g.dim() == 4 else 1
+
+    def sizes(self, stage: str) -> dict[str, Any]:
+        """Compile-time constants and launch settings of a stage's kernel."""
+        H, K = self.q.shape[2:]
+        HV, DG = self.v.shape[2], self.gate_width
+        delta, dtype = self.beta is not None, self.q.dtype
+        # A gate a channel: the scans read intra's own q and k, a value head
+        # each.
+        if DG > 1 and stage.startswith("scan"):
+            H = HV
+        return {
+            "T": self.q.shape[1],
+            "H": H,
+            "HV": HV,
+            "K": K,
+            "BT": self.chunk_size,
+            "DG": DG,
+            "DELTA": delta,
+            "PRECISION": dot_precision(dtype, K),
+            **launch_options(
+                stage,
+                K,
+                dtype,
+                gated=DG > 0,
+                delta=delta,
+                shared=shared_memory(self.q.device),
+            ),
+        }
+
+    def new_states(self, number: int, dtype: torch.dtype) -> Tensor:
+        HV, V = self.v.shape[2:]
+        shape = (number, HV, self.q.shape[3], V)
+        return self.q.new_empty(shape, dtype=dtype)
+
+
+class Chunked(NamedTuple):
+    """q and k as the states meet them: q_in, k_in, k_out [B, T, HV, K].
+
+    They are q, k, k unless the gate is a channel's. total [slots, HV, K],
+    the decay of a chunk, is there for such a gate only.
+    """
+
+    q_in: Tensor
+    k_in: Tensor
+    k_out: Tensor
+    total: Tensor | None
+
+
+def intra(
+    x: Call, *, scores: bool = True
+) -> tuple[Chunked, Tensor | None, Tensor | None]:
+    """Inside each chunk: decayed q and k, Aqk and P [B, T, HV, C].
+
+    Aqk is None unless the gate is a channel's (the scan recomputes it), P
+    unless there is a delta rule, and both without ``scores``.
+    """
+    B, T, HV, K = *x.q.shape[:2], x.v.shape[2], x.q.shape[3]
+    square, wide = (B, T, HV, x.chunk_size), (B, T, HV, K)
+    chunked, Aqk, P = Chunked(x.q, x.k, x.k, None), None, None
+    if x.gate_width > 1:
+        q_in, k_out = x.q.new_empty(wide), x.q.new_empty(wide)
+        k_in = x.k if x.beta is None else x.q.new_empty(wide)
+        total = x.q.new_empty(x.slots, HV, K, dtype=torch.float32)
+        chunked = Chunked(q_in, k_in, k_out, total)
+        Aqk = x.q.new_empty(square) if scores else None
+    if x.beta is not None and scores:
+        P = x.q.new_empty(square)
+    if x.gate_width > 1 or P is not None:
+        intra_fwd_kernel[(x.slots * HV,)](
+            x.q,
+            x.k,
+            x.g,
+            x.beta,
+            Aqk,
+            P,
+            *chunked,
+            x.cu_seqlens,
+            N=x.num_sequences,
+            **x.sizes("intra"),
+        )
+    return chunked, Aqk, P
+
+
+def _scan_grid(x: Call, sizes: dict[str, Any]) -> tuple[int]:
+    HV, V = x.v.shape[2:]
+    return (x.num_sequences * HV * triton.cdiv(V, sizes["BV"]),)
+
+
+def _scan(
+    x: Call, chunked: Chunked, Aqk: Tensor | None, P: Tensor | None, **to: Any
+) -> None:
+    """The forward scan, into those of its results that are asked for."""
+    sizes = x.sizes("scan")
+    *tokens, total = chunked
+    results = (to.get(n) for n in ("state", "h", "v_new"))
+    scan_fwd_kernel[_scan_grid(x, sizes)](
+        *tokens,
+        x.v,
+        x.g,
+        x.beta,
+        Aqk,
+        P,
+        total,
+        to.get("o"),
+        x.initial_state,
+        *results,
+        x.cu_seqlens,
+        x.scale,
+        V=x.v.shape[3],
+        **sizes,
+    )
+
+
+def scan(
+    x: Call, chunked: Chunked, Aqk: Tensor | None, P: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Across chunks: outputs [B, T, HV, V], final states [N, HV, K, V]."""
+    o = torch.empty_like(x.v)
+    state = x.new_states(x.num_sequences, torch.float32)
+    _scan(x, chunked, Aqk, P, o=o, state=state)
+    return o, state
+
+
+def chunk_states(
+    x: Call, chunked: Chunked, P: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The scan again: h, the state that enters each chunk, and v_new."""
+    h = x.new_states(x.slots, x.v.dtype)
+    v_new = x.v if x.beta is None else torch.empty_like(x.v)
+    kept = {} if x.beta is None else {"v_new": v_new}
+    _scan(x, chunked, None, P, h=h, **kept)
+    return h, v_new
+
+
+def scan_backward(
+    x: Call,
+    chunked: Chunked,
+    Aqk: Tensor | None,
+    P: Tensor | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From the last chunk to the first: y, dh and dinitial_state.
+
+    y = P^T dv_new; dh is the gradient of the state that leaves each chunk.
+    """
+    sizes = x.sizes("scan_backward")
+    y, dh, dinitial = (
+        torch.empty_like(x.v),
+        x.new_states(x.slots, do.dtype),
+        None,
+    )
+    if x.initial_state is not None:
+        dinitial = torch.empty_like(x.initial_state)
+    *tokens, total = chunked
+    scan_bwd_kernel[_scan_grid(x, sizes)](
+        *tokens,
+        x.g,
+        x.beta,
+        Aqk,
+        P,
+        total,
+        do,
+        dstate,
+        y,
+        dh,
+        dinitial,
+        x.cu_seqlens,
+        x.scale,
+        V=x.v.shape[3],
+        **sizes,
+    )
+    return y, dh, dinitial
+
+
+def intra_backward(
+    x: Call, do: Tensor, v_new: Tensor, y: Tensor, h: Tensor, dh: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Inside each chunk: dq, dk, dv, dg and dbeta. It may overwrite y."""
+    sizes = x.sizes("intra_backward")
+    NK = triton.cdiv(sizes["K"], sizes["BK"])
+
+    def parts(like: Tensor | None) -> Tensor | None:
+        """Room for one part a key tile, fp32 where they are added up."""
+        if like is None or like.dim() == 4:
+            return None if like is None else torch.empty_like(like)
+        dtype = like.dtype if NK == 1 else torch.float32
+        return like.new_empty(*like.shape, NK, dtype=dtype)
+
+    def whole(dx: Tensor | None, like: Tensor | None) -> Tensor | None:
+        if dx is None or like is None or dx.shape == like.shape:
+            return dx
+        return dx[..., 0] if NK == 1 else dx.sum(-1).to(like.dtype)
+
+    dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
+    dv = y if x.beta is None or NK == 1 else torch.empty_like(y)
+    dg, dbeta = parts(x.g), parts(x.beta)
+    intra_bwd_kernel[(x.slots * sizes["H"] * NK,)](
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        do,
+        v_new,
+        y,
+        h,
+        dh,
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        x.cu_seqlens,
+        x.scale,
+        N=x.num_sequences,
+        V=x.v.shape[3],
+        **sizes,
+    )
+    return dq, dk, dv, whole(dg, x.g), whole(dbeta, x.beta)
+
+
+def default_chunk_size(q: Tensor) -> int:
+    """Tokens a chunk where the caller leaves that open."""
+    return 64
+
+
+def empty_saved(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Room for Aqk, if the gate is a channel's, and P, if there is one."""
+    number = (g is not None and g.dim() == 4) + (beta is not None)
+    return [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
+
+
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale: float,
     chunk_size: int,
-    *,
-    keep_states: bool = False,
-) -> tuple[Tensor, Tensor, Saved]:
-    """o in v's dtype, the final states in fp32, and what the stages saved.
-
-    Arguments are those of :func:`fastweights.linear_recurrence`, checked
-    there. ``keep_states`` keeps the states that enter the chunks.
-    """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    slots = triton.cdiv(B * T, chunk_size) + N
-    DG = 0 if g is None else K if g.dim() == 4 else 1
-    if g is not None and g.dim() == 1:
-        g = g.expand(B, T, HV)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, beta, initial_state, cu_seqlens = (
-        None if x is None else x.contiguous()
-        for x in (g, beta, initial_state, cu_seqlens)
-    )
-    sizes: dict[str, Any] = {
-        "H": H,
-        "HV": HV,
-        "K": K,
-        "BT": chunk_size,
-        "DG": DG,
-    }
-    sizes |= {"DELTA": beta is not None}
-    sizes["PRECISION"] = dot_precision(q.dtype, K)
-    table: dict[str, Any] = {"K": K, "dtype": q.dtype, "gated": DG > 0}
-    table |= {"delta": beta is not None, "shared": shared_memory(q.device)}
-
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o in v's dtype, the final states in fp32, and what is kept."""
+    if cu_seqlens is not None and not cu_seqlens.is_cuda:
+        check_offsets(cu_seqlens.tolist(), q.shape[1])
+    x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
     with torch.cuda.device_of(q):
-        Aqk = P = total = h = None
-        q_in, k_in, k_out = q, k, k
-        if beta is not None:
-            P = q.new_empty(B, T, HV, chunk_size)
-        if DG > 1:
-            Aqk = q.new_empty(B, T, HV, chunk_size)
-            q_in, k_in, k_out = (q.new_empty(B, T, HV, K) for _ in "qkk")
-            total = q.new_empty(slots, HV, K, dtype=torch.float32)
-        if DG > 1 or beta is not None:
-            intra_fwd_kernel[(slots * HV,)](
-                q,
-                k,
-                g,
-                beta,
-                Aqk,
-                P,
-                q_in,
-                k_in,
-                k_out,
-                total,
-                cu_seqlens,
-                N,
-                T,
-                **sizes,
-                **launch_options("intra", **table),
-            )
-        o = torch.empty_like(v)
-        state = q.new_empty(N, HV, K, V, dtype=torch.float32)
-        if keep_states:
-            h = q.new_empty(slots, HV, K, V)
-        options = launch_options("scan", **table)
-        scan_fwd_kernel[(N * HV * triton.cdiv(V, options["BV"]),)](
-            q_in,
-            k_in,
-            k_out,
-            v,
-            g,
-            beta,
-            Aqk,
-            P,
-            total,
-            o,
-            initial_state,
-            state,
-            h,
-            cu_seqlens,
-            scale,
-            T,
-            V=V,
-            **(sizes | {"H": HV if DG > 1 else H}),
-            **options,
-        )
-    return o, state, Saved(q_in, k_in, k_out, Aqk, P, total, h)
+        chunked, Aqk, P = intra(x)
+        o, state = scan(x, chunked, Aqk, P)
+    return o, state, [A for A in (Aqk, P) if A is not None]
+
+
+def backward(
+    do: Tensor | None,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    scale: float,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Gradients of q, k, v and of g, beta, initial_state where given.
+
+    Each has its input's dtype. do or dstate is None where nothing depends
+    on that output.
+    """
+    x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
+    kept = iter(saved)
+    Aqk = next(kept) if x.gate_width > 1 else None
+    P = next(kept) if beta is not None else None
+    do = torch.zeros_like(x.v) if do is None else do.contiguous()
+    dstate = None if dstate is None else dstate.contiguous()
+    with torch.cuda.device_of(q):
+        chunked, _, _ = intra(x, scores=False)
+        h, v_new = chunk_states(x, chunked, P)
+        y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate)
+        del chunked
+        *grads, dbeta = intra_backward(x, do, v_new, y, h, dh)
+    found = (*grads, dbeta, dinitial)
+    return [dx for dx in found if dx is not None]

@@ -1,13 +1,13 @@
-"""Across chunks in sequence: the state, the outputs, chunk after chunk."""
+"""Across chunks in sequence: the state forward in time, its gradient back."""
 
 import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
     causal,
+    gates_at,
     row_at,
     rows_at,
-    running_gates,
     sequence_at,
     state_at,
 )
@@ -28,6 +28,7 @@ def scan_fwd_kernel(
     initial_state,
     state,
     h,
+    v_new,
     cu_seqlens,
     scale,
     T,
@@ -46,7 +47,9 @@ def scan_fwd_kernel(
 
     q_in, k_in, k_out [T, H, K] are intra's for a gate a channel; else they
     are q, k, k, and the decays of a gate a head act on the rows of what
-    these multiply. h, unless None, takes the state that enters each chunk.
+    these multiply. With o the outputs and the final state; without, for the
+    backward, h and v_new: the state that enters each chunk, and what the
+    delta rule writes.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
@@ -64,9 +67,10 @@ def scan_fwd_kernel(
     for i_t in range(tl.cdiv(end - start, BT).to(tl.int32)):
         t = start + i_t * BT
         i_c = start // BT + i_n + i_t
+        b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         if h is not None:
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
-            tl.store(h + o_h, b_S, mask=m_h)
+            tl.store(h + o_h, b_S_in, mask=m_h)
 
         p_k, m_k = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
         p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
@@ -74,27 +78,27 @@ def scan_fwd_kernel(
         if DG <= 1 or DELTA:
             b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
         if DG == 1:
-            p_g, m_t = row_at(g, t, end, i_hv, HV, BT)
-            b_G = running_gates(tl.load(p_g, mask=m_t, other=0.0))  # [BT]
-            b_total = tl.min(b_G, axis=0)  # gates are <= 0: the last one
-            b_in = tl.exp2(b_G.to(tl.float32))[:, None]  # [BT, 1]
-            b_out = tl.exp2((b_total - b_G).to(tl.float32))[:, None]
+            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
+        else:
+            b_G = None
 
-        b_h = b_S.to(b_v.dtype)  # [BK, BV]
         if DELTA:
             p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
             p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
             b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
             b_P = tl.load(p_P, mask=m_P, other=0.0)  # [BT, BT]
-            b_e = tl.dot(b_k, b_h, input_precision=PRECISION)  # [BT, BV]
+            b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
                 b_e *= b_in
             b_e = (b_beta[:, None] * (b_v - b_e)).to(b_v.dtype)
             b_new = tl.dot(b_P, b_e, input_precision=PRECISION)  # [BT, BV]
         else:
             b_new = b_v
-
         b_x = b_new.to(b_v.dtype)
+        if v_new is not None:
+            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+            tl.store(p_x, b_x, mask=m_v)
+
         b_y = b_x
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
@@ -103,30 +107,139 @@ def scan_fwd_kernel(
             p_total = total + (i_c * HV + i_hv) * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
             b_S *= b_total[:, None]
-            p_k, _ = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
+            p_k, m_k = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
             b_kT = tl.trans(tl.load(p_k, mask=m_k, other=0.0))  # [BK, BT]
         if DG == 1:
-            b_S *= tl.exp2(b_total.to(tl.float32))
+            b_S *= b_total
             b_y = (b_new * b_out).to(b_v.dtype)
         b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
 
-        p_q, _ = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
-        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
-        if DG <= 1:
-            b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)  # [BT, BT]
-            if DG == 1:
-                b_A = causal(b_A, b_G)
+        if o is not None:
+            p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
+            b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+            if DG <= 1:
+                b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
+                b_A = causal(b_A, b_G).to(b_v.dtype)  # [BT, BT]
             else:
-                o_c = tl.arange(0, BT)
-                b_A = tl.where(o_c[:, None] >= o_c[None, :], b_A, 0.0)
-            b_A = b_A.to(b_v.dtype)
+                p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+                b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
+            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
+            if DG == 1:
+                b_o *= b_in
+            b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            p_o, m_v = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
+            tl.store(p_o, scale * b_o, mask=m_v)
+    if state is not None:
+        tl.store(state + o_S, b_S, mask=m_S)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_bwd_kernel(
+    q_in,
+    k_in,
+    k_out,
+    g,
+    beta,
+    Aqk,
+    P,
+    total,
+    do,
+    dstate,
+    y,
+    dh,
+    dinitial_state,
+    cu_seqlens,
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """From the last chunk to the first, the state's gradient in registers.
+
+    y = P^T dv_new, dv_new itself for the additive rule; dh, the gradient of
+    the state that leaves each chunk; and that of the initial state.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    start = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+
+    o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
+    if dstate is None:
+        b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        b_dS = tl.load(dstate + o_S, mask=m_S, other=0.0)  # [BK, BV]
+
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    for i in range(NT):
+        i_t = NT - 1 - i
+        t = start + i_t * BT
+        i_c = start // BT + i_n + i_t
+        b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
+        o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
+        tl.store(dh + o_h, b_dS_out, mask=m_h)
+
+        p_k, m_k = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
+        p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
+        p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
+        b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+        b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+        b_do = scale * b_do.to(tl.float32)
+        b_x = b_do.to(do.dtype.element_ty)
+
+        b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
+        if DG == 1:
+            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
+            b_y *= b_out
+        else:
+            b_G = None
+        if DG <= 1:
+            b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+            b_A = causal(b_A, b_G, TRANSPOSED=True).to(b_x.dtype)  # [BT, BT]
         else:
             p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
-        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)  # [BT, BV]
+            b_A = tl.trans(tl.load(p_A, mask=m_A, other=0.0))  # [BT, BT]
+        b_y = tl.dot(b_A, b_x, b_y, input_precision=PRECISION)  # dv_new
+        if DELTA:
+            p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_P = tl.trans(tl.load(p_P, mask=m_P, other=0.0))  # [BT, BT]
+            b_y = b_y.to(b_x.dtype)
+            b_y = tl.dot(b_P, b_y, input_precision=PRECISION)  # [BT, BV]
+        p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
+        tl.store(p_y, b_y, mask=m_v)
+
         if DG == 1:
-            b_o *= b_in
-        b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)  # [BT, BV]
-        p_o, _ = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
-        tl.store(p_o, scale * b_o, mask=m_v)
-    tl.store(state + o_S, b_S, mask=m_S)
+            b_dS *= b_total
+            b_x = (b_do * b_in).to(b_x.dtype)  # [BT, BV]
+        elif DG > 1:
+            o_k = tl.arange(0, BK)
+            p_total = total + (i_c * HV + i_hv) * K + o_k
+            b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
+            b_dS *= b_total[:, None]
+        b_qT = tl.trans(b_q)  # [BK, BT]
+        b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
+        if DELTA:
+            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
+            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+            b_y *= -b_beta[:, None]
+            if DG == 1:
+                b_y *= b_in
+            if DG > 1:
+                p_k, m_k = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
+                b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+            b_kT = tl.trans(b_k)  # [BK, BT]
+            b_y = b_y.to(b_x.dtype)
+            b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
+    if dinitial_state is not None:
+        tl.store(dinitial_state + o_S, b_dS, mask=m_S)

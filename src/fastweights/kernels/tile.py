@@ -124,31 +124,54 @@ def row_at(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def running_gates(b_g):
-    """G: sums of the log decays b_g [BT] so far, in log2 units and fp64.
+def gates_at(g, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
+    """A head's gates in the chunk at t: G, e^G, e^{G_C - G}, e^{G_C}.
 
-    A weak gate after strong ones would drown in fp32: G is differenced.
+    G [BT] is the running sum of the log decays in log2 units and fp64: a
+    weak gate after strong ones would drown in fp32, since G is differenced.
+    The decays are fp32, [BT, 1]: from the chunk's entrance, and to its exit.
     """
-    return tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
+    p_g, m_t = row_at(g, t, end, i_h, H, BT)
+    b_g = tl.load(p_g, mask=m_t, other=0.0)  # [BT]
+    b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
+    b_total = tl.min(b_G, axis=0)  # gates are <= 0: the last one
+    b_in = tl.exp2(b_G.to(tl.float32))[:, None]
+    b_out = tl.exp2((b_total - b_G).to(tl.float32))[:, None]
+    return b_G, b_in, b_out, tl.exp2(b_total.to(tl.float32))
 
 
 @triton.jit
-def causal(b_A, b_G):
-    """A_ij exp2(G_i - G_j) for j <= i, else 0: b_A [BT, BT], b_G [BT]."""
-    o_c = tl.arange(0, b_A.shape[0])
-    m_c = o_c[:, None] >= o_c[None, :]
-    b_high = b_G.to(tl.float32)
-    b_low = (b_G - b_high).to(tl.float32)
-    b_D = b_high[:, None] - b_high[None, :]  # [BT, BT]
-    b_D += b_low[:, None] - b_low[None, :]
-    return b_A * tl.exp2(tl.where(m_c, b_D, -float("inf")))
+def time_order(BT: tl.constexpr):
+    """[BT, BT]: by how many tokens the row's is later than the column's."""
+    o_c = tl.arange(0, BT)
+    return o_c[:, None] - o_c[None, :]
+
+
+@triton.jit
+def causal(b_A, b_G, TRANSPOSED: tl.constexpr = False):
+    """A_ij exp2(G_i - G_j) for j <= i, else 0; b_G [BT], None for no gate.
+
+    With TRANSPOSED b_A [BT, BT] is A^T, and so is the result.
+    """
+    o_t = time_order(b_A.shape[0])
+    if TRANSPOSED:
+        o_t = -o_t
+    if b_G is not None:
+        b_high = b_G.to(tl.float32)
+        b_low = (b_G - b_high).to(tl.float32)
+        b_D = b_high[:, None] - b_high[None, :]  # [BT, BT]
+        b_D += b_low[:, None] - b_low[None, :]
+        if TRANSPOSED:
+            b_D = -b_D
+        b_A *= tl.exp2(tl.where(o_t >= 0, b_D, 0.0))
+    return tl.where(o_t >= 0, b_A, 0.0)
 
 
 @triton.jit
 def joins(level, BT: tl.constexpr):
     """Mask [BT, BT] of the blocks that join two neighbours of 2^level rows."""
     o_c = tl.arange(0, BT) >> level
-    return (o_c[:, None] % 2 == 1) & (o_c[None, :] == o_c[:, None] - 1)
+    return (o_c[:, None] ^ 1) == o_c[None, :]
 
 
 @triton.jit
