@@ -1,5 +1,6 @@
 """Fast Weights: linear attention from softmax to test-time training."""
 
+from fastweights.decoding import decode_step
 from fastweights.family import (
     deltanet,
     gated_deltanet,
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "choose_backend",
+    "decode_step",
     "deltanet",
     "gated_deltanet",
     "gla",

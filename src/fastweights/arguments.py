@@ -1,4 +1,4 @@
-"""What linear_recurrence refuses, before anything runs."""
+"""What linear_recurrence and decode_step refuse, before anything runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ def check_arguments(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    *,
+    state_name: str = "initial_state",
 ) -> None:
-    """Raise for the first argument that does not fit the others."""
+    """Raise for the first argument that does not fit the others.
+
+    ``state_name`` is what the caller calls ``initial_state``.
+    """
     tensors = {"q": q, "k": k, "v": v}
     optional = {
         "g": g,
         "beta": beta,
-        "initial_state": initial_state,
+        state_name: initial_state,
         "cu_seqlens": cu_seqlens,
     }
     tensors |= {name: x for name, x in optional.items() if x is not None}
@@ -44,7 +49,7 @@ def check_arguments(
         "v": (q.dtype,),
         "g": (torch.float32, q.dtype),
         "beta": (torch.float32, q.dtype),
-        "initial_state": (full,),
+        state_name: (full,),
         "cu_seqlens": (torch.int32, torch.int64),
     }
     for name, x in tensors.items():
@@ -88,7 +93,7 @@ def check_arguments(
         N = len(cu_seqlens) - 1
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
-        _wrong_shape("initial_state", initial_state, need)
+        _wrong_shape(state_name, initial_state, need)
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"

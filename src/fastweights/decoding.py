@@ -1,0 +1,151 @@
+"""decode_step: the recurrence for a few new tokens, its state in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights.arguments import check_arguments
+from fastweights.ops import _autocast, _ran, linear_recurrence
+
+MAX_TOKENS = 16
+BACKENDS = ("auto", "triton", "chunkwise", "loop")
+
+
+def decode_step(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, " ..."] | None = None,
+    beta: Float[Tensor, "B T HV"] | None = None,
+    *,
+    state: Float[Tensor, "B HV K V"],
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B T HV V"]:
+    """:func:`linear_recurrence` for 1 to 16 new tokens of each sequence.
+
+    Args:
+        q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
+        state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
+            of the tokens. It is updated in place, to the one after the
+            last; it need not be contiguous.
+        backend: "triton" (one kernel that reads and writes the state once;
+            needs a CUDA device of compute capability 8.0 or newer, and is
+            not for fp64), "loop" or "chunkwise" (both are the loop over
+            tokens in PyTorch), or "auto": "triton" where it runs, else
+            "loop".
+
+    Returns:
+        o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is),
+        under autocast too, which rounds q, k and v on their way in and
+        nothing else. No gradients.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit, or a gradient is
+            needed; the message names the argument, what it got and what it
+            needs.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v, g, beta, state, scale, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _decode(q, k, v, g, beta, state, scale, backend)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    scale: float | None,
+    backend: str,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    if state is None:
+        raise TypeError("state: got NoneType, need a Tensor")
+    check_arguments(
+        q, k, v, g, beta, scale, state, None, None, state_name="state"
+    )
+    if q.shape[1] > MAX_TOKENS:
+        raise ValueError(
+            f"q: got shape {list(q.shape)}, need [B, T, H, K] with "
+            f"T <= {MAX_TOKENS}; for more tokens there is linear_recurrence"
+        )
+    shared = zip(state.shape, state.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in shared):
+        raise ValueError(
+            f"state: got strides {list(state.stride())}, need a tensor whose "
+            "elements share no memory, such as its clone()"
+        )
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
+    for name, x in tensors.items():
+        if x is not None and torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, need one "
+                "that does not, or torch.no_grad(): decode_step has none"
+            )
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+def _decode_backend(backend: str, q: Tensor) -> str:
+    """The backend that runs on q when ``backend`` is asked for."""
+    if backend in ("chunkwise", "loop"):
+        return "loop"
+    modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if backend == "auto":
+        runs = modern and q.dtype != torch.float64
+        return "triton" if runs else "loop"
+    if q.dtype == torch.float64:
+        raise TypeError(
+            "q: got torch.float64, need torch.float32, float16 or bfloat16 "
+            'for backend "triton"'
+        )
+    from fastweights.kernels.tile import INTERPRETED
+
+    if not modern and not INTERPRETED:
+        raise ValueError(
+            f"q: got device {q.device}, need a CUDA device of compute "
+            'capability 8.0 or newer for backend "triton"'
+        )
+    return "triton"
+
+
+@torch.library.custom_op(
+    "fastweights::decode_step",
+    mutates_args=("state",),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor(a!) state, float scale, str backend) -> Tensor",
+)
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    """The outputs; ``state`` becomes the one after the last token."""
+    if _decode_backend(backend, q) == "triton":
+        from fastweights.kernels.decode import decode
+
+        _ran("triton decode")
+        return decode(q, k, v, g, beta, state, scale)
+    o, last = linear_recurrence(
+        q, k, v, g, beta, scale=scale, initial_state=state, backend="loop"
+    )
+    state.copy_(last)
+    return o
+
+
+@_decode.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return v.new_empty(v.shape)

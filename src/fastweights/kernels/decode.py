@@ -1,0 +1,135 @@
+"""A few new tokens of every head: the state is read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.kernels.tile import state_at
+
+
+@triton.jit
+def row_of(x, i_row, o_d, D: tl.constexpr):
+    """Elements o_d of row i_row of x [rows, D], zeros past D, in fp32."""
+    b_x = tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
+    return b_x.to(tl.float32)
+
+
+@triton.jit(do_not_specialize_on_alignment=["T"])
+def decode_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    o,
+    state,
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """T tokens of one value tile of one head, its state in registers.
+
+    No tl.dot: the time goes where the state's bytes go, and the sums stay
+    in fp32. T = 1, which Triton makes a constant of, compiles without the
+    loop; all other lengths share one kernel.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
+    i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV
+    i_h = i_hv // (HV // H)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    o_S, m_S = state_at(i_bh, i_v, K, V, BK, BV)
+    b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
+
+    i_key, i_value = i_b * T * H + i_h, i_b * T * HV + i_hv
+    for _ in range(T):
+        # All loads first, so that none waits for what another is used for.
+        b_k = row_of(k, i_key, o_k, K)[:, None]  # [BK, 1]
+        b_q = row_of(q, i_key, o_k, K)[:, None]  # [BK, 1]
+        b_new = row_of(v, i_value, o_v, V)  # [BV]
+        if DG == 1:
+            b_g = tl.load(g + i_value).to(tl.float32)
+        elif DG > 1:
+            b_g = row_of(g, i_value, o_k, K)[:, None]  # [BK, 1]
+        if DELTA:
+            b_beta = tl.load(beta + i_value).to(tl.float32)
+        if DG > 0:
+            b_S *= tl.exp(b_g)
+        if DELTA:
+            b_new = b_beta * (b_new - tl.sum(b_S * b_k, axis=0))  # [BV]
+        b_S += b_k * b_new[None, :]
+        b_o = scale * tl.sum(b_S * b_q, axis=0)  # [BV]
+        tl.store(o + i_value * V + o_v, b_o, mask=o_v < V)
+        i_key += H
+        i_value += HV
+    tl.store(state + o_S, b_S, mask=m_S)
+
+
+def decode_options(K: int) -> dict[str, int]:
+    """Tile sizes and launch settings for heads of K key channels.
+
+    A row of a tile is 128 bytes, one line of the cache, in eight lanes of
+    16 bytes. There are twice as many threads as key channels: with more
+    threads than elements, Triton has each load q, k and g where it needs
+    them; with fewer it sends them through shared memory, one after another,
+    and each waits for the last. A thread then holds 16 elements of the
+    state whatever K is, and many programs share a multiprocessor.
+    """
+    BK = max(32, triton.next_power_of_2(K))
+    return {"BK": BK, "BV": 32, "num_warps": BK // 16}
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> Tensor:
+    """o in v's dtype; ``state`` is updated in place, contiguous or not.
+
+    Arguments are those of :func:`fastweights.decode_step`, checked there.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if g is not None and g.dim() == 1:
+        g = g.expand(B, T, HV)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    g, beta = (None if x is None else x.contiguous() for x in (g, beta))
+    S = state.contiguous()
+    o = torch.empty_like(v)
+    options = decode_options(K)
+    with torch.cuda.device_of(q):
+        decode_kernel[(B * HV * triton.cdiv(V, options["BV"]),)](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            o,
+            S,
+            scale,
+            T,
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            DG=0 if g is None else K if g.dim() == 4 else 1,
+            DELTA=beta is not None,
+            **options,
+        )
+    if S is not state:
+        state.copy_(S)
+    return o

@@ -1,0 +1,103 @@
+"""The decoding kernel as it ships, compiled for GPUs that are not here."""
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from test_compile import SHARED, cuobjdump  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fastweights.kernels.decode import (  # noqa: E402
+    decode_kernel,
+    decode_options,
+)
+from fastweights.kernels.tile import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+ALL = pytest.mark.parametrize(
+    "width, delta", [(g, rule) for g in (0, 1, "K") for rule in (False, True)]
+)
+FULL = ("g", "beta", "state")
+
+
+def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
+    """The kernel with its launch settings, for head size D = K = V.
+
+    T is 1, which Triton makes a constant, or any other number of tokens.
+    """
+    DG = D if width == "K" else width
+    absent = {"g": DG == 0, "beta": not delta}
+    constants = {name: None for name, gone in absent.items() if gone}
+    constants |= {"T": 1} if T == 1 else {}
+    constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
+    options = decode_options(D)
+    launch = {"num_warps": options.pop("num_warps")}
+    constants |= options
+    signature = {}
+    for name in decode_kernel.arg_names:
+        kind = f"*{'fp32' if name in FULL else dtype}"
+        kind = {"scale": "fp32", "T": "i32"}.get(name, kind)
+        signature[name] = "constexpr" if name in constants else kind
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = ASTSource(decode_kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch)
+
+
+def judge(compiled, capability, tmp_path):
+    """It fits, spills nothing, and moves the state 16 bytes a lane."""
+    assert compiled.metadata.shared <= SHARED[capability]
+    cubin = compiled.asm["cubin"]
+    usage = cuobjdump(cubin, "-res-usage", tmp_path)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    print(compiled.metadata.shared, "shared bytes", registers, "registers")
+    assert int(stack) == 0
+    ptx = compiled.asm["ptx"]
+    assert re.findall(r"ld\.global\.v4\.b32", ptx)
+    assert re.findall(r"st\.global\.v4\.b32", ptx)
+    return int(registers)
+
+
+@ALL
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("T", [1, 16])
+def test_bf16(width, delta, T, capability, tmp_path):
+    compiled = compile_decode(width, delta, T, capability)
+    registers = judge(compiled, capability, tmp_path)
+    assert registers <= 80  # three programs of 256 threads a multiprocessor
+
+
+@ALL
+@pytest.mark.parametrize("D", [16, 64, 256])
+def test_other_head_sizes(width, delta, D, tmp_path):
+    judge(compile_decode(width, delta, 16, 90, D), 90, tmp_path)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_other_dtypes(width, delta, dtype, tmp_path):
+    judge(compile_decode(width, delta, 16, 90, dtype=dtype), 90, tmp_path)
+
+
+@ALL
+@pytest.mark.parametrize("T", [1, 16])
+def test_inputs_go_straight_to_registers(width, delta, T):
+    """A wait between two loads would add a trip to memory to each step.
+
+    Shared memory is for the sums over warps and for o, all after the loads.
+    """
+    ptx = compile_decode(width, delta, T, 90).asm["ptx"]
+    moves = re.findall(r"(ld\.global|bar\.sync|st\.shared)", ptx)
+    loads = [i for i, move in enumerate(moves) if move == "ld.global"]
+    others = [i for i, move in enumerate(moves) if move != "ld.global"]
+    assert max(loads) < min(others)

@@ -1,0 +1,365 @@
+"""decode_step in PyTorch: its equations, its state in place, its refusals."""
+
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import GATES, RULES, explicit, member
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastweights as fw
+from fastweights import ops
+from fastweights.checks import relative_error
+
+EXACT = 1e-12  # fp64, sums in another order
+OPERATOR = torch.ops.fastweights.decode_step.default
+
+members = pytest.mark.parametrize(
+    ("gate", "rule"),
+    list(itertools.product(GATES, RULES)),
+    ids=lambda value: value,
+)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def call(gate="vector", rule="delta", **sizes):
+    """A member's inputs as decode_step takes them, all else by keyword."""
+    x = member(gate, rule, **sizes)
+    return x | {"state": x.pop("initial_state")}
+
+
+def widened(x):
+    return {name: t.double() for name, t in x.items()}
+
+
+def expected(x, **options):
+    """Outputs and the state after them, from the equations, in fp64."""
+    x = widened(x)
+    return explicit(**x | {"initial_state": x.pop("state")}, **options)
+
+
+def part(x, tokens):
+    """Those tokens of a member's inputs; a fixed gate has none."""
+    return {n: t if t.dim() == 1 else t[:, tokens] for n, t in x.items()}
+
+
+@members
+@pytest.mark.parametrize("T", [1, 3, 16])
+@pytest.mark.parametrize("backend", ["auto", "loop", "chunkwise"])
+def test_every_member_and_length(gate, rule, T, backend):
+    x = call(gate, rule, B=2, T=T, H=2, HV=6)
+    o_ref, state_ref = expected(x)
+    state = x["state"].clone()
+    before = {name: t.clone() for name, t in x.items() if name != "state"}
+    with ops.record_backends() as ran:
+        o = fw.decode_step(**x, backend=backend)
+    assert ran == ["loop forward"]
+    assert o.shape == x["v"].shape
+    assert not x["state"].equal(state)
+    assert relative_error(o, o_ref) <= EXACT
+    assert relative_error(x["state"], state_ref) <= EXACT
+    assert all(x[name].equal(t) for name, t in before.items())
+
+
+@members
+@pytest.mark.parametrize("step", [1, 3, 16])
+def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
+    x = member(gate, rule, B=2, T=80)
+    state = x.pop("initial_state")
+    o_ref, state_ref = fw.linear_recurrence(**x, initial_state=state)
+    prompt = part(x, slice(0, 48))
+    o, state = fw.linear_recurrence(**prompt, initial_state=state)
+    outputs = [o]
+    for t in range(48, 80, step):
+        tokens = part(x, slice(t, t + step))
+        outputs.append(fw.decode_step(**tokens, state=state))
+    assert relative_error(torch.cat(outputs, 1), o_ref) <= EXACT
+    assert relative_error(state, state_ref) <= EXACT
+
+
+@members
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_dtype(gate, rule, dtype):
+    x = call(gate, rule, T=16, K=32, V=33, dtype=getattr(torch, dtype))
+    o_ref, state_ref = expected(x)
+    o = fw.decode_step(**x)
+    assert o.dtype == x["v"].dtype and x["state"].dtype == torch.float32
+    assert relative_error(o, o_ref) <= (1e-6 if dtype == "float32" else 5e-3)
+    assert relative_error(x["state"], state_ref) <= 1e-6
+
+
+@pytest.mark.parametrize("scale", [None, 2, 0.1, 0.0])
+def test_scale(scale):
+    x = call("scalar")
+    x = {n: t if n == "state" else t[:, :5] for n, t in x.items()}
+    o_ref, _ = expected(x, scale=scale and float(scale))
+    assert relative_error(fw.decode_step(**x, scale=scale), o_ref) <= EXACT
+
+
+def slots(cache):
+    return cache[1:3]
+
+
+def every_other_head(cache):
+    return cache[:2, ::2]
+
+
+def transposed(cache):
+    return cache.mT[:2, :3]
+
+
+@pytest.mark.parametrize("view", [slots, every_other_head, transposed])
+def test_a_view_of_a_cache_is_updated_and_nothing_else(view):
+    """The caller's own memory changes, however it lies."""
+    x = call(B=2, T=4, H=1, HV=3, K=6, V=6)
+    cache = torch.randn(4, 6, 6, 6, dtype=torch.float64)
+    before, x["state"] = cache.clone(), view(cache)[:, :3]
+    o_ref, state_ref = expected(x)
+    assert relative_error(fw.decode_step(**x), o_ref) <= EXACT
+    assert relative_error(view(cache)[:, :3], state_ref) <= EXACT
+    view(cache)[:, :3] = view(before)[:, :3]
+    assert cache.equal(before)
+
+
+def test_inputs_need_not_be_contiguous():
+    x = call(B=2, T=5, H=2, HV=4)
+    views = {
+        n: t.movedim(0, -1).contiguous().movedim(-1, 0) for n, t in x.items()
+    }
+    assert not any(t.is_contiguous() for t in views.values())
+    o = fw.decode_step(**views)
+    assert o.equal(fw.decode_step(**x))
+    assert views["state"].equal(x["state"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_autocast_narrows_q_k_v_and_nothing_else(dtype):
+    dtype = getattr(torch, dtype)
+    products = dtype if dtype == torch.float64 else torch.bfloat16
+    x = call(T=7, dtype=torch.float32)
+    names = x if dtype == torch.float64 else ("q", "k", "v")
+    x |= {name: x[name].to(dtype) for name in names}
+    by_hand = {name: t.clone() for name, t in x.items()}
+    by_hand |= {name: x[name].to(products) for name in ("q", "k", "v")}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = fw.decode_step(**x)
+    assert o.dtype == products
+    assert o.equal(fw.decode_step(**by_hand))
+    assert x["state"].equal(by_hand["state"])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state"])
+def test_it_refuses_where_a_gradient_is_needed(name):
+    x = call(T=2)
+    x[name].requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name}: .*torch\.no_grad\(\)"):
+        fw.decode_step(**x)
+    before = x["state"].detach().clone()
+    with torch.no_grad():
+        o = fw.decode_step(**x)
+    assert not o.requires_grad and not x["state"].equal(before)
+
+
+def test_states_made_in_inference_mode_and_out_of_it():
+    x = call(T=2)
+    ref = x["state"].clone()
+    o_ref = fw.decode_step(**x | {"state": ref})
+    with torch.inference_mode():
+        made_inside = x["state"].clone()
+        assert fw.decode_step(**x | {"state": made_inside}).equal(o_ref)
+        assert fw.decode_step(**x).equal(o_ref)
+    assert made_inside.equal(ref) and x["state"].equal(ref)
+
+
+@members
+def test_operator_passes_opcheck(gate, rule):
+    x = call(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
+    state = x["state"].mT.contiguous().mT
+    named = (x.get(name) for name in ("q", "k", "v", "g", "beta"))
+    torch.library.opcheck(OPERATOR, (*named, state, 0.5, "auto"))
+
+
+class Layer(torch.nn.Module):
+    """Kimi Delta Attention behind its projection, a token at a time."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.project = torch.nn.Linear(width, 4 * width + heads)
+
+    def forward(self, x, state):
+        y, beta = self.project(x).tensor_split([-self.heads], dim=-1)
+        q, k, v, g = y.unflatten(-1, (self.heads, -1)).chunk(4, dim=-1)
+        k, g = F.normalize(k, dim=-1), F.logsigmoid(g)
+        o = fw.decode_step(q, k, v, g, beta.sigmoid(), state=state)
+        return x + o.flatten(2)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_graph_decodes_every_token():
+    torch.manual_seed(0)
+    layer, counter = Layer(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    ref, state = torch.zeros(2, 1, 2, 4, 4)
+    with torch.no_grad():
+        x = x_ref = torch.randn(1, 1, 8)
+        for _ in range(5):
+            x, x_ref = compiled(x, state), layer(x_ref, ref)
+    torch.testing.assert_close((x, state), (x_ref, ref))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_graph_for_several_numbers_of_tokens():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fw.decode_step, backend=counter, fullgraph=True)
+    for T in (2, 5, 16):
+        x = call(T=T)
+        o_ref, state_ref = expected(x)
+        for name in ("q", "k", "v", "g", "beta"):
+            torch._dynamo.mark_dynamic(x[name], 1)
+        assert relative_error(compiled(**x), o_ref) <= EXACT
+        assert relative_error(x["state"], state_ref) <= EXACT
+    assert counter.frame_count == 1
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def tokens(T):
+    return {
+        "q": ones(1, T, 2, 3),
+        "k": ones(1, T, 2, 3),
+        "v": ones(1, T, 4, 5),
+        "g": None,
+        "beta": None,
+    }
+
+
+# What is changed in a call that is right, and what its error must say. The
+# call has B 1, T 6, H 2, HV 4, K 3, V 5.
+REFUSALS = {
+    "state-none": (
+        {"state": None},
+        TypeError,
+        "state: got NoneType, need a Tensor",
+    ),
+    "state-a-list": (
+        {"state": [0.0]},
+        TypeError,
+        "state: got list, need a Tensor",
+    ),
+    "state-bf16": (
+        {"state": ones(1, 4, 3, 5, dtype=torch.bfloat16)},
+        TypeError,
+        "state: got torch.bfloat16, need torch.float32",
+    ),
+    "state-fp64": (
+        {"state": ones(1, 4, 3, 5, dtype=torch.float64)},
+        TypeError,
+        "state: got torch.float64, need torch.float32",
+    ),
+    "state-transposed": (
+        {"state": ones(1, 4, 5, 3)},
+        ValueError,
+        "state: got shape [1, 4, 5, 3], need [1, 4, 3, 5]",
+    ),
+    "state-of-another-batch": (
+        {"state": ones(2, 4, 3, 5)},
+        ValueError,
+        "state: got shape [2, 4, 3, 5], need [1, 4, 3, 5]",
+    ),
+    "state-on-another-device": (
+        {"state": torch.zeros(1, 4, 3, 5, device="meta")},
+        ValueError,
+        "state: got device meta, need q's, cpu",
+    ),
+    "state-expanded": (
+        {"state": ones(3, 5).expand(1, 4, 3, 5)},
+        ValueError,
+        "state: got strides [0, 0, 5, 1], need a tensor whose elements share",
+    ),
+    "q-too-many-tokens": (
+        tokens(17),
+        ValueError,
+        "q: got shape [1, 17, 2, 3], need [B, T, H, K] with T <= 16; for "
+        "more tokens there is linear_recurrence",
+    ),
+    "q-no-token": (
+        tokens(0),
+        ValueError,
+        "q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K >= 1",
+    ),
+    "q-integers": (
+        {"q": ones(1, 6, 2, 3, dtype=torch.int64)},
+        TypeError,
+        "q: got torch.int64, need one of",
+    ),
+    "k-other-dtype": (
+        {"k": ones(1, 6, 2, 3, dtype=torch.bfloat16)},
+        TypeError,
+        "k: got torch.bfloat16, need torch.float32",
+    ),
+    "v-no-multiple-of-H": (
+        {"v": ones(1, 6, 3, 5)},
+        ValueError,
+        "v: got shape [1, 6, 3, 5], need [1, 6, HV, V] with HV a multiple",
+    ),
+    "g-other-width": (
+        {"g": ones(1, 6, 4, 2)},
+        ValueError,
+        "g: got shape [1, 6, 4, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "beta-per-channel": (
+        {"beta": ones(1, 6, 4, 3)},
+        ValueError,
+        "beta: got shape [1, 6, 4, 3], need [1, 6, 4]",
+    ),
+    "scale-a-string": (
+        {"scale": "1"},
+        TypeError,
+        "scale: got str, need a real number or None",
+    ),
+    "backend-unknown": (
+        {"backend": "cuda"},
+        ValueError,
+        "backend: got 'cuda', need one of ('auto', 'triton', 'chunkwise', ",
+    ),
+    "triton-on-cpu": (
+        {"backend": "triton"},
+        ValueError,
+        "q: got device cpu, need a CUDA device of compute capability 8.0",
+    ),
+    "triton-in-fp64": (
+        {name: ones(1, 6, 2, 3, dtype=torch.float64) for name in ("q", "k")}
+        | {"v": ones(1, 6, 4, 5, dtype=torch.float64)}
+        | {"state": ones(1, 4, 3, 5, dtype=torch.float64)}
+        | {"g": None, "beta": None, "backend": "triton"},
+        TypeError,
+        "q: got torch.float64, need torch.float32, float16 or bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), REFUSALS.values(), ids=REFUSALS
+)
+def test_bad_calls_name_the_argument_and_what_it_needs(
+    changes, error, message
+):
+    if changes.get("backend") == "triton":
+        pytest.importorskip("triton")
+    x = call("scalar", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    state = x["state"].clone()
+    with pytest.raises(error, match=re.escape(message)):
+        fw.decode_step(**x | changes)
+    assert x["state"].equal(state)

@@ -1,0 +1,263 @@
+"""The decoding kernel, every gate and both rules, against the fp64 loop."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import GATES, RULES, member
+from kernel_judge import compiled, interpreted, needs_memory
+
+import fastweights as fw
+from fastweights import ops
+from fastweights.checks import relative_error
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+ALL = pytest.mark.parametrize(
+    "gate, rule", list(itertools.product(GATES, RULES))
+)
+# Of o; the state is fp32 whatever q is.
+BUDGET = {
+    torch.float32: 1e-6,
+    torch.float16: 5e-3,
+    torch.bfloat16: 5e-3,
+}
+DTYPES = pytest.mark.parametrize("dtype", BUDGET, ids=lambda x: str(x)[6:])
+# B, T, H, HV, K, V
+SHAPES = {
+    "one-token": (2, 1, 2, 4, 60, 100),
+    "one-value-more-than-a-tile": (1, 3, 1, 2, 128, 129),
+    "eight-heads-a-group": (1, 3, 1, 8, 32, 32),
+    "most-tokens": (1, 16, 2, 2, 100, 20),
+    "widest-keys": (1, 3, 1, 1, 256, 64),
+    "width-one": (2, 3, 1, 1, 1, 1),
+}
+STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
+
+
+def call(gate="vector", rule="delta", device="cpu", **sizes):
+    """A member's inputs as decode_step takes them, all else by keyword."""
+    x = {name: t.to(device) for name, t in member(gate, rule, **sizes).items()}
+    return x | {"state": x.pop("initial_state")}
+
+
+def shaped(gate, rule, shape, **options):
+    sizes = dict(zip(("B", "T", "H", "HV", "K", "V"), shape, strict=True))
+    return call(gate, rule, **sizes, **options)
+
+
+def expected(x):
+    """Outputs and the state after them, from the loop in fp64."""
+    x = {name: t.double() for name, t in x.items()}
+    return fw.decode_step(**x, backend="loop"), x["state"]
+
+
+def judge(x):
+    """Output and state are within their budgets of the loop's."""
+    ref = expected(x)
+    with ops.record_backends() as ran:
+        o = fw.decode_step(**x, backend="triton")
+    assert ran == ["triton decode"]
+    assert o.dtype == x["v"].dtype and x["state"].dtype == torch.float32
+    errors = [
+        relative_error(y, y_ref)
+        for y, y_ref in zip((o, x["state"]), ref, strict=True)
+    ]
+    assert errors[0] <= BUDGET[o.dtype] and errors[1] <= 1e-6, errors
+
+
+@interpreted
+@ALL
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_loop(gate, rule, shape):
+    judge(shaped(gate, rule, shape, dtype=torch.float32))
+
+
+@interpreted
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(gate, rule, dtype):
+    judge(call(gate, rule, T=5, H=1, HV=2, K=60, V=65, dtype=dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_constant_gates(gate, rule, strength):
+    dtype = torch.float32
+    judge(call(gate, rule, T=16, K=32, dtype=dtype, strength=strength))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_identical_keys(gate, beta):
+    x = call(gate, T=16, K=32, V=32, dtype=torch.float32, strength=-1e-3)
+    x["k"] = x["k"][:, :1].expand_as(x["k"])
+    x["beta"].fill_(beta)
+    judge(x)
+
+
+@interpreted
+def test_gates_and_beta_in_the_wide_dtype():
+    x = call(T=3, K=32, V=32, dtype=torch.float16)
+    judge(x | {name: x[name].float() for name in ("g", "beta")})
+
+
+@interpreted
+def test_a_token_at_a_time_is_all_at_once():
+    x = call(T=16, HV=2, K=60, V=33, dtype=torch.float32)
+    state = x["state"].clone()
+    o = fw.decode_step(**x, backend="triton")
+    steps = []
+    for t in range(16):
+        token = {n: y[:, t : t + 1] for n, y in x.items() if n != "state"}
+        steps.append(fw.decode_step(**token, state=state, backend="triton"))
+    assert relative_error(torch.cat(steps, 1), o) <= 1e-6
+    assert relative_error(state, x["state"]) <= 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_view_of_a_cache_is_updated_and_nothing_else(transposed):
+    """All around the state is NaN: none is read, and none overwritten."""
+    x = call(B=2, T=3, K=33, V=33, dtype=torch.float32)
+    cache = torch.full((4, 2, 33, 33), float("nan"))
+    cache = cache.mT if transposed else cache
+    view = cache[1:3]
+    view.copy_(x["state"])
+    judge(x | {"state": view})
+    assert cache[::3].isnan().all()
+
+
+@interpreted
+@ALL
+def test_non_contiguous_inputs(gate, rule):
+    x = call(gate, rule, B=2, T=3, K=33, V=20, dtype=torch.float32)
+    views = {
+        name: t.movedim(0, -1).contiguous().movedim(-1, 0)
+        for name, t in x.items()
+    }
+    judge(views)
+
+
+@interpreted
+def test_operator_passes_opcheck():
+    x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
+    operator = torch.ops.fastweights.decode_step.default
+    torch.library.opcheck(operator, (*x.values(), 0.5, "triton"))
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_loop_on_gpu(gate, rule, shape, dtype):
+    judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@DTYPES
+@pytest.mark.parametrize("T", [1, 2, 16])
+def test_a_model_on_gpu(gate, rule, dtype, T):
+    shape = (4, T, 4, 8, 128, 128)
+    judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_constant_gates_on_gpu(gate, rule, strength):
+    sizes = {"T": 16, "K": 64, "V": 64, "strength": strength}
+    judge(call(gate, rule, "cuda", dtype=torch.float32, **sizes))
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@pytest.mark.parametrize("T", [1, 16])
+def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
+    shape = (16, T, 4, 8, 128, 128)
+    x = shaped(gate, rule, shape, dtype=torch.bfloat16, device="cuda")
+    runs = []
+    for _ in range(2):
+        state = x["state"].clone()
+        with ops.record_backends() as ran:
+            o = fw.decode_step(**x | {"state": state})
+        assert ran == ["triton decode"]  # what "auto" is on this GPU
+        runs.append((o, state))
+    assert all(a.equal(b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.gpu
+@compiled
+def test_fp64_is_the_loop_on_gpu():
+    x = call(T=2, device="cuda")
+    with ops.record_backends() as ran:
+        fw.decode_step(**x)
+    assert ran == ["loop forward"]
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+def test_cuda_graph(gate, rule):
+    """A captured step decodes token after token, into the same state."""
+    sizes = {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 64}
+    x = call(gate, rule, "cuda", T=5, dtype=torch.bfloat16, **sizes)
+    o_ref, state_ref = expected(x)
+
+    def token(t):
+        return {
+            name: y if name == "state" or y.dim() == 1 else y[:, t : t + 1]
+            for name, y in x.items()
+        }
+
+    now = {name: y.clone() for name, y in token(0).items()}
+    fw.decode_step(**now)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fw.decode_step(**now)
+    now["state"].copy_(x["state"])
+    outputs = []
+    for t in range(5):
+        for name, y in token(t).items():
+            if name != "state":
+                now[name].copy_(y)
+        graph.replay()
+        outputs.append(o.clone())
+    assert relative_error(torch.cat(outputs, 1), o_ref) <= 5e-3
+    assert relative_error(now["state"], state_ref) <= 1e-6
+
+
+@pytest.mark.gpu
+@compiled
+@needs_memory(24)
+def test_offsets_past_2_to_the_31():
+    """State, v and o have more elements than 32 bits can count."""
+    B, T, HV, K, V = 4, 16, 65_600, 16, 512
+    assert B * HV * K * V > 2**31 and B * T * HV * V > 2**31
+    small = call("scalar", B=B, T=T, HV=1, K=K, V=V, dtype=torch.bfloat16)
+    x = {name: t.cuda() for name, t in small.items()}
+    for name in ("v", "g", "beta"):
+        x[name] = x[name].repeat_interleave(HV, dim=2)
+    x["state"] = x["state"].repeat_interleave(HV, dim=1)
+    x["v"][:, :, -1] *= 2
+    x["state"][:, -1] *= 2
+    o_ref, state_ref = expected(small)
+    o = fw.decode_step(**x, backend="triton")
+    for head, size in ((0, 1), (HV // 2, 1), (HV - 1, 2)):
+        errors = (
+            relative_error(o[:, :, head : head + 1], size * o_ref),
+            relative_error(x["state"][:, head : head + 1], size * state_ref),
+        )
+        assert errors[0] <= 5e-3 and errors[1] <= 1e-6, (head, errors)
