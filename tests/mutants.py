@@ -285,15 +285,15 @@ MUTANTS = {
     ),
     "autocast-reaches-the-products": (
         OPS,
-        '    _ran(f"{backend} forward")\n'
+        '    ran(f"{backend} forward")\n'
         "    with torch.autocast(q.device.type, enabled=False):",
-        '    _ran(f"{backend} forward")\n    with torch.no_grad():',
+        '    ran(f"{backend} forward")\n    with torch.no_grad():',
     ),
     "autocast-reaches-the-backward": (
         OPS,
-        '    _ran(f"{backend} backward")\n'
+        '    ran(f"{backend} backward")\n'
         "    with torch.autocast(q.device.type, enabled=False):",
-        '    _ran(f"{backend} backward")\n    with torch.no_grad():',
+        '    ran(f"{backend} backward")\n    with torch.no_grad():',
     ),
     "autocast-leaves-its-operands": (
         OPS,

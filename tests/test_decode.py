@@ -337,15 +337,15 @@ REFUSALS = {
     "triton-on-cpu": (
         {"backend": "triton"},
         ValueError,
-        "q: got device cpu, need a CUDA device of compute capability 8.0",
+        "backend: got 'triton', which needs tensors on a CUDA device, not cpu",
     ),
     "triton-in-fp64": (
         {name: ones(1, 6, 2, 3, dtype=torch.float64) for name in ("q", "k")}
         | {"v": ones(1, 6, 4, 5, dtype=torch.float64)}
         | {"state": ones(1, 4, 3, 5, dtype=torch.float64)}
         | {"g": None, "beta": None, "backend": "triton"},
-        TypeError,
-        "q: got torch.float64, need torch.float32, float16 or bfloat16",
+        ValueError,
+        "backend: got 'triton', which needs q, k and v in float32, float16",
     ),
 }
 

@@ -5,12 +5,11 @@ compares outputs, final states and every gradient with the loop's.
 """
 
 import itertools
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -412,3 +411,198 @@ def test_two_runs_are_bitwise_equal(gate, rule):
     first = run(x)
     for name, again in run(x).items():
         assert torch.equal(first[name], again), name
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("part", range(10))
+def test_random_configurations_on_gpu(part):
+    """Twenty each, drawn from the part's own seed."""
+
+    @seed(part)
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(
+        gate=st.sampled_from(GATES),
+        rule=st.sampled_from(RULES),
+        B=st.integers(1, 3),
+        T=st.integers(1, 300),
+        H=st.integers(1, 3),
+        group=st.sampled_from([1, 2, 8]),
+        widths=st.sampled_from(
+            [(60, 64), (64, 129), (100, 60), (128, 128), (256, 100)]
+        ),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+        chunk_size=st.sampled_from([16, 32, 64, None]),
+        use=st.sampled_from(["o", "both"]),
+        cuts=st.lists(st.integers(0, 300), max_size=4),
+        number=st.integers(0, 2**16),
+    )
+    def check(
+        gate,
+        rule,
+        B,
+        T,
+        H,
+        group,
+        widths,
+        dtype,
+        chunk_size,
+        use,
+        cuts,
+        number,
+    ):
+        options = {"use": use, "chunk_size": chunk_size}
+        B, N = (1, len(cuts) + 1) if cuts else (B, None)
+        K, V = widths
+        x = member(
+            gate,
+            rule,
+            B=B,
+            T=T,
+            H=H,
+            HV=H * group,
+            K=K,
+            V=V,
+            N=N,
+            seed=number,
+        )
+        if cuts:
+            ends = torch.tensor([0, *sorted(min(c, T) for c in cuts), T])
+            options["cu_seqlens"] = ends.cuda()
+        judge(cast(x, dtype, "cuda"), budget_of(dtype), **options)
+
+    check()
+
+
+def last_sequence(x, tokens):
+    """The inputs of a pack's last sequence, which has so many tokens."""
+    return {
+        name: t[-1:] if name == "initial_state" else t[:, -tokens:]
+        for name, t in x.items()
+    }
+
+
+def judge_last(x, grads, o, state, tokens, do):
+    """The last sequence of a large pack is that sequence alone."""
+    alone = {
+        name: t.detach().double().requires_grad_()
+        for name, t in last_sequence(x, tokens).items()
+    }
+    o_ref, state_ref = fw.linear_recurrence(**alone, backend="loop")
+    loss = (o_ref * do[:, -tokens:].double()).sum() + state_ref.sum()
+    loss.backward()
+    found = last_sequence(grads, tokens)
+    assert relative_error(o[:, -tokens:], o_ref) <= HALF["o"]
+    assert relative_error(state[-1:], state_ref) <= HALF["state"]
+    for name, t in alone.items():
+        error = relative_error(found[name], t.grad)
+        assert error <= HALF[f"d{name}"], f"d{name}: {error:.1e}"
+
+
+def large(gate, rule, *, T, N, H, K, V):
+    """Inputs made on the GPU, in bf16, with room for their gradients."""
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x = {
+        "q": torch.randn(1, T, H, K, **options),
+        "k": torch.randn(1, T, H, K, **options).mul_(K**-0.5),
+        "v": torch.randn(1, T, H, V, **options),
+        "initial_state": torch.randn(N, H, K, V, device="cuda"),
+    }
+    shape = {"scalar": (1, T, H), "vector": (1, T, H, K)}.get(gate)
+    if shape:
+        x["g"] = -torch.rand(shape, **options)
+    if rule == "delta":
+        x["beta"] = torch.rand(1, T, H, **options)
+    return {name: t.requires_grad_() for name, t in x.items()}
+
+
+LARGE = {
+    "tokens": {"T": 2**17 + 100, "N": 2, "H": 130, "K": 128, "V": 16},
+    "states": {"T": 2**14 + 100, "N": 2**14, "H": 9, "K": 128, "V": 128},
+}
+
+
+@pytest.mark.gpu
+@compiled
+@needs_memory(110)
+@pytest.mark.parametrize("size", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(
+    "gate, rule",
+    [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
+)
+def test_offsets_past_31_bits(gate, rule, size):
+    """Of q and its like, of the states, and of the states of the chunks."""
+    x = large(gate, rule, **size)
+    N, T = size["N"], size["T"]
+    starts = torch.arange(N, device="cuda", dtype=torch.int32)
+    if N == 2:
+        starts *= T - 100
+    cu_seqlens = torch.cat([starts, starts.new_tensor([T])])
+    largest = "q" if N == 2 else "initial_state"
+    assert x[largest].numel() > 2**31
+    with ops.record_backends() as ran:
+        o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+        do = torch.randn_like(o)
+        grads = torch.autograd.grad(
+            [o, state], [*x.values()], [do, torch.ones_like(state)]
+        )
+    assert ran == ["triton forward", "triton backward"]
+    grads = dict(zip(x, grads, strict=True))
+    tokens = T - int(cu_seqlens[-2])
+    judge_last(x, grads, o, state, tokens, do)
+
+
+@pytest.mark.gpu
+@compiled
+def test_no_host_sync():
+    """Not even for packed sequences: their offsets stay on the device."""
+    x = member("vector", "delta", T=300, N=3, K=64, V=64)
+    x = {
+        n: t.requires_grad_()
+        for n, t in cast(x, torch.float32, "cuda").items()
+    }
+    cu_seqlens = torch.tensor([0, 100, 100, 300], device="cuda")
+
+    def step():
+        o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+        return torch.autograd.grad(o.sum() + state.sum(), [*x.values()])
+
+    step()  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+def test_cuda_graph(gate, rule):
+    """Forward and backward, captured once, replayed on new values."""
+    x = member(gate, rule, B=2, T=200, K=64, V=64)
+    x = {
+        n: t.requires_grad_()
+        for n, t in cast(x, torch.float32, "cuda").items()
+    }
+
+    def step():
+        o, state = fw.linear_recurrence(**x)
+        loss = o.square().sum() + state.square().sum()
+        return o, *torch.autograd.grad(loss, [*x.values()])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in x.values():
+            t.mul_(0.5)
+    graph.replay()
+    for found, ref in zip(captured, step(), strict=True):
+        assert torch.equal(found, ref)

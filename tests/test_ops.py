@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -436,9 +437,59 @@ def test_the_state_carries_everything_a_later_call_needs(cut, T):
     torch.testing.assert_close((torch.cat(outputs, 1), state), whole)
 
 
-def test_auto_is_chunkwise():
+def test_auto_is_chunkwise_on_a_cpu():
     assert fw.choose_backend() == fw.choose_backend("auto") == "chunkwise"
     assert fw.choose_backend("loop") == "loop"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes this machine one with a GPU of some compute capability."""
+
+    def forget():
+        ops._explain.cache_clear()
+        ops._lack_of_triton.cache_clear()
+
+    def of(*capability):
+        for name, value in (
+            ("get_device_capability", capability),
+            ("get_device_name", "Some GPU"),
+        ):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, x=value: x)
+
+    forget()
+    yield of
+    forget()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_auto_is_triton_from_ampere_on(gpu, capability):
+    pytest.importorskip("triton")
+    gpu(*capability)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert fw.choose_backend("auto", "cuda", dtype) == "triton"
+    assert fw.choose_backend("auto", "cuda", torch.float64) == "chunkwise"
+    assert fw.choose_backend("chunkwise", "cuda") == "chunkwise"
+
+
+def test_an_older_gpu_gets_chunkwise_and_is_told_why_once(gpu):
+    pytest.importorskip("triton")
+    gpu(7, 5)
+    with pytest.warns(UserWarning, match=r"8\.0 .*; Some GPU has 7\.5"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with warnings.catch_warnings(action="error"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match=r"'triton'.*8\.0.* has 7\.5"):
+        fw.choose_backend("triton", "cuda")
+
+
+def test_triton_may_be_missing(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="triton, which is not installed"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match="which is not installed"):
+        fw.choose_backend("triton")
 
 
 def test_inputs_and_initial_state_are_left_as_they_were():
@@ -563,7 +614,13 @@ VALUES = {
     ),
     "backend-unknown": (
         {"backend": "cuda"},
-        "backend: got 'cuda', need one of ('auto', 'chunkwise', 'loop')",
+        "backend: got 'cuda', need one of ('auto', 'triton', 'chunkwise', "
+        "'loop')",
+    ),
+    "backend-triton-on-a-cpu": (
+        {"backend": "triton"},
+        "backend: got 'triton', which needs tensors on a CUDA device, not cpu"
+        ", or Triton's interpreter",
     ),
     "backend-none": ({"backend": None}, "backend: got None, need one of"),
     "chunk-size-17": (

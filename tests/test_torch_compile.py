@@ -110,13 +110,16 @@ def batches(packed):
         yield tokens[:, :-1], tokens[:, 1:], cu_seqlens
 
 
-def train(backend, packed, wrap=lambda model: model):
+def train(backend, packed, wrap=lambda model: model, device="cpu"):
     torch.manual_seed(0)
-    model = Model(backend=backend)
+    model = Model(backend=backend).to(device)
     run = wrap(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
-    for tokens, targets, cu_seqlens in batches(packed):
+    for batch in batches(packed):
+        tokens, targets, cu_seqlens = (
+            None if x is None else x.to(device) for x in batch
+        )
         dynamic(tokens, 1)
         loss = F.cross_entropy(run(tokens, cu_seqlens).mT, targets)
         optimizer.zero_grad()
@@ -146,3 +149,75 @@ def test_inductor_agrees():
     x = member("vector", "delta", T=40)
     compiled = torch.compile(fw.linear_recurrence, fullgraph=True)
     same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_compiled_model_trains_on_gpu_as_the_loop_does(packed):
+    counter = CompileCounterWithBackend("inductor")
+
+    def compiled(model):
+        return torch.compile(model, backend=counter, fullgraph=True)
+
+    ref = train("loop", packed, device="cuda")
+    with ops.record_backends() as ran:
+        losses = train("auto", packed, compiled, device="cuda")
+    assert ran == 50 * (2 * ["triton forward"] + 2 * ["triton backward"])
+    assert counter.frame_count == 1
+    assert ref[-3:].mean() < ref[:3].mean() / 2
+    torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_cuda_graph():
+    """Fifty replays of one captured step, against fifty eager ones."""
+
+    def begin():
+        torch.manual_seed(0)
+        model = Model().cuda()
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=0.02, capturable=True
+        )
+
+        def step(tokens, targets):
+            loss = F.cross_entropy(model(tokens).mT, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return loss.detach()
+
+        return step, model, optimizer
+
+    data = [
+        (tokens[:, :50].cuda(), targets[:, :50].cuda())
+        for tokens, targets, _ in batches(packed=False)
+    ]
+    step, _, _ = begin()
+    ref = [step(*batch).item() for batch in data]
+
+    step, model, optimizer = begin()
+    before = [p.detach().clone() for p in model.parameters()]
+    static = [x.clone() for x in data[0]]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), ops.record_backends() as ran:
+        loss = step(*static)
+    assert ran == 2 * ["triton forward"] + 2 * ["triton backward"]
+    with torch.no_grad():  # the warm-up changed them
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.copy_(value)
+        for state in optimizer.state.values():
+            for x in state.values():
+                x.zero_()
+    losses = []
+    for batch in data:
+        for x, value in zip(static, batch, strict=True):
+            x.copy_(value)
+        graph.replay()
+        losses.append(loss.item())
+    assert sum(ref[-3:]) < sum(ref[:3]) / 2
+    assert losses == pytest.approx(ref, abs=1e-3)

@@ -9,10 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import check_arguments
-from fastweights.ops import _autocast, _ran, linear_recurrence
+from fastweights.ops import (
+    autocast,
+    check_name,
+    choose_backend,
+    linear_recurrence,
+    ran,
+)
 
 MAX_TOKENS = 16
-BACKENDS = ("auto", "triton", "chunkwise", "loop")
 
 
 def decode_step(
@@ -33,11 +38,9 @@ def decode_step(
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous.
-        backend: "triton" (one kernel that reads and writes the state once;
-            needs a CUDA device of compute capability 8.0 or newer, and is
-            not for fp64), "loop" or "chunkwise" (both are the loop over
-            tokens in PyTorch), or "auto": "triton" where it runs, else
-            "loop".
+        backend: as in linear_recurrence. "triton" is one kernel that reads
+            and writes the state once; "chunkwise" and "loop" are both the
+            loop over tokens in PyTorch.
 
     Returns:
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is),
@@ -50,7 +53,7 @@ def decode_step(
             needed; the message names the argument, what it got and what it
             needs.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check(q, k, v, g, beta, state, scale, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _decode(q, k, v, g, beta, state, scale, backend)
@@ -90,31 +93,7 @@ def _check(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): decode_step has none"
             )
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
-
-
-def _decode_backend(backend: str, q: Tensor) -> str:
-    """The backend that runs on q when ``backend`` is asked for."""
-    if backend in ("chunkwise", "loop"):
-        return "loop"
-    modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if backend == "auto":
-        runs = modern and q.dtype != torch.float64
-        return "triton" if runs else "loop"
-    if q.dtype == torch.float64:
-        raise TypeError(
-            "q: got torch.float64, need torch.float32, float16 or bfloat16 "
-            'for backend "triton"'
-        )
-    from fastweights.kernels.tile import INTERPRETED
-
-    if not modern and not INTERPRETED:
-        raise ValueError(
-            f"q: got device {q.device}, need a CUDA device of compute "
-            'capability 8.0 or newer for backend "triton"'
-        )
-    return "triton"
+    check_name(backend)
 
 
 @torch.library.custom_op(
@@ -134,10 +113,10 @@ def _decode(
     backend: str,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after the last token."""
-    if _decode_backend(backend, q) == "triton":
+    if choose_backend(backend, q.device, q.dtype) == "triton":
         from fastweights.kernels.decode import decode
 
-        _ran("triton decode")
+        ran("triton decode")
         return decode(q, k, v, g, beta, state, scale)
     o, last = linear_recurrence(
         q, k, v, g, beta, scale=scale, initial_state=state, backend="loop"

@@ -88,11 +88,11 @@ def linear_recurrence(
             the argument, what it got and what it needs.
         NotImplementedError: in the backward of a backward.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
-    _check_name(backend)
+    check_name(backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
@@ -117,7 +117,7 @@ def choose_backend(
     Raises:
         ValueError: there is no such backend, or "triton" cannot run there.
     """
-    _check_name(backend)
+    check_name(backend)
     device = torch.device(device)
     if backend == "auto" and device.type != "cuda":
         return "chunkwise"
@@ -133,11 +133,13 @@ def choose_backend(
     return backend
 
 
-def _check_name(backend: str) -> None:
+def check_name(backend: str) -> None:
+    """Raise ValueError unless there is such a backend."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
 
 
+@functools.cache
 def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     """What the kernels need and do not have here; "" if they run."""
     if not importlib.util.find_spec("triton"):
@@ -172,7 +174,7 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
 def _explain(lack: str) -> None:
     """Say once why a GPU does not get the kernels."""
     warnings.warn(
-        f"linear_recurrence runs as chunkwise PyTorch: Triton needs {lack}",
+        f"fastweights runs as PyTorch here: its kernels need {lack}",
         stacklevel=2,
     )
 
@@ -201,12 +203,13 @@ def record_backends() -> Iterator[list[str]]:
         _records.pop()
 
 
-def _ran(what: str) -> None:
+def ran(what: str) -> None:
+    """Tell the open records what runs."""
     for record in _records:
         record.append(what)
 
 
-def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as autocast has them; fp64 stays fp64."""
     if not all(isinstance(x, Tensor) for x in operands):
         return operands
@@ -231,7 +234,7 @@ def _loop(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
-    _ran("loop forward")
+    ran("loop forward")
     with torch.autocast(q.device.type, enabled=False):
         tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
         tokens[0] = scale * tokens[0]
@@ -263,7 +266,7 @@ def _forward(
     """What a backend computes, and what its backward re-uses."""
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    _ran(f"{backend} forward")
+    ran(f"{backend} forward")
     with torch.autocast(q.device.type, enabled=False):
         return module.forward(q, *inputs, chunk_size)
 
@@ -288,7 +291,7 @@ def _backward(
     """Gradients of the inputs up to initial_state that are not None."""
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    _ran(f"{backend} backward")
+    ran(f"{backend} backward")
     with torch.autocast(q.device.type, enabled=False):
         return module.backward(do, dstate, q, *inputs, chunk_size)
 
