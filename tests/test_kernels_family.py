@@ -28,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.reference import backend
+from fastweights.kernels import launch
+from fastweights.reference import backend, chunkwise
+from fastweights.reference import chunkwise_backward as backward
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -300,6 +302,64 @@ def test_any_subset_of_inputs_may_require_a_gradient():
     for count in (0, 1, 5):
         for wanted in itertools.combinations(x, count):
             judge(x, 1e-4, chunk_size=16, wanted=wanted)
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+def test_each_stage_is_its_twin(gate, rule):
+    """Each stage of the kernels against the one of its name in PyTorch."""
+    C, T, scale = 16, 40, 0.3
+    x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    call = launch.Call(*(x.get(n) for n in names), None, scale, C)
+    torch.manual_seed(1)
+    do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
+
+    wide = backend.widen(*(x.get(n) for n in names[:5]))
+    q, k, v, g = (chunkwise.to_chunks(t.double(), C) for t in wide[:4])
+    beta = wide[4]
+    if beta is not None:
+        beta = chunkwise.to_chunks(beta[..., None].double(), C)
+    S = x["initial_state"].double()
+    do_n, dS = chunkwise.to_chunks(do.double(), C), dstate.double()
+    G, Aqk, P = chunkwise.intra(q, k, g, beta)
+    o, state = chunkwise.scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
+    h, v_new = backward.chunk_states(k, v, g, beta, G, P, S)
+    y, dh, dinitial = backward.scan_backward(
+        q, k, g, beta, G, Aqk, P, do_n, dS, scale=scale
+    )
+    grads = backward.intra_backward(
+        q, k, v, g, beta, G, do_n, v_new, y, h, dh, scale=scale
+    )
+
+    def agree(found, ref):
+        ref = chunkwise.from_chunks(ref, T)
+        ref = ref if found.dim() == 4 else ref[..., 0]
+        assert relative_error(found, ref) < 1e-5
+
+    chunked, A_found, P_found = launch.intra(call)
+    for found, ref in ((A_found, Aqk), (P_found, P)):
+        if found is not None:
+            agree(found, ref)
+    o_found, state_found = launch.scan(call, chunked, A_found, P_found)
+    agree(o_found, o)
+    assert relative_error(state_found, state) < 1e-5
+    h_found, v_found = launch.chunk_states(call, chunked, P_found)
+    agree(v_found, v_new)
+    y_found, dh_found, dinitial_found = launch.scan_backward(
+        call, chunked, A_found, P_found, do, dstate
+    )
+    agree(y_found, y)
+    assert relative_error(dinitial_found, dinitial) < 1e-5
+    for found, ref in ((h_found, h), (dh_found, dh)):
+        assert relative_error(found[:3, 0], ref[0, :, 0]) < 1e-5
+    found = launch.intra_backward(
+        call, do, v_found, y_found, h_found, dh_found
+    )
+    for dx, ref in zip(found, grads, strict=True):
+        if dx is not None:
+            agree(dx, ref)
 
 
 @interpreted

@@ -108,7 +108,7 @@ def test_intra(rule, gate, size):
     (dAqk, *dM), ref = autograd(intra_with_M, q, k, g, beta)
     dM = dM[0] if dM else None
     G = g.cumsum(-2)
-    grads = chunkwise_backward.intra_backward(q, k, beta, G, dAqk, dM)
+    grads = chunkwise_backward.through_scores(q, k, beta, G, dAqk, dM)
     same(grads, ref)
 
 
@@ -119,7 +119,7 @@ def test_intra_through_the_inverse(gate):
     (dG, dAqk, dP), ref = autograd(chunkwise.intra, q, k, g, beta)
     G, _, P = chunkwise.intra(q, k, g, beta)
     dM = -(P.mT @ dP @ P.mT).tril(-1)
-    dq, dk, dg, dbeta = chunkwise_backward.intra_backward(
+    dq, dk, dg, dbeta = chunkwise_backward.through_scores(
         q, k, beta, G, dAqk, dM
     )
     dg = dg + chunkwise_backward.reverse_cumsum(dG)
@@ -142,11 +142,14 @@ def test_scan(rule, gate):
     (do, dS), ref = autograd(
         lambda *x: scan_of_M(*x, scale=0.3), q, k, v, g, beta, Aqk, M, S
     )
-    states = chunkwise_backward.chunk_states(k, v, g, beta, G, P, S)
-    grads = chunkwise_backward.scan_backward(
-        q, k, v, g, beta, G, Aqk, P, states, do, dS, scale=0.3
+    states, v_new = chunkwise_backward.chunk_states(k, v, g, beta, G, P, S)
+    y, leaving, dS = chunkwise_backward.scan_backward(
+        q, k, g, beta, G, Aqk, P, do, dS, scale=0.3
     )
-    same(grads, ref)
+    grads = chunkwise_backward.through_states(
+        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=0.3
+    )
+    same((*grads, dS), ref)
 
 
 @gates
@@ -155,7 +158,7 @@ def test_chunk_states_are_the_states_of_the_loop(rule, gate):
     q, k, v, g, beta, S = inputs(gate, rule, T=40).values()
     *tokens, _ = chunks(gate, rule, 16, T=40)
     G, _, P = chunkwise.intra(tokens[0], tokens[1], *tokens[3:])
-    states = chunkwise_backward.chunk_states(*tokens[1:], G, P, S)
+    states, _ = chunkwise_backward.chunk_states(*tokens[1:], G, P, S)
     given = [x for x in (q, k, v, g, beta) if x is not None]
     for n in range(3):
         before = (x[:, : 16 * n] for x in given)

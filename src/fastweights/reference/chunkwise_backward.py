@@ -1,10 +1,12 @@
 """The gradients of the chunk form, stage by stage, by hand.
 
-:func:`scan_backward` and :func:`intra_backward` undo the two stages of
-:mod:`.chunkwise`, last one first, and :func:`chunkwise_backward` composes
-them. No gradient of the inverse P is formed: with M = Diag(beta) Akk and
-P = (I + M)^{-1}, a gradient dv_new of P x gives y = P^T dv_new to x and
-dM = -y (P x)^T to M. Shapes are those of :mod:`.chunkwise`.
+:func:`chunk_states` scans again for the states, :func:`scan_backward` scans
+back for their gradients, and with both :func:`intra_backward` finds what
+each chunk gives its inputs, all chunks at once; :func:`chunkwise_backward`
+composes them. The kernels have the same stages. No gradient of the inverse P
+is formed: with M = Diag(beta) Akk and P = (I + M)^{-1}, a gradient dv_new of
+P x gives y = P^T dv_new to x and dM = -y (P x)^T to M. Shapes are those of
+:mod:`.chunkwise`.
 
 A gate's gradient is a sum over the pairs of tokens that it stands between.
 Under strong decay each pair counts next to nothing, so no term in it may be
@@ -82,7 +84,7 @@ def decayed_sum_after(A: Square, x: Chunks, G: Gates) -> Chunks:
     return decayed_sum(A, x, G).flip(-2)
 
 
-def intra_backward(
+def through_scores(
     q: Chunks,
     k: Chunks,
     beta: Chunks | None,
@@ -90,7 +92,7 @@ def intra_backward(
     dAqk: Square,
     dM: Square | None,
 ) -> tuple[Chunks, Chunks, Gates, Chunks | None]:
-    """Inside each chunk: dq, dk, dg and dbeta from dAqk and dM.
+    """What dAqk and dM give a chunk's tokens: dq, dk, dg and dbeta.
 
     dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
     row of a score matrix gains from later gates, a column loses.
@@ -117,19 +119,19 @@ def chunk_states(
     G: Gates,
     P: Square | None,
     S: State,
-) -> States:
-    """The state that enters each chunk: ``scan`` again, without outputs."""
-    states = []
+) -> tuple[States, Chunks]:
+    """The state that enters each chunk, and v_new: ``scan`` once more."""
+    states, written = [], []
     for k_n, v_n, beta_n, G_n, rest_n, P_n in each_chunk(
         k, v, beta, G, sum_after(g), P
     ):
         states.append(S)
-        v_new = new_values(k_n, v_n, beta_n, G_n, P_n, S)
-        S = next_state(k_n, v_new, G_n, rest_n, S)
-    return torch.stack(states, dim=1)
+        written.append(new_values(k_n, v_n, beta_n, G_n, P_n, S))
+        S = next_state(k_n, written[-1], G_n, rest_n, S)
+    return torch.stack(states, dim=1), torch.stack(written, dim=1)
 
 
-def reverse_scan(
+def scan_backward(
     q: Chunks,
     k: Chunks,
     g: Gates,
@@ -162,49 +164,33 @@ def reverse_scan(
     return torch.stack(ys[::-1], 1), torch.stack(leaving[::-1], 1), dS
 
 
-def scan_backward(
+def through_states(
     q: Chunks,
     k: Chunks,
     v: Chunks,
     g: Gates,
     beta: Chunks | None,
     G: Gates,
-    Aqk: Square,
-    P: Square | None,
-    states: States,
     do: Chunks,
-    dS: State,
+    v_new: Chunks,
+    y: Chunks,
+    states: States,
+    leaving: States,
     *,
     scale: float,
 ) -> tuple[
-    Chunks,
-    Chunks,
-    Chunks,
-    Gates,
-    Chunks | None,
-    Square,
-    Square | None,
-    State,
+    Chunks, Chunks, Chunks, Gates, Chunks | None, Square, Square | None
 ]:
-    """Across chunks: dq, dk, dv, dg, dbeta, dAqk, dM and dS_in.
-
-    dq, dk, dg and dbeta are the parts that passed through the states, which
-    :func:`chunk_states` gives. After :func:`reverse_scan` every chunk is on
-    its own.
-    """
-    y, leaving, dS = reverse_scan(
-        q, k, g, beta, G, Aqk, P, do, dS, scale=scale
-    )
-    v_new = new_values(k, v, beta, G, P, states)
+    """dq, dk, dv, dg and dbeta as far as states pass them; dAqk and dM."""
     dAqk = scale * (do @ v_new.mT).tril()
     dq = scale * (do @ states.mT) * G.exp()
     dk_state = (v_new @ leaving.mT) * sum_after(g).exp()
     dk_row, dv, dbeta, dM = torch.zeros_like(k), y, None, None
-    if beta is not None and P is not None:
-        error = v - (k * G.exp()) @ states
-        dbeta = (y * error).sum(-1, keepdim=True)
-        dv = beta * y
-        dk_row = -(dv @ states.mT) * G.exp()
+    if beta is not None:
+        answer = -(y @ states.mT) * G.exp()
+        dbeta = (y * v).sum(-1, keepdim=True)
+        dbeta = dbeta + (k * answer).sum(-1, keepdim=True)
+        dk_row, dv = beta * answer, beta * y
         dM = -(y @ v_new.mT).tril(-1)
     kept = G[..., -1:, :].exp() * (states * leaving).sum(-1)[..., None, :]
     dg = (
@@ -212,7 +198,32 @@ def scan_backward(
         + sum_before(per_gate(k * dk_state, G))
         + per_gate(kept, G)
     )
-    return dq, dk_row + dk_state, dv, dg, dbeta, dAqk, dM, dS
+    return dq, dk_row + dk_state, dv, dg, dbeta, dAqk, dM
+
+
+def intra_backward(
+    q: Chunks,
+    k: Chunks,
+    v: Chunks,
+    g: Gates,
+    beta: Chunks | None,
+    G: Gates,
+    do: Chunks,
+    v_new: Chunks,
+    y: Chunks,
+    states: States,
+    leaving: States,
+    *,
+    scale: float,
+) -> tuple[Chunks, Chunks, Chunks, Gates, Chunks | None]:
+    """Inside each chunk: dq, dk, dv, dg and dbeta."""
+    dq, dk, dv, dg, dbeta, dAqk, dM = through_states(
+        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=scale
+    )
+    parts = through_scores(q, k, beta, G, dAqk, dM)
+    if dbeta is not None and parts[3] is not None:
+        dbeta = dbeta + parts[3]
+    return dq + parts[0], dk + parts[1], dv, dg + parts[2], dbeta
 
 
 def chunkwise_backward(
@@ -243,13 +254,14 @@ def chunkwise_backward(
     G = g.cumsum(dim=-2)
     if Aqk is None:
         G, Aqk, P = intra(q, k, g, beta)
-    states = chunk_states(k, v, g, beta, G, P, initial_state)
-    dq, dk, dv, dg, dbeta, dAqk, dM, dS = scan_backward(
-        q, k, v, g, beta, G, Aqk, P, states, do, dS, scale=scale
+    states, v_new = chunk_states(k, v, g, beta, G, P, initial_state)
+    y, leaving, dS = scan_backward(
+        q, k, g, beta, G, Aqk, P, do, dS, scale=scale
     )
-    parts = intra_backward(q, k, beta, G, dAqk, dM)
-    dq, dk, dg = dq + parts[0], dk + parts[1], dg + parts[2]
-    if dbeta is not None and parts[3] is not None:
-        dbeta = from_chunks(dbeta + parts[3], T)[..., 0]
-    dq, dk, dv, dg = (from_chunks(x, T) for x in (dq, dk, dv, dg))
+    *grads, dbeta = intra_backward(
+        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=scale
+    )
+    dq, dk, dv, dg = (from_chunks(x, T) for x in grads)
+    if dbeta is not None:
+        dbeta = from_chunks(dbeta, T)[..., 0]
     return dq, dk, dv, dg, dbeta, dS

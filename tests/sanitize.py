@@ -1,0 +1,49 @@
+"""A small case of each kernel, for NVIDIA's compute-sanitizer.
+
+    python tests/sanitize.py   # once, so that all is compiled
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
+        compute-sanitizer --tool memcheck python tests/sanitize.py
+
+and --tool racecheck. Lengths that no chunk divides, an empty sequence, heads
+that share keys, widths that no tile divides. Without its cache of memory
+PyTorch allocates each tensor by itself, so that reading past one shows.
+"""
+
+import itertools
+
+import torch
+from inputs import GATES, RULES, member
+
+import fastweights as fw
+from fastweights.kernels import linear, prefix
+
+
+def run(gate: str, rule: str, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([0, 70, 70, 100], device="cuda")
+    x = member(gate, rule, T=100, N=3, H=1, HV=2, K=60, V=100)
+    x = {name: t.cuda().float() for name, t in x.items()}
+    x |= {name: x[name].to(dtype) for name in ("q", "k", "v")}
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    o, state = fw.linear_recurrence(**x, cu_seqlens=lengths, backend="triton")
+    torch.autograd.grad(o.float().sum() + state.sum(), [*x.values()])
+    few = {n: t[:, :3].detach() if t.dim() > 1 else t for n, t in x.items()}
+    few["state"] = few.pop("initial_state")[:1].detach().clone()
+    with torch.no_grad():
+        fw.decode_step(**few, backend="triton")
+
+
+def main() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for gate, rule in itertools.product(GATES, RULES):
+            run(gate, rule, dtype)
+            torch.cuda.synchronize()
+            print(dtype, gate, rule, flush=True)
+        q, k = torch.randn(2, 1, 100, 1, 60, dtype=dtype, device="cuda")
+        v = torch.randn(1, 100, 2, 100, dtype=dtype, device="cuda")
+        linear.scan(q, k, v, scale=0.3)
+        prefix.parallel_scan(q, k, v, scale=0.3)
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
