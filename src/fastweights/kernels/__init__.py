@@ -6,10 +6,14 @@ checks its arguments, and names the one that does not fit.
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
-from fastweights.arguments import check_arguments
+from fastweights.arguments import MAX_K, check_arguments
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_inputs(
@@ -39,6 +43,54 @@ def check_inputs(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): this has no backward"
             )
+    check_device(q, interpreted=interpreted)
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    *,
+    interpreted: bool,
+) -> None:
+    """The same for softmax attention, where k and v have the fewer heads."""
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+        dtypes = DTYPES if name == "q" else (q.dtype,)
+        if x.dtype not in dtypes:
+            need = " or ".join(map(str, dtypes))
+            raise TypeError(f"{name}: got {x.dtype}, need {need}")
+        if x.device != q.device:
+            raise ValueError(
+                f"{name}: got device {x.device}, need q's, {q.device}"
+            )
+        if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] > MAX_K:
+            raise ValueError(
+                f"{name}: got shape {list(x.shape)}, need "
+                f"[B, T, heads, width], each >= 1 and width <= {MAX_K}"
+            )
+    B, T, HQ, K = q.shape
+    H = k.shape[2]
+    if k.shape != (B, T, H, K) or HQ % H:
+        raise ValueError(
+            f"k: got shape {list(k.shape)}, need [{B}, {T}, H, {K}] "
+            f"with H a divisor of q's {HQ} heads"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: got shape {list(v.shape)}, need [{B}, {T}, {H}, V]"
+        )
+    if scale is not None and not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"scale: got {type(scale).__name__}, need a real number or None"
+        )
+    check_device(q, interpreted=interpreted)
+
+
+def check_device(q: Tensor, *, interpreted: bool) -> None:
+    """Raise if q is where, or of a dtype that, these kernels cannot run."""
     if interpreted and q.dtype == torch.bfloat16:
         raise TypeError(
             "q: got torch.bfloat16 in Triton's interpreter, which multiplies "

@@ -1,0 +1,103 @@
+"""Softmax attention's kernels as they ship, for GPUs that are not here."""
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from test_compile import (  # noqa: E402
+    DTYPES,
+    SHARED,
+    cuobjdump,
+    unset_uniform_registers,
+)
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fastweights.kernels import flash  # noqa: E402
+from fastweights.kernels.tile import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+KERNELS = {
+    "fwd": flash.flash_fwd_kernel,
+    "dq": flash.flash_bwd_dq_kernel,
+    "dkv": flash.flash_bwd_dkv_kernel,
+}
+# Columns of tensor memory, which holds accumulators on 10.0. Where they do
+# not suffice, Triton compiles a trap.
+TENSOR_MEMORY = 512
+
+
+def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
+    """A kernel with its launch settings, for head size D = K = V."""
+    kernel = KERNELS[name]
+    constants = {"HQ": 8, "H": 4, "K": D, "V": D, "PRECISION": precision}
+    constants |= flash.flash_options(
+        D, D, DTYPES[dtype], backward=name != "fwd"
+    )
+    launch = {x: constants.pop(x) for x in ("num_warps", "num_stages")}
+    types = {"scale": "fp32", "T": "i32", "lse": "*fp32", "delta": "*fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {x: types.get(x, f"*{dtype}") for x in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch)
+
+
+def judge(compiled, capability, folder, spilled):
+    """It fits, spills at most so many bytes, and every address is set."""
+    cubin = compiled.asm["cubin"]
+    usage = cuobjdump(cubin, "-res-usage", folder)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    shared = compiled.metadata.shared
+    print(shared, "shared bytes", registers, "registers", stack, "spilled")
+    assert shared <= SHARED[capability]
+    assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= TENSOR_MEMORY
+    assert int(stack) <= spilled
+    if capability == 90:
+        sass = cuobjdump(cubin, "-sass", folder)
+        assert not unset_uniform_registers(sass)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", KERNELS)
+def test_bf16(name, capability, tmp_path):
+    compiled = compile_kernel(name, capability)
+    # Elsewhere the operands of tl.dot live in registers, and a few spill,
+    # at most 184 bytes (dkv on 12.0).
+    spilled = 0 if capability in (90, 100) else 256
+    judge(compiled, capability, tmp_path, spilled)
+    assert capability != 90 or "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_other_head_sizes(name, D, tmp_path):
+    """Here 8 bytes spill, with other versions of Triton 24."""
+    for capability in (86, 90, 100):
+        compiled = compile_kernel(name, capability, D)
+        judge(compiled, capability, tmp_path, 64)
+
+
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_fp32(name, D, tmp_path):
+    """Three tf32 products keep each operand twice, and spill."""
+    for capability in (86, 90, 100):
+        compiled = compile_kernel(name, capability, D, "fp32")
+        judge(compiled, capability, tmp_path, 640)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_tf32(name, tmp_path):
+    compiled = compile_kernel(name, 90, 128, "fp32", "tf32")
+    judge(compiled, 90, tmp_path, 0)
