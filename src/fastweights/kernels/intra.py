@@ -4,15 +4,15 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    bounded_levels,
     causal,
     chunk_span,
-    decays,
-    decays_to_join,
+    decays_of_pairs,
     gates_at,
-    joins,
     row_at,
     rows_at,
     split_gates,
+    summed_gates,
     tile_at,
     time_order,
     unit_lower_inverse,
@@ -58,8 +58,9 @@ def intra_fwd_kernel(
     if t >= end:
         return
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    BOUND: tl.constexpr = 6 if k.dtype.element_ty == tl.float16 else 60
     o_t = time_order(BT)
-    b_own = tl.zeros([BT], dtype=tl.float32)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
@@ -75,26 +76,29 @@ def intra_fwd_kernel(
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
             if Aqk is not None:
-                b_own += tl.sum(b_q.to(tl.float32) * b_k, axis=1)  # [BT]
-                for level in range(LEVELS):
-                    b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
-                    m_A = joins(level, BT)  # [BT, BT]
-                    b_qd = (b_q * b_d).to(b_q.dtype)  # [BT, BK]
-                    b_kd = (b_k * b_d).to(b_k.dtype)  # [BT, BK]
-                    b_kT = tl.trans(b_kd)  # [BK, BT]
-                    b_A = tl.dot(b_qd, b_kT, input_precision=PRECISION)
+                first = bounded_levels(b_high, LEVELS, BOUND)
+                for level in range(first, LEVELS + 1):
+                    b_row, b_col, m_A = decays_of_pairs(
+                        b_high, b_low, level, first, EXACT
+                    )  # [BT, BK], [BT, BK], [BT, BT]
+                    b_kT = tl.trans((b_k * b_col).to(b_k.dtype))  # [BK, BT]
+                    b_x = (b_q * b_row).to(b_q.dtype)  # [BT, BK]
+                    b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
                     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
                     if DELTA:
-                        b_A = tl.dot(b_kd, b_kT, input_precision=PRECISION)
+                        b_x = (b_k * b_row).to(b_k.dtype)  # [BT, BK]
+                        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
                         b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
 
-            b_d = decays(o_t >= 0, b_high, b_low)  # [BT, BK]: e^G
+            b_d = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))  # e^G
             p_x, m_k = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_q * b_d, mask=m_k)
             if DELTA:
                 p_x, m_k = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
                 tl.store(p_x, b_k * b_d, mask=m_k)
-            b_d = decays(o_t < 0, b_high, b_low)  # [BT, BK]: e^{G_C - G}
+            b_d = tl.exp2(
+                summed_gates(o_t < 0, b_high, b_low, EXACT)
+            )  # e^{G_C - G}
             p_x, m_k = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_k * b_d, mask=m_k)
             b_sum = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
@@ -103,8 +107,7 @@ def intra_fwd_kernel(
             tl.store(p_x, tl.exp(b_sum), mask=o_k < K)
 
     if Aqk is not None:
-        b_Aqk = tl.where(o_t > 0, b_Aqk, 0.0)  # [BT, BT]
-        b_Aqk += tl.where(o_t == 0, b_own[:, None], 0.0)
+        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
         tl.store(p_A, b_Aqk, mask=m_A)
     if P is not None:
@@ -164,6 +167,8 @@ def intra_bwd_kernel(
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    BOUND: tl.constexpr = 6 if k.dtype.element_ty == tl.float16 else 60
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
@@ -194,6 +199,38 @@ def intra_bwd_kernel(
             b_dMT = tl.zeros([BT, BT], dtype=tl.float32)
             b_dbeta = tl.zeros([BT], dtype=tl.float32)
 
+        # What reaches the scores, where M is Diag(beta) Akk. Their
+        # transposes are products of their own.
+        for i_v in range((V + BV - 1) // BV):
+            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+            p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_x = tl.load(p_x, mask=m_v, other=0.0)  # [BT, BV]
+            b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+            b_xT, b_doT = tl.trans(b_x), tl.trans(b_do)  # [BV, BT]
+            b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
+            b_dAT = tl.dot(b_x, b_doT, b_dAT, input_precision=PRECISION)
+            if DELTA:
+                p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
+                b_y = tl.load(p_y, mask=m_v, other=0.0)  # [BT, BV]
+                b_yT = tl.trans(b_y)  # [BV, BT]
+                b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
+                b_dMT = tl.dot(b_x, b_yT, b_dMT, input_precision=PRECISION)
+
+        b_G = None
+        if DG == 1:
+            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
+        b_dA = causal(scale * b_dA, b_G)
+        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dAT = causal(scale * b_dAT, b_G, TRANSPOSED=True)
+        b_dAT = tl.where(o_t < 0, b_dAT, 0.0).to(dtype)  # [BT, BT]
+        if DELTA:
+            b_dM = causal(b_dM, b_G)
+            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
+            b_dMT = causal(b_dMT, b_G, TRANSPOSED=True)
+            b_dMT = tl.where(o_t < 0, b_dMT, 0.0).to(dtype)  # [BT, BT]
+
+        # Through the states.
         for i_v in range((V + BV - 1) // BV):
             i_s = i_c * HV + i_hv
             o_h, m_h = tile_at(i_s, i_k, 0, i_v, K, 1, V, BK, BV)
@@ -204,11 +241,8 @@ def intra_bwd_kernel(
             b_x = tl.load(p_x, mask=m_v, other=0.0)  # [BT, BV]
             b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
             b_hT, b_dhT = tl.trans(b_h), tl.trans(b_dh)  # [BV, BK]
-            b_xT, b_doT = tl.trans(b_x), tl.trans(b_do)  # [BV, BT]
             b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
             b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
-            b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
-            b_dAT = tl.dot(b_x, b_doT, b_dAT, input_precision=PRECISION)
             if DG > 0:
                 b_kept += tl.sum(b_h.to(tl.float32) * b_dh, axis=1)
             if DELTA:
@@ -216,40 +250,19 @@ def intra_bwd_kernel(
                 p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
                 p_dv, m_v = rows_at(dv, t, end, i_hv, i_v, HV, V, BT, BV)
                 b_y = tl.load(p_y, mask=m_v, other=0.0)  # [BT, BV]
+                b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
                 m_v = m_v & (i_k == 0)
                 b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
-                tl.store(p_dv, b_beta * b_y, mask=m_v)
                 b_dbeta += tl.sum(b_y.to(tl.float32) * b_v, axis=1)
-                b_yT = tl.trans(b_y)  # [BV, BT]
-                b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
-                b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
-                b_dMT = tl.dot(b_x, b_yT, b_dMT, input_precision=PRECISION)
-
+                tl.store(p_dv, b_beta * b_y, mask=m_v)
         b_row *= scale
-        b_dA *= scale
-        b_dAT *= scale
-        if DG == 1:
-            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
-        elif DG > 1:
-            b_G = None
+        if DG > 1:
             p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
-            b_in = decays(o_t >= 0, b_high, b_low)  # [BT, BK]: e^G
-            b_out = decays(o_t < 0, b_high, b_low)  # [BT, BK]: e^{G_C - G}
+            b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))  # e^G
+            b_out = tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
             b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
-        else:
-            b_G = None
-        b_dA = causal(b_dA, b_G)
-        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
-        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dAT = causal(b_dAT, b_G, TRANSPOSED=True)
-        b_dAT = tl.where(o_t < 0, b_dAT, 0.0).to(dtype)  # [BT, BT]
-        if DELTA:
-            b_dM = causal(b_dM, b_G)
-            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
-            b_dMT = causal(b_dMT, b_G, TRANSPOSED=True)
-            b_dMT = tl.where(o_t < 0, b_dMT, 0.0).to(dtype)  # [BT, BT]
         if DG > 0:
             b_row *= b_in
             b_col *= b_out
@@ -273,27 +286,29 @@ def intra_bwd_kernel(
             b_x = b_q * b_row
             if DELTA:
                 b_x += b_bk * b_err
-            for level in range(LEVELS):
-                b_d = decays_to_join(b_high, b_low, level)  # [BT, BK]
-                m_A = joins(level, BT)  # [BT, BT]
-                b_qd = (b_q * b_d).to(dtype)  # [BT, BK]
-                b_kd = (b_k * b_d).to(dtype)  # [BT, BK]
+            first = bounded_levels(b_high, LEVELS, BOUND)
+            for level in range(first, LEVELS + 1):
+                b_i, b_j, m_A = decays_of_pairs(
+                    b_high, b_low, level, first, EXACT
+                )
+                b_qi = (b_q * b_i).to(dtype)  # [BT, BK]
+                b_kj = (b_k * b_j).to(dtype)  # [BT, BK]
                 b_A = tl.where(m_A, b_dA, 0.0).to(dtype)
-                b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                b_r = tl.dot(b_A, b_kj, input_precision=PRECISION)
                 b_A = tl.where(m_A, b_dAT, 0.0).to(dtype)
-                b_c = tl.dot(b_A, b_qd, input_precision=PRECISION)
-                b_row += b_d * b_r
-                b_x += b_qd * b_r
+                b_c = tl.dot(b_A, b_qi, input_precision=PRECISION)
+                b_row += b_i * b_r
+                b_x += b_qi * b_r
                 if DELTA:
-                    b_bkd = (b_bk * b_d).to(dtype)  # [BT, BK]
+                    b_bki = (b_bk * b_i).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dM, 0.0).to(dtype)
-                    b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                    b_r = tl.dot(b_A, b_kj, input_precision=PRECISION)
                     b_A = tl.where(m_A, b_dMT, 0.0).to(dtype)
-                    b_c = tl.dot(b_A, b_bkd, b_c, input_precision=PRECISION)
-                    b_err += b_d * b_r
-                    b_x += b_bkd * b_r
-                b_col += b_d * b_c
-                b_x -= b_kd * b_c
+                    b_c = tl.dot(b_A, b_bki, b_c, input_precision=PRECISION)
+                    b_err += b_i * b_r
+                    b_x += b_bki * b_r
+                b_col += b_j * b_c
+                b_x -= b_kj * b_c
 
         b_dq += b_row + b_own * b_k
         b_dk += b_col + b_own * b_q

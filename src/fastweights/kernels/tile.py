@@ -186,29 +186,59 @@ def split_gates(b_g):
 
 
 @triton.jit
-def decays(m_sum, b_high, b_low):
-    """exp2 of the gates' sums: row i adds the rows j with m_sum[i, j].
+def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
+    """Row i adds up the gates of the rows j with m_sum[i, j].
 
     m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
-    gate after strong ones does not drown.
+    gate after strong ones does not drown. Unless EXACT without b_low, which
+    misses a decay e^G by a factor 2^(+-2^-12 |G|), so at most by 2^-13:
+    enough for half precision.
     """
     b_sum = m_sum.to(tl.float16)
     b_G = tl.dot(b_sum, b_high)  # [BT, BK]
-    return tl.exp2(tl.dot(b_sum, b_low, b_G))
+    if EXACT:
+        b_G = tl.dot(b_sum, b_low, b_G)
+    return b_G
 
 
 @triton.jit
-def decays_to_join(b_high, b_low, level):
-    """The decays [BT, BK] by which two neighbours of 2^level rows meet.
+def bounded_levels(b_high, LEVELS: tl.constexpr, BOUND: tl.constexpr):
+    """The most levels of which half a block decays to 2^-BOUND or more.
 
-    From a row j of the first to a row i of the second decays what is left
-    of the first after j, and of the second up to and with i.
+    A block of level i has 2^i rows; the bound is on all channels.
+    """
+    BT: tl.constexpr = b_high.shape[0]
+    b_most = -tl.min(b_high.to(tl.float32), axis=1)  # [BT]
+    n_levels = 0
+    for level in tl.static_range(LEVELS):
+        b_half = tl.reshape(b_most, [BT // 2**level, 2**level])
+        n_levels += (tl.max(tl.sum(b_half, axis=1)) <= BOUND).to(tl.int32)
+    return n_levels
+
+
+@triton.jit
+def decays_of_pairs(b_high, b_low, level, first, EXACT: tl.constexpr):
+    """Factors for the rows i and the columns j of scores, and a mask of them.
+
+    From j to i decays what the gates of j + 1 to i add up to. A block of
+    2^level rows has two halves. A pair with one in each meets at the border:
+    what is left of the first half after j, and of the second up to and with
+    i, both at most 1. On the ``first`` level, pairs in one half are reached
+    from the border too, back in time, by the inverse: exact as long as it
+    is bounded. One row alone, level 0, needs neither. [BT, BK] twice, and
+    [BT, BT].
     """
     o_c = tl.arange(0, b_high.shape[0])
-    o_i, o_j = o_c[:, None], o_c[None, :]
-    m_second = (o_i >> level) % 2 == 1
-    m_own = o_i >> level == o_j >> level
-    return decays(m_own & ((o_j <= o_i) == m_second), b_high, b_low)
+    half = tl.maximum(level - 1, 0)
+    o_half = o_c >> half
+    m_second = (o_half % 2 == 1)[:, None]
+    m_own = o_half[:, None] == o_half[None, :]
+    m_sum = m_own & ((o_c[None, :] <= o_c[:, None]) == m_second)
+    b_G = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT)
+    b_row = tl.exp2(tl.where((level == first) & (m_second == 0), -b_G, b_G))
+    b_col = tl.exp2(tl.where((level == first) & m_second, -b_G, b_G))
+    m_block = (o_c >> level)[:, None] == (o_c >> level)[None, :]
+    return b_row, b_col, m_block & ((level == first) | (m_own == 0))
 
 
 @triton.jit
