@@ -4,17 +4,16 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from test_compile import SHARED, cuobjdump  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import offline
+from offline import SHARED
 
-from fastweights.kernels.decode import (  # noqa: E402
+from fastweights.kernels.decode import (
     decode_kernel,
     decode_options,
 )
-from fastweights.kernels.tile import INTERPRETED  # noqa: E402
+from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.skipif(
 ALL = pytest.mark.parametrize(
     "width, delta", [(g, rule) for g in (0, 1, "K") for rule in (False, True)]
 )
-FULL = ("g", "beta", "state")
 
 
 def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
@@ -36,36 +34,20 @@ def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
-    options = decode_options(D)
-    launch = {"num_warps": options.pop("num_warps")}
-    constants |= options
-    signature = {}
-    for name in decode_kernel.arg_names:
-        kind = f"*{'fp32' if name in FULL else dtype}"
-        kind = {"scale": "fp32", "T": "i32"}.get(name, kind)
-        signature[name] = "constexpr" if name in constants else kind
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = ASTSource(decode_kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch)
+    types = dict.fromkeys(("g", "beta", "state"), "*fp32")
+    types |= {"scale": "fp32", "T": "i32"}
+    constants |= decode_options(D)
+    return offline.build(decode_kernel, capability, dtype, constants, types)
 
 
 def judge(compiled, capability, tmp_path):
     """It fits, spills nothing, and moves the state 16 bytes a lane."""
-    assert compiled.metadata.shared <= SHARED[capability]
-    cubin = compiled.asm["cubin"]
-    usage = cuobjdump(cubin, "-res-usage", tmp_path)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    print(compiled.metadata.shared, "shared bytes", registers, "registers")
-    assert int(stack) == 0
     ptx = compiled.asm["ptx"]
     assert re.findall(r"ld\.global\.v4\.b32", ptx)
     assert re.findall(r"st\.global\.v4\.b32", ptx)
-    return int(registers)
+    return offline.judge(
+        compiled, capability, tmp_path, 0, set_addresses=False
+    )
 
 
 @ALL

@@ -1,111 +1,157 @@
 """The family's kernels as they ship, compiled for GPUs that are not here."""
 
-import re
-
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from test_compile import (  # noqa: E402
-    DTYPES,
-    SHARED,
-    cuobjdump,
-    unset_uniform_registers,
+from offline import DTYPES, SHARED, build, judge
+
+from fastweights.kernels.intra import (
+    intra_bwd_kernel,
+    intra_fwd_kernel,
 )
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from fastweights.kernels.intra import intra_fwd_kernel  # noqa: E402
-from fastweights.kernels.launch import launch_options  # noqa: E402
-from fastweights.kernels.scan import scan_fwd_kernel  # noqa: E402
-from fastweights.kernels.tile import INTERPRETED  # noqa: E402
+from fastweights.kernels.launch import launch_options
+from fastweights.kernels.scan import (
+    scan_bwd_kernel,
+    scan_fwd_kernel,
+)
+from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
 )
 
-KERNELS = {"intra": intra_fwd_kernel, "scan": scan_fwd_kernel}
-# Stage, gate's width (of 128 channels), delta rule
+KERNELS = {
+    "intra": intra_fwd_kernel,
+    "scan": scan_fwd_kernel,
+    "chunk_states": scan_fwd_kernel,
+    "scan_backward": scan_bwd_kernel,
+    "intra_backward": intra_bwd_kernel,
+}
+# Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
-    ("intra", 0, True),
-    ("intra", 1, True),
-    ("intra", "K", False),
-    ("intra", "K", True),
-    *(("scan", width, rule) for width in (0, 1, "K") for rule in (0, 1)),
+    (stage, width, delta)
+    for stage in KERNELS
+    for width in (0, 1, "K")
+    for delta in (False, True)
+    if stage != "intra" or delta or width == "K"
 ]
-FULL = ("g", "beta", "total", "initial_state", "state")
+ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
+FULL = (
+    "g",
+    "beta",
+    "total",
+    "initial_state",
+    "state",
+    "dstate",
+    "dinitial_state",
+    "dg",
+    "dbeta",
+)
 
 
-def compile_stage(stage, width, delta, capability, D=128, dtype="bf16"):
+def compile_stage(
+    stage,
+    width,
+    delta,
+    capability,
+    D=128,
+    dtype="bf16",
+    *,
+    precision="tf32",
+    group=1,
+    chunk_size=64,
+):
     """A stage with its launch settings, for head size D = K = V."""
-    kernel = KERNELS[stage]
     DG = D if width == "K" else width
+    shared = SHARED[capability]
     options = launch_options(
-        stage,
-        D,
-        DTYPES[dtype],
-        gated=DG > 0,
-        delta=bool(delta),
-        shared=SHARED[capability],
+        stage, D, DTYPES[dtype], gate=DG, delta=delta, shared=shared
     )
-    absent = {"g": DG > 0, "beta": delta, "P": delta, "h": False}
-    absent |= {"Aqk": DG > 1, "total": DG > 1, "cu_seqlens": False}
+    channel = DG > 1
+    there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
+    there |= {"P": delta, "Aqk": channel, "total": channel}
+    there["cu_seqlens"] = False
     if stage == "intra":
-        absent |= dict.fromkeys(("q_in", "k_in", "k_out"), DG > 1)
-    constants = {name: None for name, there in absent.items() if not there}
-    constants |= {"H": 4, "HV": 8, "K": D, "V": D, "BT": 64, "DG": DG}
-    constants |= {"DELTA": bool(delta), "PRECISION": "tf32x3"} | options
-    if dtype == "bf16":
-        constants["PRECISION"] = "tf32"
-    launch = {x: constants.pop(x) for x in ("num_warps", "num_stages")}
-    constants = {x: y for x, y in constants.items() if x in kernel.arg_names}
-    signature = {}
-    for name in kernel.arg_names:
-        kind = f"*{'fp32' if name in FULL else dtype}"
-        kind = {"scale": "fp32", "T": "i32", "N": "i32"}.get(name, kind)
-        signature[name] = "constexpr" if name in constants else kind
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch)
+        there |= {"q_in": channel, "k_in": channel and delta}
+        there["k_out"] = channel
+    elif stage == "scan":
+        there |= {"h": False, "v_new": False}
+    elif stage == "chunk_states":
+        there |= {"o": False, "state": False, "v_new": delta}
+        there["Aqk"] = False
+    constants = {name: None for name in there if not there[name]}
+    H = 4 * group if channel and not stage.startswith("intra") else 4
+    constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}
+    constants |= {"DG": DG, "DELTA": delta, "PRECISION": precision} | options
+    types = dict.fromkeys(FULL, "*fp32")
+    types |= {"scale": "fp32", "T": "i32", "N": "i32"}
+    return build(KERNELS[stage], capability, dtype, constants, types)
 
 
-def judge(compiled, capability, tmp_path, spilled):
-    """It fits, spills at most so many bytes, and every address is set."""
-    assert compiled.metadata.shared <= SHARED[capability]
-    cubin = compiled.asm["cubin"]
-    usage = cuobjdump(cubin, "-res-usage", tmp_path)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    print(compiled.metadata.shared, "shared bytes", registers, "registers")
-    assert int(stack) <= spilled
-    if capability == 90:
-        sass = cuobjdump(cubin, "-sass", tmp_path)
-        assert "HGMMA" in sass
-        assert not unset_uniform_registers(sass)
+def allowed(stage, width, capability):
+    """Bytes of registers that may spill, about 1.3 times the worst seen.
+
+    Nothing spills in intra without a gate a channel, nor in chunk_states
+    before Hopper. A scan has the state, a product and, from Hopper on, the
+    loads of two chunks to hold. The backward inside a chunk holds four score
+    matrices and up to five tiles of gradients, with a gate a channel two
+    more. Before Hopper and on 12.0 the operands of tl.dot live in registers
+    too.
+    """
+    if stage == "intra":
+        return 768 if width == "K" else 0
+    if stage != "intra_backward":
+        return 640
+    if width == "K":
+        return 2048
+    return 640 if capability in (90, 100) else 1536
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("stage, width, delta", LAUNCHES)
+@ALL
 def test_bf16(stage, width, delta, capability, tmp_path):
     compiled = compile_stage(stage, width, delta, capability)
-    # Before Hopper the operands of tl.dot live in registers, and spill.
-    spilled = 640 if capability in (90, 100) else 1600
-    judge(compiled, capability, tmp_path, spilled)
+    judge(compiled, capability, tmp_path, allowed(stage, width, capability))
+    assert capability != 90 or "wgmma" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("capability", [86, 90])
 @pytest.mark.parametrize("D", [64, 256])
-@pytest.mark.parametrize("stage, width, delta", LAUNCHES)
-def test_other_head_sizes(stage, width, delta, D, tmp_path):
-    compiled = compile_stage(stage, width, delta, 90, D)
-    judge(compiled, 90, tmp_path, 640)
+@ALL
+def test_other_head_sizes(stage, width, delta, D, capability, tmp_path):
+    compiled = compile_stage(stage, width, delta, capability, D)
+    judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
-@pytest.mark.parametrize("stage, width, delta", LAUNCHES)
-def test_fp32(stage, width, delta, tmp_path):
-    """Three tf32 products keep each operand twice, and spill."""
-    compiled = compile_stage(stage, width, delta, 90, 128, "fp32")
-    judge(compiled, 90, tmp_path, 4096)
+@pytest.mark.parametrize("chunk_size", [16, 32])
+@ALL
+def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
+    compiled = compile_stage(
+        stage, width, delta, 90, chunk_size=chunk_size, group=2
+    )
+    judge(compiled, 90, tmp_path, 1024)
+
+
+@ALL
+def test_several_value_heads(stage, width, delta, tmp_path):
+    """Their sums are two tiles more."""
+    compiled = compile_stage(stage, width, delta, 90, group=2)
+    judge(compiled, 90, tmp_path, 3072)
+
+
+@pytest.mark.parametrize(
+    "precision, capability",
+    [("tf32x3", 86), ("tf32x3", 90), ("bf16x3", 90), ("tf32", 90)],
+)
+@ALL
+def test_fp32(stage, width, delta, precision, capability, tmp_path):
+    """Three products keep each operand twice, and spill.
+
+    The scans in full fp32 do not run well before Hopper, where operands are
+    in registers too: they fit, and most of what they hold is spilled.
+    """
+    compiled = compile_stage(
+        stage, width, delta, capability, dtype="fp32", precision=precision
+    )
+    judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)

@@ -1,22 +1,13 @@
 """Softmax attention's kernels as they ship, for GPUs that are not here."""
 
-import re
-
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from test_compile import (  # noqa: E402
-    DTYPES,
-    SHARED,
-    cuobjdump,
-    unset_uniform_registers,
-)
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from offline import DTYPES, SHARED, build, judge
 
-from fastweights.kernels import flash  # noqa: E402
-from fastweights.kernels.tile import INTERPRETED  # noqa: E402
+from fastweights.kernels import flash
+from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
@@ -27,9 +18,6 @@ KERNELS = {
     "dq": flash.flash_bwd_dq_kernel,
     "dkv": flash.flash_bwd_dkv_kernel,
 }
-# Columns of tensor memory, which holds accumulators on 10.0. Where they do
-# not suffice, Triton compiles a trap.
-TENSOR_MEMORY = 512
 
 
 def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
@@ -39,33 +27,8 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     constants |= flash.flash_options(
         D, D, DTYPES[dtype], backward=name != "fwd"
     )
-    launch = {x: constants.pop(x) for x in ("num_warps", "num_stages")}
     types = {"scale": "fp32", "T": "i32", "lse": "*fp32", "delta": "*fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {x: types.get(x, f"*{dtype}") for x in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch)
-
-
-def judge(compiled, capability, folder, spilled):
-    """It fits, spills at most so many bytes, and every address is set."""
-    cubin = compiled.asm["cubin"]
-    usage = cuobjdump(cubin, "-res-usage", folder)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    shared = compiled.metadata.shared
-    print(shared, "shared bytes", registers, "registers", stack, "spilled")
-    assert shared <= SHARED[capability]
-    assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= TENSOR_MEMORY
-    assert int(stack) <= spilled
-    if capability == 90:
-        sass = cuobjdump(cubin, "-sass", folder)
-        assert not unset_uniform_registers(sass)
+    return build(kernel, capability, dtype, constants, types)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -85,14 +85,14 @@ def judge(x, budget, record=None, label="", **options):
     """Every result is inside its budget.
 
     The gradient of a fixed gate is a sum over all tokens, of terms of both
-    signs: its error is held against their root sum of squares.
+    signs: its error is held against the sum of their sizes.
     """
     options = {"scale": 0.3} | options
     o, ref = run(x, **options), loop(x, **options)
     errors = {name: relative_error(o[name], ref[name]) for name in ref}
     if "dg" in ref and ref["dg"].dim() == 1:
         tokens = x | {"g": x["g"].expand(x["v"].shape[:3])}
-        terms = loop(tokens, **options)["dg"].square().sum((0, 1)).sqrt()
+        terms = loop(tokens, **options)["dg"].abs().sum((0, 1))
         error = (o["dg"] - ref["dg"]).double().square().mean().sqrt()
         errors["dg"] = (error / terms.square().mean().sqrt()).item()
     if record is not None:
@@ -197,7 +197,7 @@ def correlated_keys(gate, *, beta, cosine, T=150, D=64):
     k k^T rounds, the same everywhere, would be all that a test sees.
     """
     assert D == 64
-    x = member(gate, "delta", T=T, K=D, V=D, strength=-1e-3)
+    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
     common = x["k"][:, :1].sign() / 8
     own = x["k"] - (x["k"] * common).sum(-1, keepdim=True) * common
     own = F.normalize(own, dim=-1)
@@ -392,13 +392,9 @@ def test_products_on_gpu(
 ):
     matmul_precision(precision)
     x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
-    products = "tf32" if precision == "high" else str(dtype)[6:]
-    judge(
-        cast(x, dtype, "cuda"),
-        tol if dtype == torch.float32 else HALF,
-        record_property,
-        f"{products} {gate} {rule} D{D}",
-    )
+    label = f"{dtype} {precision} D{D}, {gate} {rule}"
+    budget = HALF if dtype != torch.float32 or precision == "medium" else tol
+    judge(cast(x, dtype, "cuda"), budget, record_property, label)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ def launch_options(
     K: int,
     dtype: torch.dtype,
     *,
-    gated: bool,
+    gate: int,
     delta: bool,
     shared: int,
 ) -> dict[str, int]:
@@ -43,15 +43,25 @@ def launch_options(
     if stage == "intra":
         BK = narrow if large else 32
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
+    ahead = large and dtype != torch.float32 and K <= 128
     if stage == "intra_backward":
         BK = narrow if large else 32
-        return {"BK": BK, "BV": BK, "num_warps": 8, "num_stages": 1}
-    ahead = dtype != torch.float32 and K <= 128 and not (gated and delta)
+        if ahead and delta and gate <= 1:
+            BK = max(narrow, triton.next_power_of_2(K))
+        few = ahead and gate == 0 and not delta
+        return {
+            "BK": BK,
+            "BV": narrow,
+            "num_warps": 4 if few else 8,
+            "num_stages": 2 if ahead and gate <= 1 else 1,
+        }
+    # The scans. With a gate and the delta rule two chunks do not fit at once.
+    full = gate > 0 and delta and stage != "chunk_states"
     return {
         "BK": max(narrow, triton.next_power_of_2(K)),
         "BV": narrow if large else narrow // 2,
         "num_warps": 4 if large and K <= 128 else 8,
-        "num_stages": 2 if large and ahead and stage == "scan" else 1,
+        "num_stages": 2 if ahead and not full else 1,
     }
 
 
@@ -108,10 +118,8 @@ class Call:
         HV, DG = self.v.shape[2], self.gate_width
         delta, dtype = self.beta is not None, self.q.dtype
         precision = dot_precision(dtype, K)
-        if DG > 1 and stage.startswith("scan"):
+        if DG > 1 and not stage.startswith("intra"):
             H = HV  # intra's own q and k, a value head each
-        if stage == "intra" and dtype == torch.float32:
-            precision = "tf32x3"  # the inverse amplifies what is rounded here
         return {
             "T": self.q.shape[1],
             "H": H,
@@ -125,7 +133,7 @@ class Call:
                 stage,
                 K,
                 dtype,
-                gated=DG > 0,
+                gate=DG,
                 delta=delta,
                 shared=shared_memory(self.q.device),
             ),
@@ -191,10 +199,15 @@ def _scan_grid(x: Call, sizes: dict[str, Any]) -> tuple[int]:
 
 
 def _scan(
-    x: Call, chunked: Chunked, Aqk: Tensor | None, P: Tensor | None, **to: Any
+    stage: str,
+    x: Call,
+    chunked: Chunked,
+    Aqk: Tensor | None,
+    P: Tensor | None,
+    **to: Tensor,
 ) -> None:
     """The forward scan, into those of its results that are asked for."""
-    sizes = x.sizes("scan")
+    sizes = x.sizes(stage)
     *tokens, total = chunked
     results = (to.get(n) for n in ("state", "h", "v_new"))
     scan_fwd_kernel[_scan_grid(x, sizes)](
@@ -221,7 +234,7 @@ def scan(
     """Across chunks: outputs [B, T, HV, V], final states [N, HV, K, V]."""
     o = torch.empty_like(x.v)
     state = x.new_states(x.num_sequences, torch.float32)
-    _scan(x, chunked, Aqk, P, o=o, state=state)
+    _scan("scan", x, chunked, Aqk, P, o=o, state=state)
     return o, state
 
 
@@ -232,7 +245,7 @@ def chunk_states(
     h = x.new_states(x.slots, x.v.dtype)
     v_new = x.v if x.beta is None else torch.empty_like(x.v)
     kept = {} if x.beta is None else {"v_new": v_new}
-    _scan(x, chunked, None, P, h=h, **kept)
+    _scan("chunk_states", x, chunked, None, P, h=h, **kept)
     return h, v_new
 
 
