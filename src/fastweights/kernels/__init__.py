@@ -115,8 +115,8 @@ def dot_precision(dtype: torch.dtype, K: int) -> str:
     from fastweights.kernels.tile import INTERPRETED
 
     precision = torch.get_float32_matmul_precision()
-    if dtype != torch.float32 or INTERPRETED:  # which multiplies exactly
+    if dtype != torch.float32:
         return "tf32"
-    if precision == "highest":
+    if precision == "highest" or INTERPRETED:  # which multiplies exactly
         return "tf32x3"
     return "bf16x3" if precision == "high" or K > 128 else "tf32"

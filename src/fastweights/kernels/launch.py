@@ -32,11 +32,11 @@ def launch_options(
 ) -> dict[str, int]:
     """Tile sizes and launch settings of a stage, from one table.
 
-    Measured on an H200 with K = V = 128 in bf16: two programs of four warps
-    on a multiprocessor are best, and loading ahead where both still fit.
-    There no row of a tile is shorter than 128 bytes (``tile.tile_sizes``).
-    A GPU that has less ``shared`` memory for one program, in bytes, keeps
-    the operands of its products in registers: smaller tiles, more warps.
+    ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
+    K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
+    (``tile.tile_sizes``). A GPU that has less ``shared`` memory for one
+    program, in bytes, keeps the operands of its products in registers:
+    smaller tiles, more warps.
     """
     narrow = 32 if dtype == torch.float32 else 64
     large = shared > 200_000
@@ -53,10 +53,9 @@ def launch_options(
             "BK": BK,
             "BV": narrow,
             "num_warps": 4 if few else 8,
-            "num_stages": 2 if ahead and gate <= 1 else 1,
+            "num_stages": 2 if ahead else 1,
         }
-    # The scans. With a gate and the delta rule two chunks do not fit at once.
-    full = gate > 0 and delta and stage != "chunk_states"
+    full = gate > 0 and delta and stage == "scan"  # no registers to spare
     return {
         "BK": max(narrow, triton.next_power_of_2(K)),
         "BV": narrow if large else narrow // 2,

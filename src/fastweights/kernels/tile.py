@@ -242,6 +242,21 @@ def decays_of_pairs(b_high, b_low, level, first, EXACT: tl.constexpr):
 
 
 @triton.jit
+def dot_of_nearest(b_x, b_y, PRECISION: tl.constexpr):
+    """b_x b_y, fp32; in one tf32 product, of the nearest tf32 numbers.
+
+    The tensor cores take the ten leading bits as they are, which is one
+    way off, and the inverse amplifies that.
+    """
+    if PRECISION == "tf32":
+        b_x = (b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        b_y = (b_y.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        b_x = b_x.to(tl.float32, bitcast=True)
+        b_y = b_y.to(tl.float32, bitcast=True)
+    return tl.dot(b_x, b_y, input_precision=PRECISION)
+
+
+@triton.jit
 def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
     """(I + M)^{-1} of a strictly lower triangular b_M [BT, BT], fp32.
 
@@ -260,15 +275,15 @@ def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
     b_P = b_I - tl.where(joins(0, 16)[None], b_D, 0.0)
     for level in tl.static_range(1, 4):
         b_off = tl.where(joins(level, 16)[None], b_D, 0.0)
-        b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
-        b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
+        b_off = dot_of_nearest(b_P, b_off, PRECISION)
+        b_P -= dot_of_nearest(b_off, b_P, PRECISION)
     b_P = tl.where(m_own, b_P[:, :, None, :], 0.0)
     b_P = tl.reshape(b_P, [BT, BT])
     for level in tl.static_range(4, 6):
         if 2**level < BT:
             b_off = tl.where(joins(level, BT), b_M, 0.0)
-            b_off = tl.dot(b_P, b_off, input_precision=PRECISION)
-            b_P -= tl.dot(b_off, b_P, input_precision=PRECISION)
+            b_off = dot_of_nearest(b_P, b_off, PRECISION)
+            b_P -= dot_of_nearest(b_off, b_P, PRECISION)
     return b_P
 
 
