@@ -471,12 +471,12 @@ def test_two_runs_are_bitwise_equal(gate, rule):
 
 @pytest.mark.gpu
 @compiled
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(20))
 def test_random_configurations_on_gpu(part):
-    """Twenty each, drawn from the part's own seed."""
+    """Ten each, 200 in all, drawn from the part's own seed."""
 
     @seed(part)
-    @settings(max_examples=20, deadline=None, database=None)
+    @settings(max_examples=10, deadline=None, database=None)
     @given(
         gate=st.sampled_from(GATES),
         rule=st.sampled_from(RULES),

@@ -90,15 +90,15 @@ def intra_fwd_kernel(
                         b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
                         b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
 
-            b_d = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))  # e^G
+            b_G = summed_gates(o_t >= 0, b_high, b_low, EXACT)  # G
+            b_d = tl.exp2(b_G)  # [BT, BK]
             p_x, m_k = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_q * b_d, mask=m_k)
             if DELTA:
                 p_x, m_k = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
                 tl.store(p_x, b_k * b_d, mask=m_k)
-            b_d = tl.exp2(
-                summed_gates(o_t < 0, b_high, b_low, EXACT)
-            )  # e^{G_C - G}
+            b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_d = tl.exp2(b_G)  # [BT, BK]
             p_x, m_k = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
             tl.store(p_x, b_k * b_d, mask=m_k)
             b_sum = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
@@ -260,7 +260,7 @@ def intra_bwd_kernel(
             p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
             b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
-            b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))  # e^G
+            b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
             b_out = tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
             b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
         if DG > 0:
