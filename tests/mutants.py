@@ -14,7 +14,22 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, PARALLEL, CHUNKWISE, BACKWARD, BACKEND, ARGUMENTS, OPS, FAMILY, MAPS = (
+(
+    STEPS,
+    PARALLEL,
+    CHUNKWISE,
+    BACKWARD,
+    BACKEND,
+    ARGUMENTS,
+    OPS,
+    FAMILY,
+    MAPS,
+    TILE,
+    INTRA,
+    SCAN,
+    DECODE,
+    FLASH,
+) = (
     f"fastweights/{file}.py"
     for file in (
         "reference/steps",
@@ -26,6 +41,11 @@ STEPS, PARALLEL, CHUNKWISE, BACKWARD, BACKEND, ARGUMENTS, OPS, FAMILY, MAPS = (
         "ops",
         "family",
         "feature_maps",
+        "kernels/tile",
+        "kernels/intra",
+        "kernels/scan",
+        "kernels/decode",
+        "kernels/flash",
     )
 )
 TESTS = {
@@ -38,6 +58,11 @@ TESTS = {
     OPS: "test_ops.py",
     FAMILY: "test_family.py",
     MAPS: "test_feature_maps.py",
+    TILE: "test_kernels_family.py",
+    INTRA: "test_kernels_family.py",
+    SCAN: "test_kernels_family.py",
+    DECODE: "test_kernels_decode.py",
+    FLASH: "test_kernels_flash.py",
 }
 
 # name: file, the text to replace (its first occurrence), what replaces it
@@ -335,6 +360,61 @@ MUTANTS = {
         "torch.cat(blocks)[:num_features] * lengths",
         "torch.cat(blocks)[:num_features]",
     ),
+    "kernel-gate-grows-to-the-exit": (
+        TILE,
+        "tl.exp2((b_total - b_G)",
+        "tl.exp2((b_G - b_total)",
+    ),
+    "kernel-inverse-adds": (
+        TILE,
+        "b_P -= dot_of_nearest",
+        "b_P += dot_of_nearest",
+    ),
+    "kernel-pairs-from-the-wrong-side": (
+        TILE,
+        "(level == first) & m_second, -b_G, b_G",
+        "(level == first) & m_second, b_G, b_G",
+    ),
+    "kernel-scan-answers-with-the-wrong-sign": (
+        SCAN,
+        "b_beta[:, None] * (b_v - b_e)",
+        "b_beta[:, None] * (b_v + b_e)",
+    ),
+    "kernel-scan-backward-adds-the-correction": (
+        SCAN,
+        "b_y *= -b_beta[:, None]",
+        "b_y *= b_beta[:, None]",
+    ),
+    "kernel-dk-of-the-correction": (
+        INTRA,
+        "b_dk -= b_beta * b_err",
+        "b_dk += b_beta * b_err",
+    ),
+    "kernel-columns-gain-from-the-gate": (
+        INTRA,
+        "b_x = b_q * b_row - b_k * b_c",
+        "b_x = b_q * b_row + b_k * b_c",
+    ),
+    "kernel-columns-gain-from-the-gates-of-channels": (
+        INTRA,
+        "b_x -= b_kj * b_c",
+        "b_x += b_kj * b_c",
+    ),
+    "kernel-dbeta-of-the-answer": (
+        INTRA,
+        "b_dbeta -= tl.sum(b_k * b_err",
+        "b_dbeta += tl.sum(b_k * b_err",
+    ),
+    "kernel-gate-forgets-the-state": (
+        INTRA,
+        "+ b_total * tl.sum(b_kept",
+        "- b_total * tl.sum(b_kept",
+    ),
+    "kernel-decode-adds-the-answer": (
+        DECODE,
+        "(b_new - tl.sum",
+        "(b_new + tl.sum",
+    ),
 }
 
 
@@ -348,11 +428,13 @@ def caught_by(file: str, old: str, new: str) -> str:
             raise SystemExit(f"{file} has no {old!r}")
         (src / file).write_text(text.replace(old, new, 1))
         tests = ROOT / "tests" / TESTS[file]
+        kernels = TESTS[file].startswith("test_kernels")
+        interpreter = {"TRITON_INTERPRET": "1"} if kernels else {}
         options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
         run = subprocess.run(
             [sys.executable, "-m", "pytest", *options.split(), tests],
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(src)},
+            env=os.environ | {"PYTHONPATH": str(src)} | interpreter,
             capture_output=True,
             text=True,
         )

@@ -142,7 +142,7 @@ def test_several_value_heads(stage, width, delta, tmp_path):
 
 @pytest.mark.parametrize(
     "precision, capability",
-    [("tf32x3", 86), ("tf32x3", 90), ("bf16x3", 90), ("tf32", 90)],
+    [("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)],
 )
 @ALL
 def test_fp32(stage, width, delta, precision, capability, tmp_path):

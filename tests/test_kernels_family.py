@@ -131,17 +131,33 @@ def member_of_case(gate, rule, case):
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Operands of matrix products are rounded to ``dtype`` first."""
+    """Operands of matrix products are rounded as the kernels round theirs.
+
+    To ``dtype``; to tf32 where the inverse is computed. fp32 is not.
+    """
 
     PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, monkeypatch):
         super().__init__()
+        self.dtype, self.inverse = dtype, chunkwise.unit_lower_inverse
+        if dtype != torch.float32:
+            monkeypatch.setattr(chunkwise, "unit_lower_inverse", self.in_tf32)
+
+    def in_tf32(self, M):
+        dtype, self.dtype = self.dtype, None
+        P = self.inverse(M)
         self.dtype = dtype
+        return P
+
+    def round(self, x):
+        if self.dtype is not None:
+            return x.to(self.dtype).to(x.dtype)
+        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in self.PRODUCTS:
-            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+            args = tuple(self.round(x) for x in args)
         return function(*args, **(kwargs or {}))
 
 
@@ -151,13 +167,15 @@ class RoundedChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         ctx.inputs = (*inputs, None)
-        with RoundedProducts(inputs[0].dtype):
+        patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
+        with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
             o, state, ctx.saved = backend.forward(*ctx.inputs, 0.3, 64)
         return o, state
 
     @staticmethod
     def backward(ctx, do, dstate):
-        with RoundedProducts(do.dtype):
+        patch = pytest.MonkeyPatch.context
+        with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
             grads = backend.backward(
                 do, dstate, *ctx.inputs, ctx.saved, 0.3, 64
             )

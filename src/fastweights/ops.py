@@ -94,6 +94,8 @@ def linear_recurrence(
     )
     check_name(backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    # Views of a wider tensor are copied once, not in forward and backward.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
         g = g.to(wide(q.dtype)).expand(v.shape[:3])

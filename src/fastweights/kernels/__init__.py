@@ -104,19 +104,12 @@ def check_device(q: Tensor, *, interpreted: bool) -> None:
 
 
 def dot_precision(dtype: torch.dtype, K: int) -> str:
-    """How the tensor cores multiply fp32, which they do not have.
+    """How the tensor cores multiply fp32: in one tf32 product or in three.
 
-    As ``torch.get_float32_matmul_precision()`` asks. "highest": operands
-    split into two tf32 each, three products, fp32 accuracy. "high": into two
-    bf16 each, three products, 16 bits. "medium": one tf32 product, 10 bits,
-    for K > 128 "high" again, which needs less shared memory. Half precision
-    is multiplied exactly whatever this says.
+    As ``torch.get_float32_matmul_precision()`` asks: one for "medium" (the
+    ten leading bits of each operand), else three (operands split in two,
+    fp32 accuracy). K > 128 takes three always, which needs less shared
+    memory. Half precision is multiplied exactly either way.
     """
-    from fastweights.kernels.tile import INTERPRETED
-
-    precision = torch.get_float32_matmul_precision()
-    if dtype != torch.float32:
-        return "tf32"
-    if precision == "highest" or INTERPRETED:  # which multiplies exactly
-        return "tf32x3"
-    return "bf16x3" if precision == "high" or K > 128 else "tf32"
+    exact = torch.get_float32_matmul_precision() != "medium" or K > 128
+    return "tf32x3" if exact and dtype == torch.float32 else "tf32"
