@@ -169,3 +169,15 @@ def test_code_cells_fit_their_page(chapter: Path) -> None:
         line for cell in cells for line in cell.split("\n") if len(line) > 79
     ]
     assert not wide, "\n".join(wide)
+
+
+def test_the_readmes_examples_run() -> None:
+    """In order, as somebody would paste them one after the other."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    q, o = names["q"], names["o"]
+    assert o.shape == (1, 1, *q.shape[2:])  # type: ignore[attr-defined]
