@@ -39,25 +39,23 @@ def launch_options(
     smaller tiles, more warps.
     """
     narrow = 32 if dtype == torch.float32 else 64
-    large = shared > 200_000
+    large, power = shared > 200_000, triton.next_power_of_2(K)
     if stage == "intra":
         BK = narrow if large else 32
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
     ahead = large and dtype != torch.float32 and K <= 128
     if stage == "intra_backward":
-        BK = narrow if large else 32
-        if ahead and delta and gate <= 1:
-            BK = max(narrow, triton.next_power_of_2(K))
-        few = ahead and gate == 0 and not delta
+        few = ahead and gate == 0 and not delta  # products, so few warps
+        whole = ahead and gate <= 1 and not few
         return {
-            "BK": BK,
+            "BK": max(narrow if large else 32, whole and power),
             "BV": narrow,
             "num_warps": 4 if few else 8,
             "num_stages": 2 if ahead else 1,
         }
     full = gate > 0 and delta and stage == "scan"  # no registers to spare
     return {
-        "BK": max(narrow, triton.next_power_of_2(K)),
+        "BK": max(narrow, power),
         "BV": narrow if large else narrow // 2,
         "num_warps": 4 if large and K <= 128 else 8,
         "num_stages": 2 if ahead and not full else 1,
