@@ -22,8 +22,11 @@ from fastweights.kernels import check_attention, dot_precision
 from fastweights.kernels.tile import (
     INTERPRETED,
     LOG2_E,
+    load_row,
+    load_rows,
     row_at,
     rows_at,
+    store_rows,
     tile_sizes,
 )
 
@@ -49,29 +52,6 @@ def key_tiles(
         return i_diagonal, tl.cdiv(tl.minimum(i_t * BT + BT, T), BS)
     else:
         return 0, i_diagonal
-
-
-@triton.jit
-def load_rows(
-    x,
-    t,
-    end,
-    i_h,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """Tokens t to t + BT of head i_h of x [T, H, D], 0 past the end."""
-    p_x, m_x = rows_at(x, t, end, i_h, 0, H, D, BT, BD)
-    return tl.load(p_x, mask=m_x, other=0.0)
-
-
-@triton.jit
-def load_row(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """The same of x [T, H], one number a token."""
-    p_x, m_x = row_at(x, t, end, i_h, H, BT)
-    return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
@@ -125,7 +105,7 @@ def flash_fwd_kernel(
     i_t = tl.cdiv(T, BT) - 1 - i_t  # those with most keys start first
     i_h = i_hq // (HQ // H)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_q = load_rows(q, t, end, i_hq, HQ, K, BT, BK)  # [BT, BK]
+    b_q = load_rows(q, t, end, i_hq, 0, HQ, K, BT, BK)  # [BT, BK]
 
     b_max = tl.full([BT], -float("inf"), dtype=tl.float32)
     b_sum = tl.zeros([BT], dtype=tl.float32)
@@ -135,8 +115,8 @@ def flash_fwd_kernel(
         i_from, i_to = key_tiles(i_t, T, DIAGONAL, BT, BS)
         for i_s in range(i_from, i_to):
             s = t_0 + i_s * BS
-            b_k = load_rows(k, s, end, i_h, H, K, BS, BK)  # [BS, BK]
-            b_v = load_rows(v, s, end, i_h, H, V, BS, BV)  # [BS, BV]
+            b_k = load_rows(k, s, end, i_h, 0, H, K, BS, BK)  # [BS, BK]
+            b_v = load_rows(v, s, end, i_h, 0, H, V, BS, BV)  # [BS, BV]
             m_s = o_t[:, None] >= i_s * BS + o_s[None, :] if DIAGONAL else None
             b_s = scores(b_q, b_k, scale, m_s, PRECISION)  # [BT, BS]
             b_new = tl.maximum(b_max, tl.max(b_s, axis=1))  # [BT]
@@ -147,9 +127,9 @@ def flash_fwd_kernel(
             b_p = b_p.to(b_v.dtype)
             b_o = tl.dot(b_p, b_v, b_o, input_precision=PRECISION)  # [BT, BV]
             b_max = b_new
-    p_o, m_o = rows_at(o, t, end, i_hq, 0, HQ, V, BT, BV)
     p_lse, m_t = row_at(lse, t, end, i_hq, HQ, BT)
-    tl.store(p_o, b_o / b_sum[:, None], mask=m_o)
+    b_o /= b_sum[:, None]
+    store_rows(o, b_o, t, end, i_hq, 0, HQ, V, BT, BV)
     tl.store(p_lse, b_max + tl.log2(b_sum), mask=m_t)
 
 
@@ -180,9 +160,9 @@ def flash_bwd_dq_kernel(
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_h = i_hq // (HQ // H)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_q = load_rows(q, t, end, i_hq, HQ, K, BT, BK)  # [BT, BK]
-    b_do = load_rows(do, t, end, i_hq, HQ, V, BT, BV)  # [BT, BV]
-    b_o = load_rows(o, t, end, i_hq, HQ, V, BT, BV)  # [BT, BV]
+    b_q = load_rows(q, t, end, i_hq, 0, HQ, K, BT, BK)  # [BT, BK]
+    b_do = load_rows(do, t, end, i_hq, 0, HQ, V, BT, BV)  # [BT, BV]
+    b_o = load_rows(o, t, end, i_hq, 0, HQ, V, BT, BV)  # [BT, BV]
     b_lse = load_row(lse, t, end, i_hq, HQ, BT)[:, None]  # [BT, 1]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do, axis=1)  # [BT]
     p_delta, m_t = row_at(delta, t, end, i_hq, HQ, BT)
@@ -195,16 +175,15 @@ def flash_bwd_dq_kernel(
         i_from, i_to = key_tiles(i_t, T, DIAGONAL, BT, BS)
         for i_s in range(i_from, i_to):
             s = t_0 + i_s * BS
-            b_k = load_rows(k, s, end, i_h, H, K, BS, BK)  # [BS, BK]
-            b_v = load_rows(v, s, end, i_h, H, V, BS, BV)  # [BS, BV]
+            b_k = load_rows(k, s, end, i_h, 0, H, K, BS, BK)  # [BS, BK]
+            b_v = load_rows(v, s, end, i_h, 0, H, V, BS, BV)  # [BS, BV]
             m_s = o_t[:, None] >= i_s * BS + o_s[None, :] if DIAGONAL else None
             _, b_ds = weights(
                 b_q, b_k, b_do, b_v, b_lse, b_delta, scale, m_s, PRECISION
             )  # [BT, BS]
             b_ds = b_ds.to(b_k.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-    p_dq, m_q = rows_at(dq, t, end, i_hq, 0, HQ, K, BT, BK)
-    tl.store(p_dq, scale * b_dq, mask=m_q)
+    store_rows(dq, scale * b_dq, t, end, i_hq, 0, HQ, K, BT, BK)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -236,8 +215,8 @@ def flash_bwd_dkv_kernel(
     """
     i_t, i_h, t_0 = own_tile(T, H, BT)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_k = load_rows(k, t, end, i_h, H, K, BT, BK)  # [BT, BK]
-    b_v = load_rows(v, t, end, i_h, H, V, BT, BV)  # [BT, BV]
+    b_k = load_rows(k, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+    b_v = load_rows(v, t, end, i_h, 0, H, V, BT, BV)  # [BT, BV]
 
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     b_dv = tl.zeros([BT, BV], dtype=tl.float32)
@@ -251,8 +230,8 @@ def flash_bwd_dkv_kernel(
         for i in range(i_from * G, i_to * G):  # each head in each tile
             i_s, i_hq = i // G, i_h * G + i % G
             s = t_0 + i_s * BS
-            b_q = load_rows(q, s, end, i_hq, HQ, K, BS, BK)  # [BS, BK]
-            b_do = load_rows(do, s, end, i_hq, HQ, V, BS, BV)  # [BS, BV]
+            b_q = load_rows(q, s, end, i_hq, 0, HQ, K, BS, BK)  # [BS, BK]
+            b_do = load_rows(do, s, end, i_hq, 0, HQ, V, BS, BV)  # [BS, BV]
             b_lse = load_row(lse, s, end, i_hq, HQ, BS)[None, :]  # [1, BS]
             b_delta = load_row(delta, s, end, i_hq, HQ, BS)[None, :]
             m_s = o_t[:, None] <= i_s * BS + o_s[None, :] if DIAGONAL else None

@@ -9,9 +9,10 @@ from fastweights.kernels.tile import (
     chunk_span,
     decays_of_pairs,
     gates_at,
-    row_at,
-    rows_at,
+    load_row,
+    load_rows,
     split_gates,
+    store_rows,
     summed_gates,
     tile_at,
     time_order,
@@ -64,16 +65,13 @@ def intra_fwd_kernel(
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        p_k, m_k = rows_at(k, t, end, i_h, i_k, H, K, BT, BK)
-        b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+        b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
         else:
-            p_q, m_k = rows_at(q, t, end, i_h, i_k, H, K, BT, BK)
-            p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
-            b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
-            b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
+            b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
             if Aqk is not None:
                 first = bounded_levels(b_high, LEVELS, BOUND)
@@ -92,15 +90,12 @@ def intra_fwd_kernel(
 
             b_G = summed_gates(o_t >= 0, b_high, b_low, EXACT)  # G
             b_d = tl.exp2(b_G)  # [BT, BK]
-            p_x, m_k = rows_at(q_in, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_q * b_d, mask=m_k)
+            store_rows(q_in, b_q * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
             if DELTA:
-                p_x, m_k = rows_at(k_in, t, end, i_hv, i_k, HV, K, BT, BK)
-                tl.store(p_x, b_k * b_d, mask=m_k)
+                store_rows(k_in, b_k * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
             b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             b_d = tl.exp2(b_G)  # [BT, BK]
-            p_x, m_k = rows_at(k_out, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_k * b_d, mask=m_k)
+            store_rows(k_out, b_k * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
             b_sum = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
@@ -108,18 +103,15 @@ def intra_fwd_kernel(
 
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
-        p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-        tl.store(p_A, b_Aqk, mask=m_A)
+        store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
     if P is not None:
         if DG == 1:
             b_G, _, _, _ = gates_at(g, t, end, i_hv, HV, BT)
             b_Akk = causal(b_Akk, b_G)  # [BT, BT]
-        p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
-        b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)  # [BT]
+        b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
         b_M = tl.where(o_t > 0, b_beta[:, None] * b_Akk, 0.0)  # [BT, BT]
         b_P = unit_lower_inverse(b_M, PRECISION)  # [BT, BT]
-        p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
-        tl.store(p_P, b_P, mask=m_P)
+        store_rows(P, b_P, t, end, i_hv, 0, HV, BT, BT, BT)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -174,12 +166,11 @@ def intra_bwd_kernel(
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
+    end_v = tl.where(i_k == 0, end, t)  # one key tile reads v, writes dv
     dtype = k.dtype.element_ty
     o_t = time_order(BT)
-    p_k, m_k = rows_at(k, t, end, i_h, i_k, H, K, BT, BK)
-    p_q, m_k = rows_at(q, t, end, i_h, i_k, H, K, BT, BK)
-    b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
-    b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+    b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+    b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(HV // H):
@@ -190,8 +181,7 @@ def intra_bwd_kernel(
         b_dAT = tl.zeros([BT, BT], dtype=tl.float32)
         b_kept = tl.zeros([BK], dtype=tl.float32)  # to the state's decay
         if DELTA:
-            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
-            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
             b_beta = b_beta[:, None]  # [BT, 1]
             b_bk = (-b_beta * b_k).to(dtype)  # [BT, BK]
             b_err = tl.zeros([BT, BK], dtype=tl.float32)  # to k, as it reads
@@ -202,16 +192,13 @@ def intra_bwd_kernel(
         # What reaches the scores, where M is Diag(beta) Akk. Their
         # transposes are products of their own.
         for i_v in range((V + BV - 1) // BV):
-            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
-            p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_x = tl.load(p_x, mask=m_v, other=0.0)  # [BT, BV]
-            b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+            b_x = load_rows(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
             b_xT, b_doT = tl.trans(b_x), tl.trans(b_do)  # [BV, BT]
             b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
             b_dAT = tl.dot(b_x, b_doT, b_dAT, input_precision=PRECISION)
             if DELTA:
-                p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
-                b_y = tl.load(p_y, mask=m_v, other=0.0)  # [BT, BV]
+                b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
                 b_yT = tl.trans(b_y)  # [BV, BT]
                 b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
                 b_dMT = tl.dot(b_x, b_yT, b_dMT, input_precision=PRECISION)
@@ -234,31 +221,25 @@ def intra_bwd_kernel(
         for i_v in range((V + BV - 1) // BV):
             i_s = i_c * HV + i_hv
             o_h, m_h = tile_at(i_s, i_k, 0, i_v, K, 1, V, BK, BV)
-            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
-            p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
             b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
             b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-            b_x = tl.load(p_x, mask=m_v, other=0.0)  # [BT, BV]
-            b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+            b_x = load_rows(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
             b_hT, b_dhT = tl.trans(b_h), tl.trans(b_dh)  # [BV, BK]
             b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
             b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
             if DG > 0:
                 b_kept += tl.sum(b_h.to(tl.float32) * b_dh, axis=1)
             if DELTA:
-                p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
-                p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
-                p_dv, m_v = rows_at(dv, t, end, i_hv, i_v, HV, V, BT, BV)
-                b_y = tl.load(p_y, mask=m_v, other=0.0)  # [BT, BV]
+                b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
                 b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
-                m_v = m_v & (i_k == 0)
-                b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
+                b_v = load_rows(v, t, end_v, i_hv, i_v, HV, V, BT, BV)
                 b_dbeta += tl.sum(b_y.to(tl.float32) * b_v, axis=1)
-                tl.store(p_dv, b_beta * b_y, mask=m_v)
+                b_dv = b_beta * b_y  # [BT, BV]
+                store_rows(dv, b_dv, t, end_v, i_hv, i_v, HV, V, BT, BV)
         b_row *= scale
         if DG > 1:
-            p_g, m_k = rows_at(g, t, end, i_hv, i_k, HV, K, BT, BK)
-            b_g = tl.load(p_g, mask=m_k, other=0.0)  # [BT, BK]
+            b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
             b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
             b_out = tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
@@ -315,22 +296,19 @@ def intra_bwd_kernel(
         if DELTA:
             b_dk -= b_beta * b_err
             b_dbeta -= tl.sum(b_k * b_err, axis=1)
-            p_x, m_x = rows_at(dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
-            tl.store(p_x, b_dbeta[:, None], mask=m_x)
+            b_dbeta = b_dbeta[:, None]  # [BT, 1]
+            store_rows(dbeta, b_dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
         if DG == 1:
             b_x, b_w = tl.sum(b_x, axis=1), tl.sum(b_w, axis=1)  # [BT]
             b_dg = tl.where(o_t <= 0, b_x[None, :], b_w[None, :])  # [BT, BT]
             b_dg = tl.sum(b_dg, axis=1) + b_total * tl.sum(b_kept, axis=0)
-            p_x, m_x = rows_at(dg, t, end, i_hv, i_k, HV, NK, BT, 1)
-            tl.store(p_x, b_dg[:, None], mask=m_x)
+            store_rows(dg, b_dg[:, None], t, end, i_hv, i_k, HV, NK, BT, 1)
         elif DG > 1:
             b_from = (o_t <= 0).to(tl.float32)  # [BT, BT]
             b_dg = tl.dot(b_from, b_x, input_precision="tf32x3")  # [BT, BK]
             b_dg = tl.dot(1.0 - b_from, b_w, b_dg, input_precision="tf32x3")
-            p_x, m_k = rows_at(dg, t, end, i_hv, i_k, HV, K, BT, BK)
-            tl.store(p_x, b_dg + (b_total * b_kept)[None, :], mask=m_k)
+            b_dg += (b_total * b_kept)[None, :]
+            store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 
-    p_x, m_k = rows_at(dq, t, end, i_h, i_k, H, K, BT, BK)
-    tl.store(p_x, b_dq, mask=m_k)
-    p_x, m_k = rows_at(dk, t, end, i_h, i_k, H, K, BT, BK)
-    tl.store(p_x, b_dk, mask=m_k)
+    store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
+    store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)

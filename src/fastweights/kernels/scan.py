@@ -6,10 +6,11 @@ import triton.language as tl
 from fastweights.kernels.tile import (
     causal,
     gates_at,
-    row_at,
-    rows_at,
+    load_row,
+    load_rows,
     sequence_at,
     state_at,
+    store_rows,
 )
 
 
@@ -72,21 +73,17 @@ def scan_fwd_kernel(
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
             tl.store(h + o_h, b_S_in, mask=m_h)
 
-        p_k, m_k = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
-        p_v, m_v = rows_at(v, t, end, i_hv, i_v, HV, V, BT, BV)
-        b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BT, BV]
+        b_v = load_rows(v, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         if DG <= 1 or DELTA:
-            b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+            b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         if DG == 1:
             b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
         else:
             b_G = None
 
         if DELTA:
-            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
-            p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
-            b_P = tl.load(p_P, mask=m_P, other=0.0)  # [BT, BT]
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_P = load_rows(P, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
                 b_e *= b_in
@@ -96,8 +93,7 @@ def scan_fwd_kernel(
             b_new = b_v
         b_x = b_new.to(b_v.dtype)
         if v_new is not None:
-            p_x, m_v = rows_at(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
-            tl.store(p_x, b_x, mask=m_v)
+            store_rows(v_new, b_x, t, end, i_hv, i_v, HV, V, BT, BV)
 
         b_y = b_x
         if DG <= 1:
@@ -107,28 +103,25 @@ def scan_fwd_kernel(
             p_total = total + (i_c * HV + i_hv) * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
             b_S *= b_total[:, None]
-            p_k, m_k = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
-            b_kT = tl.trans(tl.load(p_k, mask=m_k, other=0.0))  # [BK, BT]
+            b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+            b_kT = tl.trans(b_k)  # [BK, BT]
         if DG == 1:
             b_S *= b_total
             b_y = (b_new * b_out).to(b_v.dtype)
         b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
 
         if o is not None:
-            p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
-            b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
+            b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
                 b_A = causal(b_A, b_G).to(b_v.dtype)  # [BT, BT]
             else:
-                p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-                b_A = tl.load(p_A, mask=m_A, other=0.0)  # [BT, BT]
+                b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
                 b_o *= b_in
             b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
-            p_o, m_v = rows_at(o, t, end, i_hv, i_v, HV, V, BT, BV)
-            tl.store(p_o, scale * b_o, mask=m_v)
+            store_rows(o, scale * b_o, t, end, i_hv, i_v, HV, V, BT, BV)
     if state is not None:
         tl.store(state + o_S, b_S, mask=m_S)
 
@@ -189,12 +182,9 @@ def scan_bwd_kernel(
         o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
         tl.store(dh + o_h, b_dS_out, mask=m_h)
 
-        p_k, m_k = rows_at(k_out, t, end, i_h, 0, H, K, BT, BK)
-        p_q, m_k = rows_at(q_in, t, end, i_h, 0, H, K, BT, BK)
-        p_do, m_v = rows_at(do, t, end, i_hv, i_v, HV, V, BT, BV)
-        b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
-        b_q = tl.load(p_q, mask=m_k, other=0.0)  # [BT, BK]
-        b_do = tl.load(p_do, mask=m_v, other=0.0)  # [BT, BV]
+        b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+        b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+        b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         b_do = scale * b_do.to(tl.float32)
         b_x = b_do.to(do.dtype.element_ty)
 
@@ -208,16 +198,14 @@ def scan_bwd_kernel(
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
             b_A = causal(b_A, b_G, TRANSPOSED=True).to(b_x.dtype)  # [BT, BT]
         else:
-            p_A, m_A = rows_at(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_A = tl.trans(tl.load(p_A, mask=m_A, other=0.0))  # [BT, BT]
+            b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_A = tl.trans(b_A)  # [BT, BT]
         b_y = tl.dot(b_A, b_x, b_y, input_precision=PRECISION)  # dv_new
         if DELTA:
-            p_P, m_P = rows_at(P, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_P = tl.trans(tl.load(p_P, mask=m_P, other=0.0))  # [BT, BT]
-            b_y = b_y.to(b_x.dtype)
-            b_y = tl.dot(b_P, b_y, input_precision=PRECISION)  # [BT, BV]
-        p_y, m_v = rows_at(y, t, end, i_hv, i_v, HV, V, BT, BV)
-        tl.store(p_y, b_y, mask=m_v)
+            b_P = load_rows(P, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
+            b_PT, b_y = tl.trans(b_P), b_y.to(b_x.dtype)
+            b_y = tl.dot(b_PT, b_y, input_precision=PRECISION)  # [BT, BV]
+        store_rows(y, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
 
         if DG == 1:
             b_dS *= b_total
@@ -230,14 +218,12 @@ def scan_bwd_kernel(
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
-            p_beta, m_t = row_at(beta, t, end, i_hv, HV, BT)
-            b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
             b_y *= -b_beta[:, None]
             if DG == 1:
                 b_y *= b_in
             if DG > 1:
-                p_k, m_k = rows_at(k_in, t, end, i_h, 0, H, K, BT, BK)
-                b_k = tl.load(p_k, mask=m_k, other=0.0)  # [BT, BK]
+                b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)

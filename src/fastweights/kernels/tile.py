@@ -124,6 +124,48 @@ def row_at(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
+def load_rows(
+    x,
+    t,
+    end,
+    i_h,
+    i_d,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Tile i_d of head i_h, tokens t to t + BT, of x [T, H, D]; else 0."""
+    p_x, m_x = rows_at(x, t, end, i_h, i_d, H, D, BT, BD)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    x,
+    b_x,
+    t,
+    end,
+    i_h,
+    i_d,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The tile back to where :func:`load_rows` would load it from."""
+    p_x, m_x = rows_at(x, t, end, i_h, i_d, H, D, BT, BD)
+    tl.store(p_x, b_x, mask=m_x)
+
+
+@triton.jit
+def load_row(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
+    """Head i_h, tokens t to t + BT, of x [T, H]; else 0."""
+    p_x, m_x = row_at(x, t, end, i_h, H, BT)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
 def gates_at(g, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
     """A head's gates in the chunk at t: G, e^G, e^{G_C - G}, e^{G_C}.
 
@@ -131,8 +173,7 @@ def gates_at(g, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
     weak gate after strong ones would drown in fp32, since G is differenced.
     The decays are fp32, [BT, 1]: from the chunk's entrance, and to its exit.
     """
-    p_g, m_t = row_at(g, t, end, i_h, H, BT)
-    b_g = tl.load(p_g, mask=m_t, other=0.0)  # [BT]
+    b_g = load_row(g, t, end, i_h, H, BT)  # [BT]
     b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
     b_total = tl.min(b_G, axis=0)  # gates are <= 0: the last one
     b_in = tl.exp2(b_G.to(tl.float32))[:, None]
