@@ -46,9 +46,11 @@ def launch_options(
     ahead = large and dtype != torch.float32 and K <= 128
     if stage == "intra_backward":
         few = ahead and gate == 0 and not delta  # products, so few warps
-        whole = ahead and gate <= 1 and not few
+        BK = narrow if large else 32
+        if ahead and gate <= 1 and not few:
+            BK = max(BK, power)
         return {
-            "BK": max(narrow if large else 32, whole and power),
+            "BK": BK,
             "BV": narrow,
             "num_warps": 4 if few else 8,
             "num_stages": 2 if ahead else 1,
@@ -114,7 +116,6 @@ class Call:
         H, K = self.q.shape[2:]
         HV, DG = self.v.shape[2], self.gate_width
         delta, dtype = self.beta is not None, self.q.dtype
-        precision = dot_precision(dtype, K)
         if DG > 1 and not stage.startswith("intra"):
             H = HV  # intra's own q and k, a value head each
         return {
@@ -125,7 +126,7 @@ class Call:
             "BT": self.chunk_size,
             "DG": DG,
             "DELTA": delta,
-            "PRECISION": precision,
+            "PRECISION": dot_precision(dtype, K),
             **launch_options(
                 stage,
                 K,
@@ -259,11 +260,8 @@ def scan_backward(
     y = P^T dv_new; dh is the gradient of the state that leaves each chunk.
     """
     sizes = x.sizes("scan_backward")
-    y, dh, dinitial = (
-        torch.empty_like(x.v),
-        x.new_states(x.slots, do.dtype),
-        None,
-    )
+    y, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
+    dinitial = None
     if x.initial_state is not None:
         dinitial = torch.empty_like(x.initial_state)
     *tokens, total = chunked
