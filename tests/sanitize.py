@@ -42,7 +42,9 @@ def main() -> None:
         v = torch.randn(1, 100, 2, 100, dtype=dtype, device="cuda")
         linear.scan(q, k, v, scale=0.3)
         prefix.parallel_scan(q, k, v, scale=0.3)
-        x = [t.requires_grad_() for t in (q.repeat(1, 1, 2, 1), k, v[:, :, :1])]
+        x = [
+            t.requires_grad_() for t in (q.repeat(1, 1, 2, 1), k, v[:, :, :1])
+        ]
         torch.autograd.grad(flash.flash_attention(*x).float().sum(), x)
         torch.cuda.synchronize()
 
