@@ -63,6 +63,7 @@ def judge(compiled, capability, folder, spilled, *, set_addresses=True):
     assert shared <= SHARED[capability]
     assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= TENSOR_MEMORY
     assert int(stack) <= spilled
+    assert not overtaking_copies(compiled.asm["ttgir"])
     if capability == 90 and set_addresses:
         assert not unset_uniform_registers(cuobjdump(cubin, "-sass", folder))
     return int(registers)
@@ -92,6 +93,39 @@ def unset_uniform_registers(sass):
         sources = re.sub(r"gdesc\[UR\d+\]", "", operands)
         read |= {int(n) for n in re.findall(r"\bUR(\d+)", sources)}
     return read - written
+
+
+def overtaking_copies(ttgir):
+    """Buffers that a loop fills again while a product may still read them.
+
+    Hopper's products run on while the program goes ahead, until it waits
+    for them. Triton 3.6 gives a tile that is also used outside a product one
+    buffer, and fills it for the next iteration without waiting first.
+    """
+    found, buffers, views, running = set(), {}, {}, []
+    name = r"%[\w-]+(?:#\d+)?"
+    for line in ttgir.splitlines():
+        line = re.sub(r" loc\(.*", "", line)
+        result = re.match(rf"\s*({name})(?::\d+)? = (\S+) (.*)", line)
+        operation, rest = result.group(2, 3) if result else ("", line)
+        operands = re.findall(name, rest.split(" : ")[0])
+        if "scf.for" in operation:
+            running = []
+        elif operation == "ttg.local_alloc" and not operands:
+            buffers[result[1]] = int(re.search(r"memdesc<(\d+)x", rest)[1])
+            views[result[1]] = result[1]
+        elif operation.startswith("ttg.memdesc") and operands[0] in views:
+            views[result[1]] = views[operands[0]]
+        elif operation == "ttng.warp_group_dot" and "isAsync = true" in rest:
+            running.append({views.get(x) for x in operands[:2]})
+        elif operation == "ttng.warp_group_dot_wait":
+            pending = int(re.search(r"pendings = (\d+)", rest)[1])
+            running = running[len(running) - pending :] if pending else []
+        elif "async_copy" in operation or "ttg.local_store" in line:
+            buffer = views.get(operands[1])
+            if buffers.get(buffer) == 1 and any(buffer in x for x in running):
+                found.add(buffer)
+    return found
 
 
 def ptxas_version():

@@ -484,12 +484,28 @@ def test_gradients_from_one_result_on_gpu(gate, rule, use):
 @pytest.mark.gpu
 @compiled
 @ALL
-def test_two_runs_are_bitwise_equal(gate, rule):
-    x = member(gate, rule, B=2, T=1000, H=2, HV=8, K=128, V=128)
+@pytest.mark.parametrize("shape", [(1, 40, 1, 1), (2, 1000, 2, 8)], ids=str)
+def test_runs_are_bitwise_equal(gate, rule, shape):
+    """Fifty: a race that rarely shows would hide in two."""
+    B, T, H, HV = shape
+    x = member(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
     x = cast(x, torch.bfloat16, "cuda")
     first = run(x)
-    for name, again in run(x).items():
-        assert torch.equal(first[name], again), name
+    for _ in range(50):
+        for name, again in run(x).items():
+            assert torch.equal(first[name], again), name
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("T", [40, 1000])
+def test_own_keys_on_gpu(gate, rule, D, T, record_property):
+    """A key head for each value head, which is another loop's length."""
+    x = member(gate, rule, B=2, T=T, H=2, HV=2, K=D, V=D)
+    x = cast(x, torch.bfloat16, "cuda")
+    judge(x, HALF, record_property, "HV = H, bfloat16")
 
 
 @pytest.mark.gpu

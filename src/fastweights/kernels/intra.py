@@ -217,8 +217,9 @@ def intra_bwd_kernel(
             b_dMT = causal(b_dMT, b_G, TRANSPOSED=True)
             b_dMT = tl.where(o_t < 0, b_dMT, 0.0).to(dtype)  # [BT, BT]
 
-        # Through the states.
-        for i_v in range((V + BV - 1) // BV):
+        # Through the states. No loads ahead: what a product and a sum read
+        # has one buffer, which Triton would fill before the product is done.
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=1):
             i_s = i_c * HV + i_hv
             o_h, m_h = tile_at(i_s, i_k, 0, i_v, K, 1, V, BK, BV)
             b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
