@@ -75,6 +75,53 @@ def test_retention_takes_retnets_decays_unless_given():
     )
 
 
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 64])
+def test_lightning_decays_are_alibis_slopes_by_layer(heads):
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 / power * (h + 1)) for h in range(power)]
+    slopes += [
+        2.0 ** (-8.0 / (2 * power) * (2 * h + 1)) for h in range(heads - power)
+    ]
+    for layer, factor in ((0, 1 + 1e-5), (3, 0.5 + 1e-5), (6, 1e-5)):
+        g = fw.lightning_decay(heads, layer, 7)
+        assert g.dtype == torch.float32
+        want = -factor * torch.tensor(slopes)
+        torch.testing.assert_close(g, want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 2), "num_heads: got 0, need at least 1"),
+        ((4, 2, 2), "layer: got 2, need 0 to num_layers - 1 = 1"),
+        ((4, -1, 2), "layer: got -1"),
+    ],
+)
+def test_lightning_decay_names_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fw.lightning_decay(*arguments)
+
+
+@pytest.mark.parametrize("temperature", [16.0, 1.0])
+def test_gated_retention_takes_a_root_of_a_sigmoid(temperature):
+    x = inputs("mamba2")
+    logits = torch.randn(B, T, H, dtype=torch.float64)
+    x["g"] = torch.sigmoid(logits).pow(1 / temperature).log()
+    want = fw.mamba2(**x, backend="loop")
+    del x["g"]
+    got = fw.gated_retention(**x, logits=logits, temperature=temperature)
+    torch.testing.assert_close(got, want)
+
+
+def test_gated_retention_names_what_is_wrong():
+    x = inputs("mamba2")
+    del x["g"]
+    with pytest.raises(ValueError, match="temperature: got 0, need > 0"):
+        fw.gated_retention(**x, logits=torch.zeros(B, T, H), temperature=0)
+    with pytest.raises(ValueError, match=r"logits: got shape \[2\]"):
+        fw.gated_retention(**x, logits=torch.zeros(2))
+
+
 def feature(name):
     if name == "positive":
         generator = torch.Generator().manual_seed(0)

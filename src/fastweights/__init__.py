@@ -4,13 +4,16 @@ from fastweights.decoding import decode_step
 from fastweights.family import (
     deltanet,
     gated_deltanet,
+    gated_retention,
     gla,
     kda,
+    lightning_decay,
     linear_attention,
     mamba2,
     retention,
     retnet_decay,
 )
+from fastweights.mlstm import mlstm
 from fastweights.ops import choose_backend, linear_recurrence
 
 __version__ = "0.1.0"
@@ -20,11 +23,14 @@ __all__ = [
     "decode_step",
     "deltanet",
     "gated_deltanet",
+    "gated_retention",
     "gla",
     "kda",
+    "lightning_decay",
     "linear_attention",
     "linear_recurrence",
     "mamba2",
+    "mlstm",
     "retention",
     "retnet_decay",
 ]

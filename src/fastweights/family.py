@@ -7,10 +7,12 @@ chunk_size, backend) and return the outputs and the final state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypedDict, Unpack
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def linear_attention(
     can be near zero; in fp16 it must stay below 65504.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _need(name, x, 4, "[B, T, heads, width]")
+        need(name, x, 4, "[B, T, heads, width]")
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
     if normalize:
@@ -71,6 +73,40 @@ def retnet_decay(
     return torch.log1p(-torch.exp2(-5 - h))
 
 
+def lightning_decay(
+    num_heads: int,
+    layer: int,
+    num_layers: int,
+    *,
+    device: torch.device | None = None,
+) -> Float[Tensor, " HV"]:
+    """Lightning Attention's fixed log decays in one layer, fp32.
+
+    -s_h (1 - layer / (num_layers - 1) + 1e-5), layers counted from 0, as in
+    MiniMax-01 (2025): the last layer hardly forgets. The s_h are ALiBi's
+    slopes (Press et al. 2022): 2^(-8h/n) for h = 1 to n if the number of
+    heads n is a power of two; else those of the power of two below it and
+    every other one of twice that power.
+
+    Raises:
+        ValueError: there is no such layer, or no head.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads: got {num_heads}, need at least 1")
+    if not 0 <= layer < num_layers:
+        raise ValueError(
+            f"layer: got {layer}, need 0 to num_layers - 1 = {num_layers - 1}"
+        )
+
+    def slopes(n: int) -> Tensor:
+        h = torch.arange(1, n + 1, device=device, dtype=torch.float32)
+        return torch.exp2(-8 * h / n)
+
+    n = 2 ** int(math.log2(num_heads))
+    s = torch.cat([slopes(n), slopes(2 * n)[::2][: num_heads - n]])
+    return -s * (1 - layer / max(num_layers - 1, 1) + 1e-5)
+
+
 def retention(
     q: Keys,
     k: Keys,
@@ -80,12 +116,13 @@ def retention(
 ) -> tuple[Values, State]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g a head (Sun et al. 2023).
 
-    g is [HV]; None takes RetNet's own, :func:`retnet_decay`.
+    g is [HV]; None takes RetNet's own, :func:`retnet_decay`. Lightning
+    Attention is this with :func:`lightning_decay`.
     """
     if g is None:
-        _need("v", v, 4, "[B, T, HV, V]")
+        need("v", v, 4, "[B, T, HV, V]")
         g = retnet_decay(v.shape[2], device=v.device)
-    _need("g", g, 1, "[HV]")
+    need("g", g, 1, "[HV]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -97,7 +134,29 @@ def mamba2(
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
     v its dt * x, and g its dt * A. Its own scale is 1.
     """
-    _need("g", g, 3, "[B, T, HV]")
+    need("g", g, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, None, **options)
+
+
+def gated_retention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    logits: PerHead,
+    *,
+    temperature: float = 16.0,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = sigmoid(logits_t)^(1/temperature) S_{t-1} + k_t v_t^T.
+
+    RetNet with a gate of the data (Sun et al. 2024). The temperature keeps
+    an untrained gate close to 1: 0.96 where the logit is 0.
+    """
+    need("logits", logits, 3, "[B, T, HV]")
+    if not temperature > 0:
+        raise ValueError(f"temperature: got {temperature}, need > 0")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    g = F.logsigmoid(logits.to(dtype)) / temperature
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -105,7 +164,7 @@ def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
 ) -> tuple[Values, State]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
-    _need("g", g, 4, "[B, T, HV, K]")
+    need("g", g, 4, "[B, T, HV, K]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -118,7 +177,7 @@ def deltanet(
     Needs beta_t |k_t|^2 <= 2 not to diverge; unit keys with beta in [0, 1]
     or [0, 2] are usual.
     """
-    _need("beta", beta, 3, "[B, T, HV]")
+    need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, None, beta, **options)
 
 
@@ -131,8 +190,8 @@ def gated_deltanet(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
-    _need("g", g, 3, "[B, T, HV]")
-    _need("beta", beta, 3, "[B, T, HV]")
+    need("g", g, 3, "[B, T, HV]")
+    need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -145,12 +204,12 @@ def kda(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Kimi Delta Attention (Kimi Team 2025): a gate a key channel and step."""
-    _need("g", g, 4, "[B, T, HV, K]")
-    _need("beta", beta, 3, "[B, T, HV]")
+    need("g", g, 4, "[B, T, HV, K]")
+    need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
-def _need(name: str, x: Tensor, dim: int, need: str) -> None:
+def need(name: str, x: Tensor, dim: int, need: str) -> None:
     """Refuse what is no tensor of ``dim`` dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")

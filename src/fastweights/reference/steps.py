@@ -60,6 +60,29 @@ def mamba2(
     return S, read(S, q)
 
 
+def mlstm(
+    state: tuple[State, PerHead],
+    q: Key,
+    k: Key,
+    v: Value,
+    g: PerHead,
+    i: PerHead,
+) -> tuple[tuple[State, PerHead], Value]:
+    """mLSTM (Beck et al. 2024, eqs. 19 to 27), scaled by e^{-m}.
+
+    The state is e^{-m} times [C, n], [..., K, V + 1], and the stabilizer m,
+    [...]; g and i are the logs of the forget and the input gate.
+    """
+    S, old_m = state
+    m = torch.maximum(g + old_m, i)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    S = (g + old_m - m).exp()[..., None, None] * S
+    S = S + outer(k, (i - m).exp()[..., None] * v)
+    o = read(S, q)
+    total = torch.maximum(o[..., -1:].abs(), (-m).exp()[..., None])
+    return (S, m), o[..., :-1] / total
+
+
 def gla(S: State, q: Key, k: Key, v: Value, g: Key) -> tuple[State, Value]:
     """Gated linear attention (Yang et al. 2024, eq. 3): a decay a channel."""
     S = g.exp()[..., :, None] * S + outer(k, v)

@@ -1,0 +1,132 @@
+"""A recurrence as learning: the state is a model that trains on its input.
+
+At each token a small model, the fast weights, takes one step of an optimiser
+on one example, (k_t, v_t), and then answers the query q_t. Which layer that
+is follows from three choices: the model, its loss, and the optimiser
+(Schlag et al. 2021; Sun et al. 2025; Wang et al. 2025).
+
+Here a model is a function (params, x) -> prediction, with params a tensor or
+a nest of tensors [B, H, ...] and x [B, H, K]; a loss takes prediction and
+target, [B, H, V] both, to [B, H]. Every sequence and head learns by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Params = Any
+Model = Callable[[Params, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[Params], Params]
+# (params, gradient, memory, *rates at t) -> params, memory
+Optimiser = Callable[..., tuple[Params, Any]]
+PerHead = Float[Tensor, "*lead"]
+
+
+def linear_model(
+    S: Float[Tensor, "*lead K V"], x: Float[Tensor, "*lead K"]
+) -> Float[Tensor, "*lead V"]:
+    """S^T x: the state as a matrix that predicts values from keys."""
+    return torch.einsum("...kv,...k->...v", S, x)
+
+
+def inner_product(
+    prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
+) -> PerHead:
+    """-prediction . target, which nothing bounds from below."""
+    return -(prediction * target).sum(-1)
+
+
+def squared_error(
+    prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
+) -> PerHead:
+    """|prediction - target|^2 / 2."""
+    return (prediction - target).square().sum(-1) / 2
+
+
+def sgd(
+    params: Params, gradient: Gradient, memory: None, rate: PerHead
+) -> tuple[Params, None]:
+    """One step of gradient descent: W - rate * gradient(W)."""
+
+    def step(W: Tensor, dW: Tensor) -> Tensor:
+        return W - _wide(rate, W) * dW
+
+    return tree_map(step, params, gradient(params)), memory
+
+
+def decayed_sgd(
+    params: Params,
+    gradient: Gradient,
+    memory: None,
+    rate: PerHead,
+    g: PerHead,
+) -> tuple[Params, None]:
+    """Weight decay, then a step from there: the gradient is of e^g W."""
+
+    def decay(W: Tensor) -> Tensor:
+        return _wide(g, W).exp() * W
+
+    return sgd(tree_map(decay, params), gradient, memory, rate)
+
+
+def momentum_sgd(
+    params: Params,
+    gradient: Gradient,
+    memory: Params,
+    rate: PerHead,
+    momentum: PerHead,
+    g: PerHead,
+) -> tuple[Params, Params]:
+    """A running sum M of gradients, M <- momentum M + gradient(W).
+
+    Then W <- e^g W - rate M, the gradient and the decay both of the old W
+    (Titans, Behrouz et al. 2025, eqs. 13 and 14, with the rate outside M).
+    """
+
+    def gather(M: Tensor, dW: Tensor) -> Tensor:
+        return _wide(momentum, M) * M + dW
+
+    def step(W: Tensor, M: Tensor) -> Tensor:
+        return _wide(g, W).exp() * W - _wide(rate, W) * M
+
+    memory = tree_map(gather, memory, gradient(params))
+    return tree_map(step, params, memory), memory
+
+
+def online_learner(
+    model: Model, loss: Loss, optimiser: Optimiser
+) -> Callable[..., tuple[tuple[Params, Any], Tensor]]:
+    """The layer of a model, a loss and an optimiser, as one step.
+
+    For :func:`fastweights.reference.steps.scan`: the state is (params, the
+    optimiser's memory), the inputs q, k, v and the optimiser's rates
+    [B, T, H]. It reads after it has learned. The loop is differentiable.
+    """
+
+    def step(
+        state: tuple[Params, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *rates: Tensor,
+    ) -> tuple[tuple[Params, Any], Tensor]:
+        def objective(params: Params) -> Tensor:
+            return loss(model(params, k), v).sum()
+
+        gradient = torch.func.grad(objective)
+        params, memory = optimiser(state[0], gradient, state[1], *rates)
+        return (params, memory), model(params, q)
+
+    return step
+
+
+def _wide(rate: PerHead, W: Tensor) -> Tensor:
+    """A rate a head, shaped to multiply weights [B, H, ...]."""
+    return rate.reshape(rate.shape + (1,) * (W.dim() - rate.dim()))

@@ -1,0 +1,126 @@
+"""xLSTM's matrix memory: a member whose gates need a stabilizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.family import Keys, PerHead, State, Values, need
+from fastweights.ops import autocast, linear_recurrence
+
+Stabilizer = Float[Tensor, "N HV"]
+Memory = tuple[State, Stabilizer]
+
+
+def mlstm(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    i: PerHead,
+    *,
+    initial_state: Memory | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    eps: float = 1e-6,
+    **options: Any,
+) -> tuple[Values, Memory]:
+    """mLSTM (Beck et al. 2024, eqs. 19 to 27), chunkwise.
+
+        C_t = e^{g_t} C_{t-1} + e^{i_t} k_t v_t^T
+        n_t = e^{g_t} n_{t-1} + e^{i_t} k_t
+        o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, 1) + eps)
+
+    What is computed and kept is e^{-m_t} C_t and e^{-m_t} n_t, with the
+    stabilizer m_t = max(g_t + m_{t-1}, i_t): then no exponent is positive.
+
+    Args:
+        q, k, v: as in :func:`fastweights.linear_recurrence`.
+        g: [B, T, HV], log of the forget gate: logsigmoid of its
+            pre-activation or, for an exponential gate, that itself.
+        i: [B, T, HV], log of the input gate: its pre-activation. Neither
+            gate has a bound. Both are fp32 or q's dtype.
+        initial_state: what an earlier call returned; empty if None.
+        options: scale, chunk_size and backend of linear_recurrence.
+
+    Returns:
+        o [B, T, HV, V] and (state, m): state [N, HV, K, V + 1] is e^{-m} C
+        and, in its last column, e^{-m} n; m [N, HV] is the stabilizer
+        after the last token. Both fp32 (fp64 if q is).
+
+    Raises:
+        TypeError, ValueError: as linear_recurrence.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        need(name, x, 4, "[B, T, heads, width]")
+    for name, x in (("g", g), ("i", i)):
+        need(name, x, 3, "[B, T, HV]")
+        if x.shape != v.shape[:3]:
+            shape = list(v.shape[:3])
+            raise ValueError(
+                f"{name}: got shape {list(x.shape)}, need {shape}"
+            )
+    q, k, v = autocast(q, k, v)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    g, i = g.to(dtype), i.to(dtype)
+    state, m = (None, None) if initial_state is None else initial_state
+    before, after, last = stabilizers(g, i, m, cu_seqlens)
+    # Any stabilizer gives the same o: it takes no part in the gradients.
+    rescaled = g + torch.minimum(before - after, -g).detach()
+    weight = (i - after).exp()[..., None]
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    v = (weight * v).to(v.dtype)
+    o, state = linear_recurrence(
+        q,
+        k,
+        v,
+        rescaled,
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
+    least = (-after).exp()[..., None]  # 1, in units of e^m
+    total = torch.maximum(o[..., -1:].abs(), least)
+    return (o[..., :-1] / (total + eps)).to(v.dtype), (state, last)
+
+
+@torch.no_grad()
+def stabilizers(
+    g: PerHead, i: PerHead, m: Stabilizer | None, cu_seqlens: Tensor | None
+) -> tuple[PerHead, PerHead, Stabilizer]:
+    """m_t = max(g_t + m_{t-1}, i_t): before and after each token, the last.
+
+    All at once: with G_t the running sum of g, m_t - G_t is the running
+    maximum of i_t - G_t; in fp64, for G grows. Sequences of a pack are
+    lifted one above the other, so that each begins anew.
+    """
+    B, T, HV = g.shape
+    wide_g, wide_i = g.double(), i.double()
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    first = wide_g.new_full((N, HV), -torch.inf) if m is None else m.double()
+    tokens = torch.arange(T, device=g.device)
+    if cu_seqlens is None:
+        sequence, starts = torch.zeros_like(tokens), tokens == 0
+        entering = first[:, None]
+    else:
+        offsets = cu_seqlens.to(g.device, torch.int64)
+        ends = offsets[1:].contiguous()
+        sequence = torch.searchsorted(ends, tokens, right=True)
+        starts = tokens == offsets[sequence]
+        entering = first[sequence][None]
+    starts = starts[:, None]
+    b = torch.where(starts, (wide_g + entering).maximum(wide_i), wide_i)
+    G = wide_g.cumsum(1)
+    height = (b - G).amax() - (b - G).amin() + 1
+    lift = height * sequence[:, None]
+    after = (b - G + lift).cummax(1).values - lift + G
+    before = after.roll(1, 1)
+    fresh = torch.where(entering.isneginf(), after - wide_g, entering)
+    before = torch.where(starts, fresh, before)
+    last = after[:, -1]
+    if cu_seqlens is not None:
+        some = (ends > offsets[:-1])[:, None]
+        last = torch.where(some, after[0, (ends - 1).clamp(min=0)], first)
+    return before.to(g), after.to(g), last.to(g)
