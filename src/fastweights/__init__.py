@@ -15,6 +15,7 @@ from fastweights.family import (
 )
 from fastweights.mlstm import mlstm
 from fastweights.ops import choose_backend, linear_recurrence
+from fastweights.selective import selective_scan
 
 __version__ = "0.1.0"
 
@@ -33,4 +34,5 @@ __all__ = [
     "mlstm",
     "retention",
     "retnet_decay",
+    "selective_scan",
 ]

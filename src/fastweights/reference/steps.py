@@ -132,6 +132,23 @@ def recurrence(
     return S, read(S, q)
 
 
+def selective(
+    h: Float[Tensor, "*lead D N"],
+    x: Float[Tensor, "*lead D"],
+    dt: Float[Tensor, "*lead D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "*lead N"],
+    C: Float[Tensor, "*lead N"],
+) -> tuple[Float[Tensor, "*lead D N"], Float[Tensor, "*lead D"]]:
+    """Mamba's selective scan (Gu and Dao 2023): N numbers a channel of x.
+
+    Here values come first in the state, as in the paper. Each of its
+    entries decays on its own, by e^{dt A} with A < 0.
+    """
+    h = (dt[..., None] * A).exp() * h + outer(dt * x, B)
+    return h, read(h.mT, C)
+
+
 def softmax(
     cache: tuple[Tensor, Tensor], q: Key, k: Key, v: Value
 ) -> tuple[tuple[Tensor, Tensor], Value]:

@@ -1,0 +1,44 @@
+"""The selective scan's kernels as they ship, for GPUs that are not here."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from offline import SHARED, build, judge
+
+from fastweights.kernels import selective
+from fastweights.kernels.tile import INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+KERNELS = {
+    "fwd": selective.selective_fwd_kernel,
+    "bwd": selective.selective_bwd_kernel,
+}
+SINGLE = ("dt", "A", "skip", "initial_state", "state", "states", "dstate")
+SINGLE += ("ddt", "dA", "dB", "dC", "dskip", "dinitial")
+
+
+def compile_kernel(name, capability, dtype="bf16", D=2048, N=16):
+    """A kernel with its launch settings; dt, A and D are fp32."""
+    constants = {"D": D, "N": N} | selective.options(D, N)
+    types = dict.fromkeys(SINGLE, "*fp32") | {"T": "i32"}
+    return build(KERNELS[name], capability, dtype, constants, types)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_spills(name, capability, dtype, tmp_path):
+    compiled = compile_kernel(name, capability, dtype)
+    judge(compiled, capability, tmp_path, spilled=0)
+
+
+@pytest.mark.parametrize("D, N", [(1, 1), (48, 5), (768, 64), (2048, 256)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_other_sizes(name, D, N, tmp_path):
+    for capability in (86, 90):
+        compiled = compile_kernel(name, capability, "bf16", D, N)
+        judge(compiled, capability, tmp_path, spilled=0)
