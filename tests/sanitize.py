@@ -17,6 +17,9 @@ from inputs import GATES, RULES, member
 import fastweights as fw
 from fastweights.kernels import flash, linear, prefix
 
+# x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
+SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
+
 
 def run(gate: str, rule: str, dtype: torch.dtype) -> None:
     lengths = torch.tensor([0, 70, 70, 100], device="cuda")
@@ -46,6 +49,11 @@ def main() -> None:
             t.requires_grad_() for t in (q.repeat(1, 1, 2, 1), k, v[:, :, :1])
         ]
         torch.autograd.grad(flash.flash_attention(*x).float().sum(), x)
+        kind = {"dtype": dtype, "device": "cuda"}
+        x = [torch.rand(size, **kind) for size in SCANNED]
+        x = [t.requires_grad_() for t in x]
+        y, state = fw.selective_scan(*x, backend="triton")
+        torch.autograd.grad(y.float().sum() + state.sum(), x)
         torch.cuda.synchronize()
 
 

@@ -171,3 +171,14 @@ def test_compiles_to_one_graph():
     x = {name: t.float() for name, t in inputs().items()}
     step = torch.compile(fw.mlstm, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(step(**x), fw.mlstm(**x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_gpu(dtype):
+    x = {name: t.to("cuda", dtype) for name, t in inputs(4.0).items()}
+    o, (state, m) = fw.mlstm(**x, backend="triton", eps=0.0)
+    ref = definition(**{name: t.double().cpu() for name, t in x.items()})
+    error = (o.cpu().double() - ref).norm() / ref.norm()
+    assert error < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert state.is_cuda and m.is_cuda
