@@ -157,3 +157,26 @@ def test_an_ellipsis_in_an_index_is_no_stub(capsys):
 
     check_double(candidate)
     assert "the stub still" not in capsys.readouterr().out
+
+
+def test_footprint_counts_what_operations_touch():
+    x = torch.ones(3, 4)
+    with checks.Footprint() as footprint:
+        y = x @ x.T
+        y.sum()
+    # x, x transposed (a view, which is an operation too), y; and its sum
+    assert footprint.largest == 12
+    assert footprint.calls == 3
+    assert footprint.total == (12 + 12) + (12 + 12 + 9) + (9 + 1)
+
+
+def test_exponentials_are_counted():
+    with checks.Exponentials() as none:
+        torch.ones(3) + 1
+    assert none.count == 0 and none.largest == -math.inf
+    with checks.Exponentials() as found:
+        torch.tensor([1.0, -2.0]).exp()
+        torch.expm1(torch.tensor(0.5))
+        torch.exp2(torch.full((2, 3), -7.0))
+        torch.ones(0).exp()
+    assert found.count == 9 and found.largest == 1

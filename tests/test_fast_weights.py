@@ -30,6 +30,8 @@ LAYERS = {
     "mamba2": ("scalar", "additive", inner_product, decayed_sgd),
     "deltanet": ("none", "delta", squared_error, sgd),
     "gated_deltanet": ("scalar", "delta", squared_error, decayed_sgd),
+    "gla": ("vector", "additive", inner_product, decayed_sgd),
+    "kda": ("vector", "delta", squared_error, decayed_sgd),
 }
 
 
@@ -74,8 +76,9 @@ def test_momentum_is_two_running_sums():
             W, R = S0[b, h], torch.zeros(K, V, dtype=torch.float64)
             for t in range(T):
                 error = k[b, t, h] @ W - v[b, t, h]
-                R = momentum[b, t, h] * R + torch.outer(k[b, t, h], error)
-                W = x["g"][b, t, h].exp() * W - rate[b, t, h] * R
+                gradient = torch.outer(k[b, t, h], error)
+                R = momentum[b, t, h] * R + rate[b, t, h] * gradient
+                W = x["g"][b, t, h].exp() * W - R
                 torch.testing.assert_close(o[b, t, h], q[b, t, h] @ W)
             torch.testing.assert_close(S[b, h], W)
             torch.testing.assert_close(M[b, h], R)

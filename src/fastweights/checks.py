@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,13 +59,15 @@ class Footprint(TorchDispatchMode):
     """Watch what the operations inside the ``with`` block touch.
 
     largest: elements of the largest tensor that an operation returned;
-    total: elements of all tensors that operations took and returned.
+    total: elements of all tensors that operations took and returned;
+    calls: how many operations there were.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
         self.total = 0
+        self.calls = 0
 
     def __torch_dispatch__(
         self,
@@ -74,12 +77,38 @@ class Footprint(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.calls += 1
         returned = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         taken = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         sizes = [x.numel() for x in returned]
         self.largest = max(self.largest, *sizes) if sizes else self.largest
         self.total += sum(sizes) + sum(x.numel() for x in taken)
         return out
+
+
+class Exponentials(TorchDispatchMode):
+    """Watch what is exponentiated inside the ``with`` block.
+
+    count: how many numbers; largest: the greatest exponent, -inf at first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.largest = -math.inf
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.overloadpacket.__name__ in ("exp", "exp_", "exp2", "expm1"):
+            self.count += args[0].numel()
+            largest = args[0].max().item() if args[0].numel() else -math.inf
+            self.largest = max(self.largest, largest)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

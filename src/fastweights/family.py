@@ -83,7 +83,7 @@ def lightning_decay(
     """Lightning Attention's fixed log decays in one layer, fp32.
 
     -s_h (1 - layer / (num_layers - 1) + 1e-5), layers counted from 0, as in
-    MiniMax-01 (2025): the last layer hardly forgets. The s_h are ALiBi's
+    MiniMax-01 (2025): later layers forget less. The s_h are ALiBi's
     slopes (Press et al. 2022): 2^(-8h/n) for h = 1 to n if the number of
     heads n is a power of two; else those of the power of two below it and
     every other one of twice that power.

@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Gradient = Callable[[Params], Params]
 # (params, gradient, memory, *rates at t) -> params, memory
 Optimiser = Callable[..., tuple[Params, Any]]
-PerHead = Float[Tensor, "*lead"]
+Rate = Float[Tensor, "*lead"]
 
 
 def linear_model(
@@ -38,25 +38,30 @@ def linear_model(
 
 def inner_product(
     prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
-) -> PerHead:
+) -> Rate:
     """-prediction . target, which nothing bounds from below."""
     return -(prediction * target).sum(-1)
 
 
 def squared_error(
     prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
-) -> PerHead:
+) -> Rate:
     """|prediction - target|^2 / 2."""
     return (prediction - target).square().sum(-1) / 2
 
 
+def factor(rate: Rate, W: Tensor) -> Tensor:
+    """A rate a head [B, H] or channel [B, H, K], for weights [B, H, ...]."""
+    return rate.reshape(rate.shape + (1,) * (W.dim() - rate.dim()))
+
+
 def sgd(
-    params: Params, gradient: Gradient, memory: None, rate: PerHead
+    params: Params, gradient: Gradient, memory: None, rate: Rate
 ) -> tuple[Params, None]:
     """One step of gradient descent: W - rate * gradient(W)."""
 
     def step(W: Tensor, dW: Tensor) -> Tensor:
-        return W - _wide(rate, W) * dW
+        return W - factor(rate, W) * dW
 
     return tree_map(step, params, gradient(params)), memory
 
@@ -65,13 +70,13 @@ def decayed_sgd(
     params: Params,
     gradient: Gradient,
     memory: None,
-    rate: PerHead,
-    g: PerHead,
+    rate: Rate,
+    g: Rate,
 ) -> tuple[Params, None]:
-    """Weight decay, then a step from there: the gradient is of e^g W."""
+    """Weight decay, then a step from there: the gradient at e^g W."""
 
     def decay(W: Tensor) -> Tensor:
-        return _wide(g, W).exp() * W
+        return factor(g, W).exp() * W
 
     return sgd(tree_map(decay, params), gradient, memory, rate)
 
@@ -80,21 +85,21 @@ def momentum_sgd(
     params: Params,
     gradient: Gradient,
     memory: Params,
-    rate: PerHead,
-    momentum: PerHead,
-    g: PerHead,
+    rate: Rate,
+    momentum: Rate,
+    g: Rate,
 ) -> tuple[Params, Params]:
-    """A running sum M of gradients, M <- momentum M + gradient(W).
+    """A running sum M of steps, M <- momentum M + rate * gradient(W).
 
-    Then W <- e^g W - rate M, the gradient and the decay both of the old W
-    (Titans, Behrouz et al. 2025, eqs. 13 and 14, with the rate outside M).
+    Then W <- e^g W - M, gradient and decay both of the old W (Titans,
+    Behrouz et al. 2025, eqs. 13 and 14, where -M is called S).
     """
 
     def gather(M: Tensor, dW: Tensor) -> Tensor:
-        return _wide(momentum, M) * M + dW
+        return factor(momentum, M) * M + factor(rate, M) * dW
 
     def step(W: Tensor, M: Tensor) -> Tensor:
-        return _wide(g, W).exp() * W - _wide(rate, W) * M
+        return factor(g, W).exp() * W - M
 
     memory = tree_map(gather, memory, gradient(params))
     return tree_map(step, params, memory), memory
@@ -106,8 +111,9 @@ def online_learner(
     """The layer of a model, a loss and an optimiser, as one step.
 
     For :func:`fastweights.reference.steps.scan`: the state is (params, the
-    optimiser's memory), the inputs q, k, v and the optimiser's rates
-    [B, T, H]. It reads after it has learned. The loop is differentiable.
+    optimiser's memory), the inputs q, k, v and the optimiser's rates. It
+    reads after it has learned. The loop is differentiable. The losses of all
+    sequences and heads are summed: no weight is in more than one of them.
     """
 
     def step(
@@ -125,8 +131,3 @@ def online_learner(
         return (params, memory), model(params, q)
 
     return step
-
-
-def _wide(rate: PerHead, W: Tensor) -> Tensor:
-    """A rate a head, shaped to multiply weights [B, H, ...]."""
-    return rate.reshape(rate.shape + (1,) * (W.dim() - rate.dim()))

@@ -31,10 +31,11 @@ def mlstm(
 
         C_t = e^{g_t} C_{t-1} + e^{i_t} k_t v_t^T
         n_t = e^{g_t} n_{t-1} + e^{i_t} k_t
-        o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, 1) + eps)
+        o_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)
 
     What is computed and kept is e^{-m_t} C_t and e^{-m_t} n_t, with the
-    stabilizer m_t = max(g_t + m_{t-1}, i_t): then no exponent is positive.
+    stabilizer m_t = max(g_t + m_{t-1}, i_t): then neither the decay of the
+    state nor the weight of a value exceeds 1.
 
     Args:
         q, k, v: as in :func:`fastweights.linear_recurrence`.
@@ -43,6 +44,8 @@ def mlstm(
         i: [B, T, HV], log of the input gate: its pre-activation. Neither
             gate has a bound. Both are fp32 or q's dtype.
         initial_state: what an earlier call returned; empty if None.
+        eps: added to the denominator in units of e^{m_t}, so that it cannot
+            vanish; xLSTM's code has the same.
         options: scale, chunk_size and backend of linear_recurrence.
 
     Returns:
