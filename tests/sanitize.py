@@ -4,7 +4,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
         compute-sanitizer --tool memcheck python tests/sanitize.py
 
-and --tool racecheck. Lengths that no chunk divides, an empty sequence, heads
+and --tool racecheck (which reports writes of the selective scan against each
+other: lanes that all hold the sum over the state store it, the same number,
+in the same word of shared memory). Lengths that no chunk divides, an empty sequence, heads
 that share keys, widths that no tile divides. Without its cache of memory
 PyTorch allocates each tensor by itself, so that reading past one shows.
 """
