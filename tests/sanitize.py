@@ -6,9 +6,10 @@
 
 and --tool racecheck (which reports writes of the selective scan against each
 other: lanes that all hold the sum over the state store it, the same number,
-in the same word of shared memory). Lengths that no chunk divides, an empty sequence, heads
-that share keys, widths that no tile divides. Without its cache of memory
-PyTorch allocates each tensor by itself, so that reading past one shows.
+in the same word of shared memory). Lengths that no chunk divides, an empty
+sequence, heads that share keys, widths that no tile divides. Without its
+cache of memory PyTorch allocates each tensor by itself, so that reading past
+one shows.
 """
 
 import itertools
