@@ -1,12 +1,14 @@
 """The timing tool: what it measures, and what a record holds."""
 
 import json
+import sys
 import time
 
 import pytest
 import torch
 
-from fastweights import bench
+import fastweights as fw
+from fastweights import bench, speed
 
 
 def test_timeit_is_the_median():
@@ -49,3 +51,66 @@ def test_recorded_run(case):
     assert record["command"].endswith(case)
     assert record["device"] == "NVIDIA H200" and record["commit"]
     assert all(row["seconds"] > 0 for row in record["rows"])
+
+
+def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
+    """Every column of a small run; the floor from its own ceilings."""
+    path = tmp_path / "record.json"
+    command = "--members gated_deltanet linear_attention --shapes train"
+    arguments = [*command.split(), "--no-first", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["bench", *arguments])
+    monkeypatch.setattr(speed, "ON_CPU", speed.Shape(1, 64, 1, 1, 16, 16))
+    bench.main()
+    record = json.loads(path.read_text())
+    assert record["command"] == (
+        f"python -m fastweights.bench {command} --no-first"
+    )
+    copy, matmul, *rows = record["rows"]
+    # Gated DeltaNet with both gates, linear attention once, two passes each
+    assert [(r["member"], r["gate"], r["what"]) for r in rows] == [
+        (member, gate, what)
+        for member, gate in (
+            ("gated_deltanet", "mild"),
+            ("gated_deltanet", "kept"),
+            ("linear_attention", "mild"),
+        )
+        for what in ("forward", "forward+backward")
+    ]
+    floor = max(
+        rows[0]["moved"] * copy["seconds"] / copy["moved"],
+        rows[0]["flops"] * matmul["seconds"] / matmul["flops"],
+    )
+    assert rows[0]["floor"] == pytest.approx(floor)
+    assert rows[1]["floor"] == pytest.approx(3 * floor)
+    assert "x floor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("member", speed.MEMBERS)
+def test_inputs_suit_their_member(member, monkeypatch):
+    x = speed.inputs(member, speed.Shape(1, 20, 1, 2, 8, 4), "kept")
+    o, _ = getattr(fw, member)(**x)
+    assert o.shape == (1, 20, 2, 4)
+    assert "g" not in x or (x["g"] == -1e-3).all()
+
+
+def test_work_is_that_of_the_peers_page():
+    """Bytes and FLOPs a token and head, K = V = 128, bf16 and on paper."""
+    one = speed.Shape(1, 1, 1, 1, 128, 128)
+    size = torch.finfo(bench.DTYPE).bits // 8
+    moved, flops = speed.work("gated_deltanet", one)
+    assert moved == 4 * 128 * size + 8
+    assert flops == 2 * 64 * 256 + 4 * 128**2 + (
+        4 * 64 * 128 + 2 * 64 * 128 + 2 * 128**2
+    )
+    assert speed.work("kda", one)[0] == 4 * 128 * size + 4 * 128 + 4
+    assert speed.work("linear_attention", one)[1] == 32768 + 65536
+
+
+def test_first_call_is_timed_in_a_process_of_its_own():
+    assert 0 < speed.first_seconds("linear_attention") < 60
+
+
+def test_a_peer_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(SystemExit, match="fla-core"):
+        speed.peers()

@@ -1,5 +1,7 @@
-"""What things cost: ``python -m fastweights.bench CASE [--json FILE]``.
+"""What things cost: ``python -m fastweights.bench [CASE] [--json FILE]``.
 
+members     every member, forward and backward, in multiples of the floor
+            (:mod:`fastweights.speed`); with --peer fla beside its own
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 decode      one more token: softmax over its cache, linear over its state
@@ -17,8 +19,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -202,12 +206,12 @@ def _commit() -> str | None:
     return run.stdout.strip() if run.returncode == 0 else None
 
 
-def run(case: str) -> dict[str, Any]:
+def run(case: Callable[[], Iterator[Row]], arguments: str) -> dict[str, Any]:
     """Run a case, printing each row as it comes."""
-    record: dict[str, Any] = {"command": f"python -m fastweights.bench {case}"}
-    record |= environment()
+    command = f"python -m fastweights.bench {arguments}".strip()
+    record: dict[str, Any] = {"command": command, **environment()}
     rows = []
-    for row in CASES[case]():
+    for row in case():
         print(_line(row), flush=True)
         rows.append(row)
     return record | {"rows": rows}
@@ -218,14 +222,20 @@ def _line(row: Row) -> str:
     seconds = row["seconds"]
     words = [f"{x}={y}" for x, y in row.items() if x not in _MEASURES]
     words.append(f"{1e3 * seconds:.3f} ms")
+    if "floor" in row:
+        words.append(f"{seconds / row['floor']:.2f} x floor")
     if "moved" in row:
         words.append(f"{row['moved'] / seconds / 1e12:.3f} TB/s")
     if "flops" in row:
         words.append(f"{row['flops'] / seconds / 1e12:.1f} TFLOP/s")
+    if row.get("peak") is not None:
+        words.append(f"{row['peak'] / 2**20:.0f} MiB")
+    if row.get("host") is not None:
+        words.append(f"host {1e6 * row['host']:.0f} us")
     return "  ".join(words)
 
 
-_MEASURES = ("seconds", "moved", "flops")
+_MEASURES = ("seconds", "floor", "moved", "flops", "peak", "host")
 
 
 def main() -> None:
@@ -234,10 +244,58 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("case", choices=CASES)
+    from fastweights import speed
+
+    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument(
+        "case", nargs="?", default="members", choices=["members", *CASES]
+    )
     parser.add_argument("--json", type=Path, help="write the record here")
+    group = parser.add_argument_group("members")
+    group.add_argument(
+        "--members",
+        choices=speed.MEMBERS,
+        default=[*speed.MEMBERS],
+        help=f"of {', '.join(speed.MEMBERS)}; all by default",
+        **several,
+    )
+    group.add_argument(
+        "--shapes",
+        choices=speed.SHAPES,
+        default=["train", "long"],
+        help=f"of {', '.join(speed.SHAPES)}; train and long by default",
+        **several,
+    )
+    group.add_argument(
+        "--gates",
+        choices=speed.GATES,
+        default=[*speed.GATES],
+        help="mild, kept (g = -1e-3: nothing may be skipped); both by default",
+        **several,
+    )
+    group.add_argument("--peer", choices=["fla"], help="time this one beside")
+    group.add_argument(
+        "--no-first",
+        action="store_true",
+        help="leave out the first call, which compiles on an empty cache",
+    )
     arguments = parser.parse_args()
-    record = run(arguments.case)
+    case = CASES.get(
+        arguments.case,
+        functools.partial(
+            speed.members,
+            arguments.members,
+            arguments.shapes,
+            arguments.gates,
+            peer=arguments.peer,
+            first=not arguments.no_first,
+        ),
+    )
+    given = [x for x in sys.argv[1:] if not x.startswith("--json=")]
+    if "--json" in given:
+        at = given.index("--json")
+        del given[at : at + 2]
+    record = run(case, shlex.join(given))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 

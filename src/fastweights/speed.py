@@ -1,0 +1,262 @@
+"""How fast each member is, in multiples of what the machine allows.
+
+``python -m fastweights.bench`` (the case ``members``) times every member,
+forward and forward + backward, on the shapes below, beside a peer if one is
+asked for. The floor is the longer of two times: each input read once and
+each output written once (three times that with the backward) at the rate of
+a copy, and the FLOPs of chunks of 64 (three times them) at the rate of a
+large matrix product, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastweights as fw
+from fastweights import bench
+
+Row = dict[str, Any]
+CHUNK = 64  # of the floor's FLOPs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call; q, k [B, T, H, K] and v [B, T, HV, V]."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+
+
+SHAPES = {
+    "train": Shape(8, 4096, 16, 16, 128, 128),
+    "long": Shape(1, 65536, 16, 16, 128, 128),
+    "gva": Shape(1, 32768, 16, 32, 128, 128),
+    "d64": Shape(8, 4096, 32, 32, 64, 64),
+    "short": Shape(8, 512, 16, 16, 128, 128),
+}
+ON_CPU = Shape(1, 512, 2, 2, 64, 64)
+# member -> its gate (None, or how many numbers) and whether it has beta
+MEMBERS = {
+    "linear_attention": (None, False),
+    "retention": ("fixed", False),
+    "mamba2": ("head", False),
+    "gla": ("channel", False),
+    "deltanet": (None, True),
+    "gated_deltanet": ("head", True),
+    "kda": ("channel", True),
+}
+# mild forgetting, half of it after some 14 steps; and next to none, so that
+# nothing may be skipped
+GATES = ("mild", "kept")
+
+
+def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
+    """q, k of unit length, v normal, beta uniform in (0, 1), and gates.
+
+    q, k, v have the dtype of :data:`fastweights.bench.DTYPE`; g, beta fp32.
+    """
+    torch.manual_seed(0)
+    B, T, H, HV, K, V = vars(shape).values()
+    make = functools.partial(torch.randn, device=bench.DEVICE)
+    width, delta = MEMBERS[member]
+    x = {
+        "q": F.normalize(make(B, T, H, K), dim=-1).to(bench.DTYPE),
+        "k": F.normalize(make(B, T, H, K), dim=-1).to(bench.DTYPE),
+        "v": make(B, T, HV, V).to(bench.DTYPE),
+    }
+    sizes = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
+    if width is not None:
+        x["g"] = F.logsigmoid(make(sizes[width])) / 16
+        if gate == "kept":
+            x["g"].fill_(-1e-3)
+    if delta:
+        x["beta"] = torch.rand(B, T, HV, device=bench.DEVICE)
+    return x
+
+
+def work(member: str, shape: Shape) -> tuple[int, int]:
+    """Bytes that a forward must move, and its FLOPs in chunks of 64."""
+    B, T, H, HV, K, V = vars(shape).values()
+    width, delta = MEMBERS[member]
+    size = torch.finfo(bench.DTYPE).bits // 8
+    moved = size * (2 * H * K + 2 * HV * V)
+    moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
+    moved += 4 * HV * delta
+    flops = 2 * CHUNK * (K + V) + 4 * K * V
+    flops += delta * (4 * CHUNK * K + 2 * CHUNK * V + 2 * K * V)
+    return B * T * moved, B * T * HV * flops
+
+
+def peers() -> dict[str, Callable[..., Any]]:
+    """flash-linear-attention's function for each member that it has.
+
+    Raises:
+        SystemExit: the package fla (fla-core) is not installed.
+    """
+    try:
+        from fla.ops.common import chunk_o
+        from fla.ops.delta_rule import chunk_delta_rule
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gla import chunk_gla
+        from fla.ops.kda import chunk_kda
+        from fla.ops.linear_attn import chunk_linear_attn
+        from fla.ops.simple_gla import chunk_simple_gla
+    except ImportError as error:
+        message = f"--peer fla needs the package fla-core: {error}"
+        raise SystemExit(message) from error
+    # Its guard against a miscompiled backward, for timing at K = 128 only.
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    linear = functools.partial(chunk_linear_attn, normalize=False)
+    found = {
+        "linear_attention": linear,
+        "mamba2": chunk_simple_gla,
+        "gla": chunk_gla,
+        "deltanet": chunk_delta_rule,
+        "gated_deltanet": chunk_gated_delta_rule,
+        "kda": chunk_kda,
+    }
+    return {
+        name: functools.partial(function, output_final_state=True)
+        for name, function in found.items()
+    }
+
+
+def passes(
+    function: Callable[..., tuple[Tensor, Tensor]], x: dict[str, Tensor]
+) -> dict[str, Callable[[], object]]:
+    """A forward without gradients, and a forward with its backward."""
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    do = torch.randn_like(x["v"])
+
+    def forward() -> object:
+        with torch.no_grad():
+            return function(**x)
+
+    def both() -> object:
+        o, _ = function(**leaves)
+        return torch.autograd.grad(o, [*leaves.values()], do)
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def peak_memory(fn: Callable[[], object]) -> int | None:
+    """Bytes that ``fn()`` allocates at most, above what is there before."""
+    if not bench.ON_GPU:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def host_seconds(fn: Callable[[], object], calls: int = 20) -> float | None:
+    """Seconds until ``fn()`` returns, the GPU's work still queued."""
+    if not bench.ON_GPU:
+        return None
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    seconds = (time.perf_counter() - start) / calls
+    torch.cuda.synchronize()
+    return seconds
+
+
+_FIRST = """
+import time, torch
+from fastweights import bench, speed
+import fastweights as fw
+x = speed.inputs({member!r}, speed.Shape(1, 256, 2, 2, 128, 128), "mild")
+torch.cuda.synchronize() if bench.ON_GPU else None
+start = time.perf_counter()
+speed.passes(fw.{member}, x)["forward+backward"]()
+torch.cuda.synchronize() if bench.ON_GPU else None
+print(time.perf_counter() - start)
+"""
+
+
+def first_seconds(member: str) -> float:
+    """Seconds to the first gradient, Triton's cache empty, in a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", _FIRST.format(member=member)],
+            env={**os.environ, "TRITON_CACHE_DIR": folder},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return float(done.stdout.split()[-1])
+
+
+def members(
+    names: list[str],
+    shapes: list[str],
+    gates: list[str],
+    *,
+    peer: str | None = None,
+    first: bool = True,
+) -> Iterator[Row]:
+    """Ceilings; then each member's times on each shape, gate and pass.
+
+    Rows of the case ``members``: seconds, moved and flops (the floor's),
+    floor (seconds), peak (bytes), host (seconds a call). On a CPU there is
+    one shape, "small", and peak and host are None.
+    """
+    rate: dict[str, float] = {}
+    for row in bench.ceilings():
+        amount = row.get("moved", row.get("flops", 0))
+        rate[row["what"]] = amount / row["seconds"]
+        yield row
+    rivals = peers() if peer == "fla" else {}
+    for name in names:
+        if first:
+            seconds = first_seconds(name)
+            yield {"member": name, "what": "first", "seconds": seconds}
+        for where in shapes if bench.ON_GPU else ["small"]:
+            shape = SHAPES.get(where, ON_CPU)
+            moved, flops = work(name, shape)
+            for gate in gates if MEMBERS[name][0] else gates[:1]:
+                x = inputs(name, shape, gate)
+                for who, function in (
+                    ("fastweights", getattr(fw, name)),
+                    (peer, rivals.get(name)),
+                ):
+                    if function is None or (who == "fla" and where == "d64"):
+                        continue
+                    for what, fn in passes(function, x).items():
+                        times = 3 if "backward" in what else 1
+                        floor = times * max(
+                            moved / rate["copy"], flops / rate["matmul"]
+                        )
+                        yield {
+                            "member": name,
+                            "shape": where,
+                            "gate": gate,
+                            "who": who,
+                            "what": what,
+                            "seconds": bench.timeit(fn),
+                            "floor": floor,
+                            "moved": times * moved,
+                            "flops": times * flops,
+                            "peak": peak_memory(fn),
+                            "host": host_seconds(fn),
+                        }
