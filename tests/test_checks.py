@@ -180,3 +180,6 @@ def test_exponentials_are_counted():
         torch.exp2(torch.full((2, 3), -7.0))
         torch.ones(0).exp()
     assert found.count == 9 and found.largest == 1
+    with checks.Exponentials() as found:
+        torch.full((4,), 2.0).exp_()
+    assert found.count == 4 and found.largest == pytest.approx(2)

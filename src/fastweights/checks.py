@@ -55,7 +55,25 @@ def raises(
     raise AssertionError(f"no {exception.__name__} was raised")
 
 
-class Footprint(TorchDispatchMode):
+class _Watch(TorchDispatchMode):
+    """Sees every operation inside the ``with`` block."""
+
+    def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(func.overloadpacket.__name__, args, out)
+        return out
+
+
+class Footprint(_Watch):
     """Watch what the operations inside the ``with`` block touch.
 
     largest: elements of the largest tensor that an operation returned;
@@ -69,24 +87,16 @@ class Footprint(TorchDispatchMode):
         self.total = 0
         self.calls = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         self.calls += 1
         returned = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         taken = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         sizes = [x.numel() for x in returned]
         self.largest = max(self.largest, *sizes) if sizes else self.largest
         self.total += sum(sizes) + sum(x.numel() for x in taken)
-        return out
 
 
-class Exponentials(TorchDispatchMode):
+class Exponentials(_Watch):
     """Watch what is exponentiated inside the ``with`` block.
 
     count: how many numbers; largest: the greatest exponent, -inf at first.
@@ -97,18 +107,12 @@ class Exponentials(TorchDispatchMode):
         self.count = 0
         self.largest = -math.inf
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.overloadpacket.__name__ in ("exp", "exp_", "exp2", "expm1"):
-            self.count += args[0].numel()
-            largest = args[0].max().item() if args[0].numel() else -math.inf
-            self.largest = max(self.largest, largest)
-        return func(*args, **(kwargs or {}))
+    def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        if name in ("exp", "exp_", "exp2", "expm1") and args[0].numel():
+            # In place, the exponent is gone and its exponential there.
+            x = args[0].log() if name == "exp_" else args[0]
+            self.count += x.numel()
+            self.largest = max(self.largest, x.max().item())
 
 
 @dataclass

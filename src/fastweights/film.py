@@ -283,31 +283,12 @@ def to_html(
     )
 
 
-def show(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    alt: str,
-    caption: str = "",
-    decay_slider: bool = True,
-    moments: int = 4,
-) -> None:
+def show(*tensors: Any, **options: Any) -> None:
     """Show the film of `to_html`, which has the arguments and errors.
 
     Outside IPython nothing is shown.
     """
-    film = to_html(
-        k,
-        v,
-        g,
-        beta,
-        alt=alt,
-        caption=caption,
-        decay_slider=decay_slider,
-        moments=moments,
-    )
+    film = to_html(*tensors, **options)
     try:
         from IPython import get_ipython
         from IPython.display import HTML, display
