@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -62,38 +63,38 @@ def check_arguments(
             )
 
     if q.dim() != 4:
-        _wrong_shape("q", q, "[B, T, H, K]")
+        wrong_shape("q", q, "[B, T, H, K]")
     if k.shape != q.shape:
-        _wrong_shape("k", k, f"q's, {list(q.shape)}")
+        wrong_shape("k", k, f"q's, {list(q.shape)}")
     B, T, H, K = q.shape
     if min(B, T, H, K) < 1 or K > MAX_K:
         need = f"B, T, H, K >= 1 and K <= {MAX_K}"
-        _wrong_shape("q", q, f"[B, T, H, K] with {need}")
+        wrong_shape("q", q, f"[B, T, H, K] with {need}")
     if v.dim() != 4 or v.shape[:2] != q.shape[:2] or min(v.shape) < 1:
-        _wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
+        wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     HV, V = v.shape[2:]
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
-        _wrong_shape("v", v, need)
+        wrong_shape("v", v, need)
     if g is not None and g.shape not in (
         (HV,),
         (B, T, HV),
         (B, T, HV, K),
     ):
         need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
-        _wrong_shape("g", g, need)
+        wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
-        _wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
+        wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
     N = B
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            _wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
+            wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
         if B != 1:
-            _wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
+            wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
         N = len(cu_seqlens) - 1
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
-        _wrong_shape(state_name, initial_state, need)
+        wrong_shape(state_name, initial_state, need)
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"
@@ -109,7 +110,8 @@ def check_arguments(
         )
 
 
-def _wrong_shape(name: str, x: Tensor, need: str) -> None:
+def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
+    """Raise ValueError: the argument, its shape, and the one it needs."""
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import DTYPES
+from fastweights.arguments import DTYPES, wrong_shape
 from fastweights.ops import autocast, choose_backend, ran
 from fastweights.reference.backend import wide
 from fastweights.reference.steps import scan, selective
@@ -117,13 +117,13 @@ def _check(
                 f"{name}: got device {t.device}, need x's, {x.device}"
             )
     if x.dim() != 3 or min(x.shape) < 1:
-        _wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
+        wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
     if dt.shape != x.shape:
-        _wrong_shape("dt", dt, f"x's, {list(x.shape)}")
+        wrong_shape("dt", dt, f"x's, {list(x.shape)}")
     fits = A.dim() == 2 and A.shape[0] == channels
     if not fits or not 1 <= A.shape[1] <= MAX_N:
-        _wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
+        wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
     N = A.shape[1]
     shapes = {
         "B": (batch, T, N),
@@ -133,11 +133,7 @@ def _check(
     }
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
-            _wrong_shape(name, tensors[name], f"{list(shape)}")
-
-
-def _wrong_shape(name: str, x: Tensor, need: str) -> None:
-    raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
+            wrong_shape(name, tensors[name], f"{list(shape)}")
 
 
 @torch.compiler.assume_constant_result
