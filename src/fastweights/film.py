@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastweights import plotting
+from fastweights.arguments import wrong_shape
 from fastweights.reference import steps
 
 if TYPE_CHECKING:
@@ -327,14 +328,14 @@ def _check(
 
     if k.dim() != 2 or not 1 <= len(k) <= MAX_T or not _fits(k):
         need = f"[T, K] with 1 <= T <= {MAX_T} and 1 <= K <= {MAX_WIDTH}"
-        _wrong_shape("k", k, need)
+        wrong_shape("k", k, need)
     T, K = k.shape
     if v.dim() != 2 or len(v) != T or not _fits(v):
-        _wrong_shape("v", v, f"[{T}, V] with 1 <= V <= {MAX_WIDTH}")
+        wrong_shape("v", v, f"[{T}, V] with 1 <= V <= {MAX_WIDTH}")
     if g is not None and g.shape not in ((T,), (T, K)):
-        _wrong_shape("g", g, f"[{T}] or [{T}, {K}]")
+        wrong_shape("g", g, f"[{T}] or [{T}, {K}]")
     if beta is not None and beta.shape != (T,):
-        _wrong_shape("beta", beta, f"[{T}]")
+        wrong_shape("beta", beta, f"[{T}]")
     for name, x in tensors.items():
         if not x.isfinite().all():
             raise ValueError(f"{name}: got inf or nan, need finite numbers")
@@ -348,10 +349,6 @@ def _check(
 
 def _fits(x: Tensor) -> bool:
     return 1 <= x.shape[1] <= MAX_WIDTH
-
-
-def _wrong_shape(name: str, x: Tensor, need: str) -> None:
-    raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
 
 
 def _rounded(x: Tensor | None) -> list[float] | list[list[float]] | None:
