@@ -39,13 +39,10 @@ def check_arguments(
         "cu_seqlens": cu_seqlens,
     }
     tensors |= {name: x for name, x in optional.items() if x is not None}
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q: got {q.dtype}, need one of {DTYPES}")
+    check_tensors(tensors)
     full = torch.promote_types(q.dtype, torch.float32)
-    dtypes = {
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {
+        "q": DTYPES,
         "k": (q.dtype,),
         "v": (q.dtype,),
         "g": (torch.float32, q.dtype),
@@ -53,14 +50,7 @@ def check_arguments(
         state_name: (full,),
         "cu_seqlens": (torch.int32, torch.int64),
     }
-    for name, x in tensors.items():
-        if name in dtypes and x.dtype not in dtypes[name]:
-            need = " or ".join(map(str, dict.fromkeys(dtypes[name])))
-            raise TypeError(f"{name}: got {x.dtype}, need {need}")
-        if x.device != q.device:
-            raise ValueError(
-                f"{name}: got device {x.device}, need q's, {q.device}"
-            )
+    check_kinds(tensors, dtypes)
 
     if q.dim() != 4:
         wrong_shape("q", q, "[B, T, H, K]")
@@ -108,6 +98,34 @@ def check_arguments(
             f"chunk_size: got {chunk_size!r}, "
             f"need one of {CHUNK_SIZES} or None"
         )
+
+
+def check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Raise TypeError for the first of the arguments that is no tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+
+
+def check_kinds(
+    tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]
+) -> None:
+    """Raise for a dtype that is none of its argument's, or another device.
+
+    The device is that of the first.
+    """
+    first, device = next((name, x.device) for name, x in tensors.items())
+    for name, x in tensors.items():
+        if x.dtype not in dtypes[name]:
+            kinds = dict.fromkeys(dtypes[name])
+            need = " or ".join(map(str, kinds))
+            if len(kinds) > 2:
+                need = f"one of {dtypes[name]}"
+            raise TypeError(f"{name}: got {x.dtype}, need {need}")
+        if x.device != device:
+            raise ValueError(
+                f"{name}: got device {x.device}, need {first}'s, {device}"
+            )
 
 
 def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:

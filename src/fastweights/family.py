@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.arguments import check_tensors, wrong_shape
 from fastweights.ops import linear_recurrence
 
 Keys = Float[Tensor, "B T H K"]
@@ -211,7 +212,6 @@ def kda(
 
 def need(name: str, x: Tensor, dim: int, need: str) -> None:
     """Refuse what is no tensor of ``dim`` dimensions."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+    check_tensors({name: x})
     if x.dim() != dim:
-        raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
+        wrong_shape(name, x, need)

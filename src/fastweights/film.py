@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastweights import plotting
-from fastweights.arguments import wrong_shape
+from fastweights.arguments import check_tensors, wrong_shape
 from fastweights.reference import steps
 
 if TYPE_CHECKING:
@@ -289,14 +289,7 @@ def show(*tensors: Any, **options: Any) -> None:
 
     Outside IPython nothing is shown.
     """
-    film = to_html(*tensors, **options)
-    try:
-        from IPython import get_ipython
-        from IPython.display import HTML, display
-    except ImportError:
-        return
-    if get_ipython() is not None:
-        display(HTML(film))
+    plotting.show_html(to_html(*tensors, **options))
 
 
 def _check(
@@ -312,9 +305,8 @@ def _check(
     tensors = {"k": k, "v": v}
     optional = {"g": g, "beta": beta}
     tensors |= {name: x for name, x in optional.items() if x is not None}
+    check_tensors(tensors)
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
         if not x.is_floating_point():
             raise TypeError(f"{name}: got {x.dtype}, need floating point")
     for name, text in {"alt": alt, "caption": caption}.items():

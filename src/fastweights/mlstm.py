@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.arguments import wrong_shape
 from fastweights.family import Keys, PerHead, State, Values, need
 from fastweights.ops import autocast, linear_recurrence
 
@@ -61,10 +62,7 @@ def mlstm(
     for name, x in (("g", g), ("i", i)):
         need(name, x, 3, "[B, T, HV]")
         if x.shape != v.shape[:3]:
-            shape = list(v.shape[:3])
-            raise ValueError(
-                f"{name}: got shape {list(x.shape)}, need {shape}"
-            )
+            wrong_shape(name, x, f"{list(v.shape[:3])}")
     q, k, v = autocast(q, k, v)
     dtype = torch.promote_types(q.dtype, torch.float32)
     g, i = g.to(dtype), i.to(dtype)

@@ -98,10 +98,15 @@ def draw(fig: Figure, alt: str) -> None:
 
     svg = to_svg(fig, alt)
     plt.close(fig)
+    show_html(svg)
+
+
+def show_html(text: str) -> None:
+    """Show ``text`` as a cell's HTML output; outside IPython nothing."""
     try:
         from IPython import get_ipython
         from IPython.display import HTML, display
     except ImportError:
         return
     if get_ipython() is not None:
-        display(HTML(svg))
+        display(HTML(text))

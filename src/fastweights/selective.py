@@ -15,7 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import DTYPES, wrong_shape
+from fastweights.arguments import (
+    DTYPES,
+    check_kinds,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.ops import autocast, choose_backend, ran
 from fastweights.reference.backend import wide
 from fastweights.reference.steps import scan, selective
@@ -93,14 +98,10 @@ def _check(
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
     optional = {"D": D, "initial_state": initial_state}
     tensors |= {name: t for name, t in optional.items() if t is not None}
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: got {type(t).__name__}, need a Tensor")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: got {x.dtype}, need one of {DTYPES}")
+    check_tensors(tensors)
     either = (torch.float32, x.dtype)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {
-        "x": (x.dtype,),
+        "x": DTYPES,
         "dt": either,
         "A": either,
         "B": (x.dtype,),
@@ -108,14 +109,7 @@ def _check(
         "D": either,
         "initial_state": (wide(x.dtype),),
     }
-    for name, t in tensors.items():
-        if t.dtype not in dtypes[name]:
-            need = " or ".join(map(str, dict.fromkeys(dtypes[name])))
-            raise TypeError(f"{name}: got {t.dtype}, need {need}")
-        if t.device != x.device:
-            raise ValueError(
-                f"{name}: got device {t.device}, need x's, {x.device}"
-            )
+    check_kinds(tensors, dtypes)
     if x.dim() != 3 or min(x.shape) < 1:
         wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
