@@ -166,6 +166,15 @@ def test_bad_input(name, bad, message):
         fw.mlstm(**(inputs() | {name: bad}))
 
 
+def test_a_stabilizer_of_another_shape_is_refused():
+    """It would broadcast, and nobody would know."""
+    x = inputs()
+    _, (state, m) = fw.mlstm(**x)
+    message = r"initial_state\[1\]: got shape \[1, 2\], need \[2, 2\]"
+    with pytest.raises(ValueError, match=message):
+        fw.mlstm(**x, initial_state=(state, m[:1]))
+
+
 def test_compiles_to_one_graph():
     torch._dynamo.reset()
     x = {name: t.float() for name, t in inputs().items()}

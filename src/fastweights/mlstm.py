@@ -67,6 +67,9 @@ def mlstm(
     dtype = torch.promote_types(q.dtype, torch.float32)
     g, i = g.to(dtype), i.to(dtype)
     state, m = (None, None) if initial_state is None else initial_state
+    N, HV = len(q) if cu_seqlens is None else len(cu_seqlens) - 1, v.shape[2]
+    if m is not None and m.shape != (N, HV):
+        wrong_shape("initial_state[1]", m, f"[{N}, {HV}]")
     before, after, last = stabilizers(g, i, m, cu_seqlens)
     # Any stabilizer gives the same o: it takes no part in the gradients.
     rescaled = g + torch.minimum(before - after, -g).detach()
