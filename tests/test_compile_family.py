@@ -28,19 +28,26 @@ KERNELS = {
     "scan_backward": scan_bwd_kernel,
     "intra_backward": intra_bwd_kernel,
 }
+KERNELS["segments"] = scan_fwd_kernel
+KERNELS["segments_backward"] = scan_bwd_kernel
 # Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
     (stage, width, delta)
     for stage in KERNELS
     for width in (0, 1, "K")
     for delta in (False, True)
-    if stage != "intra" or delta or width == "K"
+    if stage != "intra" or delta or width != 0
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 FULL = (
     "g",
     "beta",
+    "row_in",
+    "row_out",
     "total",
+    "exits",
+    "maps",
+    "entrances",
     "initial_state",
     "state",
     "dstate",
@@ -70,22 +77,27 @@ def compile_stage(
     )
     channel = DG > 1
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
-    there |= {"P": delta, "Aqk": channel, "total": channel}
+    there |= {"P": delta, "Aqk": DG > 0, "total": DG > 0}
+    there |= dict.fromkeys(("G", "row_in", "row_out"), DG == 1)
     there["cu_seqlens"] = False
     if stage == "intra":
         there |= {"q_in": channel, "k_in": channel and delta}
         there["k_out"] = channel
     elif stage == "scan":
-        there |= {"h": False, "v_new": False}
+        there |= {"h": False, "v_new": False, "maps": False}
     elif stage == "chunk_states":
         there |= {"o": False, "state": False, "v_new": delta}
-        there["Aqk"] = False
+        there |= {"Aqk": False, "maps": False}
+    elif stage == "segments":
+        there |= dict.fromkeys(("o", "h", "v_new", "state", "Aqk"), False)
+    elif stage == "segments_backward":
+        there |= dict.fromkeys(("y", "dh", "dinitial_state"), False)
     constants = {name: None for name in there if not there[name]}
     H = 4 * group if channel and not stage.startswith("intra") else 4
     constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}
     constants |= {"DG": DG, "DELTA": delta, "PRECISION": precision} | options
     types = dict.fromkeys(FULL, "*fp32")
-    types |= {"scale": "fp32", "T": "i32", "N": "i32"}
+    types |= {"G": "*fp64", "scale": "fp32", "T": "i32", "N": "i32", "NS": "i32"}
     return build(KERNELS[stage], capability, dtype, constants, types)
 
 

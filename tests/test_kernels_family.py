@@ -293,6 +293,42 @@ def test_packing_is_checked_on_the_host():
         )
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """Cut every sequence into so many segments, however long it is."""
+    return lambda S: monkeypatch.setattr(launch, "num_segments", lambda *_: S)
+
+
+@interpreted
+@ALL
+@pytest.mark.parametrize("S", [2, 3, 7])
+def test_segments(gate, rule, S, cut):
+    """Fewer chunks than segments, a last one that is shorter, and none."""
+    cut(S)
+    x = member(gate, rule, T=85, H=1, HV=2, K=33, V=65, strength=-0.01)
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+    del x["initial_state"]
+    judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
+
+
+@interpreted
+@ALL
+def test_segments_of_packed_sequences(gate, rule, cut):
+    cut(3)
+    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
+    judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
+
+
+def test_how_many_segments():
+    """Two programs a multiprocessor; no segment under eight chunks."""
+    cpu = torch.device("cpu")  # taken for an H200: 264 programs
+    rule = launch.num_segments
+    assert [rule(n, 10**6, cpu) for n in (1, 32, 88, 132)] == [264, 8, 3, 2]
+    assert [rule(n, 10**6, cpu) for n in (133, 264, 265, 10**6)] == [1] * 4
+    chunks = (0, 7, 8, 15, 16, 63, 64, 65)
+    assert [rule(32, n, cpu) for n in chunks] == [1, 1, 1, 1, 2, 7, 8, 8]
+
+
 def scattered(x):
     """The same values behind strides of another order."""
     views = {
@@ -362,23 +398,24 @@ def test_each_stage_is_its_twin(gate, rule):
         assert relative_error(found, ref) < 1e-5
 
     chunked, A_found, P_found = launch.intra(call)
+    exits, maps = launch.segments(call, chunked, P_found)
     for found, ref in ((A_found, Aqk), (P_found, P)):
         if found is not None:
             agree(found, ref)
-    o_found, state_found = launch.scan(call, chunked, A_found, P_found)
+    o_found, state_found = launch.scan(call, chunked, A_found, P_found, exits)
     agree(o_found, o)
     assert relative_error(state_found, state) < 1e-5
-    h_found, v_found = launch.chunk_states(call, chunked, P_found)
+    h_found, v_found = launch.chunk_states(call, chunked, P_found, exits)
     agree(v_found, v_new)
     y_found, dh_found, dinitial_found = launch.scan_backward(
-        call, chunked, A_found, P_found, do, dstate
+        call, chunked, A_found, P_found, do, dstate, maps
     )
     agree(y_found, y)
     assert relative_error(dinitial_found, dinitial) < 1e-5
     for found, ref in ((h_found, h), (dh_found, dh)):
         assert relative_error(found[:3, 0], ref[0, :, 0]) < 1e-5
     found = launch.intra_backward(
-        call, do, v_found, y_found, h_found, dh_found
+        call, chunked, do, v_found, y_found, h_found, dh_found
     )
     for dx, ref in zip(found, grads, strict=True):
         if dx is not None:
@@ -462,6 +499,18 @@ def test_packed_sequences_on_gpu(gate, rule, record_property):
     x = cast(x, torch.float32, "cuda")
     options = packed(lengths, torch.int32, "cuda")
     judge(x, 1e-4, record_property, "packed, float32", **options)
+
+
+@pytest.mark.gpu
+@compiled
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("S", [2, 5])
+def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
+    cut(S)
+    x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=128, V=128)
+    label = f"{S} segments, {dtype}"
+    judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from fastweights.kernels.tile import (
     split_gates,
     store_rows,
     summed_gates,
+    summed_rows,
     tile_at,
     time_order,
     unit_lower_inverse,
@@ -31,6 +32,9 @@ def intra_fwd_kernel(
     q_in,
     k_in,
     k_out,
+    G,
+    row_in,
+    row_out,
     total,
     cu_seqlens,
     N,
@@ -46,12 +50,12 @@ def intra_fwd_kernel(
 ):
     """One chunk of one value head.
 
-    Delta rule: P = (I + Diag(beta) Akk)^{-1}. A gate a channel: Aqk, and
-    the chunk's q and k as the state meets them, q_in = e^G q and
-    k_in = e^G k at the entrance, k_out = e^{G_C - G} k at the exit, with
-    the state's own decay, total = e^{G_C}. A gate a head, or none, is one
-    factor a row, which the scan applies itself. Without Aqk and P, which
-    the backward has kept, only the rest is computed.
+    Delta rule: P = (I + Diag(beta) Akk)^{-1}. A gate: Aqk, and what the
+    state meets. A gate a channel: q_in = e^G q and k_in = e^G k at the
+    chunk's entrance, k_out = e^{G_C - G} k at its exit. A gate a head: these
+    factors themselves, one a row, row_in and row_out, and G. And the state's
+    own decay, total = e^{G_C}. What is None is not computed: Aqk and P are not
+    where the backward has kept them.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
@@ -68,7 +72,11 @@ def intra_fwd_kernel(
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
-            b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
+            if P is not None:
+                b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
+            if Aqk is not None:
+                b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+                b_Aqk = tl.dot(b_q, b_kT, b_Aqk, input_precision=PRECISION)
         else:
             b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
@@ -101,13 +109,18 @@ def intra_fwd_kernel(
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(p_x, tl.exp(b_sum), mask=o_k < K)
 
+    b_G = None
+    if DG == 1:
+        b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
+        store_rows(G, b_G[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+        store_rows(row_in, b_in, t, end, i_hv, 0, HV, 1, BT, 1)
+        store_rows(row_out, b_out, t, end, i_hv, 0, HV, 1, BT, 1)
+        tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
     if Aqk is not None:
-        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+        b_Aqk = causal(b_Aqk, b_G)  # [BT, BT]
         store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
     if P is not None:
-        if DG == 1:
-            b_G, _, _, _ = gates_at(g, t, end, i_hv, HV, BT)
-            b_Akk = causal(b_Akk, b_G)  # [BT, BT]
+        b_Akk = causal(b_Akk, b_G)  # [BT, BT]
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
         b_M = tl.where(o_t > 0, b_beta[:, None] * b_Akk, 0.0)  # [BT, BT]
         b_P = unit_lower_inverse(b_M, PRECISION)  # [BT, BT]
@@ -120,6 +133,10 @@ def intra_bwd_kernel(
     k,
     v,
     g,
+    G,
+    row_in,
+    row_out,
+    total,
     beta,
     do,
     v_new,
@@ -178,66 +195,64 @@ def intra_bwd_kernel(
         b_row = tl.zeros([BT, BK], dtype=tl.float32)  # to q
         b_col = tl.zeros([BT, BK], dtype=tl.float32)  # to k, as it is read
         b_dA = tl.zeros([BT, BT], dtype=tl.float32)
-        b_dAT = tl.zeros([BT, BT], dtype=tl.float32)
-        b_kept = tl.zeros([BK], dtype=tl.float32)  # to the state's decay
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
-            b_beta = b_beta[:, None]  # [BT, 1]
-            b_bk = (-b_beta * b_k).to(dtype)  # [BT, BK]
             b_err = tl.zeros([BT, BK], dtype=tl.float32)  # to k, as it reads
             b_dM = tl.zeros([BT, BT], dtype=tl.float32)
-            b_dMT = tl.zeros([BT, BT], dtype=tl.float32)
-            b_dbeta = tl.zeros([BT], dtype=tl.float32)
 
-        # What reaches the scores, where M is Diag(beta) Akk. Their
-        # transposes are products of their own.
+        # What reaches the scores, where M is Diag(beta) Akk, and what passes
+        # through the states.
         for i_v in range((V + BV - 1) // BV):
-            b_x = load_rows(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
-            b_xT, b_doT = tl.trans(b_x), tl.trans(b_do)  # [BV, BT]
-            b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
-            b_dAT = tl.dot(b_x, b_doT, b_dAT, input_precision=PRECISION)
-            if DELTA:
-                b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
-                b_yT = tl.trans(b_y)  # [BV, BT]
-                b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
-                b_dMT = tl.dot(b_x, b_yT, b_dMT, input_precision=PRECISION)
-
-        b_G = None
-        if DG == 1:
-            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
-        b_dA = causal(scale * b_dA, b_G)
-        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
-        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dAT = causal(scale * b_dAT, b_G, TRANSPOSED=True)
-        b_dAT = tl.where(o_t < 0, b_dAT, 0.0).to(dtype)  # [BT, BT]
-        if DELTA:
-            b_dM = causal(b_dM, b_G)
-            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
-            b_dMT = causal(b_dMT, b_G, TRANSPOSED=True)
-            b_dMT = tl.where(o_t < 0, b_dMT, 0.0).to(dtype)  # [BT, BT]
-
-        # Through the states. No loads ahead: what a product and a sum read
-        # has one buffer, which Triton would fill before the product is done.
-        for i_v in tl.range((V + BV - 1) // BV, num_stages=1):
-            i_s = i_c * HV + i_hv
-            o_h, m_h = tile_at(i_s, i_k, 0, i_v, K, 1, V, BK, BV)
+            o_h, m_h = tile_at(i_c * HV + i_hv, i_k, 0, i_v, K, 1, V, BK, BV)
             b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
             b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
             b_x = load_rows(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
             b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
-            b_hT, b_dhT = tl.trans(b_h), tl.trans(b_dh)  # [BV, BK]
+            b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
+            b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
             b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
             b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
-            if DG > 0:
-                b_kept += tl.sum(b_h.to(tl.float32) * b_dh, axis=1)
             if DELTA:
                 b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
+                b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
                 b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
+
+        # What no product reads is loaded for itself: a tile that both read
+        # would have one buffer, which Triton fills again too early.
+        NG: tl.constexpr = BK if DG > 1 else 1
+        b_kept = tl.zeros([NG], dtype=tl.float32)  # to the state's decay
+        if DELTA:
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = b_beta[:, None]  # [BT, 1]
+            b_bk = (-b_beta * b_k).to(dtype)  # [BT, BK]
+            b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        for i_v in range((V + BV - 1) // BV):
+            if DG > 0:
+                o_h, m_h = tile_at(
+                    i_c * HV + i_hv, i_k, 0, i_v, K, 1, V, BK, BV
+                )
+                b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+                b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+                b_hdh = b_h.to(tl.float32) * b_dh  # [BK, BV]
+                b_kept += tl.sum(tl.reshape(b_hdh, [NG, BK * BV // NG]), axis=1)
+            if DELTA:
+                b_y = load_rows(y, t, end_v, i_hv, i_v, HV, V, BT, BV)
                 b_v = load_rows(v, t, end_v, i_hv, i_v, HV, V, BT, BV)
                 b_dbeta += tl.sum(b_y.to(tl.float32) * b_v, axis=1)
                 b_dv = b_beta * b_y  # [BT, BV]
                 store_rows(dv, b_dv, t, end_v, i_hv, i_v, HV, V, BT, BV)
+
+        b_G = None
+        if DG == 1:
+            b_G = load_row(G, t, end, i_hv, HV, BT)  # [BT]
+            b_in = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
+            b_out = load_row(row_out, t, end, i_hv, HV, BT)[:, None]
+            b_total = tl.load(total + (i_c.to(tl.int64) * HV + i_hv))
+        b_dA = causal(scale * b_dA, b_G)
+        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+        if DELTA:
+            b_dM = causal(b_dM, b_G)
+            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
         b_row *= scale
         if DG > 1:
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
@@ -254,11 +269,14 @@ def intra_bwd_kernel(
 
         # Through the scores, without their diagonal, which no gate is in.
         if DG <= 1:
-            b_c = tl.dot(b_dAT, b_q, input_precision=PRECISION)  # [BT, BK]
             b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+            b_qT = tl.trans(b_q)  # [BK, BT]
+            b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
             if DELTA:
-                b_c = tl.dot(b_dMT, b_bk, b_c, input_precision=PRECISION)
                 b_err = tl.dot(b_dM, b_k, b_err, input_precision=PRECISION)
+                b_bkT = tl.trans(b_bk)  # [BK, BT]
+                b_c = tl.dot(b_bkT, b_dM, b_c, input_precision=PRECISION)
+            b_c = tl.trans(b_c)  # [BT, BK]
             if DG == 1:
                 b_x = b_q * b_row - b_k * b_c  # [BT, BK]
                 if DELTA:
@@ -277,18 +295,19 @@ def intra_bwd_kernel(
                 b_kj = (b_k * b_j).to(dtype)  # [BT, BK]
                 b_A = tl.where(m_A, b_dA, 0.0).to(dtype)
                 b_r = tl.dot(b_A, b_kj, input_precision=PRECISION)
-                b_A = tl.where(m_A, b_dAT, 0.0).to(dtype)
-                b_c = tl.dot(b_A, b_qi, input_precision=PRECISION)
+                b_qiT = tl.trans(b_qi)  # [BK, BT]
+                b_c = tl.dot(b_qiT, b_A, input_precision=PRECISION)
                 b_row += b_i * b_r
                 b_x += b_qi * b_r
                 if DELTA:
                     b_bki = (b_bk * b_i).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dM, 0.0).to(dtype)
                     b_r = tl.dot(b_A, b_kj, input_precision=PRECISION)
-                    b_A = tl.where(m_A, b_dMT, 0.0).to(dtype)
-                    b_c = tl.dot(b_A, b_bki, b_c, input_precision=PRECISION)
+                    b_bkiT = tl.trans(b_bki)  # [BK, BT]
+                    b_c = tl.dot(b_bkiT, b_A, b_c, input_precision=PRECISION)
                     b_err += b_i * b_r
                     b_x += b_bki * b_r
+                b_c = tl.trans(b_c)  # [BT, BK]
                 b_col += b_j * b_c
                 b_x -= b_kj * b_c
 
@@ -305,9 +324,9 @@ def intra_bwd_kernel(
             b_dg = tl.sum(b_dg, axis=1) + b_total * tl.sum(b_kept, axis=0)
             store_rows(dg, b_dg[:, None], t, end, i_hv, i_k, HV, NK, BT, 1)
         elif DG > 1:
-            b_from = (o_t <= 0).to(tl.float32)  # [BT, BT]
-            b_dg = tl.dot(b_from, b_x, input_precision="tf32x3")  # [BT, BK]
-            b_dg = tl.dot(1.0 - b_from, b_w, b_dg, input_precision="tf32x3")
+            HALVES: tl.constexpr = dtype == tl.bfloat16
+            b_dg = summed_rows(o_t <= 0, b_x, HALVES)  # [BT, BK]
+            b_dg += summed_rows(o_t > 0, b_w, HALVES)
             b_dg += (b_total * b_kept)[None, :]
             store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 

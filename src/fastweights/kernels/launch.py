@@ -20,6 +20,9 @@ from fastweights.kernels import dot_precision
 from fastweights.kernels.intra import intra_bwd_kernel, intra_fwd_kernel
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 
+IntLike = int | torch.SymInt
+SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
+
 
 def launch_options(
     stage: str,
@@ -64,12 +67,26 @@ def launch_options(
     }
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes of it for one program; without a GPU, those of an H200."""
+def properties(device: torch.device) -> tuple[int, int]:
+    """Shared bytes a program may have, and multiprocessors; else an H200's."""
     if device.type != "cuda":
-        return 232_448
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+        return 232_448, 132
+    found: Any = torch.cuda.get_device_properties(device)
+    return found.shared_memory_per_block_optin, found.multi_processor_count
+
+
+def num_segments(
+    programs: IntLike, chunks: IntLike, device: torch.device
+) -> IntLike:
+    """Into how many segments a scan cuts each sequence.
+
+    As many as let two programs run on every multiprocessor, where uncut
+    there would be ``programs``; but none of fewer than SEGMENT_CHUNKS of
+    the ``chunks`` of a sequence, on average.
+    """
+    most = 2 * properties(device)[1] // torch.sym_max(programs, 1)
+    most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)
+    return torch.sym_max(most, 1)
 
 
 @dataclass
@@ -97,8 +114,8 @@ class Call:
     @property
     def num_sequences(self) -> int:
         if self.cu_seqlens is None:
-            return len(self.q)
-        return len(self.cu_seqlens) - 1
+            return self.q.shape[0]
+        return self.cu_seqlens.shape[0] - 1
 
     @property
     def slots(self) -> int:
@@ -133,67 +150,88 @@ class Call:
                 dtype,
                 gate=DG,
                 delta=delta,
-                shared=shared_memory(self.q.device),
+                shared=properties(self.q.device)[0],
             ),
         }
 
-    def new_states(self, number: int, dtype: torch.dtype) -> Tensor:
+    @property
+    def value_tiles(self) -> int:
+        """Value tiles of a scan, each a program."""
+        return triton.cdiv(self.v.shape[3], self.sizes("scan")["BV"])
+
+    @property
+    def segments(self) -> int:
+        N, HV = self.num_sequences, self.v.shape[2]
+        tokens = self.q.shape[0] * self.q.shape[1]
+        chunks = tokens // (N * self.chunk_size)
+        programs = N * HV * self.value_tiles
+        return num_segments(programs, chunks, self.q.device)
+
+    def new_states(
+        self, number: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         HV, V = self.v.shape[2:]
         shape = (number, HV, self.q.shape[3], V)
         return self.q.new_empty(shape, dtype=dtype)
 
 
 class Chunked(NamedTuple):
-    """q and k as the states meet them: q_in, k_in, k_out [B, T, HV, K].
+    """What the states meet, in place of q, k and the gate.
 
-    They are q, k, k unless the gate is a channel's. total [slots, HV, K],
-    the decay of a chunk, is there for such a gate only.
+    q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
+    in them, [B, T, HV, K]; row_in, row_out [B, T, HV] these decays for a gate
+    a head, and G in fp64; total the decay of a chunk, [slots, HV] or
+    [slots, HV, K].
     """
 
     q_in: Tensor
     k_in: Tensor
     k_out: Tensor
-    total: Tensor | None
+    G: Tensor | None = None
+    row_in: Tensor | None = None
+    row_out: Tensor | None = None
+    total: Tensor | None = None
 
 
 def intra(
-    x: Call, *, scores: bool = True
+    x: Call, *, Aqk: bool = True, P: bool = True
 ) -> tuple[Chunked, Tensor | None, Tensor | None]:
-    """Inside each chunk: decayed q and k, Aqk and P [B, T, HV, C].
+    """Inside each chunk: :class:`Chunked`, Aqk and P [B, T, HV, C].
 
-    Aqk is None unless the gate is a channel's (the scan recomputes it), P
-    unless there is a delta rule, and both without ``scores``.
+    Aqk is None without a gate, P without a delta rule, and either where it
+    is not asked for.
     """
     B, T, HV, K = *x.q.shape[:2], x.v.shape[2], x.q.shape[3]
-    square, wide = (B, T, HV, x.chunk_size), (B, T, HV, K)
-    chunked, Aqk, P = Chunked(x.q, x.k, x.k, None), None, None
-    if x.gate_width > 1:
-        q_in, k_out = x.q.new_empty(wide), x.q.new_empty(wide)
-        k_in = x.k if x.beta is None else x.q.new_empty(wide)
-        total = x.q.new_empty(x.slots, HV, K, dtype=torch.float32)
-        chunked = Chunked(q_in, k_in, k_out, total)
-        Aqk = x.q.new_empty(square) if scores else None
-    if x.beta is not None and scores:
-        P = x.q.new_empty(square)
-    if x.gate_width > 1 or P is not None:
+    chunked = Chunked(x.q, x.k, x.k)
+    wide = torch.float32
+    if x.gate_width == 1:
+        G = x.q.new_empty(B, T, HV, dtype=torch.float64)
+        rows = (x.q.new_empty(B, T, HV, dtype=wide) for _ in range(2))
+        total = x.q.new_empty(x.slots, HV, dtype=wide)
+        chunked = Chunked(x.q, x.k, x.k, G, *rows, total)
+    elif x.gate_width > 1:
+        q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
+        k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
+        total = x.q.new_empty(x.slots, HV, K, dtype=wide)
+        chunked = Chunked(q_in, k_in, k_out, total=total)
+    Aqk_, P_ = (
+        x.q.new_empty(B, T, HV, x.chunk_size) if there else None
+        for there in (Aqk and x.gate_width > 0, P and x.beta is not None)
+    )
+    if x.gate_width > 0 or P_ is not None:
         intra_fwd_kernel[(x.slots * HV,)](
             x.q,
             x.k,
             x.g,
             x.beta,
-            Aqk,
-            P,
+            Aqk_,
+            P_,
             *chunked,
             x.cu_seqlens,
             N=x.num_sequences,
             **x.sizes("intra"),
         )
-    return chunked, Aqk, P
-
-
-def _scan_grid(x: Call, sizes: dict[str, Any]) -> tuple[int]:
-    HV, V = x.v.shape[2:]
-    return (x.num_sequences * HV * triton.cdiv(V, sizes["BV"]),)
+    return chunked, Aqk_, P_
 
 
 def _scan(
@@ -202,48 +240,101 @@ def _scan(
     chunked: Chunked,
     Aqk: Tensor | None,
     P: Tensor | None,
+    exits: Tensor,
+    maps: Tensor | None = None,
     **to: Tensor,
 ) -> None:
     """The forward scan, into those of its results that are asked for."""
     sizes = x.sizes(stage)
-    *tokens, total = chunked
+    N, (HV, V), S = x.num_sequences, x.v.shape[2:], x.segments
+    tiles = triton.cdiv(V, sizes["BV"])
+    if not to:  # the segments' maps: not of the last one
+        S -= 1
+        tiles += triton.cdiv(sizes["K"], sizes["BV"]) if sizes["DELTA"] else 0
     results = (to.get(n) for n in ("state", "h", "v_new"))
-    scan_fwd_kernel[_scan_grid(x, sizes)](
-        *tokens,
+    scan_fwd_kernel[(S * N * HV * tiles,)](
+        *chunked,
         x.v,
-        x.g,
         x.beta,
         Aqk,
         P,
-        total,
         to.get("o"),
         x.initial_state,
         *results,
+        exits if x.segments > 1 else None,
+        maps,
         x.cu_seqlens,
         x.scale,
-        V=x.v.shape[3],
+        N=N,
+        NS=x.segments,
+        V=V,
         **sizes,
     )
 
 
+def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
+    """Room for what :func:`segments` finds; empty if there is one segment.
+
+    The states that leave the segments but the last, [S - 1, N HV, K, V];
+    and of those between the first and the last the maps, [S - 2, N HV, K, K]
+    for the delta rule, else the decays, [S - 2, N HV, K, 1].
+    """
+    (HV, V), K, N = x.v.shape[2:], x.q.shape[3], x.num_sequences
+    S, columns = x.segments, 1 if x.beta is None else K
+    exits = x.new_states((S - 1) * N).view(S - 1, N * HV, K, V)
+    return exits, exits.new_empty(torch.sym_max(S - 2, 0), N * HV, K, columns)
+
+
+def compose(states: Tensor, maps: Tensor, *, back: bool = False) -> None:
+    """Each of ``states`` goes on from the one before it, in place.
+
+    states[s] += maps[s - 1] states[s - 1]; or ``back`` from the last one,
+    states[s - 1] += maps[s - 1]^T states[s].
+    """
+    steps = list(zip(states, maps, states[1:], strict=False))
+    for before, M, after in reversed(steps) if back else steps:
+        if back:
+            before, after, M = after, before, M.mT
+        if M.shape[-2] != M.shape[-1]:
+            after.addcmul_(M.view(*before.shape[:2], 1), before)
+        else:
+            after.baddbmm_(M, before)
+
+
+def segments(
+    x: Call, chunked: Chunked, P: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A first pass over each segment but the last: see segment_rooms."""
+    exits, maps = segment_rooms(x)
+    if x.segments > 1:
+        if x.gate_width == 0 and x.beta is None:
+            maps.fill_(1.0)
+        _scan("segments", x, chunked, None, P, exits, maps)
+        compose(exits, maps)
+    return exits, maps
+
+
 def scan(
-    x: Call, chunked: Chunked, Aqk: Tensor | None, P: Tensor | None
+    x: Call,
+    chunked: Chunked,
+    Aqk: Tensor | None,
+    P: Tensor | None,
+    exits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Across chunks: outputs [B, T, HV, V], final states [N, HV, K, V]."""
-    o = torch.empty_like(x.v)
-    state = x.new_states(x.num_sequences, torch.float32)
-    _scan("scan", x, chunked, Aqk, P, o=o, state=state)
+    o, state = torch.empty_like(x.v), x.new_states(x.num_sequences)
+    _scan("scan", x, chunked, Aqk, P, exits, o=o, state=state)
     return o, state
 
 
 def chunk_states(
-    x: Call, chunked: Chunked, P: Tensor | None
+    x: Call, chunked: Chunked, P: Tensor | None, exits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The scan again: h, the state that enters each chunk, and v_new."""
     h = x.new_states(x.slots, x.v.dtype)
     v_new = x.v if x.beta is None else torch.empty_like(x.v)
     kept = {} if x.beta is None else {"v_new": v_new}
-    _scan("chunk_states", x, chunked, None, P, h=h, **kept)
+    _scan("chunk_states", x, chunked, None, P, exits, h=h, **kept)
     return h, v_new
 
 
@@ -254,39 +345,54 @@ def scan_backward(
     P: Tensor | None,
     do: Tensor,
     dstate: Tensor | None,
+    maps: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """From the last chunk to the first: y, dh and dinitial_state.
 
     y = P^T dv_new; dh is the gradient of the state that leaves each chunk.
     """
     sizes = x.sizes("scan_backward")
-    y, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
+    N, (HV, V), S = x.num_sequences, x.v.shape[2:], x.segments
     dinitial = None
     if x.initial_state is not None:
         dinitial = torch.empty_like(x.initial_state)
-    *tokens, total = chunked
-    scan_bwd_kernel[_scan_grid(x, sizes)](
-        *tokens,
-        x.g,
-        x.beta,
-        Aqk,
-        P,
-        total,
-        do,
-        dstate,
-        y,
-        dh,
-        dinitial,
-        x.cu_seqlens,
-        x.scale,
-        V=x.v.shape[3],
-        **sizes,
-    )
+
+    def launch(S: int, *results: Tensor | None) -> None:
+        scan_bwd_kernel[(S * N * HV * triton.cdiv(V, sizes["BV"]),)](
+            *chunked,
+            x.beta,
+            Aqk,
+            P,
+            do,
+            dstate,
+            *results,
+            x.cu_seqlens,
+            x.scale,
+            N=N,
+            NS=x.segments,
+            V=V,
+            **sizes,
+        )
+
+    entrances = None
+    if S > 1:
+        entrances = x.new_states((S - 1) * N)
+        launch(S - 1, None, None, None, entrances)
+        d = entrances.view(S - 1, N * HV, sizes["K"], V)
+        compose(d, maps, back=True)
+    y, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
+    launch(S, y, dh, dinitial, entrances)
     return y, dh, dinitial
 
 
 def intra_backward(
-    x: Call, do: Tensor, v_new: Tensor, y: Tensor, h: Tensor, dh: Tensor
+    x: Call,
+    chunked: Chunked,
+    do: Tensor,
+    v_new: Tensor,
+    y: Tensor,
+    h: Tensor,
+    dh: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Inside each chunk: dq, dk, dv, dg and dbeta. It may overwrite y."""
     sizes = x.sizes("intra_backward")
@@ -312,6 +418,10 @@ def intra_backward(
         x.k,
         x.v,
         x.g,
+        chunked.G,
+        chunked.row_in,
+        chunked.row_out,
+        chunked.total,
         x.beta,
         do,
         v_new,
@@ -345,9 +455,15 @@ def empty_saved(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Room for Aqk, if the gate is a channel's, and P, if there is one."""
-    number = (g is not None and g.dim() == 4) + (beta is not None)
-    return [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
+    """Room for what :func:`forward` keeps.
+
+    Aqk, if the gate is a channel's; P, if there is one; and the segments'
+    exits and maps, which are empty if there is one segment.
+    """
+    x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
+    number = (x.gate_width > 1) + (beta is not None)
+    saved = [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
+    return [*saved, *segment_rooms(x)]
 
 
 def forward(
@@ -367,8 +483,11 @@ def forward(
     x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
     with torch.cuda.device_of(q):
         chunked, Aqk, P = intra(x)
-        o, state = scan(x, chunked, Aqk, P)
-    return o, state, [A for A in (Aqk, P) if A is not None]
+        exits, maps = segments(x, chunked, P)
+        o, state = scan(x, chunked, Aqk, P, exits)
+    scores = [Aqk] if Aqk is not None and x.gate_width > 1 else []
+    scores += [P] if P is not None else []
+    return o, state, [*scores, exits, maps]
 
 
 def backward(
@@ -388,19 +507,23 @@ def backward(
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
     Each has its input's dtype. do or dstate is None where nothing depends
-    on that output.
+    on that output. A gate a head's Aqk is computed again, since that costs
+    less than it weighs.
     """
     x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
-    kept = iter(saved)
+    *scores, exits, maps = saved
+    kept = iter(scores)
     Aqk = next(kept) if x.gate_width > 1 else None
     P = next(kept) if beta is not None else None
     do = torch.zeros_like(x.v) if do is None else do.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
     with torch.cuda.device_of(q):
-        chunked, _, _ = intra(x, scores=False)
-        h, v_new = chunk_states(x, chunked, P)
-        y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate)
-        del chunked
-        *grads, dbeta = intra_backward(x, do, v_new, y, h, dh)
+        chunked, again, _ = intra(x, Aqk=x.gate_width == 1, P=False)
+        Aqk = again if Aqk is None else Aqk
+        h, v_new = chunk_states(x, chunked, P, exits)
+        y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
+        chunked = chunked._replace(q_in=x.q, k_in=x.k, k_out=x.k)
+        del Aqk, again
+        *grads, dbeta = intra_backward(x, chunked, do, v_new, y, h, dh)
     found = (*grads, dbeta, dinitial)
     return [dx for dx in found if dx is not None]

@@ -1,11 +1,17 @@
-"""Across chunks in sequence: the state forward in time, its gradient back."""
+"""Across chunks in sequence: the state forward in time, its gradient back.
+
+A sequence may be cut into segments that run side by side. Each maps the state
+S that enters it to M S + B, so a first pass, which writes nothing a token,
+finds B (start from zero) and M (start from the identity, write no values);
+the host composes them (:func:`fastweights.kernels.launch.compose`), and the
+second pass starts each segment from the state that enters it.
+"""
 
 import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
     causal,
-    gates_at,
     load_row,
     load_rows,
     sequence_at,
@@ -14,25 +20,59 @@ from fastweights.kernels.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def segment_at(i_n, i_s, NS, cu_seqlens, T, BT: tl.constexpr):
+    """The chunks of segment i_s of NS of sequence i_n.
+
+    The sequence's first token and its end; the segment's first chunk in it,
+    and the one after its last. Segments at the end may have none.
+    """
+    start = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    size = tl.cdiv(NT, NS)
+    first = tl.minimum(i_s * size, NT)
+    return start, end, first, tl.minimum(first + size, NT)
+
+
+@triton.jit
+def total_decay(
+    total, i_ch, K: tl.constexpr, BK: tl.constexpr, DG: tl.constexpr
+):
+    """e^{G_C} of a chunk and head: a number, or [BK, 1], one a channel."""
+    if DG == 1:
+        return tl.load(total + i_ch)
+    else:
+        o_k = tl.arange(0, BK)
+        p_total = total + i_ch * K + o_k
+        return tl.load(p_total, mask=o_k < K, other=0.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "N", "NS"])
 def scan_fwd_kernel(
     q_in,
     k_in,
     k_out,
+    G,
+    row_in,
+    row_out,
+    total,
     v,
-    g,
     beta,
     Aqk,
     P,
-    total,
     o,
     initial_state,
     state,
     h,
     v_new,
+    exits,
+    maps,
     cu_seqlens,
     scale,
     T,
+    N,
+    NS,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -44,28 +84,48 @@ def scan_fwd_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One value tile of one head of one sequence, its state in registers.
+    """One value tile of one head of one segment, its state in registers.
 
     q_in, k_in, k_out [T, H, K] are intra's for a gate a channel; else they
     are q, k, k, and the decays of a gate a head act on the rows of what
-    these multiply. With o the outputs and the final state; without, for the
-    backward, h and v_new: the state that enters each chunk, and what the
-    delta rule writes.
+    these multiply. With o the outputs and the final state; with h, for the
+    backward, the state that enters each chunk, and v_new, what the delta
+    rule writes. With neither, the segment's map instead of all that: B to
+    exits [segment, sequence, HV, K, V], and M to maps: K x K for the delta
+    rule, whose tiles are programs of their own, and the decay of K channels
+    for a gate and the additive rule. Otherwise exits is the state that
+    leaves each segment, composed.
     """
+    MAP: tl.constexpr = o is None and h is None
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
+    i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
+    i_hv, i_x = i_x % HV, i_x // HV
+    i_n, i_s = i_x % N, i_x // N
     i_h = i_hv // (HV // H)
-    start = sequence_at(i_n, cu_seqlens, T)
-    end = sequence_at(i_n + 1, cu_seqlens, T)
+    i_nh = i_n * HV + i_hv
+    if i_v >= NV and i_s == 0:
+        return
+    start, end, first, last = segment_at(i_n, i_s, NS, cu_seqlens, T, BT)
 
     o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
+    o_k, o_v = tl.arange(0, BK)[:, None], tl.arange(0, BV)[None, :]
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)  # [BK, BV]
+        b_S = tl.load(initial_state + o_S, mask=m_S & (i_s == 0), other=0.0)
+    end_v = end
+    if MAP:
+        b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
+        if DELTA:
+            if i_v >= NV:  # of M: its unit vectors, and no values
+                b_S += tl.where(o_k == (i_v - NV) * BV + o_v, 1.0, 0.0)
+                end_v = start
+    elif exits is not None:
+        o_S, m_S = state_at((i_s - 1) * N * HV + i_nh, i_v, K, V, BK, BV)
+        b_S += tl.load(exits + o_S, mask=m_S & (i_s > 0), other=0.0)
 
-    for i_t in range(tl.cdiv(end - start, BT).to(tl.int32)):
+    for i_t in range(first, last):
         t = start + i_t * BT
         i_c = start // BT + i_n + i_t
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
@@ -73,13 +133,14 @@ def scan_fwd_kernel(
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
             tl.store(h + o_h, b_S_in, mask=m_h)
 
-        b_v = load_rows(v, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_v = load_rows(v, t, end_v, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         if DG <= 1 or DELTA:
             b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         if DG == 1:
-            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
-        else:
-            b_G = None
+            b_in = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
+            b_out = load_row(row_out, t, end, i_hv, HV, BT)[:, None]
+        if DG > 0:
+            b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
 
         if DELTA:
             b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
@@ -95,26 +156,23 @@ def scan_fwd_kernel(
         if v_new is not None:
             store_rows(v_new, b_x, t, end, i_hv, i_v, HV, V, BT, BV)
 
-        b_y = b_x
-        if DG <= 1:
-            b_kT = tl.trans(b_k)  # [BK, BT]
-        else:
-            o_k = tl.arange(0, BK)
-            p_total = total + (i_c * HV + i_hv) * K + o_k
-            b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
-            b_S *= b_total[:, None]
-            b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-            b_kT = tl.trans(b_k)  # [BK, BT]
-        if DG == 1:
+        if DG > 0:
             b_S *= b_total
+            if MAP and not DELTA:
+                b_decay *= b_total
+        b_y = b_x
+        if DG == 1:
             b_y = (b_new * b_out).to(b_v.dtype)
+        if DG > 1:
+            b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+        b_kT = tl.trans(b_k)  # [BK, BT]
         b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
 
         if o is not None:
             b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-            if DG <= 1:
+            if DG == 0:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                b_A = causal(b_A, b_G).to(b_v.dtype)  # [BT, BT]
+                b_A = causal(b_A, None).to(b_v.dtype)  # [BT, BT]
             else:
                 b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
@@ -122,28 +180,46 @@ def scan_fwd_kernel(
                 b_o *= b_in
             b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             store_rows(o, scale * b_o, t, end, i_hv, i_v, HV, V, BT, BV)
+
     if state is not None:
-        tl.store(state + o_S, b_S, mask=m_S)
+        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
+        tl.store(state + o_S, b_S, mask=m_S & (i_s == NS - 1))
+    if MAP:
+        i_nh += i_s * N * HV
+        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
+        tl.store(exits + o_S, b_S, mask=m_S & (i_v < NV))
+        i_nh -= N * HV  # the first segment's map is not needed
+        if DELTA:
+            o_S, m_S = state_at(i_nh, i_v - NV, K, K, BK, BV)
+            tl.store(maps + o_S, b_S, mask=m_S & (i_v >= NV))
+        elif DG > 0:
+            m_k = (o_k < K) & (i_v == 0) & (i_s > 0)
+            tl.store(maps + i_nh.to(tl.int64) * K + o_k, b_decay, mask=m_k)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N", "NS"])
 def scan_bwd_kernel(
     q_in,
     k_in,
     k_out,
-    g,
+    G,
+    row_in,
+    row_out,
+    total,
     beta,
     Aqk,
     P,
-    total,
     do,
     dstate,
     y,
     dh,
     dinitial_state,
+    entrances,
     cu_seqlens,
     scale,
     T,
+    N,
+    NS,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -158,45 +234,57 @@ def scan_bwd_kernel(
     """From the last chunk to the first, the state's gradient in registers.
 
     y = P^T dv_new, dv_new itself for the additive rule; dh, the gradient of
-    the state that leaves each chunk; and that of the initial state.
+    the state that leaves each chunk; and that of the initial state. Without
+    y and dh only what the segment adds to the gradient of the state that
+    enters it, to entrances [segment - 1, sequence, HV, K, V], of all
+    segments but the first; otherwise entrances is that gradient, composed.
     """
+    MAP: tl.constexpr = dh is None
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
+    i_hv, i_x = i_x % HV, i_x // HV
+    i_n, i_s = i_x % N, i_x // N
+    if MAP:
+        i_s += 1
     i_h = i_hv // (HV // H)
-    start = sequence_at(i_n, cu_seqlens, T)
-    end = sequence_at(i_n + 1, cu_seqlens, T)
+    i_nh = i_n * HV + i_hv
+    start, end, first, last = segment_at(i_n, i_s, NS, cu_seqlens, T, BT)
 
     o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
     if dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tl.load(dstate + o_S, mask=m_S, other=0.0)  # [BK, BV]
+        b_dS = tl.load(dstate + o_S, mask=m_S & (i_s == NS - 1), other=0.0)
+    if entrances is not None and not MAP:
+        o_S, m_S = state_at(i_s * N * HV + i_nh, i_v, K, V, BK, BV)
+        b_dS += tl.load(entrances + o_S, mask=m_S & (i_s < NS - 1), other=0.0)
 
-    NT = tl.cdiv(end - start, BT).to(tl.int32)
-    for i in range(NT):
-        i_t = NT - 1 - i
+    for i in range(last - first):
+        i_t = last - 1 - i
         t = start + i_t * BT
         i_c = start // BT + i_n + i_t
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
-        o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
-        tl.store(dh + o_h, b_dS_out, mask=m_h)
+        if dh is not None:
+            o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
+            tl.store(dh + o_h, b_dS_out, mask=m_h)
 
         b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         b_do = scale * b_do.to(tl.float32)
         b_x = b_do.to(do.dtype.element_ty)
+        if DG == 1:
+            b_in = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
+            b_out = load_row(row_out, t, end, i_hv, HV, BT)[:, None]
+        if DG > 0:
+            b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
 
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
         if DG == 1:
-            b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
             b_y *= b_out
-        else:
-            b_G = None
-        if DG <= 1:
+        if DG == 0:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_A = causal(b_A, b_G, TRANSPOSED=True).to(b_x.dtype)  # [BT, BT]
+            b_A = causal(b_A, None, TRANSPOSED=True).to(b_x.dtype)  # [BT, BT]
         else:
             b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_A = tl.trans(b_A)  # [BT, BT]
@@ -205,16 +293,13 @@ def scan_bwd_kernel(
             b_P = load_rows(P, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_PT, b_y = tl.trans(b_P), b_y.to(b_x.dtype)
             b_y = tl.dot(b_PT, b_y, input_precision=PRECISION)  # [BT, BV]
-        store_rows(y, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
+        if y is not None:
+            store_rows(y, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
 
-        if DG == 1:
+        if DG > 0:
             b_dS *= b_total
+        if DG == 1:
             b_x = (b_do * b_in).to(b_x.dtype)  # [BT, BV]
-        elif DG > 1:
-            o_k = tl.arange(0, BK)
-            p_total = total + (i_c * HV + i_hv) * K + o_k
-            b_total = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
-            b_dS *= b_total[:, None]
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -227,5 +312,10 @@ def scan_bwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
-    if dinitial_state is not None:
-        tl.store(dinitial_state + o_S, b_dS, mask=m_S)
+
+    if MAP:
+        o_S, m_S = state_at((i_s - 1) * N * HV + i_nh, i_v, K, V, BK, BV)
+        tl.store(entrances + o_S, b_dS, mask=m_S)
+    elif dinitial_state is not None:
+        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
+        tl.store(dinitial_state + o_S, b_dS, mask=m_S & (i_s == 0))

@@ -243,6 +243,20 @@ def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
 
 
 @triton.jit
+def summed_rows(m_sum, b_x, HALVES: tl.constexpr):
+    """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
+
+    In tf32x3, or with HALVES to 16 bits, as sums of two numbers in bf16,
+    which has the range of fp32.
+    """
+    if not HALVES:
+        return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
+    b_sum, b_high = m_sum.to(tl.bfloat16), b_x.to(tl.bfloat16)
+    b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(b_sum, b_low, tl.dot(b_sum, b_high))
+
+
+@triton.jit
 def bounded_levels(b_high, LEVELS: tl.constexpr, BOUND: tl.constexpr):
     """The most levels of which half a block decays to 2^-BOUND or more.
 
