@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 from offline import DTYPES, SHARED, build, judge
 
 from fastweights.kernels.intra import (
+    intra_bwd_far_kernel,
     intra_bwd_kernel,
     intra_fwd_kernel,
 )
@@ -27,6 +28,7 @@ KERNELS = {
     "chunk_states": scan_fwd_kernel,
     "scan_backward": scan_bwd_kernel,
     "intra_backward": intra_bwd_kernel,
+    "intra_backward_far": intra_bwd_far_kernel,
 }
 KERNELS["segments"] = scan_fwd_kernel
 KERNELS["segments_backward"] = scan_bwd_kernel
@@ -37,6 +39,7 @@ LAUNCHES = [
     for width in (0, 1, "K")
     for delta in (False, True)
     if stage != "intra" or delta or width != 0
+    if stage != "intra_backward_far" or width == "K"
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 FULL = (
@@ -97,7 +100,13 @@ def compile_stage(
     constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}
     constants |= {"DG": DG, "DELTA": delta, "PRECISION": precision} | options
     types = dict.fromkeys(FULL, "*fp32")
-    types |= {"G": "*fp64", "scale": "fp32", "T": "i32", "N": "i32", "NS": "i32"}
+    types |= {
+        "G": "*fp64",
+        "scale": "fp32",
+        "T": "i32",
+        "N": "i32",
+        "NS": "i32",
+    }
     return build(KERNELS[stage], capability, dtype, constants, types)
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets
 from fastweights.kernels import dot_precision
-from fastweights.kernels.intra import intra_bwd_kernel, intra_fwd_kernel
+from fastweights.kernels.intra import (
+    intra_bwd_far_kernel,
+    intra_bwd_kernel,
+    intra_fwd_kernel,
+)
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 
 IntLike = int | torch.SymInt
@@ -47,13 +51,10 @@ def launch_options(
         BK = narrow if large else 32
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
     ahead = large and dtype != torch.float32 and K <= 128
-    if stage == "intra_backward":
-        few = ahead and gate == 0 and not delta  # products, so few warps
-        BK = narrow if large else 32
-        if ahead and gate <= 1 and not few:
-            BK = max(BK, power)
+    if stage.startswith("intra_backward"):
+        few = ahead and not (gate > 1 and delta)  # tiles, so few warps
         return {
-            "BK": BK,
+            "BK": narrow if large else 32,
             "BV": narrow,
             "num_warps": 4 if few else 8,
             "num_stages": 2 if ahead else 1,
@@ -394,7 +395,7 @@ def intra_backward(
     h: Tensor,
     dh: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Inside each chunk: dq, dk, dv, dg and dbeta. It may overwrite y."""
+    """Inside each chunk: dq, dk, dv, dg and dbeta. It overwrites y."""
     sizes = x.sizes("intra_backward")
     NK = triton.cdiv(sizes["K"], sizes["BK"])
 
@@ -411,34 +412,15 @@ def intra_backward(
         return dx[..., 0] if NK == 1 else dx.sum(-1).to(like.dtype)
 
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
-    dv = y if x.beta is None or NK == 1 else torch.empty_like(y)
     dg, dbeta = parts(x.g), parts(x.beta)
-    intra_bwd_kernel[(x.slots * sizes["H"] * NK,)](
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        chunked.G,
-        chunked.row_in,
-        chunked.row_out,
-        chunked.total,
-        x.beta,
-        do,
-        v_new,
-        y,
-        h,
-        dh,
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        x.cu_seqlens,
-        x.scale,
-        N=x.num_sequences,
-        V=x.v.shape[3],
-        **sizes,
-    )
+    grid = (x.slots * sizes["H"] * NK,)
+    rest = (x.v, x.g, x.beta, do, v_new, y, h, dh, dq, dk, dg, dbeta)
+    rest = (*rest, x.cu_seqlens, x.scale)
+    sizes |= {"N": x.num_sequences, "V": x.v.shape[3]}
+    intra_bwd_kernel[grid](*chunked, *rest, **sizes)
+    if sizes.pop("DG") > 1:
+        intra_bwd_far_kernel[grid](x.q, x.k, chunked.total, *rest, **sizes)
+    dv = y if x.beta is None else y.mul_(x.beta[..., None])
     return dq, dk, dv, whole(dg, x.g), whole(dbeta, x.beta)
 
 
@@ -522,7 +504,6 @@ def backward(
         Aqk = again if Aqk is None else Aqk
         h, v_new = chunk_states(x, chunked, P, exits)
         y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
-        chunked = chunked._replace(q_in=x.q, k_in=x.k, k_out=x.k)
         del Aqk, again
         *grads, dbeta = intra_backward(x, chunked, do, v_new, y, h, dh)
     found = (*grads, dbeta, dinitial)

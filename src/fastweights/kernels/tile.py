@@ -204,7 +204,7 @@ def causal(b_A, b_G, TRANSPOSED: tl.constexpr = False):
         b_D += b_low[:, None] - b_low[None, :]
         if TRANSPOSED:
             b_D = -b_D
-        b_A *= tl.exp2(tl.where(o_t >= 0, b_D, 0.0))
+        b_A *= tl.exp2(tl.minimum(b_D, 0.0))  # past the end G is not there
     return tl.where(o_t >= 0, b_A, 0.0)
 
 
@@ -257,31 +257,14 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr):
 
 
 @triton.jit
-def bounded_levels(b_high, LEVELS: tl.constexpr, BOUND: tl.constexpr):
-    """The most levels of which half a block decays to 2^-BOUND or more.
-
-    A block of level i has 2^i rows; the bound is on all channels.
-    """
-    BT: tl.constexpr = b_high.shape[0]
-    b_most = -tl.min(b_high.to(tl.float32), axis=1)  # [BT]
-    n_levels = 0
-    for level in tl.static_range(LEVELS):
-        b_half = tl.reshape(b_most, [BT // 2**level, 2**level])
-        n_levels += (tl.max(tl.sum(b_half, axis=1)) <= BOUND).to(tl.int32)
-    return n_levels
-
-
-@triton.jit
-def decays_of_pairs(b_high, b_low, level, first, EXACT: tl.constexpr):
-    """Factors for the rows i and the columns j of scores, and a mask of them.
+def decays_of_pairs(b_high, b_low, level, EXACT: tl.constexpr):
+    """Factors for the rows i and the columns j of scores, and a mask [BT, BT].
 
     From j to i decays what the gates of j + 1 to i add up to. A block of
     2^level rows has two halves. A pair with one in each meets at the border:
     what is left of the first half after j, and of the second up to and with
-    i, both at most 1. On the ``first`` level, pairs in one half are reached
-    from the border too, back in time, by the inverse: exact as long as it
-    is bounded. One row alone, level 0, needs neither. [BT, BK] twice, and
-    [BT, BT].
+    i, both at most 1, and each a row's of [BT, BK]. One row alone, level 0,
+    needs neither.
     """
     o_c = tl.arange(0, b_high.shape[0])
     half = tl.maximum(level - 1, 0)
@@ -290,10 +273,8 @@ def decays_of_pairs(b_high, b_low, level, first, EXACT: tl.constexpr):
     m_own = o_half[:, None] == o_half[None, :]
     m_sum = m_own & ((o_c[None, :] <= o_c[:, None]) == m_second)
     b_G = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT)
-    b_row = tl.exp2(tl.where((level == first) & (m_second == 0), -b_G, b_G))
-    b_col = tl.exp2(tl.where((level == first) & m_second, -b_G, b_G))
     m_block = (o_c >> level)[:, None] == (o_c >> level)[None, :]
-    return b_row, b_col, m_block & ((level == first) | (m_own == 0))
+    return tl.exp2(b_G), m_block & ((level == 0) | (m_own == 0))
 
 
 @triton.jit
