@@ -35,7 +35,7 @@ def build(kernel, capability, dtype, constants, types):
     Arguments that are neither constants nor of a given type are aligned
     pointers to ``dtype``.
     """
-    settings = ("num_warps", "num_stages")
+    settings = ("num_warps", "num_stages", "maxnreg")
     launch = {x: constants[x] for x in settings if x in constants}
     names = kernel.arg_names
     constants = {x: y for x, y in constants.items() if x in names}

@@ -182,6 +182,7 @@ def products_bwd(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DG: tl.constexpr,
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -189,13 +190,17 @@ def products_bwd(
 
     Of the scores: dAqk, and dM, where M is Diag(beta) Akk, [BT, BT]. Through
     the states, [BT, BK]: to q, to k as it is written, and, over -beta, to k
-    as it reads. dM and the last are 0 for the additive rule.
+    as it reads. dM and the last are 0 for the additive rule. And for a gate
+    h . dh, of the gradient of the state's decay, [BK]: the diagonal of a
+    product, since a tile that a product and a sum read has one buffer, which
+    Triton fills for the next before the product is done.
     """
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
     b_dM = tl.zeros([BT, BT], dtype=tl.float32)
     b_row = tl.zeros([BT, BK], dtype=tl.float32)
     b_col = tl.zeros([BT, BK], dtype=tl.float32)
     b_err = tl.zeros([BT, BK], dtype=tl.float32)
+    b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range((V + BV - 1) // BV):
         o_h, m_h = tile_at(i_ch, i_k, 0, i_v, K, 1, V, BK, BV)
         b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
@@ -210,49 +215,11 @@ def products_bwd(
             b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
             b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
             b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
-    return scale * b_dA, b_dM, scale * b_row, b_col, b_err
-
-
-@triton.jit
-def sums_bwd(
-    v,
-    y,
-    h,
-    dh,
-    t,
-    end,
-    i_ch,
-    i_hv,
-    i_k,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DG: tl.constexpr,
-    DELTA: tl.constexpr,
-):
-    """h . dh, of the gradient of the state's decay, [BK], and y . v, [BT].
-
-    Of tiles loaded for themselves: one that a product and a sum read has one
-    buffer, which Triton fills for the next before the product is done. The
-    first key tile has all of y . v.
-    """
-    b_kept = tl.zeros([BK], dtype=tl.float32)
-    b_yv = tl.zeros([BT], dtype=tl.float32)
-    end = tl.where(i_k == 0, end, t)
-    for i_v in range((V + BV - 1) // BV):
         if DG > 0:
-            o_h, m_h = tile_at(i_ch, i_k, 0, i_v, K, 1, V, BK, BV)
-            b_h = tl.load(h + o_h, mask=m_h, other=0.0).to(tl.float32)
-            b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-            b_kept += tl.sum(b_h * b_dh, axis=1)
-        if DELTA:
-            b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_v = load_rows(v, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_yv += tl.sum(b_y.to(tl.float32) * b_v, axis=1)
-    return b_kept, b_yv
+            b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
+    b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
+    b_kept = tl.sum(b_hdh, axis=1)  # [BK]
+    return scale * b_dA, b_dM, scale * b_row, b_col, b_err, b_kept
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -264,7 +231,6 @@ def intra_bwd_kernel(
     row_in,
     row_out,
     total,
-    v,
     g,
     beta,
     do,
@@ -308,9 +274,9 @@ def intra_bwd_kernel(
     intra_bwd_far_kernel has the others.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
-    HALVES: tl.constexpr = v.dtype.element_ty == tl.bfloat16
-    BOUND: tl.constexpr = 8 if v.dtype.element_ty == tl.float16 else 100
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -320,20 +286,16 @@ def intra_bwd_kernel(
     if DG > 1:
         if not near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
             return
-    dtype = v.dtype.element_ty
+    dtype = do.dtype.element_ty
     o_t = time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        b_dA, b_dM, b_row, b_col, b_err = products_bwd(
+        b_dA, b_dM, b_row, b_col, b_err, b_kept = products_bwd(
             do, v_new, y, h, dh, scale, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, DELTA, PRECISION,
-        )  # fmt: skip
-        b_kept, b_yv = sums_bwd(
-            v, y, h, dh, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, DG, DELTA,
+            HV, K, V, BT, BK, BV, DG, DELTA, PRECISION,
         )  # fmt: skip
 
         # Their decays, and who reads them: of a gate a channel, q and k of
@@ -386,8 +348,8 @@ def intra_bwd_kernel(
             b_ke = b_kr * b_err  # [BT, BK]
             if DG > 1:
                 b_ke *= b_undo
-            b_yv = (b_yv - tl.sum(b_ke, axis=1))[:, None]  # [BT, 1]
-            store_rows(dbeta, b_yv, t, end, i_hv, i_k, HV, NK, BT, 1)
+            b_dbeta = -tl.sum(b_ke, axis=1)[:, None]  # [BT, 1]
+            store_rows(dbeta, b_dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
         b_c = tl.trans(b_c)  # [BT, BK]
         if DG > 0:
             b_x -= b_k * b_c
@@ -430,7 +392,6 @@ def intra_bwd_far_kernel(
     q,
     k,
     total,
-    v,
     g,
     beta,
     do,
@@ -463,9 +424,9 @@ def intra_bwd_far_kernel(
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
-    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
-    HALVES: tl.constexpr = v.dtype.element_ty == tl.bfloat16
-    BOUND: tl.constexpr = 8 if v.dtype.element_ty == tl.float16 else 100
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -474,7 +435,7 @@ def intra_bwd_far_kernel(
         return
     if near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
         return
-    dtype = v.dtype.element_ty
+    dtype = do.dtype.element_ty
     o_t = time_order(BT)
     b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
     b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
@@ -483,13 +444,9 @@ def intra_bwd_far_kernel(
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        b_dA, b_dM, b_row, b_col, b_err = products_bwd(
+        b_dA, b_dM, b_row, b_col, b_err, b_kept = products_bwd(
             do, v_new, y, h, dh, scale, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, DELTA, PRECISION,
-        )  # fmt: skip
-        b_kept, b_yv = sums_bwd(
-            v, y, h, dh, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, K, DELTA,
+            HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
         )  # fmt: skip
         b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
         b_high, b_low = split_gates(b_g)  # [BT, BK]
@@ -534,8 +491,8 @@ def intra_bwd_far_kernel(
         b_dk += b_col + b_own * b_q
         if DELTA:
             b_dk -= b_beta * b_err
-            b_yv = (b_yv - tl.sum(b_k * b_err, axis=1))[:, None]  # [BT, 1]
-            store_rows(dbeta, b_yv, t, end, i_hv, i_k, HV, NK, BT, 1)
+            b_dbeta = -tl.sum(b_k * b_err, axis=1)[:, None]  # [BT, 1]
+            store_rows(dbeta, b_dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
         b_dg = summed_rows(o_t <= 0, b_x, HALVES)  # [BT, BK]
         b_dg += summed_rows(o_t > 0, b_w, HALVES)
         b_dg += tl.exp(tl.sum(b_g.to(tl.float32), axis=0)) * b_kept[None, :]
@@ -543,3 +500,41 @@ def intra_bwd_far_kernel(
 
     store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
     store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def values_bwd_kernel(
+    v,
+    y,
+    beta,
+    parts,
+    dbeta,
+    cu_seqlens,
+    N,
+    T,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    NK: tl.constexpr,
+):
+    """One chunk of one value head: y becomes dv = beta y.
+
+    And dbeta: y . v, and the parts [T, HV, NK] of the key tiles.
+    """
+    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
+    b_dbeta = tl.zeros([BT], dtype=tl.float32)
+    for i_k in tl.static_range(NK):
+        b_part = load_rows(parts, t, end, i_hv, i_k, HV, NK, BT, 1)
+        b_dbeta += tl.sum(b_part, axis=1)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV).to(tl.float32)
+        b_v = load_rows(v, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_dbeta += tl.sum(b_y * b_v, axis=1)
+        b_dv = b_beta[:, None] * b_y  # [BT, BV]
+        store_rows(y, b_dv, t, end, i_hv, i_v, HV, V, BT, BV)
+    store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)

@@ -21,6 +21,7 @@ from fastweights.kernels.intra import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
     intra_fwd_kernel,
+    values_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 
@@ -47,23 +48,30 @@ def launch_options(
     """
     narrow = 32 if dtype == torch.float32 else 64
     large, power = shared > 200_000, triton.next_power_of_2(K)
-    if stage == "intra":
-        BK = narrow if large else 32
-        return {"BK": BK, "num_warps": 4, "num_stages": 1}
     ahead = large and dtype != torch.float32 and K <= 128
+    if stage == "intra":
+        BK = (64 if gate > 1 else narrow) if large else 32
+        if ahead and gate <= 1:
+            BK = max(narrow, power)
+        return {"BK": BK, "num_warps": 4, "num_stages": 1}
     if stage.startswith("intra_backward"):
-        few = ahead and not (gate > 1 and delta)  # tiles, so few warps
+        far = stage == "intra_backward_far"
         return {
-            "BK": narrow if large else 32,
+            "BK": (64 if gate > 1 else narrow) if large else 32,
             "BV": narrow,
-            "num_warps": 4 if few else 8,
+            "num_warps": 4 if ahead and not far else 8,
             "num_stages": 2 if ahead else 1,
         }
-    full = gate > 0 and delta and stage == "scan"  # no registers to spare
+    # Two chunks of loads leave no room for a second program.
+    full = gate > 0 and delta and stage == "scan"
+    full |= gate == 1 and stage in ("scan", "scan_backward")
+    wide = ahead and K > 64 and gate > 1 and delta
+    wide &= stage == "scan_backward"
+    BV = narrow if large else narrow // 2
     return {
         "BK": max(narrow, power),
-        "BV": narrow if large else narrow // 2,
-        "num_warps": 4 if large and K <= 128 else 8,
+        "BV": 2 * BV if wide else BV,
+        "num_warps": 4 if large and K <= 128 and not wide else 8,
         "num_stages": 2 if ahead and not full else 1,
     }
 
@@ -397,31 +405,48 @@ def intra_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Inside each chunk: dq, dk, dv, dg and dbeta. It overwrites y."""
     sizes = x.sizes("intra_backward")
-    NK = triton.cdiv(sizes["K"], sizes["BK"])
+    N, T, V = x.num_sequences, sizes["T"], x.v.shape[3]
+    NK = -(-sizes["K"] // sizes["BK"])
 
     def parts(like: Tensor | None) -> Tensor | None:
-        """Room for one part a key tile, fp32 where they are added up."""
+        """Room for one part a key tile, where they are to be added up."""
         if like is None or like.dim() == 4:
             return None if like is None else torch.empty_like(like)
-        dtype = like.dtype if NK == 1 else torch.float32
-        return like.new_empty(*like.shape, NK, dtype=dtype)
-
-    def whole(dx: Tensor | None, like: Tensor | None) -> Tensor | None:
-        if dx is None or like is None or dx.shape == like.shape:
-            return dx
-        return dx[..., 0] if NK == 1 else dx.sum(-1).to(like.dtype)
+        return like.new_empty(*like.shape, NK, dtype=torch.float32)
 
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     dg, dbeta = parts(x.g), parts(x.beta)
     grid = (x.slots * sizes["H"] * NK,)
-    rest = (x.v, x.g, x.beta, do, v_new, y, h, dh, dq, dk, dg, dbeta)
-    rest = (*rest, x.cu_seqlens, x.scale)
-    sizes |= {"N": x.num_sequences, "V": x.v.shape[3]}
-    intra_bwd_kernel[grid](*chunked, *rest, **sizes)
-    if sizes.pop("DG") > 1:
-        intra_bwd_far_kernel[grid](x.q, x.k, chunked.total, *rest, **sizes)
-    dv = y if x.beta is None else y.mul_(x.beta[..., None])
-    return dq, dk, dv, whole(dg, x.g), whole(dbeta, x.beta)
+    inputs = (x.g, x.beta, do, v_new, y, h, dh)
+    rest = (*inputs, dq, dk, dg, dbeta, x.cu_seqlens, x.scale, N)
+    intra_bwd_kernel[grid](*chunked, *rest, V=V, **sizes)
+    if x.gate_width > 1:
+        sizes |= x.sizes("intra_backward_far")
+        del sizes["DG"]
+        intra_bwd_far_kernel[grid](
+            x.q, x.k, chunked.total, *rest, V=V, **sizes
+        )
+    if x.g is not None and dg is not None and x.g.dim() == 3:
+        dg = dg.sum(-1).to(x.g.dtype)
+    if x.beta is not None:
+        HV, beta_parts, dbeta = sizes["HV"], dbeta, torch.empty_like(x.beta)
+        values_bwd_kernel[(x.slots * HV,)](
+            x.v,
+            y,
+            x.beta,
+            beta_parts,
+            dbeta,
+            x.cu_seqlens,
+            N,
+            T,
+            HV=HV,
+            V=V,
+            BT=x.chunk_size,
+            BV=64,
+            NK=NK,
+            num_warps=4,
+        )
+    return dq, dk, y, dg, dbeta
 
 
 def default_chunk_size(q: Tensor) -> int:

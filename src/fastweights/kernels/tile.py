@@ -189,22 +189,35 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
+def decay_matrix(b_G):
+    """exp2(G_i - G_j) for j <= i, [BT, BT]; b_G [BT] in fp64.
+
+    A product of two factors where they stay in range.
+    """
+    b_least = tl.min(b_G, axis=0)
+    if b_least > -64.0:
+        b_high = (b_G - 0.5 * b_least).to(tl.float32)
+        b_D = tl.exp2(b_high)[:, None] * tl.exp2(-b_high)[None, :]
+    else:
+        b_high = b_G.to(tl.float32)
+        b_low = (b_G - b_high).to(tl.float32)
+        b_D = b_high[:, None] - b_high[None, :]
+        b_D += b_low[:, None] - b_low[None, :]
+        b_D = tl.exp2(tl.minimum(b_D, 0.0))
+    return b_D
+
+
+@triton.jit
 def causal(b_A, b_G, TRANSPOSED: tl.constexpr = False):
     """A_ij exp2(G_i - G_j) for j <= i, else 0; b_G [BT], None for no gate.
 
-    With TRANSPOSED b_A [BT, BT] is A^T, and so is the result.
+    With TRANSPOSED b_A [BT, BT] is A^T, without a gate, and so is the result.
     """
     o_t = time_order(b_A.shape[0])
     if TRANSPOSED:
         o_t = -o_t
     if b_G is not None:
-        b_high = b_G.to(tl.float32)
-        b_low = (b_G - b_high).to(tl.float32)
-        b_D = b_high[:, None] - b_high[None, :]  # [BT, BT]
-        b_D += b_low[:, None] - b_low[None, :]
-        if TRANSPOSED:
-            b_D = -b_D
-        b_A *= tl.exp2(tl.minimum(b_D, 0.0))  # past the end G is not there
+        b_A *= decay_matrix(b_G)
     return tl.where(o_t >= 0, b_A, 0.0)
 
 
