@@ -76,7 +76,13 @@ def compile_stage(
     DG = D if width == "K" else width
     shared = SHARED[capability]
     options = launch_options(
-        stage, D, DTYPES[dtype], gate=DG, delta=delta, shared=shared
+        stage,
+        D,
+        DTYPES[dtype],
+        gate=DG,
+        delta=delta,
+        shared=shared,
+        chunk_size=chunk_size,
     )
     channel = DG > 1
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
@@ -120,6 +126,8 @@ def allowed(stage, width, capability):
     more. Before Hopper and on 12.0 the operands of tl.dot live in registers
     too.
     """
+    if stage == "intra_backward_far":
+        return 2048
     if stage == "intra":
         return 768 if width == "K" else 0
     if stage != "intra_backward":

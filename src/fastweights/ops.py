@@ -103,7 +103,7 @@ def linear_recurrence(
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    o, state, _ = _forward(*inputs, chunk_size, backend)
+    o, state, _ = FORWARD(*inputs, chunk_size, backend)
     return o, state
 
 
@@ -255,12 +255,18 @@ INPUTS = (
 OPTIONS = "float scale, int? chunk_size, str backend"
 
 
-@torch.library.custom_op(
-    "fastweights::linear_recurrence",
-    mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS})"
-    " -> (Tensor o, Tensor state, Tensor[] saved)",
+# The library's lower interface: its custom_op looks for aliases in each call.
+LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
+LIBRARY.define(
+    f"linear_recurrence({INPUTS}, {OPTIONS})"
+    " -> (Tensor o, Tensor state, Tensor[] saved)"
 )
+LIBRARY.define(
+    "linear_recurrence_backward(Tensor? do, Tensor? dstate, "
+    f"{INPUTS}, Tensor[] saved, {OPTIONS}) -> Tensor[] grads"
+)
+
+
 def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -272,7 +278,7 @@ def _forward(
         return module.forward(q, *inputs, chunk_size)
 
 
-@_forward.register_fake
+@torch.library.register_fake("fastweights::linear_recurrence")
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
     _, module, chunk_size = _implementation(backend, q, chunk_size)
     saved = module.empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
@@ -280,12 +286,6 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
     return v.new_empty(v.shape), state, saved
 
 
-@torch.library.custom_op(
-    "fastweights::linear_recurrence_backward",
-    mutates_args=(),
-    schema=f"(Tensor? do, Tensor? dstate, {INPUTS}, Tensor[] saved, {OPTIONS})"
-    " -> Tensor[] grads",
-)
 def _backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
 ) -> list[Tensor]:
@@ -297,7 +297,7 @@ def _backward(
         return module.backward(do, dstate, q, *inputs, chunk_size)
 
 
-@_backward.register_fake
+@torch.library.register_fake("fastweights::linear_recurrence_backward")
 def _(do, dstate, q, k, v, g, beta, initial_state, *others):
     inputs = (q, k, v, g, beta, initial_state)
     return [x.new_empty(x.shape) for x in inputs if x is not None]
@@ -315,7 +315,7 @@ def _differentiate(
     tensors = ctx.saved_tensors  # checkpointing lets them be read once
     inputs, saved = tensors[:7], list(tensors[7:])
     options = (ctx.scale, ctx.chunk_size, ctx.backend)
-    grads = iter(_backward(do, dstate, *inputs, saved, *options))
+    grads = iter(BACKWARD(do, dstate, *inputs, saved, *options))
     found = [None if x is None else next(grads) for x in inputs[:6]]
     return (*found, None, None, None, None)
 
@@ -327,5 +327,16 @@ def _refuse(ctx: Any, *grads: Any) -> None:
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+for _name, _function in (
+    ("linear_recurrence", _forward),
+    ("linear_recurrence_backward", _backward),
+):
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    "fastweights::linear_recurrence", _differentiate, setup_context=_save
+)
+torch.library.register_autograd(
+    "fastweights::linear_recurrence_backward", _refuse
+)
+FORWARD = torch.ops.fastweights.linear_recurrence.default
+BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default

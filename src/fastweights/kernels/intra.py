@@ -191,8 +191,8 @@ def products_bwd(
     Of the scores: dAqk, and dM, where M is Diag(beta) Akk, [BT, BT]. Through
     the states, [BT, BK]: to q, to k as it is written, and, over -beta, to k
     as it reads. dM and the last are 0 for the additive rule. And for a gate
-    h . dh, of the gradient of the state's decay, [BK]: the diagonal of a
-    product, since a tile that a product and a sum read has one buffer, which
+    h . dh, of the gradient of the state's decay, [BK]
+    or their sum for a gate a head: the diagonal of a product, since a tile that a product and a sum read has one buffer, which
     Triton fills for the next before the product is done.
     """
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
@@ -218,7 +218,10 @@ def products_bwd(
         if DG > 0:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
     b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
-    b_kept = tl.sum(b_hdh, axis=1)  # [BK]
+    if DG == 1:
+        b_kept = tl.sum(b_hdh)
+    else:
+        b_kept = tl.sum(b_hdh, axis=1)  # [BK]
     return scale * b_dA, b_dM, scale * b_row, b_col, b_err, b_kept
 
 
@@ -306,7 +309,7 @@ def intra_bwd_kernel(
             b_G = load_row(G, t, end, i_hv, HV, BT)  # [BT]
             b_decay = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
             b_col *= load_row(row_out, t, end, i_hv, HV, BT)[:, None]
-            b_kept = tl.sum(b_kept, axis=0) * tl.load(total + i_ch)
+            b_kept = b_kept * tl.load(total + i_ch)
         elif DG > 1:
             i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)

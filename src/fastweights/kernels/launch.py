@@ -8,6 +8,8 @@ kernel each, under the names that :mod:`fastweights.reference.chunkwise` and
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from fastweights.kernels.intra import (
     values_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
+from fastweights.kernels.tile import INTERPRETED
 
 IntLike = int | torch.SymInt
 SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
@@ -37,6 +40,7 @@ def launch_options(
     gate: int,
     delta: bool,
     shared: int,
+    chunk_size: int = 64,
 ) -> dict[str, int]:
     """Tile sizes and launch settings of a stage, from one table.
 
@@ -56,6 +60,9 @@ def launch_options(
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
     if stage.startswith("intra_backward"):
         far = stage == "intra_backward_far"
+        # In shorter chunks some products are Hopper's and some are not, and
+        # Triton has one buffer for both (tests/offline.py).
+        ahead &= chunk_size == 64
         return {
             "BK": (64 if gate > 1 else narrow) if large else 32,
             "BV": narrow,
@@ -67,7 +74,7 @@ def launch_options(
     full |= gate == 1 and stage in ("scan", "scan_backward")
     wide = ahead and K > 64 and gate > 1 and delta
     wide &= stage == "scan_backward"
-    BV = narrow if large else narrow // 2
+    BV = scan_values(dtype, shared)
     return {
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
@@ -76,6 +83,13 @@ def launch_options(
     }
 
 
+def scan_values(dtype: torch.dtype, shared: int) -> int:
+    """Value columns of a program of the scan."""
+    BV = 32 if dtype == torch.float32 else 64
+    return BV if shared > 200_000 else BV // 2
+
+
+@functools.cache
 def properties(device: torch.device) -> tuple[int, int]:
     """Shared bytes a program may have, and multiprocessors; else an H200's."""
     if device.type != "cuda":
@@ -98,11 +112,45 @@ def num_segments(
     return torch.sym_max(most, 1)
 
 
+@functools.cache
+def constants(
+    stage: str,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    gate: int,
+    delta: bool,
+    chunk_size: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Compile-time constants and launch settings of a stage's kernel."""
+    if gate > 1 and not stage.startswith("intra"):
+        H = HV  # intra's own q and k, a value head each
+    shared = properties(device)[0]
+    options = launch_options(
+        stage,
+        K,
+        dtype,
+        gate=gate,
+        delta=delta,
+        shared=shared,
+        chunk_size=chunk_size,
+    )
+    found = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": gate}
+    if stage != "intra":
+        found["V"] = V
+    precision = dot_precision(dtype, K)
+    return {**found, "DELTA": delta, "PRECISION": precision, **options}
+
+
 @dataclass
 class Call:
     """One call's inputs, made contiguous, and what follows from their shapes.
 
-    Every chunk of every sequence has a slot (``tile.chunk_span``).
+    Every chunk of every sequence has a slot (``tile.chunk_span``). A dry call
+    compiles its kernels and runs none.
     """
 
     q: Tensor
@@ -114,73 +162,56 @@ class Call:
     cu_seqlens: Tensor | None
     scale: float
     chunk_size: int
+    device: torch.device | None = None
+    dry: bool = False
 
     def __post_init__(self) -> None:
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            x = getattr(self, name)
+            if x is not None:
                 setattr(self, name, x.contiguous())
+        if self.device is None:
+            self.device = self.q.device
+        B, self.T, self.H, self.K = self.q.shape
+        self.HV, self.V = self.v.shape[2:]
+        N = self.num_sequences = B
+        if self.cu_seqlens is not None:
+            N = self.num_sequences = self.cu_seqlens.shape[0] - 1
+        self.slots = -(-B * self.T // self.chunk_size) + N
+        self.gate_width = 0
+        if self.g is not None:
+            self.gate_width = self.K if self.g.dim() == 4 else 1
+        chunks = B * self.T // (N * self.chunk_size)
+        BV = scan_values(self.q.dtype, properties(self.device)[0])
+        programs = N * self.HV * -(-self.V // BV)
+        self.segments = num_segments(programs, chunks, self.device)
 
-    @property
-    def num_sequences(self) -> int:
-        if self.cu_seqlens is None:
-            return self.q.shape[0]
-        return self.cu_seqlens.shape[0] - 1
+    def constants(self, stage: str) -> dict[str, Any]:
+        return constants(
+            stage,
+            self.H,
+            self.HV,
+            self.K,
+            self.V,
+            self.q.dtype,
+            self.gate_width,
+            self.beta is not None,
+            self.chunk_size,
+            self.device,
+        )
 
-    @property
-    def slots(self) -> int:
-        tokens = self.q.shape[0] * self.q.shape[1]
-        return triton.cdiv(tokens, self.chunk_size) + self.num_sequences
-
-    @property
-    def gate_width(self) -> int:
-        if self.g is None:
-            return 0
-        return self.q.shape[3] if self.g.dim() == 4 else 1
-
-    def sizes(self, stage: str) -> dict[str, Any]:
-        """Compile-time constants and launch settings of a stage's kernel."""
-        H, K = self.q.shape[2:]
-        HV, DG = self.v.shape[2], self.gate_width
-        delta, dtype = self.beta is not None, self.q.dtype
-        if DG > 1 and not stage.startswith("intra"):
-            H = HV  # intra's own q and k, a value head each
-        return {
-            "T": self.q.shape[1],
-            "H": H,
-            "HV": HV,
-            "K": K,
-            "BT": self.chunk_size,
-            "DG": DG,
-            "DELTA": delta,
-            "PRECISION": dot_precision(dtype, K),
-            **launch_options(
-                stage,
-                K,
-                dtype,
-                gate=DG,
-                delta=delta,
-                shared=properties(self.q.device)[0],
-            ),
-        }
-
-    @property
-    def value_tiles(self) -> int:
-        """Value tiles of a scan, each a program."""
-        return triton.cdiv(self.v.shape[3], self.sizes("scan")["BV"])
-
-    @property
-    def segments(self) -> int:
-        N, HV = self.num_sequences, self.v.shape[2]
-        tokens = self.q.shape[0] * self.q.shape[1]
-        chunks = tokens // (N * self.chunk_size)
-        programs = N * HV * self.value_tiles
-        return num_segments(programs, chunks, self.q.device)
+    def run(
+        self, kernel: Any, programs: int, *arguments: Any, **constants: Any
+    ) -> None:
+        if self.dry:
+            kernel.warmup(*arguments, grid=(programs,), **constants)
+        else:
+            kernel[(programs,)](*arguments, **constants)
 
     def new_states(
         self, number: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        HV, V = self.v.shape[2:]
-        shape = (number, HV, self.q.shape[3], V)
+        shape = (number, self.HV, self.K, self.V)
         return self.q.new_empty(shape, dtype=dtype)
 
 
@@ -210,7 +241,7 @@ def intra(
     Aqk is None without a gate, P without a delta rule, and either where it
     is not asked for.
     """
-    B, T, HV, K = *x.q.shape[:2], x.v.shape[2], x.q.shape[3]
+    B, T, HV, K = len(x.q), x.T, x.HV, x.K
     chunked = Chunked(x.q, x.k, x.k)
     wide = torch.float32
     if x.gate_width == 1:
@@ -228,7 +259,9 @@ def intra(
         for there in (Aqk and x.gate_width > 0, P and x.beta is not None)
     )
     if x.gate_width > 0 or P_ is not None:
-        intra_fwd_kernel[(x.slots * HV,)](
+        x.run(
+            intra_fwd_kernel,
+            x.slots * HV,
             x.q,
             x.k,
             x.g,
@@ -237,8 +270,9 @@ def intra(
             P_,
             *chunked,
             x.cu_seqlens,
-            N=x.num_sequences,
-            **x.sizes("intra"),
+            x.num_sequences,
+            T,
+            **x.constants("intra"),
         )
     return chunked, Aqk_, P_
 
@@ -254,14 +288,16 @@ def _scan(
     **to: Tensor,
 ) -> None:
     """The forward scan, into those of its results that are asked for."""
-    sizes = x.sizes(stage)
-    N, (HV, V), S = x.num_sequences, x.v.shape[2:], x.segments
-    tiles = triton.cdiv(V, sizes["BV"])
+    sizes = x.constants(stage)
+    N, S = x.num_sequences, x.segments
+    tiles = -(-x.V // sizes["BV"])
     if not to:  # the segments' maps: not of the last one
         S -= 1
-        tiles += triton.cdiv(sizes["K"], sizes["BV"]) if sizes["DELTA"] else 0
+        tiles += -(-x.K // sizes["BV"]) if sizes["DELTA"] else 0
     results = (to.get(n) for n in ("state", "h", "v_new"))
-    scan_fwd_kernel[(S * N * HV * tiles,)](
+    x.run(
+        scan_fwd_kernel,
+        S * N * x.HV * tiles,
         *chunked,
         x.v,
         x.beta,
@@ -274,9 +310,9 @@ def _scan(
         maps,
         x.cu_seqlens,
         x.scale,
-        N=N,
-        NS=x.segments,
-        V=V,
+        x.T,
+        N,
+        x.segments,
         **sizes,
     )
 
@@ -288,10 +324,13 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
     and of those between the first and the last the maps, [S - 2, N HV, K, K]
     for the delta rule, else the decays, [S - 2, N HV, K, 1].
     """
-    (HV, V), K, N = x.v.shape[2:], x.q.shape[3], x.num_sequences
-    S, columns = x.segments, 1 if x.beta is None else K
-    exits = x.new_states((S - 1) * N).view(S - 1, N * HV, K, V)
-    return exits, exits.new_empty(torch.sym_max(S - 2, 0), N * HV, K, columns)
+    S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
+    if x.beta is None:
+        columns = 1
+    exits = x.new_states((S - 1) * x.num_sequences)
+    between = torch.sym_max(S - 2, 0)
+    maps = exits.new_empty(between, rows, x.K, columns)
+    return exits.view(S - 1, rows, x.K, x.V), maps
 
 
 def compose(states: Tensor, maps: Tensor, *, back: bool = False) -> None:
@@ -360,14 +399,16 @@ def scan_backward(
 
     y = P^T dv_new; dh is the gradient of the state that leaves each chunk.
     """
-    sizes = x.sizes("scan_backward")
-    N, (HV, V), S = x.num_sequences, x.v.shape[2:], x.segments
+    sizes = x.constants("scan_backward")
+    N, S = x.num_sequences, x.segments
     dinitial = None
     if x.initial_state is not None:
         dinitial = torch.empty_like(x.initial_state)
 
     def launch(S: int, *results: Tensor | None) -> None:
-        scan_bwd_kernel[(S * N * HV * triton.cdiv(V, sizes["BV"]),)](
+        x.run(
+            scan_bwd_kernel,
+            S * N * x.HV * -(-x.V // sizes["BV"]),
             *chunked,
             x.beta,
             Aqk,
@@ -377,9 +418,9 @@ def scan_backward(
             *results,
             x.cu_seqlens,
             x.scale,
-            N=N,
-            NS=x.segments,
-            V=V,
+            x.T,
+            N,
+            x.segments,
             **sizes,
         )
 
@@ -387,7 +428,7 @@ def scan_backward(
     if S > 1:
         entrances = x.new_states((S - 1) * N)
         launch(S - 1, None, None, None, entrances)
-        d = entrances.view(S - 1, N * HV, sizes["K"], V)
+        d = entrances.view(S - 1, N * x.HV, x.K, x.V)
         compose(d, maps, back=True)
     y, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
     launch(S, y, dh, dinitial, entrances)
@@ -404,9 +445,8 @@ def intra_backward(
     dh: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Inside each chunk: dq, dk, dv, dg and dbeta. It overwrites y."""
-    sizes = x.sizes("intra_backward")
-    N, T, V = x.num_sequences, sizes["T"], x.v.shape[3]
-    NK = -(-sizes["K"] // sizes["BK"])
+    sizes = x.constants("intra_backward")
+    NK = -(-x.K // sizes["BK"])
 
     def parts(like: Tensor | None) -> Tensor | None:
         """Room for one part a key tile, where they are to be added up."""
@@ -416,31 +456,32 @@ def intra_backward(
 
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     dg, dbeta = parts(x.g), parts(x.beta)
-    grid = (x.slots * sizes["H"] * NK,)
-    inputs = (x.g, x.beta, do, v_new, y, h, dh)
-    rest = (*inputs, dq, dk, dg, dbeta, x.cu_seqlens, x.scale, N)
-    intra_bwd_kernel[grid](*chunked, *rest, V=V, **sizes)
+    programs = x.slots * x.H * NK
+    inputs = (x.g, x.beta, do, v_new, y, h, dh, dq, dk, dg, dbeta)
+    rest = (*inputs, x.cu_seqlens, x.scale, x.num_sequences, x.T)
+    x.run(intra_bwd_kernel, programs, *chunked, *rest, **sizes)
     if x.gate_width > 1:
-        sizes |= x.sizes("intra_backward_far")
-        del sizes["DG"]
-        intra_bwd_far_kernel[grid](
-            x.q, x.k, chunked.total, *rest, V=V, **sizes
-        )
-    if x.g is not None and dg is not None and x.g.dim() == 3:
+        far = x.constants("intra_backward_far").copy()
+        del far["DG"]
+        total = chunked.total
+        x.run(intra_bwd_far_kernel, programs, x.q, x.k, total, *rest, **far)
+    elif dg is not None and x.g is not None:
         dg = dg.sum(-1).to(x.g.dtype)
-    if x.beta is not None:
-        HV, beta_parts, dbeta = sizes["HV"], dbeta, torch.empty_like(x.beta)
-        values_bwd_kernel[(x.slots * HV,)](
+    if dbeta is not None and x.beta is not None:
+        beta_parts, dbeta = dbeta, torch.empty_like(x.beta)
+        x.run(
+            values_bwd_kernel,
+            x.slots * x.HV,
             x.v,
             y,
             x.beta,
             beta_parts,
             dbeta,
             x.cu_seqlens,
-            N,
-            T,
-            HV=HV,
-            V=V,
+            x.num_sequences,
+            x.T,
+            HV=x.HV,
+            V=x.V,
             BT=x.chunk_size,
             BV=64,
             NK=NK,
@@ -489,12 +530,50 @@ def forward(
         check_offsets(cu_seqlens.tolist(), q.shape[1])
     x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
     with torch.cuda.device_of(q):
-        chunked, Aqk, P = intra(x)
-        exits, maps = segments(x, chunked, P)
-        o, state = scan(x, chunked, Aqk, P, exits)
+        if not INTERPRETED:
+            compile_together(x, any(t.requires_grad for t in (q, k, v)))
+        return _forward(x)
+
+
+def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+    chunked, Aqk, P = intra(x)
+    exits, maps = segments(x, chunked, P)
+    o, state = scan(x, chunked, Aqk, P, exits)
     scores = [Aqk] if Aqk is not None and x.gate_width > 1 else []
     scores += [P] if P is not None else []
     return o, state, [*scores, exits, maps]
+
+
+_compiled: set[tuple] = set()
+
+
+def compile_together(x: Call, backward: bool) -> None:
+    """Compile what the call needs and is not there yet, all at once.
+
+    One kernel at a time, as they are met, takes a few times as long. With
+    ``backward`` also what a gradient of the outputs will need.
+    """
+    inputs = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens)
+    types = tuple(None if t is None else (t.dtype, t.dim()) for t in inputs)
+    sizes = (x.H, x.HV, x.K, x.V, x.chunk_size, x.segments > 1, x.device)
+    key = (*types, *sizes, backward)
+    if key in _compiled:
+        return
+    _compiled.update((key, (*key[:-1], False)))
+    dry = Call(
+        *(
+            None if t is None else torch.empty_like(t, device="meta")
+            for t in inputs
+        ),
+        x.scale,
+        x.chunk_size,
+        x.device,
+        dry=True,
+    )
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        _, _, saved = _forward(dry)
+        if backward:
+            _backward(dry, torch.empty_like(dry.v), None, saved)
 
 
 def backward(
@@ -518,18 +597,23 @@ def backward(
     less than it weighs.
     """
     x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
-    *scores, exits, maps = saved
-    kept = iter(scores)
-    Aqk = next(kept) if x.gate_width > 1 else None
-    P = next(kept) if beta is not None else None
     do = torch.zeros_like(x.v) if do is None else do.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
     with torch.cuda.device_of(q):
-        chunked, again, _ = intra(x, Aqk=x.gate_width == 1, P=False)
-        Aqk = again if Aqk is None else Aqk
-        h, v_new = chunk_states(x, chunked, P, exits)
-        y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
-        del Aqk, again
-        *grads, dbeta = intra_backward(x, chunked, do, v_new, y, h, dh)
-    found = (*grads, dbeta, dinitial)
+        return _backward(x, do, dstate, saved)
+
+
+def _backward(
+    x: Call, do: Tensor, dstate: Tensor | None, saved: list[Tensor]
+) -> list[Tensor]:
+    *scores, exits, maps = saved
+    kept = iter(scores)
+    Aqk = next(kept) if x.gate_width > 1 else None
+    P = next(kept) if x.beta is not None else None
+    chunked, again, _ = intra(x, Aqk=x.gate_width == 1, P=False)
+    Aqk = again if Aqk is None else Aqk
+    h, v_new = chunk_states(x, chunked, P, exits)
+    y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
+    del Aqk, again
+    found = (*intra_backward(x, chunked, do, v_new, y, h, dh), dinitial)
     return [dx for dx in found if dx is not None]
