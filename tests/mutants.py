@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
     TILE,
     INTRA,
     SCAN,
+    LAUNCH,
     DECODE,
     FLASH,
 ) = (
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
         "kernels/tile",
         "kernels/intra",
         "kernels/scan",
+        "kernels/launch",
         "kernels/decode",
         "kernels/flash",
     )
@@ -61,6 +63,7 @@ TESTS = {
     TILE: "test_kernels_family.py",
     INTRA: "test_kernels_family.py",
     SCAN: "test_kernels_family.py",
+    LAUNCH: "test_kernels_family.py",
     DECODE: "test_kernels_decode.py",
     FLASH: "test_kernels_flash.py",
 }
@@ -370,10 +373,15 @@ MUTANTS = {
         "b_P -= dot_of_nearest",
         "b_P += dot_of_nearest",
     ),
-    "kernel-pairs-from-the-wrong-side": (
+    "kernel-pairs-of-the-other-half": (
         TILE,
-        "(level == first) & m_second, -b_G, b_G",
-        "(level == first) & m_second, b_G, b_G",
+        "m_block & ((level == 0) | (m_own == 0))",
+        "m_block & ((level == 0) | m_own)",
+    ),
+    "kernel-factors-of-a-decay": (
+        TILE,
+        "tl.exp2(b_high)[:, None] * tl.exp2(-b_high)[None, :]",
+        "tl.exp2(b_high)[:, None] * tl.exp2(b_high)[None, :]",
     ),
     "kernel-scan-answers-with-the-wrong-sign": (
         SCAN,
@@ -385,30 +393,60 @@ MUTANTS = {
         "b_y *= -b_beta[:, None]",
         "b_y *= b_beta[:, None]",
     ),
+    "kernel-segments-add-the-map-of-the-first": (
+        SCAN,
+        "i_nh -= N * HV",
+        "i_nh -= 0",
+    ),
+    "kernel-segments-start-from-the-first": (
+        SCAN,
+        "mask=m_S & (i_s == 0), other=0.0)",
+        "mask=m_S, other=0.0)",
+    ),
+    "kernel-segments-end-in-each": (
+        SCAN,
+        "mask=m_S & (i_s < NS - 1), other=0.0)",
+        "mask=m_S & (i_s < 0), other=0.0)",
+    ),
+    "kernel-segments-composed-untransposed": (
+        LAUNCH,
+        "before, after, M = after, before, M.mT",
+        "before, after = after, before",
+    ),
     "kernel-dk-of-the-correction": (
         INTRA,
-        "b_dk -= b_beta * b_err",
-        "b_dk += b_beta * b_err",
+        "b_dk -= b_err",
+        "b_dk += b_err",
     ),
     "kernel-columns-gain-from-the-gate": (
         INTRA,
-        "b_x = b_q * b_row - b_k * b_c",
-        "b_x = b_q * b_row + b_k * b_c",
+        "b_x -= b_k * b_c",
+        "b_x += b_k * b_c",
     ),
-    "kernel-columns-gain-from-the-gates-of-channels": (
+    "kernel-far-columns-gain-from-the-gate": (
         INTRA,
-        "b_x -= b_kj * b_c",
-        "b_x += b_kj * b_c",
+        "b_x -= b_kd * b_c",
+        "b_x += b_kd * b_c",
+    ),
+    "kernel-near-is-not-divided": (
+        INTRA,
+        "b_c *= b_undo * tl.exp2(b_G)",
+        "b_c *= tl.exp2(b_G)",
     ),
     "kernel-dbeta-of-the-answer": (
         INTRA,
-        "b_dbeta -= tl.sum(b_k * b_err",
-        "b_dbeta += tl.sum(b_k * b_err",
+        "b_dbeta = -tl.sum(b_ke",
+        "b_dbeta = tl.sum(b_ke",
+    ),
+    "kernel-dbeta-without-the-values": (
+        INTRA,
+        "b_dbeta += tl.sum(b_y * b_v, axis=1)",
+        "b_dbeta -= tl.sum(b_y * b_v, axis=1)",
     ),
     "kernel-gate-forgets-the-state": (
         INTRA,
-        "+ b_total * tl.sum(b_kept",
-        "- b_total * tl.sum(b_kept",
+        "b_dg = (tl.sum(b_dg, axis=1) + b_kept)",
+        "b_dg = (tl.sum(b_dg, axis=1) - b_kept)",
     ),
     "kernel-decode-adds-the-answer": (
         DECODE,

@@ -11,11 +11,11 @@ from fastweights.kernels.intra import (
     intra_bwd_kernel,
     intra_fwd_kernel,
 )
-from fastweights.kernels.launch import launch_options
 from fastweights.kernels.scan import (
     scan_bwd_kernel,
     scan_fwd_kernel,
 )
+from fastweights.kernels.settings import launch_options
 from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(

@@ -191,9 +191,9 @@ def products_bwd(
     Of the scores: dAqk, and dM, where M is Diag(beta) Akk, [BT, BT]. Through
     the states, [BT, BK]: to q, to k as it is written, and, over -beta, to k
     as it reads. dM and the last are 0 for the additive rule. And for a gate
-    h . dh, of the gradient of the state's decay, [BK]
-    or their sum for a gate a head: the diagonal of a product, since a tile that a product and a sum read has one buffer, which
-    Triton fills for the next before the product is done.
+    h . dh, of the gradient of the state's decay, [BK], or for a gate a head
+    its sum: the diagonal of a product, since a tile that a product and a sum
+    read has one buffer, which Triton fills again before the product is done.
     """
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
     b_dM = tl.zeros([BT, BT], dtype=tl.float32)
@@ -218,7 +218,7 @@ def products_bwd(
         if DG > 0:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
     b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
-    if DG == 1:
+    if DG == 1:  # noqa: SIM108
         b_kept = tl.sum(b_hdh)
     else:
         b_kept = tl.sum(b_hdh, axis=1)  # [BK]
@@ -286,7 +286,7 @@ def intra_bwd_kernel(
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
-    if DG > 1:
+    if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
         if not near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
             return
     dtype = do.dtype.element_ty

@@ -8,7 +8,7 @@ kernel each, under the names that :mod:`fastweights.reference.chunkwise` and
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ import triton
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
-from fastweights.kernels import dot_precision
 from fastweights.kernels.intra import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
@@ -26,123 +25,13 @@ from fastweights.kernels.intra import (
     values_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
+from fastweights.kernels.settings import (
+    constants,
+    num_segments,
+    properties,
+    scan_values,
+)
 from fastweights.kernels.tile import INTERPRETED
-
-IntLike = int | torch.SymInt
-SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
-
-
-def launch_options(
-    stage: str,
-    K: int,
-    dtype: torch.dtype,
-    *,
-    gate: int,
-    delta: bool,
-    shared: int,
-    chunk_size: int = 64,
-) -> dict[str, int]:
-    """Tile sizes and launch settings of a stage, from one table.
-
-    ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
-    K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
-    (``tile.tile_sizes``). A GPU that has less ``shared`` memory for one
-    program, in bytes, keeps the operands of its products in registers:
-    smaller tiles, more warps.
-    """
-    narrow = 32 if dtype == torch.float32 else 64
-    large, power = shared > 200_000, triton.next_power_of_2(K)
-    ahead = large and dtype != torch.float32 and K <= 128
-    if stage == "intra":
-        BK = (64 if gate > 1 else narrow) if large else 32
-        if ahead and gate <= 1:
-            BK = max(narrow, power)
-        return {"BK": BK, "num_warps": 4, "num_stages": 1}
-    if stage.startswith("intra_backward"):
-        far = stage == "intra_backward_far"
-        # In shorter chunks some products are Hopper's and some are not, and
-        # Triton has one buffer for both (tests/offline.py).
-        ahead &= chunk_size == 64
-        return {
-            "BK": (64 if gate > 1 else narrow) if large else 32,
-            "BV": narrow,
-            "num_warps": 4 if ahead and not far else 8,
-            "num_stages": 2 if ahead else 1,
-        }
-    # Two chunks of loads leave no room for a second program.
-    full = gate > 0 and delta and stage == "scan"
-    full |= gate == 1 and stage in ("scan", "scan_backward")
-    wide = ahead and K > 64 and gate > 1 and delta
-    wide &= stage == "scan_backward"
-    BV = scan_values(dtype, shared)
-    return {
-        "BK": max(narrow, power),
-        "BV": 2 * BV if wide else BV,
-        "num_warps": 4 if large and K <= 128 and not wide else 8,
-        "num_stages": 2 if ahead and not full else 1,
-    }
-
-
-def scan_values(dtype: torch.dtype, shared: int) -> int:
-    """Value columns of a program of the scan."""
-    BV = 32 if dtype == torch.float32 else 64
-    return BV if shared > 200_000 else BV // 2
-
-
-@functools.cache
-def properties(device: torch.device) -> tuple[int, int]:
-    """Shared bytes a program may have, and multiprocessors; else an H200's."""
-    if device.type != "cuda":
-        return 232_448, 132
-    found: Any = torch.cuda.get_device_properties(device)
-    return found.shared_memory_per_block_optin, found.multi_processor_count
-
-
-def num_segments(
-    programs: IntLike, chunks: IntLike, device: torch.device
-) -> IntLike:
-    """Into how many segments a scan cuts each sequence.
-
-    As many as let two programs run on every multiprocessor, where uncut
-    there would be ``programs``; but none of fewer than SEGMENT_CHUNKS of
-    the ``chunks`` of a sequence, on average.
-    """
-    most = 2 * properties(device)[1] // torch.sym_max(programs, 1)
-    most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)
-    return torch.sym_max(most, 1)
-
-
-@functools.cache
-def constants(
-    stage: str,
-    H: int,
-    HV: int,
-    K: int,
-    V: int,
-    dtype: torch.dtype,
-    gate: int,
-    delta: bool,
-    chunk_size: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Compile-time constants and launch settings of a stage's kernel."""
-    if gate > 1 and not stage.startswith("intra"):
-        H = HV  # intra's own q and k, a value head each
-    shared = properties(device)[0]
-    options = launch_options(
-        stage,
-        K,
-        dtype,
-        gate=gate,
-        delta=delta,
-        shared=shared,
-        chunk_size=chunk_size,
-    )
-    found = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": gate}
-    if stage != "intra":
-        found["V"] = V
-    precision = dot_precision(dtype, K)
-    return {**found, "DELTA": delta, "PRECISION": precision, **options}
 
 
 @dataclass
@@ -162,7 +51,7 @@ class Call:
     cu_seqlens: Tensor | None
     scale: float
     chunk_size: int
-    device: torch.device | None = None
+    on: torch.device | None = None  # a dry call's own tensors lie nowhere
     dry: bool = False
 
     def __post_init__(self) -> None:
@@ -170,8 +59,7 @@ class Call:
             x = getattr(self, name)
             if x is not None:
                 setattr(self, name, x.contiguous())
-        if self.device is None:
-            self.device = self.q.device
+        self.device = self.on or self.q.device
         B, self.T, self.H, self.K = self.q.shape
         self.HV, self.V = self.v.shape[2:]
         N = self.num_sequences = B
@@ -185,6 +73,14 @@ class Call:
         BV = scan_values(self.q.dtype, properties(self.device)[0])
         programs = N * self.HV * -(-self.V // BV)
         self.segments = num_segments(programs, chunks, self.device)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether Aqk is kept for the backward, or computed again.
+
+        A gate a head and the delta rule keep P, and have the larger peak.
+        """
+        return self.gate_width > (self.beta is not None)
 
     def constants(self, stage: str) -> dict[str, Any]:
         return constants(
@@ -246,9 +142,9 @@ def intra(
     wide = torch.float32
     if x.gate_width == 1:
         G = x.q.new_empty(B, T, HV, dtype=torch.float64)
-        rows = (x.q.new_empty(B, T, HV, dtype=wide) for _ in range(2))
+        row_in, row_out = (x.q.new_empty(B, T, HV, dtype=wide) for _ in "io")
         total = x.q.new_empty(x.slots, HV, dtype=wide)
-        chunked = Chunked(x.q, x.k, x.k, G, *rows, total)
+        chunked = Chunked(x.q, x.k, x.k, G, row_in, row_out, total)
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
@@ -505,11 +401,11 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps.
 
-    Aqk, if the gate is a channel's; P, if there is one; and the segments'
+    Aqk, unless it is computed again; P, if there is one; and the segments'
     exits and maps, which are empty if there is one segment.
     """
     x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
-    number = (x.gate_width > 1) + (beta is not None)
+    number = x.keeps_scores + (beta is not None)
     saved = [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
     return [*saved, *segment_rooms(x)]
 
@@ -539,7 +435,7 @@ def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     chunked, Aqk, P = intra(x)
     exits, maps = segments(x, chunked, P)
     o, state = scan(x, chunked, Aqk, P, exits)
-    scores = [Aqk] if Aqk is not None and x.gate_width > 1 else []
+    scores = [Aqk] if Aqk is not None and x.keeps_scores else []
     scores += [P] if P is not None else []
     return o, state, [*scores, exits, maps]
 
@@ -560,17 +456,16 @@ def compile_together(x: Call, backward: bool) -> None:
     if key in _compiled:
         return
     _compiled.update((key, (*key[:-1], False)))
-    dry = Call(
-        *(
-            None if t is None else torch.empty_like(t, device="meta")
-            for t in inputs
-        ),
-        x.scale,
-        x.chunk_size,
-        x.device,
-        dry=True,
-    )
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+    nowhere: dict[str, Any] = {
+        name: None if t is None else torch.empty_like(t, device="meta")
+        for name, t in zip(names, inputs, strict=True)
+    }
+    dry = dataclasses.replace(x, **nowhere, on=x.device, dry=True)
+    with (
+        ThreadPoolExecutor() as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
         _, _, saved = _forward(dry)
         if backward:
             _backward(dry, torch.empty_like(dry.v), None, saved)
@@ -593,8 +488,7 @@ def backward(
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
     Each has its input's dtype. do or dstate is None where nothing depends
-    on that output. A gate a head's Aqk is computed again, since that costs
-    less than it weighs.
+    on that output.
     """
     x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
     do = torch.zeros_like(x.v) if do is None else do.contiguous()
@@ -608,9 +502,9 @@ def _backward(
 ) -> list[Tensor]:
     *scores, exits, maps = saved
     kept = iter(scores)
-    Aqk = next(kept) if x.gate_width > 1 else None
+    Aqk = next(kept) if x.keeps_scores else None
     P = next(kept) if x.beta is not None else None
-    chunked, again, _ = intra(x, Aqk=x.gate_width == 1, P=False)
+    chunked, again, _ = intra(x, Aqk=Aqk is None, P=False)
     Aqk = again if Aqk is None else Aqk
     h, v_new = chunk_states(x, chunked, P, exits)
     y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)

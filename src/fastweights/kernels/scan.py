@@ -117,7 +117,7 @@ def scan_fwd_kernel(
     end_v = end
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
-        if DELTA:
+        if DELTA:  # noqa: SIM102
             if i_v >= NV:  # of M: its unit vectors, and no values
                 b_S += tl.where(o_k == (i_v - NV) * BV + o_v, 1.0, 0.0)
                 end_v = start

@@ -1,0 +1,127 @@
+"""Launch settings: tile sizes, warps, stages, and into how many segments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from fastweights.kernels import dot_precision
+
+IntLike = Any  # int, or SymInt where shapes are symbols
+SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
+
+
+def launch_options(
+    stage: str,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    gate: int,
+    delta: bool,
+    shared: int,
+    chunk_size: int = 64,
+) -> dict[str, int]:
+    """Tile sizes and launch settings of a stage, from one table.
+
+    ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
+    K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
+    (``tile.tile_sizes``). A GPU that has less ``shared`` memory for one
+    program, in bytes, keeps the operands of its products in registers:
+    smaller tiles, more warps.
+    """
+    narrow = 32 if dtype == torch.float32 else 64
+    large, power = shared > 200_000, triton.next_power_of_2(K)
+    ahead = large and dtype != torch.float32 and K <= 128
+    if stage == "intra":
+        BK = (64 if gate > 1 else narrow) if large else 32
+        if ahead and gate <= 1:
+            BK = max(narrow, power)
+        return {"BK": BK, "num_warps": 4, "num_stages": 1}
+    if stage.startswith("intra_backward"):
+        far = stage == "intra_backward_far"
+        # In shorter chunks some products are Hopper's and some are not, and
+        # Triton has one buffer for both (tests/offline.py).
+        ahead &= chunk_size == 64
+        return {
+            "BK": (64 if gate > 1 else narrow) if large else 32,
+            "BV": narrow,
+            "num_warps": 4 if ahead and not far else 8,
+            "num_stages": 2 if ahead else 1,
+        }
+    # Two chunks of loads leave no room for a second program.
+    full = gate > 0 and delta and stage == "scan"
+    full |= gate == 1 and stage in ("scan", "scan_backward")
+    wide = ahead and K > 64 and gate > 1 and delta
+    wide &= stage == "scan_backward"
+    BV = scan_values(dtype, shared)
+    return {
+        "BK": max(narrow, power),
+        "BV": 2 * BV if wide else BV,
+        "num_warps": 4 if large and K <= 128 and not wide else 8,
+        "num_stages": 2 if ahead and not full else 1,
+    }
+
+
+def scan_values(dtype: torch.dtype, shared: int) -> int:
+    """Value columns of a program of the scan."""
+    BV = 32 if dtype == torch.float32 else 64
+    return BV if shared > 200_000 else BV // 2
+
+
+@functools.cache
+def properties(device: torch.device) -> tuple[int, int]:
+    """Shared bytes a program may have, and multiprocessors; else an H200's."""
+    if device.type != "cuda":
+        return 232_448, 132
+    found: Any = torch.cuda.get_device_properties(device)
+    return found.shared_memory_per_block_optin, found.multi_processor_count
+
+
+def num_segments(
+    programs: IntLike, chunks: IntLike, device: torch.device
+) -> IntLike:
+    """Into how many segments a scan cuts each sequence.
+
+    As many as let two programs run on every multiprocessor, where uncut
+    there would be ``programs``; but none of fewer than SEGMENT_CHUNKS of
+    the ``chunks`` of a sequence, on average.
+    """
+    most = 2 * properties(device)[1] // torch.sym_max(programs, 1)
+    most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)
+    return torch.sym_max(most, 1)
+
+
+@functools.cache
+def constants(
+    stage: str,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    gate: int,
+    delta: bool,
+    chunk_size: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Compile-time constants and launch settings of a stage's kernel."""
+    if gate > 1 and not stage.startswith("intra"):
+        H = HV  # intra's own q and k, a value head each
+    shared = properties(device)[0]
+    options = launch_options(
+        stage,
+        K,
+        dtype,
+        gate=gate,
+        delta=delta,
+        shared=shared,
+        chunk_size=chunk_size,
+    )
+    found = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": gate}
+    if stage != "intra":
+        found["V"] = V
+    precision = dot_precision(dtype, K)
+    return {**found, "DELTA": delta, "PRECISION": precision, **options}
