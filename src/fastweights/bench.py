@@ -40,6 +40,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 CACHE_BYTES = 2**28  # more than any GPU's L2
+FILL_RATE = 4e12  # bytes a second, of the fastest memory there is
 
 
 def timeit(
@@ -51,9 +52,9 @@ def timeit(
 ) -> float:
     """Median seconds of ``fn()``, after ``warmup`` calls.
 
-    On a GPU, between events. A large fill before each call empties the L2
-    cache of inputs, and lasts while the host queues the call's kernels, so
-    that neither is part of the time.
+    On a GPU, between events. Large fills before each call empty the L2
+    cache of inputs, and last while the host queues the call's kernels, so
+    that neither is part of the time: there are as many as that takes.
     """
     for _ in range(warmup):
         fn()
@@ -65,10 +66,16 @@ def timeit(
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn()
+    queued = time.perf_counter() - start
+    fills = 1 + int(2 * queued * FILL_RATE / CACHE_BYTES)
     pairs = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        cache.zero_()
+        for _ in range(min(fills, 100)):
+            cache.zero_()
         begin.record()
         fn()
         end.record()

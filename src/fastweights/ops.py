@@ -103,7 +103,10 @@ def linear_recurrence(
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    o, state, _ = FORWARD(*inputs, chunk_size, backend)
+    if torch.compiler.is_compiling():
+        o, state, _ = FORWARD(*inputs, chunk_size, backend)
+    else:
+        o, state, *_ = Recurrence.apply(*inputs, chunk_size, backend)
     return o, state
 
 
@@ -310,7 +313,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(
-    ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any
+    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # checkpointing lets them be read once
     inputs, saved = tensors[:7], list(tensors[7:])
@@ -318,6 +321,27 @@ def _differentiate(
     grads = iter(BACKWARD(do, dstate, *inputs, saved, *options))
     found = [None if x is None else next(grads) for x in inputs[:6]]
     return (*found, None, None, None, None)
+
+
+class Recurrence(torch.autograd.Function):
+    """FORWARD with its gradient, which costs the host less than its own.
+
+    PyTorch looks through the arguments of an operator's registered gradient
+    for lists of tensors; torch.compile needs that one.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        o, state, saved = FORWARD(*inputs)
+        return o, state, *saved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        o, state, *saved = output
+        ctx.mark_non_differentiable(*saved)
+        _save(ctx, inputs, (o, state, saved))
+
+    backward = staticmethod(_differentiate)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
