@@ -42,11 +42,13 @@ def launch_options(
         return {"BK": BK, "num_warps": 4, "num_stages": 1}
     if stage.startswith("intra_backward"):
         far = stage == "intra_backward_far"
-        # In shorter chunks some products are Hopper's and some are not, and
-        # Triton has one buffer for both (tests/offline.py).
+        # In shorter chunks some products would be Hopper's, of 64 rows, and
+        # some not, and both read rows under 128 bytes: see TUNING.md. With
+        # key tiles of 32 none is.
         ahead &= chunk_size == 64
+        short = chunk_size < 64 or not large
         return {
-            "BK": (64 if gate > 1 else narrow) if large else 32,
+            "BK": 32 if short else 64 if gate > 1 else narrow,
             "BV": narrow,
             "num_warps": 4 if ahead and not far else 8,
             "num_stages": 2 if ahead else 1,
