@@ -123,19 +123,19 @@ class Chunked(NamedTuple):
     q_in: Tensor
     k_in: Tensor
     k_out: Tensor
-    G: Tensor | None = None
     row_in: Tensor | None = None
     row_out: Tensor | None = None
     total: Tensor | None = None
+    G: Tensor | None = None
 
 
 def intra(
-    x: Call, *, Aqk: bool = True, P: bool = True
+    x: Call, *, scores: bool = True, inverse: bool = True
 ) -> tuple[Chunked, Tensor | None, Tensor | None]:
     """Inside each chunk: :class:`Chunked`, Aqk and P [B, T, HV, C].
 
-    Aqk is None without a gate, P without a delta rule, and either where it
-    is not asked for.
+    Aqk is None without a gate and without ``scores``, P without a delta rule
+    and without ``inverse``.
     """
     B, T, HV, K = len(x.q), x.T, x.HV, x.K
     chunked = Chunked(x.q, x.k, x.k)
@@ -144,17 +144,20 @@ def intra(
         G = x.q.new_empty(B, T, HV, dtype=torch.float64)
         row_in, row_out = (x.q.new_empty(B, T, HV, dtype=wide) for _ in "io")
         total = x.q.new_empty(x.slots, HV, dtype=wide)
-        chunked = Chunked(x.q, x.k, x.k, G, row_in, row_out, total)
+        chunked = Chunked(x.q, x.k, x.k, row_in, row_out, total, G)
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
         total = x.q.new_empty(x.slots, HV, K, dtype=wide)
         chunked = Chunked(q_in, k_in, k_out, total=total)
-    Aqk_, P_ = (
+    Aqk, P = (
         x.q.new_empty(B, T, HV, x.chunk_size) if there else None
-        for there in (Aqk and x.gate_width > 0, P and x.beta is not None)
+        for there in (
+            scores and x.gate_width > 0,
+            inverse and x.beta is not None,
+        )
     )
-    if x.gate_width > 0 or P_ is not None:
+    if x.gate_width > 0 or P is not None:
         x.run(
             intra_fwd_kernel,
             x.slots * HV,
@@ -162,15 +165,15 @@ def intra(
             x.k,
             x.g,
             x.beta,
-            Aqk_,
-            P_,
+            Aqk,
+            P,
             *chunked,
             x.cu_seqlens,
             x.num_sequences,
             T,
             **x.constants("intra"),
         )
-    return chunked, Aqk_, P_
+    return chunked, Aqk, P
 
 
 def _scan(
@@ -194,7 +197,7 @@ def _scan(
     x.run(
         scan_fwd_kernel,
         S * N * x.HV * tiles,
-        *chunked,
+        *chunked[:-1],
         x.v,
         x.beta,
         Aqk,
@@ -305,7 +308,7 @@ def scan_backward(
         x.run(
             scan_bwd_kernel,
             S * N * x.HV * -(-x.V // sizes["BV"]),
-            *chunked,
+            *chunked[:-1],
             x.beta,
             Aqk,
             P,
@@ -504,7 +507,7 @@ def _backward(
     kept = iter(scores)
     Aqk = next(kept) if x.keeps_scores else None
     P = next(kept) if x.beta is not None else None
-    chunked, again, _ = intra(x, Aqk=Aqk is None, P=False)
+    chunked, again, _ = intra(x, scores=Aqk is None, inverse=False)
     Aqk = again if Aqk is None else Aqk
     h, v_new = chunk_states(x, chunked, P, exits)
     y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
