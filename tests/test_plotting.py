@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import matplotlib as mpl
 import pytest
 
-from fastweights import plotting
+from fastweights import bench, plotting
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -109,3 +109,68 @@ def test_draw_shows_the_svg_in_a_notebook(figure, monkeypatch):
     plotting.draw(figure, "a line")
     assert [html.data for html in shown] == [svg]
     assert figure.number not in plt.get_fignums()
+
+
+@pytest.fixture
+def record():
+    """The recorded run, and a peer at twice each time."""
+    found = bench.load("h200_members")
+    timed = [row for row in found["rows"] if "who" in row]
+    slower = [r | {"who": "fla", "seconds": 2 * r["seconds"]} for r in timed]
+    return found | {"rows": found["rows"] + slower}
+
+
+def points(ax, colour):
+    """Where the marks of a colour lie, in order."""
+    lines = [
+        x
+        for x in ax.lines
+        if x.get_color() == colour and x.get_marker() != "None"
+    ]
+    return sorted(
+        xy for line in lines for xy in zip(*line.get_data(), strict=True)
+    )
+
+
+def test_times_against_the_floor(record):
+    fig = plotting.against_floor(record, "long")
+    forward, both = fig.axes
+    names = [label.get_text() for label in forward.get_yticklabels()]
+    assert names[0] == "linear attention" and names[-1] == "kda"
+    (slowest,) = (
+        r["seconds"] / r["floor"]
+        for r in record["rows"]
+        if r.get("member") == "kda"
+        and r["shape"] == "long"
+        and r["gate"] == "kept"
+        and r["what"] == "forward+backward"
+        and r["who"] == "fastweights"
+    )
+    assert (slowest, 6) in points(both, plotting.Q)
+    assert (2 * slowest, 6) in points(both, plotting.K)
+    assert len(points(forward, plotting.Q)) == len(names) == 7
+    plt.close(fig)
+
+
+def test_roofline(record):
+    fig = plotting.roofline(record)
+    (ax,) = fig.axes
+    *_, roof = ax.lines
+    x, y = roof.get_data()
+    copy, matmul = record["rows"][:2]
+    assert (
+        y[1]
+        == y[2]
+        == pytest.approx(matmul["flops"] / matmul["seconds"] / 1e12)
+    )
+    assert y[0] / x[0] == pytest.approx(copy["moved"] / copy["seconds"] / 1e12)
+    ours = points(ax, plotting.Q)
+    assert len(ours) == len(points(ax, plotting.K)) == 14
+    below = [min(i * y[0] / x[0], y[1]) for i, _ in ours]
+    assert all(t <= top for (_, t), top in zip(ours, below, strict=True))
+    plt.close(fig)
+
+
+def test_a_shape_that_was_not_measured(record):
+    with pytest.raises(ValueError, match=r"shape: got 'wide', need one of"):
+        plotting.roofline(record, "wide")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,3 +110,112 @@ def show_html(text: str) -> None:
         return
     if get_ipython() is not None:
         display(HTML(text))
+
+
+def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
+    """TFLOP/s of each member over its FLOPs a byte, under the roof.
+
+    ``record`` is one of :func:`fastweights.bench.load`'s, of the case
+    ``members``; its own ceilings are the roof. Forward (filled) and forward
+    with backward (open), where nothing is forgotten.
+    """
+    import matplotlib.pyplot as plt
+
+    memory, matmul = (
+        next(r for r in record["rows"] if r["what"] == what)
+        for what in ("copy", "matmul")
+    )
+    bandwidth = memory["moved"] / memory["seconds"]
+    peak = matmul["flops"] / matmul["seconds"]
+    fig, ax = plt.subplots()
+    rows = _timed(record, shape)
+    marks = {"fastweights": (Q, "o"), "fla": (K, "s")}
+    names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
+    for row in rows:
+        x, y = (
+            row["flops"] / row["moved"],
+            row["flops"] / row["seconds"] / 1e12,
+        )
+        colour, marker = marks[row["who"]]
+        forward = row["what"] == "forward"
+        fill = colour if forward else "none"
+        ax.plot(x, y, marker, color=colour, markerfacecolor=fill)
+        if forward and row["who"] == "fastweights":
+            at = next(
+                (
+                    p
+                    for p in names
+                    if abs(y / p[1] - 1) < 0.1 > abs(x / p[0] - 1)
+                ),
+                (x, y),
+            )
+            names.setdefault(at, []).append(row["member"].replace("_", " "))
+    for at, those in names.items():
+        ax.annotate(
+            ", ".join(those),
+            at,
+            xytext=(6, 3),
+            textcoords="offset points",
+            fontsize="small",
+        )
+    x = [row["flops"] / row["moved"] for row in rows]
+    ends = [
+        min(x) / 1.5,
+        peak / bandwidth,
+        max(max(x), peak / bandwidth) * 1.5,
+    ]
+    roof = [min(bandwidth * i, peak) / 1e12 for i in ends]
+    ax.plot(ends, roof, color=INK)
+    ax.set(xscale="log", yscale="log", xlabel="FLOPs a byte")
+    ax.set_ylabel("TFLOP/s")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+    return fig
+
+
+def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
+    """Each member's time in multiples of the floor, beside its peer's.
+
+    ``record`` as in :func:`roofline`: forward on the left, forward with
+    backward on the right, where nothing is forgotten.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = _timed(record, shape)
+    members = list(dict.fromkeys(row["member"] for row in rows))
+    fig, axes = plt.subplots(1, 2, sharey=True)
+    marks = {"fastweights": (Q, "o", "fastweights"), "fla": (K, "s", "FLA")}
+    passes = ("forward", "forward+backward")
+    for ax, what in zip(axes, passes, strict=True):
+        for who, (colour, marker, label) in marks.items():
+            chosen = [
+                (row["seconds"] / row["floor"], members.index(row["member"]))
+                for row in rows
+                if (row["who"], row["what"]) == (who, what)
+            ]
+            if chosen:
+                times, at = zip(*chosen, strict=True)
+                ax.plot(times, at, marker, color=colour, label=label)
+        ax.set(title=what.replace("+", " + "), xlim=(0, None))
+        ax.set_xlabel("times the floor")
+        ax.axvline(1, color=INK)
+    axes[0].set_yticks(
+        range(len(members)), [m.replace("_", " ") for m in members]
+    )
+    axes[0].invert_yaxis()
+    if any(row["who"] == "fla" for row in rows):
+        axes[1].legend()
+    return fig
+
+
+def _timed(record: dict[str, Any], shape: str) -> list[dict[str, Any]]:
+    """The rows of a shape with the gates that forget least, if any do."""
+    rows = [row for row in record["rows"] if row.get("shape") == shape]
+    if not rows:
+        shapes = sorted(
+            {row.get("shape", "") for row in record["rows"]} - {""}
+        )
+        raise ValueError(f"shape: got {shape!r}, need one of {shapes}")
+    kept = {row["member"] for row in rows if row["gate"] == "kept"}
+    return [r for r in rows if r["gate"] == "kept" or r["member"] not in kept]
