@@ -80,7 +80,7 @@ class Call:
 
         A gate a head and the delta rule keep P, and have the larger peak.
         """
-        return self.gate_width > (self.beta is not None)
+        return self.gate_width > (0 if self.beta is None else 1)
 
     def constants(self, stage: str) -> dict[str, Any]:
         return constants(
@@ -408,7 +408,7 @@ def empty_saved(
     exits and maps, which are empty if there is one segment.
     """
     x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
-    number = x.keeps_scores + (beta is not None)
+    number = (1 if x.keeps_scores else 0) + (beta is not None)
     saved = [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
     return [*saved, *segment_rooms(x)]
 
