@@ -393,11 +393,6 @@ MUTANTS = {
         "b_y *= -b_beta[:, None]",
         "b_y *= b_beta[:, None]",
     ),
-    "kernel-segments-add-the-map-of-the-first": (
-        SCAN,
-        "i_nh -= N * HV",
-        "i_nh -= 0",
-    ),
     "kernel-segments-start-from-the-first": (
         SCAN,
         "mask=m_S & (i_s == 0), other=0.0)",
