@@ -9,6 +9,7 @@ import torch
 import triton
 
 from fastweights.kernels import dot_precision
+from fastweights.kernels.tile import narrowest
 
 IntLike = Any  # int, or SymInt where shapes are symbols
 SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
@@ -28,11 +29,11 @@ def launch_options(
 
     ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
     K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
-    (``tile.tile_sizes``). A GPU that has less ``shared`` memory for one
+    (``tile.narrowest``). A GPU that has less ``shared`` memory for one
     program, in bytes, keeps the operands of its products in registers:
     smaller tiles, more warps.
     """
-    narrow = 32 if dtype == torch.float32 else 64
+    narrow = narrowest(dtype)
     large, power = shared > 200_000, triton.next_power_of_2(K)
     ahead = large and dtype != torch.float32 and K <= 128
     if stage == "intra":
@@ -69,7 +70,7 @@ def launch_options(
 
 def scan_values(dtype: torch.dtype, shared: int) -> int:
     """Value columns of a program of the scan."""
-    BV = 32 if dtype == torch.float32 else 64
+    BV = narrowest(dtype)
     return BV if shared > 200_000 else BV // 2
 
 

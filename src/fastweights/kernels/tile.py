@@ -339,12 +339,19 @@ def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 
 
+def narrowest(dtype: torch.dtype) -> int:
+    """Columns of the narrowest tile: 128 bytes a row.
+
+    Then all tiles in shared memory are laid out alike. ptxas 12.8 mistakes
+    the address of a buffer that is read with two layouts.
+    """
+    return 32 if dtype == torch.float32 else 64
+
+
 def tile_sizes(K: int, dtype: torch.dtype) -> dict[str, int]:
     """BK and BV for heads of K key channels.
 
-    No row of a tile is shorter than 128 bytes, however few channels there
-    are: then all tiles in shared memory are laid out alike. ptxas 12.8
-    mistakes the address of a buffer that is read with two layouts.
+    No row is shorter than :func:`narrowest`, however few channels there are.
     """
-    BV = 32 if dtype == torch.float32 else 64
+    BV = narrowest(dtype)
     return {"BK": max(BV, triton.next_power_of_2(K)), "BV": BV}
