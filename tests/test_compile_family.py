@@ -46,7 +46,6 @@ FULL = (
     "g",
     "beta",
     "row_in",
-    "row_out",
     "total",
     "exits",
     "maps",
@@ -74,6 +73,7 @@ def compile_stage(
 ):
     """A stage with its launch settings, for head size D = K = V."""
     DG = D if width == "K" else width
+    channel = DG > 1
     shared = SHARED[capability]
     options = launch_options(
         stage,
@@ -84,23 +84,24 @@ def compile_stage(
         shared=shared,
         chunk_size=chunk_size,
     )
-    channel = DG > 1
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
-    there |= {"P": delta, "Aqk": DG > 0, "total": DG > 0}
-    there |= dict.fromkeys(("G", "row_in", "row_out"), DG == 1)
+    there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
+    there |= dict.fromkeys(("G", "row_in"), DG == 1)
     there["cu_seqlens"] = False
     if stage == "intra":
         there |= {"q_in": channel, "k_in": channel and delta}
         there["k_out"] = channel
     elif stage == "scan":
-        there |= {"h": False, "v_new": False, "maps": False}
+        there |= {"h": False, "errors": False, "maps": False}
     elif stage == "chunk_states":
-        there |= {"o": False, "state": False, "v_new": delta}
+        there |= {"o": False, "state": False}
         there |= {"Aqk": False, "maps": False}
     elif stage == "segments":
-        there |= dict.fromkeys(("o", "h", "v_new", "state", "Aqk"), False)
+        there |= dict.fromkeys(("o", "h", "errors", "state", "Aqk"), False)
     elif stage == "segments_backward":
-        there |= dict.fromkeys(("y", "dh", "dinitial_state"), False)
+        there |= dict.fromkeys(
+            ("errors", "dv", "dbeta", "dh", "dinitial_state"), False
+        )
     constants = {name: None for name in there if not there[name]}
     H = 4 * group if channel and not stage.startswith("intra") else 4
     constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}

@@ -388,38 +388,50 @@ def test_each_stage_is_its_twin(gate, rule):
     y, dh, dinitial = backward.scan_backward(
         q, k, g, beta, G, Aqk, P, do_n, dS, scale=scale
     )
-    grads = backward.intra_backward(
+    dq, dk, dv, dg, dbeta = backward.intra_backward(
         q, k, v, g, beta, G, do_n, v_new, y, h, dh, scale=scale
     )
+    # The kernels carry the errors, of which v_new is beta times; and what
+    # P has in common with the inverse on the other side of beta.
+    errors, R = None, None
+    if beta is not None:
+        errors = v_new / beta
+        R = (P - torch.eye(C)) / beta
 
     def agree(found, ref):
         ref = chunkwise.from_chunks(ref, T)
         ref = ref if found.dim() == 4 else ref[..., 0]
         assert relative_error(found, ref) < 1e-5
 
-    chunked, A_found, P_found = launch.intra(call)
-    exits, maps = launch.segments(call, chunked, P_found)
-    for found, ref in ((A_found, Aqk), (P_found, P)):
+    chunked, A_found, R_found = launch.intra(call)
+    exits, maps = launch.segments(call, chunked, R_found)
+    for found, ref in ((A_found, Aqk), (R_found, R)):
         if found is not None:
             agree(found, ref)
-    o_found, state_found = launch.scan(call, chunked, A_found, P_found, exits)
+    o_found, state_found = launch.scan(call, chunked, A_found, R_found, exits)
     agree(o_found, o)
     assert relative_error(state_found, state) < 1e-5
-    h_found, v_found = launch.chunk_states(call, chunked, P_found, exits)
-    agree(v_found, v_new)
-    y_found, dh_found, dinitial_found = launch.scan_backward(
-        call, chunked, A_found, P_found, do, dstate, maps
+    h_found, e_found = launch.chunk_states(call, chunked, R_found, exits)
+    assert (e_found is None) == (errors is None)
+    dv_found, dbeta_found, dh_found, dinitial_found = launch.scan_backward(
+        call, chunked, A_found, R_found, e_found, do, dstate, maps
     )
-    agree(y_found, y)
     assert relative_error(dinitial_found, dinitial) < 1e-5
     for found, ref in ((h_found, h), (dh_found, dh)):
         assert relative_error(found[:3, 0], ref[0, :, 0]) < 1e-5
-    found = launch.intra_backward(
-        call, chunked, do, v_found, y_found, h_found, dh_found
+    dq_found, dk_found, dg_found = launch.intra_backward(
+        call, chunked, do, e_found, dv_found, h_found, dh_found
     )
-    for dx, ref in zip(found, grads, strict=True):
-        if dx is not None:
-            agree(dx, ref)
+    for found, ref in (
+        (e_found, errors),
+        (dq_found, dq),
+        (dk_found, dk),
+        (dv_found, dv),
+        (dg_found, dg),
+        (dbeta_found, dbeta),
+    ):
+        if found is not None:
+            agree(found, ref)
 
 
 @interpreted

@@ -4,12 +4,14 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
-    causal,
+    LOG2_E,
     chunk_span,
+    decay_matrix,
+    decay_to_exit,
     decays_of_pairs,
-    gates_at,
     load_row,
     load_rows,
+    slot_row,
     split_gates,
     store_rows,
     summed_gates,
@@ -27,12 +29,11 @@ def intra_fwd_kernel(
     g,
     beta,
     Aqk,
-    P,
+    R,
     q_in,
     k_in,
     k_out,
     row_in,
-    row_out,
     total,
     G,
     cu_seqlens,
@@ -49,12 +50,14 @@ def intra_fwd_kernel(
 ):
     """One chunk of one value head.
 
-    Delta rule: P = (I + Diag(beta) Akk)^{-1}. A gate: Aqk, and what the
-    state meets. A gate a channel: q_in = e^G q and k_in = e^G k at the
-    chunk's entrance, k_out = e^{G_C - G} k at its exit. A gate a head: these
-    factors themselves, one a row, row_in and row_out, and G. And the state's
-    own decay, total = e^{G_C}. What is None is not computed: Aqk and P are not
-    where the backward has kept them.
+    Delta rule: R, with which the inverse of I + Diag(beta) Akk is
+    I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta). A
+    gate a head: its running sum G, in log2 units, and the decays from the
+    chunk's entrance, row_in = e^G. G is fp64: a weak gate after strong ones
+    would drown in fp32, since G is differenced. The state's own decay, total
+    = e^{G_C}. A gate a channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and k_out =
+    e^{G_C - G} k. What is None is not computed: Aqk and R are not where the
+    backward has kept them.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
@@ -63,19 +66,27 @@ def intra_fwd_kernel(
         return
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    SMALL: tl.constexpr = 1e-20
     BOUND: tl.constexpr = 8 if k.dtype.element_ty == tl.float16 else 100
     o_t = time_order(BT)
+    if DG == 1:
+        b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
+        b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
+        b_in = tl.exp2(b_G.to(tl.float32))
+        b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
+        p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+        tl.store(p_G, b_G)
+        tl.store(slot_row(row_in, i_c, i_hv, HV, BT)[0], b_in)
+        tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
+        if R is None:
+            return
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
-            if P is not None:
-                b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
-            if Aqk is not None:
-                b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
-                b_Aqk = tl.dot(b_q, b_kT, b_Aqk, input_precision=PRECISION)
+            b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
         else:
             b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
@@ -99,7 +110,7 @@ def intra_fwd_kernel(
                     b_Aqk = tl.dot(
                         b_qi, b_kT, b_Aqk, input_precision=PRECISION
                     )
-                if P is not None:
+                if R is not None:
                     b_Akk = tl.dot(
                         b_ki, b_kT, b_Akk, input_precision=PRECISION
                     )
@@ -120,22 +131,22 @@ def intra_fwd_kernel(
                             b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
             store_rows(k_out, b_k * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
 
-    b_G = None
-    if DG == 1:
-        b_G, b_in, b_out, b_total = gates_at(g, t, end, i_hv, HV, BT)
-        store_rows(G, b_G[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
-        store_rows(row_in, b_in, t, end, i_hv, 0, HV, 1, BT, 1)
-        store_rows(row_out, b_out, t, end, i_hv, 0, HV, 1, BT, 1)
-        tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
     if Aqk is not None:
-        b_Aqk = causal(b_Aqk, b_G)  # [BT, BT]
+        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-    if P is not None:
-        b_Akk = causal(b_Akk, b_G)  # [BT, BT]
+    if R is not None:
+        if DG == 1:
+            tl.debug_barrier()  # all of G is there
+            b_Akk *= decay_matrix(b_in, b_total, p_G)
+        # M = Diag(beta) Akk, every row of which beta is a factor of; and of
+        # (I + M)^{-1} - I, which it leaves again. A beta of 0 stands for a
+        # small one.
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-        b_M = tl.where(o_t > 0, b_beta[:, None] * b_Akk, 0.0)  # [BT, BT]
+        b_beta = tl.where(tl.abs(b_beta) < SMALL, SMALL, b_beta)[:, None]
+        b_M = tl.where(o_t > 0, b_beta * b_Akk, 0.0)  # [BT, BT]
         b_P = unit_lower_inverse(b_M, PRECISION)  # [BT, BT]
-        store_rows(P, b_P, t, end, i_hv, 0, HV, BT, BT, BT)
+        b_R = tl.where(o_t > 0, b_P * (1.0 / b_beta), 0.0)  # [BT, BT]
+        store_rows(R, b_R, t, end, i_hv, 0, HV, BT, BT, BT)
 
 
 @triton.jit
@@ -166,8 +177,8 @@ def near(
 @triton.jit
 def products_bwd(
     do,
-    v_new,
-    y,
+    x,
+    dv,
     h,
     dh,
     scale,
@@ -186,17 +197,17 @@ def products_bwd(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sums over values, before any decay and mask.
+    """The sums over values, before any decay, beta and mask.
 
-    Of the scores: dAqk, and dM, where M is Diag(beta) Akk, [BT, BT]. Through
-    the states, [BT, BK]: to q, to k as it is written, and, over -beta, to k
-    as it reads. dM and the last are 0 for the additive rule. And for a gate
-    h . dh, of the gradient of the state's decay, [BK], or for a gate a head
-    its sum: the diagonal of a product, since a tile that a product and a sum
-    read has one buffer, which Triton fills again before the product is done.
+    Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
+    to q, to k as it is written, and, negated, to k as it reads. -dAkk and
+    the last are 0 for the additive rule. And for a gate h . dh, of the
+    gradient of the state's decay, [BK], or for a gate a head its sum: the
+    diagonal of a product, since a tile that a product and a sum read has one
+    buffer, which Triton fills again before the product is done.
     """
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dM = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dE = tl.zeros([BT, BT], dtype=tl.float32)
     b_row = tl.zeros([BT, BK], dtype=tl.float32)
     b_col = tl.zeros([BT, BK], dtype=tl.float32)
     b_err = tl.zeros([BT, BK], dtype=tl.float32)
@@ -205,16 +216,16 @@ def products_bwd(
         o_h, m_h = tile_at(i_ch, i_k, 0, i_v, K, 1, V, BK, BV)
         b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_x = load_rows(v_new, t, end, i_hv, i_v, HV, V, BT, BV)
+        b_x = load_rows(x, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
         b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
         b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
         if DELTA:
-            b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_dM = tl.dot(b_y, b_xT, b_dM, input_precision=PRECISION)
-            b_err = tl.dot(b_y, b_hT, b_err, input_precision=PRECISION)
+            b_dv = load_rows(dv, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_dE = tl.dot(b_dv, b_xT, b_dE, input_precision=PRECISION)
+            b_err = tl.dot(b_dv, b_hT, b_err, input_precision=PRECISION)
         if DG > 0:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
     b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
@@ -222,7 +233,7 @@ def products_bwd(
         b_kept = tl.sum(b_hdh)
     else:
         b_kept = tl.sum(b_hdh, axis=1)  # [BK]
-    return scale * b_dA, b_dM, scale * b_row, b_col, b_err, b_kept
+    return scale * b_dA, b_dE, scale * b_row, b_col, b_err, b_kept
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -231,20 +242,18 @@ def intra_bwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_out,
     total,
     G,
     g,
     beta,
     do,
-    v_new,
-    y,
+    x,
+    dv,
     h,
     dh,
     dq,
     dk,
     dg,
-    dbeta,
     cu_seqlens,
     scale,
     N,
@@ -260,16 +269,17 @@ def intra_bwd_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk and key tile of one key head: the gradients of its inputs.
+    """One chunk and key tile of one key head: the gradients of q, k and g.
 
     From the states that enter the chunks, h, and the gradients of those
-    that leave them, dh. The value heads of the key head are summed here, in
-    fp32. dg of a gate a head and dbeta are sums over key channels, of which
-    every key tile writes its part.
+    that leave them, dh. x is v, or for the delta rule the errors, of which
+    beta x is written. The value heads of the key head are summed here, in
+    fp32. dg of a gate a head is a sum over key channels, of which every key
+    tile writes its part.
 
     A gate's gradient is a sum over the pairs of tokens that it stands
     between. Rows gain from it what columns lose, and pairs on one side must
-    cancel: x adds up both, from operands that are rounded alike.
+    cancel: b_pairs adds up both, from operands that are rounded alike.
 
     With a gate a channel, e^G q and e^{G_C - G} k as the states meet them
     also meet each other, with a factor e^{G_C} of the channel too much,
@@ -296,20 +306,34 @@ def intra_bwd_kernel(
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        b_dA, b_dM, b_row, b_col, b_err, b_kept = products_bwd(
-            do, v_new, y, h, dh, scale, t, end, i_ch, i_hv, i_k,
+        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+            do, x, dv, h, dh, scale, t, end, i_ch, i_hv, i_k,
             HV, K, V, BT, BK, BV, DG, DELTA, PRECISION,
         )  # fmt: skip
 
-        # Their decays, and who reads them: of a gate a channel, q and k of
-        # the value head.
+        # Through the scores: the diagonal, which no gate is in, by itself.
+        if DELTA:
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_dA *= b_beta[None, :]
+            b_dE *= -b_beta[None, :]
+            b_col *= b_beta[:, None]
+        if DG > 0:
+            b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
+            b_own = tl.sum(b_own, axis=1)[:, None]  # [BT, 1]
+        m_A = o_t > 0 if DG > 0 else o_t >= 0
+        # Decays, and who reads them: of a gate a channel, q and k of the
+        # value head.
         i_x, HX = i_h, H
-        b_G, b_decay = None, None
         if DG == 1:
-            b_G = load_row(G, t, end, i_hv, HV, BT)  # [BT]
-            b_decay = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
-            b_col *= load_row(row_out, t, end, i_hv, HV, BT)[:, None]
-            b_kept = b_kept * tl.load(total + i_ch)
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_total = tl.load(total + i_ch)
+            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+            b_D = decay_matrix(b_in, b_total, p_G)  # [BT, BT]
+            b_dA *= b_D
+            b_dE *= b_D
+            b_decay = b_in[:, None]
+            b_col *= decay_to_exit(b_in, b_total, p_G, p_last)[:, None]
+            b_kept = b_kept * b_total
         elif DG > 1:
             i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)
@@ -320,71 +344,57 @@ def intra_bwd_kernel(
             b_kept *= b_total
         b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
-
-        # Through the scores, without their diagonal, which no gate is in.
-        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
-        b_dA = causal(b_dA, b_G)
-        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
         if DG > 0:
             b_row *= b_decay
         b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
         if DG > 0:
-            b_x = b_q * b_row  # [BT, BK]
+            b_pairs = b_q * b_row  # [BT, BK]
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
-            b_beta = b_beta[:, None]  # [BT, 1]
             b_kr = b_k
             if DG > 1:
                 b_kr = load_rows(k_in, t, end, i_x, i_k, HX, K, BT, BK)
-            b_bk = (-b_beta * b_kr).to(dtype)  # [BT, BK]
-            b_dM = causal(b_dM, b_G)
-            b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
+            b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+            b_err = -b_err
             if DG > 0:
                 b_err *= b_decay
-            b_err = tl.dot(b_dM, b_k, b_err, input_precision=PRECISION)
-            b_bkT = tl.trans(b_bk)  # [BK, BT]
-            b_c = tl.dot(b_bkT, b_dM, b_c, input_precision=PRECISION)
+            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
+            b_krT = tl.trans(b_kr)  # [BK, BT]
+            b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
             if DG > 0:
-                b_x += b_bk * b_err
-            b_ke = b_kr * b_err  # [BT, BK]
-            if DG > 1:
-                b_ke *= b_undo
-            b_dbeta = -tl.sum(b_ke, axis=1)[:, None]  # [BT, 1]
-            store_rows(dbeta, b_dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
+                b_pairs += b_kr * b_err
         b_c = tl.trans(b_c)  # [BT, BK]
         if DG > 0:
-            b_x -= b_k * b_c
+            b_pairs -= b_k * b_c
             b_w = b_k * b_col  # [BT, BK]
 
         if DG == 1:
-            b_x, b_w = tl.sum(b_x, axis=1), tl.sum(b_w, axis=1)  # [BT]
-            b_dg = tl.where(o_t <= 0, b_x[None, :], b_w[None, :])  # [BT, BT]
+            b_p, b_w = tl.sum(b_pairs, axis=1), tl.sum(b_w, axis=1)  # [BT]
+            b_dg = tl.where(o_t <= 0, b_p[None, :], b_w[None, :])  # [BT, BT]
             b_dg = (tl.sum(b_dg, axis=1) + b_kept)[:, None]  # [BT, 1]
             store_rows(dg, b_dg, t, end, i_hv, i_k, HV, NK, BT, 1)
         elif DG > 1:
-            b_dg = summed_rows(o_t <= 0, b_x * b_undo, HALVES)  # [BT, BK]
+            b_dg = summed_rows(o_t <= 0, b_pairs * b_undo, HALVES)  # [BT, BK]
             b_dg += summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
             store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 
-        b_row += b_own * b_k
-        b_c += b_own * b_q
-        if DELTA:
-            b_err *= b_beta
+        if DG > 0:
+            b_row += b_own * b_k
+            b_c += b_own * b_q
         if DG > 1:
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
             b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             b_row *= tl.exp2(-b_G)
+            b_err *= tl.exp2(-b_G)
             b_col *= tl.exp2(b_G)
             b_c *= b_undo * tl.exp2(b_G)
-            if DELTA:
-                b_err *= tl.exp2(-b_G)
         b_dq += b_row
         b_dk += b_col + b_c
         if DELTA:
-            b_dk -= b_err
+            b_dk += b_err
 
     store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
     store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
@@ -398,14 +408,13 @@ def intra_bwd_far_kernel(
     g,
     beta,
     do,
-    v_new,
-    y,
+    x,
+    dv,
     h,
     dh,
     dq,
     dk,
     dg,
-    dbeta,
     cu_seqlens,
     scale,
     N,
@@ -447,28 +456,28 @@ def intra_bwd_far_kernel(
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        b_dA, b_dM, b_row, b_col, b_err, b_kept = products_bwd(
-            do, v_new, y, h, dh, scale, t, end, i_ch, i_hv, i_k,
+        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+            do, x, dv, h, dh, scale, t, end, i_ch, i_hv, i_k,
             HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
         )  # fmt: skip
+        if DELTA:
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_dA *= b_beta[None, :]
+            b_dE *= -b_beta[None, :]
+            b_col *= b_beta[:, None]
         b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
         b_high, b_low = split_gates(b_g)  # [BT, BK]
         b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
         b_row *= b_in
+        b_err *= -b_in
         b_col *= tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
         b_w = b_k * b_col  # [BT, BK]
 
-        # Through the scores, without their diagonal, which no gate is in.
+        # Through the scores: the diagonal, which no gate is in, by itself.
         b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
         b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dM = tl.where(o_t > 0, b_dM, 0.0).to(dtype)  # [BT, BT]
-        b_x = b_q * b_row
-        if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
-            b_beta = b_beta[:, None]  # [BT, 1]
-            b_bk = (-b_beta * b_k).to(dtype)  # [BT, BK]
-            b_err *= b_in
-            b_x += b_bk * b_err
+        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+        b_pairs = b_q * b_row + b_k * b_err
         for level in range(1, LEVELS + 1):
             b_d, m_A = decays_of_pairs(b_high, b_low, level, EXACT)
             b_qd, b_kd = (b_q * b_d).to(dtype), (b_k * b_d).to(dtype)
@@ -477,67 +486,24 @@ def intra_bwd_far_kernel(
             b_qT = tl.trans(b_qd)  # [BK, BT]
             b_c = tl.dot(b_qT, b_A, input_precision=PRECISION)
             b_row += b_d * b_r
-            b_x += b_qd * b_r
+            b_pairs += b_qd * b_r
             if DELTA:
-                b_bkd = (b_bk * b_d).to(dtype)  # [BT, BK]
-                b_A = tl.where(m_A, b_dM, 0.0)
+                b_A = tl.where(m_A, b_dE, 0.0)
                 b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
-                b_bkT = tl.trans(b_bkd)  # [BK, BT]
-                b_c = tl.dot(b_bkT, b_A, b_c, input_precision=PRECISION)
+                b_kT = tl.trans(b_kd)  # [BK, BT]
+                b_c = tl.dot(b_kT, b_A, b_c, input_precision=PRECISION)
                 b_err += b_d * b_r
-                b_x += b_bkd * b_r
+                b_pairs += b_kd * b_r
             b_c = tl.trans(b_c)  # [BT, BK]
             b_col += b_d * b_c
-            b_x -= b_kd * b_c
+            b_pairs -= b_kd * b_c
 
         b_dq += b_row + b_own * b_k
-        b_dk += b_col + b_own * b_q
-        if DELTA:
-            b_dk -= b_beta * b_err
-            b_dbeta = -tl.sum(b_k * b_err, axis=1)[:, None]  # [BT, 1]
-            store_rows(dbeta, b_dbeta, t, end, i_hv, i_k, HV, NK, BT, 1)
-        b_dg = summed_rows(o_t <= 0, b_x, HALVES)  # [BT, BK]
+        b_dk += b_col + b_err + b_own * b_q
+        b_dg = summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
         b_dg += summed_rows(o_t > 0, b_w, HALVES)
         b_dg += tl.exp(tl.sum(b_g.to(tl.float32), axis=0)) * b_kept[None, :]
         store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 
     store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
     store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
-
-
-@triton.jit(do_not_specialize=["N", "T"])
-def values_bwd_kernel(
-    v,
-    y,
-    beta,
-    parts,
-    dbeta,
-    cu_seqlens,
-    N,
-    T,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NK: tl.constexpr,
-):
-    """One chunk of one value head: y becomes dv = beta y.
-
-    And dbeta: y . v, and the parts [T, HV, NK] of the key tiles.
-    """
-    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
-    if t >= end:
-        return
-    b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-    b_dbeta = tl.zeros([BT], dtype=tl.float32)
-    for i_k in tl.static_range(NK):
-        b_part = load_rows(parts, t, end, i_hv, i_k, HV, NK, BT, 1)
-        b_dbeta += tl.sum(b_part, axis=1)
-    for i_v in tl.static_range((V + BV - 1) // BV):
-        b_y = load_rows(y, t, end, i_hv, i_v, HV, V, BT, BV).to(tl.float32)
-        b_v = load_rows(v, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
-        b_dbeta += tl.sum(b_y * b_v, axis=1)
-        b_dv = b_beta[:, None] * b_y  # [BT, BV]
-        store_rows(y, b_dv, t, end, i_hv, i_v, HV, V, BT, BV)
-    store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)

@@ -22,7 +22,6 @@ from fastweights.kernels.intra import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
     intra_fwd_kernel,
-    values_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import (
@@ -75,12 +74,9 @@ class Call:
         self.segments = num_segments(programs, chunks, self.device)
 
     @property
-    def keeps_scores(self) -> bool:
-        """Whether Aqk is kept for the backward, or computed again.
-
-        A gate a head and the delta rule keep P, and have the larger peak.
-        """
-        return self.gate_width > (0 if self.beta is None else 1)
+    def has_scores(self) -> bool:
+        """Whether there is an Aqk: else the scans multiply it out again."""
+        return self.gate_width > 1
 
     def constants(self, stage: str) -> dict[str, Any]:
         return constants(
@@ -115,8 +111,8 @@ class Chunked(NamedTuple):
     """What the states meet, in place of q, k and the gate.
 
     q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
-    in them, [B, T, HV, K]; row_in, row_out [B, T, HV] these decays for a gate
-    a head, and G in fp64; total the decay of a chunk, [slots, HV] or
+    in them, [B, T, HV, K]; row_in [slots, HV, C] the decays e^G of a gate a
+    head, and G in fp64; total the decay of a chunk, [slots, HV] or
     [slots, HV, K].
     """
 
@@ -124,40 +120,36 @@ class Chunked(NamedTuple):
     k_in: Tensor
     k_out: Tensor
     row_in: Tensor | None = None
-    row_out: Tensor | None = None
     total: Tensor | None = None
     G: Tensor | None = None
 
 
 def intra(
-    x: Call, *, scores: bool = True, inverse: bool = True
+    x: Call, *, again: bool = False
 ) -> tuple[Chunked, Tensor | None, Tensor | None]:
-    """Inside each chunk: :class:`Chunked`, Aqk and P [B, T, HV, C].
+    """Inside each chunk: :class:`Chunked`, Aqk and R [B, T, HV, C].
 
-    Aqk is None without a gate and without ``scores``, P without a delta rule
-    and without ``inverse``.
+    Aqk is None but for a gate a channel, R but for the delta rule. Neither
+    is computed ``again``: the backward has kept them.
     """
-    B, T, HV, K = len(x.q), x.T, x.HV, x.K
+    B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
     chunked = Chunked(x.q, x.k, x.k)
     wide = torch.float32
     if x.gate_width == 1:
-        G = x.q.new_empty(B, T, HV, dtype=torch.float64)
-        row_in, row_out = (x.q.new_empty(B, T, HV, dtype=wide) for _ in "io")
+        G = x.q.new_empty(x.slots, HV, C, dtype=torch.float64)
+        row_in = torch.empty_like(G, dtype=wide)
         total = x.q.new_empty(x.slots, HV, dtype=wide)
-        chunked = Chunked(x.q, x.k, x.k, row_in, row_out, total, G)
+        chunked = Chunked(x.q, x.k, x.k, row_in, total, G)
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
         total = x.q.new_empty(x.slots, HV, K, dtype=wide)
         chunked = Chunked(q_in, k_in, k_out, total=total)
-    Aqk, P = (
-        x.q.new_empty(B, T, HV, x.chunk_size) if there else None
-        for there in (
-            scores and x.gate_width > 0,
-            inverse and x.beta is not None,
-        )
+    Aqk, R = (
+        x.q.new_empty(B, T, HV, C) if there and not again else None
+        for there in (x.has_scores, x.beta is not None)
     )
-    if x.gate_width > 0 or P is not None:
+    if x.gate_width > 0 or R is not None:
         x.run(
             intra_fwd_kernel,
             x.slots * HV,
@@ -166,14 +158,14 @@ def intra(
             x.g,
             x.beta,
             Aqk,
-            P,
+            R,
             *chunked,
             x.cu_seqlens,
             x.num_sequences,
             T,
             **x.constants("intra"),
         )
-    return chunked, Aqk, P
+    return chunked, Aqk, R
 
 
 def _scan(
@@ -181,7 +173,7 @@ def _scan(
     x: Call,
     chunked: Chunked,
     Aqk: Tensor | None,
-    P: Tensor | None,
+    R: Tensor | None,
     exits: Tensor,
     maps: Tensor | None = None,
     **to: Tensor,
@@ -193,15 +185,15 @@ def _scan(
     if not to:  # the segments' maps: not of the last one
         S -= 1
         tiles += -(-x.K // sizes["BV"]) if sizes["DELTA"] else 0
-    results = (to.get(n) for n in ("state", "h", "v_new"))
+    results = (to.get(n) for n in ("state", "h", "errors"))
     x.run(
         scan_fwd_kernel,
         S * N * x.HV * tiles,
-        *chunked[:-1],
+        *chunked,
         x.v,
         x.beta,
         Aqk,
-        P,
+        R,
         to.get("o"),
         x.initial_state,
         *results,
@@ -249,14 +241,14 @@ def compose(states: Tensor, maps: Tensor, *, back: bool = False) -> None:
 
 
 def segments(
-    x: Call, chunked: Chunked, P: Tensor | None
+    x: Call, chunked: Chunked, R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A first pass over each segment but the last: see segment_rooms."""
     exits, maps = segment_rooms(x)
     if x.segments > 1:
         if x.gate_width == 0 and x.beta is None:
             maps.fill_(1.0)
-        _scan("segments", x, chunked, None, P, exits, maps)
+        _scan("segments", x, chunked, None, R, exits, maps)
         compose(exits, maps)
     return exits, maps
 
@@ -265,53 +257,59 @@ def scan(
     x: Call,
     chunked: Chunked,
     Aqk: Tensor | None,
-    P: Tensor | None,
+    R: Tensor | None,
     exits: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Across chunks: outputs [B, T, HV, V], final states [N, HV, K, V]."""
     o, state = torch.empty_like(x.v), x.new_states(x.num_sequences)
-    _scan("scan", x, chunked, Aqk, P, exits, o=o, state=state)
+    _scan("scan", x, chunked, Aqk, R, exits, o=o, state=state)
     return o, state
 
 
 def chunk_states(
-    x: Call, chunked: Chunked, P: Tensor | None, exits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The scan again: h, the state that enters each chunk, and v_new."""
-    h = x.new_states(x.slots, x.v.dtype)
-    v_new = x.v if x.beta is None else torch.empty_like(x.v)
-    kept = {} if x.beta is None else {"v_new": v_new}
-    _scan("chunk_states", x, chunked, None, P, exits, h=h, **kept)
-    return h, v_new
+    x: Call, chunked: Chunked, R: Tensor | None, exits: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The scan again: h, the state that enters each chunk, and the errors.
+
+    Of the delta rule, [B, T, HV, V]: beta times that is what it writes.
+    """
+    kept = {"h": x.new_states(x.slots, x.v.dtype)}
+    if x.beta is not None:
+        kept["errors"] = torch.empty_like(x.v)
+    _scan("chunk_states", x, chunked, None, R, exits, **kept)
+    return kept["h"], kept.get("errors")
 
 
 def scan_backward(
     x: Call,
     chunked: Chunked,
     Aqk: Tensor | None,
-    P: Tensor | None,
+    R: Tensor | None,
+    errors: Tensor | None,
     do: Tensor,
     dstate: Tensor | None,
     maps: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From the last chunk to the first: y, dh and dinitial_state.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """From the last chunk to the first: dv, dbeta, dh and dinitial_state.
 
-    y = P^T dv_new; dh is the gradient of the state that leaves each chunk.
+    dh is the gradient of the state that leaves each chunk.
     """
     sizes = x.constants("scan_backward")
     N, S = x.num_sequences, x.segments
+    tiles = -(-x.V // sizes["BV"])
     dinitial = None
     if x.initial_state is not None:
         dinitial = torch.empty_like(x.initial_state)
 
-    def launch(S: int, *results: Tensor | None) -> None:
+    def launch(S: int, errors: Tensor | None, *results: Tensor | None) -> None:
         x.run(
             scan_bwd_kernel,
-            S * N * x.HV * -(-x.V // sizes["BV"]),
-            *chunked[:-1],
+            S * N * x.HV * tiles,
+            *chunked,
             x.beta,
             Aqk,
-            P,
+            R,
+            errors,
             do,
             dstate,
             *results,
@@ -326,67 +324,56 @@ def scan_backward(
     entrances = None
     if S > 1:
         entrances = x.new_states((S - 1) * N)
-        launch(S - 1, None, None, None, entrances)
+        launch(S - 1, None, None, None, None, None, entrances)
         d = entrances.view(S - 1, N * x.HV, x.K, x.V)
         compose(d, maps, back=True)
-    y, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
-    launch(S, y, dh, dinitial, entrances)
-    return y, dh, dinitial
+    dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
+    dbeta = _parts(x.beta, tiles)
+    launch(S, errors, dv, dbeta, dh, dinitial, entrances)
+    return dv, _sum_of_parts(dbeta, x.beta), dh, dinitial
+
+
+def _parts(like: Tensor | None, number: int) -> Tensor | None:
+    """Room for a gradient [B, T, HV] in that many parts."""
+    if like is None:
+        return None
+    return like.new_empty(*like.shape, number, dtype=torch.float32)
+
+
+def _sum_of_parts(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+    if parts is None or like is None:
+        return None
+    return parts.sum(-1).to(like.dtype)
 
 
 def intra_backward(
     x: Call,
     chunked: Chunked,
     do: Tensor,
-    v_new: Tensor,
-    y: Tensor,
+    errors: Tensor | None,
+    dv: Tensor,
     h: Tensor,
     dh: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Inside each chunk: dq, dk, dv, dg and dbeta. It overwrites y."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inside each chunk: dq, dk and dg."""
     sizes = x.constants("intra_backward")
     NK = -(-x.K // sizes["BK"])
-
-    def parts(like: Tensor | None) -> Tensor | None:
-        """Room for one part a key tile, where they are to be added up."""
-        if like is None or like.dim() == 4:
-            return None if like is None else torch.empty_like(like)
-        return like.new_empty(*like.shape, NK, dtype=torch.float32)
-
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
-    dg, dbeta = parts(x.g), parts(x.beta)
+    wide = x.gate_width > 1 and x.g is not None
+    dg = torch.empty_like(x.g) if wide else _parts(x.g, NK)
     programs = x.slots * x.H * NK
-    inputs = (x.g, x.beta, do, v_new, y, h, dh, dq, dk, dg, dbeta)
-    rest = (*inputs, x.cu_seqlens, x.scale, x.num_sequences, x.T)
+    written = x.v if errors is None else errors
+    rest = (x.g, x.beta, do, written, dv, h, dh, dq, dk, dg)
+    rest = (*rest, x.cu_seqlens, x.scale, x.num_sequences, x.T)
     x.run(intra_bwd_kernel, programs, *chunked, *rest, **sizes)
-    if x.gate_width > 1:
-        far = x.constants("intra_backward_far").copy()
-        del far["DG"]
-        total = chunked.total
-        x.run(intra_bwd_far_kernel, programs, x.q, x.k, total, *rest, **far)
-    elif dg is not None and x.g is not None:
-        dg = dg.sum(-1).to(x.g.dtype)
-    if dbeta is not None and x.beta is not None:
-        beta_parts, dbeta = dbeta, torch.empty_like(x.beta)
-        x.run(
-            values_bwd_kernel,
-            x.slots * x.HV,
-            x.v,
-            y,
-            x.beta,
-            beta_parts,
-            dbeta,
-            x.cu_seqlens,
-            x.num_sequences,
-            x.T,
-            HV=x.HV,
-            V=x.V,
-            BT=x.chunk_size,
-            BV=64,
-            NK=NK,
-            num_warps=4,
-        )
-    return dq, dk, y, dg, dbeta
+    if not wide:
+        return dq, dk, _sum_of_parts(dg, x.g)
+    far = x.constants("intra_backward_far").copy()
+    del far["DG"]
+    x.run(
+        intra_bwd_far_kernel, programs, x.q, x.k, chunked.total, *rest, **far
+    )
+    return dq, dk, dg
 
 
 def default_chunk_size(q: Tensor) -> int:
@@ -404,11 +391,11 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps.
 
-    Aqk, unless it is computed again; P, if there is one; and the segments'
-    exits and maps, which are empty if there is one segment.
+    Aqk and R, where there are such; and the segments' exits and maps, which
+    are empty if there is one segment.
     """
     x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
-    number = (1 if x.keeps_scores else 0) + (beta is not None)
+    number = (1 if x.has_scores else 0) + (beta is not None)
     saved = [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
     return [*saved, *segment_rooms(x)]
 
@@ -435,12 +422,11 @@ def forward(
 
 
 def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
-    chunked, Aqk, P = intra(x)
-    exits, maps = segments(x, chunked, P)
-    o, state = scan(x, chunked, Aqk, P, exits)
-    scores = [Aqk] if Aqk is not None and x.keeps_scores else []
-    scores += [P] if P is not None else []
-    return o, state, [*scores, exits, maps]
+    chunked, Aqk, R = intra(x)
+    exits, maps = segments(x, chunked, R)
+    o, state = scan(x, chunked, Aqk, R, exits)
+    kept = [t for t in (Aqk, R) if t is not None]
+    return o, state, [*kept, exits, maps]
 
 
 _compiled: set[tuple] = set()
@@ -503,14 +489,15 @@ def backward(
 def _backward(
     x: Call, do: Tensor, dstate: Tensor | None, saved: list[Tensor]
 ) -> list[Tensor]:
-    *scores, exits, maps = saved
-    kept = iter(scores)
-    Aqk = next(kept) if x.keeps_scores else None
-    P = next(kept) if x.beta is not None else None
-    chunked, again, _ = intra(x, scores=Aqk is None, inverse=False)
-    Aqk = again if Aqk is None else Aqk
-    h, v_new = chunk_states(x, chunked, P, exits)
-    y, dh, dinitial = scan_backward(x, chunked, Aqk, P, do, dstate, maps)
-    del Aqk, again
-    found = (*intra_backward(x, chunked, do, v_new, y, h, dh), dinitial)
+    *squares, exits, maps = saved
+    kept = iter(squares)
+    Aqk = next(kept) if x.has_scores else None
+    R = next(kept) if x.beta is not None else None
+    chunked, _, _ = intra(x, again=True)
+    h, errors = chunk_states(x, chunked, R, exits)
+    dv, dbeta, dh, dinitial = scan_backward(
+        x, chunked, Aqk, R, errors, do, dstate, maps
+    )
+    dq, dk, dg = intra_backward(x, chunked, do, errors, dv, h, dh)
+    found = (dq, dk, dv, dg, dbeta, dinitial)
     return [dx for dx in found if dx is not None]

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
-    causal,
+    decay_to_exit,
+    decayed_scores,
     load_row,
     load_rows,
     sequence_at,
+    slot_row,
     state_at,
     store_rows,
+    time_order,
 )
 
 
@@ -54,17 +57,17 @@ def scan_fwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_out,
     total,
+    G,
     v,
     beta,
     Aqk,
-    P,
+    R,
     o,
     initial_state,
     state,
     h,
-    v_new,
+    errors,
     exits,
     maps,
     cu_seqlens,
@@ -87,9 +90,11 @@ def scan_fwd_kernel(
 
     q_in, k_in, k_out [T, H, K] are intra's for a gate a channel; else they
     are q, k, k, and the decays of a gate a head act on the rows of what
-    these multiply. With o the outputs and the final state; with h, for the
-    backward, the state that enters each chunk, and v_new, what the delta
-    rule writes. With neither, the segment's map instead of all that: B to
+    these multiply. The delta rule writes beta times its errors, what the
+    values are more than what the keys find: (I + Akk Diag(beta))^{-1} r,
+    where r is that for the state S at the chunk's entrance. With o the
+    outputs and the final state; with h, for the backward, the state that
+    enters each chunk, and the errors. With neither, the segment's map instead of all that: B to
     exits [segment, sequence, HV, K, V], and M to maps: K x K for the delta
     rule, whose tiles are programs of their own, and the decay of K channels
     for a gate and the additive rule. Otherwise exits is the state that
@@ -136,24 +141,31 @@ def scan_fwd_kernel(
         if DG <= 1 or DELTA:
             b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         if DG == 1:
-            b_in = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
-            b_out = load_row(row_out, t, end, i_hv, HV, BT)[:, None]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
+        if DG == 1:
+            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT]
 
+        if o is not None:
+            b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
+
+        b_new = b_v
         if DELTA:
             b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
-            b_P = load_rows(P, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
+            b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
-                b_e *= b_in
-            b_e = (b_beta[:, None] * (b_v - b_e)).to(b_v.dtype)
-            b_new = tl.dot(b_P, b_e, input_precision=PRECISION)  # [BT, BV]
-        else:
-            b_new = b_v
+                b_e *= b_in[:, None]
+            b_e = b_v - b_e
+            b_r = (b_beta[:, None] * b_e).to(b_v.dtype)  # [BT, BV]
+            b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)  # [BT, BV]
+            if errors is not None:
+                store_rows(errors, b_e, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_new = b_beta[:, None] * b_e
         b_x = b_new.to(b_v.dtype)
-        if v_new is not None:
-            store_rows(v_new, b_x, t, end, i_hv, i_v, HV, V, BT, BV)
 
         if DG > 0:
             b_S *= b_total
@@ -161,23 +173,28 @@ def scan_fwd_kernel(
                 b_decay *= b_total
         b_y = b_x
         if DG == 1:
-            b_y = (b_new * b_out).to(b_v.dtype)
+            b_y = (b_new * b_out[:, None]).to(b_v.dtype)
         if DG > 1:
             b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_kT = tl.trans(b_k)  # [BK, BT]
         b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
 
         if o is not None:
-            b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-            if DG == 0:
+            if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                b_A = causal(b_A, None).to(b_v.dtype)  # [BT, BT]
+                if DG == 1:
+                    b_A, b_read, b_write = decayed_scores(
+                        b_A, b_in, b_total, p_G, b_k.dtype
+                    )
+                    b_o *= (b_in / b_read)[:, None]
+                    b_x = (b_new * b_write[:, None]).to(b_v.dtype)
+                b_A = tl.where(time_order(BT) >= 0, b_A, 0.0)  # [BT, BT]
+                b_A = b_A.to(b_v.dtype)
             else:
                 b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
-            if DG == 1:
-                b_o *= b_in
             b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            if DG == 1:
+                b_o *= b_read[:, None]
             store_rows(o, scale * b_o, t, end, i_hv, i_v, HV, V, BT, BV)
 
     if state is not None:
@@ -202,14 +219,16 @@ def scan_bwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_out,
     total,
+    G,
     beta,
     Aqk,
-    P,
+    R,
+    errors,
     do,
     dstate,
-    y,
+    dv,
+    dbeta,
     dh,
     dinitial_state,
     entrances,
@@ -231,9 +250,12 @@ def scan_bwd_kernel(
 ):
     """From the last chunk to the first, the state's gradient in registers.
 
-    y = P^T dv_new, dv_new itself for the additive rule; dh, the gradient of
-    the state that leaves each chunk; and that of the initial state. Without
-    y and dh only what the segment adds to the gradient of the state that
+    dv; dbeta, of which every value tile writes its part; dh, the gradient of
+    the state that leaves each chunk; and that of the initial state. Of the
+    delta rule's y, the gradient of what it writes, beta times the errors,
+    dv is beta y and dbeta the sum over values of errors y. With w what y
+    would be without the later tokens' errors, y = (I + R^T Diag(beta)) w.
+    Without these only what the segment adds to the gradient of the state that
     enters it, to entrances [segment - 1, sequence, HV, K, V], of all
     segments but the first; otherwise entrances is that gradient, composed.
     """
@@ -272,39 +294,53 @@ def scan_bwd_kernel(
         b_do = scale * b_do.to(tl.float32)
         b_x = b_do.to(do.dtype.element_ty)
         if DG == 1:
-            b_in = load_row(row_in, t, end, i_hv, HV, BT)[:, None]
-            b_out = load_row(row_out, t, end, i_hv, HV, BT)[:, None]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
+        if DG == 1:
+            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT]
 
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
-        if DG == 1:
-            b_y *= b_out
-        if DG == 0:
+        if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_A = causal(b_A, None, TRANSPOSED=True).to(b_x.dtype)  # [BT, BT]
+            if DG == 1:
+                b_A, b_read, b_write = decayed_scores(
+                    b_A, b_in, b_total, p_G, b_k.dtype, TRANSPOSED=True
+                )
+                b_y *= (b_out / b_write)[:, None]
+                b_x = (b_do * b_read[:, None]).to(b_x.dtype)  # [BT, BV]
+            b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
         else:
             b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_A = tl.trans(b_A)  # [BT, BT]
-        b_y = tl.dot(b_A, b_x, b_y, input_precision=PRECISION)  # dv_new
+        b_y = tl.dot(b_A, b_x, b_y, input_precision=PRECISION)  # [BT, BV]
+        if DG == 1:
+            b_y *= b_write[:, None]
         if DELTA:
-            b_P = load_rows(P, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
-            b_PT, b_y = tl.trans(b_P), b_y.to(b_x.dtype)
-            b_y = tl.dot(b_PT, b_y, input_precision=PRECISION)  # [BT, BV]
-        if y is not None:
-            store_rows(y, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = b_beta[:, None]  # [BT, 1]
+            b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
+            b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
+            b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
+            if errors is not None:
+                b_e = load_rows(errors, t, end, i_hv, i_v, HV, V, BT, BV)
+                b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
+                store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)
+            b_y *= b_beta
+        if dv is not None:
+            store_rows(dv, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
 
         if DG > 0:
             b_dS *= b_total
         if DG == 1:
-            b_x = (b_do * b_in).to(b_x.dtype)  # [BT, BV]
+            b_x = (b_do * b_in[:, None]).to(b_x.dtype)  # [BT, BV]
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
-            b_y *= -b_beta[:, None]
+            b_y = -b_y
             if DG == 1:
-                b_y *= b_in
+                b_y *= b_in[:, None]
             if DG > 1:
                 b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             b_kT = tl.trans(b_k)  # [BK, BT]

@@ -55,8 +55,7 @@ def launch_options(
             "num_stages": 2 if ahead else 1,
         }
     # Two chunks of loads leave no room for a second program.
-    full = gate > 0 and delta and stage == "scan"
-    full |= gate == 1 and stage in ("scan", "scan_backward")
+    full = gate > 1 and delta and stage == "scan"
     wide = ahead and K > 64 and gate > 1 and delta
     wide &= stage == "scan_backward"
     BV = scan_values(dtype, shared)

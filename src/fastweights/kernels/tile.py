@@ -111,7 +111,9 @@ def rows_at(
     """
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    mask = (t + o_t < end)[:, None] & (o_d < D)[None, :]
+    mask = (t + o_t < end)[:, None]
+    if D % BD != 0:  # else no tile has columns past the last
+        mask &= (o_d < D)[None, :]
     p_x = x + (t * H + i_h) * D
     return p_x + o_t[:, None] * (H * D) + o_d[None, :], mask
 
@@ -166,19 +168,13 @@ def load_row(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def gates_at(g, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """A head's gates in the chunk at t: G, e^G, e^{G_C - G}, e^{G_C}.
+def slot_row(x, i_c, i_h, H: tl.constexpr, BT: tl.constexpr):
+    """Pointers to head i_h of chunk slot i_c of x [slots, H, BT], and a last.
 
-    G [BT] is the running sum of the log decays in log2 units and fp64: a
-    weak gate after strong ones would drown in fp32, since G is differenced.
-    The decays are fp32, [BT, 1]: from the chunk's entrance, and to its exit.
+    [BT], and a scalar.
     """
-    b_g = load_row(g, t, end, i_h, H, BT)  # [BT]
-    b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
-    b_total = tl.min(b_G, axis=0)  # gates are <= 0: the last one
-    b_in = tl.exp2(b_G.to(tl.float32))[:, None]
-    b_out = tl.exp2((b_total - b_G).to(tl.float32))[:, None]
-    return b_G, b_in, b_out, tl.exp2(b_total.to(tl.float32))
+    p_x = x + (i_c.to(tl.int64) * H + i_h) * BT
+    return p_x + tl.arange(0, BT), p_x + BT - 1
 
 
 @triton.jit
@@ -189,36 +185,69 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
-def decay_matrix(b_G):
-    """exp2(G_i - G_j) for j <= i, [BT, BT]; b_G [BT] in fp64.
+def decay_to_exit(b_in, b_total, p_G, p_last):
+    """e^{G_C - G} of a gate a head, [BT]: of what is written, at the exit.
 
-    A product of two factors where they stay in range.
+    b_in is e^G and b_total e^{G_C}; where that is too little to divide by,
+    from G, which is at p_G, and its last.
     """
-    b_least = tl.min(b_G, axis=0)
-    if b_least > -64.0:
-        b_high = (b_G - 0.5 * b_least).to(tl.float32)
-        b_D = tl.exp2(b_high)[:, None] * tl.exp2(-b_high)[None, :]
+    if b_total >= 2.0**-100:
+        b_out = b_total / b_in
     else:
-        b_high = b_G.to(tl.float32)
-        b_low = (b_G - b_high).to(tl.float32)
-        b_D = b_high[:, None] - b_high[None, :]
-        b_D += b_low[:, None] - b_low[None, :]
-        b_D = tl.exp2(tl.minimum(b_D, 0.0))
+        b_out = tl.exp2((tl.load(p_last) - tl.load(p_G)).to(tl.float32))
+    return b_out
+
+
+@triton.jit
+def decay_differences(p_G, TRANSPOSED: tl.constexpr):
+    """e^{G_i - G_j} for j <= i, else 1, [BT, BT], from G at p_G."""
+    b_G = tl.load(p_G)
+    b_high = b_G.to(tl.float32)
+    b_low = (b_G - b_high).to(tl.float32)
+    b_D = b_high[:, None] - b_high[None, :]
+    b_D += b_low[:, None] - b_low[None, :]
+    if TRANSPOSED:
+        b_D = -b_D
+    return tl.exp2(tl.minimum(b_D, 0.0))
+
+
+@triton.jit
+def decay_matrix(b_in, b_total, p_G):
+    """e^{G_i - G_j} of a gate a head, [BT, BT], right for j <= i.
+
+    From token j back to the chunk's entrance, then to i; where the chunk
+    decays too far for that, from G at p_G.
+    """
+    if b_total >= 2.0**-100:
+        b_D = b_in[:, None] * (1.0 / b_in)[None, :]
+    else:
+        b_D = decay_differences(p_G, False)
     return b_D
 
 
 @triton.jit
-def causal(b_A, b_G, TRANSPOSED: tl.constexpr = False):
-    """A_ij exp2(G_i - G_j) for j <= i, else 0; b_G [BT], None for no gate.
+def decayed_scores(
+    b_A,
+    b_in,
+    b_total,
+    p_G,
+    dtype: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+):
+    """Scores b_A that a gate a head decays: themselves, and two factors.
 
-    With TRANSPOSED b_A [BT, BT] is A^T, without a gate, and so is the result.
+    One for the tokens that read, the rows of b_A [BT, BT], and one for those
+    that write, its columns, or the other way round. They are e^G and e^{-G},
+    and b_A stays as it is; where the chunk decays too far for that, 1, and
+    the decays are in b_A.
     """
-    o_t = time_order(b_A.shape[0])
-    if TRANSPOSED:
-        o_t = -o_t
-    if b_G is not None:
-        b_A *= decay_matrix(b_G)
-    return tl.where(o_t >= 0, b_A, 0.0)
+    BOUND: tl.constexpr = 4 if dtype == tl.float16 else 100
+    near = b_total >= 2.0**-BOUND
+    if near == 0:
+        b_A *= decay_differences(p_G, TRANSPOSED)
+    b_read = tl.where(near, b_in, 1.0)
+    b_write = tl.where(near, 1.0 / b_in, 1.0)
+    return b_A, b_read, b_write
 
 
 @triton.jit
