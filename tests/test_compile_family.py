@@ -46,6 +46,7 @@ FULL = (
     "g",
     "beta",
     "row_in",
+    "row_beta",
     "total",
     "exits",
     "maps",
@@ -87,6 +88,7 @@ def compile_stage(
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
+    there["row_beta"] = delta
     there["cu_seqlens"] = False
     if stage == "intra":
         there |= {"q_in": channel, "k_in": channel and delta}

@@ -11,6 +11,7 @@ from fastweights.kernels.tile import (
     decays_of_pairs,
     load_row,
     load_rows,
+    rest_of_inverse,
     slot_row,
     split_gates,
     store_rows,
@@ -18,7 +19,6 @@ from fastweights.kernels.tile import (
     summed_rows,
     tile_at,
     time_order,
-    unit_lower_inverse,
 )
 
 
@@ -34,6 +34,7 @@ def intra_fwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_beta,
     total,
     G,
     cu_seqlens,
@@ -66,20 +67,22 @@ def intra_fwd_kernel(
         return
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    SMALL: tl.constexpr = 1e-20
     BOUND: tl.constexpr = 8 if k.dtype.element_ty == tl.float16 else 100
     o_t = time_order(BT)
+    if DELTA:
+        b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
+        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT)[0], b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
         b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
         b_in = tl.exp2(b_G.to(tl.float32))
         b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
-        p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+        p_G = slot_row(G, i_c, i_hv, HV, BT)[0]
         tl.store(p_G, b_G)
         tl.store(slot_row(row_in, i_c, i_hv, HV, BT)[0], b_in)
         tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
-        if R is None:
-            return
+    if DG <= 1 and R is None:
+        return
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
@@ -138,14 +141,18 @@ def intra_fwd_kernel(
         if DG == 1:
             tl.debug_barrier()  # all of G is there
             b_Akk *= decay_matrix(b_in, b_total, p_G)
-        # M = Diag(beta) Akk, every row of which beta is a factor of; and of
-        # (I + M)^{-1} - I, which it leaves again. A beta of 0 stands for a
-        # small one.
-        b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-        b_beta = tl.where(tl.abs(b_beta) < SMALL, SMALL, b_beta)[:, None]
-        b_M = tl.where(o_t > 0, b_beta * b_Akk, 0.0)  # [BT, BT]
-        b_P = unit_lower_inverse(b_M, PRECISION)  # [BT, BT]
-        b_R = tl.where(o_t > 0, b_P * (1.0 / b_beta), 0.0)  # [BT, BT]
+        # Where every token's step beta |k|^2 is at most 2, the inverse stays
+        # small, and fp16 has the range as well as the precision of tf32.
+        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
+        largest = tl.max(tl.abs(b_Akk))  # on the diagonal, |k|^2
+        steps = largest * tl.max(tl.abs(b_beta))
+        if PRECISION == "tf32":
+            if (steps < 2.1) & (largest < 1e3):
+                b_R = rest_of_inverse(b_Akk, b_beta, "fp16")
+            else:
+                b_R = rest_of_inverse(b_Akk, b_beta, "tf32")
+        else:
+            b_R = rest_of_inverse(b_Akk, b_beta, PRECISION)
         store_rows(R, b_R, t, end, i_hv, 0, HV, BT, BT, BT)
 
 
@@ -242,10 +249,10 @@ def intra_bwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_beta,
     total,
     G,
     g,
-    beta,
     do,
     x,
     dv,
@@ -313,17 +320,12 @@ def intra_bwd_kernel(
 
         # Through the scores: the diagonal, which no gate is in, by itself.
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
             b_dA *= b_beta[None, :]
             b_dE *= -b_beta[None, :]
-            b_col *= b_beta[:, None]
         if DG > 0:
             b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
             b_own = tl.sum(b_own, axis=1)[:, None]  # [BT, 1]
-        m_A = o_t > 0 if DG > 0 else o_t >= 0
-        # Decays, and who reads them: of a gate a channel, q and k of the
-        # value head.
-        i_x, HX = i_h, H
         if DG == 1:
             b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
             b_total = tl.load(total + i_ch)
@@ -331,6 +333,14 @@ def intra_bwd_kernel(
             b_D = decay_matrix(b_in, b_total, p_G)  # [BT, BT]
             b_dA *= b_D
             b_dE *= b_D
+        m_A = o_t > 0 if DG > 0 else o_t >= 0
+        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+
+        # The states' decays, and who reads them: of a gate a channel, q and
+        # k of the value head.
+        i_x, HX = i_h, H
+        if DG == 1:
             b_decay = b_in[:, None]
             b_col *= decay_to_exit(b_in, b_total, p_G, p_last)[:, None]
             b_kept = b_kept * b_total
@@ -344,7 +354,6 @@ def intra_bwd_kernel(
             b_kept *= b_total
         b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
-        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
         if DG > 0:
             b_row *= b_decay
         b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
@@ -356,7 +365,6 @@ def intra_bwd_kernel(
             b_kr = b_k
             if DG > 1:
                 b_kr = load_rows(k_in, t, end, i_x, i_k, HX, K, BT, BK)
-            b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
             b_err = -b_err
             if DG > 0:
                 b_err *= b_decay
@@ -365,6 +373,7 @@ def intra_bwd_kernel(
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
             if DG > 0:
                 b_pairs += b_kr * b_err
+            b_col *= b_beta[:, None]
         b_c = tl.trans(b_c)  # [BT, BK]
         if DG > 0:
             b_pairs -= b_k * b_c
@@ -404,9 +413,9 @@ def intra_bwd_kernel(
 def intra_bwd_far_kernel(
     q,
     k,
+    row_beta,
     total,
     g,
-    beta,
     do,
     x,
     dv,
@@ -461,7 +470,7 @@ def intra_bwd_far_kernel(
             HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
         )  # fmt: skip
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
             b_dA *= b_beta[None, :]
             b_dE *= -b_beta[None, :]
             b_col *= b_beta[:, None]

@@ -112,7 +112,7 @@ class Chunked(NamedTuple):
 
     q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
     in them, [B, T, HV, K]; row_in [slots, HV, C] the decays e^G of a gate a
-    head, and G in fp64; total the decay of a chunk, [slots, HV] or
+    head, and G in fp64; row_beta beta, 0 past a sequence's end; total the decay of a chunk, [slots, HV] or
     [slots, HV, K].
     """
 
@@ -120,6 +120,7 @@ class Chunked(NamedTuple):
     k_in: Tensor
     k_out: Tensor
     row_in: Tensor | None = None
+    row_beta: Tensor | None = None
     total: Tensor | None = None
     G: Tensor | None = None
 
@@ -134,22 +135,23 @@ def intra(
     """
     B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
     chunked = Chunked(x.q, x.k, x.k)
-    wide = torch.float32
+    rows = x.q.new_empty(x.slots, HV, C, dtype=torch.float32)
     if x.gate_width == 1:
-        G = x.q.new_empty(x.slots, HV, C, dtype=torch.float64)
-        row_in = torch.empty_like(G, dtype=wide)
-        total = x.q.new_empty(x.slots, HV, dtype=wide)
-        chunked = Chunked(x.q, x.k, x.k, row_in, total, G)
+        G = torch.empty_like(rows, dtype=torch.float64)
+        total = rows.new_empty(x.slots, HV)
+        chunked = chunked._replace(row_in=rows, total=total, G=G)
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
-        total = x.q.new_empty(x.slots, HV, K, dtype=wide)
+        total = rows.new_empty(x.slots, HV, K)
         chunked = Chunked(q_in, k_in, k_out, total=total)
+    if x.beta is not None:
+        chunked = chunked._replace(row_beta=torch.empty_like(rows))
     Aqk, R = (
         x.q.new_empty(B, T, HV, C) if there and not again else None
         for there in (x.has_scores, x.beta is not None)
     )
-    if x.gate_width > 0 or R is not None:
+    if x.gate_width > 0 or x.beta is not None:
         x.run(
             intra_fwd_kernel,
             x.slots * HV,
@@ -191,7 +193,6 @@ def _scan(
         S * N * x.HV * tiles,
         *chunked,
         x.v,
-        x.beta,
         Aqk,
         R,
         to.get("o"),
@@ -306,7 +307,6 @@ def scan_backward(
             scan_bwd_kernel,
             S * N * x.HV * tiles,
             *chunked,
-            x.beta,
             Aqk,
             R,
             errors,
@@ -363,16 +363,15 @@ def intra_backward(
     dg = torch.empty_like(x.g) if wide else _parts(x.g, NK)
     programs = x.slots * x.H * NK
     written = x.v if errors is None else errors
-    rest = (x.g, x.beta, do, written, dv, h, dh, dq, dk, dg)
+    rest = (x.g, do, written, dv, h, dh, dq, dk, dg)
     rest = (*rest, x.cu_seqlens, x.scale, x.num_sequences, x.T)
     x.run(intra_bwd_kernel, programs, *chunked, *rest, **sizes)
     if not wide:
         return dq, dk, _sum_of_parts(dg, x.g)
     far = x.constants("intra_backward_far").copy()
     del far["DG"]
-    x.run(
-        intra_bwd_far_kernel, programs, x.q, x.k, chunked.total, *rest, **far
-    )
+    inputs = (x.q, x.k, chunked.row_beta, chunked.total)
+    x.run(intra_bwd_far_kernel, programs, *inputs, *rest, **far)
     return dq, dk, dg
 
 

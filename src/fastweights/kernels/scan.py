@@ -13,7 +13,6 @@ import triton.language as tl
 from fastweights.kernels.tile import (
     decay_to_exit,
     decayed_scores,
-    load_row,
     load_rows,
     sequence_at,
     slot_row,
@@ -57,10 +56,10 @@ def scan_fwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_beta,
     total,
     G,
     v,
-    beta,
     Aqk,
     R,
     o,
@@ -154,7 +153,7 @@ def scan_fwd_kernel(
 
         b_new = b_v
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])
             b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
@@ -219,9 +218,9 @@ def scan_bwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_beta,
     total,
     G,
-    beta,
     Aqk,
     R,
     errors,
@@ -291,6 +290,8 @@ def scan_bwd_kernel(
         b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        if errors is not None:
+            b_e = load_rows(errors, t, end, i_hv, i_v, HV, V, BT, BV)
         b_do = scale * b_do.to(tl.float32)
         b_x = b_do.to(do.dtype.element_ty)
         if DG == 1:
@@ -318,13 +319,12 @@ def scan_bwd_kernel(
         if DG == 1:
             b_y *= b_write[:, None]
         if DELTA:
-            b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])
             b_beta = b_beta[:, None]  # [BT, 1]
             b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
             if errors is not None:
-                b_e = load_rows(errors, t, end, i_hv, i_v, HV, V, BT, BV)
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)
             b_y *= b_beta

@@ -320,49 +320,62 @@ def decays_of_pairs(b_high, b_low, level, EXACT: tl.constexpr):
 
 
 @triton.jit
-def dot_of_nearest(b_x, b_y, PRECISION: tl.constexpr):
-    """b_x b_y, fp32; in one tf32 product, of the nearest tf32 numbers.
+def add_product(b_x, b_y, b_z, PRECISION: tl.constexpr):
+    """b_x b_y + b_z in fp32; the factors as fp16, or as PRECISION says.
 
-    The tensor cores take the ten leading bits as they are, which is one
-    way off, and the inverse amplifies that.
+    In one tf32 product they are the nearest tf32 numbers: the tensor cores
+    take the ten leading bits as they are, which is one way off, and the
+    inverse amplifies that.
     """
-    if PRECISION == "tf32":
-        b_x = (b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        b_y = (b_y.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        b_x = b_x.to(tl.float32, bitcast=True)
-        b_y = b_y.to(tl.float32, bitcast=True)
-    return tl.dot(b_x, b_y, input_precision=PRECISION)
+    if PRECISION == "fp16":
+        b_z = tl.dot(b_x.to(tl.float16), b_y.to(tl.float16), b_z)
+    else:
+        if PRECISION == "tf32":
+            b_x = (b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+            b_y = (b_y.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+            b_x = b_x.to(tl.float32, bitcast=True)
+            b_y = b_y.to(tl.float32, bitcast=True)
+        b_z = tl.dot(b_x, b_y, b_z, input_precision=PRECISION)
+    return b_z
 
 
 @triton.jit
-def unit_lower_inverse(b_M, PRECISION: tl.constexpr):
-    """(I + M)^{-1} of a strictly lower triangular b_M [BT, BT], fp32.
+def joined(b_R, b_A, b_beta, m_off, PRECISION: tl.constexpr):
+    """Of the R of two neighbours that of both; they meet in m_off of b_A.
 
-    Blocks of SIZE rows are inverted already; two neighbours with the block
-    M_21 between them join as P_21 = -P_22 M_21 P_11. Up to 16 rows that is
-    done in the blocks of the diagonal only, all of them at once.
+    R_21 = -(I + R_22 Diag(beta_2)) A_21 (I + Diag(beta_1) R_11).
     """
-    BT: tl.constexpr = b_M.shape[0]
+    b_off = tl.where(m_off, b_A, 0.0)
+    b_x = add_product(b_R, b_beta * b_off, b_off, PRECISION)
+    return b_R - add_product(b_x, b_beta * b_R, b_x, PRECISION)
+
+
+@triton.jit
+def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
+    """R for A, what is below the diagonal of the lower triangular b_A.
+
+    [BT, BT]; b_beta [BT]; fp32. (I + Diag(beta) A)^{-1} = I + Diag(beta) R
+    and (I + A Diag(beta))^{-1} = I + R Diag(beta), also where beta is 0.
+    Blocks of 2^level rows have theirs already, and neighbours join. Up to 16
+    rows that is done in the blocks of the diagonal only, all of them at once.
+    """
+    BT: tl.constexpr = b_A.shape[0]
     NB: tl.constexpr = BT // 16
     o_b = tl.arange(0, NB)
     m_own = o_b[:, None, None, None] == o_b[None, None, :, None]
-    b_D = tl.where(m_own, tl.reshape(b_M, [NB, 16, NB, 16]), 0.0)
+    b_D = tl.where(m_own, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
     b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
-    o_c = tl.arange(0, 16)
-    b_I = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)[None]
-    b_P = b_I - tl.where(joins(0, 16)[None], b_D, 0.0)
+    b_b = tl.reshape(b_beta, [NB, 16])[:, :, None]
+    b_R = -tl.where(joins(0, 16)[None], b_D, 0.0)
     for level in tl.static_range(1, 4):
-        b_off = tl.where(joins(level, 16)[None], b_D, 0.0)
-        b_off = dot_of_nearest(b_P, b_off, PRECISION)
-        b_P -= dot_of_nearest(b_off, b_P, PRECISION)
-    b_P = tl.where(m_own, b_P[:, :, None, :], 0.0)
-    b_P = tl.reshape(b_P, [BT, BT])
+        b_R = joined(b_R, b_D, b_b, joins(level, 16)[None], PRECISION)
+    b_R = tl.where(m_own, b_R[:, :, None, :], 0.0)
+    b_R = tl.reshape(b_R, [BT, BT])
     for level in tl.static_range(4, 6):
         if 2**level < BT:
-            b_off = tl.where(joins(level, BT), b_M, 0.0)
-            b_off = dot_of_nearest(b_P, b_off, PRECISION)
-            b_P -= dot_of_nearest(b_off, b_P, PRECISION)
-    return b_P
+            m_off = joins(level, BT)
+            b_R = joined(b_R, b_A, b_beta[:, None], m_off, PRECISION)
+    return b_R
 
 
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)
