@@ -9,6 +9,7 @@ from offline import DTYPES, SHARED, build, judge
 from fastweights.kernels.intra import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
+    intra_fwd_far_kernel,
     intra_fwd_kernel,
 )
 from fastweights.kernels.scan import (
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 KERNELS = {
     "intra": intra_fwd_kernel,
+    "intra_far": intra_fwd_far_kernel,
     "scan": scan_fwd_kernel,
     "chunk_states": scan_fwd_kernel,
     "scan_backward": scan_bwd_kernel,
@@ -39,13 +41,14 @@ LAUNCHES = [
     for width in (0, 1, "K")
     for delta in (False, True)
     if stage != "intra" or delta or width != 0
-    if stage != "intra_backward_far" or width == "K"
+    if not stage.endswith("far") or width == "K"
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 FULL = (
     "g",
     "beta",
     "row_in",
+    "row_undo",
     "row_beta",
     "total",
     "exits",
@@ -88,9 +91,9 @@ def compile_stage(
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
-    there["row_beta"] = delta
+    there["row_undo"], there["row_beta"] = DG == 1, delta
     there["cu_seqlens"] = False
-    if stage == "intra":
+    if stage.startswith("intra") and "backward" not in stage:
         there |= {"q_in": channel, "k_in": channel and delta}
         there["k_out"] = channel
     elif stage == "scan":
@@ -100,9 +103,13 @@ def compile_stage(
         there |= {"Aqk": False, "maps": False}
     elif stage == "segments":
         there |= dict.fromkeys(("o", "h", "errors", "state", "Aqk"), False)
+    elif stage == "scan_backward":
+        there |= dict.fromkeys(("errors", "dbeta"), delta and dtype == "fp16")
+    elif stage.startswith("intra_backward"):
+        there["dbeta"] = delta and dtype != "fp16"
     elif stage == "segments_backward":
         there |= dict.fromkeys(
-            ("errors", "dv", "dbeta", "dh", "dinitial_state"), False
+            ("errors", "dbeta", "dv", "dh", "dinitial_state"), False
         )
     constants = {name: None for name in there if not there[name]}
     H = 4 * group if channel and not stage.startswith("intra") else 4
@@ -113,6 +120,7 @@ def compile_stage(
         "G": "*fp64",
         "scale": "fp32",
         "T": "i32",
+        "programs": "i32",
         "N": "i32",
         "NS": "i32",
     }
@@ -129,7 +137,7 @@ def allowed(stage, width, capability):
     more. Before Hopper and on 12.0 the operands of tl.dot live in registers
     too.
     """
-    if stage == "intra_backward_far":
+    if stage.endswith("far"):
         return 2048
     if stage == "intra":
         return 768 if width == "K" else 0

@@ -419,8 +419,8 @@ def test_each_stage_is_its_twin(gate, rule):
     assert relative_error(dinitial_found, dinitial) < 1e-5
     for found, ref in ((h_found, h), (dh_found, dh)):
         assert relative_error(found[:3, 0], ref[0, :, 0]) < 1e-5
-    dq_found, dk_found, dg_found = launch.intra_backward(
-        call, chunked, do, e_found, dv_found, h_found, dh_found
+    dq_found, dk_found, dg_found, dbeta_found = launch.intra_backward(
+        call, chunked, do, e_found, dv_found, h_found, dh_found, dbeta_found
     )
     for found, ref in (
         (e_found, errors),

@@ -11,6 +11,7 @@ from fastweights.kernels.tile import (
     decays_of_pairs,
     load_row,
     load_rows,
+    nonzero,
     rest_of_inverse,
     slot_row,
     split_gates,
@@ -34,6 +35,7 @@ def intra_fwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_undo,
     row_beta,
     total,
     G,
@@ -56,18 +58,18 @@ def intra_fwd_kernel(
     gate a head: its running sum G, in log2 units, and the decays from the
     chunk's entrance, row_in = e^G. G is fp64: a weak gate after strong ones
     would drown in fp32, since G is differenced. The state's own decay, total
-    = e^{G_C}. A gate a channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and k_out =
-    e^{G_C - G} k. What is None is not computed: Aqk and R are not where the
-    backward has kept them.
+    = e^{G_C}. A gate a channel: Aqk, and what the state meets, q_in = e^G q,
+    k_in = e^G k and k_out = e^{G_C - G} k, all pairs at once, from j back to
+    the entrance, then to i; in chunks that decay too far for that
+    intra_fwd_far_kernel writes Aqk, R and k_out again. What is None is not
+    computed: Aqk and R are not where the backward has kept them.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
-    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    BOUND: tl.constexpr = 8 if k.dtype.element_ty == tl.float16 else 100
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
@@ -79,7 +81,9 @@ def intra_fwd_kernel(
         b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
         p_G = slot_row(G, i_c, i_hv, HV, BT)[0]
         tl.store(p_G, b_G)
+        b_undo = tl.where(b_total >= 2.0**-100, 1.0 / b_in, 1.0)
         tl.store(slot_row(row_in, i_c, i_hv, HV, BT)[0], b_in)
+        tl.store(slot_row(row_undo, i_c, i_hv, HV, BT)[0], b_undo)
         tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
     if DG <= 1 and R is None:
         return
@@ -104,34 +108,13 @@ def intra_fwd_kernel(
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(p_x, b_total, mask=o_k < K)
-            if tl.min(b_total) >= 2.0**-BOUND:
-                # All pairs at once: from j back to the entrance, then to i.
-                b_d = tl.exp2(-b_G)
-                b_kT = tl.trans((b_k * b_d).to(b_k.dtype))  # [BK, BT]
-                b_d *= b_total[None, :]
-                if Aqk is not None:
-                    b_Aqk = tl.dot(
-                        b_qi, b_kT, b_Aqk, input_precision=PRECISION
-                    )
-                if R is not None:
-                    b_Akk = tl.dot(
-                        b_ki, b_kT, b_Akk, input_precision=PRECISION
-                    )
-            else:
-                b_d = tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
-                if Aqk is not None:
-                    for level in range(LEVELS + 1):
-                        b_c, m_A = decays_of_pairs(
-                            b_high, b_low, level, EXACT
-                        )  # [BT, BK], [BT, BT]
-                        b_kT = tl.trans((b_k * b_c).to(b_k.dtype))  # [BK, BT]
-                        b_x = (b_q * b_c).to(b_q.dtype)  # [BT, BK]
-                        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-                        b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                        if DELTA:
-                            b_x = (b_k * b_c).to(b_k.dtype)  # [BT, BK]
-                            b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-                            b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            b_d = tl.exp2(-b_G)
+            b_kT = tl.trans((b_k * b_d).to(b_k.dtype))  # [BK, BT]
+            b_d *= b_total[None, :]
+            if Aqk is not None:
+                b_Aqk = tl.dot(b_qi, b_kT, b_Aqk, input_precision=PRECISION)
+            if R is not None:
+                b_Akk = tl.dot(b_ki, b_kT, b_Akk, input_precision=PRECISION)
             store_rows(k_out, b_k * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
 
     if Aqk is not None:
@@ -140,20 +123,31 @@ def intra_fwd_kernel(
     if R is not None:
         if DG == 1:
             tl.debug_barrier()  # all of G is there
-            b_Akk *= decay_matrix(b_in, b_total, p_G)
-        # Where every token's step beta |k|^2 is at most 2, the inverse stays
-        # small, and fp16 has the range as well as the precision of tf32.
-        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
-        largest = tl.max(tl.abs(b_Akk))  # on the diagonal, |k|^2
+            b_Akk *= decay_matrix(b_in, b_undo, b_total, p_G)
+        store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)
+
+
+@triton.jit
+def store_inverse(
+    R, b_Akk, b_beta, t, end, i_hv, HV: tl.constexpr, PRECISION: tl.constexpr
+):
+    """R of the lower triangle of b_Akk [BT, BT], with the diagonal |k|^2.
+
+    Where every token's step beta |k|^2 is at most 2, the inverse stays small,
+    and fp16 has the range as well as the precision of tf32.
+    """
+    BT: tl.constexpr = b_Akk.shape[0]
+    b_Akk = tl.where(time_order(BT) >= 0, b_Akk, 0.0)  # [BT, BT]
+    if PRECISION == "tf32":
+        largest = tl.max(tl.abs(b_Akk))
         steps = largest * tl.max(tl.abs(b_beta))
-        if PRECISION == "tf32":
-            if (steps < 2.1) & (largest < 1e3):
-                b_R = rest_of_inverse(b_Akk, b_beta, "fp16")
-            else:
-                b_R = rest_of_inverse(b_Akk, b_beta, "tf32")
+        if (steps < 2.1) & (largest < 1e3):
+            b_R = rest_of_inverse(b_Akk, b_beta, "fp16")
         else:
-            b_R = rest_of_inverse(b_Akk, b_beta, PRECISION)
-        store_rows(R, b_R, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_R = rest_of_inverse(b_Akk, b_beta, "tf32")
+    else:
+        b_R = rest_of_inverse(b_Akk, b_beta, PRECISION)
+    store_rows(R, b_R, t, end, i_hv, 0, HV, BT, BT, BT)
 
 
 @triton.jit
@@ -179,6 +173,82 @@ def near(
         b_total = tl.load(total + i_ch * K + o_k, mask=o_k < K, other=1.0)
         least = tl.minimum(least, tl.min(b_total))
     return least >= 2.0**-BOUND
+
+
+@triton.jit(do_not_specialize=["programs", "N", "T"])
+def intra_fwd_far_kernel(
+    q,
+    k,
+    g,
+    row_beta,
+    total,
+    Aqk,
+    R,
+    k_out,
+    cu_seqlens,
+    programs,
+    N,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """intra_fwd_kernel for a gate a channel, in chunks of unbounded decay.
+
+    There e^{-G} is out of range. Factors lead from both sides to a border
+    between two tokens, level by level (tile.decays_of_pairs). A few programs
+    look at all the chunks.
+    """
+    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    NK: tl.constexpr = (K + BK - 1) // BK
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    BOUND: tl.constexpr = 8 if k.dtype.element_ty == tl.float16 else 100
+    o_t = time_order(BT)
+    for i in range(tl.program_id(0), programs, tl.num_programs(0)):
+        i_x = tl.cast(i, tl.int32)
+        i_c, i_hv = i_x // HV, i_x % HV
+        i_h = i_hv // (HV // H)
+        t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+        bounded = t >= end
+        if t < end:
+            bounded = near(total, i_c, i_hv, 0, HV, HV, K, NK * BK, BOUND)
+        if bounded == 0:
+            b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
+            b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+            for i_k in range(NK):
+                b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)
+                b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)
+                b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)
+                b_high, b_low = split_gates(b_g)  # [BT, BK]
+                b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)
+                b_ko = b_k * tl.exp2(b_G)  # [BT, BK]
+                store_rows(k_out, b_ko, t, end, i_hv, i_k, HV, K, BT, BK)
+                if Aqk is not None:
+                    for level in range(LEVELS + 1):
+                        b_c, m_A = decays_of_pairs(
+                            b_high, b_low, level, EXACT
+                        )  # [BT, BK], [BT, BT]
+                        b_kc = (b_k * b_c).to(b_k.dtype)  # [BT, BK]
+                        b_kT = tl.trans(b_kc)  # [BK, BT]
+                        b_x = (b_q * b_c).to(b_q.dtype)  # [BT, BK]
+                        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
+                        b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+                        if DELTA:
+                            b_A = tl.dot(b_kc, b_kT, input_precision=PRECISION)
+                            b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            if Aqk is not None:
+                b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+                store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+                if DELTA:
+                    p_beta = slot_row(row_beta, i_c, i_hv, HV, BT)[0]
+                    b_beta = tl.load(p_beta)  # [BT]
+                    store_inverse(
+                        R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION
+                    )
 
 
 @triton.jit
@@ -243,12 +313,27 @@ def products_bwd(
     return scale * b_dA, b_dE, scale * b_row, b_col, b_err, b_kept
 
 
+@triton.jit
+def store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV: tl.constexpr):
+    """From the diagonal of -dAkk, the sum over values of dv and the errors.
+
+    dv has beta as a factor (the scan takes care that it is not 0). Every key
+    tile finds the same.
+    """
+    BT: tl.constexpr = b_dE.shape[0]
+    b_own = tl.where(time_order(BT) == 0, b_dE, 0.0)  # [BT, BT]
+    b_dbeta = tl.sum(b_own, axis=1) / nonzero(b_beta)  # [BT]
+    if i_k == 0:
+        store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def intra_bwd_kernel(
     q_in,
     k_in,
     k_out,
     row_in,
+    row_undo,
     row_beta,
     total,
     G,
@@ -261,6 +346,7 @@ def intra_bwd_kernel(
     dq,
     dk,
     dg,
+    dbeta,
     cu_seqlens,
     scale,
     N,
@@ -276,7 +362,7 @@ def intra_bwd_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk and key tile of one key head: the gradients of q, k and g.
+    """One chunk and key tile of one key head: gradients of q, k, g and beta.
 
     From the states that enter the chunks, h, and the gradients of those
     that leave them, dh. x is v, or for the delta rule the errors, of which
@@ -321,18 +407,27 @@ def intra_bwd_kernel(
         # Through the scores: the diagonal, which no gate is in, by itself.
         if DELTA:
             b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
-            b_dA *= b_beta[None, :]
-            b_dE *= -b_beta[None, :]
+            if dbeta is not None:
+                store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
         if DG > 0:
             b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
-            b_own = tl.sum(b_own, axis=1)[:, None]  # [BT, 1]
+            b_own = tl.sum(b_own, axis=1)  # [BT]
+            if DELTA:
+                b_own *= b_beta
+            b_own = b_own[:, None]
         if DG == 1:
             b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_undo = tl.load(slot_row(row_undo, i_c, i_hv, HV, BT)[0])  # [BT]
+            if DELTA:
+                b_undo *= b_beta
             b_total = tl.load(total + i_ch)
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_D = decay_matrix(b_in, b_total, p_G)  # [BT, BT]
+            b_D = decay_matrix(b_in, b_undo, b_total, p_G)  # [BT, BT]
             b_dA *= b_D
-            b_dE *= b_D
+            b_dE *= -b_D
+        elif DELTA:
+            b_dA *= b_beta[None, :]
+            b_dE *= -b_beta[None, :]
         m_A = o_t > 0 if DG > 0 else o_t >= 0
         b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
         b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
@@ -371,12 +466,15 @@ def intra_bwd_kernel(
             b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
-            if DG > 0:
+            if DG > 1:
                 b_pairs += b_kr * b_err
             b_col *= b_beta[:, None]
         b_c = tl.trans(b_c)  # [BT, BK]
-        if DG > 0:
+        if DG == 1 and DELTA:
+            b_pairs += b_k * (b_err - b_c)
+        elif DG > 0:
             b_pairs -= b_k * b_c
+        if DG > 0:
             b_w = b_k * b_col  # [BT, BK]
 
         if DG == 1:
@@ -409,7 +507,7 @@ def intra_bwd_kernel(
     store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["programs", "N", "T"])
 def intra_bwd_far_kernel(
     q,
     k,
@@ -424,8 +522,10 @@ def intra_bwd_far_kernel(
     dq,
     dk,
     dg,
+    dbeta,
     cu_seqlens,
     scale,
+    programs,
     N,
     T,
     H: tl.constexpr,
@@ -449,70 +549,80 @@ def intra_bwd_far_kernel(
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NG: tl.constexpr = HV // H
-    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
-    i_k = tl.program_id(0) % NK
-    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
-    if t >= end:
-        return
-    if near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
-        return
     dtype = do.dtype.element_ty
     o_t = time_order(BT)
-    b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
-    b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
-    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    for i_g in range(NG):
-        i_hv = i_h * NG + i_g
-        i_ch = i_c.to(tl.int64) * HV + i_hv
-        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-            do, x, dv, h, dh, scale, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
-        )  # fmt: skip
-        if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
-            b_dA *= b_beta[None, :]
-            b_dE *= -b_beta[None, :]
-            b_col *= b_beta[:, None]
-        b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
-        b_high, b_low = split_gates(b_g)  # [BT, BK]
-        b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
-        b_row *= b_in
-        b_err *= -b_in
-        b_col *= tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
-        b_w = b_k * b_col  # [BT, BK]
+    for i in range(tl.program_id(0), programs, tl.num_programs(0)):
+        i_x = tl.cast(i, tl.int32)
+        i_c, i_h, i_k = i_x // (NK * H), i_x // NK % H, i_x % NK
+        t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+        bounded = t >= end
+        if t < end:
+            bounded = near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND)
+        if bounded == 0:
+            b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for i_g in range(NG):
+                i_hv = i_h * NG + i_g
+                i_ch = i_c.to(tl.int64) * HV + i_hv
+                b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+                    do, x, dv, h, dh, scale, t, end, i_ch, i_hv, i_k,
+                    HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
+                )  # fmt: skip
+                if DELTA:
+                    b_beta = tl.load(
+                        slot_row(row_beta, i_c, i_hv, HV, BT)[0]
+                    )  # [BT]
+                    if dbeta is not None:
+                        store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
+                    b_dA *= b_beta[None, :]
+                    b_dE *= -b_beta[None, :]
+                    b_col *= b_beta[:, None]
+                b_g = load_rows(
+                    g, t, end, i_hv, i_k, HV, K, BT, BK
+                )  # [BT, BK]
+                b_high, b_low = split_gates(b_g)  # [BT, BK]
+                b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
+                b_row *= b_in
+                b_err *= -b_in
+                b_col *= tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
+                b_w = b_k * b_col  # [BT, BK]
 
-        # Through the scores: the diagonal, which no gate is in, by itself.
-        b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
-        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
-        b_pairs = b_q * b_row + b_k * b_err
-        for level in range(1, LEVELS + 1):
-            b_d, m_A = decays_of_pairs(b_high, b_low, level, EXACT)
-            b_qd, b_kd = (b_q * b_d).to(dtype), (b_k * b_d).to(dtype)
-            b_A = tl.where(m_A, b_dA, 0.0)
-            b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
-            b_qT = tl.trans(b_qd)  # [BK, BT]
-            b_c = tl.dot(b_qT, b_A, input_precision=PRECISION)
-            b_row += b_d * b_r
-            b_pairs += b_qd * b_r
-            if DELTA:
-                b_A = tl.where(m_A, b_dE, 0.0)
-                b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
-                b_kT = tl.trans(b_kd)  # [BK, BT]
-                b_c = tl.dot(b_kT, b_A, b_c, input_precision=PRECISION)
-                b_err += b_d * b_r
-                b_pairs += b_kd * b_r
-            b_c = tl.trans(b_c)  # [BT, BK]
-            b_col += b_d * b_c
-            b_pairs -= b_kd * b_c
+                # Through the scores: the diagonal, which no gate is in, by itself.
+                b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+                b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+                b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+                b_pairs = b_q * b_row + b_k * b_err
+                for level in range(1, LEVELS + 1):
+                    b_d, m_A = decays_of_pairs(b_high, b_low, level, EXACT)
+                    b_qd, b_kd = (b_q * b_d).to(dtype), (b_k * b_d).to(dtype)
+                    b_A = tl.where(m_A, b_dA, 0.0)
+                    b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                    b_qT = tl.trans(b_qd)  # [BK, BT]
+                    b_c = tl.dot(b_qT, b_A, input_precision=PRECISION)
+                    b_row += b_d * b_r
+                    b_pairs += b_qd * b_r
+                    if DELTA:
+                        b_A = tl.where(m_A, b_dE, 0.0)
+                        b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                        b_kT = tl.trans(b_kd)  # [BK, BT]
+                        b_c = tl.dot(b_kT, b_A, b_c, input_precision=PRECISION)
+                        b_err += b_d * b_r
+                        b_pairs += b_kd * b_r
+                    b_c = tl.trans(b_c)  # [BT, BK]
+                    b_col += b_d * b_c
+                    b_pairs -= b_kd * b_c
 
-        b_dq += b_row + b_own * b_k
-        b_dk += b_col + b_err + b_own * b_q
-        b_dg = summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
-        b_dg += summed_rows(o_t > 0, b_w, HALVES)
-        b_dg += tl.exp(tl.sum(b_g.to(tl.float32), axis=0)) * b_kept[None, :]
-        store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
+                b_dq += b_row + b_own * b_k
+                b_dk += b_col + b_err + b_own * b_q
+                b_dg = summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
+                b_dg += summed_rows(o_t > 0, b_w, HALVES)
+                b_dg += (
+                    tl.exp(tl.sum(b_g.to(tl.float32), axis=0))
+                    * b_kept[None, :]
+                )
+                store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 
-    store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
-    store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
+            store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
+            store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)

@@ -21,6 +21,7 @@ from fastweights.arguments import check_offsets
 from fastweights.kernels.intra import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
+    intra_fwd_far_kernel,
     intra_fwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
@@ -100,6 +101,10 @@ class Call:
         else:
             kernel[(programs,)](*arguments, **constants)
 
+    def few(self, programs: int) -> int:
+        """How many programs look through the work of so many."""
+        return torch.sym_min(programs, 4 * properties(self.device)[1])
+
     def new_states(
         self, number: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
@@ -120,6 +125,7 @@ class Chunked(NamedTuple):
     k_in: Tensor
     k_out: Tensor
     row_in: Tensor | None = None
+    row_undo: Tensor | None = None
     row_beta: Tensor | None = None
     total: Tensor | None = None
     G: Tensor | None = None
@@ -139,7 +145,9 @@ def intra(
     if x.gate_width == 1:
         G = torch.empty_like(rows, dtype=torch.float64)
         total = rows.new_empty(x.slots, HV)
-        chunked = chunked._replace(row_in=rows, total=total, G=G)
+        chunked = chunked._replace(
+            row_in=rows, row_undo=torch.empty_like(rows), total=total, G=G
+        )
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
@@ -166,6 +174,26 @@ def intra(
             x.num_sequences,
             T,
             **x.constants("intra"),
+        )
+    if x.gate_width > 1:
+        far = x.constants("intra_far").copy()
+        del far["DG"]
+        x.run(
+            intra_fwd_far_kernel,
+            x.few(x.slots * HV),
+            x.q,
+            x.k,
+            x.g,
+            chunked.row_beta,
+            chunked.total,
+            Aqk,
+            R,
+            chunked.k_out,
+            x.cu_seqlens,
+            x.slots * HV,
+            x.num_sequences,
+            T,
+            **far,
         )
     return chunked, Aqk, R
 
@@ -302,6 +330,9 @@ def scan_backward(
     if x.initial_state is not None:
         dinitial = torch.empty_like(x.initial_state)
 
+    if x.v.dtype != torch.float16:
+        errors = None  # intra_backward finds dbeta
+
     def launch(S: int, errors: Tensor | None, *results: Tensor | None) -> None:
         x.run(
             scan_bwd_kernel,
@@ -328,7 +359,7 @@ def scan_backward(
         d = entrances.view(S - 1, N * x.HV, x.K, x.V)
         compose(d, maps, back=True)
     dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
-    dbeta = _parts(x.beta, tiles)
+    dbeta = None if errors is None else _parts(x.beta, tiles)
     launch(S, errors, dv, dbeta, dh, dinitial, entrances)
     return dv, _sum_of_parts(dbeta, x.beta), dh, dinitial
 
@@ -354,8 +385,9 @@ def intra_backward(
     dv: Tensor,
     h: Tensor,
     dh: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inside each chunk: dq, dk and dg."""
+    dbeta: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Inside each chunk: dq, dk, dg and, unless it is there, dbeta."""
     sizes = x.constants("intra_backward")
     NK = -(-x.K // sizes["BK"])
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
@@ -363,16 +395,21 @@ def intra_backward(
     dg = torch.empty_like(x.g) if wide else _parts(x.g, NK)
     programs = x.slots * x.H * NK
     written = x.v if errors is None else errors
-    rest = (x.g, do, written, dv, h, dh, dq, dk, dg)
-    rest = (*rest, x.cu_seqlens, x.scale, x.num_sequences, x.T)
-    x.run(intra_bwd_kernel, programs, *chunked, *rest, **sizes)
+    found = None
+    if dbeta is None and x.beta is not None:
+        found = dbeta = torch.empty_like(x.beta)
+    rest = (x.g, do, written, dv, h, dh, dq, dk, dg, found)
+    rest = (*rest, x.cu_seqlens, x.scale)
+    sizes_of = (x.num_sequences, x.T)
+    x.run(intra_bwd_kernel, programs, *chunked, *rest, *sizes_of, **sizes)
     if not wide:
-        return dq, dk, _sum_of_parts(dg, x.g)
+        return dq, dk, _sum_of_parts(dg, x.g), dbeta
     far = x.constants("intra_backward_far").copy()
     del far["DG"]
-    inputs = (x.q, x.k, chunked.row_beta, chunked.total)
-    x.run(intra_bwd_far_kernel, programs, *inputs, *rest, **far)
-    return dq, dk, dg
+    rest = (x.q, x.k, chunked.row_beta, chunked.total, *rest, programs)
+    few = x.few(programs)
+    x.run(intra_bwd_far_kernel, few, *rest, *sizes_of, **far)
+    return dq, dk, dg, dbeta
 
 
 def default_chunk_size(q: Tensor) -> int:
@@ -497,6 +534,8 @@ def _backward(
     dv, dbeta, dh, dinitial = scan_backward(
         x, chunked, Aqk, R, errors, do, dstate, maps
     )
-    dq, dk, dg = intra_backward(x, chunked, do, errors, dv, h, dh)
+    dq, dk, dg, dbeta = intra_backward(
+        x, chunked, do, errors, dv, h, dh, dbeta
+    )
     found = (dq, dk, dv, dg, dbeta, dinitial)
     return [dx for dx in found if dx is not None]

@@ -14,6 +14,7 @@ from fastweights.kernels.tile import (
     decay_to_exit,
     decayed_scores,
     load_rows,
+    nonzero,
     sequence_at,
     slot_row,
     state_at,
@@ -56,6 +57,7 @@ def scan_fwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_undo,
     row_beta,
     total,
     G,
@@ -147,7 +149,7 @@ def scan_fwd_kernel(
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
             b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT]
 
-        if o is not None:
+        if o is not None and DG <= 1:  # early: S_in needs its room no longer
             b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
 
@@ -191,6 +193,8 @@ def scan_fwd_kernel(
                 b_A = b_A.to(b_v.dtype)
             else:
                 b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+                b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)
+                b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
             b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             if DG == 1:
                 b_o *= b_read[:, None]
@@ -218,6 +222,7 @@ def scan_bwd_kernel(
     k_in,
     k_out,
     row_in,
+    row_undo,
     row_beta,
     total,
     G,
@@ -249,12 +254,13 @@ def scan_bwd_kernel(
 ):
     """From the last chunk to the first, the state's gradient in registers.
 
-    dv; dbeta, of which every value tile writes its part; dh, the gradient of
-    the state that leaves each chunk; and that of the initial state. Of the
-    delta rule's y, the gradient of what it writes, beta times the errors,
-    dv is beta y and dbeta the sum over values of errors y. With w what y
-    would be without the later tokens' errors, y = (I + R^T Diag(beta)) w.
-    Without these only what the segment adds to the gradient of the state that
+    dv; dh, the gradient of the state that leaves each chunk; and that of the
+    initial state. With y the gradient of what the delta rule writes, beta
+    times the errors, dv is beta y, and dbeta the sum over values of errors y.
+    intra_bwd finds it from dv, where beta may be small but not 0; in fp16 dv
+    would lose too much, and every value tile writes its part here. With w
+    what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
+    w. Without these only what the segment adds to the gradient of the state that
     enters it, to entrances [segment - 1, sequence, HV, K, V], of all
     segments but the first; otherwise entrances is that gradient, composed.
     """
@@ -327,7 +333,7 @@ def scan_bwd_kernel(
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)
-            b_y *= b_beta
+            b_y *= nonzero(b_beta)
         if dv is not None:
             store_rows(dv, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
 

@@ -36,11 +36,14 @@ def launch_options(
     narrow = narrowest(dtype)
     large, power = shared > 200_000, triton.next_power_of_2(K)
     ahead = large and dtype != torch.float32 and K <= 128
-    if stage == "intra":
+    if stage in ("intra", "intra_far"):
         BK = (64 if gate > 1 else narrow) if large else 32
         if ahead and gate <= 1:
             BK = max(narrow, power)
-        return {"BK": BK, "num_warps": 4, "num_stages": 1}
+        options = {"BK": BK, "num_warps": 4, "num_stages": 1}
+        if ahead and gate <= 1:
+            options["maxnreg"] = 168  # three programs a multiprocessor
+        return options
     if stage.startswith("intra_backward"):
         far = stage == "intra_backward_far"
         # In shorter chunks some products would be Hopper's, of 64 rows, and
@@ -123,7 +126,7 @@ def constants(
         chunk_size=chunk_size,
     )
     found = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": gate}
-    if stage != "intra":
+    if stage not in ("intra", "intra_far"):
         found["V"] = V
     precision = dot_precision(dtype, K)
     return {**found, "DELTA": delta, "PRECISION": precision, **options}

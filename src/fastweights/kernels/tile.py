@@ -185,6 +185,12 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
+def nonzero(b_beta):
+    """beta, or 1e-20 where it is less: what is a factor can be a divisor."""
+    return tl.where(tl.abs(b_beta) < 1e-20, 1e-20, b_beta)
+
+
+@triton.jit
 def decay_to_exit(b_in, b_total, p_G, p_last):
     """e^{G_C - G} of a gate a head, [BT]: of what is written, at the exit.
 
@@ -212,16 +218,16 @@ def decay_differences(p_G, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def decay_matrix(b_in, b_total, p_G):
+def decay_matrix(b_in, b_undo, b_total, p_G):
     """e^{G_i - G_j} of a gate a head, [BT, BT], right for j <= i.
 
-    From token j back to the chunk's entrance, then to i; where the chunk
-    decays too far for that, from G at p_G.
+    From token j back to the chunk's entrance, b_undo = e^{-G}, then to i;
+    where the chunk decays too far for that, from G at p_G, times b_undo.
     """
     if b_total >= 2.0**-100:
-        b_D = b_in[:, None] * (1.0 / b_in)[None, :]
+        b_D = b_in[:, None] * b_undo[None, :]
     else:
-        b_D = decay_differences(p_G, False)
+        b_D = decay_differences(p_G, False) * b_undo[None, :]
     return b_D
 
 
