@@ -123,7 +123,10 @@ def intra_fwd_kernel(
     if R is not None:
         if DG == 1:
             tl.debug_barrier()  # all of G is there
-            b_Akk *= decay_matrix(b_in, b_undo, b_total, p_G)
+            if b_total >= 2.0**-100:
+                b_Akk *= b_in[:, None] * b_undo[None, :]
+            else:
+                b_Akk *= decay_matrix(p_G)
         store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)
 
 
@@ -422,7 +425,9 @@ def intra_bwd_kernel(
                 b_undo *= b_beta
             b_total = tl.load(total + i_ch)
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_D = decay_matrix(b_in, b_undo, b_total, p_G)  # [BT, BT]
+            b_D = b_in[:, None] * b_undo[None, :]  # [BT, BT]
+            if b_total < 2.0**-100:
+                b_D = decay_matrix(p_G) * b_undo[None, :]
             b_dA *= b_D
             b_dE *= -b_D
         elif DELTA:
@@ -436,8 +441,8 @@ def intra_bwd_kernel(
         # k of the value head.
         i_x, HX = i_h, H
         if DG == 1:
-            b_decay = b_in[:, None]
-            b_col *= decay_to_exit(b_in, b_total, p_G, p_last)[:, None]
+            b_decay = b_in[:, None]  # [BT, 1]
+            b_col *= decay_to_exit(b_decay, b_total, p_G, p_last)
             b_kept = b_kept * b_total
         elif DG > 1:
             i_x, HX = i_hv, HV

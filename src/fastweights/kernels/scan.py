@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    decay_matrix,
     decay_to_exit,
-    decayed_scores,
     load_rows,
     nonzero,
     sequence_at,
@@ -102,6 +102,7 @@ def scan_fwd_kernel(
     leaves each segment, composed.
     """
     MAP: tl.constexpr = o is None and h is None
+    BOUND: tl.constexpr = 8 if v.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
@@ -142,63 +143,64 @@ def scan_fwd_kernel(
         if DG <= 1 or DELTA:
             b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
         if DG == 1:
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT]
+            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT, 1]
 
         if o is not None and DG <= 1:  # early: S_in needs its room no longer
             b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
 
-        b_new = b_v
+        b_e = b_v
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
             b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
-                b_e *= b_in[:, None]
+                b_e *= b_in
             b_e = b_v - b_e
-            b_r = (b_beta[:, None] * b_e).to(b_v.dtype)  # [BT, BV]
+            b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
             b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)  # [BT, BV]
             if errors is not None:
                 store_rows(errors, b_e, t, end, i_hv, i_v, HV, V, BT, BV)
-            b_new = b_beta[:, None] * b_e
-        b_x = b_new.to(b_v.dtype)
+            b_e *= b_beta
 
         if DG > 0:
             b_S *= b_total
             if MAP and not DELTA:
                 b_decay *= b_total
-        b_y = b_x
+        b_x = b_e
         if DG == 1:
-            b_y = (b_new * b_out[:, None]).to(b_v.dtype)
+            b_x *= b_out
+        b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
         if DG > 1:
             b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
         b_kT = tl.trans(b_k)  # [BK, BT]
-        b_S = tl.dot(b_kT, b_y, b_S, input_precision=PRECISION)  # [BK, BV]
+        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
 
         if o is not None:
             if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                if DG == 1:
-                    b_A, b_read, b_write = decayed_scores(
-                        b_A, b_in, b_total, p_G, b_k.dtype
-                    )
-                    b_o *= (b_in / b_read)[:, None]
-                    b_x = (b_new * b_write[:, None]).to(b_v.dtype)
-                b_A = tl.where(time_order(BT) >= 0, b_A, 0.0)  # [BT, BT]
-                b_A = b_A.to(b_v.dtype)
             else:
                 b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
                 b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
-            b_o = tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            b_read = scale
             if DG == 1:
-                b_o *= b_read[:, None]
-            store_rows(o, scale * b_o, t, end, i_hv, i_v, HV, V, BT, BV)
+                # From the exit back to the token that reads.
+                near = b_total >= 2.0**-BOUND
+                b_o *= tl.where(near, b_total, b_in)
+                b_read = scale * tl.where(near, b_in / b_total, 1.0)
+                if near == 0:
+                    b_A *= decay_matrix(p_G)
+                    b_x = b_e.to(b_v.dtype)
+            if DG <= 1:
+                b_A = tl.where(time_order(BT) >= 0, b_A, 0.0).to(b_v.dtype)
+            b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            store_rows(o, b_o, t, end, i_hv, i_v, HV, V, BT, BV)
 
     if state is not None:
         o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
@@ -265,6 +267,7 @@ def scan_bwd_kernel(
     segments but the first; otherwise entrances is that gradient, composed.
     """
     MAP: tl.constexpr = dh is None
+    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
@@ -299,34 +302,39 @@ def scan_bwd_kernel(
         if errors is not None:
             b_e = load_rows(errors, t, end, i_hv, i_v, HV, V, BT, BV)
         b_do = scale * b_do.to(tl.float32)
-        b_x = b_do.to(do.dtype.element_ty)
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
         if DG == 1:
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT]
+            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT, 1]
 
+        b_x = b_do
+        if DG == 1:
+            b_x *= b_in
+        b_x = b_x.to(do.dtype.element_ty)  # [BT, BV], as at the entrance
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
         if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            if DG == 1:
-                b_A, b_read, b_write = decayed_scores(
-                    b_A, b_in, b_total, p_G, b_k.dtype, TRANSPOSED=True
-                )
-                b_y *= (b_out / b_write)[:, None]
-                b_x = (b_do * b_read[:, None]).to(b_x.dtype)  # [BT, BV]
-            b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
         else:
             b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             b_A = tl.trans(b_A)  # [BT, BT]
-        b_y = tl.dot(b_A, b_x, b_y, input_precision=PRECISION)  # [BT, BV]
+        b_read = b_x
         if DG == 1:
-            b_y *= b_write[:, None]
+            # From the entrance on to the token that writes.
+            near = b_total >= 2.0**-BOUND
+            b_y *= tl.where(near, b_total, b_out)
+            if near == 0:
+                b_A *= decay_matrix(p_G, TRANSPOSED=True)
+                b_read = b_do.to(do.dtype.element_ty)
+        if DG <= 1:
+            b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
+        b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
+        if DG == 1:
+            b_y *= tl.where(near, 1.0 / b_in, 1.0)
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])
-            b_beta = b_beta[:, None]  # [BT, 1]
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
             b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
@@ -339,14 +347,12 @@ def scan_bwd_kernel(
 
         if DG > 0:
             b_dS *= b_total
-        if DG == 1:
-            b_x = (b_do * b_in[:, None]).to(b_x.dtype)  # [BT, BV]
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
             b_y = -b_y
             if DG == 1:
-                b_y *= b_in[:, None]
+                b_y *= b_in
             if DG > 1:
                 b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
             b_kT = tl.trans(b_k)  # [BK, BT]

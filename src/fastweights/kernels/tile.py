@@ -192,7 +192,7 @@ def nonzero(b_beta):
 
 @triton.jit
 def decay_to_exit(b_in, b_total, p_G, p_last):
-    """e^{G_C - G} of a gate a head, [BT]: of what is written, at the exit.
+    """e^{G_C - G} of a gate a head, [BT, 1]: of what is written, at the exit.
 
     b_in is e^G and b_total e^{G_C}; where that is too little to divide by,
     from G, which is at p_G, and its last.
@@ -200,14 +200,19 @@ def decay_to_exit(b_in, b_total, p_G, p_last):
     if b_total >= 2.0**-100:
         b_out = b_total / b_in
     else:
-        b_out = tl.exp2((tl.load(p_last) - tl.load(p_G)).to(tl.float32))
+        b_G = tl.load(p_last) - tl.load(p_G)
+        b_out = tl.exp2(b_G.to(tl.float32))[:, None]
     return b_out
 
 
 @triton.jit
-def decay_differences(p_G, TRANSPOSED: tl.constexpr):
-    """e^{G_i - G_j} for j <= i, else 1, [BT, BT], from G at p_G."""
-    b_G = tl.load(p_G)
+def decay_matrix(p_G, TRANSPOSED: tl.constexpr = False):
+    """e^{G_i - G_j} for j <= i, else 1, [BT, BT], from G at p_G.
+
+    TRANSPOSED, i are the columns. Where a chunk decays by no more than
+    2^-100, two factors do: from j to the entrance, and from there to i.
+    """
+    b_G = tl.load(p_G)  # [BT]
     b_high = b_G.to(tl.float32)
     b_low = (b_G - b_high).to(tl.float32)
     b_D = b_high[:, None] - b_high[None, :]
@@ -215,45 +220,6 @@ def decay_differences(p_G, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
         b_D = -b_D
     return tl.exp2(tl.minimum(b_D, 0.0))
-
-
-@triton.jit
-def decay_matrix(b_in, b_undo, b_total, p_G):
-    """e^{G_i - G_j} of a gate a head, [BT, BT], right for j <= i.
-
-    From token j back to the chunk's entrance, b_undo = e^{-G}, then to i;
-    where the chunk decays too far for that, from G at p_G, times b_undo.
-    """
-    if b_total >= 2.0**-100:
-        b_D = b_in[:, None] * b_undo[None, :]
-    else:
-        b_D = decay_differences(p_G, False) * b_undo[None, :]
-    return b_D
-
-
-@triton.jit
-def decayed_scores(
-    b_A,
-    b_in,
-    b_total,
-    p_G,
-    dtype: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-):
-    """Scores b_A that a gate a head decays: themselves, and two factors.
-
-    One for the tokens that read, the rows of b_A [BT, BT], and one for those
-    that write, its columns, or the other way round. They are e^G and e^{-G},
-    and b_A stays as it is; where the chunk decays too far for that, 1, and
-    the decays are in b_A.
-    """
-    BOUND: tl.constexpr = 4 if dtype == tl.float16 else 100
-    near = b_total >= 2.0**-BOUND
-    if near == 0:
-        b_A *= decay_differences(p_G, TRANSPOSED)
-    b_read = tl.where(near, b_in, 1.0)
-    b_write = tl.where(near, 1.0 / b_in, 1.0)
-    return b_A, b_read, b_write
 
 
 @triton.jit
