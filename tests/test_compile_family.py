@@ -6,11 +6,10 @@ pytest.importorskip("triton")
 
 from offline import DTYPES, SHARED, build, judge
 
-from fastweights.kernels.intra import (
+from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
+from fastweights.kernels.intra_backward import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
-    intra_fwd_far_kernel,
-    intra_fwd_kernel,
 )
 from fastweights.kernels.scan import (
     scan_bwd_kernel,
@@ -91,6 +90,7 @@ def compile_stage(
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
+    there["far"], there["dkept"] = channel, DG == 1
     there["row_undo"], there["row_beta"] = DG == 1, delta
     there["cu_seqlens"] = False
     if stage.startswith("intra") and "backward" not in stage:
@@ -114,13 +114,20 @@ def compile_stage(
     constants = {name: None for name in there if not there[name]}
     H = 4 * group if channel and not stage.startswith("intra") else 4
     constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}
-    constants |= {"DG": DG, "DELTA": delta, "PRECISION": precision} | options
+    constants |= {
+        "DG": DG,
+        "LOOK": 16,
+        "DELTA": delta,
+        "PRECISION": precision,
+    } | options
     types = dict.fromkeys(FULL, "*fp32")
     types |= {
         "G": "*fp64",
         "scale": "fp32",
         "T": "i32",
-        "programs": "i32",
+        "marks": "i32",
+        "far": "*i32",
+        "dkept": "*fp32",
         "N": "i32",
         "NS": "i32",
     }

@@ -18,11 +18,11 @@ import triton
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
-from fastweights.kernels.intra import (
+from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
+from fastweights.kernels.intra_backward import (
+    gate_bwd_kernel,
     intra_bwd_far_kernel,
     intra_bwd_kernel,
-    intra_fwd_far_kernel,
-    intra_fwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import (
@@ -101,10 +101,6 @@ class Call:
         else:
             kernel[(programs,)](*arguments, **constants)
 
-    def few(self, programs: int) -> int:
-        """How many programs look through the work of so many."""
-        return torch.sym_min(programs, 4 * properties(self.device)[1])
-
     def new_states(
         self, number: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
@@ -116,9 +112,10 @@ class Chunked(NamedTuple):
     """What the states meet, in place of q, k and the gate.
 
     q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
-    in them, [B, T, HV, K]; row_in [slots, HV, C] the decays e^G of a gate a
-    head, and G in fp64; row_beta beta, 0 past a sequence's end; total the decay of a chunk, [slots, HV] or
-    [slots, HV, K].
+    in them, [B, T, HV, K]. A number a row, [slots, HV, C]: of a gate a head
+    G in fp64, row_in = e^G and row_undo = e^{-G}; and row_beta, 0 past a
+    sequence's end. total is the decay of a chunk, [slots, HV] or [slots, HV,
+    K], and far marks those whose decay has no bound, [slots, HV].
     """
 
     q_in: Tensor
@@ -128,6 +125,7 @@ class Chunked(NamedTuple):
     row_undo: Tensor | None = None
     row_beta: Tensor | None = None
     total: Tensor | None = None
+    far: Tensor | None = None
     G: Tensor | None = None
 
 
@@ -152,7 +150,8 @@ def intra(
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
         total = rows.new_empty(x.slots, HV, K)
-        chunked = Chunked(q_in, k_in, k_out, total=total)
+        far = rows.new_empty(x.slots, HV, dtype=torch.int32)
+        chunked = Chunked(q_in, k_in, k_out, total=total, far=far)
     if x.beta is not None:
         chunked = chunked._replace(row_beta=torch.empty_like(rows))
     Aqk, R = (
@@ -176,16 +175,15 @@ def intra(
             **x.constants("intra"),
         )
     if x.gate_width > 1:
-        far = x.constants("intra_far").copy()
-        del far["DG"]
+        sizes = x.constants("intra_far")
         x.run(
             intra_fwd_far_kernel,
-            x.few(x.slots * HV),
+            -(-x.slots * HV // sizes["LOOK"]),
             x.q,
             x.k,
             x.g,
             chunked.row_beta,
-            chunked.total,
+            chunked.far,
             Aqk,
             R,
             chunked.k_out,
@@ -193,7 +191,7 @@ def intra(
             x.slots * HV,
             x.num_sequences,
             T,
-            **far,
+            **sizes,
         )
     return chunked, Aqk, R
 
@@ -359,22 +357,13 @@ def scan_backward(
         d = entrances.view(S - 1, N * x.HV, x.K, x.V)
         compose(d, maps, back=True)
     dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
-    dbeta = None if errors is None else _parts(x.beta, tiles)
+    dbeta = None
+    if errors is not None and x.beta is not None:
+        dbeta = errors.new_empty(*x.beta.shape, tiles, dtype=torch.float32)
     launch(S, errors, dv, dbeta, dh, dinitial, entrances)
-    return dv, _sum_of_parts(dbeta, x.beta), dh, dinitial
-
-
-def _parts(like: Tensor | None, number: int) -> Tensor | None:
-    """Room for a gradient [B, T, HV] in that many parts."""
-    if like is None:
-        return None
-    return like.new_empty(*like.shape, number, dtype=torch.float32)
-
-
-def _sum_of_parts(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
-    if parts is None or like is None:
-        return None
-    return parts.sum(-1).to(like.dtype)
+    if dbeta is not None and x.beta is not None:
+        dbeta = dbeta.sum(-1).to(x.beta.dtype)
+    return dv, dbeta, dh, dinitial
 
 
 def intra_backward(
@@ -389,26 +378,65 @@ def intra_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Inside each chunk: dq, dk, dg and, unless it is there, dbeta."""
     sizes = x.constants("intra_backward")
-    NK = -(-x.K // sizes["BK"])
+    C, NK = x.chunk_size, -(-x.K // sizes["BK"])
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
-    wide = x.gate_width > 1 and x.g is not None
-    dg = torch.empty_like(x.g) if wide else _parts(x.g, NK)
-    programs = x.slots * x.H * NK
-    written = x.v if errors is None else errors
+    dg = None if x.g is None else torch.empty_like(x.g)
+    parts, dkept = dg, None
+    if dg is not None and x.gate_width == 1:
+        dkept = x.q.new_empty(x.slots, x.HV, NK, dtype=torch.float32)
+        parts = dkept.new_empty(x.slots, x.HV, NK, 2, C)
     found = None
     if dbeta is None and x.beta is not None:
         found = dbeta = torch.empty_like(x.beta)
-    rest = (x.g, do, written, dv, h, dh, dq, dk, dg, found)
-    rest = (*rest, x.cu_seqlens, x.scale)
-    sizes_of = (x.num_sequences, x.T)
-    x.run(intra_bwd_kernel, programs, *chunked, *rest, *sizes_of, **sizes)
-    if not wide:
-        return dq, dk, _sum_of_parts(dg, x.g), dbeta
-    far = x.constants("intra_backward_far").copy()
-    del far["DG"]
-    rest = (x.q, x.k, chunked.row_beta, chunked.total, *rest, programs)
-    few = x.few(programs)
-    x.run(intra_bwd_far_kernel, few, *rest, *sizes_of, **far)
+    written = x.v if errors is None else errors
+    inputs = (x.g, do, written, dv, h, dh, dq, dk)
+    rest = (x.cu_seqlens, x.scale)
+    sequences = (x.num_sequences, x.T)
+    x.run(
+        intra_bwd_kernel,
+        x.slots * x.H * NK,
+        *chunked,
+        *inputs,
+        parts,
+        dkept,
+        found,
+        *rest,
+        *sequences,
+        **sizes,
+    )
+    if x.gate_width == 1:
+        x.run(
+            gate_bwd_kernel,
+            x.slots * x.HV,
+            parts,
+            dkept,
+            dg,
+            x.cu_seqlens,
+            *sequences,
+            HV=x.HV,
+            NK=NK,
+            BT=C,
+            num_warps=1,
+        )
+    if x.gate_width > 1:
+        marks = x.slots * x.H
+        far = x.constants("intra_backward_far")
+        x.run(
+            intra_bwd_far_kernel,
+            -(-marks // far["LOOK"]),
+            x.q,
+            x.k,
+            chunked.row_beta,
+            chunked.total,
+            chunked.far,
+            *inputs,
+            dg,
+            found,
+            *rest,
+            marks,
+            *sequences,
+            **far,
+        )
     return dq, dk, dg, dbeta
 
 

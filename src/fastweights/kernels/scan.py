@@ -60,6 +60,7 @@ def scan_fwd_kernel(
     row_undo,
     row_beta,
     total,
+    far,
     G,
     v,
     Aqk,
@@ -95,11 +96,11 @@ def scan_fwd_kernel(
     values are more than what the keys find: (I + Akk Diag(beta))^{-1} r,
     where r is that for the state S at the chunk's entrance. With o the
     outputs and the final state; with h, for the backward, the state that
-    enters each chunk, and the errors. With neither, the segment's map instead of all that: B to
-    exits [segment, sequence, HV, K, V], and M to maps: K x K for the delta
-    rule, whose tiles are programs of their own, and the decay of K channels
-    for a gate and the additive rule. Otherwise exits is the state that
-    leaves each segment, composed.
+    enters each chunk, and the errors. With neither, the segment's map instead
+    of all that: B to exits [segment, sequence, HV, K, V], and M to maps: K x K
+    for the delta rule, whose tiles are programs of their own, and the decay
+    of K channels for a gate and the additive rule. Otherwise exits is the
+    state that leaves each segment, composed.
     """
     MAP: tl.constexpr = o is None and h is None
     BOUND: tl.constexpr = 8 if v.dtype.element_ty == tl.float16 else 100
@@ -227,6 +228,7 @@ def scan_bwd_kernel(
     row_undo,
     row_beta,
     total,
+    far,
     G,
     Aqk,
     R,
@@ -262,8 +264,8 @@ def scan_bwd_kernel(
     intra_bwd finds it from dv, where beta may be small but not 0; in fp16 dv
     would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
-    w. Without these only what the segment adds to the gradient of the state that
-    enters it, to entrances [segment - 1, sequence, HV, K, V], of all
+    w. Without these only what the segment adds to the gradient of the state
+    that enters it, to entrances [segment - 1, sequence, HV, K, V], of all
     segments but the first; otherwise entrances is that gradient, composed.
     """
     MAP: tl.constexpr = dh is None

@@ -12,6 +12,7 @@ from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import narrowest
 
 IntLike = Any  # int, or SymInt where shapes are symbols
+MARKS = 16  # of chunks that decay far, which one program looks at
 SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
 
 
@@ -125,7 +126,11 @@ def constants(
         shared=shared,
         chunk_size=chunk_size,
     )
-    found = {"H": H, "HV": HV, "K": K, "BT": chunk_size, "DG": gate}
+    found = {"H": H, "HV": HV, "K": K, "BT": chunk_size}
+    if stage.endswith("far"):
+        found["LOOK"] = MARKS
+    else:
+        found["DG"] = gate
     if stage not in ("intra", "intra_far"):
         found["V"] = V
     precision = dot_precision(dtype, K)

@@ -1,0 +1,475 @@
+"""Inside each chunk, all chunks at once: the gradients of its inputs."""
+
+import triton
+import triton.language as tl
+
+from fastweights.kernels.tile import (
+    chunk_span,
+    decay_matrix,
+    decay_to_exit,
+    decays_of_pairs,
+    load_rows,
+    nonzero,
+    slot_row,
+    split_gates,
+    store_rows,
+    summed_gates,
+    summed_rows,
+    tile_at,
+    time_order,
+)
+
+
+@triton.jit
+def near(
+    total,
+    i_c,
+    i_h,
+    i_k,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BOUND: tl.constexpr,
+):
+    """Whether no channel of the key tile decays by 2^-BOUND in the chunk.
+
+    For all value heads of key head i_h.
+    """
+    least = 1.0
+    o_k = i_k * BK + tl.arange(0, BK)
+    for i_g in range(HV // H):
+        i_ch = i_c.to(tl.int64) * HV + i_h * (HV // H) + i_g
+        b_total = tl.load(total + i_ch * K + o_k, mask=o_k < K, other=1.0)
+        least = tl.minimum(least, tl.min(b_total))
+    return least >= 2.0**-BOUND
+
+
+@triton.jit
+def products_bwd(
+    do,
+    x,
+    dv,
+    h,
+    dh,
+    t,
+    end,
+    i_ch,
+    i_hv,
+    i_k,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums over values, before any decay, scale, beta and mask.
+
+    Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
+    to q, to k as it is written, and, negated, to k as it reads. -dAkk and
+    the last are 0 for the additive rule. And for a gate h . dh, of the
+    gradient of the state's decay, [BK], or for a gate a head its sum: the
+    diagonal of a product, since a tile that a product and a sum read has one
+    buffer, which Triton fills again before the product is done.
+    """
+    b_dA = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dE = tl.zeros([BT, BT], dtype=tl.float32)
+    b_row = tl.zeros([BT, BK], dtype=tl.float32)
+    b_col = tl.zeros([BT, BK], dtype=tl.float32)
+    b_err = tl.zeros([BT, BK], dtype=tl.float32)
+    b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        o_h, m_h = tile_at(i_ch, i_k, 0, i_v, K, 1, V, BK, BV)
+        b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_x = load_rows(x, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
+        b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
+        b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
+        b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
+        if DELTA:
+            b_dv = load_rows(dv, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_dE = tl.dot(b_dv, b_xT, b_dE, input_precision=PRECISION)
+            b_err = tl.dot(b_dv, b_hT, b_err, input_precision=PRECISION)
+        if DG > 0:
+            b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
+    b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
+    if DG == 1:  # noqa: SIM108
+        b_kept = tl.sum(b_hdh)
+    else:
+        b_kept = tl.sum(b_hdh, axis=1)  # [BK]
+    return b_dA, b_dE, b_row, b_col, b_err, b_kept
+
+
+@triton.jit
+def store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV: tl.constexpr):
+    """From the diagonal of -dAkk, the sum over values of dv and the errors.
+
+    dv has beta as a factor (the scan takes care that it is not 0). Every key
+    tile finds the same.
+    """
+    BT: tl.constexpr = b_dE.shape[0]
+    b_own = tl.where(time_order(BT) == 0, b_dE, 0.0)  # [BT, BT]
+    b_dbeta = tl.sum(b_own, axis=1) / nonzero(b_beta)  # [BT]
+    if i_k == 0:
+        store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def intra_bwd_kernel(
+    q_in,
+    k_in,
+    k_out,
+    row_in,
+    row_undo,
+    row_beta,
+    total,
+    far,
+    G,
+    g,
+    do,
+    x,
+    dv,
+    h,
+    dh,
+    dq,
+    dk,
+    dg,
+    dkept,
+    dbeta,
+    cu_seqlens,
+    scale,
+    N,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DG: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One chunk and key tile of one key head: gradients of q, k, g and beta.
+
+    From the states that enter the chunks, h, and the gradients of those
+    that leave them, dh. x is v, or for the delta rule the errors, of which
+    beta x is written. The value heads of the key head are summed here, in
+    fp32. Of the gradient of a gate a head every key tile writes its parts,
+    which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of the
+    state's decay dkept [slots, HV, NK].
+
+    A gate's gradient is a sum over the pairs of tokens that it stands
+    between. Rows gain from it what columns lose, and pairs on one side must
+    cancel: b_pairs adds up both, from operands that are rounded alike.
+
+    With a gate a channel, e^G q and e^{G_C - G} k as the states meet them
+    also meet each other, with a factor e^{G_C} of the channel too much,
+    which is divided out. That takes a chunk whose decay is bounded;
+    intra_bwd_far_kernel has the others.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
+    NG: tl.constexpr = HV // H
+    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_k = tl.program_id(0) % NK
+    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
+        if not near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
+            return
+    dtype = do.dtype.element_ty
+    o_t = time_order(BT)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_g in range(NG):
+        i_hv = i_h * NG + i_g
+        i_ch = i_c.to(tl.int64) * HV + i_hv
+        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+            do, x, dv, h, dh, t, end, i_ch, i_hv, i_k,
+            HV, K, V, BT, BK, BV, DG, DELTA, PRECISION,
+        )  # fmt: skip
+
+        # Through the scores: the diagonal, which no gate is in, by itself.
+        if DELTA:
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
+            if dbeta is not None:
+                store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
+        b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
+        if DELTA:
+            b_weight = b_beta
+        if DG > 0:
+            b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
+            b_own = (scale * b_weight * tl.sum(b_own, axis=1))[:, None]
+        if DG == 1:
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_undo = tl.load(slot_row(row_undo, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_undo *= b_weight
+            b_total = tl.load(total + i_ch)
+            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
+            b_D = b_in[:, None] * b_undo[None, :]  # [BT, BT]
+            if b_total < 2.0**-100:
+                b_D = decay_matrix(p_G) * b_undo[None, :]
+            b_dA *= scale * b_D
+            b_dE *= -b_D
+        else:
+            b_dA *= scale * b_weight[None, :]
+            b_dE *= -b_weight[None, :]
+        m_A = o_t > 0 if DG > 0 else o_t >= 0
+        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+
+        # The states' decays, and who reads them: of a gate a channel, q and
+        # k of the value head.
+        i_x, HX = i_h, H
+        if DG == 1:
+            b_decay = b_in[:, None]  # [BT, 1]
+            b_out = decay_to_exit(b_decay, b_total, p_G, p_last)
+            b_col *= b_weight[:, None] * b_out
+            b_kept = b_kept * b_total
+        elif DG > 1:
+            i_x, HX = i_hv, HV
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_total = total + i_ch * K + o_k
+            b_total = tl.load(p_total, mask=o_k < K, other=1.0)  # [BK]
+            b_decay = b_total[None, :]
+            if DELTA:
+                b_col *= b_weight[:, None]
+            b_undo = 1.0 / b_decay  # [1, BK]
+            b_kept *= b_total
+        b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
+        b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
+        b_row *= (scale * b_decay) if DG > 0 else scale
+        b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+        b_qT = tl.trans(b_q)  # [BK, BT]
+        b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
+        if DG > 0:
+            b_pairs = b_q * b_row  # [BT, BK]
+        if DELTA:
+            b_kr = b_k
+            if DG > 1:
+                b_kr = load_rows(k_in, t, end, i_x, i_k, HX, K, BT, BK)
+            b_err *= -b_decay if DG > 0 else -1.0
+            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
+            b_krT = tl.trans(b_kr)  # [BK, BT]
+            b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
+            if DG > 1:
+                b_pairs += b_kr * b_err
+            if DG == 0:
+                b_col *= b_weight[:, None]
+        b_c = tl.trans(b_c)  # [BT, BK]
+        if DG == 1 and DELTA:
+            b_pairs += b_k * (b_err - b_c)
+        elif DG > 0:
+            b_pairs -= b_k * b_c
+        if DG > 0:
+            b_w = b_k * b_col  # [BT, BK]
+
+        if DG == 1:
+            i_part = i_ch * NK + i_k
+            o_c = i_part * 2 * BT + tl.arange(0, BT)
+            tl.store(dg + o_c, tl.sum(b_pairs, axis=1))
+            tl.store(dg + BT + o_c, tl.sum(b_w, axis=1))
+            tl.store(dkept + i_part, b_kept)
+        elif DG > 1:
+            b_dg = summed_rows(o_t <= 0, b_pairs * b_undo, HALVES)  # [BT, BK]
+            b_dg += summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
+            store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
+
+        if DG > 0:
+            b_row += b_own * b_k
+            b_c += b_own * b_q
+        if DG > 1:
+            b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
+            b_high, b_low = split_gates(b_g)  # [BT, BK]
+            b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_row *= tl.exp2(-b_G)
+            b_err *= tl.exp2(-b_G)
+            b_col *= tl.exp2(b_G)
+            b_c *= b_undo * tl.exp2(b_G)
+        b_dq += b_row
+        b_dk += b_col + b_c
+        if DELTA:
+            b_dk += b_err
+
+    store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
+    store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def gate_bwd_kernel(
+    parts,
+    dkept,
+    dg,
+    cu_seqlens,
+    N,
+    T,
+    HV: tl.constexpr,
+    NK: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """One chunk of one value head: dg of a gate a head [T, HV].
+
+    It stands between a token before it and one at or after it, in pairs of
+    which each has a part at the later one; and between what is written
+    before it, or was in the state, and the chunk's exit.
+    """
+    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    o_c = tl.arange(0, BT)
+    b_pairs = tl.zeros([BT], dtype=tl.float32)
+    b_before = tl.zeros([BT], dtype=tl.float32)
+    b_dg = tl.zeros([BT], dtype=tl.float32)
+    for i_k in tl.static_range(NK):
+        i_part = tl.program_id(0).to(tl.int64) * NK + i_k
+        p_part = parts + i_part * 2 * BT + o_c
+        b_pairs += tl.load(p_part)
+        b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
+        b_dg += tl.load(dkept + i_part)
+    b_dg += tl.cumsum(b_before, axis=0)
+    b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
+    store_rows(dg, b_dg[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+
+
+@triton.jit(do_not_specialize=["marks", "N", "T"])
+def intra_bwd_far_kernel(
+    q,
+    k,
+    row_beta,
+    total,
+    far,
+    g,
+    do,
+    x,
+    dv,
+    h,
+    dh,
+    dq,
+    dk,
+    dg,
+    dbeta,
+    cu_seqlens,
+    scale,
+    marks,
+    N,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LOOK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """intra_bwd_kernel for a gate a channel, and the chunks it leaves out.
+
+    Without a bound on the decays: their factors lead from both sides to a
+    border between two tokens, level by level (tile.decays_of_pairs).
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
+    NG: tl.constexpr = HV // H
+    dtype = do.dtype.element_ty
+    o_t = time_order(BT)
+    first = tl.program_id(0) * LOOK
+    o_x = first + tl.arange(0, LOOK)  # marks of a key head's value heads
+    b_far = tl.zeros([LOOK], dtype=tl.int32)
+    for i_m in tl.static_range(NG):
+        p_far = far + o_x * NG + i_m
+        b_far += tl.load(p_far, mask=o_x < marks, other=0)
+    if tl.max(b_far) == 0:
+        return
+    for i in range(LOOK * NK):
+        i_x = first + i // NK
+        i_c, i_h, i_k = i_x // H, i_x % H, i % NK
+        t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+        bounded = (i_x >= marks) | (t >= end)
+        if bounded == 0:
+            bounded = near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND)
+        if bounded == 0:
+            b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for i_g in range(NG):
+                i_hv = i_h * NG + i_g
+                i_ch = i_c.to(tl.int64) * HV + i_hv
+                b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+                    do, x, dv, h, dh, t, end, i_ch, i_hv, i_k,
+                    HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
+                )  # fmt: skip
+                if DELTA:
+                    b_beta = tl.load(
+                        slot_row(row_beta, i_c, i_hv, HV, BT)[0]
+                    )  # [BT]
+                    if dbeta is not None:
+                        store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
+                    b_dA *= b_beta[None, :]
+                    b_dE *= -b_beta[None, :]
+                    b_col *= b_beta[:, None]
+                b_g = load_rows(
+                    g, t, end, i_hv, i_k, HV, K, BT, BK
+                )  # [BT, BK]
+                b_high, b_low = split_gates(b_g)  # [BT, BK]
+                b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
+                b_dA *= scale
+                b_row *= scale * b_in
+                b_err *= -b_in
+                b_col *= tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
+                b_w = b_k * b_col  # [BT, BK]
+
+                # Through the scores, the diagonal by itself.
+                b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+                b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+                b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+                b_pairs = b_q * b_row + b_k * b_err
+                for level in range(1, LEVELS + 1):
+                    b_d, m_A = decays_of_pairs(b_high, b_low, level, EXACT)
+                    b_qd, b_kd = (b_q * b_d).to(dtype), (b_k * b_d).to(dtype)
+                    b_A = tl.where(m_A, b_dA, 0.0)
+                    b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                    b_qT = tl.trans(b_qd)  # [BK, BT]
+                    b_c = tl.dot(b_qT, b_A, input_precision=PRECISION)
+                    b_row += b_d * b_r
+                    b_pairs += b_qd * b_r
+                    if DELTA:
+                        b_A = tl.where(m_A, b_dE, 0.0)
+                        b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
+                        b_kT = tl.trans(b_kd)  # [BK, BT]
+                        b_c = tl.dot(b_kT, b_A, b_c, input_precision=PRECISION)
+                        b_err += b_d * b_r
+                        b_pairs += b_kd * b_r
+                    b_c = tl.trans(b_c)  # [BT, BK]
+                    b_col += b_d * b_c
+                    b_pairs -= b_kd * b_c
+
+                b_dq += b_row + b_own * b_k
+                b_dk += b_col + b_err + b_own * b_q
+                b_dg = summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
+                b_dg += summed_rows(o_t > 0, b_w, HALVES)
+                b_dg += (
+                    tl.exp(tl.sum(b_g.to(tl.float32), axis=0))
+                    * b_kept[None, :]
+                )
+                store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
+
+            store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
+            store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
