@@ -229,6 +229,18 @@ def correlated_keys(gate, *, beta, cosine, T=150, D=64):
     return x
 
 
+def uneven_keys(gate, T=150, D=64):
+    """Steps beta |k|^2 below 1, by keys of length 1 and 300 in turns.
+
+    The inverse has products of the long keys in it, which fp16 has not.
+    """
+    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
+    length = torch.where(torch.arange(T) % 2 == 0, 1.0, 300.0)[:, None]
+    x["k"] = x["k"] * length[..., None]
+    x["beta"] = x["beta"] / length**2
+    return x
+
+
 HARD = {
     "identical-beta-0": {"beta": 0.0, "cosine": 1.0},
     "identical-beta-1": {"beta": 1.0, "cosine": 1.0},
@@ -271,6 +283,25 @@ def test_gates_that_open_again(gate):
 def test_correlated_keys(gate, keys):
     x = correlated_keys(gate, **keys)
     judge_amplified(cast(x, torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+def test_keys_of_uneven_length(gate):
+    judge(cast(uneven_keys(gate), torch.float16), budget_of(torch.float16))
+
+
+def one_head_forgets(rule):
+    """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
+    x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
+    x["g"][:, :, 4] = -5
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+def test_one_value_head_forgets(rule):
+    judge(cast(one_head_forgets(rule), torch.float32), 1e-4)
 
 
 @interpreted
@@ -500,6 +531,22 @@ def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_correlated_keys_on_gpu(gate, keys, dtype):
     judge_amplified(cast(correlated_keys(gate, **keys), dtype, "cuda"))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_keys_of_uneven_length_on_gpu(gate, dtype):
+    judge(cast(uneven_keys(gate), dtype, "cuda"), budget_of(dtype))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("rule", RULES)
+def test_one_value_head_forgets_on_gpu(rule):
+    x = cast(one_head_forgets(rule), torch.bfloat16, "cuda")
+    judge(x, budget_of(torch.bfloat16))
 
 
 @pytest.mark.gpu
