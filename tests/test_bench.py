@@ -56,7 +56,8 @@ def test_recorded_run(case):
 def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
     """Every column of a small run; the floor from its own ceilings."""
     path = tmp_path / "record.json"
-    command = "--members gated_deltanet linear_attention --shapes train"
+    command = "--members gated_deltanet linear_attention"
+    command += " --shapes train decode"
     arguments = [*command.split(), "--no-first", "--json", str(path)]
     monkeypatch.setattr("sys.argv", ["bench", *arguments])
     monkeypatch.setattr(speed, "ON_CPU", speed.Shape(1, 64, 1, 1, 16, 16))
@@ -66,6 +67,11 @@ def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
         f"python -m fastweights.bench {command} --no-first"
     )
     copy, matmul, *rows = record["rows"]
+    steps = [rows.pop(5), rows.pop(0)]
+    assert all(row["shape"] == "decode" for row in steps)
+    assert steps[1]["floor"] == pytest.approx(
+        steps[1]["moved"] * copy["seconds"] / copy["moved"]
+    )
     # Gated DeltaNet with both gates, linear attention once, two passes each
     assert [(r["member"], r["gate"], r["what"]) for r in rows] == [
         (member, gate, what)
@@ -91,6 +97,20 @@ def test_inputs_suit_their_member(member, monkeypatch):
     o, _ = getattr(fw, member)(**x)
     assert o.shape == (1, 20, 2, 4)
     assert "g" not in x or (x["g"] == -1e-3).all()
+
+
+@pytest.mark.parametrize("member", speed.MEMBERS)
+def test_decoding_moves_each_state_there_and_back(member):
+    """In one round every state takes one step, as decode_step would."""
+    shape = speed.Shape(2, 1, 1, 2, 16, 8)
+    step, moved = speed.decode_round(member, shape)
+    assert moved > 2 * 4 * 2 * 2 * 16 * 8
+    states = [c.cell_contents for c in step.__closure__]
+    states = next(x for x in states if isinstance(x, list))
+    assert len(states) == speed.STATES
+    step()
+    assert all(torch.equal(S, states[0]) for S in states)
+    assert states[0].any()
 
 
 def test_work_is_that_of_the_peers_page():

@@ -268,9 +268,10 @@ def main() -> None:
     )
     group.add_argument(
         "--shapes",
-        choices=speed.SHAPES,
-        default=["train", "long"],
-        help=f"of {', '.join(speed.SHAPES)}; train and long by default",
+        choices=[*speed.SHAPES, speed.DECODE],
+        default=["train", "long", speed.DECODE],
+        help=f"of {', '.join(speed.SHAPES)} and {speed.DECODE}; "
+        "train, long and decode by default",
         **several,
     )
     group.add_argument(

@@ -51,6 +51,12 @@ SHAPES = {
     "short": Shape(8, 512, 16, 16, 128, 128),
 }
 ON_CPU = Shape(1, 512, 2, 2, 64, 64)
+DECODE = "decode"  # the shape of one token for each of a batch
+DECODED, DECODED_ON_CPU = (
+    Shape(64, 1, 16, 16, 128, 128),
+    Shape(2, 1, 2, 2, 64, 64),
+)
+STATES = 4  # take turns in decoding: together more than the L2 cache holds
 # member -> its gate (None, or how many numbers) and whether it has beta
 MEMBERS = {
     "linear_attention": (None, False),
@@ -207,6 +213,34 @@ def first_seconds(member: str) -> float:
     return float(done.stdout.split()[-1])
 
 
+def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
+    """One token for each of STATES states in turn, and the bytes of a token.
+
+    What a step must move: its state, read and written, the token and its
+    output. On a GPU a graph is replayed: no host between the steps.
+    """
+    x = inputs(name, shape, GATES[0])
+    B, _, _, HV, K, V = vars(shape).values()
+    size = (B, HV, K, V)
+    states = [torch.zeros(size, device=bench.DEVICE) for _ in range(STATES)]
+
+    def step() -> None:
+        for state in states:
+            fw.decode_step(**x, state=state)
+
+    tensors = (*x.values(), x["v"])  # o is like v
+    moved = 8 * states[0].numel()
+    moved += sum(t.numel() * t.element_size() for t in tensors)
+    if not bench.ON_GPU:
+        return step, moved
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay, moved
+
+
 def members(
     names: list[str],
     shapes: list[str],
@@ -219,7 +253,8 @@ def members(
 
     Rows of the case ``members``: seconds, moved and flops (the floor's),
     floor (seconds), peak (bytes), host (seconds a call). On a CPU there is
-    one shape, "small", and peak and host are None.
+    one shape besides "decode", "small", and peak and host are None. Of
+    "decode" there are what a step moves, and its time.
     """
     rate: dict[str, float] = {}
     for row in bench.ceilings():
@@ -231,7 +266,20 @@ def members(
         if first:
             seconds = first_seconds(name)
             yield {"member": name, "what": "first", "seconds": seconds}
-        for where in shapes if bench.ON_GPU else ["small"]:
+        if DECODE in shapes:
+            shape = DECODED if bench.ON_GPU else DECODED_ON_CPU
+            fn, moved = decode_round(name, shape)
+            yield {
+                "member": name,
+                "shape": DECODE,
+                "who": "fastweights",
+                "what": "step",
+                "seconds": bench.timeit(fn) / STATES,
+                "floor": moved / rate["copy"],
+                "moved": moved,
+            }
+        sequences = [where for where in shapes if where != DECODE]
+        for where in sequences if bench.ON_GPU else ["small"]:
             shape = SHAPES.get(where, ON_CPU)
             moved, flops = work(name, shape)
             for gate in gates if MEMBERS[name][0] else gates[:1]:
