@@ -213,15 +213,17 @@ def _commit() -> str | None:
     return run.stdout.strip() if run.returncode == 0 else None
 
 
-def run(case: Callable[[], Iterator[Row]], arguments: str) -> dict[str, Any]:
-    """Run a case, printing each row as it comes."""
+def run(
+    case: Callable[[], Iterator[Row]], arguments: str, file: Path | None
+) -> None:
+    """Run a case: each row, as it comes, to the terminal and the record."""
     command = f"python -m fastweights.bench {arguments}".strip()
-    record: dict[str, Any] = {"command": command, **environment()}
-    rows = []
+    record: dict[str, Any] = {"command": command, **environment(), "rows": []}
     for row in case():
         print(_line(row), flush=True)
-        rows.append(row)
-    return record | {"rows": rows}
+        record["rows"].append(row)
+        if file:
+            file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _line(row: Row) -> str:
@@ -303,9 +305,7 @@ def main() -> None:
     if "--json" in given:
         at = given.index("--json")
         del given[at : at + 2]
-    record = run(case, shlex.join(given))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    run(case, shlex.join(given), arguments.json)
 
 
 if __name__ == "__main__":

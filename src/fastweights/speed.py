@@ -219,7 +219,7 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     What a step must move: its state, read and written, the token and its
     output. On a GPU a graph is replayed: no host between the steps.
     """
-    x = inputs(name, shape, GATES[0])
+    x: dict[str, Any] = inputs(name, shape, GATES[0])
     B, _, _, HV, K, V = vars(shape).values()
     size = (B, HV, K, V)
     states = [torch.zeros(size, device=bench.DEVICE) for _ in range(STATES)]
