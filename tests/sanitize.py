@@ -18,15 +18,18 @@ import torch
 from inputs import GATES, RULES, member
 
 import fastweights as fw
-from fastweights.kernels import flash, linear, prefix
+from fastweights.kernels import flash, launch, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
 
 
-def run(gate: str, rule: str, dtype: torch.dtype) -> None:
-    lengths = torch.tensor([0, 70, 70, 100], device="cuda")
-    x = member(gate, rule, T=100, N=3, H=1, HV=2, K=60, V=100)
+def run(
+    gate: str, rule: str, dtype: torch.dtype, strength: float | str
+) -> None:
+    lengths = torch.tensor([0, 170, 170, 300], device="cuda")
+    kind = {"T": 300, "N": 3, "H": 1, "HV": 2, "K": 60, "V": 100}
+    x = member(gate, rule, strength=strength, **kind)
     x = {name: t.cuda().float() for name, t in x.items()}
     x |= {name: x[name].to(dtype) for name in ("q", "k", "v")}
     x = {name: t.requires_grad_() for name, t in x.items()}
@@ -40,10 +43,16 @@ def run(gate: str, rule: str, dtype: torch.dtype) -> None:
 
 def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for gate, rule in itertools.product(GATES, RULES):
-            run(gate, rule, dtype)
+        # One segment and three; decays of bounded chunks, and of others.
+        for gate, rule, segments, strength in itertools.product(
+            GATES, RULES, (1, 3), (-0.01, "mixed")
+        ):
+            if gate == "none" and strength == "mixed":
+                continue
+            launch.num_segments = lambda *_, number=segments: number
+            run(gate, rule, dtype, strength)
             torch.cuda.synchronize()
-            print(dtype, gate, rule, flush=True)
+            print(dtype, gate, rule, segments, strength, flush=True)
         q, k = torch.randn(2, 1, 100, 1, 60, dtype=dtype, device="cuda")
         v = torch.randn(1, 100, 2, 100, dtype=dtype, device="cuda")
         linear.scan(q, k, v, scale=0.3)
