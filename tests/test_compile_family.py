@@ -138,11 +138,11 @@ def allowed(stage, width, capability):
     """Bytes of registers that may spill, about 1.3 times the worst seen.
 
     Next to nothing spills in intra without a gate a channel, nothing in
-    chunk_states before Hopper. A scan has the state, a product and, from Hopper on, the
-    loads of two chunks to hold. The backward inside a chunk holds four score
-    matrices and up to five tiles of gradients, with a gate a channel two
-    more. Before Hopper and on 12.0 the operands of tl.dot live in registers
-    too.
+    chunk_states before Hopper. A scan has the state, a product and, from
+    Hopper on, the loads of two chunks to hold. The backward inside a chunk
+    holds four score matrices and up to five tiles of gradients, with a gate
+    a channel two more. Before Hopper and on 12.0 the operands of tl.dot live
+    in registers too.
     """
     if stage.endswith("far"):
         return 2048

@@ -211,11 +211,10 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
 
 def _timed(record: dict[str, Any], shape: str) -> list[dict[str, Any]]:
     """The rows of a shape with the gates that forget least, if any do."""
-    rows = [row for row in record["rows"] if row.get("shape") == shape]
+    found = [row for row in record["rows"] if "gate" in row]
+    rows = [row for row in found if row["shape"] == shape]
     if not rows:
-        shapes = sorted(
-            {row.get("shape", "") for row in record["rows"]} - {""}
-        )
+        shapes = sorted({row["shape"] for row in found})
         raise ValueError(f"shape: got {shape!r}, need one of {shapes}")
     kept = {row["member"] for row in rows if row["gate"] == "kept"}
     return [r for r in rows if r["gate"] == "kept" or r["member"] not in kept]
