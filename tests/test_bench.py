@@ -134,3 +134,10 @@ def test_a_peer_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(SystemExit, match="fla-core"):
         speed.peers()
+
+
+@pytest.mark.skipif(bench.ON_GPU, reason="there is a GPU")
+def test_tuning_takes_a_gpu(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", "tune"])
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        bench.main()

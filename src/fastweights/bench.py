@@ -2,6 +2,7 @@
 
 members     every member, forward and backward, in multiples of the floor
             (:mod:`fastweights.speed`); with --peer fla beside its own
+tune        every stage of the kernels under other launch settings
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 decode      one more token: softmax over its cache, linear over its state
@@ -257,7 +258,10 @@ def main() -> None:
 
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument(
-        "case", nargs="?", default="members", choices=["members", *CASES]
+        "case",
+        nargs="?",
+        default="members",
+        choices=["members", "tune", *CASES],
     )
     parser.add_argument("--json", type=Path, help="write the record here")
     group = parser.add_argument_group("members")
@@ -301,6 +305,10 @@ def main() -> None:
             first=not arguments.no_first,
         ),
     )
+    if arguments.case == "tune":
+        case = functools.partial(
+            speed.tune, arguments.members, arguments.shapes
+        )
     given = [x for x in sys.argv[1:] if not x.startswith("--json=")]
     if "--json" in given:
         at = given.index("--json")

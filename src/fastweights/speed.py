@@ -308,3 +308,40 @@ def members(
                             "peak": peak_memory(fn),
                             "host": host_seconds(fn),
                         }
+
+
+def tune(names: list[str], shapes: list[str]) -> Iterator[Row]:
+    """Each stage of each member under its settings and their neighbours.
+
+    Rows of the case ``tune``: the settings, whether they are the library's
+    ("own"), and seconds.
+
+    Raises:
+        SystemExit: there is no GPU that the kernels run on.
+    """
+    if not bench.ON_GPU:
+        raise SystemExit("tune: got no CUDA device, need one")
+    from fastweights.kernels import launch
+    from fastweights.kernels import tune as stages
+
+    for name in names:
+        for where in shapes:
+            if where == DECODE:
+                continue
+            shape = SHAPES[where]
+            x = inputs(name, shape, GATES[0])
+            if MEMBERS[name][0] == "fixed":
+                x["g"] = x["g"].expand(shape.B, shape.T, shape.HV)
+            call = launch.Call(
+                x["q"],
+                x["k"],
+                x["v"],
+                x.get("g"),
+                x.get("beta"),
+                None,
+                None,
+                shape.K**-0.5,
+                CHUNK,
+            )
+            for row in stages.tune(call, bench.timeit):
+                yield {"member": name, "shape": where, **row}
