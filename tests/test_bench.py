@@ -141,3 +141,27 @@ def test_tuning_takes_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "tune"])
     with pytest.raises(SystemExit, match="no CUDA device"):
         bench.main()
+
+
+def test_what_the_readme_says_of_the_recorded_run():
+    """Forward and backward: a third to two thirds of the peer's time."""
+    rows = [row for row in bench.load("h200")["rows"] if "gate" in row]
+    keys = ("member", "shape", "gate", "what")
+    seconds = {
+        (*(row[key] for key in keys), row["who"]): row["seconds"]
+        for row in rows
+    }
+    ratios = [
+        time / seconds[*call, "fla"]
+        for (*call, who), time in seconds.items()
+        if who == "fastweights" and (*call, "fla") in seconds
+        if call[-1] == "forward+backward"
+    ]
+    assert len(ratios) == 20
+    assert 0.3 < min(ratios) < 0.35 and 0.6 < max(ratios) < 0.67
+    first = [
+        row["seconds"]
+        for row in bench.load("h200")["rows"]
+        if row["what"] == "first"
+    ]
+    assert 3 <= min(first) < 4 and 8 < max(first) <= 9

@@ -38,7 +38,7 @@ from fastweights.kernels.tile import INTERPRETED
 class Call:
     """One call's inputs, made contiguous, and what follows from their shapes.
 
-    Every chunk of every sequence has a slot (``tile.chunk_span``). A dry call
+    Every chunk of every sequence has a slot (``tile.first_slot``). A dry call
     compiles its kernels and runs none.
     """
 
@@ -65,7 +65,9 @@ class Call:
         N = self.num_sequences = B
         if self.cu_seqlens is not None:
             N = self.num_sequences = self.cu_seqlens.shape[0] - 1
-        self.slots = -(-B * self.T // self.chunk_size) + N
+        self.slots = N * -(-self.T // self.chunk_size)
+        if self.cu_seqlens is not None:
+            self.slots = -(-B * self.T // self.chunk_size) + N
         self.gate_width = 0
         if self.g is not None:
             self.gate_width = self.K if self.g.dim() == 4 else 1

@@ -13,6 +13,7 @@ import triton.language as tl
 from fastweights.kernels.tile import (
     decay_matrix,
     decay_to_exit,
+    first_slot,
     load_rows,
     nonzero,
     sequence_at,
@@ -134,7 +135,7 @@ def scan_fwd_kernel(
 
     for i_t in range(first, last):
         t = start + i_t * BT
-        i_c = start // BT + i_n + i_t
+        i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         if h is not None:
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
@@ -292,7 +293,7 @@ def scan_bwd_kernel(
     for i in range(last - first):
         i_t = last - 1 - i
         t = start + i_t * BT
-        i_c = start // BT + i_n + i_t
+        i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)

@@ -72,25 +72,41 @@ def sequence_at(i_n, cu_seqlens, T):
 
 
 @triton.jit
+def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
+    """The slot of the first chunk of sequence i_n; the others follow.
+
+    Sequences of one length have no slot between them. Of packed ones,
+    sequence n, which starts at token t, has the slots t // BT + n onwards:
+    no two share one, and at most one slot a sequence stays empty, so that
+    cdiv(T, BT) + N slots do for any packing.
+    """
+    if cu_seqlens is None:
+        return tl.cast(i_n, tl.int64) * tl.cdiv(T, BT)
+    else:
+        return sequence_at(i_n, cu_seqlens, T) // BT + i_n
+
+
+@triton.jit
 def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     """What chunk slot i_c holds: its first token, and its sequence's end.
 
-    The chunks of sequence n, which starts at token t, have the slots
-    t // BT + n onwards. No two share one, and at most one slot a sequence
-    stays empty (its first token is past the end), so that cdiv(T, BT) + N
-    slots do for any packing, and a program finds its own by bisection.
+    An empty slot's first token is past the end. Among packed sequences a
+    program finds its own by bisection.
     """
-    i_n = 0 * N
-    i_last = N - 1
-    while i_n < i_last:
-        i_mid = (i_n + i_last + 1) // 2
-        if sequence_at(i_mid, cu_seqlens, T) // BT + i_mid <= i_c:
-            i_n = i_mid
-        else:
-            i_last = i_mid - 1
+    if cu_seqlens is None:
+        i_n = i_c // tl.cdiv(T, BT)
+    else:
+        i_n = 0 * N
+        i_last = N - 1
+        while i_n < i_last:
+            i_mid = (i_n + i_last + 1) // 2
+            if first_slot(i_mid, cu_seqlens, T, BT) <= i_c:
+                i_n = i_mid
+            else:
+                i_last = i_mid - 1
     t = sequence_at(i_n, cu_seqlens, T)
     end = sequence_at(i_n + 1, cu_seqlens, T)
-    return t + (i_c - (t // BT + i_n)) * BT, end
+    return t + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
 
 
 @triton.jit
