@@ -48,6 +48,7 @@ FULL = (
     "beta",
     "row_in",
     "row_undo",
+    "rounded",
     "row_beta",
     "total",
     "exits",
@@ -91,6 +92,7 @@ def compile_stage(
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
     there["far"], there["dkept"] = channel, DG == 1
+    there["rounded"] = channel
     there["row_undo"], there["row_beta"] = DG == 1, delta
     there["cu_seqlens"] = False
     if stage.startswith("intra") and "backward" not in stage:

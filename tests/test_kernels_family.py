@@ -291,6 +291,38 @@ def test_keys_of_uneven_length(gate):
     judge(cast(uneven_keys(gate), torch.float16), budget_of(torch.float16))
 
 
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+def test_identical_keys_and_a_negative_rate(gate):
+    """The rule grows then, beyond what the inverse in fp16 has room for."""
+    x = correlated_keys(gate, beta=-0.15, cosine=1.0, T=64)
+    judge_amplified(cast(x, torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
+def test_a_gate_a_head_that_shuts(rule, strongest):
+    """However strong, it does not drown those after it."""
+    x = member("scalar", rule, T=100, K=33, V=20, strength=-0.1)
+    x["g"][:, 30:33] = strongest
+    judge(cast(x, torch.float32), 1e-4)
+
+
+def one_strong_gate(rule, strongest):
+    """In a chunk whose decay still has a bound; the rest hardly forget."""
+    x = member("vector", rule, T=100, K=64, V=33, strength=-1e-3)
+    x["g"][:, 20] = strongest
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+def test_one_strong_gate_a_channel(rule):
+    x = one_strong_gate(rule, -5.0)
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
 def one_head_forgets(rule):
     """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
     x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
@@ -322,6 +354,28 @@ def test_packing_is_checked_on_the_host():
         fw.linear_recurrence(
             **x, cu_seqlens=torch.tensor([0, 30, 20]), backend="triton"
         )
+
+
+@interpreted
+def test_offsets_that_are_not_contiguous():
+    x = member("scalar", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
+    offsets = packed(LENGTHS)["cu_seqlens"].repeat_interleave(2)[::2]
+    assert not offsets.is_contiguous()
+    judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
+
+
+def test_the_precision_of_products_is_the_one_of_the_call():
+    x = cast(member("scalar", "delta"), torch.float32)
+    names = ("q", "k", "v", "g", "beta")
+    call = launch.Call(*(x[name] for name in names), None, None, 1.0, 16)
+    before, found = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("medium", "highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(call.constants("scan")["PRECISION"])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["tf32", "tf32x3", "tf32"]
 
 
 @pytest.fixture
@@ -539,6 +593,15 @@ def test_correlated_keys_on_gpu(gate, keys, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_keys_of_uneven_length_on_gpu(gate, dtype):
     judge(cast(uneven_keys(gate), dtype, "cuda"), budget_of(dtype))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("strongest", [-14.0, -50.0])
+def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
+    x = cast(one_strong_gate(rule, strongest), torch.bfloat16, "cuda")
+    judge(x, budget_of(torch.bfloat16))
 
 
 @pytest.mark.gpu

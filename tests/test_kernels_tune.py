@@ -16,14 +16,14 @@ pytestmark = pytest.mark.skipif(
 
 def test_neighbours_change_one_setting():
     own = {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2}
-    first, *others = tune.neighbours(own, 64, 128)
+    first, *others = tune.neighbours(own, 64, {"BK": 128, "BV": 128})
     assert first == own
     assert len(others) == 6 and all(
         len(own.items() ^ x.items()) in (1, 2) for x in others
     )
-    assert not any(x["BK"] > 64 for x in tune.neighbours(own, 64, 64))
+    assert not any(x["BK"] > 64 for x in tune.neighbours(own, 64, {"BV": 128}))
     bound = own | {"maxnreg": 168}
-    assert own in tune.neighbours(bound, 64, 128)
+    assert own in tune.neighbours(bound, 64, {"BV": 128})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    LEAST,
     LOG2_E,
     chunk_span,
     decay_matrix,
@@ -31,11 +32,12 @@ def intra_fwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_undo,
     row_beta,
     total,
-    far,
     G,
+    row_undo,
+    rounded,
+    far,
     cu_seqlens,
     N,
     T,
@@ -52,14 +54,16 @@ def intra_fwd_kernel(
 
     Delta rule: R, with which the inverse of I + Diag(beta) Akk is
     I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta). A
-    gate a head: its running sum G, in log2 units, and the decays from the
-    chunk's entrance, row_in = e^G. G is fp64: a weak gate after strong ones
-    would drown in fp32, since G is differenced. The state's own decay, total
-    = e^{G_C}. A gate a channel: Aqk, and what the state meets, q_in = e^G q,
-    k_in = e^G k and k_out = e^{G_C - G} k, all pairs at once, from j back to
-    the entrance, then to i; chunks that decay too far for that are marked
-    in far, and intra_fwd_far_kernel writes their Aqk, R and k_out. What is
-    None is not computed: Aqk and R are not where the backward has kept them.
+    gate a head: its running sum G, in log2 units, the decays from the chunk's
+    entrance, row_in = e^G, and back to it, row_undo. G is fp64: a weak gate
+    after strong ones would drown in fp32, since G is differenced. beta as a
+    row in fp32, row_beta. The state's own decay, total = e^{G_C}. A gate a
+    channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and
+    k_out = e^{G_C - G} k, all pairs at once, from j back to the entrance, then
+    to i; rounded is e^{G_C} of the gates as they are rounded for that. Chunks
+    that decay too far are marked in far, and intra_fwd_far_kernel writes
+    their Aqk, R and k_out. What is None is not computed: Aqk and R are not
+    where the backward has kept them.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
@@ -76,12 +80,13 @@ def intra_fwd_kernel(
         tl.store(slot_row(row_beta, i_c, i_hv, HV, BT)[0], b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
-        b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
+        b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
+        b_G = tl.cumsum(b_g, axis=0)
         b_in = tl.exp2(b_G.to(tl.float32))
         b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
         p_G = slot_row(G, i_c, i_hv, HV, BT)[0]
         tl.store(p_G, b_G)
-        b_undo = tl.where(b_total >= 2.0**-100, 1.0 / b_in, 1.0)
+        b_undo = tl.where(b_total >= LEAST, 1.0 / b_in, 1.0)
         tl.store(slot_row(row_in, i_c, i_hv, HV, BT)[0], b_in)
         tl.store(slot_row(row_undo, i_c, i_hv, HV, BT)[0], b_undo)
         tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
@@ -108,11 +113,17 @@ def intra_fwd_kernel(
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(p_x, b_total, mask=o_k < K)
+            b_last = tl.sum(b_high.to(tl.float32), axis=0)  # [BK]
+            if EXACT:
+                b_last += tl.sum(b_low.to(tl.float32), axis=0)
+            b_last = tl.exp2(b_last)
+            p_x = rounded + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
+            tl.store(p_x, b_last, mask=o_k < K)
             if tl.min(b_total) < 2.0**-BOUND:
                 tl.store(far + tl.program_id(0), 1)
             b_d = tl.exp2(-b_G)
             b_kT = tl.trans((b_k * b_d).to(b_k.dtype))  # [BK, BT]
-            b_d *= b_total[None, :]
+            b_d *= b_last[None, :]
             if Aqk is not None:
                 b_Aqk = tl.dot(b_qi, b_kT, b_Aqk, input_precision=PRECISION)
             if R is not None:
@@ -125,7 +136,7 @@ def intra_fwd_kernel(
     if R is not None:
         if DG == 1:
             tl.debug_barrier()  # all of G is there
-            if b_total >= 2.0**-100:
+            if b_total >= LEAST:
                 b_Akk *= b_in[:, None] * b_undo[None, :]
             else:
                 b_Akk *= decay_matrix(p_G)
@@ -138,15 +149,15 @@ def store_inverse(
 ):
     """R of the lower triangle of b_Akk [BT, BT], with the diagonal |k|^2.
 
-    Where every token's step beta |k|^2 is at most 2, the inverse stays small,
-    and fp16 has the range as well as the precision of tf32.
+    Where every token's step beta |k|^2 is between 0 and 2, the inverse stays
+    small, and fp16 has the range as well as the precision of tf32.
     """
     BT: tl.constexpr = b_Akk.shape[0]
     b_Akk = tl.where(time_order(BT) >= 0, b_Akk, 0.0)  # [BT, BT]
     if PRECISION == "tf32":
         largest = tl.max(tl.abs(b_Akk))
         steps = largest * tl.max(tl.abs(b_beta))
-        if (steps < 2.1) & (largest < 1e3):
+        if (tl.min(b_beta) >= 0.0) & (steps < 2.05) & (largest < 1e3):
             b_R = rest_of_inverse(b_Akk, b_beta, "fp16")
         else:
             b_R = rest_of_inverse(b_Akk, b_beta, "tf32")

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    LEAST,
     chunk_span,
     decay_matrix,
     decay_to_exit,
@@ -114,9 +115,9 @@ def store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV: tl.constexpr):
     tile finds the same.
     """
     BT: tl.constexpr = b_dE.shape[0]
-    b_own = tl.where(time_order(BT) == 0, b_dE, 0.0)  # [BT, BT]
-    b_dbeta = tl.sum(b_own, axis=1) / nonzero(b_beta)  # [BT]
     if i_k == 0:
+        b_own = tl.where(time_order(BT) == 0, b_dE, 0.0)  # [BT, BT]
+        b_dbeta = tl.sum(b_own, axis=1) / nonzero(b_beta)  # [BT]
         store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
 
 
@@ -126,11 +127,11 @@ def intra_bwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_undo,
     row_beta,
     total,
-    far,
     G,
+    row_undo,
+    rounded,
     g,
     do,
     x,
@@ -218,7 +219,7 @@ def intra_bwd_kernel(
             b_total = tl.load(total + i_ch)
             p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
             b_D = b_in[:, None] * b_undo[None, :]  # [BT, BT]
-            if b_total < 2.0**-100:
+            if b_total < LEAST:
                 b_D = decay_matrix(p_G) * b_undo[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
@@ -242,7 +243,9 @@ def intra_bwd_kernel(
             o_k = i_k * BK + tl.arange(0, BK)
             p_total = total + i_ch * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=1.0)  # [BK]
-            b_decay = b_total[None, :]
+            p_rounded = rounded + i_ch * K + o_k
+            b_last = tl.load(p_rounded, mask=o_k < K, other=1.0)  # [BK]
+            b_decay = b_last[None, :]
             if DELTA:
                 b_col *= b_weight[:, None]
             b_undo = 1.0 / b_decay  # [1, BK]

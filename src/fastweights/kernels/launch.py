@@ -2,7 +2,8 @@
 
 A backend of :func:`fastweights.linear_recurrence` (``default_chunk_size``,
 ``empty_saved``, ``forward``, ``backward``), and the stages it is made of, one
-kernel each, under the names that :mod:`fastweights.reference.chunkwise` and
+or two kernels each, under the names that
+:mod:`fastweights.reference.chunkwise` and
 :mod:`fastweights.reference.chunkwise_backward` give them.
 """
 
@@ -18,6 +19,7 @@ import triton
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
+from fastweights.kernels import dot_precision
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     gate_bwd_kernel,
@@ -55,7 +57,8 @@ class Call:
     dry: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+        for name in names:
             x = getattr(self, name)
             if x is not None:
                 setattr(self, name, x.contiguous())
@@ -81,8 +84,12 @@ class Call:
         """Whether there is an Aqk: else the scans multiply it out again."""
         return self.gate_width > 1
 
+    @property
+    def precision(self) -> str:
+        return dot_precision(self.q.dtype, self.K)
+
     def constants(self, stage: str) -> dict[str, Any]:
-        return constants(
+        found = constants(
             stage,
             self.H,
             self.HV,
@@ -94,6 +101,7 @@ class Call:
             self.chunk_size,
             self.device,
         )
+        return {**found, "PRECISION": self.precision}
 
     def run(
         self, kernel: Any, programs: int, *arguments: Any, **constants: Any
@@ -114,21 +122,29 @@ class Chunked(NamedTuple):
     """What the states meet, in place of q, k and the gate.
 
     q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
-    in them, [B, T, HV, K]. A number a row, [slots, HV, C]: of a gate a head
-    G in fp64, row_in = e^G and row_undo = e^{-G}; and row_beta, 0 past a
-    sequence's end. total is the decay of a chunk, [slots, HV] or [slots, HV,
-    K], and far marks those whose decay has no bound, [slots, HV].
+    in them, [B, T, HV, K] (k_in is k for the additive rule). A number a row,
+    [slots, HV, C]: of a gate a head G in fp64, row_in = e^G and row_undo =
+    e^{-G}, 1 in chunks that decay too far; and row_beta, 0 past a sequence's
+    end. total is the decay of a chunk, [slots, HV] or [slots, HV, K], rounded
+    the same from the gates as q_in, k_in and k_out have them, and far marks
+    the chunks whose decay has no bound, [slots, HV].
     """
 
     q_in: Tensor
     k_in: Tensor
     k_out: Tensor
     row_in: Tensor | None = None
-    row_undo: Tensor | None = None
     row_beta: Tensor | None = None
     total: Tensor | None = None
-    far: Tensor | None = None
     G: Tensor | None = None
+    row_undo: Tensor | None = None
+    rounded: Tensor | None = None
+    far: Tensor | None = None
+
+    @property
+    def for_states(self) -> tuple[Tensor | None, ...]:
+        """What the scans take."""
+        return self[:7]
 
 
 def intra(
@@ -151,9 +167,11 @@ def intra(
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
-        total = rows.new_empty(x.slots, HV, K)
+        total, rounded = rows.new_empty(2, x.slots, HV, K)
         far = rows.new_empty(x.slots, HV, dtype=torch.int32)
-        chunked = Chunked(q_in, k_in, k_out, total=total, far=far)
+        chunked = Chunked(
+            q_in, k_in, k_out, total=total, rounded=rounded, far=far
+        )
     if x.beta is not None:
         chunked = chunked._replace(row_beta=torch.empty_like(rows))
     Aqk, R = (
@@ -219,7 +237,7 @@ def _scan(
     x.run(
         scan_fwd_kernel,
         S * N * x.HV * tiles,
-        *chunked,
+        *chunked.for_states,
         x.v,
         Aqk,
         R,
@@ -337,7 +355,7 @@ def scan_backward(
         x.run(
             scan_bwd_kernel,
             S * N * x.HV * tiles,
-            *chunked,
+            *chunked.for_states,
             Aqk,
             R,
             errors,
@@ -397,7 +415,7 @@ def intra_backward(
     x.run(
         intra_bwd_kernel,
         x.slots * x.H * NK,
-        *chunked,
+        *chunked[:-1],
         *inputs,
         parts,
         dkept,
@@ -507,7 +525,7 @@ def compile_together(x: Call, backward: bool) -> None:
     inputs = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens)
     types = tuple(None if t is None else (t.dtype, t.dim()) for t in inputs)
     sizes = (x.H, x.HV, x.K, x.V, x.chunk_size, x.segments > 1, x.device)
-    key = (*types, *sizes, backward)
+    key = (*types, *sizes, x.precision, backward)
     if key in _compiled:
         return
     _compiled.update((key, (*key[:-1], False)))

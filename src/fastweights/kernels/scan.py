@@ -58,10 +58,8 @@ def scan_fwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_undo,
     row_beta,
     total,
-    far,
     G,
     v,
     Aqk,
@@ -104,7 +102,7 @@ def scan_fwd_kernel(
     state that leaves each segment, composed.
     """
     MAP: tl.constexpr = o is None and h is None
-    BOUND: tl.constexpr = 8 if v.dtype.element_ty == tl.float16 else 100
+    BOUND: tl.constexpr = 3 if v.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
@@ -226,10 +224,8 @@ def scan_bwd_kernel(
     k_in,
     k_out,
     row_in,
-    row_undo,
     row_beta,
     total,
-    far,
     G,
     Aqk,
     R,
@@ -270,7 +266,7 @@ def scan_bwd_kernel(
     segments but the first; otherwise entrances is that gradient, composed.
     """
     MAP: tl.constexpr = dh is None
-    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
+    BOUND: tl.constexpr = 3 if do.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV

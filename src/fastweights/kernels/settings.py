@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import triton
 
-from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import narrowest
 
 IntLike = Any  # int, or SymInt where shapes are symbols
@@ -113,7 +112,10 @@ def constants(
     chunk_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Compile-time constants and launch settings of a stage's kernel."""
+    """Compile-time constants and launch settings of a stage's kernel.
+
+    But for the precision of its products, which the caller may change.
+    """
     if gate > 1 and not stage.startswith("intra"):
         H = HV  # intra's own q and k, a value head each
     shared = properties(device)[0]
@@ -133,5 +135,4 @@ def constants(
         found["DG"] = gate
     if stage not in ("intra", "intra_far"):
         found["V"] = V
-    precision = dot_precision(dtype, K)
-    return {**found, "DELTA": delta, "PRECISION": precision, **options}
+    return {**found, "DELTA": delta, **options}

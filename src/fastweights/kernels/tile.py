@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(2.0**-100)  # of a decay that is divided by
 
 
 @triton.jit
@@ -202,7 +203,7 @@ def time_order(BT: tl.constexpr):
 
 @triton.jit
 def nonzero(b_beta):
-    """beta, or 1e-20 where it is less: what is a factor can be a divisor."""
+    """beta, or 1e-20 where |beta| is less: a factor that can be a divisor."""
     return tl.where(tl.abs(b_beta) < 1e-20, 1e-20, b_beta)
 
 
@@ -213,7 +214,7 @@ def decay_to_exit(b_in, b_total, p_G, p_last):
     b_in is e^G and b_total e^{G_C}; where that is too little to divide by,
     from G, which is at p_G, and its last.
     """
-    if b_total >= 2.0**-100:
+    if b_total >= LEAST:
         b_out = b_total / b_in
     else:
         b_G = tl.load(p_last) - tl.load(p_G)
@@ -225,8 +226,7 @@ def decay_to_exit(b_in, b_total, p_G, p_last):
 def decay_matrix(p_G, TRANSPOSED: tl.constexpr = False):
     """e^{G_i - G_j} for j <= i, else 1, [BT, BT], from G at p_G.
 
-    TRANSPOSED, i are the columns. Where a chunk decays by no more than
-    2^-100, two factors do: from j to the entrance, and from there to i.
+    TRANSPOSED, i are the columns.
     """
     b_G = tl.load(p_G)  # [BT]
     b_high = b_G.to(tl.float32)
@@ -262,7 +262,7 @@ def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
 
     m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
     gate after strong ones does not drown. Unless EXACT without b_low, which
-    misses a decay e^G by a factor 2^(+-2^-12 |G|), so at most by 2^-13:
+    misses a decay e^G by a factor 2^(+-2^-11 |G|), so by 2^-12 at most:
     enough for half precision.
     """
     b_sum = m_sum.to(tl.float16)

@@ -49,12 +49,13 @@ def stages(x: launch.Call) -> Stages:
 
 
 def neighbours(
-    options: dict[str, int], narrow: int, widest: int
+    options: dict[str, int], narrow: int, widest: dict[str, int]
 ) -> Iterator[dict[str, int]]:
     """``options`` themselves, then with one of them changed.
 
-    Tiles of ``narrow`` columns or twice that, but no more than ``widest``;
-    4 or 8 warps; one to three stages; at most 168 registers, or any number.
+    Tiles of ``narrow`` columns or twice that, but no more than ``widest``
+    has for their name; 4 or 8 warps; one to three stages; at most 168
+    registers, or any number.
     """
     yield options
     choices = {
@@ -66,7 +67,7 @@ def neighbours(
     for name, values in choices.items():
         for value in values:
             tile = name in ("BK", "BV")
-            if name not in options or (tile and value > widest):
+            if name not in options or (tile and value > widest.get(name, 0)):
                 continue
             if value != options[name]:
                 yield options | {name: value}
@@ -75,14 +76,20 @@ def neighbours(
 
 
 @contextmanager
-def using(stage: str, changed: dict[str, int] | None) -> Iterator[None]:
-    """``changed`` in place of the stage's own launch settings."""
+def using(stage: str, changed: dict[str, int]) -> Iterator[None]:
+    """``changed`` in place of the stage's own launch settings.
+
+    What a kernel leaves to the one for far chunks goes by its key tiles.
+    """
     own = settings.launch_options
 
     def options(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
-        if name == stage and changed is not None:
+        if name == stage:
             return changed
-        return own(name, *args, **kwargs)
+        found = own(name, *args, **kwargs)
+        if name == f"{stage}_far":
+            found |= {"BK": changed["BK"]}
+        return found
 
     try:
         with mock.patch.object(settings, "launch_options", options):
@@ -104,7 +111,10 @@ def tune(
         constants = x.constants(stage)
         names = ("BK", "BV", "num_warps", "num_stages", "maxnreg")
         own = {name: constants[name] for name in names if name in constants}
-        for options in neighbours(own, narrow, max(x.K, x.V)):
+        widest = {"BV": x.V}
+        if stage.startswith("intra"):
+            widest["BK"] = x.K  # a scan takes all keys at once
+        for options in neighbours(own, narrow, widest):
             with using(stage, options):
                 try:
                     seconds = timeit(fn)
