@@ -388,8 +388,8 @@ MUTANTS = {
     ),
     "kernel-inverse-in-fp16-always": (
         INTRA,
-        "if (steps < 2.1) & (largest < 1e3):",
-        "if steps >= 0:",
+        "(steps < 2.05) & (largest < 1e3)",
+        "(steps >= 0.0)",
     ),
     "kernel-scan-answers-with-the-wrong-sign": (
         SCAN,
