@@ -157,6 +157,8 @@ def intra(
     """
     B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
     chunked = Chunked(x.q, x.k, x.k)
+    if x.gate_width == 0 and x.beta is None:
+        return chunked, None, None
     rows = x.q.new_empty(x.slots, HV, C, dtype=torch.float32)
     if x.gate_width == 1:
         G = torch.empty_like(rows, dtype=torch.float64)
@@ -178,22 +180,21 @@ def intra(
         x.q.new_empty(B, T, HV, C) if there and not again else None
         for there in (x.has_scores, x.beta is not None)
     )
-    if x.gate_width > 0 or x.beta is not None:
-        x.run(
-            intra_fwd_kernel,
-            x.slots * HV,
-            x.q,
-            x.k,
-            x.g,
-            x.beta,
-            Aqk,
-            R,
-            *chunked,
-            x.cu_seqlens,
-            x.num_sequences,
-            T,
-            **x.constants("intra"),
-        )
+    x.run(
+        intra_fwd_kernel,
+        x.slots * HV,
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        Aqk,
+        R,
+        *chunked,
+        x.cu_seqlens,
+        x.num_sequences,
+        T,
+        **x.constants("intra"),
+    )
     if x.gate_width > 1:
         sizes = x.constants("intra_far")
         x.run(
