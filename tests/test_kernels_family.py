@@ -367,11 +367,11 @@ def test_offsets_that_are_not_contiguous():
 def test_the_precision_of_products_is_the_one_of_the_call():
     x = cast(member("scalar", "delta"), torch.float32)
     names = ("q", "k", "v", "g", "beta")
-    call = launch.Call(*(x[name] for name in names), None, None, 1.0, 16)
     before, found = torch.get_float32_matmul_precision(), []
     try:
         for precision in ("medium", "highest", "medium"):
             torch.set_float32_matmul_precision(precision)
+            call = launch.Call(*(x[n] for n in names), None, None, 1.0, 16)
             found.append(call.constants("scan")["PRECISION"])
     finally:
         torch.set_float32_matmul_precision(before)

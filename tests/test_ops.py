@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import GATES, RULES, explicit, member, results, same
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
@@ -328,6 +331,78 @@ def test_packed_operator_passes_opcheck():
     values = (x.get(n) for n in ("q", "k", "v", "g", "beta"))
     arguments = (*values, None, cu_seqlens, 0.5, 16, "chunkwise")
     torch.library.opcheck(FORWARD, arguments)
+
+
+class Seen(TorchDispatchMode):
+    """The names of this library's operators that a mode gets to see."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastweights":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated
+def test_what_looks_at_operators_sees_ours():
+    x = member("vector", "delta", T=20)
+    with Seen() as mode:
+        expected = results(fw.linear_recurrence, x)
+        with torch.no_grad():
+            fw.linear_recurrence(**x)
+    forward, backward = "linear_recurrence", "linear_recurrence_backward"
+    assert mode.names == [forward, backward, forward]
+    with torch.profiler.profile() as profile:
+        same(results(fw.linear_recurrence, x), expected, 0.0)
+    names = [event.key for event in profile.key_averages()]
+    assert f"fastweights::{forward}" in names
+    assert f"fastweights::{backward}" in names
+    traced = torch.jit.trace(
+        lambda q: fw.linear_recurrence(**{**x, "q": q})[0],
+        x["q"],
+        check_trace=False,
+    )
+    assert f"fastweights::{forward}" in str(traced.graph)
+
+
+def test_fake_tensors_stay_fake():
+    with FakeTensorMode() as mode:
+        x = {
+            name: mode.from_tensor(t).requires_grad_()
+            for name, t in member("scalar", "delta", T=20).items()
+        }
+        o, state = fw.linear_recurrence(**x)
+        grads = torch.autograd.grad(o.sum() + state.sum(), list(x.values()))
+    assert all(isinstance(t, FakeTensor) for t in (o, state, *grads))
+    assert [t.shape for t in grads] == [t.shape for t in x.values()]
+
+
+def test_a_negative_view_is_its_values():
+    x = member("scalar", "delta", T=20)
+    negative = torch.complex(x["v"], -x["v"]).conj().imag
+    assert negative.is_neg()
+    with torch.no_grad():
+        o, _ = fw.linear_recurrence(**{**x, "v": negative})
+        expected, _ = fw.linear_recurrence(**x)
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_derivatives_that_it_has_not_are_refused(grad):
+    x = member("scalar", "delta", T=20)
+
+    def o(q):
+        return fw.linear_recurrence(**{**x, "q": q})[0].sum()
+
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        q = forward_ad.make_dual(x["q"], torch.ones_like(x["q"]))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            o(q)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(o)(x["q"])
 
 
 def test_tests_can_ask_which_backend_ran():

@@ -12,14 +12,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fastweights.arguments import check_arguments
 from fastweights.reference import backend as chunkwise
@@ -105,8 +107,11 @@ def linear_recurrence(
         return _loop(*inputs)
     if torch.compiler.is_compiling():
         o, state, _ = FORWARD(*inputs, chunk_size, backend)
+    elif _differentiable(q, k, v, g, beta, initial_state):
+        o, state = Recurrence.apply(*inputs, chunk_size, backend)
     else:
-        o, state, *_ = Recurrence.apply(*inputs, chunk_size, backend)
+        forward = _operator(FORWARD, _forward, inputs[:7])
+        o, state, _ = forward(*inputs, chunk_size, backend)
     return o, state
 
 
@@ -227,6 +232,14 @@ def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
 
 
+def _without_autocast(q: Tensor) -> AbstractContextManager:
+    """Where products stay as they are; entering autocast costs 5 us."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def _loop(
     q: Tensor,
     k: Tensor,
@@ -239,7 +252,7 @@ def _loop(
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
         tokens[0] = scale * tokens[0]
         state = first_states(q, v, initial_state, cu_seqlens)
@@ -277,7 +290,7 @@ def _forward(
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     ran(f"{backend} forward")
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return module.forward(q, *inputs, chunk_size)
 
 
@@ -296,7 +309,7 @@ def _backward(
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     ran(f"{backend} backward")
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return module.backward(do, dstate, q, *inputs, chunk_size)
 
 
@@ -318,28 +331,65 @@ def _differentiate(
     tensors = ctx.saved_tensors  # checkpointing lets them be read once
     inputs, saved = tensors[:7], list(tensors[7:])
     options = (ctx.scale, ctx.chunk_size, ctx.backend)
-    grads = iter(BACKWARD(do, dstate, *inputs, saved, *options))
+    operator: Callable = BACKWARD  # which refuses a gradient of its own
+    if not torch.is_grad_enabled():
+        operator = _operator(BACKWARD, _backward, (do, dstate, *tensors))
+    grads = iter(operator(do, dstate, *inputs, saved, *options))
     found = [None if x is None else next(grads) for x in inputs[:6]]
     return (*found, None, None, None, None)
+
+
+def _differentiable(*inputs: Tensor | None) -> bool:
+    """Whether autograd, forward or backward, or torch.func needs to know."""
+    return (
+        torch.is_grad_enabled()
+        and any([x is not None and x.requires_grad for x in inputs])
+    ) or (
+        forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _operator(
+    operator: Callable, function: Callable, tensors: Iterable[Any]
+) -> Callable:
+    """The function behind an operator, which spares the host 50 us a call.
+
+    But the operator itself where anything looks at operators: a mode (fake
+    tensors, a FLOP counter, selective checkpointing), a trace, the profiler,
+    a tensor of a class of its own, or a negative view, which the dispatcher
+    resolves.
+    """
+    seen = (
+        _get_current_dispatch_mode() is not None
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+        or any(
+            [
+                x is not None and (type(x) not in PLAIN or x.is_neg())
+                for x in tensors
+            ]
+        )
+    )
+    return operator if seen else function
 
 
 class Recurrence(torch.autograd.Function):
     """FORWARD with its gradient, which costs the host less than its own.
 
     PyTorch looks through the arguments of an operator's registered gradient
-    for lists of tensors; torch.compile needs that one.
+    for lists of tensors; torch.compile needs that one. Without a
+    setup_context, for which PyTorch reads the signature in each call.
     """
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        o, state, saved = FORWARD(*inputs)
-        return o, state, *saved
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        o, state, *saved = output
-        ctx.mark_non_differentiable(*saved)
-        _save(ctx, inputs, (o, state, saved))
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _operator(FORWARD, _forward, inputs[:7])(*inputs)
+        _save(ctx, inputs, output)
+        return output[:2]
 
     backward = staticmethod(_differentiate)
 

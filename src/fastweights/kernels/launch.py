@@ -28,12 +28,31 @@ from fastweights.kernels.intra_backward import (
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import (
+    MARKS,
     constants,
     num_segments,
     properties,
     scan_values,
 )
 from fastweights.kernels.tile import INTERPRETED
+
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+
+
+class Kind:
+    """What calls share that differ only in B, T and where their data lie."""
+
+    def __init__(self) -> None:
+        # by stage; and by stage and its arguments' types, a compiled kernel
+        # with the values of its constants
+        self.constants: dict[str, dict[str, Any]] = {}
+        self.kernels: dict[tuple, tuple[Any, list[Any]]] = {}
+        # what was compiled together: whether there were segments, whether
+        # the backward too
+        self.compiled: set[tuple[bool, bool]] = set()
+
+
+_kinds: dict[tuple, Kind] = {}
 
 
 @dataclass
@@ -53,12 +72,14 @@ class Call:
     cu_seqlens: Tensor | None
     scale: float
     chunk_size: int
+    others: tuple[Tensor | None, ...] = ()  # what else a backward is given
     on: torch.device | None = None  # a dry call's own tensors lie nowhere
     dry: bool = False
+    kind: Kind | None = None
+    aligned: bool = False  # all data, to 16 bytes, as is usual
 
     def __post_init__(self) -> None:
-        names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-        for name in names:
+        for name in INPUTS:
             x = getattr(self, name)
             if x is not None:
                 setattr(self, name, x.contiguous())
@@ -84,32 +105,64 @@ class Call:
         """Whether there is an Aqk: else the scans multiply it out again."""
         return self.gate_width > 1
 
-    @property
-    def precision(self) -> str:
-        return dot_precision(self.q.dtype, self.K)
+    def classify(self) -> Kind:
+        """Find its kind, and whether its data are aligned."""
+        tensors = [getattr(self, name) for name in INPUTS]
+        tensors += self.others
+        types = [None if x is None else x.dtype for x in tensors]
+        sizes = (self.H, self.HV, self.K, self.V, self.chunk_size)
+        precision = dot_precision(self.q.dtype, self.K)
+        key = (*types, *sizes, self.gate_width, precision, self.device)
+        self.kind = _kinds.setdefault(key, Kind())
+        self.aligned = not any(
+            [x is not None and x.data_ptr() % 16 for x in tensors]
+        )
+        return self.kind
 
     def constants(self, stage: str) -> dict[str, Any]:
-        found = constants(
-            stage,
-            self.H,
-            self.HV,
-            self.K,
-            self.V,
-            self.q.dtype,
-            self.gate_width,
-            self.beta is not None,
-            self.chunk_size,
-            self.device,
-        )
-        return {**found, "PRECISION": self.precision}
+        kind = self.kind or self.classify()
+        found = kind.constants.get(stage)
+        if found is None:
+            found = kind.constants[stage] = constants(
+                stage,
+                self.H,
+                self.HV,
+                self.K,
+                self.V,
+                self.q.dtype,
+                self.gate_width,
+                self.beta is not None,
+                self.chunk_size,
+                self.device,
+            )
+        return found
 
     def run(
-        self, kernel: Any, programs: int, *arguments: Any, **constants: Any
+        self, stage: str, kernel: Any, programs: int, *arguments: Any
     ) -> None:
+        """Launch the kernel with the stage's constants.
+
+        Triton takes 15 us of the host's time to find the compiled kernel by
+        the arguments' dtypes, and which are None, aligned or integers of 64
+        bits; no kernel here depends on its integers' values. A kind of call
+        and the arguments' types say all that but the alignment.
+        """
+        kind = self.kind or self.classify()
+        key = (stage, *map(type, arguments))
+        found = kind.kernels.get(key)
+        if found is not None and self.aligned:
+            compiled, values = found
+            compiled[programs, 1, 1](*arguments, *values)
+            return
+        constants = self.constants(stage)
         if self.dry:
             kernel.warmup(*arguments, grid=(programs,), **constants)
-        else:
-            kernel[(programs,)](*arguments, **constants)
+            return
+        compiled = kernel[(programs,)](*arguments, **constants)
+        if self.aligned and not INTERPRETED:
+            names = kernel.arg_names[len(arguments) :]
+            values = [constants[name] for name in names]
+            kind.kernels[key] = compiled, values
 
     def new_states(
         self, number: int, dtype: torch.dtype = torch.float32
@@ -169,7 +222,7 @@ def intra(
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
-        total, rounded = rows.new_empty(2, x.slots, HV, K)
+        total, rounded = (rows.new_empty(x.slots, HV, K) for _ in range(2))
         far = rows.new_empty(x.slots, HV, dtype=torch.int32)
         chunked = Chunked(
             q_in, k_in, k_out, total=total, rounded=rounded, far=far
@@ -181,6 +234,7 @@ def intra(
         for there in (x.has_scores, x.beta is not None)
     )
     x.run(
+        "intra",
         intra_fwd_kernel,
         x.slots * HV,
         x.q,
@@ -193,13 +247,12 @@ def intra(
         x.cu_seqlens,
         x.num_sequences,
         T,
-        **x.constants("intra"),
     )
     if x.gate_width > 1:
-        sizes = x.constants("intra_far")
         x.run(
+            "intra_far",
             intra_fwd_far_kernel,
-            -(-x.slots * HV // sizes["LOOK"]),
+            -(-x.slots * HV // MARKS),
             x.q,
             x.k,
             x.g,
@@ -212,7 +265,6 @@ def intra(
             x.slots * HV,
             x.num_sequences,
             T,
-            **sizes,
         )
     return chunked, Aqk, R
 
@@ -236,6 +288,7 @@ def _scan(
         tiles += -(-x.K // sizes["BV"]) if sizes["DELTA"] else 0
     results = (to.get(n) for n in ("state", "h", "errors"))
     x.run(
+        stage,
         scan_fwd_kernel,
         S * N * x.HV * tiles,
         *chunked.for_states,
@@ -252,7 +305,6 @@ def _scan(
         x.T,
         N,
         x.segments,
-        **sizes,
     )
 
 
@@ -354,6 +406,7 @@ def scan_backward(
 
     def launch(S: int, errors: Tensor | None, *results: Tensor | None) -> None:
         x.run(
+            "scan_backward",
             scan_bwd_kernel,
             S * N * x.HV * tiles,
             *chunked.for_states,
@@ -368,7 +421,6 @@ def scan_backward(
             x.T,
             N,
             x.segments,
-            **sizes,
         )
 
     entrances = None
@@ -398,8 +450,7 @@ def intra_backward(
     dbeta: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Inside each chunk: dq, dk, dg and, unless it is there, dbeta."""
-    sizes = x.constants("intra_backward")
-    C, NK = x.chunk_size, -(-x.K // sizes["BK"])
+    C, NK = x.chunk_size, -(-x.K // x.constants("intra_backward")["BK"])
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     dg = None if x.g is None else torch.empty_like(x.g)
     parts, dkept = dg, None
@@ -414,6 +465,7 @@ def intra_backward(
     rest = (x.cu_seqlens, x.scale)
     sequences = (x.num_sequences, x.T)
     x.run(
+        "intra_backward",
         intra_bwd_kernel,
         x.slots * x.H * NK,
         *chunked[:-1],
@@ -423,10 +475,10 @@ def intra_backward(
         found,
         *rest,
         *sequences,
-        **sizes,
     )
     if x.gate_width == 1:
         x.run(
+            "gate_backward",
             gate_bwd_kernel,
             x.slots * x.HV,
             parts,
@@ -434,17 +486,13 @@ def intra_backward(
             dg,
             x.cu_seqlens,
             *sequences,
-            HV=x.HV,
-            NK=NK,
-            BT=C,
-            num_warps=1,
         )
     if x.gate_width > 1:
         marks = x.slots * x.H
-        far = x.constants("intra_backward_far")
         x.run(
+            "intra_backward_far",
             intra_bwd_far_kernel,
-            -(-marks // far["LOOK"]),
+            -(-marks // MARKS),
             x.q,
             x.k,
             chunked.row_beta,
@@ -456,7 +504,6 @@ def intra_backward(
             *rest,
             marks,
             *sequences,
-            **far,
         )
     return dq, dk, dg, dbeta
 
@@ -514,27 +561,22 @@ def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     return o, state, [*kept, exits, maps]
 
 
-_compiled: set[tuple] = set()
-
-
 def compile_together(x: Call, backward: bool) -> None:
     """Compile what the call needs and is not there yet, all at once.
 
     One kernel at a time, as they are met, takes a few times as long. With
     ``backward`` also what a gradient of the outputs will need.
     """
-    inputs = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens)
-    types = tuple(None if t is None else (t.dtype, t.dim()) for t in inputs)
-    sizes = (x.H, x.HV, x.K, x.V, x.chunk_size, x.segments > 1, x.device)
-    key = (*types, *sizes, x.precision, backward)
-    if key in _compiled:
+    kind, cut = x.classify(), x.segments > 1
+    if (cut, backward) in kind.compiled:
         return
-    _compiled.update((key, (*key[:-1], False)))
-    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-    nowhere: dict[str, Any] = {
-        name: None if t is None else torch.empty_like(t, device="meta")
-        for name, t in zip(names, inputs, strict=True)
-    }
+    kind.compiled.update(((cut, backward), (cut, False)))
+    nowhere: dict[str, Any] = {}
+    for name in INPUTS:
+        t = getattr(x, name)
+        if t is not None:
+            t = torch.empty_like(t, device="meta")
+        nowhere[name] = t
     dry = dataclasses.replace(x, **nowhere, on=x.device, dry=True)
     with (
         ThreadPoolExecutor() as pool,
@@ -564,9 +606,12 @@ def backward(
     Each has its input's dtype. do or dstate is None where nothing depends
     on that output.
     """
-    x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
-    do = torch.zeros_like(x.v) if do is None else do.contiguous()
+    if do is None:
+        do = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    do = do.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    x = Call(*inputs, scale, chunk_size, others=(do, dstate, *saved))
     with torch.cuda.device_of(q):
         return _backward(x, do, dstate, saved)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 
+from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import narrowest
 
 IntLike = Any  # int, or SymInt where shapes are symbols
@@ -94,12 +95,11 @@ def num_segments(
     there would be ``programs``; but none of fewer than SEGMENT_CHUNKS of
     the ``chunks`` of a sequence, on average.
     """
-    most = 2 * properties(device)[1] // torch.sym_max(programs, 1)
+    most = 2 * properties(device)[1] // programs
     most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)
     return torch.sym_max(most, 1)
 
 
-@functools.cache
 def constants(
     stage: str,
     H: int,
@@ -112,22 +112,25 @@ def constants(
     chunk_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Compile-time constants and launch settings of a stage's kernel.
-
-    But for the precision of its products, which the caller may change.
-    """
+    """Compile-time constants and launch settings of a stage's kernel."""
     if gate > 1 and not stage.startswith("intra"):
         H = HV  # intra's own q and k, a value head each
     shared = properties(device)[0]
-    options = launch_options(
-        stage,
-        K,
-        dtype,
-        gate=gate,
-        delta=delta,
-        shared=shared,
-        chunk_size=chunk_size,
-    )
+
+    def options(stage: str) -> dict[str, int]:
+        return launch_options(
+            stage,
+            K,
+            dtype,
+            gate=gate,
+            delta=delta,
+            shared=shared,
+            chunk_size=chunk_size,
+        )
+
+    if stage == "gate_backward":
+        NK = triton.cdiv(K, options("intra_backward")["BK"])
+        return {"HV": HV, "NK": NK, "BT": chunk_size, "num_warps": 1}
     found = {"H": H, "HV": HV, "K": K, "BT": chunk_size}
     if stage.endswith("far"):
         found["LOOK"] = MARKS
@@ -135,4 +138,5 @@ def constants(
         found["DG"] = gate
     if stage not in ("intra", "intra_far"):
         found["V"] = V
-    return {**found, "DELTA": delta, **options}
+    found |= {"DELTA": delta, **options(stage)}
+    return {**found, "PRECISION": dot_precision(dtype, K)}

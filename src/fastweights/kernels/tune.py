@@ -76,7 +76,9 @@ def neighbours(
 
 
 @contextmanager
-def using(stage: str, changed: dict[str, int]) -> Iterator[None]:
+def using(
+    x: launch.Call, stage: str, changed: dict[str, int]
+) -> Iterator[None]:
     """``changed`` in place of the stage's own launch settings.
 
     What a kernel leaves to the one for far chunks goes by its key tiles.
@@ -91,12 +93,11 @@ def using(stage: str, changed: dict[str, int]) -> Iterator[None]:
             found |= {"BK": changed["BK"]}
         return found
 
-    try:
-        with mock.patch.object(settings, "launch_options", options):
-            settings.constants.cache_clear()
-            yield
-    finally:
-        settings.constants.cache_clear()
+    with (
+        mock.patch.object(settings, "launch_options", options),
+        mock.patch.object(x, "kind", launch.Kind()),
+    ):
+        yield
 
 
 def tune(
@@ -115,7 +116,7 @@ def tune(
         if stage.startswith("intra"):
             widest["BK"] = x.K  # a scan takes all keys at once
         for options in neighbours(own, narrow, widest):
-            with using(stage, options):
+            with using(x, stage, options):
                 try:
                     seconds = timeit(fn)
                 except OutOfResources:

@@ -1,0 +1,152 @@
+"""What a launch costs the host, and that it takes the kernel Triton would."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import GATES, RULES, member
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+import fastweights as fw
+from fastweights.kernels import launch
+from fastweights.kernels.tile import INTERPRETED
+
+rules = pytest.mark.parametrize("rule", RULES)
+compiled = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+
+def low(x):
+    """The same in bf16, states in fp32."""
+    return {
+        name: t.float() if name == "initial_state" else t.bfloat16()
+        for name, t in x.items()
+    }
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch, and none is made: its call, stage, kernel, arguments."""
+    found = []
+    monkeypatch.setattr(
+        launch.Call, "run", lambda *arguments: found.append(arguments)
+    )
+    return found
+
+
+def forward_and_backward(x, cu_seqlens=None, chunk_size=64):
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    inputs = (*(x.get(name) for name in names), cu_seqlens)
+    call = launch.Call(*inputs, 1.0, chunk_size)
+    o, state, saved = launch._forward(call)
+    launch.backward(o, state, *inputs, saved, 1.0, chunk_size)
+    launch.backward(None, state, *inputs, saved, 1.0, chunk_size)
+
+
+def specialization(kernel, arguments, constants):
+    """What Triton compiles a kernel for, by its arguments."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, backend
+    )
+    return bind(*arguments, **constants)[1]
+
+
+@compiled
+@rules
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+def test_a_kind_and_the_types_say_which_kernel_it_is(gate, rule, launches):
+    """Over B, T, segments and packing: all that Triton looks at."""
+    for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
+        x = low(member(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
+        forward_and_backward(x)
+        del x["initial_state"]
+        forward_and_backward(x)
+        if B == 1:
+            offsets = torch.tensor([0, T // 2, T])
+            forward_and_backward(x, cu_seqlens=offsets)
+    found = {}
+    for call, stage, kernel, programs, *arguments in launches:
+        assert call.aligned and programs > 0
+        same = (id(call.kind), stage, *map(type, arguments))
+        constants = call.constants(stage)
+        now = specialization(kernel, arguments, constants)
+        assert found.setdefault(same, now) == now
+    assert len(found) < len(launches) / 4
+    assert any(call.segments > 1 for call, *_ in launches)
+
+
+class Kernel:
+    """In place of a jitted kernel: notes which way it was launched."""
+
+    arg_names = ("x", "n", "BT", "EVEN")
+
+    def __init__(self):
+        self.ways = []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            way = "compiled" if len(grid) == 3 else "by Triton"
+            self.ways.append((way, grid[0], *arguments, constants))
+            return self
+
+        return run
+
+
+def test_the_second_launch_goes_past_triton(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_kinds", {})
+    constants = {"EVEN": True, "num_warps": 4, "BT": 16}
+    monkeypatch.setattr(launch, "constants", lambda *_: constants)
+    x = member("none", "additive", T=20, dtype=torch.float32)
+    inputs = (x["q"], x["k"], x["v"], None, None, None, None, 1.0, 16)
+    kernel, q = Kernel(), x["q"]
+
+    launch.Call(*inputs).run("scan", kernel, 7, q, 5)
+    assert kernel.ways.pop() == ("by Triton", 7, q, 5, constants)
+    launch.Call(*inputs).run("scan", kernel, 8, q, 6)
+    assert kernel.ways.pop() == ("compiled", 8, q, 6, 16, True, {})
+    # None where there was a tensor, another stage, another dtype elsewhere
+    launch.Call(*inputs).run("scan", kernel, 7, None, 5)
+    launch.Call(*inputs).run("segments", kernel, 7, q, 5)
+    other = launch.Call(*inputs, others=(q.bfloat16(),))
+    other.run("scan", kernel, 7, q, 5)
+    # data that Triton's wide loads would miss
+    shifted = torch.empty(q.numel() + 1)[1:].view_as(q).copy_(q)
+    for _ in range(2):
+        call = launch.Call(shifted, *inputs[1:])
+        assert not call.aligned
+        call.run("scan", kernel, 7, shifted, 5)
+    assert [way for way, *_ in kernel.ways] == ["by Triton"] * 5
+
+
+@pytest.mark.gpu
+@rules
+@pytest.mark.parametrize("gate", GATES)
+def test_data_at_any_address(gate, rule):
+    """Where it is aligned, where it is not, and again: the same bits."""
+    x = low(member(gate, rule, T=100, K=64, V=64))
+    do = torch.randn(1, 100, 2, 64, dtype=torch.bfloat16)
+
+    def results(place):
+        leaves = [place(t.cuda()).requires_grad_() for t in x.values()]
+        named = dict(zip(x, leaves, strict=True))
+        o, state = fw.linear_recurrence(**named)
+        return [o, state, *torch.autograd.grad(o, leaves, place(do.cuda()))]
+
+    def moved(t):
+        room = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")
+        room[1:].copy_(t.flatten())
+        found = room[1:].view(t.shape)
+        assert found.data_ptr() % 16
+        return found
+
+    first = results(torch.clone)
+    for place in (torch.clone, moved, torch.clone):
+        assert all(map(torch.equal, results(place), first))
