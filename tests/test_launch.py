@@ -1,5 +1,6 @@
 """What a launch costs the host, and that it takes the kernel Triton would."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -90,6 +91,9 @@ class Kernel:
     def __init__(self):
         self.ways = []
 
+    def warmup(self, *arguments, grid, **constants):
+        self.ways.append(("compiles", grid[0], *arguments, constants))
+
     def __getitem__(self, grid):
         def run(*arguments, **constants):
             way = "compiled" if len(grid) == 3 else "by Triton"
@@ -112,6 +116,14 @@ def test_the_second_launch_goes_past_triton(monkeypatch):
     assert kernel.ways.pop() == ("by Triton", 7, q, 5, constants)
     launch.Call(*inputs).run("scan", kernel, 8, q, 6)
     assert kernel.ways.pop() == ("compiled", 8, q, 6, 16, True, {})
+    # a dry call of the same kind launches nothing
+    dry = dataclasses.replace(launch.Call(*inputs), dry=True)
+    dry.run("scan", kernel, 8, q, 6)
+    launched = launch.Call(*inputs)
+    launched.run("scan", kernel, 8, q, 6)
+    dataclasses.replace(launched, dry=True).run("scan", kernel, 8, q, 6)
+    ways = [kernel.ways.pop()[0] for _ in range(3)]
+    assert ways == ["compiles", "compiled", "compiles"]
     # None where there was a tensor, another stage, another dtype elsewhere
     launch.Call(*inputs).run("scan", kernel, 7, None, 5)
     launch.Call(*inputs).run("segments", kernel, 7, q, 5)

@@ -147,6 +147,10 @@ class Call:
         bits; no kernel here depends on its integers' values. A kind of call
         and the arguments' types say all that but the alignment.
         """
+        if self.dry:
+            constants = self.constants(stage)
+            kernel.warmup(*arguments, grid=(programs,), **constants)
+            return
         kind = self.kind or self.classify()
         key = (stage, *map(type, arguments))
         found = kind.kernels.get(key)
@@ -155,9 +159,6 @@ class Call:
             compiled[programs, 1, 1](*arguments, *values)
             return
         constants = self.constants(stage)
-        if self.dry:
-            kernel.warmup(*arguments, grid=(programs,), **constants)
-            return
         compiled = kernel[(programs,)](*arguments, **constants)
         if self.aligned and not INTERPRETED:
             names = kernel.arg_names[len(arguments) :]
