@@ -17,6 +17,11 @@ def row_of(x, i_row, o_d, D: tl.constexpr):
     return b_x.to(tl.float32)
 
 
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def decode_kernel(
     q,
@@ -63,12 +68,21 @@ def decode_kernel(
             b_g = row_of(g, i_value, o_k, K)[:, None]  # [BK, 1]
         if DELTA:
             b_beta = tl.load(beta + i_value).to(tl.float32)
+        if DELTA:
+            b_kq = tl.sum(b_k * b_q, axis=0)  # [1]
         if DG > 0:
             b_S *= tl.exp(b_g)
         if DELTA:
-            b_new = b_beta * (b_new - tl.sum(b_S * b_k, axis=0))  # [BV]
-        b_S += b_k * b_new[None, :]
-        b_o = scale * tl.sum(b_S * b_q, axis=0)  # [BV]
+            # What k finds and what q reads before the write, in one exchange
+            # between the warps.
+            b_found, b_o = tl.reduce((b_S * b_k, b_S * b_q), 0, add_pairs)
+            b_new = b_beta * (b_new - b_found)  # [BV]
+            b_o += b_kq * b_new
+            b_S += b_k * b_new[None, :]
+        else:
+            b_S += b_k * b_new[None, :]
+            b_o = tl.sum(b_S * b_q, axis=0)  # [BV]
+        b_o *= scale
         tl.store(o + i_value * V + o_v, b_o, mask=o_v < V)
         i_key += H
         i_value += HV
@@ -79,14 +93,13 @@ def decode_options(K: int) -> dict[str, int]:
     """Tile sizes and launch settings for heads of K key channels.
 
     A row of a tile is 128 bytes, one line of the cache, in eight lanes of
-    16 bytes. There are twice as many threads as key channels: with more
-    threads than elements, Triton has each load q, k and g where it needs
-    them; with fewer it sends them through shared memory, one after another,
-    and each waits for the last. A thread then holds 16 elements of the
-    state whatever K is, and many programs share a multiprocessor.
+    16 bytes. There are as many threads as key channels: with fewer threads
+    than elements Triton sends q, k and g through shared memory, one after
+    another, and each waits for the last. A thread then holds 32 elements of
+    the state whatever K is, and many programs share a multiprocessor.
     """
     BK = max(32, triton.next_power_of_2(K))
-    return {"BK": BK, "BV": 32, "num_warps": BK // 16}
+    return {"BK": BK, "BV": 32, "num_warps": BK // 32}
 
 
 def decode(

@@ -200,19 +200,18 @@ class Chunked(NamedTuple):
         """What the scans take."""
         return self[:7]
 
+    @property
+    def rows(self) -> tuple[Tensor | None, ...]:
+        """What there is of beta and a gate a head."""
+        return self[3:8]
 
-def intra(
-    x: Call, *, again: bool = False
-) -> tuple[Chunked, Tensor | None, Tensor | None]:
-    """Inside each chunk: :class:`Chunked`, Aqk and R [B, T, HV, C].
 
-    Aqk is None but for a gate a channel, R but for the delta rule. Neither
-    is computed ``again``: the backward has kept them.
-    """
+def empty_chunked(x: Call) -> Chunked:
+    """Room for what :func:`intra` finds."""
     B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
     chunked = Chunked(x.q, x.k, x.k)
     if x.gate_width == 0 and x.beta is None:
-        return chunked, None, None
+        return chunked
     rows = x.q.new_empty(x.slots, HV, C, dtype=torch.float32)
     if x.gate_width == 1:
         G = torch.empty_like(rows, dtype=torch.float64)
@@ -230,6 +229,21 @@ def intra(
         )
     if x.beta is not None:
         chunked = chunked._replace(row_beta=torch.empty_like(rows))
+    return chunked
+
+
+def intra(
+    x: Call, *, again: bool = False
+) -> tuple[Chunked, Tensor | None, Tensor | None]:
+    """Inside each chunk: :class:`Chunked`, Aqk and R [B, T, HV, C].
+
+    Aqk is None but for a gate a channel, R but for the delta rule. Neither
+    is computed ``again``: the backward has kept them.
+    """
+    B, T, HV, C = len(x.q), x.T, x.HV, x.chunk_size
+    chunked = empty_chunked(x)
+    if x.gate_width == 0 and x.beta is None:
+        return chunked, None, None
     Aqk, R = (
         x.q.new_empty(B, T, HV, C) if there and not again else None
         for there in (x.has_scores, x.beta is not None)
@@ -522,15 +536,51 @@ def empty_saved(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Room for what :func:`forward` keeps.
-
-    Aqk and R, where there are such; and the segments' exits and maps, which
-    are empty if there is one segment.
-    """
+    """Room for what :func:`forward` keeps: see :func:`kept`."""
     x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
-    number = (1 if x.has_scores else 0) + (beta is not None)
-    saved = [q.new_empty(*v.shape[:3], chunk_size) for _ in range(number)]
-    return [*saved, *segment_rooms(x)]
+    Aqk, R = (
+        q.new_empty(*v.shape[:3], chunk_size) if there else None
+        for there in (x.has_scores, beta is not None)
+    )
+    return kept(x, empty_chunked(x), Aqk, R, *segment_rooms(x))
+
+
+def kept(
+    x: Call,
+    chunked: Chunked,
+    Aqk: Tensor | None,
+    R: Tensor | None,
+    exits: Tensor,
+    maps: Tensor,
+) -> list[Tensor]:
+    """What the backward is handed, those of it that there are.
+
+    Aqk and R; the rows of beta and of a gate a head, 24 bytes a token and
+    head. What a gate a channel makes of q and k is large, and found again.
+    Of the segments the exits and maps, which are empty if there is one.
+    """
+    rows = () if x.has_scores else chunked.rows
+    return [t for t in (Aqk, R, *rows, exits, maps) if t is not None]
+
+
+def found_again(
+    x: Call, saved: list[Tensor]
+) -> tuple[Chunked, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """The arguments of :func:`kept`, from its result."""
+    *others, exits, maps = saved
+    rest = iter(others)
+
+    def take(*there: bool) -> list[Tensor | None]:
+        return [next(rest) if it else None for it in there]
+
+    gate, delta = x.gate_width == 1, x.beta is not None
+    Aqk, R = take(x.has_scores, delta)
+    if x.has_scores:
+        chunked, _, _ = intra(x, again=True)
+    else:
+        rows = take(gate, delta, gate, gate, gate)
+        chunked = Chunked(x.q, x.k, x.k, *rows)
+    return chunked, Aqk, R, exits, maps
 
 
 def forward(
@@ -558,8 +608,7 @@ def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     chunked, Aqk, R = intra(x)
     exits, maps = segments(x, chunked, R)
     o, state = scan(x, chunked, Aqk, R, exits)
-    kept = [t for t in (Aqk, R) if t is not None]
-    return o, state, [*kept, exits, maps]
+    return o, state, kept(x, chunked, Aqk, R, exits, maps)
 
 
 def compile_together(x: Call, backward: bool) -> None:
@@ -620,11 +669,7 @@ def backward(
 def _backward(
     x: Call, do: Tensor, dstate: Tensor | None, saved: list[Tensor]
 ) -> list[Tensor]:
-    *squares, exits, maps = saved
-    kept = iter(squares)
-    Aqk = next(kept) if x.has_scores else None
-    R = next(kept) if x.beta is not None else None
-    chunked, _, _ = intra(x, again=True)
+    chunked, Aqk, R, exits, maps = found_again(x, saved)
     h, errors = chunk_states(x, chunked, R, exits)
     dv, dbeta, dh, dinitial = scan_backward(
         x, chunked, Aqk, R, errors, do, dstate, maps
