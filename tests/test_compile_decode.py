@@ -56,7 +56,8 @@ def judge(compiled, capability, tmp_path):
 def test_bf16(width, delta, T, capability, tmp_path):
     compiled = compile_decode(width, delta, T, capability)
     registers = judge(compiled, capability, tmp_path)
-    assert registers <= 80  # three programs of 256 threads a multiprocessor
+    # five or four programs of 128 threads a multiprocessor
+    assert registers <= (96 if T == 1 else 128)
 
 
 @ALL
@@ -73,13 +74,8 @@ def test_other_dtypes(width, delta, dtype, tmp_path):
 
 @ALL
 @pytest.mark.parametrize("T", [1, 16])
-def test_inputs_go_straight_to_registers(width, delta, T):
-    """A wait between two loads would add a trip to memory to each step.
-
-    Shared memory is for the sums over warps and for o, all after the loads.
-    """
+def test_nothing_is_waited_for_before_the_state_is_asked_for(width, delta, T):
+    """Its trip to memory is the longest: 16 bytes each of 8 loads a thread."""
     ptx = compile_decode(width, delta, T, 90).asm["ptx"]
-    moves = re.findall(r"(ld\.global|bar\.sync|st\.shared)", ptx)
-    loads = [i for i, move in enumerate(moves) if move == "ld.global"]
-    others = [i for i, move in enumerate(moves) if move != "ld.global"]
-    assert max(loads) < min(others)
+    moves = re.findall(r"(ld\.global\.v4\.b32|bar\.sync|st\.shared)", ptx)
+    assert moves[:8] == ["ld.global.v4.b32"] * 8
