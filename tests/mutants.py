@@ -463,8 +463,8 @@ MUTANTS = {
     ),
     "kernel-decode-adds-the-answer": (
         DECODE,
-        "(b_new - tl.sum",
-        "(b_new + tl.sum",
+        "(b_new - b_found)",
+        "(b_new + b_found)",
     ),
 }
 

@@ -9,6 +9,7 @@ from fastweights.kernels.tile import (
     chunk_span,
     decay_matrix,
     decays_of_pairs,
+    is_near,
     load_row,
     load_rows,
     rest_of_inverse,
@@ -73,7 +74,6 @@ def intra_fwd_kernel(
     if t >= end:
         return
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    BOUND: tl.constexpr = 8 if k.dtype.element_ty == tl.float16 else 100
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
@@ -119,7 +119,7 @@ def intra_fwd_kernel(
             b_last = tl.exp2(b_last)
             p_x = rounded + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(p_x, b_last, mask=o_k < K)
-            if tl.min(b_total) < 2.0**-BOUND:
+            if not is_near(tl.min(b_total), k, DG):
                 tl.store(far + tl.program_id(0), 1)
             b_d = tl.exp2(-b_G)
             b_kT = tl.trans((b_k * b_d).to(b_k.dtype))  # [BK, BT]

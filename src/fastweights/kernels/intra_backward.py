@@ -9,6 +9,7 @@ from fastweights.kernels.tile import (
     decay_matrix,
     decay_to_exit,
     decays_of_pairs,
+    is_near,
     load_rows,
     nonzero,
     slot_row,
@@ -22,8 +23,9 @@ from fastweights.kernels.tile import (
 
 
 @triton.jit
-def near(
+def all_near(
     total,
+    x,
     i_c,
     i_h,
     i_k,
@@ -31,9 +33,8 @@ def near(
     HV: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BOUND: tl.constexpr,
 ):
-    """Whether no channel of the key tile decays by 2^-BOUND in the chunk.
+    """Whether every channel of the key tile, of total [K], is_near.
 
     For all value heads of key head i_h.
     """
@@ -43,7 +44,7 @@ def near(
         i_ch = i_c.to(tl.int64) * HV + i_h * (HV // H) + i_g
         b_total = tl.load(total + i_ch * K + o_k, mask=o_k < K, other=1.0)
         least = tl.minimum(least, tl.min(b_total))
-    return least >= 2.0**-BOUND
+    return is_near(least, x, K)
 
 
 @triton.jit
@@ -179,7 +180,6 @@ def intra_bwd_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
-    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -187,7 +187,7 @@ def intra_bwd_kernel(
     if t >= end:
         return
     if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
-        if not near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND):
+        if not all_near(total, do, i_c, i_h, i_k, H, HV, K, BK):
             return
     dtype = do.dtype.element_ty
     o_t = time_order(BT)
@@ -388,7 +388,6 @@ def intra_bwd_far_kernel(
     LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
-    BOUND: tl.constexpr = 8 if do.dtype.element_ty == tl.float16 else 100
     NG: tl.constexpr = HV // H
     dtype = do.dtype.element_ty
     o_t = time_order(BT)
@@ -406,7 +405,7 @@ def intra_bwd_far_kernel(
         t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
         bounded = (i_x >= marks) | (t >= end)
         if bounded == 0:
-            bounded = near(total, i_c, i_h, i_k, H, HV, K, BK, BOUND)
+            bounded = all_near(total, do, i_c, i_h, i_k, H, HV, K, BK)
         if bounded == 0:
             b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
             b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]

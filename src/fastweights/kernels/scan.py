@@ -14,6 +14,7 @@ from fastweights.kernels.tile import (
     decay_matrix,
     decay_to_exit,
     first_slot,
+    is_near,
     load_rows,
     nonzero,
     sequence_at,
@@ -102,7 +103,6 @@ def scan_fwd_kernel(
     state that leaves each segment, composed.
     """
     MAP: tl.constexpr = o is None and h is None
-    BOUND: tl.constexpr = 3 if v.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
@@ -191,7 +191,7 @@ def scan_fwd_kernel(
             b_read = scale
             if DG == 1:
                 # From the exit back to the token that reads.
-                near = b_total >= 2.0**-BOUND
+                near = is_near(b_total, v, DG)
                 b_o *= tl.where(near, b_total, b_in)
                 b_read = scale * tl.where(near, b_in / b_total, 1.0)
                 if near == 0:
@@ -266,7 +266,6 @@ def scan_bwd_kernel(
     segments but the first; otherwise entrances is that gradient, composed.
     """
     MAP: tl.constexpr = dh is None
-    BOUND: tl.constexpr = 3 if do.dtype.element_ty == tl.float16 else 100
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
@@ -322,7 +321,7 @@ def scan_bwd_kernel(
         b_read = b_x
         if DG == 1:
             # From the entrance on to the token that writes.
-            near = b_total >= 2.0**-BOUND
+            near = is_near(b_total, do, DG)
             b_y *= tl.where(near, b_total, b_out)
             if near == 0:
                 b_A *= decay_matrix(p_G, TRANSPOSED=True)

@@ -208,6 +208,18 @@ def nonzero(b_beta):
 
 
 @triton.jit
+def is_near(b_total, x, DG: tl.constexpr):
+    """Whether a chunk's decay leaves room to divide by it in x's dtype.
+
+    In fp16, which ends at 2^-24, a channel's is a factor of keys and queries;
+    a head's also of gradients, which may be small themselves.
+    """
+    IN_FP16: tl.constexpr = 8 if DG > 1 else 3
+    BOUND: tl.constexpr = IN_FP16 if x.dtype.element_ty == tl.float16 else 100
+    return b_total >= 2.0**-BOUND
+
+
+@triton.jit
 def decay_to_exit(b_in, b_total, p_G, p_last):
     """e^{G_C - G} of a gate a head, [BT, 1]: of what is written, at the exit.
 
