@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 KERNELS = {
     "intra": intra_fwd_kernel,
+    "intra_again": intra_fwd_kernel,
     "intra_far": intra_fwd_far_kernel,
     "scan": scan_fwd_kernel,
     "chunk_states": scan_fwd_kernel,
@@ -40,7 +41,7 @@ LAUNCHES = [
     for width in (0, 1, "K")
     for delta in (False, True)
     if stage != "intra" or delta or width != 0
-    if not stage.endswith("far") or width == "K"
+    if not stage.endswith(("far", "again")) or width == "K"
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 FULL = (
@@ -80,7 +81,7 @@ def compile_stage(
     channel = DG > 1
     shared = SHARED[capability]
     options = launch_options(
-        stage,
+        stage.removesuffix("_again"),
         D,
         DTYPES[dtype],
         gate=DG,
@@ -92,9 +93,11 @@ def compile_stage(
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
     there["far"], there["dkept"] = channel, DG == 1
-    there["rounded"] = channel
+    there["rounded"] = channel and stage != "intra"
     there["row_undo"], there["row_beta"] = DG == 1, delta
     there["cu_seqlens"] = False
+    if stage == "intra_again":
+        there |= {"Aqk": False, "R": False}
     if stage.startswith("intra") and "backward" not in stage:
         there |= {"q_in": channel, "k_in": channel and delta}
         there["k_out"] = channel

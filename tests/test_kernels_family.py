@@ -496,6 +496,8 @@ def test_each_stage_is_its_twin(gate, rule):
     o_found, state_found = launch.scan(call, chunked, A_found, R_found, exits)
     agree(o_found, o)
     assert relative_error(state_found, state) < 1e-5
+    saved = launch.kept(call, chunked, A_found, R_found, exits, maps)
+    chunked, *_ = launch.found_again(call, saved)
     h_found, e_found = launch.chunk_states(call, chunked, R_found, exits)
     assert (e_found is None) == (errors is None)
     dv_found, dbeta_found, dh_found, dinitial_found = launch.scan_backward(

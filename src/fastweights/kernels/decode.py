@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.tile import state_at
+from fastweights.kernels.tile import add_pairs, state_at
 
 
 @triton.jit
@@ -15,11 +15,6 @@ def row_of(x, i_row, o_d, D: tl.constexpr):
     """Elements o_d of row i_row of x [rows, D], zeros past D, in fp32."""
     b_x = tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
     return b_x.to(tl.float32)
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])

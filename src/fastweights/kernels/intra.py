@@ -6,6 +6,7 @@ import triton.language as tl
 from fastweights.kernels.tile import (
     LEAST,
     LOG2_E,
+    add_pairs,
     chunk_span,
     decay_matrix,
     decays_of_pairs,
@@ -61,10 +62,10 @@ def intra_fwd_kernel(
     row in fp32, row_beta. The state's own decay, total = e^{G_C}. A gate a
     channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and
     k_out = e^{G_C - G} k, all pairs at once, from j back to the entrance, then
-    to i; rounded is e^{G_C} of the gates as they are rounded for that. Chunks
-    that decay too far are marked in far, and intra_fwd_far_kernel writes
-    their Aqk, R and k_out. What is None is not computed: Aqk and R are not
-    where the backward has kept them.
+    to i. Chunks that decay too far for that are marked in far, and
+    intra_fwd_far_kernel writes their Aqk and R. What is None is not computed:
+    the backward has kept Aqk and R, and it alone needs rounded, e^{G_C} of
+    the gates as they are rounded in q_in, k_in and k_out.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
@@ -109,26 +110,29 @@ def intra_fwd_kernel(
             store_rows(q_in, b_qi, t, end, i_hv, i_k, HV, K, BT, BK)
             if DELTA:
                 store_rows(k_in, b_ki, t, end, i_hv, i_k, HV, K, BT, BK)
-            b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
             o_k = i_k * BK + tl.arange(0, BK)
-            p_x = total + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
-            tl.store(p_x, b_total, mask=o_k < K)
-            b_last = tl.sum(b_high.to(tl.float32), axis=0)  # [BK]
-            if EXACT:
-                b_last += tl.sum(b_low.to(tl.float32), axis=0)
-            b_last = tl.exp2(b_last)
-            p_x = rounded + (i_c.to(tl.int64) * HV + i_hv) * K + o_k
-            tl.store(p_x, b_last, mask=o_k < K)
+            p_total = (i_c.to(tl.int64) * HV + i_hv) * K + o_k
+            if rounded is None:
+                b_total = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
+            else:
+                b_total, b_last = tl.reduce(
+                    (b_g.to(tl.float32), b_high.to(tl.float32)), 0, add_pairs
+                )
+                if EXACT:
+                    b_last += tl.sum(b_low.to(tl.float32), axis=0)
+                tl.store(rounded + p_total, tl.exp2(b_last), mask=o_k < K)
+            b_total = tl.exp(b_total)
+            tl.store(total + p_total, b_total, mask=o_k < K)
             if not is_near(tl.min(b_total), k, DG):
                 tl.store(far + tl.program_id(0), 1)
-            b_d = tl.exp2(-b_G)
-            b_kT = tl.trans((b_k * b_d).to(b_k.dtype))  # [BK, BT]
-            b_d *= b_last[None, :]
+            b_kT = tl.trans((b_k * tl.exp2(-b_G)).to(b_k.dtype))  # [BK, BT]
             if Aqk is not None:
                 b_Aqk = tl.dot(b_qi, b_kT, b_Aqk, input_precision=PRECISION)
             if R is not None:
                 b_Akk = tl.dot(b_ki, b_kT, b_Akk, input_precision=PRECISION)
-            store_rows(k_out, b_k * b_d, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_k *= tl.exp2(b_G)
+            store_rows(k_out, b_k, t, end, i_hv, i_k, HV, K, BT, BK)
 
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
@@ -175,7 +179,6 @@ def intra_fwd_far_kernel(
     far,
     Aqk,
     R,
-    k_out,
     cu_seqlens,
     marks,
     N,
@@ -216,28 +219,21 @@ def intra_fwd_far_kernel(
                 b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)
                 b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)
                 b_high, b_low = split_gates(b_g)  # [BT, BK]
-                b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)
-                b_ko = b_k * tl.exp2(b_G)  # [BT, BK]
-                store_rows(k_out, b_ko, t, end, i_hv, i_k, HV, K, BT, BK)
-                if Aqk is not None:
-                    for level in range(LEVELS + 1):
-                        b_c, m_A = decays_of_pairs(
-                            b_high, b_low, level, EXACT
-                        )  # [BT, BK], [BT, BT]
-                        b_kc = (b_k * b_c).to(b_k.dtype)  # [BT, BK]
-                        b_kT = tl.trans(b_kc)  # [BK, BT]
-                        b_x = (b_q * b_c).to(b_q.dtype)  # [BT, BK]
-                        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-                        b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                        if DELTA:
-                            b_A = tl.dot(b_kc, b_kT, input_precision=PRECISION)
-                            b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-            if Aqk is not None:
-                b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
-                store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-                if DELTA:
-                    p_beta = slot_row(row_beta, i_c, i_hv, HV, BT)[0]
-                    b_beta = tl.load(p_beta)  # [BT]
-                    store_inverse(
-                        R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION
-                    )
+                for level in range(LEVELS + 1):
+                    b_c, m_A = decays_of_pairs(
+                        b_high, b_low, level, EXACT
+                    )  # [BT, BK], [BT, BT]
+                    b_kc = (b_k * b_c).to(b_k.dtype)  # [BT, BK]
+                    b_kT = tl.trans(b_kc)  # [BK, BT]
+                    b_x = (b_q * b_c).to(b_q.dtype)  # [BT, BK]
+                    b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
+                    b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+                    if DELTA:
+                        b_A = tl.dot(b_kc, b_kT, input_precision=PRECISION)
+                        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+            store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+            if DELTA:
+                p_beta = slot_row(row_beta, i_c, i_hv, HV, BT)[0]
+                b_beta = tl.load(p_beta)  # [BT]
+                store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)

@@ -179,9 +179,9 @@ class Chunked(NamedTuple):
     in them, [B, T, HV, K] (k_in is k for the additive rule). A number a row,
     [slots, HV, C]: of a gate a head G in fp64, row_in = e^G and row_undo =
     e^{-G}, 1 in chunks that decay too far; and row_beta, 0 past a sequence's
-    end. total is the decay of a chunk, [slots, HV] or [slots, HV, K], rounded
-    the same from the gates as q_in, k_in and k_out have them, and far marks
-    the chunks whose decay has no bound, [slots, HV].
+    end. total is the decay of a chunk, [slots, HV] or [slots, HV, K], and
+    rounded the same from the gates as q_in, k_in and k_out have them, for the
+    backward. far marks the chunks whose decay has no bound, [slots, HV].
     """
 
     q_in: Tensor
@@ -206,7 +206,7 @@ class Chunked(NamedTuple):
         return self[3:8]
 
 
-def empty_chunked(x: Call) -> Chunked:
+def empty_chunked(x: Call, *, again: bool = False) -> Chunked:
     """Room for what :func:`intra` finds."""
     B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
     chunked = Chunked(x.q, x.k, x.k)
@@ -222,7 +222,8 @@ def empty_chunked(x: Call) -> Chunked:
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
         k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
-        total, rounded = (rows.new_empty(x.slots, HV, K) for _ in range(2))
+        total = rows.new_empty(x.slots, HV, K)
+        rounded = torch.empty_like(total) if again else None
         far = rows.new_empty(x.slots, HV, dtype=torch.int32)
         chunked = Chunked(
             q_in, k_in, k_out, total=total, rounded=rounded, far=far
@@ -238,10 +239,10 @@ def intra(
     """Inside each chunk: :class:`Chunked`, Aqk and R [B, T, HV, C].
 
     Aqk is None but for a gate a channel, R but for the delta rule. Neither
-    is computed ``again``: the backward has kept them.
+    is computed ``again``, by a backward, which has kept them.
     """
     B, T, HV, C = len(x.q), x.T, x.HV, x.chunk_size
-    chunked = empty_chunked(x)
+    chunked = empty_chunked(x, again=again)
     if x.gate_width == 0 and x.beta is None:
         return chunked, None, None
     Aqk, R = (
@@ -263,7 +264,7 @@ def intra(
         x.num_sequences,
         T,
     )
-    if x.gate_width > 1:
+    if x.has_scores and not again:
         x.run(
             "intra_far",
             intra_fwd_far_kernel,
@@ -275,7 +276,6 @@ def intra(
             chunked.far,
             Aqk,
             R,
-            chunked.k_out,
             x.cu_seqlens,
             x.slots * HV,
             x.num_sequences,

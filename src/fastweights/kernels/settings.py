@@ -63,11 +63,14 @@ def launch_options(
     wide = ahead and K > 64 and gate > 1 and delta
     wide &= stage == "scan_backward"
     BV = scan_values(dtype, shared)
+    num_stages = 2 if ahead and not full else 1
+    if stage == "segments" and ahead and delta and gate <= 1:
+        num_stages = 3  # no outputs to hold: room for three
     return {
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
         "num_warps": 4 if large and K <= 128 and not wide else 8,
-        "num_stages": 2 if ahead and not full else 1,
+        "num_stages": num_stages,
     }
 
 

@@ -320,6 +320,12 @@ def decays_of_pairs(b_high, b_low, level, EXACT: tl.constexpr):
 
 
 @triton.jit
+def add_pairs(a, b, c, d):
+    """For tl.reduce: two sums in one exchange between the warps."""
+    return a + c, b + d
+
+
+@triton.jit
 def add_product(b_x, b_y, b_z, PRECISION: tl.constexpr):
     """b_x b_y + b_z in fp32; the factors as fp16, or as PRECISION says.
 

@@ -25,6 +25,8 @@ def stages(x: launch.Call) -> Stages:
     do = torch.randn_like(x.v)
     chunked, Aqk, R = launch.intra(x)
     exits, maps = launch.segments(x, chunked, R)
+    saved = launch.kept(x, chunked, Aqk, R, exits, maps)
+    chunked, Aqk, R, exits, maps = launch.found_again(x, saved)
     h, errors = launch.chunk_states(x, chunked, R, exits)
     dv, dbeta, dh, _ = launch.scan_backward(
         x, chunked, Aqk, R, errors, do, None, maps
