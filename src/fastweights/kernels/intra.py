@@ -160,8 +160,8 @@ def store_inverse(
     b_Akk = tl.where(time_order(BT) >= 0, b_Akk, 0.0)  # [BT, BT]
     if PRECISION == "tf32":
         largest = tl.max(tl.abs(b_Akk))
-        steps = largest * tl.max(tl.abs(b_beta))
-        if (tl.min(b_beta) >= 0.0) & (steps < 2.05) & (largest < 1e3):
+        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+        if (steps < 2.05) & (largest < 1e3):
             b_R = rest_of_inverse(b_Akk, b_beta, "fp16")
         else:
             b_R = rest_of_inverse(b_Akk, b_beta, "tf32")

@@ -241,11 +241,9 @@ def intra_bwd_kernel(
         elif DG > 1:
             i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)
-            p_total = total + i_ch * K + o_k
+            p_total = rounded + i_ch * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=1.0)  # [BK]
-            p_rounded = rounded + i_ch * K + o_k
-            b_last = tl.load(p_rounded, mask=o_k < K, other=1.0)  # [BK]
-            b_decay = b_last[None, :]
+            b_decay = b_total[None, :]
             if DELTA:
                 b_col *= b_weight[:, None]
             b_undo = 1.0 / b_decay  # [1, BK]
