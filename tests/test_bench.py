@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -130,10 +131,33 @@ def test_first_call_is_timed_in_a_process_of_its_own():
     assert 0 < speed.first_seconds("linear_attention") < 60
 
 
-def test_a_peer_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.raises(SystemExit, match="fla-core"):
-        speed.peers()
+@pytest.mark.parametrize(
+    "peer, package", [("fla", "fla-core"), ("flash_qla", "flash-qla")]
+)
+def test_a_peer_that_is_not_there_is_named(peer, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, peer, None)
+    with pytest.raises(SystemExit, match=f"--peer {peer} .* {package}"):
+        speed.peer_functions(peer)
+
+
+def test_a_peer_is_timed_on_the_members_that_it_has(monkeypatch, capsys):
+    def chunk_gated_delta_rule(*, output_final_state, **x):
+        assert output_final_state
+        return fw.gated_deltanet(**x)
+
+    peer = types.ModuleType("flash_qla")
+    peer.chunk_gated_delta_rule = chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, "flash_qla", peer)
+    monkeypatch.setattr(speed, "ON_CPU", speed.Shape(1, 64, 1, 1, 16, 16))
+    command = "bench --no-first --shapes train --gates mild --peer flash_qla "
+    command += "--members gla gated_deltanet"
+    monkeypatch.setattr("sys.argv", command.split())
+    bench.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("who=fastweights" in line for line in lines) == 4
+    theirs = [line for line in lines if "who=flash_qla" in line]
+    assert len(theirs) == 2
+    assert all("member=gated_deltanet" in line for line in theirs)
 
 
 @pytest.mark.skipif(bench.ON_GPU, reason="there is a GPU")

@@ -287,7 +287,13 @@ def main() -> None:
         help="mild, kept (g = -1e-3: nothing may be skipped); both by default",
         **several,
     )
-    group.add_argument("--peer", choices=["fla"], help="time this one beside")
+    group.add_argument(
+        "--peer",
+        choices=speed.PEERS,
+        default=[],
+        help=f"time these beside, of {', '.join(speed.PEERS)}",
+        **several,
+    )
     group.add_argument(
         "--no-first",
         action="store_true",
@@ -301,7 +307,7 @@ def main() -> None:
             arguments.members,
             arguments.shapes,
             arguments.gates,
-            peer=arguments.peer,
+            peers=arguments.peer,
             first=not arguments.no_first,
         ),
     )

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ MEMBERS = {
     "gated_deltanet": ("head", True),
     "kda": ("channel", True),
 }
+PEERS = ("fla", "flash_qla")
 # mild forgetting, half of it after some 14 steps; and next to none, so that
 # nothing may be skipped
 GATES = ("mild", "kept")
@@ -109,38 +110,55 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     return B * T * moved, B * T * HV * flops
 
 
-def peers() -> dict[str, Callable[..., Any]]:
-    """flash-linear-attention's function for each member that it has.
+def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
+    """A peer's function for each member that it has.
+
+    "fla" is flash-linear-attention (fla-core), "flash_qla" is FlashQLA. With
+    that installed fla hands Gated DeltaNet to it, so fla's own Triton kernels
+    are timed where it is not.
 
     Raises:
-        SystemExit: the package fla (fla-core) is not installed.
+        SystemExit: the package is not installed.
     """
     try:
-        from fla.ops.common import chunk_o
-        from fla.ops.delta_rule import chunk_delta_rule
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-        from fla.ops.gla import chunk_gla
-        from fla.ops.kda import chunk_kda
-        from fla.ops.linear_attn import chunk_linear_attn
-        from fla.ops.simple_gla import chunk_simple_gla
+        found = _from_fla() if peer == "fla" else _from_flash_qla()
     except ImportError as error:
-        message = f"--peer fla needs the package fla-core: {error}"
+        package = {"fla": "fla-core", "flash_qla": "flash-qla"}[peer]
+        message = f"--peer {peer} needs the package {package}: {error}"
         raise SystemExit(message) from error
+    return {
+        name: functools.partial(function, output_final_state=True)
+        for name, function in found.items()
+    }
+
+
+def _from_fla() -> dict[str, Callable[..., Any]]:
+    from fla.ops.common import chunk_o
+    from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gla import chunk_gla
+    from fla.ops.kda import chunk_kda
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.simple_gla import chunk_simple_gla
+
     # Its guard against a miscompiled backward, for timing at K = 128 only.
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    linear = functools.partial(chunk_linear_attn, normalize=False)
-    found = {
-        "linear_attention": linear,
+    return {
+        "linear_attention": functools.partial(
+            chunk_linear_attn, normalize=False
+        ),
         "mamba2": chunk_simple_gla,
         "gla": chunk_gla,
         "deltanet": chunk_delta_rule,
         "gated_deltanet": chunk_gated_delta_rule,
         "kda": chunk_kda,
     }
-    return {
-        name: functools.partial(function, output_final_state=True)
-        for name, function in found.items()
-    }
+
+
+def _from_flash_qla() -> dict[str, Callable[..., Any]]:
+    from flash_qla import chunk_gated_delta_rule
+
+    return {"gated_deltanet": chunk_gated_delta_rule}
 
 
 def passes(
@@ -246,7 +264,7 @@ def members(
     shapes: list[str],
     gates: list[str],
     *,
-    peer: str | None = None,
+    peers: Sequence[str] = (),
     first: bool = True,
 ) -> Iterator[Row]:
     """Ceilings; then each member's times on each shape, gate and pass.
@@ -261,7 +279,7 @@ def members(
         amount = row.get("moved", row.get("flops", 0))
         rate[row["what"]] = amount / row["seconds"]
         yield row
-    rivals = peers() if peer == "fla" else {}
+    rivals = {peer: peer_functions(peer) for peer in peers}
     for name in names:
         if first:
             seconds = first_seconds(name)
@@ -284,12 +302,13 @@ def members(
             moved, flops = work(name, shape)
             for gate in gates if MEMBERS[name][0] else gates[:1]:
                 x = inputs(name, shape, gate)
-                for who, function in (
-                    ("fastweights", getattr(fw, name)),
-                    (peer, rivals.get(name)),
-                ):
-                    if function is None or (who == "fla" and where == "d64"):
-                        continue
+                functions = {"fastweights": getattr(fw, name)}
+                for peer, theirs in rivals.items():
+                    if name in theirs and not (
+                        peer == "fla" and where == "d64"
+                    ):
+                        functions[peer] = theirs[name]
+                for who, function in functions.items():
                     for what, fn in passes(function, x).items():
                         times = 3 if "backward" in what else 1
                         floor = times * max(

@@ -12,9 +12,8 @@ from fastweights.kernels.tile import add_pairs, state_at
 
 @triton.jit
 def row_of(x, i_row, o_d, D: tl.constexpr):
-    """Elements o_d of row i_row of x [rows, D], zeros past D, in fp32."""
-    b_x = tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
-    return b_x.to(tl.float32)
+    """Elements o_d of row i_row of x [rows, D], zeros past D."""
+    return tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
@@ -54,19 +53,23 @@ def decode_kernel(
     i_key, i_value = i_b * T * H + i_h, i_b * T * HV + i_hv
     for _ in range(T):
         # All loads first, so that none waits for what another is used for.
-        b_k = row_of(k, i_key, o_k, K)[:, None]  # [BK, 1]
-        b_q = row_of(q, i_key, o_k, K)[:, None]  # [BK, 1]
+        b_k = row_of(k, i_key, o_k, K)  # [BK]
+        b_q = row_of(q, i_key, o_k, K)  # [BK]
         b_new = row_of(v, i_value, o_v, V)  # [BV]
         if DG == 1:
-            b_g = tl.load(g + i_value).to(tl.float32)
+            b_g = tl.load(g + i_value)
         elif DG > 1:
-            b_g = row_of(g, i_value, o_k, K)[:, None]  # [BK, 1]
+            b_g = row_of(g, i_value, o_k, K)  # [BK]
         if DELTA:
             b_beta = tl.load(beta + i_value).to(tl.float32)
+        b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
+        b_new = b_new.to(tl.float32)
         if DELTA:
-            b_kq = tl.sum(b_k * b_q, axis=0)  # [1]
+            b_kq = tl.sum(b_k * b_q)
+        b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
         if DG > 0:
-            b_S *= tl.exp(b_g)
+            b_decay = tl.exp(b_g.to(tl.float32))
+            b_S *= b_decay[:, None] if DG > 1 else b_decay
         if DELTA:
             # What k finds and what q reads before the write, in one exchange
             # between the warps.
@@ -88,10 +91,9 @@ def decode_options(K: int) -> dict[str, int]:
     """Tile sizes and launch settings for heads of K key channels.
 
     A row of a tile is 128 bytes, one line of the cache, in eight lanes of
-    16 bytes. There are as many threads as key channels: with fewer threads
-    than elements Triton sends q, k and g through shared memory, one after
-    another, and each waits for the last. A thread then holds 32 elements of
-    the state whatever K is, and many programs share a multiprocessor.
+    16 bytes. There are as many threads as key channels: a thread holds 32
+    elements of the state whatever K is, and many programs share a
+    multiprocessor.
     """
     BK = max(32, triton.next_power_of_2(K))
     return {"BK": BK, "BV": 32, "num_warps": BK // 32}
