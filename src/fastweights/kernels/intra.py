@@ -13,6 +13,7 @@ from fastweights.kernels.tile import (
     is_near,
     load_row,
     load_rows,
+    num_levels,
     rest_of_inverse,
     slot_row,
     split_gates,
@@ -198,7 +199,7 @@ def intra_fwd_far_kernel(
     between two tokens, level by level (tile.decays_of_pairs). A program looks
     at LOOK marks, since there may be none at all.
     """
-    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    LEVELS: tl.constexpr = num_levels(BT)
     NK: tl.constexpr = (K + BK - 1) // BK
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     o_t = time_order(BT)

@@ -12,6 +12,7 @@ from fastweights.kernels.tile import (
     is_near,
     load_rows,
     nonzero,
+    num_levels,
     slot_row,
     split_gates,
     store_rows,
@@ -233,10 +234,11 @@ def intra_bwd_kernel(
         # The states' decays, and who reads them: of a gate a channel, q and
         # k of the value head.
         i_x, HX = i_h, H
+        b_write = b_weight[:, None]
         if DG == 1:
             b_decay = b_in[:, None]  # [BT, 1]
             b_out = decay_to_exit(b_decay, b_total, p_G, p_last)
-            b_col *= b_weight[:, None] * b_out
+            b_write *= b_out
             b_kept = b_kept * b_total
         elif DG > 1:
             i_x, HX = i_hv, HV
@@ -244,10 +246,10 @@ def intra_bwd_kernel(
             p_total = rounded + i_ch * K + o_k
             b_total = tl.load(p_total, mask=o_k < K, other=1.0)  # [BK]
             b_decay = b_total[None, :]
-            if DELTA:
-                b_col *= b_weight[:, None]
             b_undo = 1.0 / b_decay  # [1, BK]
             b_kept *= b_total
+        if DELTA or DG == 1:
+            b_col *= b_write
         b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_row *= (scale * b_decay) if DG > 0 else scale
@@ -266,8 +268,6 @@ def intra_bwd_kernel(
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
             if DG > 1:
                 b_pairs += b_kr * b_err
-            if DG == 0:
-                b_col *= b_weight[:, None]
         b_c = tl.trans(b_c)  # [BT, BK]
         if DG == 1 and DELTA:
             b_pairs += b_k * (b_err - b_c)
@@ -383,7 +383,7 @@ def intra_bwd_far_kernel(
     border between two tokens, level by level (tile.decays_of_pairs).
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    LEVELS: tl.constexpr = 4 + (BT >= 32) + (BT >= 64)
+    LEVELS: tl.constexpr = num_levels(BT)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H

@@ -257,6 +257,12 @@ def joins(level, BT: tl.constexpr):
     return (o_c[:, None] ^ 1) == o_c[None, :]
 
 
+@triton.constexpr_function
+def num_levels(BT):
+    """How often BT rows can be halved, log2 of it: see decays_of_pairs."""
+    return BT.bit_length() - 1
+
+
 @triton.jit
 def split_gates(b_g):
     """Log decays b_g as a sum of two fp16 tiles, in log2 units.
