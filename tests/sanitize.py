@@ -18,7 +18,7 @@ import torch
 from inputs import GATES, RULES, member
 
 import fastweights as fw
-from fastweights.kernels import flash, launch, linear, prefix
+from fastweights.kernels import call, flash, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
@@ -49,7 +49,7 @@ def main() -> None:
         ):
             if gate == "none" and strength == "mixed":
                 continue
-            launch.num_segments = lambda *_, number=segments: number
+            call.num_segments = lambda *_, number=segments: number
             run(gate, rule, dtype, strength)
             torch.cuda.synchronize()
             print(dtype, gate, rule, segments, strength, flush=True)

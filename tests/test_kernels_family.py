@@ -29,6 +29,8 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import launch
+from fastweights.kernels.call import Call
+from fastweights.kernels.settings import num_segments
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 
@@ -371,7 +373,7 @@ def test_the_precision_of_products_is_the_one_of_the_call():
     try:
         for precision in ("medium", "highest", "medium"):
             torch.set_float32_matmul_precision(precision)
-            call = launch.Call(*(x[n] for n in names), None, None, 1.0, 16)
+            call = Call(*(x[n] for n in names), None, None, 1.0, 16)
             found.append(call.constants("scan")["PRECISION"])
     finally:
         torch.set_float32_matmul_precision(before)
@@ -381,7 +383,8 @@ def test_the_precision_of_products_is_the_one_of_the_call():
 @pytest.fixture
 def cut(monkeypatch):
     """Cut every sequence into so many segments, however long it is."""
-    return lambda S: monkeypatch.setattr(launch, "num_segments", lambda *_: S)
+    target = "fastweights.kernels.call.num_segments"
+    return lambda S: monkeypatch.setattr(target, lambda *_: S)
 
 
 @interpreted
@@ -407,7 +410,7 @@ def test_segments_of_packed_sequences(gate, rule, cut):
 def test_how_many_segments():
     """Two programs a multiprocessor; no segment under eight chunks."""
     cpu = torch.device("cpu")  # taken for an H200: 264 programs
-    rule = launch.num_segments
+    rule = num_segments
     assert [rule(n, 10**6, cpu) for n in (1, 32, 88, 132)] == [264, 8, 3, 2]
     assert [rule(n, 10**6, cpu) for n in (133, 264, 265, 10**6)] == [1] * 4
     chunks = (0, 7, 8, 15, 16, 63, 64, 65)
@@ -456,7 +459,7 @@ def test_each_stage_is_its_twin(gate, rule):
     C, T, scale = 16, 40, 0.3
     x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
     names = ("q", "k", "v", "g", "beta", "initial_state")
-    call = launch.Call(*(x.get(n) for n in names), None, scale, C)
+    call = Call(*(x.get(n) for n in names), None, scale, C)
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 

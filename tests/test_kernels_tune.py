@@ -6,7 +6,8 @@ pytest.importorskip("triton")
 
 from inputs import member
 
-from fastweights.kernels import launch, settings, tune
+from fastweights.kernels import settings, tune
+from fastweights.kernels.call import Call
 from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def test_every_stage_under_other_settings(gate, rule):
     """The settings reach the launch, and afterwards the rule's are back."""
     x = member(gate, rule, T=40, K=33, V=33)
     names = ("q", "k", "v", "g", "beta")
-    call = launch.Call(
+    call = Call(
         *(x[n].float() if n in x else None for n in names), None, None, 1.0, 16
     )
     used = []
@@ -57,10 +58,11 @@ def test_every_stage_under_other_settings(gate, rule):
 
 
 def test_segments_are_a_stage_where_there_are_some(monkeypatch):
-    monkeypatch.setattr(launch, "num_segments", lambda *_: 2)
+    target = "fastweights.kernels.call.num_segments"
+    monkeypatch.setattr(target, lambda *_: 2)
     x = member("scalar", "delta", T=40, K=33, V=33)
     names = ("q", "k", "v", "g", "beta")
-    call = launch.Call(
+    call = Call(
         *(x[n].float() if n in x else None for n in names), None, None, 1.0, 16
     )
     assert "segments" in tune.stages(call)

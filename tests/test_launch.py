@@ -15,8 +15,10 @@ from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
 from fastweights.kernels import launch
+from fastweights.kernels.call import Call
 from fastweights.kernels.tile import INTERPRETED
 
+CALL = "fastweights.kernels.call"
 rules = pytest.mark.parametrize("rule", RULES)
 compiled = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
@@ -36,7 +38,7 @@ def launches(monkeypatch):
     """Every launch, and none is made: its call, stage, kernel, arguments."""
     found = []
     monkeypatch.setattr(
-        launch.Call, "run", lambda *arguments: found.append(arguments)
+        Call, "run", lambda *arguments: found.append(arguments)
     )
     return found
 
@@ -44,7 +46,7 @@ def launches(monkeypatch):
 def forward_and_backward(x, cu_seqlens=None, chunk_size=64):
     names = ("q", "k", "v", "g", "beta", "initial_state")
     inputs = (*(x.get(name) for name in names), cu_seqlens)
-    call = launch.Call(*inputs, 1.0, chunk_size)
+    call = Call(*inputs, 1.0, chunk_size)
     o, state, saved = launch._forward(call)
     launch.backward(o, state, *inputs, saved, 1.0, chunk_size)
     launch.backward(None, state, *inputs, saved, 1.0, chunk_size)
@@ -104,35 +106,35 @@ class Kernel:
 
 
 def test_the_second_launch_goes_past_triton(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "_kinds", {})
+    monkeypatch.setattr(f"{CALL}.INTERPRETED", False)
+    monkeypatch.setattr(f"{CALL}._kinds", {})
     constants = {"EVEN": True, "num_warps": 4, "BT": 16}
-    monkeypatch.setattr(launch, "constants", lambda *_: constants)
+    monkeypatch.setattr(f"{CALL}.constants", lambda *_: constants)
     x = member("none", "additive", T=20, dtype=torch.float32)
     inputs = (x["q"], x["k"], x["v"], None, None, None, None, 1.0, 16)
     kernel, q = Kernel(), x["q"]
 
-    launch.Call(*inputs).run("scan", kernel, 7, q, 5)
+    Call(*inputs).run("scan", kernel, 7, q, 5)
     assert kernel.ways.pop() == ("by Triton", 7, q, 5, constants)
-    launch.Call(*inputs).run("scan", kernel, 8, q, 6)
+    Call(*inputs).run("scan", kernel, 8, q, 6)
     assert kernel.ways.pop() == ("compiled", 8, q, 6, 16, True, {})
     # a dry call of the same kind launches nothing
-    dry = dataclasses.replace(launch.Call(*inputs), dry=True)
+    dry = dataclasses.replace(Call(*inputs), dry=True)
     dry.run("scan", kernel, 8, q, 6)
-    launched = launch.Call(*inputs)
+    launched = Call(*inputs)
     launched.run("scan", kernel, 8, q, 6)
     dataclasses.replace(launched, dry=True).run("scan", kernel, 8, q, 6)
     ways = [kernel.ways.pop()[0] for _ in range(3)]
     assert ways == ["compiles", "compiled", "compiles"]
     # None where there was a tensor, another stage, another dtype elsewhere
-    launch.Call(*inputs).run("scan", kernel, 7, None, 5)
-    launch.Call(*inputs).run("segments", kernel, 7, q, 5)
-    other = launch.Call(*inputs, others=(q.bfloat16(),))
+    Call(*inputs).run("scan", kernel, 7, None, 5)
+    Call(*inputs).run("segments", kernel, 7, q, 5)
+    other = Call(*inputs, others=(q.bfloat16(),))
     other.run("scan", kernel, 7, q, 5)
     # data that Triton's wide loads would miss
     shifted = torch.empty(q.numel() + 1)[1:].view_as(q).copy_(q)
     for _ in range(2):
-        call = launch.Call(shifted, *inputs[1:])
+        call = Call(shifted, *inputs[1:])
         assert not call.aligned
         call.run("scan", kernel, 7, shifted, 5)
     assert [way for way, *_ in kernel.ways] == ["by Triton"] * 5

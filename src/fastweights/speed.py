@@ -340,8 +340,8 @@ def tune(names: list[str], shapes: list[str]) -> Iterator[Row]:
     """
     if not bench.ON_GPU:
         raise SystemExit("tune: got no CUDA device, need one")
-    from fastweights.kernels import launch
     from fastweights.kernels import tune as stages
+    from fastweights.kernels.call import Call
 
     for name in names:
         for where in shapes:
@@ -351,7 +351,7 @@ def tune(names: list[str], shapes: list[str]) -> Iterator[Row]:
             x = inputs(name, shape, GATES[0])
             if MEMBERS[name][0] == "fixed":
                 x["g"] = x["g"].expand(shape.B, shape.T, shape.HV)
-            call = launch.Call(
+            call = Call(
                 x["q"],
                 x["k"],
                 x["v"],

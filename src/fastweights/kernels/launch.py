@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import triton
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
-from fastweights.kernels import dot_precision
+from fastweights.kernels.call import INPUTS, Call
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     gate_bwd_kernel,
@@ -27,149 +26,8 @@ from fastweights.kernels.intra_backward import (
     intra_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import (
-    MARKS,
-    constants,
-    num_segments,
-    properties,
-    scan_values,
-)
+from fastweights.kernels.settings import MARKS
 from fastweights.kernels.tile import INTERPRETED
-
-INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-
-
-class Kind:
-    """What calls share that differ only in B, T and where their data lie."""
-
-    def __init__(self) -> None:
-        # by stage; and by stage and its arguments' types, a compiled kernel
-        # with the values of its constants
-        self.constants: dict[str, dict[str, Any]] = {}
-        self.kernels: dict[tuple, tuple[Any, list[Any]]] = {}
-        # what was compiled together: whether there were segments, whether
-        # the backward too
-        self.compiled: set[tuple[bool, bool]] = set()
-
-
-_kinds: dict[tuple, Kind] = {}
-
-
-@dataclass
-class Call:
-    """One call's inputs, made contiguous, and what follows from their shapes.
-
-    Every chunk of every sequence has a slot (``tile.first_slot``). A dry call
-    compiles its kernels and runs none.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float
-    chunk_size: int
-    others: tuple[Tensor | None, ...] = ()  # what else a backward is given
-    on: torch.device | None = None  # a dry call's own tensors lie nowhere
-    dry: bool = False
-    kind: Kind | None = None
-    aligned: bool = False  # all data, to 16 bytes, as is usual
-
-    def __post_init__(self) -> None:
-        for name in INPUTS:
-            x = getattr(self, name)
-            if x is not None:
-                setattr(self, name, x.contiguous())
-        self.device = self.on or self.q.device
-        B, self.T, self.H, self.K = self.q.shape
-        self.HV, self.V = self.v.shape[2:]
-        N = self.num_sequences = B
-        if self.cu_seqlens is not None:
-            N = self.num_sequences = self.cu_seqlens.shape[0] - 1
-        self.slots = N * -(-self.T // self.chunk_size)
-        if self.cu_seqlens is not None:
-            self.slots = -(-B * self.T // self.chunk_size) + N
-        self.gate_width = 0
-        if self.g is not None:
-            self.gate_width = self.K if self.g.dim() == 4 else 1
-        chunks = B * self.T // (N * self.chunk_size)
-        BV = scan_values(self.q.dtype, properties(self.device)[0])
-        programs = N * self.HV * -(-self.V // BV)
-        self.segments = num_segments(programs, chunks, self.device)
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether there is an Aqk: else the scans multiply it out again."""
-        return self.gate_width > 1
-
-    def classify(self) -> Kind:
-        """Find its kind, and whether its data are aligned."""
-        tensors = [getattr(self, name) for name in INPUTS]
-        tensors += self.others
-        types = [None if x is None else x.dtype for x in tensors]
-        sizes = (self.H, self.HV, self.K, self.V, self.chunk_size)
-        precision = dot_precision(self.q.dtype, self.K)
-        key = (*types, *sizes, self.gate_width, precision, self.device)
-        self.kind = _kinds.setdefault(key, Kind())
-        self.aligned = not any(
-            [x is not None and x.data_ptr() % 16 for x in tensors]
-        )
-        return self.kind
-
-    def constants(self, stage: str) -> dict[str, Any]:
-        kind = self.kind or self.classify()
-        found = kind.constants.get(stage)
-        if found is None:
-            found = kind.constants[stage] = constants(
-                stage,
-                self.H,
-                self.HV,
-                self.K,
-                self.V,
-                self.q.dtype,
-                self.gate_width,
-                self.beta is not None,
-                self.chunk_size,
-                self.device,
-            )
-        return found
-
-    def run(
-        self, stage: str, kernel: Any, programs: int, *arguments: Any
-    ) -> None:
-        """Launch the kernel with the stage's constants.
-
-        Triton takes 15 us of the host's time to find the compiled kernel by
-        the arguments' dtypes, and which are None, aligned or integers of 64
-        bits; no kernel here depends on its integers' values. A kind of call
-        and the arguments' types say all that but the alignment.
-        """
-        if self.dry:
-            constants = self.constants(stage)
-            kernel.warmup(*arguments, grid=(programs,), **constants)
-            return
-        kind = self.kind or self.classify()
-        key = (stage, *map(type, arguments))
-        found = kind.kernels.get(key)
-        if found is not None and self.aligned:
-            compiled, values = found
-            compiled[programs, 1, 1](*arguments, *values)
-            return
-        constants = self.constants(stage)
-        compiled = kernel[(programs,)](*arguments, **constants)
-        if self.aligned and not INTERPRETED:
-            names = kernel.arg_names[len(arguments) :]
-            values = [constants[name] for name in names]
-            kind.kernels[key] = compiled, values
-
-    def new_states(
-        self, number: int, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        shape = (number, self.HV, self.K, self.V)
-        return self.q.new_empty(shape, dtype=dtype)
 
 
 class Chunked(NamedTuple):

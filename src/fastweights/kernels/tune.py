@@ -15,12 +15,13 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from fastweights.kernels import launch, settings
+from fastweights.kernels.call import Call, Kind
 from fastweights.kernels.tile import narrowest
 
 Stages = dict[str, Callable[[], object]]
 
 
-def stages(x: launch.Call) -> Stages:
+def stages(x: Call) -> Stages:
     """The stages of one forward and backward, each by itself."""
     do = torch.randn_like(x.v)
     chunked, Aqk, R = launch.intra(x)
@@ -78,9 +79,7 @@ def neighbours(
 
 
 @contextmanager
-def using(
-    x: launch.Call, stage: str, changed: dict[str, int]
-) -> Iterator[None]:
+def using(x: Call, stage: str, changed: dict[str, int]) -> Iterator[None]:
     """``changed`` in place of the stage's own launch settings.
 
     What a kernel leaves to the one for far chunks goes by its key tiles.
@@ -97,13 +96,13 @@ def using(
 
     with (
         mock.patch.object(settings, "launch_options", options),
-        mock.patch.object(x, "kind", launch.Kind()),
+        mock.patch.object(x, "kind", Kind()),
     ):
         yield
 
 
 def tune(
-    x: launch.Call, timeit: Callable[[Callable[[], object]], float]
+    x: Call, timeit: Callable[[Callable[[], object]], float]
 ) -> Iterator[dict[str, Any]]:
     """Rows of a stage, settings, seconds, and whether they are in use.
 
