@@ -76,7 +76,7 @@ def test_a_kind_and_the_types_say_which_kernel_it_is(gate, rule, launches):
             forward_and_backward(x, cu_seqlens=offsets)
     found = {}
     for call, stage, kernel, programs, *arguments in launches:
-        assert call.aligned and programs > 0
+        assert call.usual and programs > 0
         same = (id(call.kind), stage, *map(type, arguments))
         constants = call.constants(stage)
         now = specialization(kernel, arguments, constants)
@@ -135,7 +135,7 @@ def test_the_second_launch_goes_past_triton(monkeypatch):
     shifted = torch.empty(q.numel() + 1)[1:].view_as(q).copy_(q)
     for _ in range(2):
         call = Call(shifted, *inputs[1:])
-        assert not call.aligned
+        assert not call.usual
         call.run("scan", kernel, 7, shifted, 5)
     assert [way for way, *_ in kernel.ways] == ["by Triton"] * 5
 

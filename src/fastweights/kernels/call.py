@@ -57,7 +57,7 @@ class Call:
     on: torch.device | None = None  # a dry call's own tensors lie nowhere
     dry: bool = False
     kind: Kind | None = None
-    aligned: bool = False  # all data, to 16 bytes, as is usual
+    usual: bool = False  # all data aligned to 16 bytes, T in 32 bits
 
     def __post_init__(self) -> None:
         for name in INPUTS:
@@ -87,7 +87,7 @@ class Call:
         return self.gate_width > 1
 
     def classify(self) -> Kind:
-        """Find its kind, and whether its data are aligned."""
+        """Find its kind, and whether it is as usual."""
         tensors = [getattr(self, name) for name in INPUTS]
         tensors += self.others
         types = [None if x is None else x.dtype for x in tensors]
@@ -95,7 +95,7 @@ class Call:
         precision = dot_precision(self.q.dtype, self.K)
         key = (*types, *sizes, self.gate_width, precision, self.device)
         self.kind = _kinds.setdefault(key, Kind())
-        self.aligned = not any(
+        self.usual = self.T < 2**31 and not any(
             [x is not None and x.data_ptr() % 16 for x in tensors]
         )
         return self.kind
@@ -125,8 +125,8 @@ class Call:
 
         Triton takes 15 us of the host's time to find the compiled kernel by
         the arguments' dtypes, and which are None, aligned or integers of 64
-        bits; no kernel here depends on its integers' values. A kind of call
-        and the arguments' types say all that but the alignment.
+        bits; no kernel here depends on its integers' values. A usual call's
+        kind, and the types of the arguments, say the same.
         """
         if self.dry:
             constants = self.constants(stage)
@@ -135,13 +135,13 @@ class Call:
         kind = self.kind or self.classify()
         key = (stage, *map(type, arguments))
         found = kind.kernels.get(key)
-        if found is not None and self.aligned:
+        if found is not None and self.usual:
             compiled, values = found
             compiled[programs, 1, 1](*arguments, *values)
             return
         constants = self.constants(stage)
         compiled = kernel[(programs,)](*arguments, **constants)
-        if self.aligned and not INTERPRETED:
+        if self.usual and not INTERPRETED:
             names = kernel.arg_names[len(arguments) :]
             values = [constants[name] for name in names]
             kind.kernels[key] = compiled, values
