@@ -167,6 +167,13 @@ def test_tuning_takes_a_gpu(monkeypatch):
         bench.main()
 
 
+def test_only_tuning_writes_settings(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "ceilings", "--write"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "--write: got the case ceilings" in capsys.readouterr().err
+
+
 def test_what_the_readme_says_of_the_recorded_run():
     """Forward and backward: a third to two thirds of the peer's time."""
     rows = [row for row in bench.load("h200")["rows"] if "gate" in row]

@@ -1,6 +1,9 @@
 """Stages under other launch settings, in the interpreter."""
 
+import json
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -10,6 +13,7 @@ from fastweights.kernels import settings, tune
 from fastweights.kernels.call import Call
 from fastweights.kernels.tile import INTERPRETED
 
+NAMES = ("q", "k", "v", "g", "beta")
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="without a GPU it takes the interpreter"
 )
@@ -33,20 +37,19 @@ def test_neighbours_change_one_setting():
 def test_every_stage_under_other_settings(gate, rule):
     """The settings reach the launch, and afterwards the rule's are back."""
     x = member(gate, rule, T=40, K=33, V=33)
-    names = ("q", "k", "v", "g", "beta")
     call = Call(
-        *(x[n].float() if n in x else None for n in names), None, None, 1.0, 16
+        *(x[n].float() if n in x else None for n in NAMES), None, None, 1.0, 16
     )
     used = []
 
     def timeit(fn):
         fn()
-        used.append(settings.launch_options)
+        used.append(settings.launch_table())
         return 1e-3
 
-    before = settings.launch_options
+    before, kind = settings.launch_table(), call.classify()
     rows = list(tune.tune(call, timeit))
-    assert settings.launch_options is before
+    assert settings.launch_table() is before and call.kind is kind
     there = {"scan", "chunk_states", "scan_backward", "intra_backward"}
     assert {r["stage"] for r in rows} == there | (
         {"intra"} if rule == "delta" else set()
@@ -57,12 +60,73 @@ def test_every_stage_under_other_settings(gate, rule):
     assert before not in used
 
 
+def test_wrong_results_are_not_settings(monkeypatch):
+    x = member("none", "additive", T=20, K=33, V=33)
+    call = Call(
+        *(x[n].float() if n in x else None for n in NAMES), None, None, 1.0, 16
+    )
+    results = iter([1.0] * 4 + [1.1] * 2 + [1.0] * 100)
+    stage = {"scan": lambda: torch.full((3,), next(results))}
+    monkeypatch.setattr(tune, "stages", lambda _: stage)
+    with pytest.warns(UserWarning, match=r"scan float32 K=33 .* off by 1\.0e"):
+        rows = list(tune.tune(call, lambda fn: 1.0))
+    settings = [*tune.neighbours(options_of(rows[0]), 32, {"BV": 33})]
+    assert len(rows) == len(settings) - 2
+
+
+def options_of(row):
+    return {name: row[name] for name in tune.OPTIONS if name in row}
+
+
+def test_the_fastest_over_all_shapes_is_written(tmp_path):
+    a, b, c = ({"num_warps": n} for n in (4, 8, 16))
+    rows = [
+        {"launch": launch, **options, "own": options is a, "seconds": seconds}
+        for launch, options, seconds in (
+            ("scan", a, 2.0),
+            ("scan", b, 1.0),  # fastest here, and slowest there
+            ("scan", c, 1.5),
+            ("scan", a, 2.0),
+            ("scan", b, 9.0),
+            ("scan", c, 1.9),
+            ("intra", a, 1.0),
+            ("intra", b, 0.99),  # within what such times differ by
+        )
+    ]
+    file = tmp_path / "launch.json"
+    file.write_text('{"X": {"far": {"num_warps": 1}}, "Y": {"scan": {}}}')
+    tune.write(rows, "X", file)
+    table = json.loads(file.read_text())
+    assert table == {
+        "X": {"far": {"num_warps": 1}, "scan": c, "intra": a},
+        "Y": {"scan": {}},
+    }
+
+
+def test_the_table_comes_before_the_rule(monkeypatch):
+    x = member("vector", "delta", T=20, K=33, V=33)
+    call = Call(
+        *(x[n].float() if n in x else None for n in NAMES), None, None, 1.0, 16
+    )
+    rule = call.constants("intra_backward")
+    name = tune.name_of(call, "intra_backward")
+    assert name == "intra_backward float32 K=33 C=16 gate=channel delta"
+    changed = {"BK": 2 * rule["BK"], "BV": 64, "num_warps": 2, "num_stages": 1}
+    with tune.using(call, "intra_backward", changed):
+        found = call.constants("intra_backward")
+        assert found.items() >= changed.items()
+        # a kernel for far chunks has the key tiles that mark them
+        far = call.constants("intra_backward_far")
+        assert far["BK"] == changed["BK"]
+        assert far["num_warps"] == 8
+    assert call.constants("intra_backward") == rule
+
+
 def test_segments_are_a_stage_where_there_are_some(monkeypatch):
     target = "fastweights.kernels.call.num_segments"
     monkeypatch.setattr(target, lambda *_: 2)
     x = member("scalar", "delta", T=40, K=33, V=33)
-    names = ("q", "k", "v", "g", "beta")
     call = Call(
-        *(x[n].float() if n in x else None for n in names), None, None, 1.0, 16
+        *(x[n].float() if n in x else None for n in NAMES), None, None, 1.0, 16
     )
     assert "segments" in tune.stages(call)

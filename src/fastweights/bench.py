@@ -2,7 +2,8 @@
 
 members     every member, forward and backward, in multiples of the floor
             (:mod:`fastweights.speed`); with --peer fla beside its own
-tune        every stage of the kernels under other launch settings
+tune        every stage of the kernels under other launch settings; with
+            --write the library uses the fastest from then on
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 decode      one more token: softmax over its cache, linear over its state
@@ -216,7 +217,7 @@ def _commit() -> str | None:
 
 def run(
     case: Callable[[], Iterator[Row]], arguments: str, file: Path | None
-) -> None:
+) -> list[Row]:
     """Run a case: each row, as it comes, to the terminal and the record."""
     command = f"python -m fastweights.bench {arguments}".strip()
     record: dict[str, Any] = {"command": command, **environment(), "rows": []}
@@ -225,6 +226,7 @@ def run(
         record["rows"].append(row)
         if file:
             file.write_text(json.dumps(record, indent=1) + "\n")
+    return record["rows"]
 
 
 def _line(row: Row) -> str:
@@ -264,6 +266,11 @@ def main() -> None:
         choices=["members", "tune", *CASES],
     )
     parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="tune: put this GPU's best settings into the library's table",
+    )
     group = parser.add_argument_group("members")
     group.add_argument(
         "--members",
@@ -300,6 +307,8 @@ def main() -> None:
         help="leave out the first call, which compiles on an empty cache",
     )
     arguments = parser.parse_args()
+    if arguments.write and arguments.case != "tune":
+        parser.error(f"--write: got the case {arguments.case}, need tune")
     case = CASES.get(
         arguments.case,
         functools.partial(
@@ -319,7 +328,12 @@ def main() -> None:
     if "--json" in given:
         at = given.index("--json")
         del given[at : at + 2]
-    run(case, shlex.join(given), arguments.json)
+    rows = run(case, shlex.join(given), arguments.json)
+    if arguments.write:
+        from fastweights.kernels import settings
+        from fastweights.kernels.tune import write
+
+        write(rows, torch.cuda.get_device_name(), settings.TABLE)
 
 
 if __name__ == "__main__":

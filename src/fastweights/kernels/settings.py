@@ -1,8 +1,16 @@
-"""Launch settings: tile sizes, warps, stages, and into how many segments."""
+"""Launch settings: tile sizes, warps, stages, and into how many segments.
+
+A rule, :func:`launch_options`, and before it a table by GPU and launch,
+``data/launch.json``, which ``python -m fastweights.bench tune --write``
+measures and writes.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +34,7 @@ def launch_options(
     shared: int,
     chunk_size: int = 64,
 ) -> dict[str, int]:
-    """Tile sizes and launch settings of a stage, from one table.
+    """Tile sizes and launch settings of a stage, by rule.
 
     ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
     K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
@@ -74,6 +82,37 @@ def launch_options(
     }
 
 
+TABLE = Path(str(resources.files("fastweights"))) / "data" / "launch.json"
+
+
+@functools.cache
+def launch_table() -> dict[str, dict[str, dict[str, int]]]:
+    """What is faster than the rule: by GPU and launch_name, its settings."""
+    return json.loads(TABLE.read_text())
+
+
+def launch_name(
+    stage: str,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    gate: int,
+    delta: bool,
+    chunk_size: int,
+) -> str:
+    """A launch as the table calls it."""
+    width = "channel" if gate > 1 else ("none", "head")[gate]
+    rule = "delta" if delta else "additive"
+    kind = str(dtype).removeprefix("torch.")
+    return f"{stage} {kind} K={K} C={chunk_size} gate={width} {rule}"
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """As the table calls it; "" if it is none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def scan_values(dtype: torch.dtype, shared: int) -> int:
     """Value columns of a program of the scan."""
     BV = narrowest(dtype)
@@ -119,17 +158,19 @@ def constants(
     if gate > 1 and not stage.startswith("intra"):
         H = HV  # intra's own q and k, a value head each
     shared = properties(device)[0]
+    measured = launch_table().get(gpu_name(device), {})
 
     def options(stage: str) -> dict[str, int]:
-        return launch_options(
-            stage,
-            K,
-            dtype,
-            gate=gate,
-            delta=delta,
-            shared=shared,
-            chunk_size=chunk_size,
-        )
+        of: dict[str, Any] = {
+            "gate": gate,
+            "delta": delta,
+            "chunk_size": chunk_size,
+        }
+        rule = launch_options(stage, K, dtype, shared=shared, **of)
+        found = measured.get(launch_name(stage, K, dtype, **of), rule)
+        if stage.endswith("far"):  # what the other kernel leaves to it
+            return found | {"BK": options(stage.removesuffix("_far"))["BK"]}
+        return found
 
     if stage == "gate_backward":
         NK = triton.cdiv(K, options("intra_backward")["BK"])

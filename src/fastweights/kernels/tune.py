@@ -1,17 +1,23 @@
 """Every stage under its launch settings, and under those next to them.
 
 ``python -m fastweights.bench tune``: what :mod:`.settings` decides by a rule
-that was found on one GPU, measured again on another.
+that was found on one GPU, measured again on another; with ``--write`` into
+the table that comes before the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.runtime.errors import OutOfResources
 
 from fastweights.kernels import launch, settings
@@ -80,25 +86,25 @@ def neighbours(
 
 @contextmanager
 def using(x: Call, stage: str, changed: dict[str, int]) -> Iterator[None]:
-    """``changed`` in place of the stage's own launch settings.
-
-    What a kernel leaves to the one for far chunks goes by its key tiles.
-    """
-    own = settings.launch_options
-
-    def options(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
-        if name == stage:
-            return changed
-        found = own(name, *args, **kwargs)
-        if name == f"{stage}_far":
-            found |= {"BK": changed["BK"]}
-        return found
-
+    """``changed`` in place of the stage's own launch settings."""
+    table = {settings.gpu_name(x.device): {name_of(x, stage): changed}}
     with (
-        mock.patch.object(settings, "launch_options", options),
+        mock.patch.object(settings, "launch_table", lambda: table),
         mock.patch.object(x, "kind", Kind()),
     ):
         yield
+
+
+def name_of(x: Call, stage: str) -> str:
+    """The launch as the table calls it."""
+    return settings.launch_name(
+        stage,
+        x.K,
+        x.q.dtype,
+        gate=x.gate_width,
+        delta=x.beta is not None,
+        chunk_size=x.chunk_size,
+    )
 
 
 def tune(
@@ -106,21 +112,74 @@ def tune(
 ) -> Iterator[dict[str, Any]]:
     """Rows of a stage, settings, seconds, and whether they are in use.
 
-    Settings that need more shared memory than there is are left out.
+    Settings that need more shared memory than there is are left out, and so
+    are, with a warning, such as change a result by a hundredth.
     """
     narrow = narrowest(x.q.dtype)
     for stage, fn in stages(x).items():
         constants = x.constants(stage)
-        names = ("BK", "BV", "num_warps", "num_stages", "maxnreg")
-        own = {name: constants[name] for name in names if name in constants}
+        own = {name: constants[name] for name in OPTIONS if name in constants}
         widest = {"BV": x.V}
         if stage.startswith("intra"):
             widest["BK"] = x.K  # a scan takes all keys at once
+        expected = tree_leaves(fn())
         for options in neighbours(own, narrow, widest):
             with using(x, stage, options):
                 try:
+                    error = difference(tree_leaves(fn()), expected)
                     seconds = timeit(fn)
                 except OutOfResources:
                     continue
-            row = {"stage": stage, **options, "own": options == own}
-            yield row | {"seconds": seconds}
+            if not error < 1e-2:
+                warnings.warn(
+                    f"{name_of(x, stage)} {options}: off by {error:.1e}",
+                    stacklevel=2,
+                )
+                continue
+            row = {"stage": stage, "launch": name_of(x, stage), **options}
+            yield row | {"own": options == own, "seconds": seconds}
+
+
+OPTIONS = ("BK", "BV", "num_warps", "num_stages", "maxnreg")
+
+
+def difference(found: list[Any], expected: list[Any]) -> float:
+    """The largest relative error of the tensors in two results."""
+    errors = [
+        ((a.double() - b.double()).norm() / b.double().norm()).item()
+        for a, b in zip(found, expected, strict=True)
+        if isinstance(b, Tensor) and b.double().norm() > 0
+    ]
+    return max(errors, default=0.0)
+
+
+def best(
+    rows: Iterable[dict[str, Any]], least: float = 0.02
+) -> dict[str, dict[str, int]]:
+    """For each launch in rows of :func:`tune`, the settings to use.
+
+    The fastest, over all shapes together, if they save more than ``least``
+    of the time of its own; else its own.
+    """
+    times: dict[str, dict[tuple, float]] = {}
+    own: dict[str, tuple] = {}
+    for row in rows:
+        options = tuple((n, row[n]) for n in OPTIONS if n in row)
+        found = times.setdefault(row["launch"], {})
+        found[options] = found.get(options, 0.0) + row["seconds"]
+        if row["own"]:
+            own[row["launch"]] = options
+    chosen = {}
+    for name, found in times.items():
+        fastest = min(found, key=found.__getitem__)
+        if found[fastest] > (1 - least) * found[own[name]]:
+            fastest = own[name]
+        chosen[name] = dict(fastest)
+    return chosen
+
+
+def write(rows: Iterable[dict[str, Any]], gpu: str, file: Path) -> None:
+    """Put the :func:`best` settings of this GPU into the table."""
+    table = json.loads(file.read_text())
+    table[gpu] = table.get(gpu, {}) | best(rows)
+    file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
