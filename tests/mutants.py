@@ -428,8 +428,8 @@ MUTANTS = {
     ),
     "kernel-far-is-not-marked": (
         INTRA,
-        "tl.store(far + tl.program_id(0), 1)",
-        "tl.store(far + tl.program_id(0), 0)",
+        "tl.where(is_near(tl.min(b_least), k, DG), 0, 1)",
+        "tl.where(is_near(tl.min(b_least), k, DG), 0, 0)",
     ),
     "kernel-dk-of-the-correction": (
         GRADIENTS,

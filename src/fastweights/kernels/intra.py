@@ -71,9 +71,9 @@ def intra_fwd_kernel(
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
-    if DG > 1:
-        tl.store(far + tl.program_id(0), 0)
     if t >= end:
+        if DG > 1:
+            tl.store(far + tl.program_id(0), 0)
         return
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     o_t = time_order(BT)
@@ -96,6 +96,8 @@ def intra_fwd_kernel(
         return
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    if DG > 1:
+        b_least = tl.full([BK], 1.0, dtype=tl.float32)
     for i_k in range((K + BK - 1) // BK):
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         if DG <= 1:
@@ -124,8 +126,7 @@ def intra_fwd_kernel(
                 tl.store(rounded + p_total, tl.exp2(b_last), mask=o_k < K)
             b_total = tl.exp(b_total)
             tl.store(total + p_total, b_total, mask=o_k < K)
-            if not is_near(tl.min(b_total), k, DG):
-                tl.store(far + tl.program_id(0), 1)
+            b_least = tl.minimum(b_least, b_total)
             b_kT = tl.trans((b_k * tl.exp2(-b_G)).to(b_k.dtype))  # [BK, BT]
             if Aqk is not None:
                 b_Aqk = tl.dot(b_qi, b_kT, b_Aqk, input_precision=PRECISION)
@@ -135,6 +136,9 @@ def intra_fwd_kernel(
             b_k *= tl.exp2(b_G)
             store_rows(k_out, b_k, t, end, i_hv, i_k, HV, K, BT, BK)
 
+    if DG > 1:
+        b_far = tl.where(is_near(tl.min(b_least), k, DG), 0, 1)
+        tl.store(far + tl.program_id(0), b_far)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
