@@ -10,6 +10,7 @@ or two kernels each, under the names that
 from __future__ import annotations
 
 import dataclasses
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -70,24 +71,27 @@ def empty_chunked(x: Call, *, again: bool = False) -> Chunked:
     chunked = Chunked(x.q, x.k, x.k)
     if x.gate_width == 0 and x.beta is None:
         return chunked
-    rows = x.q.new_empty(x.slots, HV, C, dtype=torch.float32)
+    new = functools.partial(x.q.new_empty, dtype=torch.float32)
+    rows = (x.slots, HV, C)
     if x.gate_width == 1:
-        G = torch.empty_like(rows, dtype=torch.float64)
-        total = rows.new_empty(x.slots, HV)
         chunked = chunked._replace(
-            row_in=rows, row_undo=torch.empty_like(rows), total=total, G=G
+            row_in=new(rows),
+            total=new(x.slots, HV),
+            G=new(rows, dtype=torch.float64),
+            row_undo=new(rows),
         )
     elif x.gate_width > 1:
         q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
-        k_in = x.k if x.beta is None else x.q.new_empty(B, T, HV, K)
-        total = rows.new_empty(x.slots, HV, K)
-        rounded = torch.empty_like(total) if again else None
-        far = rows.new_empty(x.slots, HV, dtype=torch.int32)
         chunked = Chunked(
-            q_in, k_in, k_out, total=total, rounded=rounded, far=far
+            q_in,
+            x.k if x.beta is None else torch.empty_like(q_in),
+            k_out,
+            total=new(x.slots, HV, K),
+            rounded=new(x.slots, HV, K) if again else None,
+            far=new(x.slots, HV, dtype=torch.int32),
         )
     if x.beta is not None:
-        chunked = chunked._replace(row_beta=torch.empty_like(rows))
+        chunked = chunked._replace(row_beta=new(rows))
     return chunked
 
 
