@@ -92,6 +92,23 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+def timed_rows(record: dict[str, Any], shape: str) -> list[Row]:
+    """The members' rows of a shape, with the gates that forget least.
+
+    ``record`` is of the case ``members``, as :func:`load` returns it.
+
+    Raises:
+        ValueError: there is no such shape in it.
+    """
+    found = [row for row in record["rows"] if "gate" in row]
+    rows = [row for row in found if row["shape"] == shape]
+    if not rows:
+        shapes = sorted({row["shape"] for row in found})
+        raise ValueError(f"shape: got {shape!r}, need one of {shapes}")
+    kept = {row["member"] for row in rows if row["gate"] == "kept"}
+    return [r for r in rows if r["gate"] == "kept" or r["member"] not in kept]
+
+
 def ceilings() -> Iterator[Row]:
     """Bytes moved (read and written) and operations, with their times."""
     size = 2**32 if ON_GPU else 2**26

@@ -12,6 +12,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from fastweights import bench
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -128,7 +130,7 @@ def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
     bandwidth = memory["moved"] / memory["seconds"]
     peak = matmul["flops"] / matmul["seconds"]
     fig, ax = plt.subplots()
-    rows = _timed(record, shape)
+    rows = bench.timed_rows(record, shape)
     marks = {"fastweights": (Q, "o"), "fla": (K, "s")}
     names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
     for row in rows:
@@ -182,7 +184,7 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
     """
     import matplotlib.pyplot as plt
 
-    rows = _timed(record, shape)
+    rows = bench.timed_rows(record, shape)
     members = list(dict.fromkeys(row["member"] for row in rows))
     fig, axes = plt.subplots(1, 2, sharey=True)
     marks = {"fastweights": (Q, "o", "fastweights"), "fla": (K, "s", "FLA")}
@@ -207,14 +209,3 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
     if any(row["who"] == "fla" for row in rows):
         axes[1].legend()
     return fig
-
-
-def _timed(record: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    """The rows of a shape with the gates that forget least, if any do."""
-    found = [row for row in record["rows"] if "gate" in row]
-    rows = [row for row in found if row["shape"] == shape]
-    if not rows:
-        shapes = sorted({row["shape"] for row in found})
-        raise ValueError(f"shape: got {shape!r}, need one of {shapes}")
-    kept = {row["member"] for row in rows if row["gate"] == "kept"}
-    return [r for r in rows if r["gate"] == "kept" or r["member"] not in kept]
