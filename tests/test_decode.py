@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from inputs import GATES, RULES, explicit, member
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
 from fastweights import ops
@@ -177,6 +178,21 @@ def test_states_made_in_inference_mode_and_out_of_it():
         assert fw.decode_step(**x | {"state": made_inside}).equal(o_ref)
         assert fw.decode_step(**x).equal(o_ref)
     assert made_inside.equal(ref) and x["state"].equal(ref)
+
+
+def test_what_looks_at_operators_sees_it():
+    x = call(T=2)
+    expected = fw.decode_step(**x | {"state": x["state"].clone()})
+    with torch.profiler.profile() as profile:
+        state = x["state"].clone()
+        assert fw.decode_step(**x | {"state": state}).equal(expected)
+    names = [event.key for event in profile.key_averages()]
+    assert "fastweights::decode_step" in names
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(t) for name, t in x.items()}
+        assert isinstance(fw.decode_step(**fake), FakeTensor)
+    with pytest.raises(RuntimeError, match=r"vmap|Batching"):
+        torch.func.vmap(lambda q: fw.decode_step(**x | {"q": q}))(x["q"][None])
 
 
 @members

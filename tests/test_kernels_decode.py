@@ -146,6 +146,16 @@ def test_non_contiguous_inputs(gate, rule):
 
 
 @interpreted
+def test_a_graph_that_has_saved_the_state_notices():
+    x = call(T=2, K=8, V=8, dtype=torch.float32)
+    weight = torch.ones((), requires_grad=True)
+    product = (weight * x["state"]).sum()
+    fw.decode_step(**x, backend="triton")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@interpreted
 def test_operator_passes_opcheck():
     x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
     operator = torch.ops.fastweights.decode_step.default

@@ -14,6 +14,7 @@ from fastweights.ops import (
     check_name,
     choose_backend,
     linear_recurrence,
+    past_dispatcher,
     ran,
 )
 
@@ -56,7 +57,15 @@ def decode_step(
     q, k, v = autocast(q, k, v)
     _check(q, k, v, g, beta, state, scale, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _decode(q, k, v, g, beta, state, scale, backend)
+    tensors = (q, k, v, g, beta, state)
+    if torch.compiler.is_compiling():
+        return OPERATOR(*tensors, scale, backend)
+    step = past_dispatcher(OPERATOR, _decode, tensors)
+    o = step(*tensors, scale, backend)
+    if step is _decode and not state.is_inference():
+        # As the operator does: a graph that has saved it must notice.
+        torch.autograd.graph.increment_version(state)
+    return o
 
 
 def _check(
@@ -96,12 +105,6 @@ def _check(
     check_name(backend)
 
 
-@torch.library.custom_op(
-    "fastweights::decode_step",
-    mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor(a!) state, float scale, str backend) -> Tensor",
-)
 def _decode(
     q: Tensor,
     k: Tensor,
@@ -125,6 +128,15 @@ def _decode(
     return o
 
 
-@_decode.register_fake
+OPERATOR = torch.library.custom_op(
+    "fastweights::decode_step",
+    _decode,
+    mutates_args=("state",),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor(a!) state, float scale, str backend) -> Tensor",
+)
+
+
+@OPERATOR.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return v.new_empty(v.shape)

@@ -110,7 +110,7 @@ def linear_recurrence(
     elif _differentiable(q, k, v, g, beta, initial_state):
         o, state = Recurrence.apply(*inputs, chunk_size, backend)
     else:
-        forward = _operator(FORWARD, _forward, inputs[:7])
+        forward = past_dispatcher(FORWARD, _forward, inputs[:7])
         o, state, _ = forward(*inputs, chunk_size, backend)
     return o, state
 
@@ -333,38 +333,36 @@ def _differentiate(
     options = (ctx.scale, ctx.chunk_size, ctx.backend)
     operator: Callable = BACKWARD  # which refuses a gradient of its own
     if not torch.is_grad_enabled():
-        operator = _operator(BACKWARD, _backward, (do, dstate, *tensors))
+        operator = past_dispatcher(BACKWARD, _backward, (do, dstate, *tensors))
     grads = iter(operator(do, dstate, *inputs, saved, *options))
     found = [None if x is None else next(grads) for x in inputs[:6]]
     return (*found, None, None, None, None)
 
 
 def _differentiable(*inputs: Tensor | None) -> bool:
-    """Whether autograd, forward or backward, or torch.func needs to know."""
-    return (
+    """Whether autograd needs to know."""
+    return _transformed() or (
         torch.is_grad_enabled()
         and any([x is not None and x.requires_grad for x in inputs])
-    ) or (
-        forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
     )
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _operator(
+def past_dispatcher(
     operator: Callable, function: Callable, tensors: Iterable[Any]
 ) -> Callable:
     """The function behind an operator, which spares the host 50 us a call.
 
     But the operator itself where anything looks at operators: a mode (fake
-    tensors, a FLOP counter, selective checkpointing), a trace, the profiler,
-    a tensor of a class of its own, or a negative view, which the dispatcher
-    resolves.
+    tensors, a FLOP counter, selective checkpointing), a transform, a trace,
+    the profiler, a tensor of a class of its own, or a negative view, which
+    the dispatcher resolves.
     """
     seen = (
         _get_current_dispatch_mode() is not None
+        or _transformed()
         or torch.jit.is_tracing()
         or torch.autograd._profiler_enabled()
         or any(
@@ -377,6 +375,14 @@ def _operator(
     return operator if seen else function
 
 
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode autograd are at work."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
 class Recurrence(torch.autograd.Function):
     """FORWARD with its gradient, which costs the host less than its own.
 
@@ -387,7 +393,7 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _operator(FORWARD, _forward, inputs[:7])(*inputs)
+        output = past_dispatcher(FORWARD, _forward, inputs[:7])(*inputs)
         _save(ctx, inputs, output)
         return output[:2]
 
