@@ -224,20 +224,24 @@ def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as autocast has them; fp64 stays fp64."""
     if not all(isinstance(x, Tensor) for x in operands):
         return operands
-    kind = operands[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _autocasts(operands[0]):
         return operands
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
     narrow = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
 
 
+def _autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; "meta" has none."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def _without_autocast(q: Tensor) -> AbstractContextManager:
     """Where products stay as they are; entering autocast costs 5 us."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _autocasts(q):
         return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def _loop(

@@ -87,7 +87,7 @@ TABLE = Path(str(resources.files("fastweights"))) / "data" / "launch.json"
 
 @functools.cache
 def launch_table() -> dict[str, dict[str, dict[str, int]]]:
-    """What is faster than the rule: by GPU and launch_name, its settings."""
+    """What was measured: by GPU and launch_name, the settings to use."""
     return json.loads(TABLE.read_text())
 
 
