@@ -421,10 +421,15 @@ MUTANTS = {
         "mask=m_S & (i_s < NS - 1), other=0.0)",
         "mask=m_S & (i_s < 0), other=0.0)",
     ),
-    "kernel-segments-composed-untransposed": (
+    "kernel-segments-are-not-composed": (
         LAUNCH,
-        "before, after, M = after, before, M.mT",
-        "before, after = after, before",
+        "if x.segments < 3:",
+        "if x.segments < 9:",
+    ),
+    "kernel-segments-composed-forward-in-the-backward": (
+        SCAN,
+        "i_to, i_from = i_M, i_M + rows",
+        "i_to, i_from = i_M + rows, i_M",
     ),
     "kernel-far-is-not-marked": (
         INTRA,

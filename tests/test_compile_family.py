@@ -12,6 +12,7 @@ from fastweights.kernels.intra_backward import (
     intra_bwd_kernel,
 )
 from fastweights.kernels.scan import (
+    compose_kernel,
     scan_bwd_kernel,
     scan_fwd_kernel,
 )
@@ -34,6 +35,7 @@ KERNELS = {
 }
 KERNELS["segments"] = scan_fwd_kernel
 KERNELS["segments_backward"] = scan_bwd_kernel
+KERNELS["compose"] = KERNELS["compose_backward"] = compose_kernel
 # Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
     (stage, width, delta)
@@ -42,6 +44,7 @@ LAUNCHES = [
     for delta in (False, True)
     if stage != "intra" or delta or width != 0
     if not stage.endswith(("far", "again")) or width == "K"
+    if not stage.startswith("compose") or width != 1
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 FULL = (
@@ -55,6 +58,7 @@ FULL = (
     "exits",
     "maps",
     "entrances",
+    "states",
     "initial_state",
     "state",
     "dstate",
@@ -108,6 +112,8 @@ def compile_stage(
         there |= {"Aqk": False, "maps": False}
     elif stage == "segments":
         there |= dict.fromkeys(("o", "h", "errors", "state", "Aqk"), False)
+    elif stage.startswith("compose"):
+        there["maps"] = delta or channel
     elif stage == "scan_backward":
         there |= dict.fromkeys(("errors", "dbeta"), delta and dtype == "fp16")
     elif stage.startswith("intra_backward"):
@@ -122,6 +128,7 @@ def compile_stage(
     constants |= {
         "DG": DG,
         "LOOK": 16,
+        "BACK": stage.endswith("backward"),
         "DELTA": delta,
         "PRECISION": precision,
     } | options
@@ -165,8 +172,8 @@ def allowed(stage, width, capability):
 def test_bf16(stage, width, delta, capability, tmp_path):
     compiled = compile_stage(stage, width, delta, capability)
     judge(compiled, capability, tmp_path, allowed(stage, width, capability))
-    gates_only = (stage, width, delta) == ("intra", 1, False)
-    if capability == 90 and not gates_only:
+    products = delta or stage not in ("intra", "compose", "compose_backward")
+    if capability == 90 and (products or (stage, width) == ("intra", "K")):
         assert "wgmma" in compiled.asm["ptx"]
 
 

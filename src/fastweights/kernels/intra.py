@@ -123,7 +123,7 @@ def intra_fwd_kernel(
                 )
                 if EXACT:
                     b_last += tl.sum(b_low.to(tl.float32), axis=0)
-                tl.store(rounded + p_total, tl.exp2(b_last), mask=o_k < K)
+                tl.store(rounded + p_total, b_last, mask=o_k < K)
             b_total = tl.exp(b_total)
             tl.store(total + p_total, b_total, mask=o_k < K)
             b_least = tl.minimum(b_least, b_total)

@@ -244,9 +244,10 @@ def intra_bwd_kernel(
             i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)
             p_total = rounded + i_ch * K + o_k
-            b_total = tl.load(p_total, mask=o_k < K, other=1.0)  # [BK]
+            b_last = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
+            b_total = tl.exp2(b_last)
             b_decay = b_total[None, :]
-            b_undo = 1.0 / b_decay  # [1, BK]
+            b_undo = tl.exp2(-b_last)[None, :]
             b_kept *= b_total
         if DELTA or DG == 1:
             b_col *= b_write
@@ -272,7 +273,7 @@ def intra_bwd_kernel(
         if DG == 1 and DELTA:
             b_pairs += b_k * (b_err - b_c)
         elif DG > 0:
-            b_pairs -= b_k * b_c
+            b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
         if DG > 0:
             b_w = b_k * b_col  # [BT, BK]
 

@@ -26,7 +26,11 @@ from fastweights.kernels.intra_backward import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
 )
-from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
+from fastweights.kernels.scan import (
+    compose_kernel,
+    scan_bwd_kernel,
+    scan_fwd_kernel,
+)
 from fastweights.kernels.settings import MARKS
 from fastweights.kernels.tile import INTERPRETED
 
@@ -201,20 +205,20 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
     return exits.view(S - 1, rows, x.K, x.V), maps
 
 
-def compose(states: Tensor, maps: Tensor, *, back: bool = False) -> None:
-    """Each of ``states`` goes on from the one before it, in place.
+def compose(x: Call, stage: str, states: Tensor, maps: Tensor) -> None:
+    """What leaves or, in "compose_backward", enters a segment, from its own.
 
-    states[s] += maps[s - 1] states[s - 1]; or ``back`` from the last one,
-    states[s - 1] += maps[s - 1]^T states[s].
+    In place, from one segment to the next; see compose_kernel.
     """
-    steps = list(zip(states, maps, states[1:], strict=False))
-    for before, M, after in reversed(steps) if back else steps:
-        if back:
-            before, after, M = after, before, M.mT
-        if M.shape[-2] != M.shape[-1]:
-            after.addcmul_(M.view(*before.shape[:2], 1), before)
-        else:
-            after.baddbmm_(M, before)
+    if x.segments < 3:
+        return
+    ones = x.gate_width == 0 and x.beta is None
+    tiles = -(-x.V // x.constants(stage)["BV"])
+    programs = x.num_sequences * x.HV * tiles
+    sizes = (x.segments, x.num_sequences)
+    x.run(
+        stage, compose_kernel, programs, states, None if ones else maps, *sizes
+    )
 
 
 def segments(
@@ -223,10 +227,8 @@ def segments(
     """A first pass over each segment but the last: see segment_rooms."""
     exits, maps = segment_rooms(x)
     if x.segments > 1:
-        if x.gate_width == 0 and x.beta is None:
-            maps.fill_(1.0)
         _scan("segments", x, chunked, None, R, exits, maps)
-        compose(exits, maps)
+        compose(x, "compose", exits, maps)
     return exits, maps
 
 
@@ -304,8 +306,7 @@ def scan_backward(
     if S > 1:
         entrances = x.new_states((S - 1) * N)
         launch(S - 1, None, None, None, None, None, entrances)
-        d = entrances.view(S - 1, N * x.HV, x.K, x.V)
-        compose(d, maps, back=True)
+        compose(x, "compose_backward", entrances, maps)
     dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
     dbeta = None
     if errors is not None and x.beta is not None:
@@ -479,7 +480,7 @@ def compile_together(x: Call, backward: bool) -> None:
     One kernel at a time, as they are met, takes a few times as long. With
     ``backward`` also what a gradient of the outputs will need.
     """
-    kind, cut = x.classify(), x.segments > 1
+    kind, cut = x.classify(), min(x.segments, 3)  # composed if 3
     if (cut, backward) in kind.compiled:
         return
     kind.compiled.update(((cut, backward), (cut, False)))

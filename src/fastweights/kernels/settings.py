@@ -66,6 +66,10 @@ def launch_options(
             "num_warps": 4 if ahead and not far else 8,
             "num_stages": 2 if ahead else 1,
         }
+    if stage.startswith("compose"):  # fp32, whatever q's dtype
+        narrow = narrowest(torch.float32)
+        sizes = {"BJ": narrow, "BK": max(narrow, power), "BV": narrow}
+        return {**sizes, "num_warps": 4, "num_stages": 2}
     # Two chunks of loads leave no room for a second program.
     full = gate > 1 and delta and stage == "scan"
     wide = ahead and K > 64 and gate > 1 and delta
@@ -175,6 +179,9 @@ def constants(
     if stage == "gate_backward":
         NK = triton.cdiv(K, options("intra_backward")["BK"])
         return {"HV": HV, "NK": NK, "BT": chunk_size, "num_warps": 1}
+    if stage.startswith("compose"):
+        found = {"HV": HV, "K": K, "V": V, **options(stage)}
+        return {**found, "DELTA": delta, "BACK": stage.endswith("backward")}
     found = {"H": H, "HV": HV, "K": K, "BT": chunk_size}
     if stage.endswith("far"):
         found["LOOK"] = MARKS

@@ -125,14 +125,17 @@ def rows_at(
     """Pointers and mask of head i_h, tokens t to t + BT, of x [T, H, D].
 
     The tile is [BT, BD], its columns those of tile i_d. t is 64 bits wide.
+    What differs between programs is one number, the rest constants to each
+    thread, and rows are compared in 32 bits: fewer registers in every kernel.
     """
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
-    mask = (t + o_t < end)[:, None]
+    o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
+    left = tl.minimum(tl.maximum(end - t, 0), BT).to(tl.int32)
+    mask = (o_t < left)[:, None]
     if D % BD != 0:  # else no tile has columns past the last
-        mask &= (o_d < D)[None, :]
-    p_x = x + (t * H + i_h) * D
-    return p_x + o_t[:, None] * (H * D) + o_d[None, :], mask
+        mask &= (i_d * BD + o_d < D)[None, :]
+    p_x = x + ((t * H + i_h) * D + i_d * BD)
+    o_x = o_t.to(tl.int64)[:, None] * (H * D) + o_d[None, :]
+    return p_x + o_x, mask
 
 
 @triton.jit
@@ -275,6 +278,12 @@ def split_gates(b_g):
 
 
 @triton.jit
+def ones_where(mask, dtype: tl.constexpr):
+    """1 where mask, else 0: selected, since a conversion is slow."""
+    return tl.where(mask, tl.cast(1.0, dtype), tl.cast(0.0, dtype))
+
+
+@triton.jit
 def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
     """Row i adds up the gates of the rows j with m_sum[i, j].
 
@@ -283,7 +292,7 @@ def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
     misses a decay e^G by a factor 2^(+-2^-11 |G|), so by 2^-12 at most:
     enough for half precision.
     """
-    b_sum = m_sum.to(tl.float16)
+    b_sum = ones_where(m_sum, tl.float16)
     b_G = tl.dot(b_sum, b_high)  # [BT, BK]
     if EXACT:
         b_G = tl.dot(b_sum, b_low, b_G)
@@ -299,7 +308,7 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr):
     """
     if not HALVES:
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
-    b_sum, b_high = m_sum.to(tl.bfloat16), b_x.to(tl.bfloat16)
+    b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
     return tl.dot(b_sum, b_low, tl.dot(b_sum, b_high))
 
