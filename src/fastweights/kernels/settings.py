@@ -67,9 +67,9 @@ def launch_options(
             "num_stages": 2 if ahead else 1,
         }
     if stage.startswith("compose"):  # fp32, whatever q's dtype
-        narrow = narrowest(torch.float32)
-        sizes = {"BJ": narrow, "BK": max(narrow, power), "BV": narrow}
-        return {**sizes, "num_warps": 4, "num_stages": 2}
+        BK = max(64, power)
+        sizes = {"BJ": 64, "BK": BK, "BV": narrowest(torch.float32)}
+        return {**sizes, "num_warps": 8, "num_stages": 1}
     # Two chunks of loads leave no room for a second program.
     full = gate > 1 and delta and stage == "scan"
     wide = ahead and K > 64 and gate > 1 and delta
