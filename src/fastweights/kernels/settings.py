@@ -64,7 +64,7 @@ def launch_options(
             "BK": 32 if short else 64 if gate > 1 else narrow,
             "BV": narrow,
             "num_warps": 4 if ahead and not far else 8,
-            "num_stages": 2 if ahead else 1,
+            "num_stages": 2 if ahead and not far else 1,
         }
     if stage.startswith("compose"):  # fp32, whatever q's dtype
         BK = max(64, power)

@@ -125,7 +125,7 @@ def rows_at(
     """Pointers and mask of head i_h, tokens t to t + BT, of x [T, H, D].
 
     The tile is [BT, BD], its columns those of tile i_d. t is 64 bits wide.
-    What differs between programs is in a scalar, the rest constants to each
+    What differs between programs is one number, the rest constants to each
     thread, and rows are compared in 32 bits: fewer registers in every kernel.
     """
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
@@ -133,7 +133,7 @@ def rows_at(
     mask = (o_t < left)[:, None]
     if D % BD != 0:  # else no tile has columns past the last
         mask &= (i_d * BD + o_d < D)[None, :]
-    p_x = x + (t * H + i_h) * D + i_d * BD
+    p_x = x + ((t * H + i_h) * D + i_d * BD)
     o_x = o_t.to(tl.int64)[:, None] * (H * D) + o_d[None, :]
     return p_x + o_x, mask
 
