@@ -65,8 +65,8 @@ def intra_fwd_kernel(
     k_out = e^{G_C - G} k, all pairs at once, from j back to the entrance, then
     to i. Chunks that decay too far for that are marked in far, and
     intra_fwd_far_kernel writes their Aqk and R. What is None is not computed:
-    the backward has kept Aqk and R, and it alone needs rounded, e^{G_C} of
-    the gates as they are rounded in q_in, k_in and k_out.
+    the backward has kept Aqk and R, and it alone needs rounded, G_C in log2
+    units of the gates as they are rounded in q_in, k_in and k_out.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)

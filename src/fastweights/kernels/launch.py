@@ -43,8 +43,8 @@ class Chunked(NamedTuple):
     [slots, HV, C]: of a gate a head G in fp64, row_in = e^G and row_undo =
     e^{-G}, 1 in chunks that decay too far; and row_beta, 0 past a sequence's
     end. total is the decay of a chunk, [slots, HV] or [slots, HV, K], and
-    rounded the same from the gates as q_in, k_in and k_out have them, for the
-    backward. far marks the chunks whose decay has no bound, [slots, HV].
+    rounded, for the backward, its log2 from the gates as q_in, k_in and k_out
+    have them. far marks the chunks whose decay has no bound, [slots, HV].
     """
 
     q_in: Tensor
@@ -194,13 +194,14 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
 
     The states that leave the segments but the last, [S - 1, N HV, K, V];
     and of those between the first and the last the maps, [S - 2, N HV, K, K]
-    for the delta rule, else the decays, [S - 2, N HV, K, 1].
+    for the delta rule, else the decays, [S - 2, N HV, K, 1], if there are any.
     """
     S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
+    between = torch.sym_max(S - 2, 0)
     if x.beta is None:
         columns = 1
+        between = between if x.gate_width else 0
     exits = x.new_states((S - 1) * x.num_sequences)
-    between = torch.sym_max(S - 2, 0)
     maps = exits.new_empty(between, rows, x.K, columns)
     return exits.view(S - 1, rows, x.K, x.V), maps
 
@@ -480,7 +481,7 @@ def compile_together(x: Call, backward: bool) -> None:
     One kernel at a time, as they are met, takes a few times as long. With
     ``backward`` also what a gradient of the outputs will need.
     """
-    kind, cut = x.classify(), min(x.segments, 3)  # composed if 3
+    kind, cut = x.classify(), min(x.segments, 3)  # three are composed
     if (cut, backward) in kind.compiled:
         return
     kind.compiled.update(((cut, backward), (cut, False)))
