@@ -62,5 +62,9 @@ def test_fp32(name, D, tmp_path):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_tf32(name, tmp_path):
+    """ptxas stays at 128 registers, for two programs side by side.
+
+    It pays with 16 bytes that spill.
+    """
     compiled = compile_kernel(name, 90, 128, "fp32", "tf32")
-    judge(compiled, 90, tmp_path, 0)
+    assert judge(compiled, 90, tmp_path, 32) <= 144
