@@ -213,13 +213,11 @@ def compose(x: Call, stage: str, states: Tensor, maps: Tensor) -> None:
     """
     if x.segments < 3:
         return
-    ones = x.gate_width == 0 and x.beta is None
     tiles = -(-x.V // x.constants(stage)["BV"])
     programs = x.num_sequences * x.HV * tiles
+    factors = maps if len(maps) else None
     sizes = (x.segments, x.num_sequences)
-    x.run(
-        stage, compose_kernel, programs, states, None if ones else maps, *sizes
-    )
+    x.run(stage, compose_kernel, programs, states, factors, *sizes)
 
 
 def segments(

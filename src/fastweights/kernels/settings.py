@@ -54,17 +54,16 @@ def launch_options(
             options["maxnreg"] = 168  # three programs a multiprocessor
         return options
     if stage.startswith("intra_backward"):
-        far = stage == "intra_backward_far"
         # In shorter chunks some products would be Hopper's, of 64 rows, and
         # some not, and both read rows under 128 bytes: see TUNING.md. With
         # key tiles of 32 none is.
-        ahead &= chunk_size == 64
+        ahead &= chunk_size == 64 and stage != "intra_backward_far"
         short = chunk_size < 64 or not large
         return {
             "BK": 32 if short else 64 if gate > 1 else narrow,
             "BV": narrow,
-            "num_warps": 4 if ahead and not far else 8,
-            "num_stages": 2 if ahead and not far else 1,
+            "num_warps": 4 if ahead else 8,
+            "num_stages": 2 if ahead else 1,
         }
     if stage.startswith("compose"):  # fp32, whatever q's dtype
         BK = max(64, power)
