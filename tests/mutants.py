@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
     INTRA,
     GRADIENTS,
     SCAN,
+    COMPOSE,
     LAUNCH,
     DECODE,
     FLASH,
@@ -47,6 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
         "kernels/intra",
         "kernels/intra_backward",
         "kernels/scan",
+        "kernels/compose",
         "kernels/launch",
         "kernels/decode",
         "kernels/flash",
@@ -66,6 +68,7 @@ TESTS = {
     INTRA: "test_kernels_family.py",
     GRADIENTS: "test_kernels_family.py",
     SCAN: "test_kernels_family.py",
+    COMPOSE: "test_kernels_family.py",
     LAUNCH: "test_kernels_family.py",
     DECODE: "test_kernels_decode.py",
     FLASH: "test_kernels_flash.py",
@@ -316,14 +319,12 @@ MUTANTS = {
     ),
     "autocast-reaches-the-products": (
         OPS,
-        '    ran(f"{backend} forward")\n'
-        "    with torch.autocast(q.device.type, enabled=False):",
+        '    ran(f"{backend} forward")\n    with _without_autocast(q):',
         '    ran(f"{backend} forward")\n    with torch.no_grad():',
     ),
     "autocast-reaches-the-backward": (
         OPS,
-        '    ran(f"{backend} backward")\n'
-        "    with torch.autocast(q.device.type, enabled=False):",
+        '    ran(f"{backend} backward")\n    with _without_autocast(q):',
         '    ran(f"{backend} backward")\n    with torch.no_grad():',
     ),
     "autocast-leaves-its-operands": (
@@ -421,13 +422,28 @@ MUTANTS = {
         "mask=m_S & (i_s < NS - 1), other=0.0)",
         "mask=m_S & (i_s < 0), other=0.0)",
     ),
+    "kernel-descriptor-goes-on-past-the-end": (
+        TILE,
+        "rows = (end - start).to(tl.int32)",
+        "rows = (end - start).to(tl.int32) + BT",
+    ),
+    "kernel-descriptor-starts-with-the-first": (
+        TILE,
+        "p_x = x + start.to(tl.int64) * (H * D)",
+        "p_x = x + 0 * start.to(tl.int64) * (H * D)",
+    ),
+    "kernel-maps-have-values": (
+        SCAN,
+        "c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))",
+        "c_v = tl.where(i_v < NV, c, c)",
+    ),
     "kernel-segments-are-not-composed": (
         LAUNCH,
         "if x.segments < 3:",
         "if x.segments < 9:",
     ),
     "kernel-segments-composed-forward-in-the-backward": (
-        SCAN,
+        COMPOSE,
         "i_to, i_from = i_M, i_M + rows",
         "i_to, i_from = i_M + rows, i_M",
     ),
@@ -443,8 +459,8 @@ MUTANTS = {
     ),
     "kernel-columns-gain-from-the-gate": (
         GRADIENTS,
-        "b_pairs -= b_k * b_c",
-        "b_pairs += b_k * b_c",
+        "b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)",
+        "b_pairs = tl.fma(b_k.to(tl.float32), b_c, b_pairs)",
     ),
     "kernel-far-columns-gain-from-the-gate": (
         GRADIENTS,

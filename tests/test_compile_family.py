@@ -6,17 +6,14 @@ pytest.importorskip("triton")
 
 from offline import DTYPES, SHARED, build, judge
 
+from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
 )
-from fastweights.kernels.scan import (
-    compose_kernel,
-    scan_bwd_kernel,
-    scan_fwd_kernel,
-)
-from fastweights.kernels.settings import launch_options
+from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
+from fastweights.kernels.settings import launch_options, uses_tma
 from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +33,8 @@ KERNELS = {
 KERNELS["segments"] = scan_fwd_kernel
 KERNELS["segments_backward"] = scan_bwd_kernel
 KERNELS["compose"] = KERNELS["compose_backward"] = compose_kernel
+SCANS = ("segments", "scan", "chunk_states")
+SCANS += ("segments_backward", "scan_backward")
 # Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
     (stage, width, delta)
@@ -47,6 +46,9 @@ LAUNCHES = [
     if not stage.startswith("compose") or width != 1
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
+OF_SCANS = pytest.mark.parametrize(
+    "stage, width, delta", [x for x in LAUNCHES if x[0] in SCANS]
+)
 FULL = (
     "g",
     "beta",
@@ -79,6 +81,7 @@ def compile_stage(
     precision="tf32",
     group=1,
     chunk_size=64,
+    unaligned=False,
 ):
     """A stage with its launch settings, for head size D = K = V."""
     DG = D if width == "K" else width
@@ -132,6 +135,9 @@ def compile_stage(
         "DELTA": delta,
         "PRECISION": precision,
     } | options
+    if stage in SCANS:
+        tma = uses_tma(options, D, D, chunk_size, shared)
+        constants["TMA"] = tma and not unaligned
     types = dict.fromkeys(FULL, "*fp32")
     types |= {
         "G": "*fp64",
@@ -175,6 +181,23 @@ def test_bf16(stage, width, delta, capability, tmp_path):
     products = delta or stage not in ("intra", "compose", "compose_backward")
     if capability == 90 and (products or (stage, width) == ("intra", "K")):
         assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("unaligned", [False, True])
+@OF_SCANS
+def test_tensor_memory_accelerator(
+    stage, width, delta, unaligned, capability, tmp_path
+):
+    """It loads the tiles of every scan whose loads go ahead."""
+    compiled = compile_stage(
+        stage, width, delta, capability, unaligned=unaligned
+    )
+    judge(compiled, capability, tmp_path, allowed(stage, width, capability))
+    ahead = compiled.metadata.num_stages > 1
+    by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert by_tma == (ahead and not unaligned)
+    assert ahead or (stage, width, delta) == ("scan", "K", True)
 
 
 @pytest.mark.parametrize("capability", [86, 90])

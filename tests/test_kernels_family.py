@@ -409,6 +409,25 @@ def test_segments_of_packed_sequences(gate, rule, cut):
     judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
 
 
+@interpreted
+@ALL
+def test_tiles_by_descriptors(gate, rule, cut):
+    """Of packed sequences in segments: none reads another, or a next head."""
+    cut(3)
+    lengths = [0, 150, 0, 70]
+    x = member(gate, rule, T=220, N=4, H=1, HV=2, K=64, V=64)
+    x = cast(x, torch.float16)
+    judge(x, HALF, **packed(lengths))
+    before = run(x, **packed(lengths))
+    for name in "qkv":
+        x[name][:, :150] = float("nan")
+    after = run(x, **packed(lengths))
+    assert after["o"][:, :150].isnan().all()
+    assert torch.equal(after["o"][:, 150:], before["o"][:, 150:])
+    assert torch.equal(after["state"][2:], before["state"][2:])
+    assert torch.equal(after["dk"][:, 150:], before["dk"][:, 150:])
+
+
 def test_how_many_segments():
     """Two programs a multiprocessor; no segment under eight chunks."""
     cpu = torch.device("cpu")  # taken for an H200: 264 programs
@@ -632,12 +651,15 @@ def test_one_value_head_forgets_on_gpu(rule):
 @pytest.mark.gpu
 @compiled
 @ALL
-def test_packed_sequences_on_gpu(gate, rule, record_property):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
     lengths = [0, 137, 0, 0, 1, 64, 350, 0]
     x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=64)
-    x = cast(x, torch.float32, "cuda")
+    x = cast(x, dtype, "cuda")
     options = packed(lengths, torch.int32, "cuda")
-    judge(x, 1e-4, record_property, "packed, float32", **options)
+    judge(x, budget_of(dtype), record_property, f"packed, {dtype}", **options)
+    cut(3)
+    judge(x, budget_of(dtype), **options)
 
 
 @pytest.mark.gpu

@@ -2,20 +2,24 @@
 
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
 from inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
+from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
 from fastweights.kernels import launch
-from fastweights.kernels.call import Call
+from fastweights.kernels.call import INPUTS, Call, _allocate
 from fastweights.kernels.tile import INTERPRETED
 
 CALL = "fastweights.kernels.call"
@@ -103,6 +107,57 @@ class Kernel:
             return self
 
         return run
+
+
+class AsksForMemory(Kernel):
+    """Notes whose memory Triton would take for descriptors."""
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.ways.append(_allocation._allocator.get())
+            return self
+
+        return run
+
+
+def test_memory_for_descriptors(monkeypatch):
+    """Ours where a kernel makes them, in any thread; the caller keeps its."""
+    monkeypatch.setattr(f"{CALL}.INTERPRETED", False)
+    monkeypatch.setattr(f"{CALL}._kinds", {})
+    inputs = low(member("scalar", "delta", T=64, H=1, K=64, V=64))
+    x = [inputs.get(name) for name in INPUTS[:5]]
+    kernel, theirs = AsksForMemory(), object()
+    kernel.arg_names = (*kernel.arg_names, "TMA")
+
+    def launch(stage):
+        for _ in range(2):  # by Triton, then past it
+            Call(*x, None, None, 1.0, 64).run(stage, kernel, 1, x[0], 2)
+
+    def copied():
+        triton.set_allocator(theirs)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(launch, "scan").result()
+        launch("chunk_states")
+        launch("intra")
+        return _allocation._allocator.get()
+
+    monkeypatch.setattr(
+        f"{CALL}.constants",
+        lambda stage, *_: {"BT": 64, "EVEN": 1, "TMA": stage != "intra"},
+    )
+    assert copy_context().run(copied) is theirs
+    assert kernel.ways == [_allocate] * 4 + [theirs] * 2
+
+
+@pytest.mark.parametrize("shift, expected", [(0, True), (1, False)])
+def test_descriptors_need_alignment(shift, expected):
+    inputs = low(member("none", "additive", T=64, H=1, K=64, V=64))
+    x = [inputs[name] for name in "qkv"]
+    v = torch.empty(x[2].numel() + shift, dtype=x[2].dtype)[shift:]
+    x[2] = v.view_as(x[2]).copy_(x[2])
+    call = Call(*x, None, None, None, None, 1.0, 64)
+    assert call.constants("scan")["TMA"] is expected
+    assert call.constants("scan")["BT"] == 64
 
 
 def test_the_second_launch_goes_past_triton(monkeypatch):

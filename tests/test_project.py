@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import mutants
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -169,6 +170,14 @@ def test_code_cells_fit_their_page(chapter: Path) -> None:
         line for cell in cells for line in cell.split("\n") if len(line) > 79
     ]
     assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_a_mutant_has_something_to_replace(name: str) -> None:
+    """Where the code has moved on, mutants.py would break nothing."""
+    file, old, new = mutants.MUTANTS[name]
+    assert old in (ROOT / "src" / file).read_text("utf-8") and old != new
+    assert (ROOT / "tests" / mutants.TESTS[file]).is_file()
 
 
 def test_the_readmes_examples_run() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
@@ -24,16 +27,36 @@ class Kind:
     """What calls share that differ only in B, T and where their data lie."""
 
     def __init__(self) -> None:
-        # by stage; and by stage and its arguments' types, a compiled kernel
-        # with the values of its constants
+        # by stage; and by stage and its arguments' types, a compiled kernel,
+        # the values of its constants, and whether it makes descriptors
         self.constants: dict[str, dict[str, Any]] = {}
-        self.kernels: dict[tuple, tuple[Any, list[Any]]] = {}
+        self.kernels: dict[tuple, tuple[Any, list[Any], bool]] = {}
         # what was compiled together: whether there were segments, whether
         # the backward too
         self.compiled: set[tuple[bool, bool]] = set()
 
 
 _kinds: dict[tuple, Kind] = {}
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Bytes on the GPU, until what runs on the current stream is done."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def launched(
+    launch: Callable[..., Any], tma: bool, *arguments: Any, **constants: Any
+) -> Any:
+    """What ``launch`` returns; the descriptors of ``tma`` take memory.
+
+    For that Triton asks the allocator of its context, which may be the
+    caller's: ours is set in a copy of the context.
+    """
+    if not tma:
+        return launch(*arguments, **constants)
+    context = copy_context()
+    context.run(triton.set_allocator, _allocate)
+    return context.run(launch, *arguments, **constants)
 
 
 @dataclass
@@ -116,6 +139,8 @@ class Call:
                 self.chunk_size,
                 self.device,
             )
+        if not self.usual and found.get("TMA"):  # which asks for alignment
+            return found | {"TMA": False}
         return found
 
     def run(
@@ -136,15 +161,17 @@ class Call:
         key = (stage, *map(type, arguments))
         found = kind.kernels.get(key)
         if found is not None and self.usual:
-            compiled, values = found
-            compiled[programs, 1, 1](*arguments, *values)
+            compiled, values, tma = found
+            launched(compiled[programs, 1, 1], tma, *arguments, *values)
             return
         constants = self.constants(stage)
-        compiled = kernel[(programs,)](*arguments, **constants)
+        tma = constants.get("TMA", False)
+        launch = kernel[(programs,)]
+        compiled = launched(launch, tma, *arguments, **constants)
         if self.usual and not INTERPRETED:
             names = kernel.arg_names[len(arguments) :]
             values = [constants[name] for name in names]
-            kind.kernels[key] = compiled, values
+            kind.kernels[key] = compiled, values, tma
 
     def new_states(
         self, number: int, dtype: torch.dtype = torch.float32

@@ -20,17 +20,14 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets
 from fastweights.kernels.call import INPUTS, Call
+from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_far_kernel,
     intra_bwd_kernel,
 )
-from fastweights.kernels.scan import (
-    compose_kernel,
-    scan_bwd_kernel,
-    scan_fwd_kernel,
-)
+from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import MARKS
 from fastweights.kernels.tile import INTERPRETED
 

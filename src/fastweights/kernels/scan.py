@@ -3,7 +3,7 @@
 A sequence may be cut into segments that run side by side. Each maps the state
 S that enters it to M S + B, so a first pass, which writes nothing a token,
 finds B (start from zero) and M (start from the identity, write no values);
-compose_kernel makes of them the states between the segments, and the second
+``compose.py`` makes of them the states between the segments, and the second
 pass starts each segment from the state that enters it.
 """
 
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.tile import (
+    chunks_of,
     decay_matrix,
     decay_to_exit,
     first_slot,
     is_near,
-    load_rows,
+    load_chunk,
     nonzero,
     sequence_at,
     slot_row,
     state_at,
     store_rows,
-    tile_at,
     time_order,
 )
 
@@ -88,6 +88,7 @@ def scan_fwd_kernel(
     DG: tl.constexpr,
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """One value tile of one head of one segment, its state in registers.
 
@@ -121,28 +122,41 @@ def scan_fwd_kernel(
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
         b_S = tl.load(initial_state + o_S, mask=m_S & (i_s == 0), other=0.0)
-    end_v = end
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
         if DELTA:  # noqa: SIM102
             if i_v >= NV:  # of M: its unit vectors, and no values
                 b_S += tl.where(o_k == (i_v - NV) * BV + o_v, 1.0, 0.0)
-                end_v = start
     elif exits is not None:
         o_S, m_S = state_at((i_s - 1) * N * HV + i_nh, i_v, K, V, BK, BV)
         b_S += tl.load(exits + o_S, mask=m_S & (i_s > 0), other=0.0)
 
+    d_v = chunks_of(v, start, end, HV, V, BT, BV, TMA)
+    if DG <= 1 or DELTA:
+        d_k_in = chunks_of(k_in, start, end, H, K, BT, BK, TMA)
+    if DG > 1:
+        d_k_out = chunks_of(k_out, start, end, H, K, BT, BK, TMA)
+    if DELTA:
+        d_R = chunks_of(R, start, end, HV, BT, BT, BT, TMA)
+    if o is not None:
+        d_q_in = chunks_of(q_in, start, end, H, K, BT, BK, TMA)
+        if DG > 1:
+            d_Aqk = chunks_of(Aqk, start, end, HV, BT, BT, BT, TMA)
     for i_t in range(first, last):
-        t = start + i_t * BT
+        c = i_t * BT
+        t = start + c
+        c_v = c
+        if MAP:  # of M no values: what is past the end
+            c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))
         i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         if h is not None:
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
             tl.store(h + o_h, b_S_in, mask=m_h)
 
-        b_v = load_rows(v, t, end_v, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_v = load_chunk(d_v, start, c_v, end, i_hv, i_v, HV, V, BT, BV, TMA)
         if DG <= 1 or DELTA:
-            b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+            b_k = load_chunk(d_k_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
         if DG == 1:
             b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
         if DG > 0:
@@ -152,13 +166,13 @@ def scan_fwd_kernel(
             b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT, 1]
 
         if o is not None and DG <= 1:  # early: S_in needs its room no longer
-            b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+            b_q = load_chunk(d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
 
         b_e = b_v
         if DELTA:
             b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
-            b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
+            b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
                 b_e *= b_in
@@ -178,7 +192,7 @@ def scan_fwd_kernel(
             b_x *= b_out
         b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
         if DG > 1:
-            b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+            b_k = load_chunk(d_k_out, start, c, end, i_h, 0, H, K, BT, BK, TMA)
         b_kT = tl.trans(b_k)  # [BK, BT]
         b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
 
@@ -186,8 +200,12 @@ def scan_fwd_kernel(
             if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
             else:
-                b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-                b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)
+                b_A = load_chunk(
+                    d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
+                )
+                b_q = load_chunk(
+                    d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
+                )
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
             b_read = scale
             if DG == 1:
@@ -253,6 +271,7 @@ def scan_bwd_kernel(
     DG: tl.constexpr,
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """From the last chunk to the first, the state's gradient in registers.
 
@@ -286,20 +305,34 @@ def scan_bwd_kernel(
         o_S, m_S = state_at(i_s * N * HV + i_nh, i_v, K, V, BK, BV)
         b_dS += tl.load(entrances + o_S, mask=m_S & (i_s < NS - 1), other=0.0)
 
+    d_k_out = chunks_of(k_out, start, end, H, K, BT, BK, TMA)
+    d_q_in = chunks_of(q_in, start, end, H, K, BT, BK, TMA)
+    d_do = chunks_of(do, start, end, HV, V, BT, BV, TMA)
+    if DG > 1:
+        d_Aqk = chunks_of(Aqk, start, end, HV, BT, BT, BT, TMA)
+        if DELTA:
+            d_k_in = chunks_of(k_in, start, end, H, K, BT, BK, TMA)
+    if DELTA:
+        d_R = chunks_of(R, start, end, HV, BT, BT, BT, TMA)
+    if errors is not None:
+        d_errors = chunks_of(errors, start, end, HV, V, BT, BV, TMA)
     for i in range(last - first):
         i_t = last - 1 - i
-        t = start + i_t * BT
+        c = i_t * BT
+        t = start + c
         i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
             tl.store(dh + o_h, b_dS_out, mask=m_h)
 
-        b_k = load_rows(k_out, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-        b_q = load_rows(q_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-        b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_k = load_chunk(d_k_out, start, c, end, i_h, 0, H, K, BT, BK, TMA)
+        b_q = load_chunk(d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
+        b_do = load_chunk(d_do, start, c, end, i_hv, i_v, HV, V, BT, BV, TMA)
         if errors is not None:
-            b_e = load_rows(errors, t, end, i_hv, i_v, HV, V, BT, BV)
+            b_e = load_chunk(
+                d_errors, start, c, end, i_hv, i_v, HV, V, BT, BV, TMA
+            )
         b_do = scale * b_do.to(tl.float32)
         if DG == 1:
             b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
@@ -317,7 +350,9 @@ def scan_bwd_kernel(
         if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         else:
-            b_A = load_rows(Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
+            b_A = load_chunk(
+                d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
+            )
             b_A = tl.trans(b_A)  # [BT, BT]
         b_read = b_x
         if DG == 1:
@@ -334,7 +369,7 @@ def scan_bwd_kernel(
             b_y *= tl.where(near, 1.0 / b_in, 1.0)
         if DELTA:
             b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
-            b_R = load_rows(R, t, end, i_hv, 0, HV, BT, BT, BT)  # [BT, BT]
+            b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
             if errors is not None:
@@ -353,7 +388,9 @@ def scan_bwd_kernel(
             if DG == 1:
                 b_y *= b_in
             if DG > 1:
-                b_k = load_rows(k_in, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+                b_k = load_chunk(
+                    d_k_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
+                )  # [BT, BK]
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
@@ -364,59 +401,3 @@ def scan_bwd_kernel(
     elif dinitial_state is not None:
         o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
         tl.store(dinitial_state + o_S, b_dS, mask=m_S & (i_s == 0))
-
-
-@triton.jit(do_not_specialize=["NS", "N"])
-def compose_kernel(
-    states,
-    maps,
-    NS,
-    N,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BJ: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DELTA: tl.constexpr,
-    BACK: tl.constexpr,
-):
-    """Each state goes on from the one before it: one value tile of a head.
-
-    states [NS - 1, N, HV, K, V], in place: states[s] += maps[s - 1]
-    states[s - 1]; or BACK, from the last, states[s] += maps[s]^T
-    states[s + 1]. maps [NS - 2, N, HV, K, K]; [NS - 2, N, HV, K], the
-    diagonal, for the additive rule; or None, all ones. fp32.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    rows = N * HV
-    o_k = tl.arange(0, BK)
-    for i in range(NS - 2):
-        i_M = (NS - 3 - i if BACK else i) * rows + i_nh
-        i_to, i_from = i_M + rows, i_M
-        if BACK:
-            i_to, i_from = i_M, i_M + rows
-        o_S, m_S = state_at(i_to, i_v, K, V, BK, BV)
-        b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        if DELTA:
-            for i_j in range((K + BJ - 1) // BJ):
-                o_x, m_x = tile_at(i_from, i_j, 0, i_v, K, 1, V, BJ, BV)
-                b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BJ, BV]
-                if BACK:
-                    o_M, m_M = tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
-                else:
-                    o_M, m_M = tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
-                b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
-                if BACK:
-                    b_M = tl.trans(b_M)  # [BK, BJ]
-                b_S = tl.dot(b_M, b_x, b_S, input_precision="tf32x3")
-        else:
-            o_x, m_x = state_at(i_from, i_v, K, V, BK, BV)
-            b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BK, BV]
-            if maps is not None:
-                p_M = maps + i_M.to(tl.int64) * K + o_k
-                b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
-            b_S += b_x
-        tl.store(states + o_S, b_S, mask=m_S)
-        tl.debug_barrier()  # before other threads load what was stored

@@ -85,6 +85,19 @@ def launch_options(
     }
 
 
+def uses_tma(
+    options: dict[str, int], K: int, V: int, chunk_size: int, shared: int
+) -> bool:
+    """Whether a scan loads its tiles by the tensor memory accelerator.
+
+    On GPUs that have one, by the shared memory they have, where loads go
+    ahead of the products, and no tile has columns of the next head.
+    """
+    ahead = shared > 200_000 and options["num_stages"] > 1
+    whole = options["BK"] == K and V % options["BV"] == 0
+    return ahead and whole and chunk_size == 64
+
+
 TABLE = Path(str(resources.files("fastweights"))) / "data" / "launch.json"
 
 
@@ -189,4 +202,6 @@ def constants(
     if stage not in ("intra", "intra_far"):
         found["V"] = V
     found |= {"DELTA": delta, **options(stage)}
+    if not stage.startswith("intra"):
+        found["TMA"] = uses_tma(found, K, V, chunk_size, shared)
     return {**found, "PRECISION": dot_precision(dtype, K)}

@@ -163,6 +163,53 @@ def load_rows(
 
 
 @triton.jit
+def chunks_of(
+    x,
+    start,
+    end,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """For load_chunk, the tokens start to end of x [T, H, D].
+
+    With TMA, Hopper's tensor memory accelerator, a descriptor: one thread
+    asks for a tile, and rows past the end are 0. Columns past D are not.
+    """
+    if TMA:
+        p_x = x + start.to(tl.int64) * (H * D)
+        rows = (end - start).to(tl.int32)
+        return tl.make_tensor_descriptor(
+            p_x, [rows, H * D], [H * D, 1], [BT, BD]
+        )
+    else:
+        return x
+
+
+@triton.jit
+def load_chunk(
+    x,
+    start,
+    c,
+    end,
+    i_h,
+    i_d,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """load_rows of what chunks_of returned, from token start + c."""
+    if TMA:
+        return x.load([c, i_h * D + i_d * BD])
+    else:
+        return load_rows(x, start + c, end, i_h, i_d, H, D, BT, BD)
+
+
+@triton.jit
 def store_rows(
     x,
     b_x,
