@@ -106,28 +106,44 @@ def test_unset_registers_are_found(monkeypatch, tmp_path):
 
 @triton.jit
 def summed_and_multiplied_kernel(
-    x, y, out, sums, N: tl.constexpr, STAGES: tl.constexpr
+    x,
+    y,
+    out,
+    sums,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """out = sum of x_n y_n over N tiles [64, 64]; sums, of x_n's rows."""
     o_x = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
     b_out = tl.zeros([64, 64], dtype=tl.float32)
     b_sums = tl.zeros([64], dtype=tl.float32)
+    if TMA:
+        d_x = tl.make_tensor_descriptor(x, [N * 64, 64], [64, 1], [64, 64])
     for i_n in tl.range(N, num_stages=STAGES):
-        b_x = tl.load(x + i_n * 4096 + o_x)
+        if TMA:  # noqa: SIM108  (d_x is there or not)
+            b_x = d_x.load([i_n * 64, 0])
+        else:
+            b_x = tl.load(x + i_n * 4096 + o_x)
         b_out = tl.dot(b_x, tl.load(y + i_n * 4096 + o_x), b_out)
         b_sums += tl.sum(b_x.to(tl.float32), axis=1)
     tl.store(out + o_x, b_out)
     tl.store(sums + tl.arange(0, 64), b_sums)
 
 
-def test_overtaking_copies_are_found():
+@pytest.mark.parametrize("tma", [False, True])
+def test_overtaking_copies_are_found(tma):
     """Triton 3.6 and 3.7 give a tile one buffer and load ahead into it."""
     found = []
     for stages in (1, 2):
         settings = {"num_warps": 8, "num_stages": 2, "N": 4, "STAGES": stages}
         full = {"out": "*fp32", "sums": "*fp32"}
         compiled = build(
-            summed_and_multiplied_kernel, 90, "bf16", settings, full
+            summed_and_multiplied_kernel,
+            90,
+            "bf16",
+            settings | {"TMA": tma},
+            full,
         )
         found.append(len(overtaking_copies(compiled.asm["ttgir"])))
     assert found == [0, 1]
