@@ -90,6 +90,7 @@ def compile_stage(
     options = launch_options(
         stage.removesuffix("_again"),
         D,
+        D,
         DTYPES[dtype],
         gate=DG,
         delta=delta,
@@ -136,7 +137,8 @@ def compile_stage(
         "PRECISION": precision,
     } | options
     if stage in SCANS:
-        tma = uses_tma(options, D, D, chunk_size, shared)
+        sizes = {"shared": shared, "chunk_size": chunk_size}
+        tma = uses_tma(options, D, D, DTYPES[dtype], **sizes)
         constants["TMA"] = tma and not unaligned
     types = dict.fromkeys(FULL, "*fp32")
     types |= {

@@ -31,9 +31,9 @@ class Kind:
         # the values of its constants, and whether it makes descriptors
         self.constants: dict[str, dict[str, Any]] = {}
         self.kernels: dict[tuple, tuple[Any, list[Any], bool]] = {}
-        # what was compiled together: whether there were segments, whether
-        # the backward too
-        self.compiled: set[tuple[bool, bool]] = set()
+        # what was compiled together: how many segments (3: three or more),
+        # and whether the backward too
+        self.compiled: set[tuple[int, bool]] = set()
 
 
 _kinds: dict[tuple, Kind] = {}
@@ -47,10 +47,10 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 def launched(
     launch: Callable[..., Any], tma: bool, *arguments: Any, **constants: Any
 ) -> Any:
-    """What ``launch`` returns; the descriptors of ``tma`` take memory.
+    """Run ``launch``. A kernel that makes descriptors takes scratch memory.
 
-    For that Triton asks the allocator of its context, which may be the
-    caller's: ours is set in a copy of the context.
+    Triton's allocator for that is a context variable: ours is set in a copy
+    of the context, so that the caller's stays.
     """
     if not tma:
         return launch(*arguments, **constants)
@@ -59,9 +59,21 @@ def launched(
     return context.run(launch, *arguments, **constants)
 
 
+def aligned(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy, contiguous and at an address divisible by 16.
+
+    As Triton's wide loads and tensor descriptors need it, and all that
+    PyTorch allocates is; a slice of a tensor may be neither.
+    """
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 @dataclass
 class Call:
-    """One call's inputs, made contiguous, and what follows from their shapes.
+    """One call's inputs, :func:`aligned`, and what follows from their shapes.
 
     Every chunk of every sequence has a slot (``tile.first_slot``). A dry call
     compiles its kernels and runs none.
@@ -76,26 +88,24 @@ class Call:
     cu_seqlens: Tensor | None
     scale: float
     chunk_size: int
-    others: tuple[Tensor | None, ...] = ()  # what else a backward is given
-    on: torch.device | None = None  # a dry call's own tensors lie nowhere
+    others: tuple[Any, ...] = ()  # of a backward: do, dstate, what is kept
+    on: torch.device | None = None  # of a call whose tensors have no data
     dry: bool = False
     kind: Kind | None = None
-    usual: bool = False  # all data aligned to 16 bytes, T in 32 bits
 
     def __post_init__(self) -> None:
-        for name in INPUTS:
-            x = getattr(self, name)
-            if x is not None:
-                setattr(self, name, x.contiguous())
+        if self.on is None:
+            for name in INPUTS:
+                setattr(self, name, aligned(getattr(self, name)))
+            self.others = tuple(aligned(x) for x in self.others)
         self.device = self.on or self.q.device
         B, self.T, self.H, self.K = self.q.shape
         self.HV, self.V = self.v.shape[2:]
-        N = self.num_sequences = B
+        N, self.slots = B, B * -(-self.T // self.chunk_size)
         if self.cu_seqlens is not None:
-            N = self.num_sequences = self.cu_seqlens.shape[0] - 1
-        self.slots = N * -(-self.T // self.chunk_size)
-        if self.cu_seqlens is not None:
+            N = self.cu_seqlens.shape[0] - 1
             self.slots = -(-B * self.T // self.chunk_size) + N
+        self.num_sequences = N
         self.gate_width = 0
         if self.g is not None:
             self.gate_width = self.K if self.g.dim() == 4 else 1
@@ -110,17 +120,18 @@ class Call:
         return self.gate_width > 1
 
     def classify(self) -> Kind:
-        """Find its kind, and whether it is as usual."""
+        """Find its kind: what the compiled kernels depend on, but B and T.
+
+        Of T only whether it is an integer of 64 bits for Triton.
+        """
         tensors = [getattr(self, name) for name in INPUTS]
         tensors += self.others
         types = [None if x is None else x.dtype for x in tensors]
         sizes = (self.H, self.HV, self.K, self.V, self.chunk_size)
         precision = dot_precision(self.q.dtype, self.K)
-        key = (*types, *sizes, self.gate_width, precision, self.device)
+        wide = self.T >= 2**31
+        key = (*types, *sizes, self.gate_width, precision, wide, self.device)
         self.kind = _kinds.setdefault(key, Kind())
-        self.usual = self.T < 2**31 and not any(
-            [x is not None and x.data_ptr() % 16 for x in tensors]
-        )
         return self.kind
 
     def constants(self, stage: str) -> dict[str, Any]:
@@ -139,8 +150,6 @@ class Call:
                 self.chunk_size,
                 self.device,
             )
-        if not self.usual and found.get("TMA"):  # which asks for alignment
-            return found | {"TMA": False}
         return found
 
     def run(
@@ -150,8 +159,8 @@ class Call:
 
         Triton takes 15 us of the host's time to find the compiled kernel by
         the arguments' dtypes, and which are None, aligned or integers of 64
-        bits; no kernel here depends on its integers' values. A usual call's
-        kind, and the types of the arguments, say the same.
+        bits; no kernel here depends on its integers' values. The call's kind,
+        and the types of the arguments, say the same.
         """
         if self.dry:
             constants = self.constants(stage)
@@ -160,7 +169,7 @@ class Call:
         kind = self.kind or self.classify()
         key = (stage, *map(type, arguments))
         found = kind.kernels.get(key)
-        if found is not None and self.usual:
+        if found is not None:
             compiled, values, tma = found
             launched(compiled[programs, 1, 1], tma, *arguments, *values)
             return
@@ -168,7 +177,9 @@ class Call:
         tma = constants.get("TMA", False)
         launch = kernel[(programs,)]
         compiled = launched(launch, tma, *arguments, **constants)
-        if self.usual and not INTERPRETED:
+        if isinstance(compiled, triton.FutureKernel):  # another thread's
+            compiled = compiled.result()
+        if not INTERPRETED:
             names = kernel.arg_names[len(arguments) :]
             values = [constants[name] for name in names]
             kind.kernels[key] = compiled, values, tma

@@ -79,18 +79,17 @@ def intra_fwd_kernel(
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT)[0], b_beta)
+        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
         b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
         b_G = tl.cumsum(b_g, axis=0)
         b_in = tl.exp2(b_G.to(tl.float32))
         b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
-        p_G = slot_row(G, i_c, i_hv, HV, BT)[0]
-        tl.store(p_G, b_G)
+        tl.store(slot_row(G, i_c, i_hv, HV, BT), b_G)
         b_undo = tl.where(b_total >= LEAST, 1.0 / b_in, 1.0)
-        tl.store(slot_row(row_in, i_c, i_hv, HV, BT)[0], b_in)
-        tl.store(slot_row(row_undo, i_c, i_hv, HV, BT)[0], b_undo)
+        tl.store(slot_row(row_in, i_c, i_hv, HV, BT), b_in)
+        tl.store(slot_row(row_undo, i_c, i_hv, HV, BT), b_undo)
         tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
     if DG <= 1 and R is None:
         return
@@ -148,7 +147,7 @@ def intra_fwd_kernel(
             if b_total >= LEAST:
                 b_Akk *= b_in[:, None] * b_undo[None, :]
             else:
-                b_Akk *= decay_matrix(p_G)
+                b_Akk *= decay_matrix(G, i_c, i_hv, HV, BT)
         store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)
 
 
@@ -197,7 +196,7 @@ def intra_fwd_far_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """intra_fwd_kernel for a gate a channel, in chunks of unbounded decay.
+    """intra_fwd_kernel for a gate a channel, in chunks that fail is_near.
 
     There e^{-G} is out of range. Factors lead from both sides to a border
     between two tokens, level by level (tile.decays_of_pairs). A program looks
@@ -239,6 +238,5 @@ def intra_fwd_far_kernel(
             b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
             store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
             if DELTA:
-                p_beta = slot_row(row_beta, i_c, i_hv, HV, BT)[0]
-                b_beta = tl.load(p_beta)  # [BT]
+                b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))
                 store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)

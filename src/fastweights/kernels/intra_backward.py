@@ -204,7 +204,7 @@ def intra_bwd_kernel(
 
         # Through the scores: the diagonal, which no gate is in, by itself.
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))  # [BT]
             if dbeta is not None:
                 store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
         b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
@@ -214,14 +214,13 @@ def intra_bwd_kernel(
             b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
             b_own = (scale * b_weight * tl.sum(b_own, axis=1))[:, None]
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])  # [BT]
-            b_undo = tl.load(slot_row(row_undo, i_c, i_hv, HV, BT)[0])  # [BT]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))  # [BT]
+            b_undo = tl.load(slot_row(row_undo, i_c, i_hv, HV, BT))  # [BT]
             b_undo *= b_weight
             b_total = tl.load(total + i_ch)
-            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
             b_D = b_in[:, None] * b_undo[None, :]  # [BT, BT]
             if b_total < LEAST:
-                b_D = decay_matrix(p_G) * b_undo[None, :]
+                b_D = decay_matrix(G, i_c, i_hv, HV, BT) * b_undo[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
         else:
@@ -237,14 +236,14 @@ def intra_bwd_kernel(
         b_write = b_weight[:, None]
         if DG == 1:
             b_decay = b_in[:, None]  # [BT, 1]
-            b_out = decay_to_exit(b_decay, b_total, p_G, p_last)
+            b_out = decay_to_exit(b_decay, b_total, G, i_c, i_hv, HV, BT)
             b_write *= b_out
             b_kept = b_kept * b_total
         elif DG > 1:
             i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)
-            p_total = rounded + i_ch * K + o_k
-            b_last = tl.load(p_total, mask=o_k < K, other=0.0)  # [BK]
+            p_last = rounded + i_ch * K + o_k
+            b_last = tl.load(p_last, mask=o_k < K, other=0.0)  # [BK]
             b_total = tl.exp2(b_last)
             b_decay = b_total[None, :]
             b_undo = tl.exp2(-b_last)[None, :]
@@ -322,9 +321,10 @@ def gate_bwd_kernel(
 ):
     """One chunk of one value head: dg of a gate a head [T, HV].
 
-    It stands between a token before it and one at or after it, in pairs of
-    which each has a part at the later one; and between what is written
-    before it, or was in the state, and the chunk's exit.
+    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and kept. Of
+    parts: pairs_i, what row i reads from earlier tokens less what its column
+    gives to later ones; w_j, what token j writes as it arrives at the exit.
+    dkept: the entering state's decay.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
@@ -419,7 +419,7 @@ def intra_bwd_far_kernel(
                 )  # fmt: skip
                 if DELTA:
                     b_beta = tl.load(
-                        slot_row(row_beta, i_c, i_hv, HV, BT)[0]
+                        slot_row(row_beta, i_c, i_hv, HV, BT)
                     )  # [BT]
                     if dbeta is not None:
                         store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)

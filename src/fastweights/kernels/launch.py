@@ -1,9 +1,8 @@
 """The family on the host: what to allocate, what to launch, and how.
 
 A backend of :func:`fastweights.linear_recurrence` (``default_chunk_size``,
-``empty_saved``, ``forward``, ``backward``), and the stages it is made of, one
-or two kernels each, under the names that
-:mod:`fastweights.reference.chunkwise` and
+``empty_saved``, ``forward``, ``backward``), and the stages it is made of, most
+under the names that :mod:`fastweights.reference.chunkwise` and
 :mod:`fastweights.reference.chunkwise_backward` give them.
 """
 
@@ -38,10 +37,11 @@ class Chunked(NamedTuple):
     q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
     in them, [B, T, HV, K] (k_in is k for the additive rule). A number a row,
     [slots, HV, C]: of a gate a head G in fp64, row_in = e^G and row_undo =
-    e^{-G}, 1 in chunks that decay too far; and row_beta, 0 past a sequence's
-    end. total is the decay of a chunk, [slots, HV] or [slots, HV, K], and
-    rounded, for the backward, its log2 from the gates as q_in, k_in and k_out
-    have them. far marks the chunks whose decay has no bound, [slots, HV].
+    e^{-G}, or 1 where the chunk decays below LEAST; and row_beta, 0 past a
+    sequence's end. total is the decay of a chunk, [slots, HV] or [slots, HV,
+    K], and rounded, for the backward, its log2 from the gates as q_in, k_in
+    and k_out have them. far marks the chunks in which a channel's decay fails
+    is_near, [slots, HV].
     """
 
     q_in: Tensor
@@ -204,9 +204,10 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
 
 
 def compose(x: Call, stage: str, states: Tensor, maps: Tensor) -> None:
-    """What leaves or, in "compose_backward", enters a segment, from its own.
+    """From each segment's own result the state that leaves it.
 
-    In place, from one segment to the next; see compose_kernel.
+    Or, in "compose_backward", the gradient of the state that enters it. In
+    place; see compose_kernel.
     """
     if x.segments < 3:
         return
@@ -396,7 +397,8 @@ def empty_saved(
     chunk_size: int,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps: see :func:`kept`."""
-    x = Call(q, q, v, g, beta, None, cu_seqlens, 1.0, chunk_size)
+    inputs = (q, q, v, g, beta, None, cu_seqlens)
+    x = Call(*inputs, 1.0, chunk_size, on=q.device)
     Aqk, R = (
         q.new_empty(*v.shape[:3], chunk_size) if there else None
         for there in (x.has_scores, beta is not None)
@@ -414,7 +416,7 @@ def kept(
 ) -> list[Tensor]:
     """What the backward is handed, those of it that there are.
 
-    Aqk and R; the rows of beta and of a gate a head, 24 bytes a token and
+    Aqk and R; the rows of beta and of a gate a head, 20 bytes a token and
     head. What a gate a channel makes of q and k is large, and found again.
     Of the segments the exits and maps, which are empty if there is one.
     """
@@ -456,10 +458,12 @@ def forward(
     """o in v's dtype, the final states in fp32, and what is kept."""
     if cu_seqlens is not None and not cu_seqlens.is_cuda:
         check_offsets(cu_seqlens.tolist(), q.shape[1])
-    x = Call(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    x = Call(*inputs, scale, chunk_size)
     with torch.cuda.device_of(q):
         if not INTERPRETED:
-            compile_together(x, any(t.requires_grad for t in (q, k, v)))
+            given = [t for t in inputs if t is not None]
+            compile_together(x, any(t.requires_grad for t in given))
         return _forward(x)
 
 
@@ -476,7 +480,7 @@ def compile_together(x: Call, backward: bool) -> None:
     One kernel at a time, as they are met, takes a few times as long. With
     ``backward`` also what a gradient of the outputs will need.
     """
-    kind, cut = x.classify(), min(x.segments, 3)  # three are composed
+    kind, cut = x.classify(), min(x.segments, 3)  # from three on composed
     if (cut, backward) in kind.compiled:
         return
     kind.compiled.update(((cut, backward), (cut, False)))
@@ -493,7 +497,8 @@ def compile_together(x: Call, backward: bool) -> None:
     ):
         _, _, saved = _forward(dry)
         if backward:
-            _backward(dry, torch.empty_like(dry.v), None, saved)
+            others = (torch.empty_like(dry.v), None, *saved)
+            _backward(dataclasses.replace(dry, others=others))
 
 
 def backward(
@@ -517,17 +522,14 @@ def backward(
     """
     if do is None:
         do = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    do = do.contiguous()
-    dstate = None if dstate is None else dstate.contiguous()
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
     x = Call(*inputs, scale, chunk_size, others=(do, dstate, *saved))
     with torch.cuda.device_of(q):
-        return _backward(x, do, dstate, saved)
+        return _backward(x)
 
 
-def _backward(
-    x: Call, do: Tensor, dstate: Tensor | None, saved: list[Tensor]
-) -> list[Tensor]:
+def _backward(x: Call) -> list[Tensor]:
+    do, dstate, *saved = x.others
     chunked, Aqk, R, exits, maps = found_again(x, saved)
     h, errors = chunk_states(x, chunked, R, exits)
     dv, dbeta, dh, dinitial = scan_backward(

@@ -146,7 +146,7 @@ def scan_fwd_kernel(
         c = i_t * BT
         t = start + c
         c_v = c
-        if MAP:  # of M no values: what is past the end
+        if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))
         i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
@@ -158,20 +158,19 @@ def scan_fwd_kernel(
         if DG <= 1 or DELTA:
             b_k = load_chunk(d_k_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))[:, None]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
         if DG == 1:
-            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT, 1]
+            b_out = decay_to_exit(b_in, b_total, G, i_c, i_hv, HV, BT)
 
-        if o is not None and DG <= 1:  # early: S_in needs its room no longer
+        if o is not None and DG <= 1:  # before the errors, to free S_in's room
             b_q = load_chunk(d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # [BT, BV]
 
         b_e = b_v
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))[:, None]
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
             if DG == 1:
@@ -214,7 +213,7 @@ def scan_fwd_kernel(
                 b_o *= tl.where(near, b_total, b_in)
                 b_read = scale * tl.where(near, b_in / b_total, 1.0)
                 if near == 0:
-                    b_A *= decay_matrix(p_G)
+                    b_A *= decay_matrix(G, i_c, i_hv, HV, BT)
                     b_x = b_e.to(b_v.dtype)
             if DG <= 1:
                 b_A = tl.where(time_order(BT) >= 0, b_A, 0.0).to(b_v.dtype)
@@ -278,10 +277,10 @@ def scan_bwd_kernel(
     dv; dh, the gradient of the state that leaves each chunk; and that of the
     initial state. With y the gradient of what the delta rule writes, beta
     times the errors, dv is beta y, and dbeta the sum over values of errors y.
-    intra_bwd finds it from dv, where beta may be small but not 0; in fp16 dv
-    would lose too much, and every value tile writes its part here. With w
+    intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
+    dv would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
-    w. Without these only what the segment adds to the gradient of the state
+    w. If dh is None, only what the segment adds to the gradient of the state
     that enters it, to entrances [segment - 1, sequence, HV, K, V], of all
     segments but the first; otherwise entrances is that gradient, composed.
     """
@@ -335,12 +334,11 @@ def scan_bwd_kernel(
             )
         b_do = scale * b_do.to(tl.float32)
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT)[0])[:, None]
+            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))[:, None]
         if DG > 0:
             b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
         if DG == 1:
-            p_G, p_last = slot_row(G, i_c, i_hv, HV, BT)
-            b_out = decay_to_exit(b_in, b_total, p_G, p_last)  # [BT, 1]
+            b_out = decay_to_exit(b_in, b_total, G, i_c, i_hv, HV, BT)
 
         b_x = b_do
         if DG == 1:
@@ -360,7 +358,7 @@ def scan_bwd_kernel(
             near = is_near(b_total, do, DG)
             b_y *= tl.where(near, b_total, b_out)
             if near == 0:
-                b_A *= decay_matrix(p_G, TRANSPOSED=True)
+                b_A *= decay_matrix(G, i_c, i_hv, HV, BT, TRANSPOSED=True)
                 b_read = b_do.to(do.dtype.element_ty)
         if DG <= 1:
             b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
@@ -368,7 +366,7 @@ def scan_bwd_kernel(
         if DG == 1:
             b_y *= tl.where(near, 1.0 / b_in, 1.0)
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT)[0])[:, None]
+            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))[:, None]
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)

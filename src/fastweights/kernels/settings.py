@@ -20,37 +20,38 @@ from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import narrowest
 
 IntLike = Any  # int, or SymInt where shapes are symbols
-MARKS = 16  # of chunks that decay far, which one program looks at
-SEGMENT_CHUNKS = 8  # of a segment, at least: what its map costs must pay
+MARKS = 16  # entries of far that one program of a far kernel looks at
+SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
+LARGE = 200_000  # bytes of shared memory a program may have, from Hopper on
 
 
 def launch_options(
     stage: str,
     K: int,
+    V: int,
     dtype: torch.dtype,
     *,
     gate: int,
     delta: bool,
     shared: int,
-    chunk_size: int = 64,
+    chunk_size: int,
 ) -> dict[str, int]:
     """Tile sizes and launch settings of a stage, by rule.
 
     ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
-    K = V = 128 in bf16. There no row of a tile is shorter than 128 bytes
-    (``tile.narrowest``). A GPU that has less ``shared`` memory for one
-    program, in bytes, keeps the operands of its products in registers:
-    smaller tiles, more warps.
+    K = V = 128 in bf16. There, with chunks of 64, no row of a tile is shorter
+    than 128 bytes (``tile.narrowest``). A GPU that has less ``shared`` memory
+    for one program, in bytes, keeps the operands of its products in
+    registers: smaller tiles, more warps.
     """
     narrow = narrowest(dtype)
-    large, power = shared > 200_000, triton.next_power_of_2(K)
+    large, power = shared > LARGE, triton.next_power_of_2(K)
     ahead = large and dtype != torch.float32 and K <= 128
     if stage in ("intra", "intra_far"):
         BK = (64 if gate > 1 else narrow) if large else 32
-        if ahead and gate <= 1:
-            BK = max(narrow, power)
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
         if ahead and gate <= 1:
+            options["BK"] = max(narrow, power)
             options["maxnreg"] = 168  # three programs a multiprocessor
         return options
     if stage.startswith("intra_backward"):
@@ -71,7 +72,7 @@ def launch_options(
         return {**sizes, "num_warps": 8, "num_stages": 1}
     # Two chunks of loads leave no room for a second program.
     full = gate > 1 and delta and stage == "scan"
-    wide = ahead and K > 64 and gate > 1 and delta
+    wide = ahead and min(K, V) > 64 and gate > 1 and delta
     wide &= stage == "scan_backward"
     BV = scan_values(dtype, shared)
     num_stages = 2 if ahead and not full else 1
@@ -86,16 +87,22 @@ def launch_options(
 
 
 def uses_tma(
-    options: dict[str, int], K: int, V: int, chunk_size: int, shared: int
+    options: dict[str, int],
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    *,
+    shared: int,
+    chunk_size: int,
 ) -> bool:
     """Whether a scan loads its tiles by the tensor memory accelerator.
 
-    On GPUs that have one, by the shared memory they have, where loads go
-    ahead of the products, and no tile has columns of the next head.
+    On GPUs that have one, in half precision, where loads go ahead of the
+    products, and no tile has columns of the next head.
     """
-    ahead = shared > 200_000 and options["num_stages"] > 1
+    ahead = shared > LARGE and options["num_stages"] > 1
     whole = options["BK"] == K and V % options["BV"] == 0
-    return ahead and whole and chunk_size == 64
+    return ahead and whole and dtype.itemsize == 2 and chunk_size == 64
 
 
 TABLE = Path(str(resources.files("fastweights"))) / "data" / "launch.json"
@@ -132,7 +139,7 @@ def gpu_name(device: torch.device) -> str:
 def scan_values(dtype: torch.dtype, shared: int) -> int:
     """Value columns of a program of the scan."""
     BV = narrowest(dtype)
-    return BV if shared > 200_000 else BV // 2
+    return BV if shared > LARGE else BV // 2
 
 
 @functools.cache
@@ -182,7 +189,7 @@ def constants(
             "delta": delta,
             "chunk_size": chunk_size,
         }
-        rule = launch_options(stage, K, dtype, shared=shared, **of)
+        rule = launch_options(stage, K, V, dtype, shared=shared, **of)
         found = measured.get(launch_name(stage, K, dtype, **of), rule)
         if stage.endswith("far"):  # what the other kernel leaves to it
             return found | {"BK": options(stage.removesuffix("_far"))["BK"]}
@@ -203,5 +210,7 @@ def constants(
         found["V"] = V
     found |= {"DELTA": delta, **options(stage)}
     if not stage.startswith("intra"):
-        found["TMA"] = uses_tma(found, K, V, chunk_size, shared)
+        found["TMA"] = uses_tma(
+            found, K, V, dtype, shared=shared, chunk_size=chunk_size
+        )
     return {**found, "PRECISION": dot_precision(dtype, K)}

@@ -30,7 +30,9 @@ def tile_at(
     """
     o_t = i_t * BT + tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    o_row = (i_b.to(tl.int64) * T + o_t) * H + i_h  # past 2^31 in training
+    o_row = (
+        i_b.to(tl.int64) * T + o_t
+    ) * H + i_h  # int64: past 2^31 in training
     mask = (o_t < T)[:, None] & (o_d < D)[None, :]
     return o_row[:, None] * D + o_d[None, :], mask
 
@@ -176,7 +178,8 @@ def chunks_of(
     """For load_chunk, the tokens start to end of x [T, H, D].
 
     With TMA, Hopper's tensor memory accelerator, a descriptor: one thread
-    asks for a tile, and rows past the end are 0. Columns past D are not.
+    asks for a tile, and rows past the end are 0. Columns past D are the next
+    head's, so BD divides D.
     """
     if TMA:
         p_x = x + start.to(tl.int64) * (H * D)
@@ -236,12 +239,8 @@ def load_row(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def slot_row(x, i_c, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """Pointers to head i_h of chunk slot i_c of x [slots, H, BT], and a last.
-
-    [BT], and a scalar.
-    """
-    p_x = x + (i_c.to(tl.int64) * H + i_h) * BT
-    return p_x + tl.arange(0, BT), p_x + BT - 1
+    """Pointers to row (i_c, i_h), [BT], of x [slots, H, BT]."""
+    return x + (i_c.to(tl.int64) * H + i_h) * BT + tl.arange(0, BT)
 
 
 @triton.jit
@@ -270,27 +269,34 @@ def is_near(b_total, x, DG: tl.constexpr):
 
 
 @triton.jit
-def decay_to_exit(b_in, b_total, p_G, p_last):
+def decay_to_exit(
+    b_in, b_total, G, i_c, i_h, H: tl.constexpr, BT: tl.constexpr
+):
     """e^{G_C - G} of a gate a head, [BT, 1]: of what is written, at the exit.
 
-    b_in is e^G and b_total e^{G_C}; where that is too little to divide by,
-    from G, which is at p_G, and its last.
+    b_in is e^G and b_total e^{G_C}; from G where that is below LEAST, too
+    little to divide by.
     """
     if b_total >= LEAST:
         b_out = b_total / b_in
     else:
-        b_G = tl.load(p_last) - tl.load(p_G)
-        b_out = tl.exp2(b_G.to(tl.float32))[:, None]
+        p_G = slot_row(G, i_c, i_h, H, BT)
+        b_last = tl.load(G + (i_c.to(tl.int64) * H + i_h) * BT + BT - 1)
+        b_out = tl.exp2((b_last - tl.load(p_G)).to(tl.float32))[:, None]
     return b_out
 
 
 @triton.jit
-def decay_matrix(p_G, TRANSPOSED: tl.constexpr = False):
-    """e^{G_i - G_j} for j <= i, else 1, [BT, BT], from G at p_G.
-
-    TRANSPOSED, i are the columns.
-    """
-    b_G = tl.load(p_G)  # [BT]
+def decay_matrix(
+    G,
+    i_c,
+    i_h,
+    H: tl.constexpr,
+    BT: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+):
+    """e^{G_i - G_j} for j <= i, else 1, [BT, BT]; or that TRANSPOSED."""
+    b_G = tl.load(slot_row(G, i_c, i_h, H, BT))  # [BT]
     b_high = b_G.to(tl.float32)
     b_low = (b_G - b_high).to(tl.float32)
     b_D = b_high[:, None] - b_high[None, :]
