@@ -860,14 +860,12 @@ def test_offsets_past_31_bits(gate, rule, size):
 
 @pytest.mark.gpu
 @compiled
-def test_no_host_sync():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_host_sync(dtype):
     """Not even for packed sequences: their offsets stay on the device."""
     x = member("vector", "delta", T=300, N=3, K=64, V=64)
-    x = {
-        n: t.requires_grad_()
-        for n, t in cast(x, torch.float32, "cuda").items()
-    }
-    cu_seqlens = torch.tensor([0, 100, 100, 300], device="cuda")
+    x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
+    cu_seqlens = torch.tensor([0, 0, 100, 100, 300], device="cuda")[1:]
 
     def step():
         o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
@@ -884,13 +882,11 @@ def test_no_host_sync():
 @pytest.mark.gpu
 @compiled
 @ALL
-def test_cuda_graph(gate, rule):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graph(gate, rule, dtype):
     """Forward and backward, captured once, replayed on new values."""
     x = member(gate, rule, B=2, T=200, K=64, V=64)
-    x = {
-        n: t.requires_grad_()
-        for n, t in cast(x, torch.float32, "cuda").items()
-    }
+    x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
 
     def step():
         o, state = fw.linear_recurrence(**x)

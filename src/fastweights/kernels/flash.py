@@ -25,7 +25,6 @@ from fastweights.kernels.tile import (
     load_row,
     load_rows,
     row_at,
-    rows_at,
     store_rows,
     tile_sizes,
 )
@@ -241,10 +240,8 @@ def flash_bwd_dkv_kernel(
             b_p, b_ds = b_p.to(b_do.dtype), b_ds.to(b_q.dtype)
             b_dv = tl.dot(b_p, b_do, b_dv, input_precision=PRECISION)
             b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
-    p_dk, m_k = rows_at(dk, t, end, i_h, 0, H, K, BT, BK)
-    p_dv, m_v = rows_at(dv, t, end, i_h, 0, H, V, BT, BV)
-    tl.store(p_dk, scale * b_dk, mask=m_k)
-    tl.store(p_dv, b_dv, mask=m_v)
+    store_rows(dk, scale * b_dk, t, end, i_h, 0, H, K, BT, BK)
+    store_rows(dv, b_dv, t, end, i_h, 0, H, V, BT, BV)
 
 
 def flash_options(
