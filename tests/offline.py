@@ -108,7 +108,8 @@ def overtaking_copies(ttgir):
         line = re.sub(r" loc\(.*", "", line)
         result = re.match(rf"\s*({name})(?::\d+)? = (\S+) (.*)", line)
         operation, rest = result.group(2, 3) if result else ("", line)
-        operands = re.findall(name, rest.split(" : ")[0])
+        places = re.sub(r"\[.*?\]", "", rest.split(" : ")[0])
+        operands = re.findall(name, places)
         if "scf.for" in operation:
             running = []
         elif operation == "ttg.local_alloc" and not operands:
@@ -121,14 +122,8 @@ def overtaking_copies(ttgir):
         elif operation == "ttng.warp_group_dot_wait":
             pending = int(re.search(r"pendings = (\d+)", rest)[1])
             running = running[len(running) - pending :] if pending else []
-        elif (
-            "async_copy" in operation
-            or "ttg.local_store" in line
-            or "async_tma_copy_global" in line
-        ):
-            # of a descriptor[row, column] what comes after these
-            to = re.findall(name, rest.split("] ")[-1].split(" : ")[0])
-            buffer = views.get(to[0 if "] " in rest else 1])
+        elif re.search("async_copy|local_store|async_tma_copy_global", line):
+            buffer = views.get(operands[1])
             if buffers.get(buffer) == 1 and any(buffer in x for x in running):
                 found.add(buffer)
     return found

@@ -33,8 +33,13 @@ KERNELS = {
 KERNELS["segments"] = scan_fwd_kernel
 KERNELS["segments_backward"] = scan_bwd_kernel
 KERNELS["compose"] = KERNELS["compose_backward"] = compose_kernel
-SCANS = ("segments", "scan", "chunk_states")
-SCANS += ("segments_backward", "scan_backward")
+SCANS = (
+    "segments",
+    "scan",
+    "chunk_states",
+    "segments_backward",
+    "scan_backward",
+)
 # Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
     (stage, width, delta)
@@ -81,7 +86,7 @@ def compile_stage(
     precision="tf32",
     group=1,
     chunk_size=64,
-    unaligned=False,
+    ragged=False,
 ):
     """A stage with its launch settings, for head size D = K = V."""
     DG = D if width == "K" else width
@@ -139,7 +144,7 @@ def compile_stage(
     if stage in SCANS:
         sizes = {"shared": shared, "chunk_size": chunk_size}
         tma = uses_tma(options, D, D, DTYPES[dtype], **sizes)
-        constants["TMA"] = tma and not unaligned
+        constants["TMA"] = tma and not ragged
     types = dict.fromkeys(FULL, "*fp32")
     types |= {
         "G": "*fp64",
@@ -186,19 +191,20 @@ def test_bf16(stage, width, delta, capability, tmp_path):
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("unaligned", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
 @OF_SCANS
 def test_tensor_memory_accelerator(
-    stage, width, delta, unaligned, capability, tmp_path
+    stage, width, delta, ragged, capability, tmp_path
 ):
-    """It loads the tiles of every scan whose loads go ahead."""
-    compiled = compile_stage(
-        stage, width, delta, capability, unaligned=unaligned
-    )
+    """It loads the tiles of every scan whose loads go ahead.
+
+    But of ragged heads, which tiles do not divide.
+    """
+    compiled = compile_stage(stage, width, delta, capability, ragged=ragged)
     judge(compiled, capability, tmp_path, allowed(stage, width, capability))
     ahead = compiled.metadata.num_stages > 1
     by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert by_tma == (ahead and not unaligned)
+    assert by_tma == (ahead and not ragged)
     assert ahead or (stage, width, delta) == ("scan", "K", True)
 
 

@@ -176,7 +176,7 @@ def test_memory_for_descriptors(monkeypatch):
 
 
 def test_a_call_aligns_its_inputs():
-    """Slices at any address are copied, once; what is aligned is not."""
+    """Slices at any address are copied; what is aligned is not."""
     inputs = low(member("none", "additive", T=64, H=1, K=64, V=64))
     x = [inputs[name] for name in "qkv"]
     v = torch.empty(x[2].numel() + 1, dtype=x[2].dtype)[1:]

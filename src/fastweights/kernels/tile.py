@@ -30,9 +30,7 @@ def tile_at(
     """
     o_t = i_t * BT + tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    o_row = (
-        i_b.to(tl.int64) * T + o_t
-    ) * H + i_h  # int64: past 2^31 in training
+    o_row = (i_b.to(tl.int64) * T + o_t) * H + i_h  # past 2^31 in training
     mask = (o_t < T)[:, None] & (o_d < D)[None, :]
     return o_row[:, None] * D + o_d[None, :], mask
 
