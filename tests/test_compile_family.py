@@ -1,5 +1,7 @@
 """The family's kernels as they ship, compiled for GPUs that are not here."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -33,6 +35,8 @@ KERNELS = {
 KERNELS["segments"] = scan_fwd_kernel
 KERNELS["segments_backward"] = scan_bwd_kernel
 KERNELS["compose"] = KERNELS["compose_backward"] = compose_kernel
+# Stages that take the settings of others.
+LAUNCHED = {"intra_again": "intra", "segments_backward": "scan_backward"}
 SCANS = (
     "segments",
     "scan",
@@ -93,7 +97,7 @@ def compile_stage(
     channel = DG > 1
     shared = SHARED[capability]
     options = launch_options(
-        stage.removesuffix("_again"),
+        LAUNCHED.get(stage, stage),
         D,
         D,
         DTYPES[dtype],
@@ -196,16 +200,28 @@ def test_bf16(stage, width, delta, capability, tmp_path):
 def test_tensor_memory_accelerator(
     stage, width, delta, ragged, capability, tmp_path
 ):
-    """It loads the tiles of every scan whose loads go ahead.
+    """It loads the tiles of every scan, but of ragged heads.
 
-    But of ragged heads, which tiles do not divide.
+    Tiles do not divide those.
     """
     compiled = compile_stage(stage, width, delta, capability, ragged=ragged)
     judge(compiled, capability, tmp_path, allowed(stage, width, capability))
-    ahead = compiled.metadata.num_stages > 1
     by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert by_tma == (ahead and not ragged)
-    assert ahead or (stage, width, delta) == ("scan", "K", True)
+    assert by_tma == (not ragged)
+
+
+@pytest.mark.parametrize("D", [128, 256])
+@OF_SCANS
+def test_no_product_is_computed_twice(stage, width, delta, D):
+    """Of 64 rows each group of four warps has columns of its own."""
+    ttgir = compile_stage(stage, width, delta, 90, D).asm["ttgir"]
+    found = re.findall(
+        r"^(#mma\d*) = .*warpsPerCTA = \[(\d+), \d+\]", ttgir, re.M
+    )
+    by_rows = {layout: int(warps) for layout, warps in found}
+    used = re.findall(r"warp_group_dot .*-> tensor<64x\d+xf32, (#\w+)>", ttgir)
+    assert used or not delta
+    assert {by_rows[layout] for layout in used} <= {4}
 
 
 @pytest.mark.parametrize("capability", [86, 90])

@@ -23,6 +23,7 @@ from fastweights.kernels.tile import (
     state_at,
     store_rows,
     time_order,
+    unchained,
 )
 
 
@@ -105,6 +106,7 @@ def scan_fwd_kernel(
     state that leaves each segment, composed.
     """
     MAP: tl.constexpr = o is None and h is None
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = (V + BV - 1) // BV
     NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
@@ -173,11 +175,13 @@ def scan_fwd_kernel(
             b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))[:, None]
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
+            b_e = unchained(b_e, NS, WIDE)
             if DG == 1:
                 b_e *= b_in
             b_e = b_v - b_e
             b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
             b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)  # [BT, BV]
+            b_e = unchained(b_e, NS, WIDE)
             if errors is not None:
                 store_rows(errors, b_e, t, end, i_hv, i_v, HV, V, BT, BV)
             b_e *= b_beta
@@ -198,6 +202,7 @@ def scan_fwd_kernel(
         if o is not None:
             if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
+                b_A = unchained(b_A, NS, WIDE)
             else:
                 b_A = load_chunk(
                     d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
@@ -217,6 +222,7 @@ def scan_fwd_kernel(
                     b_x = b_e.to(b_v.dtype)
             if DG <= 1:
                 b_A = tl.where(time_order(BT) >= 0, b_A, 0.0).to(b_v.dtype)
+            b_o = unchained(b_o, NS, WIDE)
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             store_rows(o, b_o, t, end, i_hv, i_v, HV, V, BT, BV)
 
@@ -285,6 +291,7 @@ def scan_bwd_kernel(
     segments but the first; otherwise entrances is that gradient, composed.
     """
     MAP: tl.constexpr = dh is None
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
@@ -345,8 +352,10 @@ def scan_bwd_kernel(
             b_x *= b_in
         b_x = b_x.to(do.dtype.element_ty)  # [BT, BV], as at the entrance
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
+        b_y = unchained(b_y, NS, WIDE)
         if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+            b_A = unchained(b_A, NS, WIDE)
         else:
             b_A = load_chunk(
                 d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
@@ -363,6 +372,7 @@ def scan_bwd_kernel(
         if DG <= 1:
             b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
         b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
+        b_y = unchained(b_y, NS, WIDE)
         if DG == 1:
             b_y *= tl.where(near, 1.0 / b_in, 1.0)
         if DELTA:
@@ -370,6 +380,7 @@ def scan_bwd_kernel(
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
+            b_y = unchained(b_y, NS, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)

@@ -70,14 +70,18 @@ def launch_options(
         BK = max(64, power)
         sizes = {"BJ": 64, "BK": BK, "BV": narrowest(torch.float32)}
         return {**sizes, "num_warps": 8, "num_stages": 1}
-    # Two chunks of loads leave no room for a second program.
-    full = gate > 1 and delta and stage == "scan"
-    wide = ahead and min(K, V) > 64 and gate > 1 and delta
-    wide &= stage == "scan_backward"
+    # A scan: 128 values and 8 warps, which share what they load of k, q and
+    # R. Of two programs each hides what the other waits for: that is worth
+    # more where three products depend on each other and the rest is little.
     BV = scan_values(dtype, shared)
-    num_stages = 2 if ahead and not full else 1
-    if stage == "segments" and ahead and delta and gate <= 1:
-        num_stages = 3  # no outputs to hold: room for three
+    wide = ahead and K > 64 and -V % 128 < 64
+    if stage in ("segments", "scan") and delta and gate <= 1:
+        wide = False
+    num_stages = 1
+    if ahead:
+        num_stages = 3 if wide or stage == "segments" else 2
+        if stage.startswith("scan") and delta and gate > 1:
+            num_stages = 2  # no room for three
     return {
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
@@ -137,7 +141,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def scan_values(dtype: torch.dtype, shared: int) -> int:
-    """Value columns of a program of the scan."""
+    """Value columns of a program of the scan, or half of them."""
     BV = narrowest(dtype)
     return BV if shared > LARGE else BV // 2
 
@@ -156,9 +160,10 @@ def num_segments(
 ) -> IntLike:
     """Into how many segments a scan cuts each sequence.
 
-    As many as let two programs run on every multiprocessor, where uncut
-    there would be ``programs``; but none of fewer than SEGMENT_CHUNKS of
-    the ``chunks`` of a sequence, on average.
+    As many as let two programs of ``scan_values``, or one of twice those,
+    run on every multiprocessor, where uncut there would be ``programs`` of
+    them; but none of fewer than SEGMENT_CHUNKS of the ``chunks`` of a
+    sequence, on average.
     """
     most = 2 * properties(device)[1] // programs
     most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)

@@ -249,6 +249,21 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
+def unchained(x, count, WIDE: tl.constexpr):
+    """x, the result of a product, by a branch that is always taken.
+
+    With 8 warps Triton gives a product of 64 rows that leads to another to
+    both groups of four warps, all of it to each; else it shares its columns
+    out. What is done in a branch it does not follow. count is a runtime
+    number above 0; times 1 less 0 is there for the branch and costs nothing.
+    """
+    if WIDE:  # noqa: SIM102  (the kernel has it or has not)
+        if count > 0:
+            x = tl.fma(x, 1.0, -0.0)
+    return x
+
+
+@triton.jit
 def nonzero(b_beta):
     """beta, or 1e-20 where |beta| is less: a factor that can be a divisor."""
     return tl.where(tl.abs(b_beta) < 1e-20, 1e-20, b_beta)
