@@ -79,25 +79,14 @@ def intra_fwd_kernel(
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
-        b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
-        b_G = tl.cumsum(b_g, axis=0)
-        b_in = tl.exp2(b_G.to(tl.float32))
-        b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
-        tl.store(slot_row(G, i_c, i_hv, HV, BT), b_G)
-        b_undo = tl.where(b_total >= LEAST, 1.0 / b_in, 1.0)
-        tl.store(slot_row(row_in, i_c, i_hv, HV, BT), b_in)
-        tl.store(slot_row(row_undo, i_c, i_hv, HV, BT), b_undo)
-        tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
-    if DG <= 1 and R is None:
-        return
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
     if DG > 1:
         b_least = tl.full([BK], 1.0, dtype=tl.float32)
-    for i_k in range((K + BK - 1) // BK):
+    NK: tl.constexpr = (K + BK - 1) // BK if DG > 1 or R is not None else 0
+    for i_k in range(NK):
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
@@ -135,6 +124,20 @@ def intra_fwd_kernel(
             b_k *= tl.exp2(b_G)
             store_rows(k_out, b_k, t, end, i_hv, i_k, HV, K, BT, BK)
 
+    # The rows after the products: a store, or a barrier, before a load would
+    # hold it back.
+    if DELTA:
+        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
+    if DG == 1:
+        b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
+        b_G = tl.cumsum(b_g, axis=0)
+        b_in = tl.exp2(b_G.to(tl.float32))
+        b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
+        tl.store(slot_row(G, i_c, i_hv, HV, BT), b_G)
+        b_undo = tl.where(b_total >= LEAST, 1.0 / b_in, 1.0)
+        tl.store(slot_row(row_in, i_c, i_hv, HV, BT), b_in)
+        tl.store(slot_row(row_undo, i_c, i_hv, HV, BT), b_undo)
+        tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
     if DG > 1:
         b_far = tl.where(is_near(tl.min(b_least), k, DG), 0, 1)
         tl.store(far + tl.program_id(0), b_far)
