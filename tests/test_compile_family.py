@@ -166,17 +166,17 @@ def compile_stage(
 def allowed(stage, width, capability):
     """Bytes of registers that may spill, about 1.3 times the worst seen.
 
-    Next to nothing spills in intra without a gate a channel, nothing in
-    chunk_states before Hopper. A scan has the state, a product and, from
-    Hopper on, the loads of two chunks to hold. The backward inside a chunk
-    holds four score matrices and up to five tiles of gradients, with a gate
-    a channel two more. Before Hopper and on 12.0 the operands of tl.dot live
-    in registers too.
+    Little spills in intra without a gate a channel, of which four programs
+    share a multiprocessor, nothing in chunk_states before Hopper. A scan has
+    the state, a product and, from Hopper on, the loads of two or three chunks
+    to hold. The backward inside a chunk holds four score matrices and up to
+    five tiles of gradients, with a gate a channel two more. Before Hopper and
+    on 12.0 the operands of tl.dot live in registers too.
     """
     if stage.endswith("far"):
         return 2048
     if stage == "intra":
-        return 768 if width == "K" else 32
+        return 768 if width == "K" else 200
     if stage != "intra_backward":
         return 640
     if width == "K":

@@ -193,15 +193,18 @@ def test_a_call_aligns_its_inputs():
     assert call.cu_seqlens.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("V, tma", [(64, True), (128, True), (65, False)])
+@pytest.mark.parametrize(
+    "V, BV, tma",
+    [(64, 64, True), (65, 128, False), (128, 128, True), (192, 64, True)],
+)
 @rules
-def test_no_tile_reads_the_next_head(V, tma, rule):
+def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     """A descriptor has no mask for columns: tiles are whole."""
     inputs = low(member("vector", rule, T=64, H=1, K=128, V=V))
     x = [inputs.get(name) for name in INPUTS[:5]]
     constants = Call(*x, None, None, 1.0, 64).constants("scan_backward")
     assert constants["TMA"] is tma
-    assert constants["BV"] == (128 if V > 64 and rule == "delta" else 64)
+    assert constants["BV"] == BV
 
 
 def test_the_second_launch_goes_past_triton(monkeypatch):

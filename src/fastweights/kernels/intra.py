@@ -79,6 +79,8 @@ def intra_fwd_kernel(
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
+        if DG != 1:
+            tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
@@ -124,11 +126,11 @@ def intra_fwd_kernel(
             b_k *= tl.exp2(b_G)
             store_rows(k_out, b_k, t, end, i_hv, i_k, HV, K, BT, BK)
 
-    # The rows after the products: a store, or a barrier, before a load would
-    # hold it back.
-    if DELTA:
-        tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
     if DG == 1:
+        # After the products: before them, the barriers of the sums and the
+        # stores would hold the loads of k back.
+        if DELTA:
+            tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
         b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
         b_G = tl.cumsum(b_g, axis=0)
         b_in = tl.exp2(b_G.to(tl.float32))

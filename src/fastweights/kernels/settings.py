@@ -52,7 +52,7 @@ def launch_options(
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
         if ahead and gate <= 1:
             options["BK"] = max(narrow, power)
-            options["maxnreg"] = 168  # three programs a multiprocessor
+            options["maxnreg"] = 128  # four programs a multiprocessor
         return options
     if stage.startswith("intra_backward"):
         # In shorter chunks some products would be Hopper's, of 64 rows, and
