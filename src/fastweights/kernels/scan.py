@@ -175,13 +175,13 @@ def scan_fwd_kernel(
             b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))[:, None]
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)  # [BT, BV]
-            b_e = unchained(b_e, NS, WIDE)
+            b_e = unchained(b_e, WIDE)
             if DG == 1:
                 b_e *= b_in
             b_e = b_v - b_e
             b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
             b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)  # [BT, BV]
-            b_e = unchained(b_e, NS, WIDE)
+            b_e = unchained(b_e, WIDE)
             if errors is not None:
                 store_rows(errors, b_e, t, end, i_hv, i_v, HV, V, BT, BV)
             b_e *= b_beta
@@ -202,7 +202,7 @@ def scan_fwd_kernel(
         if o is not None:
             if DG <= 1:
                 b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                b_A = unchained(b_A, NS, WIDE)
+                b_A = unchained(b_A, WIDE)
             else:
                 b_A = load_chunk(
                     d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
@@ -222,7 +222,7 @@ def scan_fwd_kernel(
                     b_x = b_e.to(b_v.dtype)
             if DG <= 1:
                 b_A = tl.where(time_order(BT) >= 0, b_A, 0.0).to(b_v.dtype)
-            b_o = unchained(b_o, NS, WIDE)
+            b_o = unchained(b_o, WIDE)
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             store_rows(o, b_o, t, end, i_hv, i_v, HV, V, BT, BV)
 
@@ -352,10 +352,10 @@ def scan_bwd_kernel(
             b_x *= b_in
         b_x = b_x.to(do.dtype.element_ty)  # [BT, BV], as at the entrance
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
-        b_y = unchained(b_y, NS, WIDE)
+        b_y = unchained(b_y, WIDE)
         if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_A = unchained(b_A, NS, WIDE)
+            b_A = unchained(b_A, WIDE)
         else:
             b_A = load_chunk(
                 d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
@@ -372,7 +372,7 @@ def scan_bwd_kernel(
         if DG <= 1:
             b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
         b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
-        b_y = unchained(b_y, NS, WIDE)
+        b_y = unchained(b_y, WIDE)
         if DG == 1:
             b_y *= tl.where(near, 1.0 / b_in, 1.0)
         if DELTA:
@@ -380,7 +380,7 @@ def scan_bwd_kernel(
             b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
-            b_y = unchained(b_y, NS, WIDE)
+            b_y = unchained(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)

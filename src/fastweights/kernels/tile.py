@@ -249,16 +249,16 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
-def unchained(x, count, WIDE: tl.constexpr):
+def unchained(x, WIDE: tl.constexpr):
     """x, the result of a product, by a branch that is always taken.
 
     With 8 warps Triton gives a product of 64 rows that leads to another to
     both groups of four warps, all of it to each; else it shares its columns
-    out. What is done in a branch it does not follow. count is a runtime
-    number above 0; times 1 less 0 is there for the branch and costs nothing.
+    out. It does not look past the end of a branch. Times 1 less 0 is there
+    for the branch; both are gone from the machine code.
     """
     if WIDE:  # noqa: SIM102  (the kernel has it or has not)
-        if count > 0:
+        if tl.num_programs(0) > 0:
             x = tl.fma(x, 1.0, -0.0)
     return x
 
