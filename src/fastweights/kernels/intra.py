@@ -79,7 +79,7 @@ def intra_fwd_kernel(
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
-        if DG != 1:
+        if DG != 1:  # else with the gate's rows
             tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
     if DG == 1:
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]

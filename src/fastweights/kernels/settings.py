@@ -74,19 +74,17 @@ def launch_options(
     # R. Of two programs each hides what the other waits for: that is worth
     # more where three products depend on each other and the rest is little.
     BV = scan_values(dtype, shared)
-    wide = ahead and K > 64 and -V % 128 < 64
+    wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
     if stage in ("segments", "scan") and delta and gate <= 1:
         wide = False
-    num_stages = 1
-    if ahead:
-        num_stages = 3 if wide or stage == "segments" else 2
-        if stage.startswith("scan") and delta and gate > 1:
-            num_stages = 2  # no room for three
+    num_stages = 3 if wide or stage == "segments" else 2
+    if stage.startswith("scan") and delta and gate > 1:
+        num_stages = 2  # no room for three
     return {
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
         "num_warps": 4 if large and K <= 128 and not wide else 8,
-        "num_stages": num_stages,
+        "num_stages": num_stages if ahead else 1,
     }
 
 
