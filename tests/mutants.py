@@ -414,13 +414,13 @@ MUTANTS = {
     ),
     "kernel-segments-start-from-the-first": (
         SCAN,
-        "mask=m_S & (i_s == 0), other=0.0)",
+        "mask=m_S & (first == 0), other=0.0)",
         "mask=m_S, other=0.0)",
     ),
     "kernel-segments-end-in-each": (
         SCAN,
-        "mask=m_S & (i_s < NS - 1), other=0.0)",
-        "mask=m_S & (i_s < 0), other=0.0)",
+        "mask=m_S & (last < NT), other=0.0)",
+        "mask=m_S & (last < 0), other=0.0)",
     ),
     "kernel-descriptor-goes-on-past-the-end": (
         TILE,
@@ -444,8 +444,33 @@ MUTANTS = {
     ),
     "kernel-segments-composed-forward-in-the-backward": (
         COMPOSE,
-        "i_to, i_from = i_M, i_M + rows",
-        "i_to, i_from = i_M + rows, i_M",
+        "i_from = tl.where(stop == last, i_s, NS - 1)",
+        "i_from = tl.where(stop == last, i_s - 1, NS - 1)",
+    ),
+    "kernel-second-piece-adds-what-is-there": (
+        COMPOSE,
+        "m_S & start_of_segment if BACK else m_S",
+        "m_S if BACK else m_S",
+    ),
+    "kernel-first-range-is-mapped-again": (
+        COMPOSE,
+        "known = last == NT if BACK else c < span",
+        "known = last == NT if BACK else c < size",
+    ),
+    "kernel-piece-goes-on-from-the-last": (
+        SCAN,
+        "if known == 0:",
+        "if known != 0:",
+    ),
+    "kernel-maps-start-with-the-first-segment": (
+        SCAN,
+        "first = tl.maximum(first, tl.minimum(size, last))",
+        "first = tl.maximum(first, tl.minimum(0, last))",
+    ),
+    "kernel-range-past-the-end": (
+        SCAN,
+        "tl.where(first < last, pieces, 0)",
+        "tl.where(first <= last, pieces, 0)",
     ),
     "kernel-far-is-not-marked": (
         INTRA,

@@ -92,14 +92,18 @@ def compile_stage(
     chunk_size=64,
     ragged=False,
 ):
-    """A stage with its launch settings, for head size D = K = V."""
+    """A stage with its launch settings, for head size D = K = V.
+
+    Or, if ragged, for V that no tile divides.
+    """
     DG = D if width == "K" else width
+    V = D - 8 if ragged else D
     channel = DG > 1
     shared = SHARED[capability]
     options = launch_options(
         LAUNCHED.get(stage, stage),
         D,
-        D,
+        V,
         DTYPES[dtype],
         gate=DG,
         delta=delta,
@@ -137,7 +141,7 @@ def compile_stage(
         )
     constants = {name: None for name in there if not there[name]}
     H = 4 * group if channel and not stage.startswith("intra") else 4
-    constants |= {"H": H, "HV": 4 * group, "K": D, "V": D, "BT": chunk_size}
+    constants |= {"H": H, "HV": 4 * group, "K": D, "V": V, "BT": chunk_size}
     constants |= {
         "DG": DG,
         "LOOK": 16,
@@ -147,8 +151,7 @@ def compile_stage(
     } | options
     if stage in SCANS:
         sizes = {"shared": shared, "chunk_size": chunk_size}
-        tma = uses_tma(options, D, D, DTYPES[dtype], **sizes)
-        constants["TMA"] = tma and not ragged
+        constants["TMA"] = uses_tma(options, D, V, DTYPES[dtype], **sizes)
     types = dict.fromkeys(FULL, "*fp32")
     types |= {
         "G": "*fp64",
@@ -159,6 +162,7 @@ def compile_stage(
         "dkept": "*fp32",
         "N": "i32",
         "NS": "i32",
+        "NR": "i32",
     }
     return build(KERNELS[stage], capability, dtype, constants, types)
 

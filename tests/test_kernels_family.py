@@ -30,7 +30,8 @@ from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import launch
 from fastweights.kernels.call import Call
-from fastweights.kernels.settings import num_segments
+from fastweights.kernels.settings import num_ranges, num_segments
+from fastweights.kernels.tile import narrowest
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 
@@ -384,9 +385,17 @@ def test_the_precision_of_products_is_the_one_of_the_call():
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Cut every sequence into so many segments, however long it is."""
-    target = "fastweights.kernels.call.num_segments"
-    return lambda S: monkeypatch.setattr(target, lambda *_: S)
+    """Cut every sequence into so many segments, however long it is.
+
+    And for the delta rule's maps into so many ranges, at most.
+    """
+
+    def cut(S, R=None):
+        for name, number in (("segments", S), ("ranges", R or S)):
+            target = f"fastweights.kernels.call.num_{name}"
+            monkeypatch.setattr(target, lambda *_, n=number: n)
+
+    return cut
 
 
 @interpreted
@@ -399,6 +408,26 @@ def test_segments(gate, rule, S, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
     del x["initial_state"]
     judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("S, R", [(4, 2), (4, 1), (7, 4), (3, 1)])
+def test_ranges(gate, S, R, cut):
+    """Of the maps: across the segments' borders, and where both meet."""
+    cut(S, R)
+    x = member(gate, "delta", T=181, H=1, HV=2, K=33, V=65, strength=-0.01)
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+    x = member(gate, "delta", T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
+    judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
+
+
+@interpreted
+def test_a_range_past_the_end_leaves_nothing(cut):
+    """Nine chunks: segments of two, the last ranges of 5 and none."""
+    cut(8, 3)
+    x = member("scalar", "delta", T=144, H=1, HV=2, K=33, V=65)
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
 @interpreted
@@ -426,6 +455,26 @@ def test_tiles_by_descriptors(gate, rule, cut):
     assert torch.equal(after["o"][:, 150:], before["o"][:, 150:])
     assert torch.equal(after["state"][2:], before["state"][2:])
     assert torch.equal(after["dk"][:, 150:], before["dk"][:, 150:])
+
+
+def test_how_many_ranges():
+    """One round: three programs a multiprocessor, or what takes their room."""
+    cpu, half = torch.device("cpu"), torch.bfloat16  # taken for an H200
+
+    def rule(heads, K=128, V=128, dtype=half, gate=1, chunk_size=64):
+        BV = narrowest(dtype)
+        programs, maps = heads * -(-V // BV), heads * -(-K // BV)
+        kind = (K, V, dtype, gate, chunk_size, cpu)
+        return num_ranges(programs, maps, *kind)
+
+    # Of 396 programs; the first range has but those for its values.
+    assert [rule(n) for n in (1, 16, 32, 66, 67, 200)] == [99, 6, 3, 2, 1, 1]
+    assert [rule(n, gate=0) for n in (16, 32)] == [6, 3]
+    assert [rule(16, V=V) for V in (64, 256)] == [8, 4]
+    # Of 264.
+    assert [rule(n, gate=128) for n in (16, 32)] == [4, 2]
+    assert [rule(16, V=100), rule(16, chunk_size=32)] == [4, 4]
+    assert [rule(16, K=256), rule(16, dtype=torch.float32)] == [3, 2]
 
 
 def test_how_many_segments():
@@ -666,11 +715,11 @@ def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
 @compiled
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("S", [2, 5])
-def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
-    cut(S)
+@pytest.mark.parametrize("S, R", [(2, 1), (5, 4), (5, 3)])
+def test_segments_on_gpu(gate, rule, dtype, S, R, cut, record_property):
+    cut(S, R)
     x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=128, V=128)
-    label = f"{S} segments, {dtype}"
+    label = f"{S} segments, {R} ranges, {dtype}"
     judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
 
 

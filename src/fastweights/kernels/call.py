@@ -14,6 +14,7 @@ from torch import Tensor
 from fastweights.kernels import dot_precision
 from fastweights.kernels.settings import (
     constants,
+    num_ranges,
     num_segments,
     properties,
     scan_values,
@@ -113,6 +114,19 @@ class Call:
         BV = scan_values(self.q.dtype, properties(self.device)[0])
         programs = N * self.HV * -(-self.V // BV)
         self.segments = num_segments(programs, chunks, self.device)
+        self.ranges = torch.sym_max(self.segments - 1, 1)
+        if self.beta is not None:
+            most = num_ranges(
+                programs,
+                N * self.HV * -(-self.K // BV),
+                int(self.K),
+                int(self.V),
+                self.q.dtype,
+                int(self.gate_width),
+                self.chunk_size,
+                self.device,
+            )
+            self.ranges = torch.sym_min(self.ranges, most)
 
     @property
     def has_scores(self) -> bool:

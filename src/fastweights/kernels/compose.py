@@ -1,20 +1,56 @@
-"""Between segments: each state from the one before it, forward or back."""
+"""How sequences are cut, and between segments each state from the one before.
+
+The states at the segments' borders need each segment's map from the state
+that enters it to the one that leaves, which the delta rule's first pass finds
+in fewer and longer ranges than there are segments, where not all of them
+would run at once. A range's programs start anew at each segment's border. So
+what they leave are pieces: the chunks between two borders of either kind.
+"""
 
 import triton
 import triton.language as tl
 
-from fastweights.kernels.tile import state_at, tile_at
+from fastweights.kernels.tile import sequence_at, state_at, tile_at
 
 
-@triton.jit(do_not_specialize=["NS", "N"])
+@triton.jit
+def cuts(i_n, NS, NR, cu_seqlens, T, BT: tl.constexpr):
+    """How sequence i_n is cut into NS segments, and into NR ranges.
+
+    Its first token and its end; in chunks how many there are, and how many a
+    segment and a range have. Segments at the end may have fewer, or none. The
+    ranges are those of all segments but the last, and no shorter than these.
+    """
+    start = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    size = tl.maximum(tl.cdiv(NT, NS), 1)
+    return start, end, NT, size, tl.cdiv((NS - 1) * size, NR)
+
+
+@triton.jit
+def piece_at(i_t, size, span):
+    """The piece in which chunk i_t is, of segments of size, ranges of span.
+
+    Counted from 0; where both kinds of border meet one number is left out,
+    unless they always do.
+    """
+    return i_t // size + tl.where(span == size, 0, i_t // span)
+
+
+@triton.jit(do_not_specialize=["NS", "NR", "T", "N"])
 def compose_kernel(
     states,
     maps,
+    cu_seqlens,
     NS,
+    NR,
+    T,
     N,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BT: tl.constexpr,
     BJ: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -23,40 +59,65 @@ def compose_kernel(
 ):
     """Each state goes on from the one before it: one value tile of a head.
 
-    states [NS - 1, N, HV, K, V], in place: states[s] += maps[s - 1]
-    states[s - 1]; or BACK, from the last, states[s] += maps[s]^T
-    states[s + 1]. maps [NS - 2, N, HV, K, K]; [NS - 2, N, HV, K], the
-    diagonal, for the additive rule; or None, all ones. fp32.
+    In place, fp32. states [pieces, N, HV, K, V] has what leaves a piece that
+    zero enters, but in the first range what leaves it indeed. maps [pieces -
+    1, N, HV, K, K] are those of all pieces but the first; [pieces - 1, N, HV,
+    K], the diagonal, for the additive rule; or None, all ones. BACK, from the
+    last, states [NS, N, HV, K, V]: in row s - 1 what segment s adds to the
+    gradient of the state that enters it, then that gradient. The last row is
+    for that of a segment's second piece.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    NJ: tl.constexpr = (K + BJ - 1) // BJ
     i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     rows = N * HV
     o_k = tl.arange(0, BK)
-    for i in range(NS - 2):
-        i_M = (NS - 3 - i if BACK else i) * rows + i_nh
-        i_to, i_from = i_M + rows, i_M
-        if BACK:
-            i_to, i_from = i_M, i_M + rows
-        o_S, m_S = state_at(i_to, i_v, K, V, BK, BV)
-        b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        if DELTA:
-            for i_j in range((K + BJ - 1) // BJ):
-                o_x, m_x = tile_at(i_from, i_j, 0, i_v, K, 1, V, BJ, BV)
-                b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BJ, BV]
-                if BACK:
-                    o_M, m_M = tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
-                else:
-                    o_M, m_M = tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
-                b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
-                if BACK:
-                    b_M = tl.trans(b_M)  # [BK, BJ]
-                b_S = tl.dot(b_M, b_x, b_S, input_precision="tf32x3")
-        else:
-            o_x, m_x = state_at(i_from, i_v, K, V, BK, BV)
-            b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BK, BV]
-            if maps is not None:
-                p_M = maps + i_M.to(tl.int64) * K + o_k
-                b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
-            b_S += b_x
-        tl.store(states + o_S, b_S, mask=m_S)
-        tl.debug_barrier()  # before other threads load what was stored
+    _, _, NT, size, span = cuts(i_nh // HV, NS, NR, cu_seqlens, T, BT)
+    for i in range(2 * (NS - 2)):
+        # A segment has two pieces at most, the first of which may be empty.
+        i_s = NS - 2 - i // 2 if BACK else 1 + i // 2
+        second = i % 2 == (0 if BACK else 1)
+        first, last = i_s * size, tl.minimum((i_s + 1) * size, NT)
+        border = tl.maximum(first, (last - 1) // span * span)
+        c = tl.where(second, border, first)
+        stop = tl.where(second, last, border)
+        # Known already: forward the first range; back a segment that ends
+        # with its sequence.
+        known = last == NT if BACK else c < span
+        if (c < stop) & (known == 0):
+            to = piece_at(c, size, span)
+            i_M = (to - 1) * rows + i_nh
+            if BACK:
+                start_of_segment = c == first
+                to = tl.where(start_of_segment, i_s - 1, NS - 1)
+                i_from = tl.where(stop == last, i_s, NS - 1) * rows + i_nh
+            else:
+                i_from = piece_at(c - 1, size, span) * rows + i_nh
+            o_S, m_S = state_at(to * rows + i_nh, i_v, K, V, BK, BV)
+            m_own = m_S & start_of_segment if BACK else m_S
+            if DELTA:
+                b_on = tl.zeros([BK, BV], dtype=tl.float32)
+                for i_j in tl.static_range(NJ):
+                    o_x, m_x = tile_at(i_from, i_j, 0, i_v, K, 1, V, BJ, BV)
+                    b_x = tl.load(states + o_x, mask=m_x, other=0.0)
+                    if BACK:
+                        o_M, m_M = tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
+                    else:
+                        o_M, m_M = tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
+                    b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
+                    if i_j == NJ - 1:  # with the last loads, not before them
+                        b_S = tl.load(states + o_S, mask=m_own, other=0.0)
+                    if BACK:
+                        b_M = tl.trans(b_M)  # [BK, BJ]
+                    b_on = tl.dot(b_M, b_x, b_on, input_precision="tf32x3")
+                b_S += b_on
+            else:
+                b_S = tl.load(states + o_S, mask=m_own, other=0.0)  # [BK, BV]
+                o_x, m_x = state_at(i_from, i_v, K, V, BK, BV)
+                b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BK, BV]
+                if maps is not None:
+                    p_M = maps + i_M.to(tl.int64) * K + o_k
+                    b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
+                b_S += b_x
+            tl.store(states + o_S, b_S, mask=m_S)
+            tl.debug_barrier()  # before other threads load what was stored

@@ -159,16 +159,16 @@ def _scan(
 ) -> None:
     """The forward scan, into those of its results that are asked for."""
     sizes = x.constants(stage)
-    N, S = x.num_sequences, x.segments
+    N, parts = x.num_sequences, x.segments
     tiles = -(-x.V // sizes["BV"])
-    if not to:  # the segments' maps: not of the last one
-        S -= 1
+    if not to:  # the maps
+        parts = x.ranges
         tiles += -(-x.K // sizes["BV"]) if sizes["DELTA"] else 0
     results = (to.get(n) for n in ("state", "h", "errors"))
     x.run(
         stage,
         scan_fwd_kernel,
-        S * N * x.HV * tiles,
+        parts * N * x.HV * tiles,
         *chunked.for_states,
         x.v,
         Aqk,
@@ -183,45 +183,57 @@ def _scan(
         x.T,
         N,
         x.segments,
+        x.ranges,
     )
 
 
 def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
     """Room for what :func:`segments` finds; empty if there is one segment.
 
-    The states that leave the segments but the last, [S - 1, N HV, K, V];
-    and of those between the first and the last the maps, [S - 2, N HV, K, K]
-    for the delta rule, else the decays, [S - 2, N HV, K, 1], if there are any.
+    The states that leave the P pieces of all segments but the last, [P, N HV,
+    K, V]; and the maps of the pieces but the first, [P - 1, N HV, K, K] for
+    the delta rule, else the decays, [P - 1, N HV, K, 1], if there are any.
     """
     S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
-    between = torch.sym_max(S - 2, 0)
+    P = S - 1 + torch.sym_ite(x.ranges < S - 1, x.ranges - 1, 0)
+    between = torch.sym_max(P - 1, 0)
     if x.beta is None:
         columns = 1
         between = between if x.gate_width else 0
-    exits = x.new_states((S - 1) * x.num_sequences)
+    exits = x.new_states(P * x.num_sequences)
     maps = exits.new_empty(between, rows, x.K, columns)
-    return exits.view(S - 1, rows, x.K, x.V), maps
+    return exits.view(P, rows, x.K, x.V), maps
 
 
 def compose(x: Call, stage: str, states: Tensor, maps: Tensor) -> None:
-    """From each segment's own result the state that leaves it.
+    """From each piece's own result the state that leaves it.
 
-    Or, in "compose_backward", the gradient of the state that enters it. In
-    place; see compose_kernel.
+    Or, in "compose_backward", from each segment's the gradient of the state
+    that enters it. In place; see compose_kernel.
     """
     if x.segments < 3:
         return
     tiles = -(-x.V // x.constants(stage)["BV"])
     programs = x.num_sequences * x.HV * tiles
     factors = maps if len(maps) else None
-    sizes = (x.segments, x.num_sequences)
-    x.run(stage, compose_kernel, programs, states, factors, *sizes)
+    x.run(
+        stage,
+        compose_kernel,
+        programs,
+        states,
+        factors,
+        x.cu_seqlens,
+        x.segments,
+        x.ranges,
+        x.T,
+        x.num_sequences,
+    )
 
 
 def segments(
     x: Call, chunked: Chunked, R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A first pass over each segment but the last: see segment_rooms."""
+    """A first pass over all segments but the last: see segment_rooms."""
     exits, maps = segment_rooms(x)
     if x.segments > 1:
         _scan("segments", x, chunked, None, R, exits, maps)
@@ -297,11 +309,12 @@ def scan_backward(
             x.T,
             N,
             x.segments,
+            x.ranges,
         )
 
     entrances = None
     if S > 1:
-        entrances = x.new_states((S - 1) * N)
+        entrances = x.new_states(S * N)
         launch(S - 1, None, None, None, None, None, entrances)
         compose(x, "compose_backward", entrances, maps)
     dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)

@@ -68,7 +68,8 @@ def launch_options(
         }
     if stage.startswith("compose"):  # fp32, whatever q's dtype
         BK = max(64, power)
-        sizes = {"BJ": 64, "BK": BK, "BV": narrowest(torch.float32)}
+        BJ = 128 if stage.endswith("backward") and large and BK == 128 else 64
+        sizes = {"BJ": BJ, "BK": BK, "BV": narrowest(torch.float32)}
         return {**sizes, "num_warps": 8, "num_stages": 1}
     # A scan: 128 values and 8 warps, which share what they load of k, q and
     # R. Of two programs each hides what the other waits for: that is worth
@@ -80,12 +81,17 @@ def launch_options(
     num_stages = 3 if wide or stage == "segments" else 2
     if stage.startswith("scan") and delta and gate > 1:
         num_stages = 2  # no room for three
-    return {
+    options = {
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
         "num_warps": 4 if large and K <= 128 and not wide else 8,
         "num_stages": num_stages if ahead else 1,
     }
+    sizes = {"shared": shared, "chunk_size": chunk_size}
+    tma = uses_tma(options, K, V, dtype, **sizes)
+    if stage == "segments" and delta and gate <= 1 and tma:
+        options |= {"num_stages": 2, "maxnreg": 168}  # three of them
+    return options
 
 
 def uses_tma(
@@ -168,6 +174,39 @@ def num_segments(
     return torch.sym_max(most, 1)
 
 
+def num_ranges(
+    programs: IntLike,
+    maps: IntLike,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    gate: int,
+    chunk_size: int,
+    device: torch.device,
+) -> IntLike:
+    """Into how many ranges the first pass of the delta rule cuts a sequence.
+
+    As many as run at once, or one: a second round takes as long as the first,
+    however few it is of. A range has ``programs`` for its values and ``maps``
+    for M, the first range next to none of these. Of those whose registers are
+    bounded three run on a multiprocessor, else two, or one of twice as many
+    values.
+    """
+    shared, number = properties(device)
+    options = launch_options(
+        "segments",
+        K,
+        V,
+        dtype,
+        gate=gate,
+        delta=True,
+        shared=shared,
+        chunk_size=chunk_size,
+    )
+    slots = number * (3 if "maxnreg" in options else 2)
+    return torch.sym_max((slots + maps) // (programs + maps), 1)
+
+
 def constants(
     stage: str,
     H: int,
@@ -202,7 +241,7 @@ def constants(
         NK = triton.cdiv(K, options("intra_backward")["BK"])
         return {"HV": HV, "NK": NK, "BT": chunk_size, "num_warps": 1}
     if stage.startswith("compose"):
-        found = {"HV": HV, "K": K, "V": V, **options(stage)}
+        found = {"HV": HV, "K": K, "V": V, "BT": chunk_size, **options(stage)}
         return {**found, "DELTA": delta, "BACK": stage.endswith("backward")}
     found = {"H": H, "HV": HV, "K": K, "BT": chunk_size}
     if stage.endswith("far"):
