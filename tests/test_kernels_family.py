@@ -457,6 +457,31 @@ def test_tiles_by_descriptors(gate, rule, cut):
     assert torch.equal(after["dk"][:, 150:], before["dk"][:, 150:])
 
 
+@interpreted
+@pytest.mark.parametrize("gate", ["none", "vector"])
+def test_lengths_that_are_symbols(gate):
+    """In one segment and in four: torch.compile allocates for both."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        fw.linear_recurrence, backend="aot_eager", fullgraph=True
+    )
+
+    def marked(**x):
+        for name in x:
+            if name != "initial_state" and isinstance(x[name], torch.Tensor):
+                torch._dynamo.mark_dynamic(x[name], 1)
+        return compiled(**x)
+
+    for T in (37, 530):
+        x = member(gate, "delta", T=T, H=1, HV=1, K=32, V=32)
+        x = cast(x, torch.float32)
+        options = {"backend": "triton", "chunk_size": 16}
+        found = results(marked, x, **options)
+        expected = results(fw.linear_recurrence, x, **options)
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    torch._dynamo.reset()
+
+
 def test_how_many_ranges():
     """One round: three programs a multiprocessor, or what takes their room."""
     cpu, half = torch.device("cpu"), torch.bfloat16  # taken for an H200

@@ -195,7 +195,7 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
     the delta rule, else the decays, [P - 1, N HV, K, 1], if there are any.
     """
     S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
-    P = S - 1 + torch.sym_ite(x.ranges < S - 1, x.ranges - 1, 0)
+    P = S - 1 + (x.ranges - 1) * torch.sym_min(S - 1 - x.ranges, 1)
     between = torch.sym_max(P - 1, 0)
     if x.beta is None:
         columns = 1
