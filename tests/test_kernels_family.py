@@ -30,7 +30,11 @@ from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import launch
 from fastweights.kernels.call import Call
-from fastweights.kernels.settings import num_ranges, num_segments
+from fastweights.kernels.settings import (
+    maps_at_once,
+    num_ranges,
+    num_segments,
+)
 from fastweights.kernels.tile import narrowest
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
@@ -489,8 +493,8 @@ def test_how_many_ranges():
     def rule(heads, K=128, V=128, dtype=half, gate=1, chunk_size=64):
         BV = narrowest(dtype)
         programs, maps = heads * -(-V // BV), heads * -(-K // BV)
-        kind = (K, V, dtype, gate, chunk_size, cpu)
-        return num_ranges(programs, maps, *kind)
+        at_once = maps_at_once(K, V, dtype, gate, chunk_size, cpu)
+        return num_ranges(programs, maps, at_once)
 
     # Of 396 programs; the first range has but those for its values.
     assert [rule(n) for n in (1, 16, 32, 66, 67, 200)] == [99, 6, 3, 2, 1, 1]

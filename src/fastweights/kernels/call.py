@@ -14,6 +14,7 @@ from torch import Tensor
 from fastweights.kernels import dot_precision
 from fastweights.kernels.settings import (
     constants,
+    maps_at_once,
     num_ranges,
     num_segments,
     properties,
@@ -116,9 +117,7 @@ class Call:
         self.segments = num_segments(programs, chunks, self.device)
         self.ranges = torch.sym_max(self.segments - 1, 1)
         if self.beta is not None:
-            most = num_ranges(
-                programs,
-                N * self.HV * -(-self.K // BV),
+            at_once = maps_at_once(
                 int(self.K),
                 int(self.V),
                 self.q.dtype,
@@ -126,6 +125,8 @@ class Call:
                 self.chunk_size,
                 self.device,
             )
+            maps = N * self.HV * -(-self.K // BV)
+            most = num_ranges(programs, maps, at_once)
             self.ranges = torch.sym_min(self.ranges, most)
 
     @property

@@ -174,23 +174,19 @@ def num_segments(
     return torch.sym_max(most, 1)
 
 
-def num_ranges(
-    programs: IntLike,
-    maps: IntLike,
+@functools.cache
+def maps_at_once(
     K: int,
     V: int,
     dtype: torch.dtype,
     gate: int,
     chunk_size: int,
     device: torch.device,
-) -> IntLike:
-    """Into how many ranges the first pass of the delta rule cuts a sequence.
+) -> int:
+    """How many programs of the delta rule's maps, of scan_values each, run.
 
-    As many as run at once, or one: a second round takes as long as the first,
-    however few it is of. A range has ``programs`` for its values and ``maps``
-    for M, the first range next to none of these. Of those whose registers are
-    bounded three run on a multiprocessor, else two, or one of twice as many
-    values.
+    Three on a multiprocessor of those whose registers are bounded; else two,
+    or one of twice as many values.
     """
     shared, number = properties(device)
     options = launch_options(
@@ -203,8 +199,17 @@ def num_ranges(
         shared=shared,
         chunk_size=chunk_size,
     )
-    slots = number * (3 if "maxnreg" in options else 2)
-    return torch.sym_max((slots + maps) // (programs + maps), 1)
+    return number * (3 if "maxnreg" in options else 2)
+
+
+def num_ranges(programs: IntLike, maps: IntLike, at_once: int) -> IntLike:
+    """Into how many ranges the first pass of the delta rule cuts a sequence.
+
+    As many as run ``at_once``, or one: a second round takes as long as the
+    first, however few it is of. A range has ``programs`` for its values and
+    ``maps`` for M, the first range next to none of these.
+    """
+    return torch.sym_max((at_once + maps) // (programs + maps), 1)
 
 
 def constants(
