@@ -5,6 +5,7 @@ import triton.language as tl
 
 from fastweights.kernels.tile import (
     LEAST,
+    add_pairs,
     chunk_span,
     decay_matrix,
     decay_to_exit,
@@ -253,21 +254,24 @@ def intra_bwd_kernel(
         b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
         b_row *= (scale * b_decay) if DG > 0 else scale
-        b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+        # b_row last: Triton lays the sums over b_pairs out as what the last
+        # product leads to, and b_c's is transposed.
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
-        if DG > 0:
-            b_pairs = b_q * b_row  # [BT, BK]
         if DELTA:
             b_kr = b_k
             if DG > 1:
                 b_kr = load_rows(k_in, t, end, i_x, i_k, HX, K, BT, BK)
-            b_err *= -b_decay if DG > 0 else -1.0
-            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
-            if DG > 1:
-                b_pairs += b_kr * b_err
+            b_err *= -b_decay if DG > 0 else -1.0
+            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
+        b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+        if DG > 0:
+            b_pairs = b_q * b_row  # [BT, BK]
+            b_row += b_own * b_k
+        if DELTA and DG > 1:
+            b_pairs += b_kr * b_err
         b_c = tl.trans(b_c)  # [BT, BK]
         if DG == 1 and DELTA:
             b_pairs += b_k * (b_err - b_c)
@@ -275,21 +279,20 @@ def intra_bwd_kernel(
             b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
         if DG > 0:
             b_w = b_k * b_col  # [BT, BK]
+            b_c += b_own * b_q
 
         if DG == 1:
             i_part = i_ch * NK + i_k
             o_c = i_part * 2 * BT + tl.arange(0, BT)
-            tl.store(dg + o_c, tl.sum(b_pairs, axis=1))
-            tl.store(dg + BT + o_c, tl.sum(b_w, axis=1))
+            b_sums = tl.reduce((b_pairs, b_w), 1, add_pairs)
+            tl.store(dg + o_c, b_sums[0])
+            tl.store(dg + BT + o_c, b_sums[1])
             tl.store(dkept + i_part, b_kept)
         elif DG > 1:
             b_dg = summed_rows(o_t <= 0, b_pairs * b_undo, HALVES)  # [BT, BK]
             b_dg += summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
             store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
 
-        if DG > 0:
-            b_row += b_own * b_k
-            b_c += b_own * b_q
         if DG > 1:
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
