@@ -34,6 +34,7 @@ def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
+    constants["EARLY"] = capability >= 90
     types = dict.fromkeys(("g", "beta", "state"), "*fp32")
     types |= {"scale": "fp32", "T": "i32"}
     constants |= decode_options(D)
@@ -85,3 +86,14 @@ def test_all_loads_come_before_any_wait(width, delta, T):
     loads = [i for i, move in enumerate(moves) if move == "ld.global"]
     others = [i for i, move in enumerate(moves) if move != "ld.global"]
     assert max(loads) < min(others)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_nothing_is_read_before_the_kernel_before_is_done(capability):
+    """From Hopper on its programs are there by then, and wait."""
+    ptx = compile_decode(1, True, 1, capability).asm["ptx"]
+    moves = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", ptx)
+    first = ["griddepcontrol.launch_dependents", "griddepcontrol.wait"]
+    assert (moves[:2] == first) == (capability >= 90)
+    assert not any(move.startswith("grid") for move in moves[2:])
+    assert capability >= 90 or moves[0] == "ld.global"

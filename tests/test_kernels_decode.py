@@ -251,6 +251,51 @@ def test_cuda_graph(gate, rule):
 
 @pytest.mark.gpu
 @compiled
+@ALL
+def test_steps_in_one_cuda_graph(gate, rule):
+    """Each starts while the one before it still writes the state it reads."""
+    steps, copies = 12, 64  # more programs than run at once
+    sizes = {"B": 1, "H": 1, "HV": 16, "K": 128, "V": 128}
+    x = call(gate, rule, T=steps, dtype=torch.bfloat16, **sizes)
+    o_ref, state_ref = expected({name: y.clone() for name, y in x.items()})
+    x = {
+        name: y.cuda()
+        if y.dim() == 1
+        else y.cuda().repeat_interleave(copies, 0)
+        for name, y in x.items()
+    }
+
+    tokens = [
+        {
+            name: y
+            if name == "state" or y.dim() == 1
+            else y[:, t : t + 1].contiguous()
+            for name, y in x.items()
+        }
+        for t in range(steps)
+    ]
+
+    def decode():
+        return [fw.decode_step(**token) for token in tokens]
+
+    start = x["state"].clone()
+    decode()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = decode()
+    x["state"].copy_(start)
+    graph.replay()
+    found = torch.cat(outputs, 1)
+    for copy in (0, copies - 1):
+        o, state = found[copy : copy + 1], x["state"][copy : copy + 1]
+        assert relative_error(o, o_ref) <= 5e-3
+        assert relative_error(state, state_ref) <= 1e-6
+    assert torch.equal(found, found[:1].expand_as(found))
+    assert torch.equal(x["state"], x["state"][:1].expand_as(x["state"]))
+
+
+@pytest.mark.gpu
+@compiled
 @needs_memory(24)
 def test_offsets_past_2_to_the_31():
     """State, v and o have more elements than 32 bits can count."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from fastweights.kernels.tile import add_pairs, state_at
 
@@ -35,13 +38,18 @@ def decode_kernel(
     BV: tl.constexpr,
     DG: tl.constexpr,
     DELTA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """T tokens of one value tile of one head, its state in registers.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
     in fp32. T = 1, which Triton makes a constant of, compiles without the
-    loop; all other lengths share one kernel.
+    loop; all other lengths share one kernel. EARLY, its programs start while
+    those of the kernel before it end, and wait for all that it has written.
     """
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     NV: tl.constexpr = (V + BV - 1) // BV
     i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV
@@ -99,6 +107,17 @@ def decode_options(K: int) -> dict[str, int]:
     return {"BK": BK, "BV": 32, "num_warps": BK // 32}
 
 
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it is done.
+
+    That is programmatic dependent launch, which Hopper brought.
+    """
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -121,6 +140,7 @@ def decode(
     S = state.contiguous()
     o = torch.empty_like(v)
     options = decode_options(K)
+    early = starts_early(q.device)
     with torch.cuda.device_of(q):
         decode_kernel[(B * HV * triton.cdiv(V, options["BV"]),)](
             q,
@@ -138,6 +158,8 @@ def decode(
             V=V,
             DG=0 if g is None else K if g.dim() == 4 else 1,
             DELTA=beta is not None,
+            EARLY=early,
+            launch_pdl=early,
             **options,
         )
     if S is not state:
