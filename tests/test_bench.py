@@ -175,7 +175,7 @@ def test_only_tuning_writes_settings(monkeypatch, capsys):
 
 
 def test_what_the_readme_says_of_the_recorded_run():
-    """Forward and backward: a quarter to six tenths of the peer's time."""
+    """Forward and backward: a quarter to half of the peer's time."""
     rows = [row for row in bench.load("h200")["rows"] if "gate" in row]
     keys = ("member", "shape", "gate", "what")
     seconds = {
@@ -189,10 +189,10 @@ def test_what_the_readme_says_of_the_recorded_run():
         if call[-1] == "forward+backward"
     ]
     assert len(ratios) == 20
-    assert 0.22 < min(ratios) < 0.28 and 0.55 < max(ratios) < 0.65
+    assert 0.22 < min(ratios) < 0.28 and 0.45 < max(ratios) < 0.55
     first = [
         row["seconds"]
         for row in bench.load("h200")["rows"]
         if row["what"] == "first"
     ]
-    assert 1.5 < min(first) < 3.5 and max(first) < 7.5
+    assert 1.5 < min(first) < 3.5 and max(first) < 8.5

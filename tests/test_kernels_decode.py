@@ -253,18 +253,10 @@ def test_cuda_graph(gate, rule):
 @compiled
 @ALL
 def test_steps_in_one_cuda_graph(gate, rule):
-    """Each starts while the one before it still writes the state it reads."""
-    steps, copies = 12, 64  # more programs than run at once
-    sizes = {"B": 1, "H": 1, "HV": 16, "K": 128, "V": 128}
-    x = call(gate, rule, T=steps, dtype=torch.bfloat16, **sizes)
-    o_ref, state_ref = expected({name: y.clone() for name, y in x.items()})
-    x = {
-        name: y.cuda()
-        if y.dim() == 1
-        else y.cuda().repeat_interleave(copies, 0)
-        for name, y in x.items()
-    }
-
+    """Each is there before the one before it has written the state."""
+    steps, sizes = 12, {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 128}
+    x = call(gate, rule, "cuda", T=steps, dtype=torch.bfloat16, **sizes)
+    o_ref, state_ref = expected(x)
     tokens = [
         {
             name: y
@@ -285,13 +277,8 @@ def test_steps_in_one_cuda_graph(gate, rule):
         outputs = decode()
     x["state"].copy_(start)
     graph.replay()
-    found = torch.cat(outputs, 1)
-    for copy in (0, copies - 1):
-        o, state = found[copy : copy + 1], x["state"][copy : copy + 1]
-        assert relative_error(o, o_ref) <= 5e-3
-        assert relative_error(state, state_ref) <= 1e-6
-    assert torch.equal(found, found[:1].expand_as(found))
-    assert torch.equal(x["state"], x["state"][:1].expand_as(x["state"]))
+    assert relative_error(torch.cat(outputs, 1), o_ref) <= 5e-3
+    assert relative_error(x["state"], state_ref) <= 1e-6
 
 
 @pytest.mark.gpu
