@@ -36,7 +36,7 @@ LIBRARY := $(shell find src -name '*.py' -o -name '*.js*')
 LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
-UNIT := $(PY) -m pytest -q -n auto --maxprocesses 8
+UNIT := $(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 help: ## list what can be made
 	@echo "Fast Weights: what can be made"
