@@ -49,6 +49,16 @@ def shaped(gate, rule, shape, **options):
     return call(gate, rule, **sizes, **options)
 
 
+def token(x, t):
+    """The arguments for token t alone, with the same state."""
+    return {
+        name: y
+        if name == "state" or y.dim() == 1
+        else y[:, t : t + 1].contiguous()
+        for name, y in x.items()
+    }
+
+
 def expected(x):
     """Outputs and the state after them, from the loop in fp64."""
     x = {name: t.double() for name, t in x.items()}
@@ -115,8 +125,8 @@ def test_a_token_at_a_time_is_all_at_once():
     o = fw.decode_step(**x, backend="triton")
     steps = []
     for t in range(16):
-        token = {n: y[:, t : t + 1] for n, y in x.items() if n != "state"}
-        steps.append(fw.decode_step(**token, state=state, backend="triton"))
+        now = token(x | {"state": state}, t)
+        steps.append(fw.decode_step(**now, backend="triton"))
     assert relative_error(torch.cat(steps, 1), o) <= 1e-6
     assert relative_error(state, x["state"]) <= 1e-6
 
@@ -226,13 +236,7 @@ def test_cuda_graph(gate, rule):
     x = call(gate, rule, "cuda", T=5, dtype=torch.bfloat16, **sizes)
     o_ref, state_ref = expected(x)
 
-    def token(t):
-        return {
-            name: y if name == "state" or y.dim() == 1 else y[:, t : t + 1]
-            for name, y in x.items()
-        }
-
-    now = {name: y.clone() for name, y in token(0).items()}
+    now = {name: y.clone() for name, y in token(x, 0).items()}
     fw.decode_step(**now)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -240,7 +244,7 @@ def test_cuda_graph(gate, rule):
     now["state"].copy_(x["state"])
     outputs = []
     for t in range(5):
-        for name, y in token(t).items():
+        for name, y in token(x, t).items():
             if name != "state":
                 now[name].copy_(y)
         graph.replay()
@@ -257,18 +261,10 @@ def test_steps_in_one_cuda_graph(gate, rule):
     steps, sizes = 12, {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 128}
     x = call(gate, rule, "cuda", T=steps, dtype=torch.bfloat16, **sizes)
     o_ref, state_ref = expected(x)
-    tokens = [
-        {
-            name: y
-            if name == "state" or y.dim() == 1
-            else y[:, t : t + 1].contiguous()
-            for name, y in x.items()
-        }
-        for t in range(steps)
-    ]
+    tokens = [token(x, t) for t in range(steps)]  # no copy between steps
 
     def decode():
-        return [fw.decode_step(**token) for token in tokens]
+        return [fw.decode_step(**now) for now in tokens]
 
     start = x["state"].clone()
     decode()  # compiles

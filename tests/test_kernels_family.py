@@ -428,7 +428,7 @@ def test_ranges(gate, S, R, cut):
 def test_ranges_of_packed_sequences(cut):
     cut(4, 2)
     lengths = [181, 0, 33, 70]
-    x = member("scalar", "delta", T=284, N=4, H=1, HV=1, K=33, V=33)
+    x = member("scalar", "delta", T=284, N=4, H=1, HV=2, K=33, V=33)
     judge(cast(x, torch.float32), 1e-4, **packed(lengths), chunk_size=16)
 
 
