@@ -114,6 +114,18 @@ def test_decoding_moves_each_state_there_and_back(member):
     assert states[0].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not bench.ON_GPU, reason="needs a GPU")
+def test_a_replayed_round_keeps_its_states():
+    before = torch.cuda.memory_allocated()
+    step, moved = speed.decode_round("gla", speed.DECODED)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept > 0.4 * speed.STATES * moved  # moved there and back
+    torch.cuda.empty_cache()
+    step()
+    torch.cuda.synchronize()
+
+
 def test_work_is_that_of_the_peers_page():
     """Bytes and FLOPs a token and head, K = V = 128, bf16 and on paper."""
     one = speed.Shape(1, 1, 1, 1, 128, 128)

@@ -34,7 +34,7 @@ def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
-    constants["EARLY"] = capability >= 90
+    constants |= {"FIXED": False, "EARLY": capability >= 90}
     types = dict.fromkeys(("g", "beta", "state"), "*fp32")
     types |= {"scale": "fp32", "T": "i32"}
     constants |= decode_options(D)

@@ -760,6 +760,15 @@ def test_segments_on_gpu(gate, rule, dtype, S, R, cut, record_property):
 
 @pytest.mark.gpu
 @compiled
+@pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
+def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
+    cut(5, 3)
+    x = member("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
+    judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
+
+
+@pytest.mark.gpu
+@compiled
 @ALL
 def test_non_contiguous_views_on_gpu(gate, rule):
     x = member(gate, rule, B=2, T=70, K=64, V=33)

@@ -256,7 +256,15 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay, moved
+    # PyTorch gives its cache back before it captures, and for a while the
+    # driver clears what it got, at the rate of memory too.
+    time.sleep(1)
+    return functools.partial(_replay, graph, step), moved
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _step: Callable[[], None]) -> None:
+    """Replay what step does; the graph does not keep step's tensors alive."""
+    graph.replay()
 
 
 def members(

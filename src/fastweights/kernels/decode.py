@@ -37,6 +37,7 @@ def decode_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DG: tl.constexpr,
+    FIXED: tl.constexpr,
     DELTA: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -65,7 +66,7 @@ def decode_kernel(
         b_q = row_of(q, i_key, o_k, K)  # [BK]
         b_new = row_of(v, i_value, o_v, V)  # [BV]
         if DG == 1:
-            b_g = tl.load(g + i_value)
+            b_g = tl.load(g + (i_hv if FIXED else i_value))
         elif DG > 1:
             b_g = row_of(g, i_value, o_k, K)  # [BK]
         if DELTA:
@@ -133,8 +134,6 @@ def decode(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    if g is not None and g.dim() == 1:
-        g = g.expand(B, T, HV)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     g, beta = (None if x is None else x.contiguous() for x in (g, beta))
     S = state.contiguous()
@@ -157,6 +156,7 @@ def decode(
             K=K,
             V=V,
             DG=0 if g is None else K if g.dim() == 4 else 1,
+            FIXED=g is not None and g.dim() == 1,
             DELTA=beta is not None,
             EARLY=early,
             launch_pdl=early,

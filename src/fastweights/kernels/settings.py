@@ -40,7 +40,8 @@ def launch_options(
 
     ``gate`` is the gate's width, 0, 1 or K. Measured on an H200 with
     K = V = 128 in bf16. There, with chunks of 64, no row of a tile is shorter
-    than 128 bytes (``tile.narrowest``). A GPU that has less ``shared`` memory
+    than 128 bytes (``tile.narrowest``) but of those that compose_kernel turns
+    to columns, for its products. A GPU that has less ``shared`` memory
     for one program, in bytes, keeps the operands of its products in
     registers: smaller tiles, more warps.
     """
@@ -67,10 +68,12 @@ def launch_options(
             "num_stages": 2 if ahead else 1,
         }
     if stage.startswith("compose"):  # fp32, whatever q's dtype
-        BK = max(64, power)
-        BJ = 128 if stage.endswith("backward") and large and BK == 128 else 64
-        sizes = {"BJ": BJ, "BK": BK, "BV": narrowest(torch.float32)}
-        return {**sizes, "num_warps": 8, "num_stages": 1}
+        # A state's few programs go from segment to segment, one after the
+        # other: the fewer values, the shorter a step. Two programs share a
+        # multiprocessor.
+        options = {"BJ": 64, "BK": max(64, power), "BV": 16}
+        options |= {"num_warps": 8, "num_stages": 1}
+        return options | ({"maxnreg": 128} if large and K <= 128 else {})
     # A scan: 128 values and 8 warps, which share what they load of k, q and
     # R. Of two programs each hides what the other waits for: that is worth
     # more where three products depend on each other and the rest is little.
