@@ -160,8 +160,8 @@ MUTANTS = {
     ),
     "gates-summed-without-their-own": (
         CHUNKWISE,
-        "G = g.cumsum(dim=-2)",
-        "G = g.cumsum(dim=-2) - g",
+        "G = running_sum(g)",
+        "G = running_sum(g) - g",
     ),
     "query-scores-lose-their-diagonal": (
         CHUNKWISE,
@@ -205,8 +205,8 @@ MUTANTS = {
     ),
     "strip-starts-one-late": (
         CHUNKWISE,
-        "(start - G[..., :s, :]).exp()",
-        "(start - G[..., 1 : s + 1, :]).exp()",
+        "(start - G[..., :s, :]).to",
+        "(start - G[..., 1 : s + 1, :]).to",
     ),
     "reverse-cumsum-forward": (
         BACKWARD,
@@ -220,8 +220,8 @@ MUTANTS = {
     ),
     "backward-strip-starts-one-late": (
         BACKWARD,
-        "(start - G[..., :s, :]).exp()",
-        "(start - G[..., 1 : s + 1, :]).exp()",
+        "(start - G[..., :s, :]).to",
+        "(start - G[..., 1 : s + 1, :]).to",
     ),
     "columns-do-not-turn-the-gates": (
         BACKWARD,

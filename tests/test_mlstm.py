@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastweights as fw
+from fastweights.checks import relative_error
 from fastweights.mlstm import stabilizers
 from fastweights.reference import steps
 
@@ -85,6 +86,28 @@ def test_huge_input_gates(size):
     o, _ = fw.mlstm(**x)
     grads = torch.autograd.grad(o.sum(), (x["i"], x["g"]))
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("size", [-1e4, -1e9])
+@pytest.mark.parametrize(
+    ("names", "tokens"),
+    [("i", slice(8)), ("i", slice(8, 12)), ("g", slice(8, 12)), ("gi", [9])],
+    ids=["padding-before", "padding-inside", "forgets", "both"],
+)
+def test_gates_that_mask_tokens(names, tokens, size):
+    x = {name: t.float() for name, t in inputs().items()}
+    for name in names:
+        x[name][:, tokens] = size
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    wide = {name: t.detach().double() for name, t in x.items()}
+    o, _ = fw.mlstm(**x, eps=0.0)
+    grads = torch.autograd.grad(o.square().sum(), [*x.values()])
+    wide = {name: t.requires_grad_() for name, t in wide.items()}
+    ref = definition(**wide)
+    wanted = torch.autograd.grad(ref.square().sum(), [*wide.values()])
+    assert relative_error(o, ref) < 1e-5
+    for name, grad, want in zip(x, grads, wanted, strict=True):
+        assert relative_error(grad, want) < 1e-4, name
 
 
 def test_continues_from_its_state():

@@ -193,6 +193,23 @@ def test_gates_of_every_strength_chunk_by_chunk(
 
 
 @backends
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("clear", [-800.0, -1e4, -1e6, -1e9, -3e38, -np.inf])
+def test_gates_around_one_that_clears_the_state(
+    clear, gate, rule, dtype, backend
+):
+    """In a running sum that is too narrow they would be lost."""
+    x = member(gate, rule, T=100, strength=-0.1, dtype=dtype)
+    x["g"][:, [10, 11, 40, 70]] = clear
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(explicit, wide)
+    o = results(fw.linear_recurrence, x, backend=backend)
+    same(o, ref, EXACT if dtype == torch.float64 else 1e-5)
+
+
+@backends
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 def test_identical_keys(beta, backend):
     x = member("scalar", "delta", T=80, strength=-0.01)

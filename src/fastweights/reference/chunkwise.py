@@ -26,6 +26,7 @@ Square = Float[Tensor, "B N H C C"]
 State = Float[Tensor, "B H K V"]
 
 STRIP = 16  # rows of a chunk that share a reference point for their decays
+CLEARS = -750.0  # a log decay that is 0 in every dtype, as all below it
 
 
 def to_chunks(x: Float[Tensor, "B T H D"], chunk_size: int) -> Chunks:
@@ -43,24 +44,35 @@ def from_chunks(x: Chunks, T: int) -> Float[Tensor, "B T H D"]:
     return x.movedim(3, 2).flatten(1, 2)[:, :T]
 
 
+def running_sum(g: Gates) -> Gates:
+    """G: the gates of a chunk up to and with each token, summed, in fp64.
+
+    The decay between two tokens is the exponential of a difference of two
+    sums. In fp32 they would lose the gates behind a strong one.
+    """
+    return g.double().clamp(min=CLEARS).cumsum(dim=-2)
+
+
 def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    G is the running sum of the gates inside the chunk. No exponent is ever
-    positive: a gate a head is applied to the finished scores; a gate a
-    channel is split at the start s of each strip of 16 rows,
-    exp(G_i - G_s) exp(G_s - G_j), and taken exactly inside the strip.
+    G is the :func:`running_sum` of the gates. No exponent is ever positive,
+    and each is rounded only as a difference. A gate a head is applied to
+    the finished scores; a gate a channel is split at the start s of each
+    strip of 16 rows, exp(G_i - G_s) exp(G_s - G_j), and taken exactly
+    inside the strip.
     """
     if G.shape[-1] == 1:
-        return (x @ k.mT) * decays(G)[..., 0]
+        return (x @ k.mT) * decays(G, x.dtype)[..., 0]
     C = x.shape[-2]
     rows = []
     for s in range(0, C, STRIP):
         x_s, k_s, G_s = (t[..., s : s + STRIP, :] for t in (x, k, G))
         start = G_s[..., :1, :]
-        earlier_k = k[..., :s, :] * (start - G[..., :s, :]).exp()
-        earlier = (x_s * (G_s - start).exp()) @ earlier_k.mT
-        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, decays(G_s))
+        earlier_k = k[..., :s, :] * (start - G[..., :s, :]).to(k).exp()
+        earlier = (x_s * (G_s - start).to(x).exp()) @ earlier_k.mT
+        D = decays(G_s, x.dtype)
+        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, D)
         row = torch.cat([earlier, own], dim=-1)
         rows.append(F.pad(row, (0, C - row.shape[-1])))
     return torch.cat(rows, dim=-2)
@@ -92,12 +104,12 @@ def intra(
     P = (I + Diag(beta) Akk)^{-1} is None for the additive rule. beta is
     [B, N, H, C, 1].
     """
-    G = g.cumsum(dim=-2)
+    G = running_sum(g)
     Aqk = decayed_scores(q, k, G)
     if beta is None:
-        return G, Aqk, None
+        return G.to(g), Aqk, None
     Akk = decayed_scores(k, k, G).tril(-1)
-    return G, Aqk, unit_lower_inverse(beta * Akk)
+    return G.to(g), Aqk, unit_lower_inverse(beta * Akk)
 
 
 def sum_after(g: Gates) -> Gates:

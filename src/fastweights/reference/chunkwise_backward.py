@@ -32,6 +32,7 @@ from fastweights.reference.chunkwise import (
     intra,
     new_values,
     next_state,
+    running_sum,
     sum_after,
     to_chunks,
 )
@@ -62,15 +63,16 @@ def decayed_sum(A: Square, x: Chunks, G: Gates) -> Chunks:
     """
     A = A.tril(-1)
     if G.shape[-1] == 1:
-        return (A * decays(G)[..., 0]) @ x
+        return (A * decays(G, x.dtype)[..., 0]) @ x
     rows = []
     for s in range(0, A.shape[-1], STRIP):
         strip = slice(s, s + STRIP)
         x_s, G_s, A_s = x[..., strip, :], G[..., strip, :], A[..., strip, :]
         start = G_s[..., :1, :]
-        earlier_x = x[..., :s, :] * (start - G[..., :s, :]).exp()
-        earlier = (A_s[..., :s] @ earlier_x) * (G_s - start).exp()
-        own = A_s[..., strip, None] * decays(G_s) * x_s[..., None, :, :]
+        earlier_x = x[..., :s, :] * (start - G[..., :s, :]).to(x).exp()
+        earlier = (A_s[..., :s] @ earlier_x) * (G_s - start).to(x).exp()
+        D = decays(G_s, x.dtype)
+        own = A_s[..., strip, None] * D * x_s[..., None, :, :]
         rows.append(earlier + own.sum(-2))
     return torch.cat(rows, dim=-2)
 
@@ -220,7 +222,7 @@ def intra_backward(
     dq, dk, dv, dg, dbeta, dAqk, dM = through_states(
         q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=scale
     )
-    parts = through_scores(q, k, beta, G, dAqk, dM)
+    parts = through_scores(q, k, beta, running_sum(g), dAqk, dM)
     if dbeta is not None and parts[3] is not None:
         dbeta = dbeta + parts[3]
     return dq + parts[0], dk + parts[1], dv, dg + parts[2], dbeta
@@ -251,7 +253,7 @@ def chunkwise_backward(
     q, k, v, g, do = (to_chunks(x, chunk_size) for x in (q, k, v, g, do))
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
-    G = g.cumsum(dim=-2)
+    G = running_sum(g).to(g)
     if Aqk is None:
         G, Aqk, P = intra(q, k, g, beta)
     states, v_new = chunk_states(k, v, g, beta, G, P, initial_state)

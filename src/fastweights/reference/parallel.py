@@ -108,18 +108,22 @@ def linear_attention_bidirectional(
     return scale * torch.einsum("bihk,bhkv->bihv", q, S)
 
 
-def decays(G: Float[Tensor, "*lead C DG"]) -> Float[Tensor, "*lead C C DG"]:
+def decays(
+    G: Float[Tensor, "*lead C DG"], dtype: torch.dtype | None = None
+) -> Float[Tensor, "*lead C C DG"]:
     """exp(G_i - G_j) for j <= i, else 0, from running sums G of log decays.
 
     The exponent is formed before it is exponentiated, so it never exceeds
-    0. What stands at j = i is the constant 1: no gate has a part in it, and
-    a gradient through G_i - G_i would bury the gate's own, which under
-    strong decay is smaller than the rounding of two equal terms.
+    0; it is rounded to ``dtype``, G's if None. What stands at j = i is the
+    constant 1: no gate has a part in it, and a gradient through G_i - G_i
+    would bury the gate's own, which under strong decay is smaller than the
+    rounding of two equal terms.
     """
     C = G.shape[-2]
     i = torch.arange(C, device=G.device)[:, None, None]
     j = i.movedim(0, 1)
     D = G[..., :, None, :] - G[..., None, :, :]
+    D = D.to(dtype or G.dtype)
     return D.masked_fill(j > i, float("-inf")).masked_fill(j == i, 0).exp()
 
 
