@@ -198,6 +198,115 @@ def test_a_stabilizer_of_another_shape_is_refused():
         fw.mlstm(**x, initial_state=(state, m[:1]))
 
 
+def offsets(*values):
+    return {"cu_seqlens": torch.tensor(values)}
+
+
+def first(**changes):
+    """The first sequence, with changes."""
+    x = {name: t[:1] for name, t in inputs().items()}
+    return x | changes
+
+
+def part(tokens, sequences=slice(None)):
+    return {name: t[sequences, tokens] for name, t in inputs().items()}
+
+
+STATE = torch.zeros(B, HV, K, V + 1, **DOUBLE)
+M = torch.zeros(B, HV, **DOUBLE)
+PAIR = "initial_state: got {}, need a pair of tensors, \\(state, m\\)"
+REFUSED = {
+    "no-batch": (part(slice(None), slice(0)), r"q: got shape \[0, 37, 1, 5\]"),
+    "no-tokens": (part(slice(0)), r"q: got shape \[2, 0, 1, 5\], need"),
+    "offsets-a-list": (
+        first(cu_seqlens=[0, T]),
+        "cu_seqlens: got list, need a Tensor",
+    ),
+    "offsets-below-T": (
+        first(**offsets(0, 20)),
+        r"cu_seqlens: got \[0, 20\], need values that start at 0",
+    ),
+    "offsets-beyond-T": (
+        first(**offsets(0, 20, T + 5)),
+        r"cu_seqlens: got \[0, 20, 42\], need values that start at 0",
+    ),
+    "offsets-below-0": (
+        first(**offsets(-3, 20, T)),
+        r"cu_seqlens: got \[-3, 20, 37\], need values that start at 0",
+    ),
+    "offsets-falling": (
+        first(**offsets(0, 20, 9, T)),
+        r"cu_seqlens: got \[0, 20, 9, 37\], need values that start at 0",
+    ),
+    "offsets-two-dimensions": (
+        first(**offsets([0, T])),
+        r"cu_seqlens: got shape \[1, 2\], need \[N \+ 1\] with N >= 1",
+    ),
+    "offsets-with-a-batch": (
+        offsets(0, T),
+        r"q: got shape \[2, 37, 1, 5\], need \[1, T, H, K\] because",
+    ),
+    "g-elsewhere": (
+        {"g": torch.zeros(B, T, HV, device="meta")},
+        "g: got device meta, need q's, cpu",
+    ),
+    "i-elsewhere": (
+        {"i": torch.zeros(B, T, HV, device="meta")},
+        "i: got device meta, need q's, cpu",
+    ),
+    "g-integers": (
+        {"g": torch.zeros(B, T, HV, dtype=torch.int64)},
+        "g: got torch.int64, need torch.float32 or torch.float64",
+    ),
+    "i-integers": (
+        {"i": torch.zeros(B, T, HV, dtype=torch.int64)},
+        "i: got torch.int64, need torch.float32 or torch.float64",
+    ),
+    "i-half": (
+        {"i": torch.zeros(B, T, HV, dtype=torch.float16)},
+        "i: got torch.float16, need torch.float32 or torch.float64",
+    ),
+    "state-no-pair": ({"initial_state": STATE}, PAIR.format("Tensor")),
+    "state-of-three": ({"initial_state": (STATE, M, M)}, PAIR.format("tuple")),
+    "state-without-m": (
+        {"initial_state": (STATE, None)},
+        r"initial_state\[1\]: got NoneType, need a Tensor",
+    ),
+    "m-without-state": (
+        {"initial_state": (None, M)},
+        r"initial_state\[0\]: got NoneType, need a Tensor",
+    ),
+    "m-half": (
+        {"initial_state": (STATE, M.half())},
+        r"initial_state\[1\]: got torch.float16, need torch.float64",
+    ),
+    "state-narrow": (
+        {"initial_state": (STATE.float(), M)},
+        r"initial_state\[0\]: got torch.float32, need torch.float64",
+    ),
+    "state-without-n": (
+        {"initial_state": (STATE[..., :V], M)},
+        r"initial_state\[0\]: got shape \[2, 2, 5, 4\], need \[2, 2, 5, 5\]",
+    ),
+    "m-elsewhere": (
+        {"initial_state": (STATE, M.to("meta"))},
+        r"initial_state\[1\]: got device meta, need q's, cpu",
+    ),
+    "scale-a-string": ({"scale": "1"}, "scale: got str, need a real number"),
+    "chunk-size-17": ({"chunk_size": 17}, "chunk_size: got 17, need one of"),
+    "beta": (
+        {"beta": torch.ones(B, T, HV, **DOUBLE)},
+        "unexpected keyword argument 'beta'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_and_why(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        fw.mlstm(**(inputs() | changes))
+
+
 def test_compiles_to_one_graph():
     torch._dynamo.reset()
     x = {name: t.float() for name, t in inputs().items()}

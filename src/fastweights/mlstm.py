@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import wrong_shape
+from fastweights.arguments import (
+    check_arguments,
+    check_kinds,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.family import Keys, PerHead, State, Values, need
 from fastweights.ops import autocast, linear_recurrence
 
@@ -26,7 +29,9 @@ def mlstm(
     initial_state: Memory | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     eps: float = 1e-6,
-    **options: Any,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
 ) -> tuple[Values, Memory]:
     """mLSTM (Beck et al. 2024, eqs. 19 to 27), chunkwise.
 
@@ -47,7 +52,7 @@ def mlstm(
         initial_state: what an earlier call returned; empty if None.
         eps: added to the denominator in units of e^{m_t}, so that it cannot
             vanish; xLSTM's code has the same.
-        options: scale, chunk_size and backend of linear_recurrence.
+        scale, chunk_size, backend: as in linear_recurrence.
 
     Returns:
         o [B, T, HV, V] and (state, m): state [N, HV, K, V + 1] is e^{-m} C
@@ -57,19 +62,16 @@ def mlstm(
     Raises:
         TypeError, ValueError: as linear_recurrence.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        need(name, x, 4, "[B, T, heads, width]")
-    for name, x in (("g", g), ("i", i)):
-        need(name, x, 3, "[B, T, HV]")
-        if x.shape != v.shape[:3]:
-            wrong_shape(name, x, f"{list(v.shape[:3])}")
     q, k, v = autocast(q, k, v)
+    need("g", g, 3, "[B, T, HV]")
+    check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
+    check_gate(i, q, g)
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is not None:
+        check_memory(initial_state, q, v, N)
     dtype = torch.promote_types(q.dtype, torch.float32)
     g, i = g.to(dtype), i.to(dtype)
     state, m = (None, None) if initial_state is None else initial_state
-    N, HV = len(q) if cu_seqlens is None else len(cu_seqlens) - 1, v.shape[2]
-    if m is not None and m.shape != (N, HV):
-        wrong_shape("initial_state[1]", m, f"[{N}, {HV}]")
     before, after, last = stabilizers(g, i, m, cu_seqlens)
     # Any stabilizer gives the same o: it takes no part in the gradients.
     rescaled = g + torch.minimum(before - after, -g).detach()
@@ -83,11 +85,45 @@ def mlstm(
         rescaled,
         initial_state=state,
         cu_seqlens=cu_seqlens,
-        **options,
+        scale=scale,
+        chunk_size=chunk_size,
+        backend=backend,
     )
     least = (-after).exp()[..., None]  # 1, in units of e^m
     total = torch.maximum(o[..., -1:].abs(), least)
     return (o[..., :-1] / (total + eps)).to(v.dtype), (state, last)
+
+
+def check_gate(i: PerHead, q: Keys, g: PerHead) -> None:
+    """Raise unless the input gate is as the forget gate g may be."""
+    need("i", i, 3, "[B, T, HV]")
+    check_kinds(
+        {"q": q, "i": i}, {"q": (q.dtype,), "i": (torch.float32, q.dtype)}
+    )
+    if i.shape != g.shape:
+        wrong_shape("i", i, f"{list(g.shape)}")
+
+
+def check_memory(memory: Memory, q: Keys, v: Values, N: int) -> None:
+    """Raise unless that is what a call returned for N such sequences."""
+    if not isinstance(memory, tuple | list) or len(memory) != 2:
+        raise TypeError(
+            f"initial_state: got {type(memory).__name__}, need a pair of "
+            "tensors, (state, m)"
+        )
+    HV, V = v.shape[2:]
+    shapes = {
+        "initial_state[0]": (N, HV, q.shape[3], V + 1),
+        "initial_state[1]": (N, HV),
+    }
+    tensors = dict(zip(shapes, memory, strict=True))
+    check_tensors(tensors)
+    full = torch.promote_types(q.dtype, torch.float32)
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": (q.dtype,)}
+    check_kinds({"q": q} | tensors, dtypes | dict.fromkeys(shapes, (full,)))
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            wrong_shape(name, tensors[name], f"{list(shape)}")
 
 
 @torch.no_grad()
@@ -98,7 +134,8 @@ def stabilizers(
 
     All at once: with G_t the running sum of g, m_t - G_t is the running
     maximum of i_t - G_t; in fp64, for G grows. Sequences of a pack are
-    lifted one above the other, so that each begins anew.
+    lifted one above the other, so that each begins anew. Offsets that are
+    none give any numbers, and no error: linear_recurrence has that.
     """
     B, T, HV = g.shape
     wide_g, wide_i = g.double(), i.double()
@@ -112,6 +149,7 @@ def stabilizers(
         offsets = cu_seqlens.to(g.device, torch.int64)
         ends = offsets[1:].contiguous()
         sequence = torch.searchsorted(ends, tokens, right=True)
+        sequence = sequence.clamp(max=N - 1)
         starts = tokens == offsets[sequence]
         entering = first[sequence][None]
     starts = starts[:, None]
@@ -126,5 +164,5 @@ def stabilizers(
     last = after[:, -1]
     if cu_seqlens is not None:
         some = (ends > offsets[:-1])[:, None]
-        last = torch.where(some, after[0, (ends - 1).clamp(min=0)], first)
+        last = torch.where(some, after[0, (ends - 1).clamp(0, T - 1)], first)
     return before.to(g), after.to(g), last.to(g)
