@@ -1,5 +1,6 @@
 """decode_step in PyTorch: its equations, its state in place, its refusals."""
 
+import functools
 import itertools
 import re
 
@@ -11,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
-from fastweights import ops
+from fastweights import feature_maps, ops
 from fastweights.checks import relative_error
 
 EXACT = 1e-12  # fp64, sums in another order
@@ -84,6 +85,90 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
         outputs.append(fw.decode_step(**tokens, state=state))
     assert relative_error(torch.cat(outputs, 1), o_ref) <= EXACT
     assert relative_error(state, state_ref) <= EXACT
+
+
+# What each member is called with, after q, k and v.
+MEMBERS = {
+    "linear_attention": {"feature_map": feature_maps.elu1},
+    "retention": {},
+    "mamba2": {"g": "scalar"},
+    "gated_retention": {"logits": "scalar", "temperature": 8.0},
+    "gla": {"g": "vector"},
+    "deltanet": {"beta": "scalar"},
+    "gated_deltanet": {"g": "scalar", "beta": "scalar"},
+    "kda": {"g": "vector", "beta": "scalar"},
+}
+
+
+def documented():
+    """The lines of decode_step's table: members, and what they pass."""
+    lines = re.findall(
+        r"^ {8}(\w.*?) {2,}(\w.*)$", fw.decode_step.__doc__, re.M
+    )
+    return {
+        name: arguments
+        for names, arguments in lines
+        for name in names.split(", ")
+    }
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_table_says_what_each_member_passes(name):
+    """Each line of it continues what the member has begun."""
+    x = member("vector", "delta", B=2, T=12, H=2, HV=4)
+    x["logits"] = torch.randn(2, 12, 4, dtype=torch.float64)
+    if MEMBERS[name].get("g") == "scalar":
+        x["g"] = x["g"][..., 0]
+    extra = {
+        key: x[key] if isinstance(value, str) else value
+        for key, value in MEMBERS[name].items()
+    }
+    given = {key: x[key] for key in "qkv"} | extra
+    whole, last = getattr(fw, name)(**given)
+    _, state = getattr(fw, name)(
+        **{n: t[:, :9] if n in x else t for n, t in given.items()}
+    )
+    step = f"decode_step({documented()[name]}, state=state)"
+    words = {
+        "HV": 4,
+        "decode_step": fw.decode_step,
+        "logsigmoid": F.logsigmoid,
+        "phi": feature_maps.elu1,
+        "retnet_decay": fw.retnet_decay,
+        "state": state,
+        "temperature": extra.get("temperature"),
+    }
+    for t in range(9, 12):
+        token = {n: x[n][:, t : t + 1] for n in given if n in x}
+        o = eval(step, words | token)
+        assert relative_error(o, whole[:, t : t + 1]) <= EXACT
+    assert relative_error(state, last) <= EXACT
+
+
+def test_the_table_has_every_member_once():
+    assert documented().keys() == MEMBERS.keys()
+
+
+@pytest.mark.parametrize("name", ["mlstm", "linear_attention"])
+def test_what_is_computed_outside_continues_by_initial_state(name):
+    """As the docstring says of mlstm and of normalize=True."""
+    assert all(word in fw.decode_step.__doc__ for word in (name, "T = 1"))
+    x = member("scalar", "additive", B=2, T=12, H=2, HV=4)
+    del x["initial_state"]
+    function = functools.partial(
+        fw.linear_attention, feature_map=feature_maps.elu1, normalize=True
+    )
+    if name == "mlstm":
+        function = fw.mlstm
+        x["i"] = torch.randn(2, 12, 4, dtype=torch.float64)
+    else:
+        del x["g"]
+    whole, _ = function(**x)
+    _, state = function(**part(x, slice(9)))
+    for t in range(9, 12):
+        token = part(x, slice(t, t + 1))
+        o, state = function(**token, initial_state=state)
+        assert relative_error(o, whole[:, t : t + 1]) <= EXACT
 
 
 @members

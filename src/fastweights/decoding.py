@@ -34,6 +34,20 @@ def decode_step(
 ) -> Float[Tensor, "B T HV V"]:
     """:func:`linear_recurrence` for 1 to 16 new tokens of each sequence.
 
+    What continues a member, with the scale that it was called with (phi is
+    its feature map, if it has one; logits are fp32; retnet_decay is what
+    retention takes unless it is given a g):
+
+        linear_attention     phi(q), phi(k), v
+        retention            q, k, v, retnet_decay(HV)
+        gated_retention      q, k, v, logsigmoid(logits) / temperature
+        mamba2, gla          q, k, v, g
+        deltanet             q, k, v, beta=beta
+        gated_deltanet, kda  q, k, v, g, beta
+
+    mlstm and linear_attention with normalize do more than the recurrence:
+    call them with T = 1 and what they returned as initial_state.
+
     Args:
         q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
