@@ -1,5 +1,6 @@
 """Each member against its own step, and what it refuses."""
 
+import inspect
 import math
 
 import pytest
@@ -41,6 +42,17 @@ def test_member_is_its_step_in_a_loop(name, backend):
     o, state = steps.scan(step, x["initial_state"], *tokens)
     got = getattr(fw, name)(**x, scale=0.3, backend=backend, chunk_size=16)
     torch.testing.assert_close(got, (0.3 * o, state))
+
+
+@pytest.mark.parametrize("name", [*MEMBERS, "gated_retention"])
+def test_help_says_how_to_call_a_member(name):
+    function = getattr(fw, name)
+    text = inspect.getdoc(function)
+    assert "see fastweights.linear_recurrence" in text
+    takes_g = "g" in inspect.signature(function).parameters
+    assert ("g is the natural log of the decay" in text) == takes_g
+    margins = {len(x) - len(x.lstrip()) for x in text.splitlines()}
+    assert margins == {0}
 
 
 def test_mamba2_in_its_own_terms():

@@ -7,6 +7,7 @@ chunk_size, backend) and return the outputs and the final state.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import TypedDict, Unpack
@@ -215,3 +216,27 @@ def need(name: str, x: Tensor, dim: int, need: str) -> None:
     check_tensors({name: x})
     if x.dim() != dim:
         wrong_shape(name, x, need)
+
+
+def _say_how_to_call(member: Callable) -> None:
+    """Add to a member's docstring what all of them share."""
+    text = (
+        "Arguments, options, results and errors: see "
+        "fastweights.linear_recurrence."
+    )
+    if "g" in inspect.signature(member).parameters:
+        text += "\nThere as here g is the natural log of the decay, g <= 0."
+    member.__doc__ = f"{inspect.cleandoc(member.__doc__ or '')}\n\n{text}"
+
+
+for _member in (
+    linear_attention,
+    retention,
+    mamba2,
+    gated_retention,
+    gla,
+    deltanet,
+    gated_deltanet,
+    kda,
+):
+    _say_how_to_call(_member)
