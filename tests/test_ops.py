@@ -1,5 +1,6 @@
 """linear_recurrence: both backends against its equations, and its refusals."""
 
+import functools
 import itertools
 import re
 import warnings
@@ -407,19 +408,51 @@ def test_a_negative_view_is_its_values():
     assert torch.equal(o, expected)
 
 
+def forward_mode(o, q):
+    """The derivative along ones, without torch.func."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        return forward_ad.unpack_dual(o(dual)).tangent
+
+
+TRANSFORMS = {
+    "grad": lambda o, q: torch.func.grad(o)(q).sum(),
+    "jvp": lambda o, q: torch.func.jvp(o, (q,), (torch.ones_like(q),))[1],
+    "vmap": lambda o, q: torch.func.vmap(o)(torch.stack([q, 2 * q]))[0],
+    "forward-mode": forward_mode,
+}
+
+
 @pytest.mark.parametrize("grad", [False, True])
-def test_derivatives_that_it_has_not_are_refused(grad):
-    x = member("scalar", "delta", T=20)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_but_by_the_loop(name, grad):
+    x = member("vector", "delta", T=20)
 
-    def o(q):
-        return fw.linear_recurrence(**{**x, "q": q})[0].sum()
+    def o(q, backend):
+        return fw.linear_recurrence(**x | {"q": q}, backend=backend)[0].sum()
 
+    transform = functools.partial(TRANSFORMS[name], q=x["q"])
+    message = (
+        "linear_recurrence: got a transform of torch.func, or forward-mode "
+        'autograd, which only backend="loop" has'
+    )
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(NotImplementedError, match=f"^{message}$"):
+            transform(functools.partial(o, backend="auto"))
+        found = transform(functools.partial(o, backend="loop"))
+    # o is linear in q: its derivative along ones is its value there.
+    along = x["q"] if name == "vmap" else torch.ones_like(x["q"])
+    torch.testing.assert_close(found, o(along, "loop"))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
+    x = member("vector", "delta", T=20)
+    ref = results(fw.linear_recurrence, x)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
-        q = forward_ad.make_dual(x["q"], torch.ones_like(x["q"]))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            o(q)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(o)(x["q"])
+        if grad:
+            same(results(fw.linear_recurrence, x), ref, 0.0)
+        assert fw.linear_recurrence(**x)[0].equal(ref["o"])
 
 
 def test_tests_can_ask_which_backend_ran():

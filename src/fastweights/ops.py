@@ -89,7 +89,9 @@ def linear_recurrence(
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, value or device does not fit; the message names
             the argument, what it got and what it needs.
-        NotImplementedError: in the backward of a backward.
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd, unless backend is
+            "loop".
     """
     q, k, v = autocast(q, k, v)
     check_arguments(
@@ -345,10 +347,23 @@ def _differentiate(
 
 def _differentiable(*inputs: Tensor | None) -> bool:
     """Whether autograd needs to know."""
-    return _transformed() or (
-        torch.is_grad_enabled()
-        and any([x is not None and x.requires_grad for x in inputs])
+    if _transformed():
+        _refuse_transforms(*inputs)
+    return torch.is_grad_enabled() and any(
+        [x is not None and x.requires_grad for x in inputs]
     )
+
+
+def _refuse_transforms(*inputs: Tensor | None) -> None:
+    """Raise under torch.func, and where an input has a tangent."""
+    duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
+    if torch._C._are_functorch_transforms_active() or any(
+        x.tangent is not None for x in duals
+    ):
+        raise NotImplementedError(
+            "linear_recurrence: got a transform of torch.func, or "
+            'forward-mode autograd, which only backend="loop" has'
+        )
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
