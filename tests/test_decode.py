@@ -202,7 +202,14 @@ def transposed(cache):
     return cache.mT[:2, :3]
 
 
-@pytest.mark.parametrize("view", [slots, every_other_head, transposed])
+def heads_last(cache):
+    return cache.movedim(-1, 1)[:2, :3]
+
+
+VIEWS = [slots, every_other_head, transposed, heads_last]
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_view_of_a_cache_is_updated_and_nothing_else(view):
     """The caller's own memory changes, however it lies."""
     x = call(B=2, T=4, H=1, HV=3, K=6, V=6)
@@ -388,6 +395,16 @@ REFUSALS = {
         {"state": ones(3, 5).expand(1, 4, 3, 5)},
         ValueError,
         "state: got strides [0, 0, 5, 1], need a tensor whose elements share",
+    ),
+    "state-sliding": (
+        {"state": ones(99).as_strided((1, 4, 3, 5), (60, 12, 4, 1))},
+        ValueError,
+        "state: got strides [60, 12, 4, 1], need a tensor whose elements",
+    ),
+    "state-sliding-transposed": (
+        {"state": ones(99).as_strided((1, 4, 3, 5), (60, 15, 1, 2))},
+        ValueError,
+        "state: got strides [60, 15, 1, 2], need a tensor whose elements",
     ),
     "q-too-many-tokens": (
         tokens(17),

@@ -107,11 +107,27 @@ def test_lightning_decays_are_alibis_slopes_by_layer(heads):
         ((0, 0, 2), "num_heads: got 0, need at least 1"),
         ((4, 2, 2), "layer: got 2, need 0 to num_layers - 1 = 1"),
         ((4, -1, 2), "layer: got -1"),
+        ((8.0, 0, 2), "num_heads: got float, need an int"),
+        ((8, 0.5, 2), "layer: got float, need an int"),
+        ((8, 0, "2"), "num_layers: got str, need an int"),
     ],
 )
 def test_lightning_decay_names_what_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         fw.lightning_decay(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (-1, "num_heads: got -1, need at least 1"),
+        (0, "num_heads: got 0, need at least 1"),
+        (2.5, "num_heads: got float, need an int"),
+    ],
+)
+def test_retnet_decay_names_what_is_wrong(heads, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        fw.retnet_decay(heads)
 
 
 @pytest.mark.parametrize("temperature", [16.0, 1.0])
@@ -132,6 +148,39 @@ def test_gated_retention_names_what_is_wrong():
         fw.gated_retention(**x, logits=torch.zeros(B, T, H), temperature=0)
     with pytest.raises(ValueError, match=r"logits: got shape \[2\]"):
         fw.gated_retention(**x, logits=torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (
+            torch.zeros(B, T, 1),
+            r"logits: got shape \[2, 21, 1\], need \[2, 21",
+        ),
+        (
+            torch.zeros(B, T, H).long(),
+            r"logits: got torch\.int64, need one of",
+        ),
+        (torch.zeros(B, T, H).double(), r"logits: got torch\.float64, need"),
+        (torch.zeros(B, T, H, device="meta"), "logits: got device meta, need"),
+    ],
+)
+def test_gated_retention_names_its_logits(logits, message):
+    x = {name: t.float() for name, t in inputs("mamba2").items()}
+    del x["g"]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        fw.gated_retention(**x, logits=logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gated_retention_takes_narrow_logits(dtype):
+    x = {name: t.float() for name, t in inputs("mamba2").items()}
+    del x["g"]
+    logits = torch.randn(B, T, H).to(dtype)
+    got = fw.gated_retention(**x, logits=logits)
+    torch.testing.assert_close(
+        got, fw.gated_retention(**x, logits=logits.float())
+    )
 
 
 def feature(name):

@@ -617,6 +617,23 @@ def test_triton_may_be_missing(gpu, monkeypatch):
         fw.choose_backend("triton")
 
 
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_device_that_is_not_here_is_refused(
+    gpu, monkeypatch, backend, error
+):
+    """PyTorch says so in one of these, which name no argument."""
+    pytest.importorskip("triton")
+
+    def missing(device):
+        raise error("no CUDA here")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", missing)
+    message = "^device: got cuda:7, need one that is there; no CUDA here$"
+    with pytest.raises(ValueError, match=message):
+        fw.choose_backend(backend, "cuda:7")
+
+
 def test_inputs_and_initial_state_are_left_as_they_were():
     x = member("vector", "delta", T=20)
     before = {name: t.clone() for name, t in x.items()}

@@ -107,6 +107,13 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
 
 
+def check_integers(values: dict[str, int]) -> None:
+    """Raise TypeError for the first of the arguments that is no integer."""
+    for name, x in values.items():
+        if not isinstance(x, numbers.Integral | torch.SymInt):
+            raise TypeError(f"{name}: got {type(x).__name__}, need an int")
+
+
 def check_kinds(
     tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]
 ) -> None:

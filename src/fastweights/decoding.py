@@ -103,8 +103,7 @@ def _check(
             f"q: got shape {list(q.shape)}, need [B, T, H, K] with "
             f"T <= {MAX_TOKENS}; for more tokens there is linear_recurrence"
         )
-    shared = zip(state.shape, state.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in shared):
+    if not state.is_contiguous() and _overlaps(state):
         raise ValueError(
             f"state: got strides {list(state.stride())}, need a tensor whose "
             "elements share no memory, such as its clone()"
@@ -117,6 +116,20 @@ def _check(
                 "that does not, or torch.no_grad(): decode_step has none"
             )
     check_name(backend)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements share memory, or it takes more to say that none do.
+
+    None do if each stride steps over all that smaller ones reach.
+    """
+    shape = zip(x.shape, x.stride(), strict=True)
+    dims = [(size, stride) for size, stride in shape if size > 1]
+    for size, stride in dims:
+        reach = sum([(n - 1) * step for n, step in dims if step <= stride])
+        if size * stride <= reach:
+            return True
+    return False
 
 
 def _decode(

@@ -17,7 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_tensors, wrong_shape
+from fastweights.arguments import (
+    check_integers,
+    check_kinds,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.ops import linear_recurrence
 
 Keys = Float[Tensor, "B T H K"]
@@ -71,6 +76,7 @@ def retnet_decay(
     num_heads: int, *, device: torch.device | None = None
 ) -> Float[Tensor, " HV"]:
     """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h, fp32."""
+    check_heads(num_heads)
     h = torch.arange(num_heads, device=device, dtype=torch.float32)
     return torch.log1p(-torch.exp2(-5 - h))
 
@@ -91,10 +97,11 @@ def lightning_decay(
     every other one of twice that power.
 
     Raises:
+        TypeError: a number is no integer.
         ValueError: there is no such layer, or no head.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads: got {num_heads}, need at least 1")
+    check_heads(num_heads)
+    check_integers({"layer": layer, "num_layers": num_layers})
     if not 0 <= layer < num_layers:
         raise ValueError(
             f"layer: got {layer}, need 0 to num_layers - 1 = {num_layers - 1}"
@@ -154,7 +161,10 @@ def gated_retention(
     RetNet with a gate of the data (Sun et al. 2024). The temperature keeps
     an untrained gate close to 1: 0.96 where the logit is 0.
     """
-    need("logits", logits, 3, "[B, T, HV]")
+    need("q", q, 4, "[B, T, H, K]")
+    need("v", v, 4, "[B, T, HV, V]")
+    narrow = (torch.float16, torch.bfloat16)
+    check_gate("logits", logits, q, v, *narrow)
     if not temperature > 0:
         raise ValueError(f"temperature: got {temperature}, need > 0")
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -209,6 +219,27 @@ def kda(
     need("g", g, 4, "[B, T, HV, K]")
     need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
+
+
+def check_heads(num_heads: int) -> None:
+    """Raise unless there can be so many heads."""
+    check_integers({"num_heads": num_heads})
+    if num_heads < 1:
+        raise ValueError(f"num_heads: got {num_heads}, need at least 1")
+
+
+def check_gate(
+    name: str, x: PerHead, q: Keys, v: Values, *others: torch.dtype
+) -> None:
+    """Refuse what is no number a head and step, in fp32 or q's dtype.
+
+    Or in one of the ``others``.
+    """
+    need(name, x, 3, "[B, T, HV]")
+    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
+    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    if x.shape != v.shape[:3]:
+        wrong_shape(name, x, f"{list(v.shape[:3])}")
 
 
 def need(name: str, x: Tensor, dim: int, need: str) -> None:

@@ -12,7 +12,14 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.family import Keys, PerHead, State, Values, need
+from fastweights.family import (
+    Keys,
+    PerHead,
+    State,
+    Values,
+    check_gate,
+    need,
+)
 from fastweights.ops import autocast, linear_recurrence
 
 Stabilizer = Float[Tensor, "N HV"]
@@ -65,7 +72,7 @@ def mlstm(
     q, k, v = autocast(q, k, v)
     need("g", g, 3, "[B, T, HV]")
     check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
-    check_gate(i, q, g)
+    check_gate("i", i, q, v)
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         check_memory(initial_state, q, v, N)
@@ -92,16 +99,6 @@ def mlstm(
     least = (-after).exp()[..., None]  # 1, in units of e^m
     total = torch.maximum(o[..., -1:].abs(), least)
     return (o[..., :-1] / (total + eps)).to(v.dtype), (state, last)
-
-
-def check_gate(i: PerHead, q: Keys, g: PerHead) -> None:
-    """Raise unless the input gate is as the forget gate g may be."""
-    need("i", i, 3, "[B, T, HV]")
-    check_kinds(
-        {"q": q, "i": i}, {"q": (q.dtype,), "i": (torch.float32, q.dtype)}
-    )
-    if i.shape != g.shape:
-        wrong_shape("i", i, f"{list(g.shape)}")
 
 
 def check_memory(memory: Memory, q: Keys, v: Values, N: int) -> None:

@@ -128,7 +128,8 @@ def choose_backend(
     dtype, else "chunkwise", which says why if the GPU is the reason.
 
     Raises:
-        ValueError: there is no such backend, or "triton" cannot run there.
+        ValueError: there is no such backend or GPU, or "triton" cannot run
+            there.
     """
     check_name(backend)
     device = torch.device(device)
@@ -160,7 +161,7 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "q, k and v in float32, float16 or bfloat16, not float64"
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
+        found = _capability(device)
         if found >= (8, 0):
             return ""
         name = torch.cuda.get_device_name(device)
@@ -181,6 +182,16 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
             "the bit patterns of bfloat16"
         )
     return ""
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that is there."""
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"device: got {device}, need one that is there; {error}"
+        ) from error
 
 
 @functools.cache
