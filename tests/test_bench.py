@@ -1,9 +1,11 @@
 """The timing tool: what it measures, and what a record holds."""
 
 import json
+import re
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +179,22 @@ def test_tuning_takes_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "tune"])
     with pytest.raises(SystemExit, match="no CUDA device"):
         bench.main()
+
+
+def test_help_says_what_runs_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "--help"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    words = " ".join(capsys.readouterr().out.split())
+    assert "without a GPU one small shape in place of all but decode" in words
+
+
+def test_the_readmes_commands_are_whole():
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    commands = re.findall(r"`([^`]*\bbench\b[^`]*)`", readme)
+    assert len(commands) == 2
+    for command in commands:
+        assert command.startswith("python -m fastweights.bench ")
 
 
 def test_only_tuning_writes_settings(monkeypatch, capsys):

@@ -301,7 +301,8 @@ def main() -> None:
         choices=[*speed.SHAPES, speed.DECODE],
         default=["train", "long", speed.DECODE],
         help=f"of {', '.join(speed.SHAPES)} and {speed.DECODE}; "
-        "train, long and decode by default",
+        "train, long and decode by default; without a GPU one small shape "
+        "in place of all but decode",
         **several,
     )
     group.add_argument(
