@@ -398,8 +398,10 @@ def cut(monkeypatch):
         for name, number in (("segments", S), ("ranges", R or S)):
             target = f"fastweights.kernels.call.num_{name}"
             monkeypatch.setattr(target, lambda *_, n=number: n)
+        launch.planned.cache_clear()
 
-    return cut
+    yield cut
+    launch.planned.cache_clear()
 
 
 @interpreted
@@ -554,6 +556,80 @@ def test_any_subset_of_inputs_may_require_a_gradient():
     for count in (0, 1, 5):
         for wanted in itertools.combinations(x, count):
             judge(x, 1e-4, chunk_size=16, wanted=wanted)
+
+
+def judge_small_gradients(gate, rule, dtype, device="cpu"):
+    """The backward is linear: a gradient 2^40 times smaller loses no bits.
+
+    Nor after a strong gate, in chunks of bounded decay and in others.
+    """
+    for strong in (-42.0, -66.0):
+        x = member(gate, rule, T=64, K=33, V=33, strength=-0.02)
+        x["g"][:, 8] = strong
+        x = cast(x, dtype, device)
+        leaves = [t.requires_grad_() for t in x.values()]
+        o, state = fw.linear_recurrence(**x, backend="triton")
+        do = [torch.randn_like(t) for t in (o, state)]
+        found, small = (
+            torch.autograd.grad(
+                (o, state),
+                leaves,
+                [factor * t for t in do],
+                retain_graph=True,
+            )
+            for factor in (1, 2.0**-40)
+        )
+        for dx, tiny in zip(found, small, strict=True):
+            assert relative_error(2.0**40 * tiny.double(), dx) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_small_gradients(gate, rule):
+    judge_small_gradients(gate, rule, torch.float32)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_small_gradients_on_gpu(gate, rule, dtype):
+    judge_small_gradients(gate, rule, dtype, "cuda")
+
+
+def judge_nan(gate, rule, dtype, device="cpu"):
+    """A gate that is NaN is seen from its token on, in the state too."""
+    x = member(gate, rule, T=150, K=33, V=33, strength=-0.02)
+    x["g"][:, 100] = float("nan")
+    o, state = fw.linear_recurrence(**cast(x, dtype, device), backend="triton")
+    assert not o[:, :64].isnan().any()
+    assert o[:, 100:].isnan().all() and state.isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_are_nan(gate, rule):
+    judge_nan(gate, rule, torch.float32)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_are_nan_on_gpu(gate, rule):
+    judge_nan(gate, rule, torch.bfloat16, "cuda")
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_a_gate_above_zero_is_no_other(gate):
+    """The documented range ends at 0; what is a little above is right."""
+    x = member(gate, "delta", T=64, K=33, V=33, strength=-0.02)
+    x["g"][:, 60] = 0.5
+    judge(cast(x, torch.float32), 1e-4)
 
 
 @interpreted

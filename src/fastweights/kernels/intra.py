@@ -8,6 +8,7 @@ from fastweights.kernels.tile import (
     LOG2_E,
     add_pairs,
     chunk_span,
+    clamped,
     decay_matrix,
     decays_of_pairs,
     is_near,
@@ -58,9 +59,10 @@ def intra_fwd_kernel(
     Delta rule: R, with which the inverse of I + Diag(beta) Akk is
     I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta). A
     gate a head: its running sum G, in log2 units, the decays from the chunk's
-    entrance, row_in = e^G, and back to it, row_undo. G is fp64: a weak gate
-    after strong ones would drown in fp32, since G is differenced. beta as a
-    row in fp32, row_beta. The state's own decay, total = e^{G_C}. A gate a
+    entrance, row_in = e^G, and back to it, row_undo. G is fp64: where chunks
+    decay below LEAST it is differenced, and a weak gate after strong ones
+    would drown in fp32. beta as a row in fp32, row_beta. The state's own
+    decay, total = e^{G_C}. A gate a
     channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and
     k_out = e^{G_C - G} k, all pairs at once, from j back to the entrance, then
     to i. Chunks that decay too far for that are marked in far, and
@@ -131,10 +133,11 @@ def intra_fwd_kernel(
         # stores would hold the loads of k back.
         if DELTA:
             tl.store(slot_row(row_beta, i_c, i_hv, HV, BT), b_beta)
-        b_g = tl.maximum(b_g.to(tl.float64) * LOG2_E, -30000.0)
-        b_G = tl.cumsum(b_g, axis=0)
+        b_g = clamped(b_g.to(tl.float32), -20000.0)
+        b_G = tl.cumsum(b_g.to(tl.float64) * LOG2_E, axis=0)
         b_in = tl.exp2(b_G.to(tl.float32))
-        b_total = tl.min(b_in, axis=0)  # gates are <= 0: the last one
+        o_c = tl.arange(0, BT)
+        b_total = tl.sum(tl.where(o_c == BT - 1, b_in, 0.0), axis=0)
         tl.store(slot_row(G, i_c, i_hv, HV, BT), b_G)
         b_undo = tl.where(b_total >= LEAST, 1.0 / b_in, 1.0)
         tl.store(slot_row(row_in, i_c, i_hv, HV, BT), b_in)

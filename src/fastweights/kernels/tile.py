@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(2.0**-100)  # of a decay that is divided by
+# Of a decay that is divided by. Gradients meet it first, in their own dtype:
+# one of 2^-60 still has all its bits in bf16, whose last is 2^-126.
+LEAST = tl.constexpr(2.0**-64)
 
 
 @triton.jit
@@ -276,9 +278,11 @@ def is_near(b_total, x, DG: tl.constexpr):
     In fp16, which ends at 2^-24, a channel's is a factor of keys and queries;
     a head's also of gradients, which may be small themselves.
     """
-    IN_FP16: tl.constexpr = 8 if DG > 1 else 3
-    BOUND: tl.constexpr = IN_FP16 if x.dtype.element_ty == tl.float16 else 100
-    return b_total >= 2.0**-BOUND
+    IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3
+    least: tl.constexpr = (
+        IN_FP16 if x.dtype.element_ty == tl.float16 else LEAST
+    )
+    return b_total >= least
 
 
 @triton.jit
@@ -333,12 +337,19 @@ def num_levels(BT):
 
 
 @triton.jit
+def clamped(x, least):
+    """x, or least where x is less. A NaN stays, to be seen in the results."""
+    return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def split_gates(b_g):
     """Log decays b_g as a sum of two fp16 tiles, in log2 units.
 
-    22 bits, and what is below the clamp decays to 0 in one step anyway.
+    22 bits, or 2^-25, and what is below the clamp decays to 0 in one step
+    anyway.
     """
-    b_g = tl.maximum(b_g.to(tl.float32) * LOG2_E, -30000.0)
+    b_g = clamped(b_g.to(tl.float32) * LOG2_E, -30000.0)
     b_high = b_g.to(tl.float16)
     return b_high, (b_g - b_high.to(tl.float32)).to(tl.float16)
 
