@@ -137,6 +137,14 @@ def test_wrong_arguments(error, message, changes):
 
 
 @interpreted
+@pytest.mark.parametrize("scale, name", [(None, "NoneType"), ("x", "str")])
+def test_scale_is_a_number(scale, name):
+    q, k, v, _ = inputs(SHAPE, torch.float32)
+    with pytest.raises(TypeError, match=f"scale: got {name}, need"):
+        scan(q, k, v, scale=scale)
+
+
+@interpreted
 def test_interpreter_refuses_bf16():
     q, k, v, _ = inputs(SHAPE, torch.bfloat16)
     with pytest.raises(TypeError, match=r"q: got torch\.bfloat16 in Triton's"):

@@ -47,9 +47,9 @@ def test_every_stage_under_other_settings(gate, rule):
         used.append(settings.launch_table())
         return 1e-3
 
-    before, kind = settings.launch_table(), call.classify()
+    before = settings.launch_table()
     rows = list(tune.tune(call, timeit))
-    assert settings.launch_table() is before and call.kind is kind
+    assert settings.launch_table() is before
     there = {"scan", "chunk_states", "scan_backward", "intra_backward"}
     assert {r["stage"] for r in rows} == there | (
         {"intra"} if rule == "delta" else set()
@@ -79,26 +79,35 @@ def options_of(row):
 
 
 def test_the_fastest_over_all_shapes_is_written(tmp_path):
-    a, b, c = ({"num_warps": n} for n in (4, 8, 16))
+    a, b, c, d = ({"num_warps": n} for n in (4, 8, 16, 32))
     rows = [
-        {"launch": launch, **options, "own": options is a, "seconds": seconds}
-        for launch, options, seconds in (
-            ("scan", a, 2.0),
-            ("scan", b, 1.0),  # fastest here, and slowest there
-            ("scan", c, 1.5),
-            ("scan", a, 2.0),
-            ("scan", b, 9.0),
-            ("scan", c, 1.9),
-            ("intra", a, 1.0),
-            ("intra", b, 0.99),  # within what such times differ by
+        {
+            "launch": launch,
+            "member": "kda",
+            "shape": shape,
+            **options,
+            "own": options is a,
+            "seconds": seconds,
+        }
+        for launch, shape, options, seconds in (
+            ("scan", "long", a, 2.0),
+            ("scan", "long", b, 1.0),  # fastest here, and slowest there
+            ("scan", "long", c, 1.5),
+            ("scan", "long", d, 0.1),  # not possible there
+            ("scan", "gva", a, 2.0),
+            ("scan", "gva", b, 9.0),
+            ("scan", "gva", c, 1.9),
+            ("intra", "long", a, 1.0),
+            ("intra", "long", b, 0.99),  # within what such times differ by
+            ("far", "long", b, 1.0),  # its own is not possible here
         )
     ]
     file = tmp_path / "launch.json"
-    file.write_text('{"X": {"far": {"num_warps": 1}}, "Y": {"scan": {}}}')
+    file.write_text('{"X": {"gate": {"num_warps": 1}}, "Y": {"scan": {}}}')
     tune.write(rows, "X", file)
     table = json.loads(file.read_text())
     assert table == {
-        "X": {"far": {"num_warps": 1}, "scan": c, "intra": a},
+        "X": {"far": b, "scan": c, "intra": a, "gate": {"num_warps": 1}},
         "Y": {"scan": {}},
     }
 

@@ -1,7 +1,8 @@
 """Triton kernels. Importing this package does not import Triton.
 
-What stands here is what every wrapper does on the host before a launch: it
-checks its arguments, and names the one that does not fit.
+What stands here is what the wrappers of one kernel do on the host before a
+launch (linear, prefix, flash): they check their arguments, and name the one
+that does not fit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    scale: float,
     initial_state: Tensor | None,
     chunk_size: int,
     *,
@@ -33,9 +35,13 @@ def check_inputs(
         raise TypeError(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
         )
-    check_arguments(q, k, v, None, None, None, initial_state, None, chunk_size)
+    check_arguments(
+        q, k, v, None, None, scale, initial_state, None, chunk_size
+    )
     if chunk_size is None:
         raise TypeError("chunk_size: got None, need an int")
+    if scale is None:
+        raise TypeError("scale: got NoneType, need a real number")
     tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state}
     for name, x in tensors.items():
         if x is not None and torch.is_grad_enabled() and x.requires_grad:

@@ -94,7 +94,9 @@ def scan(
         TypeError, ValueError: an argument does not fit; the message names
             it, what it got and what it needs.
     """
-    check_inputs(q, k, v, initial_state, chunk_size, interpreted=INTERPRETED)
+    check_inputs(
+        q, k, v, scale, initial_state, chunk_size, interpreted=INTERPRETED
+    )
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

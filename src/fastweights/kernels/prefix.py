@@ -125,6 +125,7 @@ def chunk_states(
     chunk_size: int = 64,
 ) -> Float[Tensor, "B HV N+1 K V"]:
     """Row 0: the initial state. Row n + 1: k^T v of chunk n. fp32."""
+    k, v = k.contiguous(), v.contiguous()
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     N = triton.cdiv(T, chunk_size)
@@ -171,6 +172,7 @@ def chunk_outputs(
     chunk_size: int = 64,
 ) -> Float[Tensor, "B T HV V"]:
     """Outputs of all chunks, given the state that enters each."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = triton.cdiv(T, chunk_size)
@@ -225,7 +227,9 @@ def parallel_scan(
     K > 128 with chunk_size 64 needs 104 KiB of shared memory, more than
     compute capabilities 8.6, 8.9 and 12.0 have.
     """
-    check_inputs(q, k, v, initial_state, chunk_size, interpreted=INTERPRETED)
+    check_inputs(
+        q, k, v, scale, initial_state, chunk_size, interpreted=INTERPRETED
+    )
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     states = chunk_states(
         k, v, initial_state=initial_state, chunk_size=chunk_size

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.errors import OutOfResources
 
 from fastweights.kernels import launch, settings
-from fastweights.kernels.call import Call, Kind
+from fastweights.kernels.call import Call
 from fastweights.kernels.tile import narrowest
 
 Stages = dict[str, Callable[[], object]]
@@ -88,10 +88,7 @@ def neighbours(
 def using(x: Call, stage: str, changed: dict[str, int]) -> Iterator[None]:
     """``changed`` in place of the stage's own launch settings."""
     table = {settings.gpu_name(x.device): {name_of(x, stage): changed}}
-    with (
-        mock.patch.object(settings, "launch_table", lambda: table),
-        mock.patch.object(x, "kind", Kind()),
-    ):
+    with mock.patch.object(settings, "launch_table", lambda: table):
         yield
 
 
@@ -158,21 +155,31 @@ def best(
 ) -> dict[str, dict[str, int]]:
     """For each launch in rows of :func:`tune`, the settings to use.
 
-    The fastest, over all shapes together, if they save more than ``least``
-    of the time of its own; else its own.
+    The fastest, over all members and shapes together, if they save more than
+    ``least`` of the time of its own; else its own. Settings that some shape
+    has no time of, its own too, are not among them.
     """
-    times: dict[str, dict[tuple, float]] = {}
+    times: dict[str, dict[tuple, dict[tuple, float]]] = {}
     own: dict[str, tuple] = {}
     for row in rows:
         options = tuple((n, row[n]) for n in OPTIONS if n in row)
-        found = times.setdefault(row["launch"], {})
-        found[options] = found.get(options, 0.0) + row["seconds"]
+        seconds = times.setdefault(row["launch"], {}).setdefault(options, {})
+        seconds[row["member"], row["shape"]] = row["seconds"]
         if row["own"]:
             own[row["launch"]] = options
     chosen = {}
     for name, found in times.items():
-        fastest = min(found, key=found.__getitem__)
-        if found[fastest] > (1 - least) * found[own[name]]:
+        places = {place for seconds in found.values() for place in seconds}
+        total = {
+            options: sum(seconds.values())
+            for options, seconds in found.items()
+            if seconds.keys() == places
+        }
+        if not total:
+            continue
+        fastest = min(total, key=total.__getitem__)
+        before = total.get(own.get(name, ()), float("inf"))
+        if total[fastest] > (1 - least) * before:
             fastest = own[name]
         chosen[name] = dict(fastest)
     return chosen
