@@ -41,7 +41,10 @@ def poison(monkeypatch):
     def filled(empty):
         def call(*args, **kwargs):
             x = empty(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            # of a buffer every byte, so that all floats in it are NaN
+            return x.fill_(255) if x.dtype == torch.uint8 else x
 
         return call
 

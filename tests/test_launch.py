@@ -1,6 +1,6 @@
-"""What a launch costs the host, and that it takes the kernel Triton would."""
+"""A call's plan: the kernels Triton would take, and the call's own results."""
 
-import dataclasses
+import ctypes
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from inputs import GATES, RULES, member
+from inputs import GATES, RULES, member, results
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation
@@ -19,10 +19,19 @@ from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
 from fastweights.kernels import launch
-from fastweights.kernels.call import INPUTS, Call, _allocate
+from fastweights.kernels.call import INPUTS, Call
+from fastweights.kernels.plan import (
+    Launch,
+    Plan,
+    _allocate,
+    compile_together,
+    places,
+    sizes,
+)
 from fastweights.kernels.tile import INTERPRETED
 
 CALL = "fastweights.kernels.call"
+RUN = Call.run
 rules = pytest.mark.parametrize("rule", RULES)
 compiled = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
@@ -37,23 +46,7 @@ def low(x):
     }
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Every launch, and none is made: its call, stage, kernel, arguments."""
-    found = []
-    monkeypatch.setattr(
-        Call, "run", lambda *arguments: found.append(arguments)
-    )
-    return found
-
-
-def forward_and_backward(x, cu_seqlens=None, chunk_size=64):
-    names = ("q", "k", "v", "g", "beta", "initial_state")
-    inputs = (*(x.get(name) for name in names), cu_seqlens)
-    call = Call(*inputs, 1.0, chunk_size)
-    o, state, saved = launch._forward(call)
-    launch.backward(o, state, *inputs, saved, 1.0, chunk_size)
-    launch.backward(None, state, *inputs, saved, 1.0, chunk_size)
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def specialization(kernel, arguments, constants):
@@ -68,111 +61,216 @@ def specialization(kernel, arguments, constants):
 @compiled
 @rules
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
-def test_a_kind_and_the_types_say_which_kernel_it_is(gate, rule, launches):
-    """Over B, T, segments and packing: all that Triton looks at."""
+def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
+    """All that Triton looks at is that of the tensors with data."""
+    launches = []
+    monkeypatch.setattr(
+        Call, "run", lambda call, *launch: launches.append(launch)
+    )
     for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
         x = low(member(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
-        forward_and_backward(x)
-        del x["initial_state"]
-        forward_and_backward(x)
-        if B == 1:
-            offsets = torch.tensor([0, T // 2, T])
-            forward_and_backward(x, cu_seqlens=offsets)
-    found = {}
-    for call, stage, kernel, programs, *arguments in launches:
-        assert programs > 0
-        same = (id(call.kind), stage, *map(type, arguments))
-        constants = call.constants(stage)
-        now = specialization(kernel, arguments, constants)
-        assert found.setdefault(same, now) == now
-    assert len(found) < len(launches) / 4
-    assert any(call.segments > 1 for call, *_ in launches)
+        for name, offsets in (
+            ("initial_state", None),
+            ("", None),
+            ("", torch.tensor([0, T // 2, T])),
+        ):
+            if offsets is not None and B > 1:
+                continue
+            inputs = [x.get(n) for n in NAMES[: 5 + (name in x)]]
+            inputs += [None] * (6 - len(inputs)) + [offsets]
+            call = Call(*inputs, 1.0, 64)
+            launches.clear()
+            o, state, saved = launch._forward(call)
+            call.others = (o, state, *saved)
+            launch._backward(call)
+            with monkeypatch.context() as undone:
+                undone.setattr(Call, "run", RUN)
+                of = sizes(inputs)
+                rest = (64, o.device, "tf32")
+                planned = [
+                    *launch.planned(of, None, *rest).launches,
+                    *launch.planned(of, sizes((o, state)), *rest).launches,
+                ]
+            assert len(planned) == len(launches)
+            for found, expected in zip(planned, launches, strict=True):
+                stage, kernel, programs, *arguments = expected
+                assert found.kernel is kernel and found.programs == programs
+                constants = call.constants(stage)
+                assert found.constants == constants
+                now = specialization(kernel, found.arguments, constants)
+                assert now == specialization(kernel, arguments, constants)
+
+
+def tensor_at(address, like):
+    """The tensor of this shape and dtype at an address."""
+    if like.numel() == 0:
+        return torch.empty_like(like, device="cpu")
+    data = (ctypes.c_byte * (like.numel() * like.itemsize)).from_address
+    return torch.frombuffer(data(address), dtype=like.dtype).view(like.shape)
+
+
+@pytest.fixture
+def by_plan(monkeypatch):
+    """Calls go by their plans, whose launches Triton's interpreter makes."""
+
+    def load(plan):
+        def interpreted(launch):
+            def run(*values):
+                arguments = [
+                    tensor_at(value, like)
+                    if isinstance(like, torch.Tensor)
+                    else value
+                    for value, like in zip(
+                        values, launch.arguments, strict=False
+                    )
+                ]
+                constants = values[len(arguments) :]
+                names = launch.kernel.arg_names[len(arguments) :]
+                assert constants == tuple(launch.constants[n] for n in names)
+                grid = (launch.programs,)
+                launch.kernel[grid](*arguments, **launch.constants)
+
+            return run
+
+        plan.runs = [interpreted(launch) for launch in plan.launches]
+
+    def begin():
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+        monkeypatch.setattr(launch, "compile_together", lambda *_: None)
+        monkeypatch.setattr(Plan, "load", load)
+
+    launch.planned.cache_clear()
+    yield begin
+    launch.planned.cache_clear()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
+@rules
+@pytest.mark.parametrize("gate", GATES)
+def test_a_plan_is_the_call(gate, rule, by_plan, poison, monkeypatch):
+    """The same bits, on other data and with another scale too."""
+    for name, number in (("segments", 3), ("ranges", 2)):
+        target = f"{CALL}.num_{name}"
+        monkeypatch.setattr(target, lambda *_, n=number: n)
+    calls = []
+    for seed, (dtype, use, lengths) in enumerate(
+        (
+            (torch.float32, "both", None),
+            (torch.float32, "o", None),
+            (torch.float16, "both", None),
+            (torch.float32, "state", [0, 15, 15, 40]),
+        )
+    ):
+        N = 1 if lengths is None else len(lengths) - 1
+        x = member(gate, rule, T=40, K=20, V=70, N=N, dtype=dtype, seed=seed)
+        options = {"scale": 0.3 + seed, "chunk_size": 16, "backend": "triton"}
+        if use == "o":
+            x["v"] = x["v"].repeat_interleave(2, 1)[:, ::2]
+        if lengths is not None:
+            options["cu_seqlens"] = torch.tensor(lengths)
+        calls.append((x, {"use": use, **options}))
+
+    def run():
+        return [
+            results(fw.linear_recurrence, x, **options) for x, options in calls
+        ]
+
+    expected = run()
+    by_plan()
+    for found, ref in zip(run(), expected, strict=True):
+        assert found.keys() == ref.keys()
+        for name in ref:
+            assert torch.equal(found[name], ref[name]), name
+    assert launch.planned.cache_info().hits > 0
 
 
 class Kernel:
-    """In place of a jitted kernel: notes which way it was launched."""
+    """In place of a jitted kernel, which it compiles to: notes its use."""
 
-    arg_names = ("x", "n", "BT", "EVEN")
+    arg_names = ("x", "y", "scale", "n", "BT", "TMA")
 
-    def __init__(self):
-        self.ways = []
+    def __init__(self, future=False):
+        self.notes, self.future = [], future
 
     def warmup(self, *arguments, grid, **constants):
-        self.ways.append(("compiles", grid[0], *arguments, constants))
-
-    def __getitem__(self, grid):
-        def run(*arguments, **constants):
-            way = "compiled" if len(grid) == 3 else "by Triton"
-            self.ways.append((way, grid[0], *arguments, constants))
+        self.notes.append("compiled")
+        if not self.future:
             return self
-
-        return run
-
-
-class Promised(Kernel):
-    """Still being compiled, by a thread that came first."""
+        done = Future()
+        done.set_result(self)
+        return triton.FutureKernel(lambda kernel: None, done)
 
     def __getitem__(self, grid):
-        def run(*arguments, **constants):
-            super(Promised, self).__getitem__(grid)(*arguments, **constants)
-            done = Future()
-            done.set_result(self)
-            return triton.FutureKernel(lambda kernel: None, done)
+        def run(*arguments):
+            self.notes.append((grid, _allocation._allocator.get(), arguments))
 
         return run
 
 
-def test_what_another_thread_compiles_is_waited_for(monkeypatch):
-    monkeypatch.setattr(f"{CALL}.INTERPRETED", False)
-    monkeypatch.setattr(f"{CALL}._kinds", {})
-    constants = {"EVEN": True, "BT": 16}
-    monkeypatch.setattr(f"{CALL}.constants", lambda *_: constants)
-    x = member("none", "additive", T=20, dtype=torch.float32)
-    kernel = Promised()
-    for _ in range(2):
-        call = Call(x["q"], x["k"], x["v"], None, None, None, None, 1.0, 16)
-        call.run("scan", kernel, 7, x["q"], 5)
-    assert [way for way, *_ in kernel.ways] == ["by Triton", "compiled"]
+def two_launches(kernel, tma=False):
+    """From x to y, and from there to z."""
+    x, y, z = (torch.empty(n, device="meta") for n in (3, 50, 4))
+    scale, constants = float("nan"), {"num_warps": 4, "BT": 16, "TMA": tma}
+    launches = [
+        Launch(kernel, 7, (x, y, None, 5), constants),
+        Launch(kernel, 8, (y, z, scale, 6), constants),
+    ]
+    return Plan(launches, [[x], []], [z], None, scale)
 
 
-class AsksForMemory(Kernel):
-    """Notes whose memory Triton would take for descriptors."""
+def test_addresses_and_constants():
+    kernel = Kernel()
+    plan = two_launches(kernel)
+    compile_together(plan)
+    assert kernel.notes == ["compiled"] * 2 and not plan.runs
+    plan.load()
+    x = torch.ones(3)
+    (z,) = plan([x, None], 0.5)
+    assert z.shape == (4,) and z.dtype == torch.float32
+    (first, _, (at_x, at_y, none, *one)), (then, _, others) = kernel.notes[2:]
+    assert first == (7, 1, 1) and then == (8, 1, 1)
+    assert at_x == x.data_ptr() and none is None and one == [5, 16, False]
+    assert others == (at_y, z.data_ptr(), 0.5, 6, 16, False)
+    assert plan([x, None], 2.0)[0] is not z
+    assert kernel.notes[-1][2][2] == 2.0
 
-    def __getitem__(self, grid):
-        def run(*arguments, **constants):
-            self.ways.append(_allocation._allocator.get())
-            return self
 
-        return run
+def test_what_another_thread_compiles_is_waited_for():
+    kernel = Kernel(future=True)
+    plan = two_launches(kernel)
+    compile_together(plan)
+    plan.load()
+    plan([torch.ones(3), None], 1.0)
+    assert [note[0] for note in kernel.notes[2:]] == [(7, 1, 1), (8, 1, 1)]
 
 
-def test_memory_for_descriptors(monkeypatch):
+def test_memory_for_descriptors():
     """Ours where a kernel makes them, in any thread; the caller keeps its."""
-    monkeypatch.setattr(f"{CALL}.INTERPRETED", False)
-    monkeypatch.setattr(f"{CALL}._kinds", {})
-    inputs = low(member("scalar", "delta", T=64, H=1, K=64, V=64))
-    x = [inputs.get(name) for name in INPUTS[:5]]
-    kernel, theirs = AsksForMemory(), object()
-    kernel.arg_names = (*kernel.arg_names, "TMA")
+    kernel, theirs = Kernel(), object()
 
-    def launch(stage):
-        for _ in range(2):  # by Triton, then past it
-            Call(*x, None, None, 1.0, 64).run(stage, kernel, 1, x[0], 2)
+    def launch(tma):
+        plan = two_launches(kernel, tma)
+        compile_together(plan)
+        plan.load()
+        plan([torch.ones(3), None], 1.0)
 
     def copied():
         triton.set_allocator(theirs)
         with ThreadPoolExecutor() as pool:
-            pool.submit(launch, "scan").result()
-        launch("chunk_states")
-        launch("intra")
+            pool.submit(launch, True).result()
+        launch(True)
+        launch(False)
         return _allocation._allocator.get()
 
-    monkeypatch.setattr(
-        f"{CALL}.constants",
-        lambda stage, *_: {"BT": 64, "EVEN": 1, "TMA": stage != "intra"},
-    )
     assert copy_context().run(copied) is theirs
-    assert kernel.ways == [_allocate] * 4 + [theirs] * 2
+    used = [note[1] for note in kernel.notes if note != "compiled"]
+    assert used == [_allocate] * 4 + [theirs] * 2
+
+
+def test_tensors_of_a_buffer_are_aligned():
+    tensors = [torch.empty(n, dtype=torch.uint8) for n in (1, 128, 0, 129, 5)]
+    assert places(tensors) == [0, 128, 256, 256, 512, 640]
+    assert places([]) == [0]
 
 
 def test_a_call_aligns_its_inputs():
@@ -205,35 +303,6 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     constants = Call(*x, None, None, 1.0, 64).constants("scan_backward")
     assert constants["TMA"] is tma
     assert constants["BV"] == BV
-
-
-def test_the_second_launch_goes_past_triton(monkeypatch):
-    monkeypatch.setattr(f"{CALL}.INTERPRETED", False)
-    monkeypatch.setattr(f"{CALL}._kinds", {})
-    constants = {"EVEN": True, "num_warps": 4, "BT": 16}
-    monkeypatch.setattr(f"{CALL}.constants", lambda *_: constants)
-    x = member("none", "additive", T=20, dtype=torch.float32)
-    inputs = (x["q"], x["k"], x["v"], None, None, None, None, 1.0, 16)
-    kernel, q = Kernel(), x["q"]
-
-    Call(*inputs).run("scan", kernel, 7, q, 5)
-    assert kernel.ways.pop() == ("by Triton", 7, q, 5, constants)
-    Call(*inputs).run("scan", kernel, 8, q, 6)
-    assert kernel.ways.pop() == ("compiled", 8, q, 6, 16, True, {})
-    # a dry call of the same kind launches nothing
-    dry = dataclasses.replace(Call(*inputs), dry=True)
-    dry.run("scan", kernel, 8, q, 6)
-    launched = Call(*inputs)
-    launched.run("scan", kernel, 8, q, 6)
-    dataclasses.replace(launched, dry=True).run("scan", kernel, 8, q, 6)
-    ways = [kernel.ways.pop()[0] for _ in range(3)]
-    assert ways == ["compiles", "compiled", "compiles"]
-    # None where there was a tensor, another stage, another dtype elsewhere
-    Call(*inputs).run("scan", kernel, 7, None, 5)
-    Call(*inputs).run("segments", kernel, 7, q, 5)
-    other = Call(*inputs, others=(q.bfloat16(),))
-    other.run("scan", kernel, 7, q, 5)
-    assert [way for way, *_ in kernel.ways] == ["by Triton"] * 3
 
 
 @pytest.mark.gpu

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 MAX_K = 256
+MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+_fitting: set[tuple] = set()  # the kinds of arguments that have passed
 
 
 def check_arguments(
@@ -29,8 +33,45 @@ def check_arguments(
 ) -> None:
     """Raise for the first argument that does not fit the others.
 
-    ``state_name`` is what the caller calls ``initial_state``.
+    ``state_name`` is what the caller calls ``initial_state``. Only types,
+    dtypes, shapes and devices count, and such as have passed once pass.
     """
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
+    key = None
+    if not torch.compiler.is_compiling():
+        try:
+            key = (
+                *[
+                    None if x is None else (x.shape, x.dtype, x.device)
+                    for x in tensors
+                ],
+                type(scale),
+                type(chunk_size),
+                chunk_size,
+            )
+            if key in _fitting:
+                return
+        except (AttributeError, TypeError):  # no tensor; no hash
+            key = None
+    _check(*tensors, scale, chunk_size, state_name)
+    if key is not None:
+        if len(_fitting) == MAX_KINDS:
+            _fitting.clear()
+        _fitting.add(key)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    chunk_size: int | None,
+    state_name: str,
+) -> None:
     tensors = {"q": q, "k": k, "v": v}
     optional = {
         "g": g,

@@ -78,7 +78,8 @@ def linear_recurrence(
         o [B, T, HV, V] in v's dtype, and the state after the last token of
         each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
         backends compute in fp32 (fp64 if q is). The kernels multiply in q's
-        dtype, which in fp16 the state's entries must fit, fp32 as
+        dtype, which in fp16 the state's entries must fit (and with a gate a
+        channel 256 times k's), fp32 as
         ``torch.get_float32_matmul_precision()`` says, and add up in fp32;
         gates, beta and the states handed over are fp32 throughout. Autocast
         rounds q, k and v on their way in and nothing else. Gradients flow to

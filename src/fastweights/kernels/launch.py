@@ -8,23 +8,31 @@ under the names that :mod:`fastweights.reference.chunkwise` and
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
-from fastweights.kernels.call import INPUTS, Call
+from fastweights.kernels import dot_precision
+from fastweights.kernels.call import INPUTS, Call, aligned
 from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_far_kernel,
     intra_bwd_kernel,
+)
+from fastweights.kernels.plan import (
+    Plan,
+    Sizes,
+    buffers,
+    compile_together,
+    nowhere,
+    places,
+    sizes,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import MARKS
@@ -195,6 +203,8 @@ def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
     the delta rule, else the decays, [P - 1, N HV, K, 1], if there are any.
     """
     S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
+    # As compose.piece_at counts them: the borders of ranges on top of those
+    # of segments, unless they are the same.
     P = S - 1 + (x.ranges - 1) * torch.sym_min(S - 1 - x.ranges, 1)
     between = torch.sym_max(P - 1, 0)
     if x.beta is None:
@@ -280,7 +290,8 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """From the last chunk to the first: dv, dbeta, dh and dinitial_state.
 
-    dh is the gradient of the state that leaves each chunk.
+    dh is the gradient of the state that leaves each chunk. dbeta, in fp16,
+    is what each value tile adds to it, [B, T, HV, tiles] in fp32; else None.
     """
     sizes = x.constants("scan_backward")
     N, S = x.num_sequences, x.segments
@@ -322,8 +333,6 @@ def scan_backward(
     if errors is not None and x.beta is not None:
         dbeta = errors.new_empty(*x.beta.shape, tiles, dtype=torch.float32)
     launch(S, errors, dv, dbeta, dh, dinitial, entrances)
-    if dbeta is not None and x.beta is not None:
-        dbeta = dbeta.sum(-1).to(x.beta.dtype)
     return dv, dbeta, dh, dinitial
 
 
@@ -409,12 +418,19 @@ def empty_saved(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Room for what :func:`forward` keeps: see :func:`kept`."""
+    """Room for what :func:`forward` keeps."""
     inputs = (q, q, v, g, beta, None, cu_seqlens)
-    x = Call(*inputs, 1.0, chunk_size, on=q.device)
+    saved = empty_kept(Call(*inputs, 1.0, chunk_size, on=q.device))
+    if INTERPRETED:
+        return saved
+    return [q.new_empty(places(saved)[-1], dtype=torch.uint8)]
+
+
+def empty_kept(x: Call) -> list[Tensor]:
+    """Room for the tensors of :func:`kept`."""
     Aqk, R = (
-        q.new_empty(*v.shape[:3], chunk_size) if there else None
-        for there in (x.has_scores, beta is not None)
+        x.q.new_empty(*x.v.shape[:3], x.chunk_size) if there else None
+        for there in (x.has_scores, x.beta is not None)
     )
     return kept(x, empty_chunked(x), Aqk, R, *segment_rooms(x))
 
@@ -457,6 +473,57 @@ def found_again(
     return chunked, Aqk, R, exits, maps
 
 
+@functools.lru_cache(maxsize=4096)
+def planned(
+    inputs: Sizes,
+    gradients: Sizes | None,
+    chunk_size: int,
+    device: torch.device,
+    precision: str,
+) -> Plan:
+    """What a forward launches; given the sizes of do and dstate, a backward.
+
+    ``precision`` is part of what its kernels are compiled for.
+    """
+    scale = float("nan")
+    given = nowhere(inputs)
+    named = dict(zip(INPUTS, given, strict=True))
+    x = Call(**named, scale=scale, chunk_size=chunk_size, on=device)
+    if gradients is None:
+        *results, saved = _forward(x)
+        return Plan(x.traced, buffers(given), results, saved, scale)
+    last, saved = nowhere(gradients), empty_kept(x)
+    x.others = (*last, *saved)
+    grads = _backward(x)
+    there = [*buffers(given + last), saved]
+    return Plan(x.traced, there, grads, None, scale)
+
+
+def plan(
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None] | None,
+    chunk_size: int,
+) -> Plan:
+    """The plan of a forward or backward, compiled and loaded.
+
+    With a forward's also the kernels of the backward that its inputs will
+    need, if they require a gradient, and only the outputs have one.
+    """
+    q, of = inputs[0], sizes(inputs)
+    assert q is not None
+    last = None if gradients is None else sizes(gradients)
+    rest = (chunk_size, q.device, dot_precision(q.dtype, q.shape[3]))
+    found = planned(of, last, *rest)
+    if not found.runs:
+        if not found.kernels:
+            plans = [found]
+            if any(t.requires_grad for t in inputs if t is not None):
+                plans.append(planned(of, (of[2], None), *rest))
+            compile_together(*plans)
+        found.load()
+    return found
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -468,16 +535,20 @@ def forward(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o in v's dtype, the final states in fp32, and what is kept."""
+    """o in v's dtype, the final states in fp32, and what is kept.
+
+    That is the tensors of :func:`kept` in Triton's interpreter, else one
+    buffer with all of them.
+    """
     if cu_seqlens is not None and not cu_seqlens.is_cuda:
         check_offsets(cu_seqlens.tolist(), q.shape[1])
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    x = Call(*inputs, scale, chunk_size)
+    if INTERPRETED:
+        return _forward(Call(*inputs, scale, chunk_size))
+    given = [aligned(t) for t in inputs]
     with torch.cuda.device_of(q):
-        if not INTERPRETED:
-            given = [t for t in inputs if t is not None]
-            compile_together(x, any(t.requires_grad for t in given))
-        return _forward(x)
+        o, state, saved = plan(given, None, chunk_size)(given, scale)
+    return o, state, [saved]
 
 
 def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -485,33 +556,6 @@ def _forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     exits, maps = segments(x, chunked, R)
     o, state = scan(x, chunked, Aqk, R, exits)
     return o, state, kept(x, chunked, Aqk, R, exits, maps)
-
-
-def compile_together(x: Call, backward: bool) -> None:
-    """Compile what the call needs and is not there yet, all at once.
-
-    One kernel at a time, as they are met, takes a few times as long. With
-    ``backward`` also what a gradient of the outputs will need.
-    """
-    kind, cut = x.classify(), min(x.segments, 3)  # from three on composed
-    if (cut, backward) in kind.compiled:
-        return
-    kind.compiled.update(((cut, backward), (cut, False)))
-    nowhere: dict[str, Any] = {}
-    for name in INPUTS:
-        t = getattr(x, name)
-        if t is not None:
-            t = torch.empty_like(t, device="meta")
-        nowhere[name] = t
-    dry = dataclasses.replace(x, **nowhere, on=x.device, dry=True)
-    with (
-        ThreadPoolExecutor() as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        _, _, saved = _forward(dry)
-        if backward:
-            others = (torch.empty_like(dry.v), None, *saved)
-            _backward(dataclasses.replace(dry, others=others))
 
 
 def backward(
@@ -536,9 +580,18 @@ def backward(
     if do is None:
         do = torch.zeros_like(v, memory_format=torch.contiguous_format)
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    x = Call(*inputs, scale, chunk_size, others=(do, dstate, *saved))
-    with torch.cuda.device_of(q):
-        return _backward(x)
+    others = (do, dstate, *saved)
+    if INTERPRETED:
+        grads = _backward(Call(*inputs, scale, chunk_size, others=others))
+    else:
+        given = [aligned(t) for t in (*inputs, *others)]
+        with torch.cuda.device_of(q):
+            grads = plan(given[:7], given[7:9], chunk_size)(given, scale)
+    if beta is not None:
+        at = 3 + (g is not None)
+        if grads[at].dim() > beta.dim():  # of each value tile
+            grads[at] = grads[at].sum(-1).to(beta.dtype)
+    return grads
 
 
 def _backward(x: Call) -> list[Tensor]:
