@@ -18,7 +18,7 @@ import torch
 from inputs import GATES, RULES, member
 
 import fastweights as fw
-from fastweights.kernels import call, flash, launch, linear, prefix
+from fastweights.kernels import backend, call, flash, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
@@ -50,7 +50,7 @@ def main() -> None:
             if gate == "none" and strength == "mixed":
                 continue
             call.num_segments = lambda *_, number=segments: number
-            launch.planned.cache_clear()
+            backend.planned.cache_clear()
             run(gate, rule, dtype, strength)
             torch.cuda.synchronize()
             print(dtype, gate, rule, segments, strength, flush=True)

@@ -29,6 +29,7 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import launch
+from fastweights.kernels.backend import planned
 from fastweights.kernels.call import Call
 from fastweights.kernels.settings import (
     maps_at_once,
@@ -418,10 +419,10 @@ def cut(monkeypatch):
         for name, number in (("segments", S), ("ranges", R or S)):
             target = f"fastweights.kernels.call.num_{name}"
             monkeypatch.setattr(target, lambda *_, n=number: n)
-        launch.planned.cache_clear()
+        planned.cache_clear()
 
     yield cut
-    launch.planned.cache_clear()
+    planned.cache_clear()
 
 
 @interpreted

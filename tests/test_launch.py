@@ -18,7 +18,7 @@ from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
-from fastweights.kernels import launch
+from fastweights.kernels import backend, launch
 from fastweights.kernels.call import INPUTS, Call
 from fastweights.kernels.plan import (
     Launch,
@@ -80,16 +80,16 @@ def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
             inputs += [None] * (6 - len(inputs)) + [offsets]
             call = Call(*inputs, 1.0, 64)
             launches.clear()
-            o, state, saved = launch._forward(call)
+            o, state, saved = launch.forward(call)
             call.others = (o, state, *saved)
-            launch._backward(call)
+            launch.backward(call)
             with monkeypatch.context() as undone:
                 undone.setattr(Call, "run", RUN)
                 of = sizes(inputs)
                 rest = (64, o.device, "tf32")
                 planned = [
-                    *launch.planned(of, None, *rest).launches,
-                    *launch.planned(of, sizes((o, state)), *rest).launches,
+                    *backend.planned(of, None, *rest).launches,
+                    *backend.planned(of, sizes((o, state)), *rest).launches,
                 ]
             assert len(planned) == len(launches)
             for found, expected in zip(planned, launches, strict=True):
@@ -135,13 +135,13 @@ def by_plan(monkeypatch):
         plan.runs = [interpreted(launch) for launch in plan.launches]
 
     def begin():
-        monkeypatch.setattr(launch, "INTERPRETED", False)
-        monkeypatch.setattr(launch, "compile_together", lambda *_: None)
+        monkeypatch.setattr(backend, "INTERPRETED", False)
+        monkeypatch.setattr(backend, "compile_together", lambda *_: None)
         monkeypatch.setattr(Plan, "load", load)
 
-    launch.planned.cache_clear()
+    backend.planned.cache_clear()
     yield begin
-    launch.planned.cache_clear()
+    backend.planned.cache_clear()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
@@ -153,16 +153,16 @@ def test_a_plan_is_the_call(gate, rule, by_plan, poison, monkeypatch):
         target = f"{CALL}.num_{name}"
         monkeypatch.setattr(target, lambda *_, n=number: n)
     calls = []
-    for seed, (dtype, use, lengths) in enumerate(
+    for seed, (dtype, V, use, lengths) in enumerate(
         (
-            (torch.float32, "both", None),
-            (torch.float32, "o", None),
-            (torch.float16, "both", None),
-            (torch.float32, "state", [0, 15, 15, 40]),
+            (torch.float32, 33, "o", None),
+            (torch.float16, 65, "both", None),
+            (torch.float32, 33, "state", [0, 9, 9, 33]),
         )
     ):
         N = 1 if lengths is None else len(lengths) - 1
-        x = member(gate, rule, T=40, K=20, V=70, N=N, dtype=dtype, seed=seed)
+        sizes = {"T": 33, "HV": 1, "K": 20, "V": V, "N": N}
+        x = member(gate, rule, dtype=dtype, seed=seed, **sizes)
         options = {"scale": 0.3 + seed, "chunk_size": 16, "backend": "triton"}
         if use == "o":
             x["v"] = x["v"].repeat_interleave(2, 1)[:, ::2]
@@ -181,7 +181,7 @@ def test_a_plan_is_the_call(gate, rule, by_plan, poison, monkeypatch):
         assert found.keys() == ref.keys()
         for name in ref:
             assert torch.equal(found[name], ref[name]), name
-    assert launch.planned.cache_info().hits > 0
+    assert backend.planned.cache_info().hits > 0
 
 
 class Kernel:
@@ -190,14 +190,17 @@ class Kernel:
     arg_names = ("x", "y", "scale", "n", "BT", "TMA")
 
     def __init__(self, future=False):
-        self.notes, self.future = [], future
+        self.notes, self.future, self.fails = [], future, False
 
     def warmup(self, *arguments, grid, **constants):
         self.notes.append("compiled")
         if not self.future:
             return self
         done = Future()
-        done.set_result(self)
+        if self.fails:
+            done.set_exception(RuntimeError("no ptxas"))
+        else:
+            done.set_result(self)
         return triton.FutureKernel(lambda kernel: None, done)
 
     def __getitem__(self, grid):
@@ -242,6 +245,20 @@ def test_what_another_thread_compiles_is_waited_for():
     plan.load()
     plan([torch.ones(3), None], 1.0)
     assert [note[0] for note in kernel.notes[2:]] == [(7, 1, 1), (8, 1, 1)]
+
+
+def test_what_cannot_be_compiled_may_be_later():
+    kernel = Kernel(future=True)
+    plan = two_launches(kernel)
+    kernel.fails = True
+    compile_together(plan)
+    with pytest.raises(RuntimeError, match="no ptxas"):
+        plan.load()
+    assert not plan.kernels and not plan.runs
+    kernel.fails = False
+    compile_together(plan)
+    plan.load()
+    plan([torch.ones(3), None], 1.0)
 
 
 def test_memory_for_descriptors():

@@ -211,7 +211,7 @@ def _implementation(
     backend = choose_backend(asked, q.device, q.dtype)
     module: ModuleType = chunkwise
     if backend == "triton":
-        from fastweights.kernels import launch as module
+        from fastweights.kernels import backend as module
     return backend, module, chunk_size or module.default_chunk_size(q)
 
 

@@ -151,11 +151,14 @@ class Plan:
 
         What cannot be compiled raises, and may be compiled again.
         """
-        found, self.kernels = self.kernels, []
-        kernels = [
-            k.result() if isinstance(k, triton.FutureKernel) else k
-            for k in found
-        ]
+        try:
+            kernels = [
+                k.result() if isinstance(k, triton.FutureKernel) else k
+                for k in self.kernels
+            ]
+        except Exception:
+            self.kernels = []
+            raise
         self.runs = [
             kernel[launch.programs, 1, 1]
             for kernel, launch in zip(kernels, self.launches, strict=True)
