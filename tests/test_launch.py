@@ -1,6 +1,5 @@
 """A call's plan: the kernels Triton would take, and the call's own results."""
 
-import ctypes
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from inputs import GATES, RULES, member, results
+from inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation
@@ -99,89 +98,6 @@ def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
                 assert found.constants == constants
                 now = specialization(kernel, found.arguments, constants)
                 assert now == specialization(kernel, arguments, constants)
-
-
-def tensor_at(address, like):
-    """The tensor of this shape and dtype at an address."""
-    if like.numel() == 0:
-        return torch.empty_like(like, device="cpu")
-    data = (ctypes.c_byte * (like.numel() * like.itemsize)).from_address
-    return torch.frombuffer(data(address), dtype=like.dtype).view(like.shape)
-
-
-@pytest.fixture
-def by_plan(monkeypatch):
-    """Calls go by their plans, whose launches Triton's interpreter makes."""
-
-    def load(plan):
-        def interpreted(launch):
-            def run(*values):
-                arguments = [
-                    tensor_at(value, like)
-                    if isinstance(like, torch.Tensor)
-                    else value
-                    for value, like in zip(
-                        values, launch.arguments, strict=False
-                    )
-                ]
-                constants = values[len(arguments) :]
-                names = launch.kernel.arg_names[len(arguments) :]
-                assert constants == tuple(launch.constants[n] for n in names)
-                grid = (launch.programs,)
-                launch.kernel[grid](*arguments, **launch.constants)
-
-            return run
-
-        plan.runs = [interpreted(launch) for launch in plan.launches]
-
-    def begin():
-        monkeypatch.setattr(backend, "INTERPRETED", False)
-        monkeypatch.setattr(backend, "compile_together", lambda *_: None)
-        monkeypatch.setattr(Plan, "load", load)
-
-    backend.planned.cache_clear()
-    yield begin
-    backend.planned.cache_clear()
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
-@rules
-@pytest.mark.parametrize("gate", GATES)
-def test_a_plan_is_the_call(gate, rule, by_plan, poison, monkeypatch):
-    """The same bits, on other data and with another scale too."""
-    for name, number in (("segments", 3), ("ranges", 2)):
-        target = f"{CALL}.num_{name}"
-        monkeypatch.setattr(target, lambda *_, n=number: n)
-    calls = []
-    for seed, (dtype, V, use, lengths) in enumerate(
-        (
-            (torch.float32, 33, "o", None),
-            (torch.float16, 65, "both", None),
-            (torch.float32, 33, "state", [0, 9, 9, 33]),
-        )
-    ):
-        N = 1 if lengths is None else len(lengths) - 1
-        sizes = {"T": 33, "HV": 1, "K": 20, "V": V, "N": N}
-        x = member(gate, rule, dtype=dtype, seed=seed, **sizes)
-        options = {"scale": 0.3 + seed, "chunk_size": 16, "backend": "triton"}
-        if use == "o":
-            x["v"] = x["v"].repeat_interleave(2, 1)[:, ::2]
-        if lengths is not None:
-            options["cu_seqlens"] = torch.tensor(lengths)
-        calls.append((x, {"use": use, **options}))
-
-    def run():
-        return [
-            results(fw.linear_recurrence, x, **options) for x, options in calls
-        ]
-
-    expected = run()
-    by_plan()
-    for found, ref in zip(run(), expected, strict=True):
-        assert found.keys() == ref.keys()
-        for name in ref:
-            assert torch.equal(found[name], ref[name]), name
-    assert backend.planned.cache_info().hits > 0
 
 
 class Kernel:
