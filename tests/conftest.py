@@ -54,3 +54,21 @@ def poison(monkeypatch):
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Cut every sequence into so many segments, however long it is.
+
+    And for the delta rule's maps into so many ranges, at most.
+    """
+    from fastweights.kernels.backend import planned
+
+    def cut(S, R=None):
+        for name, number in (("segments", S), ("ranges", R or S)):
+            target = f"fastweights.kernels.call.num_{name}"
+            monkeypatch.setattr(target, lambda *_, n=number: n)
+        planned.cache_clear()
+
+    yield cut
+    planned.cache_clear()

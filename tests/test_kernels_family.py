@@ -29,7 +29,6 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import launch
-from fastweights.kernels.backend import planned
 from fastweights.kernels.call import Call
 from fastweights.kernels.settings import (
     maps_at_once,
@@ -406,23 +405,6 @@ def test_the_precision_of_products_is_the_one_of_the_call():
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["tf32", "tf32x3", "tf32"]
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    """Cut every sequence into so many segments, however long it is.
-
-    And for the delta rule's maps into so many ranges, at most.
-    """
-
-    def cut(S, R=None):
-        for name, number in (("segments", S), ("ranges", R or S)):
-            target = f"fastweights.kernels.call.num_{name}"
-            monkeypatch.setattr(target, lambda *_, n=number: n)
-        planned.cache_clear()
-
-    yield cut
-    planned.cache_clear()
 
 
 @interpreted

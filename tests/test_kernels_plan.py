@@ -14,7 +14,6 @@ import fastweights as fw
 from fastweights.kernels import backend
 from fastweights.kernels.plan import Plan
 
-CALL = "fastweights.kernels.call"
 rules = pytest.mark.parametrize("rule", RULES)
 
 
@@ -31,7 +30,7 @@ def by_plan(monkeypatch):
     """Calls go by their plans, whose launches Triton's interpreter makes."""
 
     def load(plan):
-        def interpreted(launch):
+        def by_address(launch):
             def run(*values):
                 arguments = [
                     tensor_at(value, like)
@@ -49,14 +48,13 @@ def by_plan(monkeypatch):
 
             return run
 
-        plan.runs = [interpreted(launch) for launch in plan.launches]
+        plan.runs = [by_address(launch) for launch in plan.launches]
 
     def begin():
         monkeypatch.setattr(backend, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
         monkeypatch.setattr(Plan, "load", load)
 
-    backend.planned.cache_clear()
     yield begin
     backend.planned.cache_clear()
 
@@ -64,11 +62,9 @@ def by_plan(monkeypatch):
 @interpreted
 @rules
 @pytest.mark.parametrize("gate", GATES)
-def test_a_plan_is_the_call(gate, rule, by_plan, poison, monkeypatch):
+def test_a_plan_is_the_call(gate, rule, by_plan, poison, cut):
     """The same bits, on other data and with another scale too."""
-    for name, number in (("segments", 3), ("ranges", 2)):
-        target = f"{CALL}.num_{name}"
-        monkeypatch.setattr(target, lambda *_, n=number: n)
+    cut(3, 2)
     calls = []
     for seed, (dtype, V, use, lengths) in enumerate(
         (

@@ -1,4 +1,4 @@
-"""A call's plan: the kernels Triton would take, and the call's own results."""
+"""A call's plan: it takes the kernels Triton would, with what they need."""
 
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +29,6 @@ from fastweights.kernels.plan import (
 )
 from fastweights.kernels.tile import INTERPRETED
 
-CALL = "fastweights.kernels.call"
 RUN = Call.run
 rules = pytest.mark.parametrize("rule", RULES)
 compiled = pytest.mark.skipif(
@@ -43,9 +42,6 @@ def low(x):
         name: t.float() if name == "initial_state" else t.bfloat16()
         for name, t in x.items()
     }
-
-
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def specialization(kernel, arguments, constants):
@@ -62,22 +58,19 @@ def specialization(kernel, arguments, constants):
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
     """All that Triton looks at is that of the tensors with data."""
-    launches = []
+    launches, cut = [], False
     monkeypatch.setattr(
         Call, "run", lambda call, *launch: launches.append(launch)
     )
     for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
         x = low(member(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
-        for name, offsets in (
-            ("initial_state", None),
-            ("", None),
-            ("", torch.tensor([0, T // 2, T])),
-        ):
-            if offsets is not None and B > 1:
-                continue
-            inputs = [x.get(n) for n in NAMES[: 5 + (name in x)]]
-            inputs += [None] * (6 - len(inputs)) + [offsets]
+        ends = [(x["initial_state"], None), (None, None)]
+        if B == 1:
+            ends.append((None, torch.tensor([0, T // 2, T])))
+        for end in ends:
+            inputs = [*(x.get(name) for name in INPUTS[:5]), *end]
             call = Call(*inputs, 1.0, 64)
+            cut |= call.segments > 1
             launches.clear()
             o, state, saved = launch.forward(call)
             call.others = (o, state, *saved)
@@ -93,11 +86,13 @@ def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
             assert len(planned) == len(launches)
             for found, expected in zip(planned, launches, strict=True):
                 stage, kernel, programs, *arguments = expected
+                assert programs > 0
                 assert found.kernel is kernel and found.programs == programs
                 constants = call.constants(stage)
                 assert found.constants == constants
                 now = specialization(kernel, found.arguments, constants)
                 assert now == specialization(kernel, arguments, constants)
+    assert cut
 
 
 class Kernel:

@@ -14,7 +14,6 @@ MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-
 _fitting: set[tuple] = set()  # the kinds of arguments that have passed
 
 
