@@ -367,13 +367,12 @@ def test_one_value_head_forgets(rule):
 
 @interpreted
 @ALL
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_sequences(gate, rule, dtype):
+def test_packed_sequences(gate, rule):
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
     x = cast(x, torch.float32)
-    judge(x, 1e-4, **packed(LENGTHS, dtype), chunk_size=16)
+    judge(x, 1e-4, **packed(LENGTHS, torch.int32), chunk_size=16)
     del x["initial_state"]
-    judge(x, 1e-4, **packed(LENGTHS, dtype), chunk_size=32)
+    judge(x, 1e-4, **packed(LENGTHS, torch.int64), chunk_size=32)
 
 
 def test_packing_is_checked_on_the_host():
@@ -711,7 +710,7 @@ def test_each_stage_is_its_twin(gate, rule):
 @interpreted
 @ALL
 def test_operator_passes_opcheck(gate, rule):
-    x = cast(member(gate, rule, T=37, H=2, HV=4, K=33), torch.float32)
+    x = cast(member(gate, rule, T=20, K=33), torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
     if gate == "fixed":
         x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
