@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "book"))
 from notebooks import script  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.md"))
+ANSWERS = ROOT / "tests" / "answers"
 SAMPLE = ROOT / "tests" / "sample_book" / "01_first.md"
 
 chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
@@ -37,8 +38,12 @@ def test_chapter_shows_the_library_instead_of_retyping_it(path):
 def test_chapter_runs_as_a_script_and_its_answers_hold(path, tmp_path):
     file = tmp_path / f"{path.stem}.py"
     file.write_text(script(path))
-    attempts = rules.run(file)
-    assert list(rules.answers_hold(rules.Chapter(path), attempts)) == []
+    chapter = rules.Chapter(path)
+    answers = rules.read_answers(ANSWERS / f"{path.stem}.py")
+    attempts, reasons = rules.run(file, chapter, answers)
+    assert list(rules.answers_hold(chapter, attempts)) == []
+    assert list(rules.verdicts_are_right(answers, reasons)) == []
+    assert list(rules.each_exercise_is_answered(chapter, answers)) == []
 
 
 # The rules themselves, on a sample with one thing broken at a time
@@ -169,8 +174,8 @@ BROKEN = {
     "private name reached": (
         rules.imports_are_public,
         "@exercise",
-        "checks._reason(1, 2)\n\n@exercise",
-        "_reason is private",
+        "checks._is_stub(1)\n\n@exercise",
+        "_is_stub is private",
     ),
 }
 
@@ -225,8 +230,48 @@ def test_answers_are_run(sample, tmp_path, old, new, problem):
     path = sample(old, new)
     file = tmp_path / "chapter.py"
     file.write_text(script(path))
-    found = list(rules.answers_hold(rules.Chapter(path), rules.run(file)))
+    found = list(rules.answers_hold(rules.Chapter(path), rules.run(file)[0]))
     assert (problem is None and not found) or problem in found[0]
+
+
+ANSWERED = """\
+# %% ex-sum passes
+def total(x):
+    return x.sum()
+
+
+# %% ex-sum not yet: differs|error
+def total(x):
+    return 0 * x.sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("", "", None),
+        ("return x.sum()", "return 2 * x.sum()", "does not pass"),
+        ("return 0 * x.sum()", "return x.sum()", "passes, where"),
+        ("differs|error", "no such reason", "says "),
+        ("# %% ex-sum passes", "# %% ex-sum not yet: x", "no right answer"),
+        ("not yet: differs|error", "passes", "no wrong answer"),
+    ],
+    ids=["right", "refused", "evaded", "reason", "no-right", "no-wrong"],
+)
+def test_answers_are_judged(sample, tmp_path, old, new, problem):
+    path = sample()
+    chapter = rules.Chapter(path)
+    file, given = tmp_path / "chapter.py", tmp_path / "answers.py"
+    file.write_text(script(path))
+    given.write_text(ANSWERED.replace(old, new))
+    answers = rules.read_answers(given)
+    assert len(answers) == 2
+    _, reasons = rules.run(file, chapter, answers)
+    found = [
+        *rules.verdicts_are_right(answers, reasons),
+        *rules.each_exercise_is_answered(chapter, answers),
+    ]
+    assert any(problem in line for line in found) if problem else not found
 
 
 def test_a_failing_chapter_is_an_error(sample, tmp_path):

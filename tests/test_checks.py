@@ -170,6 +170,20 @@ def test_footprint_counts_what_operations_touch():
     assert footprint.total == (12 + 12) + (12 + 12 + 9) + (9 + 1)
 
 
+def test_footprint_finds_what_is_alive_at_once():
+    x = torch.ones(10)
+    with checks.Footprint() as one_at_a_time:
+        for _ in range(5):
+            y = 2 * x
+            del y
+    assert one_at_a_time.peak == 10
+    with checks.Footprint() as all_kept:
+        kept = [(2 * x)[:1] for _ in range(5)]  # views keep all of it
+        x[:5].add_(1)  # what was there before is not counted
+    assert all_kept.peak == 50 and len(kept) == 5
+    assert all_kept.names == {"mul", "slice", "add_"}
+
+
 def test_exponentials_are_counted():
     with checks.Exponentials() as none:
         torch.ones(3) + 1
