@@ -1,6 +1,8 @@
 """The timing tool: what it measures, and what a record holds."""
 
+import importlib.metadata
 import json
+import math
 import re
 import sys
 import time
@@ -9,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastweights as fw
-from fastweights import bench, speed
+from fastweights import bench, speed, timing
 
 
 def test_timeit_is_the_median():
     pauses = iter([0.0, 0.0, 0.0, 0.02, 0.02, 0.2])
-    seconds = bench.timeit(
+    seconds = timing.timeit(
         lambda: time.sleep(next(pauses)), device="cpu", repeats=3
     )
     assert 0.02 <= seconds < 0.1
@@ -117,7 +120,7 @@ def test_decoding_moves_each_state_there_and_back(member):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not bench.ON_GPU, reason="needs a GPU")
+@pytest.mark.skipif(not timing.ON_GPU, reason="needs a GPU")
 def test_a_replayed_round_keeps_its_states():
     before = torch.cuda.memory_allocated()
     step, moved = speed.decode_round("gla", speed.DECODED)
@@ -131,7 +134,7 @@ def test_a_replayed_round_keeps_its_states():
 def test_work_is_that_of_the_peers_page():
     """Bytes and FLOPs a token and head, K = V = 128, bf16 and on paper."""
     one = speed.Shape(1, 1, 1, 1, 128, 128)
-    size = torch.finfo(bench.DTYPE).bits // 8
+    size = torch.finfo(timing.DTYPE).bits // 8
     moved, flops = speed.work("gated_deltanet", one)
     assert moved == 4 * 128 * size + 8
     assert flops == 2 * 64 * 256 + 4 * 128**2 + (
@@ -174,7 +177,7 @@ def test_a_peer_is_timed_on_the_members_that_it_has(monkeypatch, capsys):
     assert all("member=gated_deltanet" in line for line in theirs)
 
 
-@pytest.mark.skipif(bench.ON_GPU, reason="there is a GPU")
+@pytest.mark.skipif(timing.ON_GPU, reason="there is a GPU")
 def test_tuning_takes_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "tune"])
     with pytest.raises(SystemExit, match="no CUDA device"):
@@ -204,6 +207,24 @@ def test_only_tuning_writes_settings(monkeypatch, capsys):
     assert "--write: got the case ceilings" in capsys.readouterr().err
 
 
+ROW = {"what": "copy", "seconds": 1.0}
+
+
+def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
+    """Their versions, and how they were set."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    monkeypatch.setattr(speed, "members", lambda *_, **__: iter([ROW]))
+    path = tmp_path / "record.json"
+    command = f"bench --peer fla --json {path}"
+    monkeypatch.setattr("sys.argv", command.split())
+    bench.main()
+    peers = json.loads(path.read_text())["peers"]
+    assert peers.keys() == {"fla"}
+    assert peers["fla"]["package"] == "fla-core"
+    assert peers["fla"]["version"] == "1.2.3"
+    assert "lifts its guard" in peers["fla"]["setting"]
+
+
 def test_what_the_readme_says_of_the_recorded_run():
     """Forward and backward: a quarter to half of the peer's time."""
     rows = [row for row in bench.load("h200")["rows"] if "gate" in row]
@@ -226,3 +247,53 @@ def test_what_the_readme_says_of_the_recorded_run():
         if row["what"] == "first"
     ]
     assert 2.5 < min(first) < 3.5 and 6.5 < max(first) < 7.5
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
+
+def milliseconds(record, shape, who):
+    [found] = [
+        1e3 * row["seconds"]
+        for row in bench.load(record)["rows"]
+        if row["what"] == "forward+backward"
+        and row["member"] == "gated_deltanet"
+        and (row["shape"], row["gate"], row["who"]) == (shape, "mild", who)
+    ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        ("long", "({tokens:,} tokens, {H} heads: {times}"),
+        ("train", "({B} sequences of {T:,} tokens: {times}"),
+    ],
+)
+def test_where_the_readme_says_that_flashqla_is_faster(shape, words):
+    sizes = vars(speed.SHAPES[shape])
+    peer = milliseconds("h200_flash_qla", shape, "flash_qla")
+    ours = milliseconds("h200", shape, "fastweights")
+    assert (peer < ours) == (shape == "long")
+    tokens = sizes["B"] * sizes["T"]
+    between = " where ours takes" if peer < ours else ", ours"
+    times = f"{peer:.1f} ms{between} {ours:.1f})"
+    assert words.format(**sizes, tokens=tokens, times=times) in README
+    for record in ("h200", "h200_flash_qla"):
+        [peer] = bench.load(record)["peers"].values()
+        assert peer["version"] in README
+
+
+def outside(g):
+    """The share of chunks and heads that decay below 2^-64."""
+    return (g.unflatten(1, (-1, 64)).sum(2) < -64 * math.log(2)).double()
+
+
+def test_at_which_gates_the_readme_says_that_its_figures_hold():
+    g = F.logsigmoid(torch.randn(1, 65536, 8))
+    assert outside(g / 16).max() == 0
+    share = outside(g).mean().item()
+    assert f"in {share:.0%} of their chunks".replace("%", " %") in README
+    typical = F.logsigmoid(torch.randn(10**6)).mean().item() / 16
+    half = math.log(0.5) / typical
+    assert f"half in some {half:.0f} tokens" in README

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from crossed import all_but, crossed
 from inputs import GATES, RULES, member, results
 from kernel_judge import (
     BUDGET,
@@ -43,6 +44,19 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
+# A fixed gate reaches the kernels repeated for every token, as any other.
+SEVERAL = pytest.mark.parametrize(
+    "gate, rule",
+    all_but(
+        [
+            ("none", "additive"),
+            ("scalar", "delta"),
+            ("vector", "additive"),
+            ("vector", "delta"),
+        ],
+        MEMBERS,
+    ),
+)
 # T, H, HV, K, V, chunk size, dtype, initial state
 CASES = {
     "one-token": (1, 2, 4, 60, 100, 64, torch.float32, True),
@@ -279,17 +293,19 @@ KEYS = pytest.mark.parametrize("keys", HARD.values(), ids=HARD)
 
 
 @interpreted
-@ALL
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
 def test_loop(gate, rule, case):
     x, dtype, chunk_size = member_of_case(gate, rule, case)
     judge(cast(x, dtype), budget_of(dtype), chunk_size=chunk_size)
 
 
 @interpreted
-@GATED
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("strength", STRENGTHS)
+@crossed(
+    strength=STRENGTHS,
+    gate=["fixed", "scalar", "vector"],
+    rule=RULES,
+    seldom=["fixed"],
+)
 def test_constant_gates(gate, rule, strength):
     x = member(gate, rule, T=130, K=64, V=64, HV=1, strength=strength)
     judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
@@ -305,8 +321,7 @@ def test_gates_that_open_again(gate):
 
 
 @interpreted
-@pytest.mark.parametrize("gate", GATES)
-@KEYS
+@crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
 def test_correlated_keys(gate, keys):
     x = correlated_keys(gate, **keys)
     judge_amplified(cast(x, torch.float16))
@@ -366,7 +381,7 @@ def test_one_value_head_forgets(rule):
 
 
 @interpreted
-@ALL
+@SEVERAL
 def test_packed_sequences(gate, rule):
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
     x = cast(x, torch.float32)
@@ -407,12 +422,11 @@ def test_the_precision_of_products_is_the_one_of_the_call():
 
 
 @interpreted
-@ALL
-@pytest.mark.parametrize("S", [2, 3, 7])
+@crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
 def test_segments(gate, rule, S, cut):
     """Fewer chunks than segments, a last one that is shorter, and none."""
     cut(S)
-    x = member(gate, rule, T=85, H=1, HV=2, K=33, V=65, strength=-0.01)
+    x = member(gate, rule, T=85, H=1, HV=2, K=33, V=33, strength=-0.01)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
     del x["initial_state"]
     judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
@@ -445,7 +459,7 @@ def test_a_range_past_the_end_leaves_nothing(cut):
 
 
 @interpreted
-@ALL
+@SEVERAL
 def test_segments_of_packed_sequences(gate, rule, cut):
     cut(3)
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
@@ -453,7 +467,7 @@ def test_segments_of_packed_sequences(gate, rule, cut):
 
 
 @interpreted
-@ALL
+@SEVERAL
 def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
     cut(3)
@@ -537,15 +551,14 @@ def scattered(x):
 
 
 @interpreted
-@ALL
+@SEVERAL
 def test_non_contiguous_views(gate, rule):
     x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
     judge(scattered(x), 1e-4, chunk_size=16)
 
 
 @interpreted
-@ALL
-@pytest.mark.parametrize("use", ["o", "state"])
+@crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
 def test_gradients_from_one_result(gate, rule, use):
     x = member(gate, rule, T=40, K=64, V=33, strength=-0.01)
     x = cast(x, torch.float32)
@@ -708,7 +721,7 @@ def test_each_stage_is_its_twin(gate, rule):
 
 
 @interpreted
-@ALL
+@SEVERAL
 def test_operator_passes_opcheck(gate, rule):
     x = cast(member(gate, rule, T=20, K=33), torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}

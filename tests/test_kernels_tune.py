@@ -36,7 +36,7 @@ def test_neighbours_change_one_setting():
 )
 def test_every_stage_under_other_settings(gate, rule):
     """The settings reach the launch, and afterwards the rule's are back."""
-    x = member(gate, rule, T=40, K=33, V=33)
+    x = member(gate, rule, T=20, HV=1, K=33, V=20)
     call = Call(
         *(x[n].float() if n in x else None for n in NAMES), None, None, 1.0, 16
     )

@@ -17,15 +17,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -36,54 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
-
-Row = dict[str, Any]
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-CACHE_BYTES = 2**28  # more than any GPU's L2
-FILL_RATE = 4e12  # bytes a second, of the fastest memory there is
-
-
-def timeit(
-    fn: Callable[[], object],
-    *,
-    device: str = DEVICE,
-    repeats: int = 20,
-    warmup: int = 3,
-) -> float:
-    """Median seconds of ``fn()``, after ``warmup`` calls.
-
-    On a GPU, between events. Large fills before each call empty the L2
-    cache of inputs, and last while the host queues the call's kernels, so
-    that neither is part of the time: there are as many as that takes.
-    """
-    for _ in range(warmup):
-        fn()
-    if device == "cpu":
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            fn()
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
-    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    fn()
-    queued = time.perf_counter() - start
-    fills = 1 + int(2 * queued * FILL_RATE / CACHE_BYTES)
-    pairs = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        for _ in range(min(fills, 100)):
-            cache.zero_()
-        begin.record()
-        fn()
-        end.record()
-        pairs.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+from fastweights import speed
+from fastweights.timing import (
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    Row,
+    ceilings,
+    package_version,
+    timeit,
+)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -107,18 +66,6 @@ def timed_rows(record: dict[str, Any], shape: str) -> list[Row]:
         raise ValueError(f"shape: got {shape!r}, need one of {shapes}")
     kept = {row["member"] for row in rows if row["gate"] == "kept"}
     return [r for r in rows if r["gate"] == "kept" or r["member"] not in kept]
-
-
-def ceilings() -> Iterator[Row]:
-    """Bytes moved (read and written) and operations, with their times."""
-    size = 2**32 if ON_GPU else 2**26
-    x, y = torch.randint(256, (2, size), dtype=torch.uint8, device=DEVICE)
-    row = {"what": "copy", "moved": 2 * size}
-    yield row | {"seconds": timeit(functools.partial(x.copy_, y))}
-    n = 8192 if ON_GPU else 1024
-    a, b = torch.randn(2, n, n, device=DEVICE, dtype=DTYPE)
-    row = {"what": "matmul", "n": n, "flops": 2 * n**3}
-    yield row | {"seconds": timeit(functools.partial(torch.matmul, a, b))}
 
 
 def crossover() -> Iterator[Row]:
@@ -199,16 +146,12 @@ CASES = {"ceilings": ceilings, "crossover": crossover, "decode": decode}
 
 def environment() -> dict[str, str | None]:
     """The machine, the versions and the day that a recorded run names."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
     name = torch.cuda.get_device_name() if ON_GPU else platform.machine()
     return {
         "device": name,
         "dtype": str(DTYPE).removeprefix("torch."),
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": package_version("triton"),
         "fastweights": fw.__version__,
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
@@ -233,11 +176,18 @@ def _commit() -> str | None:
 
 
 def run(
-    case: Callable[[], Iterator[Row]], arguments: str, file: Path | None
+    case: Callable[[], Iterator[Row]],
+    arguments: str,
+    file: Path | None,
+    **known: Any,
 ) -> list[Row]:
-    """Run a case: each row, as it comes, to the terminal and the record."""
+    """Run a case: each row, as it comes, to the terminal and the record.
+
+    ``known`` is what the record says besides, of peers for instance.
+    """
     command = f"python -m fastweights.bench {arguments}".strip()
-    record: dict[str, Any] = {"command": command, **environment(), "rows": []}
+    record: dict[str, Any] = {"command": command, **environment(), **known}
+    record["rows"] = []
     for row in case():
         print(_line(row), flush=True)
         record["rows"].append(row)
@@ -273,8 +223,6 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    from fastweights import speed
-
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument(
         "case",
@@ -286,7 +234,8 @@ def main() -> None:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="tune: put this GPU's best settings into the library's table",
+        help="tune: keep this GPU's best settings in the user's cache, or in "
+        "the file that FASTWEIGHTS_LAUNCH names, where the library finds them",
     )
     group = parser.add_argument_group("members")
     group.add_argument(
@@ -346,12 +295,17 @@ def main() -> None:
     if "--json" in given:
         at = given.index("--json")
         del given[at : at + 2]
-    rows = run(case, shlex.join(given), arguments.json)
+    known = {}
+    if arguments.peer:
+        known["peers"] = speed.peer_versions(arguments.peer)
+    rows = run(case, shlex.join(given), arguments.json, **known)
     if arguments.write:
         from fastweights.kernels import settings
         from fastweights.kernels.tune import write
 
-        write(rows, torch.cuda.get_device_name(), settings.TABLE)
+        file = settings.tuned_table()
+        write(rows, torch.cuda.get_device_name(), file)
+        print(f"the best settings are in {file}")
 
 
 if __name__ == "__main__":

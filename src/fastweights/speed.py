@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
-from fastweights import bench
+from fastweights.timing import (
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    Row,
+    ceilings,
+    host_seconds,
+    package_version,
+    peak_memory,
+    timeit,
+)
 
-Row = dict[str, Any]
 CHUNK = 64  # of the floor's FLOPs
 
 
@@ -67,7 +76,15 @@ MEMBERS = {
     "gated_deltanet": ("head", True),
     "kda": ("channel", True),
 }
-PEERS = ("fla", "flash_qla")
+# peer -> its package, and how it is set for the timing
+PEERS = {
+    "fla": (
+        "fla-core",
+        "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
+        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper",
+    ),
+    "flash_qla": ("flash-qla", "as it comes"),
+}
 # mild forgetting, half of it after some 14 steps; and next to none, so that
 # nothing may be skipped
 GATES = ("mild", "kept")
@@ -76,16 +93,16 @@ GATES = ("mild", "kept")
 def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
     """q, k of unit length, v normal, beta uniform in (0, 1), and gates.
 
-    q, k, v have the dtype of :data:`fastweights.bench.DTYPE`; g, beta fp32.
+    q, k, v have the dtype of :data:`fastweights.timing.DTYPE`; g, beta fp32.
     """
     torch.manual_seed(0)
     B, T, H, HV, K, V = vars(shape).values()
-    make = functools.partial(torch.randn, device=bench.DEVICE)
+    make = functools.partial(torch.randn, device=DEVICE)
     width, delta = MEMBERS[member]
     x = {
-        "q": F.normalize(make(B, T, H, K), dim=-1).to(bench.DTYPE),
-        "k": F.normalize(make(B, T, H, K), dim=-1).to(bench.DTYPE),
-        "v": make(B, T, HV, V).to(bench.DTYPE),
+        "q": F.normalize(make(B, T, H, K), dim=-1).to(DTYPE),
+        "k": F.normalize(make(B, T, H, K), dim=-1).to(DTYPE),
+        "v": make(B, T, HV, V).to(DTYPE),
     }
     sizes = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
     if width is not None:
@@ -93,7 +110,7 @@ def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
         if gate == "kept":
             x["g"].fill_(-1e-3)
     if delta:
-        x["beta"] = torch.rand(B, T, HV, device=bench.DEVICE)
+        x["beta"] = torch.rand(B, T, HV, device=DEVICE)
     return x
 
 
@@ -101,7 +118,7 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     """Bytes that a forward must move, and its FLOPs in chunks of 64."""
     B, T, H, HV, K, V = vars(shape).values()
     width, delta = MEMBERS[member]
-    size = torch.finfo(bench.DTYPE).bits // 8
+    size = torch.finfo(DTYPE).bits // 8
     moved = size * (2 * H * K + 2 * HV * V)
     moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
     moved += 4 * HV * delta
@@ -123,13 +140,23 @@ def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
     try:
         found = _from_fla() if peer == "fla" else _from_flash_qla()
     except ImportError as error:
-        package = {"fla": "fla-core", "flash_qla": "flash-qla"}[peer]
-        message = f"--peer {peer} needs the package {package}: {error}"
+        message = f"--peer {peer} needs the package {PEERS[peer][0]}: {error}"
         raise SystemExit(message) from error
     return {
         name: functools.partial(function, output_final_state=True)
         for name, function in found.items()
     }
+
+
+def peer_versions(peers: Iterable[str]) -> dict[str, Row]:
+    """What a record says of the peers beside which members were timed."""
+    found = {}
+    for peer in peers:
+        package, setting = PEERS[peer]
+        version = package_version(package)
+        row = {"package": package, "version": version, "setting": setting}
+        found[peer] = row
+    return found
 
 
 def _from_fla() -> dict[str, Callable[..., Any]]:
@@ -179,40 +206,15 @@ def passes(
     return {"forward": forward, "forward+backward": both}
 
 
-def peak_memory(fn: Callable[[], object]) -> int | None:
-    """Bytes that ``fn()`` allocates at most, above what is there before."""
-    if not bench.ON_GPU:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fn()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def host_seconds(fn: Callable[[], object], calls: int = 20) -> float | None:
-    """Seconds until ``fn()`` returns, the GPU's work still queued."""
-    if not bench.ON_GPU:
-        return None
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        fn()
-    seconds = (time.perf_counter() - start) / calls
-    torch.cuda.synchronize()
-    return seconds
-
-
 _FIRST = """
 import time, torch
-from fastweights import bench, speed
+from fastweights import speed
 import fastweights as fw
 x = speed.inputs({member!r}, speed.Shape(1, 256, 2, 2, 128, 128), "mild")
-torch.cuda.synchronize() if bench.ON_GPU else None
+torch.cuda.synchronize() if speed.ON_GPU else None
 start = time.perf_counter()
 speed.passes(fw.{member}, x)["forward+backward"]()
-torch.cuda.synchronize() if bench.ON_GPU else None
+torch.cuda.synchronize() if speed.ON_GPU else None
 print(time.perf_counter() - start)
 """
 
@@ -240,7 +242,7 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     x: dict[str, Any] = inputs(name, shape, GATES[0])
     B, _, _, HV, K, V = vars(shape).values()
     size = (B, HV, K, V)
-    states = [torch.zeros(size, device=bench.DEVICE) for _ in range(STATES)]
+    states = [torch.zeros(size, device=DEVICE) for _ in range(STATES)]
 
     def step() -> None:
         for state in states:
@@ -249,7 +251,7 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     tensors = (*x.values(), x["v"])  # o is like v
     moved = 8 * states[0].numel()
     moved += sum(t.numel() * t.element_size() for t in tensors)
-    if not bench.ON_GPU:
+    if not ON_GPU:
         return step, moved
     step()  # compiles
     torch.cuda.synchronize()
@@ -283,7 +285,7 @@ def members(
     "decode" there are what a step moves, and its time.
     """
     rate: dict[str, float] = {}
-    for row in bench.ceilings():
+    for row in ceilings():
         amount = row.get("moved", row.get("flops", 0))
         rate[row["what"]] = amount / row["seconds"]
         yield row
@@ -293,19 +295,19 @@ def members(
             seconds = first_seconds(name)
             yield {"member": name, "what": "first", "seconds": seconds}
         if DECODE in shapes:
-            shape = DECODED if bench.ON_GPU else DECODED_ON_CPU
+            shape = DECODED if ON_GPU else DECODED_ON_CPU
             fn, moved = decode_round(name, shape)
             yield {
                 "member": name,
                 "shape": DECODE,
                 "who": "fastweights",
                 "what": "step",
-                "seconds": bench.timeit(fn) / STATES,
+                "seconds": timeit(fn) / STATES,
                 "floor": moved / rate["copy"],
                 "moved": moved,
             }
         sequences = [where for where in shapes if where != DECODE]
-        for where in sequences if bench.ON_GPU else ["small"]:
+        for where in sequences if ON_GPU else ["small"]:
             shape = SHAPES.get(where, ON_CPU)
             moved, flops = work(name, shape)
             for gate in gates if MEMBERS[name][0] else gates[:1]:
@@ -328,7 +330,7 @@ def members(
                             "gate": gate,
                             "who": who,
                             "what": what,
-                            "seconds": bench.timeit(fn),
+                            "seconds": timeit(fn),
                             "floor": floor,
                             "moved": times * moved,
                             "flops": times * flops,
@@ -346,7 +348,7 @@ def tune(names: list[str], shapes: list[str]) -> Iterator[Row]:
     Raises:
         SystemExit: there is no GPU that the kernels run on.
     """
-    if not bench.ON_GPU:
+    if not ON_GPU:
         raise SystemExit("tune: got no CUDA device, need one")
     from fastweights.kernels import tune as stages
     from fastweights.kernels.call import Call
@@ -370,5 +372,5 @@ def tune(names: list[str], shapes: list[str]) -> Iterator[Row]:
                 shape.K**-0.5,
                 CHUNK,
             )
-            for row in stages.tune(call, bench.timeit):
+            for row in stages.tune(call, timeit):
                 yield {"member": name, "shape": where, **row}

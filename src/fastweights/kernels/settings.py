@@ -1,14 +1,15 @@
 """Launch settings: tile sizes, warps, stages, and into how many segments.
 
-A rule, :func:`launch_options`, and before it a table by GPU and launch,
-``data/launch.json``, which ``python -m fastweights.bench tune --write``
-measures and writes.
+A rule, :func:`launch_options`, and before it a table by GPU and launch:
+``data/launch.json``, which ships, and :func:`tuned_table`, which
+``python -m fastweights.bench tune --write`` measures and writes.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import triton
 
+import fastweights as fw
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import narrowest
 
@@ -116,13 +118,52 @@ def uses_tma(
     return ahead and whole and dtype.itemsize == 2 and chunk_size == 64
 
 
-TABLE = Path(str(resources.files("fastweights"))) / "data" / "launch.json"
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+def tuned_table() -> Path:
+    """Where this user's own settings are kept, one file per version.
+
+    The file that FASTWEIGHTS_LAUNCH names; else one in the user's cache
+    (XDG_CACHE_HOME, ~/.cache), outside the installed package.
+    """
+    if told := os.environ.get("FASTWEIGHTS_LAUNCH"):
+        return Path(told)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "fastweights" / f"launch-{fw.__version__}.json"
+
+
+def read_table(file: Path) -> Table:
+    """A file of settings; nothing where there is none.
+
+    Raises:
+        ValueError: there is a file, and it is not such a table.
+    """
+    try:
+        found = json.loads(file.read_text())
+        named = [x.values() for x in found.values()]
+        good = all(isinstance(x, dict) for of in named for x in of)
+    except FileNotFoundError:
+        return {}
+    except (AttributeError, json.JSONDecodeError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"{file}: got something else, need launch settings as "
+            "'python -m fastweights.bench tune --write' writes them; "
+            "write them again or remove the file"
+        )
+    return found
 
 
 @functools.cache
-def launch_table() -> dict[str, dict[str, dict[str, int]]]:
+def launch_table() -> Table:
     """What was measured: by GPU and launch_name, the settings to use."""
-    return json.loads(TABLE.read_text())
+    resource = resources.files("fastweights") / "data" / "launch.json"
+    table: Table = json.loads(resource.read_text())
+    for gpu, tuned in read_table(tuned_table()).items():
+        table[gpu] = table.get(gpu, {}) | tuned
+    return table
 
 
 def launch_name(

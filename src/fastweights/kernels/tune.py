@@ -187,6 +187,8 @@ def best(
 
 def write(rows: Iterable[dict[str, Any]], gpu: str, file: Path) -> None:
     """Put the :func:`best` settings of this GPU into the table."""
-    table = json.loads(file.read_text())
+    table = settings.read_table(file)
     table[gpu] = table.get(gpu, {}) | best(rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    settings.launch_table.cache_clear()
