@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: book clean help notebooks serve test
+.PHONY: book check clean help mutants notebooks serve test test-all
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -37,10 +37,16 @@ LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 UNIT := $(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+LIBRARY_TESTS := tests --ignore tests/test_site.py \
+	--ignore-glob 'tests/test_kernels_*'
+KERNEL_TESTS := $(wildcard tests/test_kernels_*.py)
+STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
+	&& $(PY) -m ruff format --check --quiet
+TYPES = $(SAY) "types: mypy" && $(PY) -m mypy
 
 help: ## list what can be made
 	@echo "Fast Weights: what can be made"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) \
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) \
 		| expand -t 18
 	@echo
 	@echo "Each installs what it needs into .venv first, or uses the active"
@@ -56,26 +62,41 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 	@$(SAY) "http://localhost:$(PORT) (stop: Ctrl-C)"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory build/html $(PORT)
 
-test: $(READY) $(MATHJAX) ## check style, types, library, notebooks, site
-	@$(SAY) "style: ruff"
-	@$(PY) -m ruff check --quiet
-	@$(PY) -m ruff format --check --quiet
-	@$(SAY) "types: mypy"
-	@$(PY) -m mypy
+check: $(READY) ## in 90 seconds: style, types, tests of what you changed
+	@$(STYLE)
+	@$(TYPES)
+	@$(SAY) "library: the tests of what the change touches"
+	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
+	@$(SAY) "kernels: those of them that Triton's interpreter runs"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tests/touched.py --interpreted
+
+test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
+	@$(STYLE)
+	@$(TYPES)
 	@$(SAY) "library: unit tests"
-	@OMP_NUM_THREADS=1 $(UNIT) tests --ignore tests/test_site.py \
-		--ignore-glob 'tests/test_kernels_*'
+	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) tests/test_kernels_*.py
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
+		$(KERNEL_TESTS)
 	@$(MAKE) --no-print-directory notebooks
-	@$(SAY) "notebooks: run each from its first cell to its last"
-	@$(UNIT) --nbval-lax --dist loadscope build/notebooks
-	@$(SAY) "site: every chapter executed anew, every warning an error"
+	@$(SAY) "chapters: run each from its first cell to its last"
 	@rm -rf build/test
-	@$(SPHINX) -D nb_execution_mode=force -d build/test/doctrees \
-		chapters build/test/html
+	@OMP_NUM_THREADS=1 $(PY) book/execute.py --fresh --cells build/test/cells
+	@$(SAY) "site: every warning an error"
+	@$(SPHINX) -D nb_execution_cache_path=$(CURDIR)/build/test/cells \
+		-d build/test/doctrees chapters build/test/html
 	@$(SAY) "site: links, alt texts, no other host"
 	@$(PY) -m pytest -q tests/test_site.py
+
+test-all: test ## test, with all parameters crossed, and the notebooks
+	@$(SAY) "library: the combinations that make test leaves out"
+	@OMP_NUM_THREADS=1 $(UNIT) -m full $(LIBRARY_TESTS)
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m full $(KERNEL_TESTS)
+	@$(SAY) "notebooks: run each from its first cell to its last"
+	@$(UNIT) --nbval-lax --dist loadscope build/notebooks
+
+mutants: $(READY) ## break the library a line at a time: a test must notice
+	@$(PY) tests/mutants.py
 
 clean: ## remove what was built (.venv and book/node_modules stay)
 	@$(SAY) "removing build and the caches"
@@ -84,6 +105,7 @@ clean: ## remove what was built (.venv and book/node_modules stay)
 build/book: $(READY) $(MATHJAX) build/notebooks.made $(CHAPTERS) \
 		$(LIBRARY) $(LOOK)
 	@$(SAY) "site: running the chapters whose cells or library changed"
+	@$(PY) book/execute.py
 	@$(SPHINX) -d build/doctrees chapters build/html
 	@touch $@
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -522,16 +523,18 @@ def caught_by(file: str, old: str, new: str) -> str:
         shutil.copytree(ROOT / "src", src)
         text = (src / file).read_text()
         if old not in text:
-            raise SystemExit(f"{file} has no {old!r}")
+            return f"STALE: {file} has no {old!r}"
         (src / file).write_text(text.replace(old, new, 1))
         tests = ROOT / "tests" / TESTS[file]
         kernels = TESTS[file].startswith("test_kernels")
-        interpreter = {"TRITON_INTERPRET": "1"} if kernels else {}
+        settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
+        settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
         options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
+        command = [sys.executable, "-m", "pytest", *options.split()]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", *options.split(), tests],
+            [*command, "-m", "not full", tests],
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(src)} | interpreter,
+            env=os.environ | settings,
             capture_output=True,
             text=True,
         )
@@ -541,13 +544,16 @@ def caught_by(file: str, old: str, new: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    alive = []
-    for name in names or MUTANTS:
-        test = caught_by(*MUTANTS[name])
-        print(f"{name:36} {test or 'ALIVE'}", flush=True)
-        if not test:
-            alive.append(name)
-    return len(alive)
+    """Two at a time on two cores: each is a process of its own."""
+    names = names or [*MUTANTS]
+    passed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tests = pool.map(lambda name: caught_by(*MUTANTS[name]), names)
+        for name, test in zip(names, tests, strict=True):
+            print(f"{name:36} {test or 'ALIVE'}", flush=True)
+            passed += bool(test) and not test.startswith("STALE")
+    print(f"{passed} passed, {len(names) - passed} failed")
+    return len(names) - passed
 
 
 if __name__ == "__main__":

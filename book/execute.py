@@ -1,0 +1,89 @@
+"""Run the chapters, several at once, and keep what they print for the site.
+
+    python book/execute.py [--cells FOLDER] [--fresh] [CHAPTER ...]
+
+Each runs in a Jupyter kernel of its own, from its first cell to its last.
+Sphinx finds the results in the cache, and runs nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
+from jupyter_cache.executors.utils import single_nb_execution
+from myst_nb.core.read import myst_nb_reader_plugin
+
+BOOK = Path(__file__).resolve().parent
+sys.path.insert(0, str(BOOK))
+
+import conf  # noqa: E402  (it lies beside this file)
+
+
+def execute(chapters: list[Path], cells: Path) -> list[str]:
+    """Run those that the cache does not have; how the failed ones failed."""
+    cache = get_cache(cells)
+    waiting = {}
+    for path in chapters:
+        notebook = myst_nb_reader_plugin(str(path))
+        try:
+            cache.match_cache_notebook(notebook)
+        except KeyError:
+            waiting[path] = notebook
+    failures = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {
+            pool.submit(
+                single_nb_execution,
+                notebook,
+                cwd=str(path.parent),
+                timeout=conf.nb_execution_timeout,
+                allow_errors=False,
+                meta_override=True,
+            ): path
+            for path, notebook in waiting.items()
+        }
+        for future in as_completed(running):
+            path, result = running[future], future.result()
+            if result.err is not None:
+                failures.append(f"{path.name}:\n{result.exc_string}")
+                continue
+            print(f"    {path.stem}: {result.time:.0f} s", flush=True)
+            data = {"execution_seconds": result.time}
+            bundle = CacheBundleIn(waiting[path], str(path), data=data)
+            cache.cache_notebook_bundle(
+                bundle, check_validity=False, overwrite=True
+            )
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("chapters", nargs="*", type=Path)
+    parser.add_argument(
+        "--cells", type=Path, default=Path(conf.nb_execution_cache_path)
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="run them all, cached or not"
+    )
+    arguments = parser.parse_args()
+    if arguments.fresh:
+        shutil.rmtree(arguments.cells, ignore_errors=True)
+    folder = BOOK.parent / "chapters"
+    chapters = arguments.chapters or sorted(folder.glob("[0-9][0-9]_*.md"))
+    start = time.perf_counter()
+    failures = execute([x.resolve() for x in chapters], arguments.cells)
+    print("\n".join(failures), file=sys.stderr, end="\n" * bool(failures))
+    print(f"    {time.perf_counter() - start:.0f} s in all")
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

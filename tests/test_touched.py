@@ -1,0 +1,46 @@
+"""make check runs the tests of what a change touches, and no others."""
+
+import pytest
+from touched import ROOT, chosen, found_for, imported
+
+
+def names(path):
+    return {test.name for test in found_for(path)}
+
+
+def test_a_module_has_the_tests_that_import_it():
+    found = names("src/fastweights/mlstm.py")
+    assert "test_mlstm.py" in found and "test_bench.py" not in found
+    found = names("src/fastweights/kernels/settings.py")
+    assert {"test_settings.py", "test_compile_family.py"} <= found
+
+
+def test_a_helper_has_the_tests_that_use_it():
+    assert "test_kernels_decode.py" in names("tests/crossed.py")
+    assert names("tests/test_ops.py") == {"test_ops.py"}
+    assert names("README.md") == set()
+
+
+def test_a_chapter_is_run_and_no_other():
+    found = chosen(["chapters/04_decay.md"], interpreted=False)
+    assert found[-1] == "tests/test_chapters.py"
+    assert found[3] == "(test_chapters.py and (04_decay))"
+    same = chosen(["tests/answers/04_decay.py"], interpreted=False)
+    assert same == found
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_interpreter_has_a_process_of_its_own(interpreted):
+    found = chosen(["tests/inputs.py"], interpreted=interpreted)
+    files = [x for x in found if x.endswith(".py")]
+    assert files and all((ROOT / x).is_file() for x in files)
+    for file in files:
+        assert file.startswith("tests/test_kernels_") == interpreted
+    sampled = "test_kernels_family.py and (each_stage" in found[3]
+    assert sampled == interpreted
+
+
+def test_imports_are_found_by_module_and_by_name(tmp_path):
+    file = tmp_path / "test_x.py"
+    file.write_text("import a.b\nfrom c import d\n")
+    assert imported(file) == {"a.b", "c", "c.d"}

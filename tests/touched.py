@@ -1,0 +1,114 @@
+"""Run the tests of what a change touches.
+
+    python tests/touched.py [--interpreted] [COMMIT]
+
+A change is what differs from COMMIT, HEAD unless given, and what git does
+not know yet; if nothing does, the last commit. A module's tests are those
+of its name and those that import it, a chapter's its rules and answers.
+With --interpreted, those that Triton's interpreter runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+# Minutes each, in full; of these, what goes through all the stages.
+SAMPLES = {
+    "test_kernels_family.py": "each_stage or gates_that_open or test_ranges",
+    "test_kernels_decode.py": "one-token or half_precision",
+    "test_compile_family.py": "test_bf16 and 90",
+    "test_compile_decode.py": "test_bf16 and 90",
+}
+
+
+def changed(commit: str) -> list[str]:
+    """Paths of what the change touches, from the root."""
+
+    def git(*words: str) -> list[str]:
+        command = ["git", "-C", str(ROOT), *words]
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        )
+        return run.stdout.split()
+
+    found = git("diff", "--name-only", commit)
+    found += git("ls-files", "--others", "--exclude-standard")
+    return found or git("diff", "--name-only", f"{commit}~", commit)
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of the library, and files of tests/, that a test imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def found_for(path: str) -> Iterator[Path]:
+    """The test files of one changed file."""
+    file = Path(path)
+    if file.parts[0] == "chapters" or path.startswith("tests/answers"):
+        yield TESTS / "test_chapters.py"
+    elif path.startswith("src/") and file.suffix == ".py":
+        module = ".".join(file.with_suffix("").parts[1:])
+        for test in TESTS.rglob("test_*.py"):
+            if test.stem == f"test_{file.stem}" or module in imported(test):
+                yield test
+    elif file.parts[0] == "tests" and file.suffix == ".py":
+        for test in TESTS.rglob("test_*.py"):
+            if test.stem == file.stem or file.stem in imported(test):
+                yield test
+
+
+def chosen(paths: list[str], *, interpreted: bool) -> list[str]:
+    """Arguments for pytest; none if no test is touched."""
+    files = {test for path in paths for test in found_for(path)}
+    files -= {TESTS / "test_site.py"}  # of a site that is built
+    files = {
+        test
+        for test in files
+        if test.is_file()
+        and test.name.startswith("test_kernels_") == interpreted
+    }
+    if not files:
+        return []
+    chapters = [Path(x).stem for x in paths if Path(x).stem[:2].isdigit()]
+    samples = {x.name: SAMPLES[x.name] for x in files if x.name in SAMPLES}
+    if chapters:
+        samples["test_chapters.py"] = " or ".join(sorted({*chapters}))
+    others = [x.name for x in files if x.name not in samples]
+    names = [f"({name} and ({x}))" for name, x in sorted(samples.items())]
+    names += [f"({name})" for name in sorted(others)]
+    return [
+        "-m",
+        "not gpu and not full",
+        "-k",
+        " or ".join(names),
+        *sorted(str(x.relative_to(ROOT)) for x in files),
+    ]
+
+
+def main(words: list[str]) -> int:
+    interpreted = "--interpreted" in words
+    commit = next((x for x in words if not x.startswith("-")), "HEAD")
+    arguments = chosen(changed(commit), interpreted=interpreted)
+    if not arguments:
+        print("    none is touched")
+        return 0
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto"]
+    command += ["--maxprocesses", "8", "--dist", "worksteal"]
+    return subprocess.run([*command, *arguments], cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
