@@ -2,7 +2,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: book check clean help mutants notebooks serve test test-all
+.PHONY: book check clean help mutants notebooks serve \
+	test test-all test-library
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -73,11 +74,7 @@ check: $(READY) ## in 90 seconds: style, types, tests of what you changed
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(TYPES)
-	@$(SAY) "library: unit tests"
-	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
-	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
-		$(KERNEL_TESTS)
+	@$(MAKE) --no-print-directory test-library
 	@$(MAKE) --no-print-directory notebooks
 	@$(SAY) "chapters: run each from its first cell to its last"
 	@rm -rf build/test
@@ -87,6 +84,13 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 		-d build/test/doctrees chapters build/test/html
 	@$(SAY) "site: links, alt texts, no other host"
 	@$(PY) -m pytest -q tests/test_site.py
+
+test-library: $(READY) ## of test the library's part, on any PyTorch and Triton
+	@$(SAY) "library: unit tests"
+	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
+	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
+		$(KERNEL_TESTS)
 
 test-all: test ## test, with all parameters crossed, and the notebooks
 	@$(SAY) "library: the combinations that make test leaves out"
