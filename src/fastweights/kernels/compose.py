@@ -10,7 +10,7 @@ what they leave are pieces: the chunks between two borders of either kind.
 import triton
 import triton.language as tl
 
-from fastweights.kernels.tile import sequence_at, state_at, tile_at
+from fastweights.kernels.tile import mask_if, sequence_at, state_at, tile_at
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def compose_kernel(
             else:
                 i_from = piece_at(c - 1, size, span) * rows + i_nh
             o_S, m_S = state_at(to * rows + i_nh, i_v, K, V, BK, BV)
-            m_own = m_S & start_of_segment if BACK else m_S
+            m_own = mask_if(start_of_segment, m_S) if BACK else m_S
             if DELTA:
                 b_on = tl.zeros([BK, BV], dtype=tl.float32)
                 for i_j in tl.static_range(NJ):

@@ -18,6 +18,7 @@ from fastweights.kernels.tile import (
     first_slot,
     is_near,
     load_chunk,
+    mask_if,
     nonzero,
     slot_row,
     state_at,
@@ -121,7 +122,8 @@ def scan_fwd_kernel(
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_S = tl.load(initial_state + o_S, mask=m_S & (first == 0), other=0.0)
+        m_first = mask_if(first == 0, m_S)
+        b_S = tl.load(initial_state + o_S, mask=m_first, other=0.0)
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
         if DELTA:  # of M: its unit vectors, and no values
@@ -132,7 +134,7 @@ def scan_fwd_kernel(
     elif exits is not None:
         i_p = piece_at(tl.maximum(first - 1, 0), size, span)
         o_S, m_S = state_at(i_p * N * HV + i_nh, i_v, K, V, BK, BV)
-        b_S += tl.load(exits + o_S, mask=m_S & (first > 0), other=0.0)
+        b_S += tl.load(exits + o_S, mask=mask_if(first > 0, m_S), other=0.0)
 
     d_v = chunks_of(v, start, end, HV, V, BT, BV, TMA)
     if DG <= 1 or DELTA:
@@ -260,14 +262,14 @@ def scan_fwd_kernel(
 
     if state is not None:
         o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
-        tl.store(state + o_S, b_S, mask=m_S & (i_s == NS - 1))
+        tl.store(state + o_S, b_S, mask=mask_if(i_s == NS - 1, m_S))
     if MAP and not DELTA:
         i_nh += i_s * N * HV
         o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
         tl.store(exits + o_S, b_S, mask=m_S)
         if DG > 0:
             i_nh -= N * HV  # the first segment's map is not needed
-            m_k = (o_k < K) & (i_v == 0) & (i_s > 0)
+            m_k = mask_if((i_v == 0) & (i_s > 0), o_k < K)
             tl.store(maps + i_nh.to(tl.int64) * K + o_k, b_decay, mask=m_k)
 
 
@@ -338,10 +340,11 @@ def scan_bwd_kernel(
     if dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tl.load(dstate + o_S, mask=m_S & (last == NT), other=0.0)
+        b_dS = tl.load(dstate + o_S, mask=mask_if(last == NT, m_S), other=0.0)
     if entrances is not None and not MAP:
         o_S, m_S = state_at(i_s * N * HV + i_nh, i_v, K, V, BK, BV)
-        b_dS += tl.load(entrances + o_S, mask=m_S & (last < NT), other=0.0)
+        m_inner = mask_if(last < NT, m_S)
+        b_dS += tl.load(entrances + o_S, mask=m_inner, other=0.0)
 
     d_k_out = chunks_of(k_out, start, end, H, K, BT, BK, TMA)
     d_q_in = chunks_of(q_in, start, end, H, K, BT, BK, TMA)
@@ -441,4 +444,4 @@ def scan_bwd_kernel(
         tl.store(entrances + o_S, b_dS, mask=m_S)
     elif dinitial_state is not None:
         o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
-        tl.store(dinitial_state + o_S, b_dS, mask=m_S & (i_s == 0))
+        tl.store(dinitial_state + o_S, b_dS, mask=mask_if(i_s == 0, m_S))

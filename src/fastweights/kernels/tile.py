@@ -266,6 +266,16 @@ def unchained(x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def mask_if(condition, mask):
+    """The mask of a tile if ``condition``, a number, holds; else all False.
+
+    Selected, not ``mask & condition``: of that Triton 3.9's interpreter makes
+    integers, which it then refuses as a mask.
+    """
+    return tl.where(condition, mask, False)
+
+
+@triton.jit
 def nonzero(b_beta):
     """beta, or 1e-20 where |beta| is less: a factor that can be a divisor."""
     return tl.where(tl.abs(b_beta) < 1e-20, 1e-20, b_beta)
