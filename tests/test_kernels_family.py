@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.kernels import launch
+from fastweights.kernels import dot_precision, launch
 from fastweights.kernels.call import Call
 from fastweights.kernels.settings import (
     maps_at_once,
@@ -407,18 +407,48 @@ def test_offsets_that_are_not_contiguous():
     judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
 
 
-def test_the_precision_of_products_is_the_one_of_the_call():
+@pytest.fixture
+def tf32_switches():
+    """PyTorch's switches for fp32 products, as they were when it ends."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.backends.fp32_precision, matmul.fp32_precision
+    torch.backends.fp32_precision = matmul.fp32_precision = "none"
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision, matmul.fp32_precision = before
+
+
+def switch(where, value):
+    if where == "old":
+        torch.set_float32_matmul_precision(value)
+    elif where == "all":
+        torch.backends.fp32_precision = value
+    else:
+        torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.mark.usefixtures("tf32_switches")
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [
+        ("old", ("medium", "highest", "high", "highest")),
+        ("matmul", ("tf32", "ieee", "tf32", "none")),
+        ("all", ("tf32", "ieee", "tf32", "none")),
+    ],
+    ids=["old", "matmul", "all"],
+)
+def test_the_precision_of_products_is_the_one_of_the_call(where, values):
+    """Whichever of PyTorch's switches was used, and however often."""
     x = cast(member("scalar", "delta"), torch.float32)
     names = ("q", "k", "v", "g", "beta")
-    before, found = torch.get_float32_matmul_precision(), []
-    try:
-        for precision in ("medium", "highest", "medium"):
-            torch.set_float32_matmul_precision(precision)
-            call = Call(*(x[n] for n in names), None, None, 1.0, 16)
-            found.append(call.constants("scan")["PRECISION"])
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert found == ["tf32", "tf32x3", "tf32"]
+    found = []
+    for value in values:
+        switch(where, value)
+        call = Call(*(x[n] for n in names), None, None, 1.0, 16)
+        found.append(call.constants("scan")["PRECISION"])
+        assert dot_precision(torch.bfloat16, 128) == "tf32"
+        assert dot_precision(torch.float32, 129) == "tf32x3"
+    assert found == ["tf32", "tf32x3"] * 2
 
 
 @interpreted
@@ -751,7 +781,7 @@ def test_products_on_gpu(
     matmul_precision(precision)
     x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
     label = f"{dtype} {precision} D{D}, {gate} {rule}"
-    budget = HALF if dtype != torch.float32 or precision == "medium" else tol
+    budget = HALF if dtype != torch.float32 or precision == "high" else tol
     judge(cast(x, dtype, "cuda"), budget, record_property, label)
 
 

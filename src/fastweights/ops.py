@@ -79,12 +79,15 @@ def linear_recurrence(
         each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
         backends compute in fp32 (fp64 if q is). The kernels multiply in q's
         dtype, which in fp16 the state's entries must fit (and with a gate a
-        channel 256 times k's), fp32 as
-        ``torch.get_float32_matmul_precision()`` says, and add up in fp32;
-        gates, beta and the states handed over are fp32 throughout. Autocast
-        rounds q, k and v on their way in and nothing else. Gradients flow to
-        every input from both results, and two runs give the same bits;
-        gradients of gradients only with backend "loop".
+        channel 256 times k's), and fp32 as PyTorch multiplies it on CUDA: in
+        TF32 where ``torch.backends.cuda.matmul.fp32_precision`` is "tf32",
+        which is also what ``torch.set_float32_matmul_precision`` makes of
+        "high" and "medium", else to fp32 accuracy (as always for K > 128).
+        They add up in fp32, and gates, beta and the states handed over are
+        fp32 throughout. Autocast rounds q, k and v on their way in and
+        nothing else. Gradients flow to every input from both results, and
+        two runs give the same bits; gradients of gradients only with backend
+        "loop".
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
