@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
+from fastweights.kernels import backend as kernels
 from fastweights.kernels import dot_precision, launch
 from fastweights.kernels.call import Call
 from fastweights.kernels.settings import (
@@ -397,6 +398,75 @@ def test_packing_is_checked_on_the_host():
         fw.linear_recurrence(
             **x, cu_seqlens=torch.tensor([0, 30, 20]), backend="triton"
         )
+
+
+class Guarded:
+    """Tensors with NaN on both sides of their memory, as wide as they are."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def like(self, x):
+        """A copy of x between its guards."""
+        wide = 2 * x.numel() + -2 * x.numel() % 16  # keeps it aligned
+        buffer = x.new_full((2 * wide + x.numel(),), WORST[x.dtype])
+        within = buffer[wide : wide + x.numel()]
+        within.copy_(x.flatten())
+        self.buffers.append((buffer, wide, x.numel()))
+        return within.view(x.shape)
+
+    def hold(self):
+        """Nothing was written next to a tensor."""
+        for buffer, wide, size in self.buffers:
+            for side in (buffer[:wide], buffer[wide + size :]):
+                worst = torch.full_like(side, WORST[side.dtype])
+                assert side.equal(worst) or side.isnan().all()
+
+
+WORST = dict.fromkeys((torch.float32, torch.float64), float("nan"))
+WORST |= {torch.int32: 7, torch.int64: 99}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("gate", "rule", "S"),
+    [
+        ("none", "additive", 1),
+        ("scalar", "additive", 3),
+        ("scalar", "delta", 3),
+        ("vector", "delta", 1),
+    ],
+)
+def test_offsets_that_lie_reach_no_other_memory(
+    gate, rule, S, cut, monkeypatch
+):
+    """Negative, decreasing and past the end; read and written is our own.
+
+    Each tensor lies between NaNs: they stay, and no result has one.
+    """
+    guarded = Guarded()
+    for owner, name in (
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+    ):
+
+        def zeros(*arguments, make=getattr(owner, name), **options):
+            return guarded.like(make(*arguments, **options).zero_())
+
+        monkeypatch.setattr(owner, name, zeros)
+    cut(S)
+    offsets = torch.tensor([-30, 29, 5, 70])
+    sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}
+    x = member(gate, rule, **sizes, dtype=torch.float32)
+    x = {name: guarded.like(t) for name, t in x.items()}
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    inputs = [x.get(name) for name in names] + [guarded.like(offsets)]
+    monkeypatch.setattr(kernels, "check_offsets", lambda *_: None)
+    o, state, saved = kernels.forward(*inputs, 1.0, 16)
+    do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
+    grads = kernels.backward(do, dstate, *inputs, saved, 1.0, 16)
+    assert all(t.isfinite().all() for t in (o, state, *grads))
+    guarded.hold()
 
 
 @interpreted

@@ -10,7 +10,12 @@ what they leave are pieces: the chunks between two borders of either kind.
 import triton
 import triton.language as tl
 
-from fastweights.kernels.tile import mask_if, sequence_at, state_at, tile_at
+from fastweights.kernels.tile import (
+    mask_if,
+    sequence_span,
+    state_at,
+    tile_at,
+)
 
 
 @triton.jit
@@ -21,8 +26,7 @@ def cuts(i_n, NS, NR, cu_seqlens, T, BT: tl.constexpr):
     segment and a range have. Segments at the end may have fewer, or none. The
     ranges are those of all segments but the last, and no shorter than these.
     """
-    start = sequence_at(i_n, cu_seqlens, T)
-    end = sequence_at(i_n + 1, cu_seqlens, T)
+    start, end = sequence_span(i_n, cu_seqlens, T)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     size = tl.maximum(tl.cdiv(NT, NS), 1)
     return start, end, NT, size, tl.cdiv((NS - 1) * size, NR)

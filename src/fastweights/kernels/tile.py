@@ -67,11 +67,26 @@ def chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def sequence_at(i_n, cu_seqlens, T):
-    """The first token of sequence i_n when all lie end to end."""
+    """The first token of sequence i_n when all lie end to end.
+
+    Nobody has checked cu_seqlens: what is no token is the nearest that is,
+    or T, so that numbers may be wrong, but no address.
+    """
     if cu_seqlens is None:
         return tl.cast(i_n, tl.int64) * T
     else:
-        return tl.load(cu_seqlens + i_n).to(tl.int64)
+        t = tl.load(cu_seqlens + i_n).to(tl.int64)
+        return tl.minimum(tl.maximum(t, 0), T)
+
+
+@triton.jit
+def sequence_span(i_n, cu_seqlens, T):
+    """The first token of sequence i_n, and its end, which is not before it."""
+    start = sequence_at(i_n, cu_seqlens, T)
+    end = sequence_at(i_n + 1, cu_seqlens, T)
+    if cu_seqlens is not None:
+        end = tl.maximum(start, end)
+    return start, end
 
 
 @triton.jit
@@ -81,7 +96,8 @@ def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
     Sequences of one length have no slot between them. Of packed ones,
     sequence n, which starts at token t, has the slots t // BT + n onwards:
     no two share one, and at most one slot a sequence stays empty, so that
-    cdiv(T, BT) + N slots do for any packing.
+    cdiv(T, BT) + N slots do for any packing. They do for any cu_seqlens: the
+    chunks from t to T are cdiv(T, BT) - t // BT at most.
     """
     if cu_seqlens is None:
         return tl.cast(i_n, tl.int64) * tl.cdiv(T, BT)
@@ -94,7 +110,8 @@ def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     """What chunk slot i_c holds: its first token, and its sequence's end.
 
     An empty slot's first token is past the end. Among packed sequences a
-    program finds its own by bisection.
+    program finds its own by bisection. No first token is negative, whatever
+    is in cu_seqlens: sequence n is only found from slot n onwards.
     """
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
@@ -107,8 +124,7 @@ def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
                 i_n = i_mid
             else:
                 i_last = i_mid - 1
-    t = sequence_at(i_n, cu_seqlens, T)
-    end = sequence_at(i_n + 1, cu_seqlens, T)
+    t, end = sequence_span(i_n, cu_seqlens, T)
     return t + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
 
 
