@@ -320,12 +320,12 @@ MUTANTS = {
     ),
     "autocast-reaches-the-products": (
         OPS,
-        '    ran(f"{backend} forward")\n    with _without_autocast(q):',
+        '    ran(f"{backend} forward")\n    with without_autocast(q):',
         '    ran(f"{backend} forward")\n    with torch.no_grad():',
     ),
     "autocast-reaches-the-backward": (
         OPS,
-        '    ran(f"{backend} backward")\n    with _without_autocast(q):',
+        '    ran(f"{backend} backward")\n    with without_autocast(q):',
         '    ran(f"{backend} backward")\n    with torch.no_grad():',
     ),
     "autocast-leaves-its-operands": (

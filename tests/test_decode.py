@@ -134,7 +134,9 @@ def test_the_table_says_what_each_member_passes(name):
         "decode_step": fw.decode_step,
         "logsigmoid": F.logsigmoid,
         "phi": feature_maps.elu1,
-        "retnet_decay": fw.retnet_decay,
+        "retnet_decay": functools.partial(
+            fw.retnet_decay, dtype=torch.float64
+        ),
         "state": state,
         "temperature": extra.get("temperature"),
     }

@@ -9,6 +9,7 @@ from inputs import member
 
 import fastweights as fw
 from fastweights import feature_maps
+from fastweights.checks import relative_error
 from fastweights.reference import steps
 
 B, T, H, K, V = 2, 21, 2, 5, 4
@@ -82,9 +83,20 @@ def test_retention_takes_retnets_decays_unless_given():
     decay = fw.retnet_decay(8)
     assert decay.dtype == torch.float32
     torch.testing.assert_close(decay, torch.tensor(expected))
-    torch.testing.assert_close(
-        fw.retention(**x), fw.retention(**x, g=fw.retnet_decay(H))
-    )
+    g = torch.tensor(expected[:H], dtype=torch.float64)  # as x is
+    want = fw.retention(**x, g=g)
+    torch.testing.assert_close(fw.retention(**x), want, rtol=1e-13, atol=0)
+    x = {name: t.float() for name, t in x.items()}
+    want = fw.retention(**x, g=fw.retnet_decay(H))
+    torch.testing.assert_close(fw.retention(**x), want, rtol=0, atol=0)
+
+
+def test_retention_takes_decays_in_fp32_beside_fp64():
+    """A user's g may be narrower than q, as in every member."""
+    x = inputs("retention")
+    x["g"] = fw.retnet_decay(H)
+    want = fw.retention(**(x | {"g": x["g"].double()}))
+    torch.testing.assert_close(fw.retention(**x), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 8, 64])
@@ -141,11 +153,48 @@ def test_gated_retention_takes_a_root_of_a_sigmoid(temperature):
     torch.testing.assert_close(got, want)
 
 
+def test_the_default_temperature_keeps_an_untrained_gate_near_one():
+    x = inputs("mamba2")
+    x["g"] = torch.full_like(x["g"], math.log(0.5) / 16)
+    want = fw.mamba2(**x)
+    del x["g"]
+    got = fw.gated_retention(**x, logits=torch.zeros(B, T, H).double())
+    torch.testing.assert_close(got, want)
+
+
+NUMBERS = {
+    "string": ("1", "got str, need a real number"),
+    "none": (None, "got NoneType, need a real number"),
+    "tensor": (torch.tensor(1.0), "got Tensor, need a real number"),
+    "negative": (-1, "got -1, need >"),
+    "nan": (float("nan"), "got nan, need >"),
+}
+
+
+@pytest.mark.parametrize(("number", "message"), NUMBERS.values(), ids=NUMBERS)
+def test_eps_and_temperature_are_numbers(number, message):
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    with pytest.raises((TypeError, ValueError), match=f"^eps: {message}"):
+        fw.linear_attention(**x, eps=number)
+    x["logits"] = torch.zeros(B, T, H)
+    message = f"^temperature: {message}"
+    with pytest.raises((TypeError, ValueError), match=message):
+        fw.gated_retention(**x, temperature=number)
+
+
+def test_a_temperature_of_zero_is_refused_and_an_eps_of_zero_is_not():
+    x = inputs("linear_attention")
+    del x["initial_state"]
+    fw.linear_attention(**x, normalize=True, eps=0)
+    x["logits"] = torch.zeros(B, T, H)
+    with pytest.raises(ValueError, match=r"^temperature: got 0, need > 0"):
+        fw.gated_retention(**x, temperature=0)
+
+
 def test_gated_retention_names_what_is_wrong():
     x = inputs("mamba2")
     del x["g"]
-    with pytest.raises(ValueError, match="temperature: got 0, need > 0"):
-        fw.gated_retention(**x, logits=torch.zeros(B, T, H), temperature=0)
     with pytest.raises(ValueError, match=r"logits: got shape \[2\]"):
         fw.gated_retention(**x, logits=torch.zeros(2))
 
@@ -217,6 +266,79 @@ def test_normalised_linear_attention_is_a_weighted_mean(name, scale, eps):
             [torch.einsum("bjhk,bjhv->bhkv", k, v), k.sum(1)[..., None]], -1
         ),
     )
+
+
+def test_the_default_eps_answers_a_query_that_matches_nothing():
+    ones = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    x = {"q": ones, "k": 1e-6 * ones, "v": 2 * ones}
+    o, _ = fw.linear_attention(**x, normalize=True)
+    torch.testing.assert_close(o, ones)  # 2e-6 / (1e-6 + eps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("phi", ["elu1", "identity"])
+def test_the_normaliser_is_not_rounded_to_half_precision(phi, seed):
+    """Features of both signs: a sum that cancels, and divides."""
+    generator = torch.Generator().manual_seed(seed)
+    x = [
+        torch.randn(1, 80, 2, 16, generator=generator).bfloat16()
+        for _ in range(4)
+    ]
+    *x, loss = (t.requires_grad_() for t in x)
+    wide = [t.detach().double().requires_grad_() for t in x]
+    results = []
+    for q, k, v in (x, wide):
+        if phi == "elu1":  # as rounded as the library's
+            q, k = (
+                feature_maps.elu1(t.bfloat16()).to(t.dtype) for t in (q, k)
+            )
+        o, _ = fw.linear_attention(q, k, v, normalize=True, eps=0.0)
+        leaves = (q, k, v)
+        results.append((o, *torch.autograd.grad((o * loss).sum(), leaves)))
+    assert results[0][0].dtype == torch.bfloat16
+    for found, want, budget in zip(
+        *results, (3e-3, 6e-3, 6e-3, 6e-3), strict=True
+    ):
+        assert relative_error(found, want) < budget
+
+
+def test_the_normaliser_may_be_larger_than_fp16s_numbers():
+    q = torch.full((1, 8, 1, 64), 16.0).half()
+    v = torch.full((1, 8, 1, 4), 0.25).half()
+    o, state = fw.linear_attention(q, q, v, scale=1.0, normalize=True)
+    assert o.equal(v)  # 8 tokens of 64 * 16^2: z is 131072
+    assert state[0, 0, 0, 4] == 8 * 16
+
+
+def test_autocast_rounds_the_inputs_and_not_the_normaliser():
+    x = {n: t.float() for n, t in inputs("linear_attention").items()}
+    del x["initial_state"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fw.linear_attention(**x, normalize=True)
+    narrow = {name: t.bfloat16() for name, t in x.items()}
+    want = fw.linear_attention(**narrow, normalize=True)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+STATES = {
+    "without-its-column": (
+        torch.zeros(B, H, K, V).double(),
+        r"got shape \[2, 2, 5, 4\], need \[2, 2, 5, 5\]",
+    ),
+    "narrow": (
+        torch.zeros(B, H, K, V + 1),
+        "got torch.float32, need torch.float64",
+    ),
+    "a-list": ([1.0], "got list, need a Tensor"),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), STATES.values(), ids=STATES)
+def test_normalised_linear_attention_names_its_state(state, message):
+    x = inputs("linear_attention") | {"initial_state": state}
+    message = f"^initial_state: {message}"
+    with pytest.raises((TypeError, ValueError), match=message):
+        fw.linear_attention(**x, normalize=True)
 
 
 def test_normalised_linear_attention_continues_from_its_state():

@@ -154,6 +154,27 @@ def check_integers(values: dict[str, int]) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}, need an int")
 
 
+def check_number(name: str, x: float, need: str) -> None:
+    """Raise unless the argument is a real number, "> 0" or ">= 0"."""
+    if not isinstance(x, numbers.Real | torch.SymFloat):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a real number")
+    if not (x > 0 if need == "> 0" else x >= 0):
+        raise ValueError(f"{name}: got {x}, need {need}")
+
+
+def check_states(
+    q: Tensor, states: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Raise unless they have these shapes, and the dtype of q's states."""
+    check_tensors(states)
+    full = torch.promote_types(q.dtype, torch.float32)
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": (q.dtype,)}
+    check_kinds({"q": q} | states, dtypes | dict.fromkeys(states, (full,)))
+    for name, shape in shapes.items():
+        if states[name].shape != shape:
+            wrong_shape(name, states[name], f"{list(shape)}")
+
+
 def check_kinds(
     tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]
 ) -> None:

@@ -36,7 +36,8 @@ def decode_step(
 
     What continues a member, with the scale that it was called with (phi is
     its feature map, if it has one; logits are fp32; retnet_decay is what
-    retention takes unless it is given a g):
+    retention takes unless it is given a g, with dtype=torch.float64 if q is
+    that):
 
         linear_attention     phi(q), phi(k), v
         retention            q, k, v, retnet_decay(HV)

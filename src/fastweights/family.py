@@ -20,10 +20,16 @@ from torch import Tensor
 from fastweights.arguments import (
     check_integers,
     check_kinds,
+    check_number,
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import linear_recurrence
+from fastweights.normaliser import (
+    check_normalised,
+    recurrence_with_normaliser,
+)
+from fastweights.ops import autocast, linear_recurrence
+from fastweights.reference.backend import wide
 
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T HV V"]
@@ -56,28 +62,36 @@ def linear_attention(
 
     feature_map is applied to q and k first; K is then its width. With
     normalize the outputs are divided by z_t = scale * phi(q_t) . sum phi(k)
-    plus eps: v gets a last column of ones, so that the state, initial and
-    final, has V + 1 columns. With features that vanish or change sign, z_t
-    can be near zero; in fp16 it must stay below 65504.
+    plus eps >= 0: v gets a last column of ones, so that the state, initial
+    and final, has V + 1 columns. With features that vanish or change sign,
+    z_t can be near zero; it is computed in fp32 for every dtype, at the cost
+    that :func:`fastweights.normaliser.recurrence_with_normaliser` names.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         need(name, x, 4, "[B, T, heads, width]")
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
-    if normalize:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    o, state = linear_recurrence(q, k, v, None, None, **options)
+    check_number("eps", eps, ">= 0")
     if not normalize:
-        return o, state
-    return o[..., :-1] / (o[..., -1:] + eps), state
+        return linear_recurrence(q, k, v, None, None, **options)
+    q, k, v = autocast(q, k, v)
+    state = options.get("initial_state")
+    states = {} if state is None else {"initial_state": state}
+    check_normalised(q, k, v, None, states, **options)
+    one = torch.ones_like(v[..., :1], dtype=wide(v.dtype))
+    o, z, state = recurrence_with_normaliser(q, k, v, one, None, **options)
+    return (o / (z + eps)).to(v.dtype), state
 
 
 def retnet_decay(
-    num_heads: int, *, device: torch.device | None = None
+    num_heads: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " HV"]:
-    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h, fp32."""
+    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h."""
     check_heads(num_heads)
-    h = torch.arange(num_heads, device=device, dtype=torch.float32)
+    h = torch.arange(num_heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - h))
 
 
@@ -125,12 +139,14 @@ def retention(
 ) -> tuple[Values, State]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g a head (Sun et al. 2023).
 
-    g is [HV]; None takes RetNet's own, :func:`retnet_decay`. Lightning
-    Attention is this with :func:`lightning_decay`.
+    g is [HV]; None takes RetNet's own, :func:`retnet_decay`, in fp64 if q
+    is. Lightning Attention is this with :func:`lightning_decay`.
     """
     if g is None:
+        need("q", q, 4, "[B, T, H, K]")
         need("v", v, 4, "[B, T, HV, V]")
-        g = retnet_decay(v.shape[2], device=v.device)
+        dtype = wide(q.dtype)
+        g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
     need("g", g, 1, "[HV]")
     return linear_recurrence(q, k, v, g, None, **options)
 
@@ -165,8 +181,7 @@ def gated_retention(
     need("v", v, 4, "[B, T, HV, V]")
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
-    if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}, need > 0")
+    check_number("temperature", temperature, "> 0")
     dtype = torch.promote_types(logits.dtype, torch.float32)
     g = F.logsigmoid(logits.to(dtype)) / temperature
     return linear_recurrence(q, k, v, g, None, **options)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import (
-    check_arguments,
-    check_kinds,
-    check_tensors,
-    wrong_shape,
-)
+from fastweights.arguments import check_number
 from fastweights.family import (
     Keys,
     PerHead,
@@ -20,7 +17,13 @@ from fastweights.family import (
     check_gate,
     need,
 )
-from fastweights.ops import autocast, linear_recurrence
+from fastweights.normaliser import (
+    check_normalised,
+    recurrence_with_normaliser,
+)
+from fastweights.ops import autocast
+from fastweights.reference.backend import wide
+from fastweights.reference.chunkwise import CLEARS
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[State, Stabilizer]
@@ -55,111 +58,156 @@ def mlstm(
         g: [B, T, HV], log of the forget gate: logsigmoid of its
             pre-activation or, for an exponential gate, that itself.
         i: [B, T, HV], log of the input gate: its pre-activation. Neither
-            gate has a bound. Both are fp32 or q's dtype.
-        initial_state: what an earlier call returned; empty if None.
-        eps: added to the denominator in units of e^{m_t}, so that it cannot
-            vanish; xLSTM's code has the same.
+            gate has a bound: where i is -inf nothing is written, where g is
+            -inf all before is forgotten. Both are fp32 or q's dtype.
+        initial_state: what an earlier call returned; empty if None. A
+            memory whose m is -inf is empty, whatever its state holds.
+        eps: >= 0, added to the denominator in units of e^{m_t}, so that it
+            cannot vanish; xLSTM's code has the same.
         scale, chunk_size, backend: as in linear_recurrence.
 
     Returns:
         o [B, T, HV, V] and (state, m): state [N, HV, K, V + 1] is e^{-m} C
         and, in its last column, e^{-m} n; m [N, HV] is the stabilizer
-        after the last token. Both fp32 (fp64 if q is).
+        after the last token. Both fp32 (fp64 if q is). Where nothing has
+        been written, or all of it forgotten, o is 0 and m is -inf.
+
+        The denominator is computed in fp32 for every dtype, at the cost
+        that :func:`fastweights.normaliser.recurrence_with_normaliser`
+        names.
 
     Raises:
         TypeError, ValueError: as linear_recurrence.
     """
     q, k, v = autocast(q, k, v)
     need("g", g, 3, "[B, T, HV]")
-    check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
+    options: dict[str, Any] = {
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "backend": backend,
+    }
+    check_normalised(q, k, v, g, named(initial_state), **options)
     check_gate("i", i, q, v)
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    check_number("eps", eps, ">= 0")
+    state = m = None
     if initial_state is not None:
-        check_memory(initial_state, q, v, N)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    g, i = g.to(dtype), i.to(dtype)
-    state, m = (None, None) if initial_state is None else initial_state
-    before, after, last = stabilizers(g, i, m, cu_seqlens)
+        state, m = initial_state
+        state = state.masked_fill(m.isneginf()[..., None, None], 0)
+    dtype = wide(q.dtype)
+    g, i = g.double(), i.double()
+    before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
     # Any stabilizer gives the same o: it takes no part in the gradients.
     rescaled = g + torch.minimum(before - after, -g).detach()
-    weight = (i - after).exp()[..., None]
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    v = (weight * v).to(v.dtype)
-    o, state = linear_recurrence(
+    # Of an empty state nothing needs to decay, and -inf - -inf is no number.
+    empty, emptied = before.isneginf(), after.isneginf()
+    rescaled = rescaled.masked_fill(g.isneginf() | emptied, CLEARS)
+    rescaled = rescaled.masked_fill(empty, 0).to(dtype)
+    weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
+    o, z, state = recurrence_with_normaliser(
         q,
         k,
-        v,
+        weight * v,
+        weight,
         rescaled,
         initial_state=state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        backend=backend,
+        **options,
     )
-    least = (-after).exp()[..., None]  # 1, in units of e^m
-    total = torch.maximum(o[..., -1:].abs(), least)
-    return (o[..., :-1] / (total + eps)).to(v.dtype), (state, last)
+    least = (-after).exp()[..., None].to(dtype)  # 1, in units of e^m
+    total = torch.maximum(z.abs(), least)
+    return (o / (total + eps)).to(v.dtype), (state, last)
 
 
-def check_memory(memory: Memory, q: Keys, v: Values, N: int) -> None:
-    """Raise unless that is what a call returned for N such sequences."""
+def named(memory: Memory | None) -> dict[str, Tensor]:
+    """State and stabilizer as the arguments they are; raise if no pair."""
+    if memory is None:
+        return {}
     if not isinstance(memory, tuple | list) or len(memory) != 2:
         raise TypeError(
             f"initial_state: got {type(memory).__name__}, need a pair of "
             "tensors, (state, m)"
         )
-    HV, V = v.shape[2:]
-    shapes = {
-        "initial_state[0]": (N, HV, q.shape[3], V + 1),
-        "initial_state[1]": (N, HV),
-    }
-    tensors = dict(zip(shapes, memory, strict=True))
-    check_tensors(tensors)
-    full = torch.promote_types(q.dtype, torch.float32)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": (q.dtype,)}
-    check_kinds({"q": q} | tensors, dtypes | dict.fromkeys(shapes, (full,)))
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            wrong_shape(name, tensors[name], f"{list(shape)}")
+    return {f"initial_state[{n}]": x for n, x in enumerate(memory)}
 
 
 @torch.no_grad()
 def stabilizers(
-    g: PerHead, i: PerHead, m: Stabilizer | None, cu_seqlens: Tensor | None
+    g: PerHead,
+    i: PerHead,
+    m: Stabilizer | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[PerHead, PerHead, Stabilizer]:
     """m_t = max(g_t + m_{t-1}, i_t): before and after each token, the last.
 
-    All at once: with G_t the running sum of g, m_t - G_t is the running
-    maximum of i_t - G_t; in fp64, for G grows. Sequences of a pack are
-    lifted one above the other, so that each begins anew. Offsets that are
-    none give any numbers, and no error: linear_recurrence has that.
+    In fp64, as g and i are, but the last: that is of ``dtype``, rounded up,
+    and then what stands after its token too. A state is never handed over
+    in other units than it was computed in, and no gate exceeds 1. Offsets
+    that are none give any numbers, and no error: linear_recurrence has that.
     """
     B, T, HV = g.shape
-    wide_g, wide_i = g.double(), i.double()
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    first = wide_g.new_full((N, HV), -torch.inf) if m is None else m.double()
+    first = g.new_full((N, HV), -torch.inf) if m is None else m.double()
     tokens = torch.arange(T, device=g.device)
     if cu_seqlens is None:
-        sequence, starts = torch.zeros_like(tokens), tokens == 0
+        starts, ends = tokens == 0, tokens == T - 1
         entering = first[:, None]
     else:
         offsets = cu_seqlens.to(g.device, torch.int64)
-        ends = offsets[1:].contiguous()
-        sequence = torch.searchsorted(ends, tokens, right=True)
+        stops = offsets[1:].contiguous()
+        sequence = torch.searchsorted(stops, tokens, right=True)
         sequence = sequence.clamp(max=N - 1)
         starts = tokens == offsets[sequence]
+        ends = tokens == stops[sequence] - 1
         entering = first[sequence][None]
-    starts = starts[:, None]
-    b = torch.where(starts, (wide_g + entering).maximum(wide_i), wide_i)
-    G = wide_g.cumsum(1)
-    height = (b - G).amax() - (b - G).amin() + 1
-    lift = height * sequence[:, None]
-    after = (b - G + lift).cummax(1).values - lift + G
-    before = after.roll(1, 1)
-    fresh = torch.where(entering.isneginf(), after - wide_g, entering)
-    before = torch.where(starts, fresh, before)
-    last = after[:, -1]
-    if cu_seqlens is not None:
-        some = (ends > offsets[:-1])[:, None]
-        last = torch.where(some, after[0, (ends - 1).clamp(0, T - 1)], first)
-    return before.to(g), after.to(g), last.to(g)
+    starts, ends = starts[:, None], ends[:, None]
+    carried = g.masked_fill(starts, -torch.inf)
+    fresh = torch.where(starts, torch.fmax(g + entering, i), i)
+    after = running_maximum(carried, fresh)
+    last = after.to(dtype)
+    above = torch.nextafter(last, torch.full_like(last, torch.inf))
+    last = torch.where(last.double() < after, above, last)
+    after = torch.where(ends, last.double(), after)
+    before = torch.where(starts, entering, after.roll(1, 1))
+    if cu_seqlens is None:
+        return before, after, last[:, -1].clone()
+    some = (stops > offsets[:-1])[:, None]
+    last = last[0, (stops - 1).clamp(0, T - 1)]
+    return before, after, torch.where(some, last, first.to(dtype))
+
+
+def running_maximum(a: PerHead, b: PerHead) -> PerHead:
+    """m_t = max(a_t + m_{t-1}, b_t) for every t, m before the first is -inf.
+
+    A stretch of tokens maps m to max(a + m, b), and two stretches compose
+    to max(a2 + a1 + m, max(a2 + b1, b2)): each pass doubles the stretch that
+    ends at t. Gates of -inf need no care, and fmax keeps a NaN where it is.
+    """
+    if torch.compiler.is_compiling():
+        return RUNNING_MAXIMUM(a, b)
+    return _running_maximum(a, b)
+
+
+def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.clone(), b.clone()
+    size = 1
+    while size < a.shape[1]:
+        here, there = slice(size, None), slice(-size)
+        b[:, here] = torch.fmax(a[:, here] + b[:, there], b[:, here])
+        a[:, here] = a[:, here] + a[:, there]
+        size *= 2
+    return b
+
+
+# One node of a compiled graph for any T.
+RUNNING_MAXIMUM = torch.library.custom_op(
+    "fastweights::running_maximum",
+    _running_maximum,
+    mutates_args=(),
+    schema="(Tensor a, Tensor b) -> Tensor",
+)
+
+
+@RUNNING_MAXIMUM.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(b)

@@ -254,7 +254,7 @@ def _autocasts(x: Tensor) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def _without_autocast(q: Tensor) -> AbstractContextManager:
+def without_autocast(q: Tensor) -> AbstractContextManager:
     """Where products stay as they are; entering autocast costs 5 us."""
     if not _autocasts(q):
         return nullcontext()
@@ -273,7 +273,7 @@ def _loop(
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
-    with _without_autocast(q):
+    with without_autocast(q):
         tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
         tokens[0] = scale * tokens[0]
         state = first_states(q, v, initial_state, cu_seqlens)
@@ -311,7 +311,7 @@ def _forward(
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     ran(f"{backend} forward")
-    with _without_autocast(q):
+    with without_autocast(q):
         return module.forward(q, *inputs, chunk_size)
 
 
@@ -330,7 +330,7 @@ def _backward(
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     ran(f"{backend} backward")
-    with _without_autocast(q):
+    with without_autocast(q):
         return module.backward(do, dstate, q, *inputs, chunk_size)
 
 
