@@ -99,6 +99,12 @@ def test_moments_are_the_stills_panels(moments, panels):
     assert len(shown) == panels
 
 
+def test_moments_may_be_named_by_their_tokens():
+    still = root(to_html(moments=(2, 3, 6))).select_one(".fw-film-still")
+    titles = re.findall(r"after token \d", str(still))
+    assert titles == ["after token 2", "after token 3", "after token 6"]
+
+
 def test_ids_are_the_same_every_time_and_differ_between_films():
     first = to_html()
     assert to_html() == first
@@ -191,6 +197,8 @@ def test_the_callers_choice_of_slider_is_carried(slider):
         ({"decay_slider": 1}, "decay_slider: got int, need a bool"),
         ({"moments": 2.0}, "moments: got float, need an int"),
         ({"moments": True}, "moments: got bool, need an int"),
+        ({"moments": "12"}, "moments: got str, need an int"),
+        ({"moments": (1, 2.0)}, "moments: got float, need an int"),
     ],
     ids=str,
 )
@@ -215,6 +223,9 @@ def test_wrong_types_are_refused(bad, message):
         ({"alt": " "}, "alt: got an empty string, need a description"),
         ({"moments": 0}, "moments: got 0, need 1 <= moments <= 8"),
         ({"moments": 9}, "moments: got 9, need 1 <= moments <= 8"),
+        ({"moments": (0, 7)}, "moments: got (0, 7), need tokens from 1 to 7"),
+        ({"moments": (7, 8)}, "moments: got (7, 8), need tokens from 1 to 7"),
+        ({"moments": ()}, "moments: got (), need 1 <= moments <= 8"),
     ],
     ids=str,
 )
@@ -351,6 +362,15 @@ def test_bars_are_shares_of_the_value_in_the_answer(gate, rule):
     queries = k / k.square().sum(-1, keepdim=True)
     expected = ((queries @ S) * v).sum(-1) / v.square().sum(-1)
     assert (made - expected).abs().max() < 1e-9
+    assert (film.shares(**x)[-1] - expected).abs().max() < 1e-9
+
+
+def test_shares_of_tokens_to_come_and_of_zero_values_are_zero():
+    x = inputs("scalar", "delta")
+    x["v"][2] = 0
+    shares = film.shares(**x)
+    assert shares.shape == (T, T) and not shares.triu(1).any()
+    assert not shares[:, 2].any() and shares[-1].count_nonzero() == T - 1
 
 
 @needs_node
