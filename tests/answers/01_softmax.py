@@ -8,7 +8,176 @@ def one_query(q, k, v):
     return (w[:, None] * v).sum(0)
 
 
-# %% ex-one-query not yet: nan|relative error
+# %% ex-one-query not yet: give nan.*may be subtracted
 def one_query(q, k, v):
     w = (k @ q / len(q) ** 0.5).exp()
     return w @ v / w.sum()
+
+
+# %% ex-one-query not yet: _softmax was called
+def one_query(q, k, v):
+    return torch.softmax(k @ q / len(q) ** 0.5, 0) @ v
+
+
+# %% ex-one-query not yet: (softmax|attention)\S* was called
+def one_query(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(
+        q[None, None], k[None], v[None]
+    )[0, 0]
+
+
+# %% ex-merge passes
+def merge_parts(a, b):
+    if a[0] < b[0]:
+        a, b = b, a
+    if b[0] == -math.inf:
+        return a
+    shrunk = (b[0] - a[0]).exp()
+    return a[0], a[1] + shrunk * b[1], a[2] + shrunk * b[2]
+
+
+# %% ex-merge not yet: (is off by nan|two empty parts give)
+def merge_parts(a, b):
+    m = torch.maximum(a[0], b[0])
+    fa, fb = (a[0] - m).exp(), (b[0] - m).exp()
+    return m, fa * a[1] + fb * b[1], fa * a[2] + fb * b[2]
+
+
+# %% ex-merge not yet: [mlu] is off by .* scores around
+def merge_parts(a, b):
+    return torch.maximum(a[0], b[0]), a[1] + b[1], a[2] + b[2]
+
+
+# %% ex-window passes
+def window_attention(q, k, v, w):
+    outputs = []
+    for i in range(len(q)):
+        near = slice(max(0, i - w + 1), i + 1)
+        weights = (k[near] @ q[i] / q.shape[1] ** 0.5).softmax(0)
+        outputs.append(weights @ v[near])
+    return torch.stack(outputs), len(weights)
+
+
+# %% ex-window not yet: w = 1.* relative error
+def window_attention(q, k, v, w):
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    s = q @ k.T / math.sqrt(q.shape[-1])
+    s = s.masked_fill((distance < 0) | (distance > w), -math.inf)
+    return torch.softmax(s, -1) @ v, min(w, len(q))
+
+
+# %% ex-window not yet: the last one reads 1 pairs.* got 20
+def window_attention(q, k, v, w):
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    s = q @ k.T / math.sqrt(q.shape[-1])
+    s = s.masked_fill((distance < 0) | (distance >= w), -math.inf)
+    return torch.softmax(s, -1) @ v, len(q)
+
+
+# %% ex-longest passes
+def longest_context(memory, weights, users, layers, kv_heads, width, b):
+    low, high = 0, 10**12
+    while high - low > 1:
+        n = (low + high) // 2
+        fits = 2 * b * layers * kv_heads * width * n * users
+        low, high = (n, high) if fits <= memory - weights else (low, n)
+    return low
+
+
+# %% ex-longest not yet: bytes for 64 users
+def longest_context(memory, weights, users, layers, kv_heads, width, b):
+    return int((memory - weights) // (b * layers * kv_heads * 2 * width))
+
+
+# %% ex-longest not yet: one more would still fit
+def longest_context(memory, weights, users, layers, kv_heads, width, b):
+    per_token = b * layers * kv_heads * 2 * width
+    return int((memory - weights) // (users * per_token)) - 1
+
+
+# %% ex-longest not yet: not a whole number
+def longest_context(memory, weights, users, layers, kv_heads, width, b):
+    return (memory - weights) / (users * b * layers * kv_heads * 2 * width)
+
+
+# %% ex-decoding-speed passes
+def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+    moved = P * b + users * layers * kv_heads * n * 2 * width * b
+    flops = 2 * P * users + users * layers * q_heads * n * 4 * width
+    rate = min(pi, flops / moved * beta)
+    return rate / flops, "arithmetic" if rate == pi else "memory"
+
+
+# %% ex-decoding-speed not yet: but 'memory' was answered
+def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+    moved = b * (P + users * layers * kv_heads * 2 * width * n)
+    return beta / moved, "memory"
+
+
+# %% ex-decoding-speed not yet: longer of the two is the time
+def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+    flops = users * (2 * P + layers * q_heads * 4 * width * n)
+    moved = b * (P + users * layers * kv_heads * 2 * width * n)
+    decides = "memory" if moved / beta > flops / pi else "arithmetic"
+    return 1 / (flops / pi + moved / beta), decides
+
+
+# %% ex-backward passes
+def softmax_backward(a, da):
+    mean = torch.einsum("...n,...n->...", a, da)
+    return torch.stack([x * (dx - m) for x, dx, m in zip(a, da, mean)])
+
+
+# %% ex-backward not yet: 147 elements was formed.* no Jacobian
+def softmax_backward(a, da):
+    jacobian = torch.diag_embed(a) - a[..., None] * a[..., None, :]
+    return (jacobian @ da[..., None])[..., 0]
+
+
+# %% ex-backward not yet: PyTorch's own .*softmax.* derive it
+def softmax_backward(a, da):
+    s = a.log().requires_grad_()
+    return torch.autograd.grad(torch.softmax(s, -1), s, da)[0]
+
+
+# %% ex-backward not yet: relative error
+def softmax_backward(a, da):
+    return a * (da - da.sum(-1, keepdim=True))
+
+
+# %% ex-flash-backward passes
+def attention_backward(q, k, v, o, lam, do, block):
+    scale, order = q.shape[1] ** -0.5, torch.arange(len(q))
+    dq, grads = torch.zeros_like(q), []
+    parts = [x.split(block) for x in (k, v, order)]
+    for k_b, v_b, j in zip(*parts):
+        a = (scale * k_b @ q.T - lam).exp() * (j[:, None] <= order)
+        ds = scale * a * (v_b @ do.T - (do * o).sum(-1))
+        dq += ds.T @ k_b
+        grads.append((ds @ q, a @ do))
+    dk, dv = (torch.cat(part) for part in zip(*grads))
+    return dq, dk, dv
+
+
+# %% ex-flash-backward not yet: visit the keys block by block
+def attention_backward(q, k, v, o, lam, do, block):
+    scale = q.shape[1] ** -0.5
+    a = (scale * q @ k.T - lam[:, None]).exp().tril()
+    ds = scale * a * (do @ v.T - (do * o).sum(-1, keepdim=True))
+    return ds @ k, ds.T @ q, a.T @ do
+
+
+# %% ex-flash-backward not yet: elements existed at once
+def attention_backward(q, k, v, o, lam, do, block):
+    scale, order = q.shape[1] ** -0.5, torch.arange(len(q))
+    weights = []
+    for k_b, j in zip(k.split(block), order.split(block)):
+        s = (scale * q @ k_b.T).masked_fill(j > order[:, None], -math.inf)
+        weights.append((s - lam[:, None]).exp())
+    dq, grads = torch.zeros_like(q), []
+    for a, k_b, v_b in zip(weights, k.split(block), v.split(block)):
+        ds = scale * a * (do @ v_b.T - (do * o).sum(-1, keepdim=True))
+        dq += ds @ k_b
+        grads.append((ds.T @ q, a.T @ do))
+    dk, dv = (torch.cat(part) for part in zip(*grads))
+    return dq, dk, dv
