@@ -2,8 +2,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: book check clean help mutants notebooks serve \
-	test test-all test-library
+.PHONY: book check clean help mutants notebooks serve
+.PHONY: test test-all test-library
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.

@@ -345,8 +345,8 @@ MUTANTS = {
     ),
     "normaliser-multiplies": (
         FAMILY,
-        "o[..., :-1] / (o[..., -1:] + eps)",
-        "o[..., :-1] * (o[..., -1:] + eps)",
+        "(o / (z + eps)).to(v.dtype)",
+        "(o * (z + eps)).to(v.dtype)",
     ),
     "retnet-one-head-late": (
         FAMILY,
@@ -415,13 +415,13 @@ MUTANTS = {
     ),
     "kernel-segments-start-from-the-first": (
         SCAN,
-        "mask=m_S & (first == 0), other=0.0)",
-        "mask=m_S, other=0.0)",
+        "m_first = mask_if(first == 0, m_S)",
+        "m_first = m_S",
     ),
     "kernel-segments-end-in-each": (
         SCAN,
-        "mask=m_S & (last < NT), other=0.0)",
-        "mask=m_S & (last < 0), other=0.0)",
+        "m_inner = mask_if(last < NT, m_S)",
+        "m_inner = mask_if(last < 0, m_S)",
     ),
     "kernel-descriptor-goes-on-past-the-end": (
         TILE,
@@ -450,7 +450,7 @@ MUTANTS = {
     ),
     "kernel-second-piece-adds-what-is-there": (
         COMPOSE,
-        "m_S & start_of_segment if BACK else m_S",
+        "mask_if(start_of_segment, m_S) if BACK else m_S",
         "m_S if BACK else m_S",
     ),
     "kernel-first-range-is-mapped-again": (
