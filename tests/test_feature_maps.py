@@ -1,10 +1,13 @@
 """Feature maps: their formulas, and that the random ones are unbiased."""
 
+import ast
+import inspect
 import math
 
 import pytest
 import torch
 
+import fastweights as fw
 from fastweights import feature_maps
 
 K = 6
@@ -49,6 +52,14 @@ def test_plain_maps_are_their_formulas():
     total = sum(math.exp(a) for a in x.tolist())
     softmax = torch.tensor([math.exp(a) / total for a in x.tolist()])
     torch.testing.assert_close(feature_maps.softmax(x), softmax)
+
+
+def test_elu1_has_the_gradient_of_its_formula():
+    x = torch.tensor([-1e4, -2.0, 0.5, 1e4], requires_grad=True)
+    y = feature_maps.elu1(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    want = torch.tensor([0.0, math.exp(-2), 1.0, 1.0])
+    torch.testing.assert_close(grad, want)
 
 
 def test_softmax_map_normalises_each_vector():
@@ -155,3 +166,58 @@ def test_random_features_have_the_shape_and_dtype_of_their_input(name, dtype):
     assert y.dtype == dtype
     if name == "positive":
         assert (y > 0).all()
+
+
+def test_the_package_has_them_without_an_import_of_their_own():
+    """The package's own imports bind every public name."""
+    imports = ast.walk(ast.parse(inspect.getsource(fw)))
+    names = [node.names for node in imports if hasattr(node, "names")]
+    bound = {alias.name for aliases in names for alias in aliases}
+    assert "feature_maps" in fw.__all__
+    assert bound >= set(fw.__all__)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_modules_directions_are_a_part_of_it(name):
+    phi = MAPS[name](feature_maps.random_directions(5, K))
+    other = MAPS[name](feature_maps.random_directions(5, K))
+    model = torch.nn.Sequential(phi).double()
+    assert phi.directions.dtype == torch.float64
+    assert [*model.state_dict()] == ["0.directions"]
+    assert not [*model.parameters()]
+    other.load_state_dict(phi.state_dict())
+    x = torch.randn(3, K)
+    assert other(x).equal(phi(x))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, K), "num_features: got 0, need at least 1"),
+        ((-2, K), "num_features: got -2, need at least 1"),
+        ((2.0, K), "num_features: got float, need an int"),
+        ((5, 0), "dim: got 0, need at least 1"),
+        ((5, "6"), "dim: got str, need an int"),
+    ],
+)
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_sizes_of_directions_that_are_refused(sizes, orthogonal, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
+        feature_maps.random_directions(*sizes, orthogonal=orthogonal)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_directions_and_inputs_of_other_shapes_are_refused(name):
+    need = r"need \[R, K\] with R, K >= 1$"
+    with pytest.raises(ValueError, match=rf"^directions: got .*\[6\], {need}"):
+        MAPS[name](torch.zeros(K))
+    with pytest.raises(
+        TypeError, match=r"^directions: got list, need a Tenso"
+    ):
+        MAPS[name]([1.0])
+    phi = MAPS[name](torch.zeros(5, K))
+    message = r"^x: got shape \[3, 1\], need \[\.\.\., 6\], as wide as"
+    with pytest.raises(ValueError, match=message):
+        phi(torch.zeros(3, 1))
+    with pytest.raises(TypeError, match=r"^x: got float, need a Tensor"):
+        phi(1.0)

@@ -1,5 +1,6 @@
 """Fast Weights: linear attention from softmax to test-time training."""
 
+from fastweights import feature_maps
 from fastweights.decoding import decode_step
 from fastweights.family import (
     deltanet,
@@ -23,6 +24,7 @@ __all__ = [
     "choose_backend",
     "decode_step",
     "deltanet",
+    "feature_maps",
     "gated_deltanet",
     "gated_retention",
     "gla",

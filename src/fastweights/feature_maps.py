@@ -1,8 +1,9 @@
 """Feature maps phi with phi(q) . phi(k) in place of exp(q . k).
 
 Each takes [..., K] to [..., R] and is applied to q and to k alike, before
-the recurrence. The random ones hold their projection, drawn from an explicit
-generator, so that queries and keys meet the same features.
+the recurrence. The random ones are Modules that hold their projection, drawn
+from an explicit generator, so that queries and keys meet the same features;
+``.to()`` moves it, and ``state_dict()`` has it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import math
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+
+from fastweights.arguments import (
+    check_integers,
+    check_tensors,
+    wrong_shape,
+)
 
 Input = Float[Tensor, "*lead K"]
 Features = Float[Tensor, "*lead R"]
@@ -55,7 +62,16 @@ def random_directions(
 
     With ``orthogonal``, blocks of dim directions are orthogonal to one
     another while each stays N(0, I) (Choromanski et al. 2021, section 2.4).
+
+    Raises:
+        TypeError: num_features or dim is no integer.
+        ValueError: one of them is below 1.
     """
+    sizes = {"num_features": num_features, "dim": dim}
+    check_integers(sizes)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: got {size}, need at least 1")
     rows = torch.randn(num_features, dim, generator=generator, dtype=dtype)
     if not orthogonal:
         return rows
@@ -68,7 +84,36 @@ def random_directions(
     return torch.cat(blocks)[:num_features] * lengths
 
 
-class RandomFourier:
+class RandomFeatures(nn.Module):
+    """A feature map with random directions: a buffer, [R, K].
+
+    It takes x [..., K], of any floating dtype, in which it computes.
+
+    Raises:
+        TypeError: directions or x is no tensor.
+        ValueError: directions have not two dimensions, or x another width.
+    """
+
+    directions: Float[Tensor, "R K"]
+
+    def __init__(self, directions: Float[Tensor, "R K"]) -> None:
+        check_tensors({"directions": directions})
+        if directions.dim() != 2 or min(directions.shape) < 1:
+            need = "[R, K] with R, K >= 1"
+            wrong_shape("directions", directions, need)
+        super().__init__()
+        self.register_buffer("directions", directions)
+
+    def directions_for(self, x: Input) -> Float[Tensor, "R K"]:
+        """The directions, in x's dtype and on its device."""
+        check_tensors({"x": x})
+        K = self.directions.shape[1]
+        if x.dim() < 1 or x.shape[-1] != K:
+            wrong_shape("x", x, f"[..., {K}], as wide as the directions")
+        return self.directions.to(x)
+
+
+class RandomFourier(RandomFeatures):
     """Trigonometric features of the exponential kernel.
 
     phi(x) = e^{|x|^2/2} R^{-1/2} [cos(w_r . x), sin(w_r . x)], so that
@@ -79,18 +124,15 @@ class RandomFourier:
     directions: [R, K]; the result has 2 R channels.
     """
 
-    def __init__(self, directions: Float[Tensor, "R K"]) -> None:
-        self.directions = directions
-
-    def __call__(self, x: Input) -> Features:
-        w = self.directions.to(x)
+    def forward(self, x: Input) -> Features:
+        w = self.directions_for(x)
         angle = x @ w.T
         size = (0.5 * x.square().sum(-1, keepdim=True)).exp()
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
         return size * waves / math.sqrt(w.shape[0])
 
 
-class PositiveRandom:
+class PositiveRandom(RandomFeatures):
     """Performer's positive features of the exponential kernel.
 
     phi(x) = R^{-1/2} exp(w_r . x - |x|^2 / 2), so that phi(q) . phi(k) has
@@ -100,10 +142,7 @@ class PositiveRandom:
     directions: [R, K]; the result has R channels.
     """
 
-    def __init__(self, directions: Float[Tensor, "R K"]) -> None:
-        self.directions = directions
-
-    def __call__(self, x: Input) -> Features:
-        w = self.directions.to(x)
+    def forward(self, x: Input) -> Features:
+        w = self.directions_for(x)
         size = 0.5 * x.square().sum(-1, keepdim=True)
         return (x @ w.T - size).exp() / math.sqrt(w.shape[0])
