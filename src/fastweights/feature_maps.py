@@ -1,6 +1,6 @@
 """Feature maps phi with phi(q) . phi(k) in place of exp(q . k).
 
-Each takes [..., K] to [..., R] and is applied to q and to k alike, before
+Each takes [..., K] to [..., features] and is applied to q and to k alike, before
 the recurrence. The random ones are Modules that hold their projection, drawn
 from an explicit generator, so that queries and keys meet the same features;
 ``.to()`` moves it, and ``state_dict()`` has it.
@@ -22,7 +22,7 @@ from fastweights.arguments import (
 )
 
 Input = Float[Tensor, "*lead K"]
-Features = Float[Tensor, "*lead R"]
+Features = Float[Tensor, "*lead features"]
 
 
 def identity(x: Input) -> Features:
@@ -32,7 +32,7 @@ def identity(x: Input) -> Features:
 
 def elu1(x: Input) -> Features:
     """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7)."""
-    # F.elu(x) + 1 would round to 0 below -6 in bf16, below -17 in fp32.
+    # F.elu(x) + 1 rounds to 0 below about -6.2 in bf16, -17 in fp32.
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 

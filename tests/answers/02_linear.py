@@ -1,0 +1,219 @@
+"""Answers to chapter 2's exercises, and what their checks are to say."""
+
+
+# %% ex-two-products passes
+def bidirectional(q, k, v):
+    q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
+    state = k.T @ torch.cat([v, torch.ones_like(v[:, :1])], 1)
+    o = q @ state
+    return o[:, :-1] / o[:, -1:]
+
+
+# %% ex-two-products not yet: all pairs of a query and a key
+def bidirectional(q, k, v):
+    weights = feature_maps.elu1(q) @ feature_maps.elu1(k).T
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
+# %% ex-two-products not yet: operations for 60 queries: a loop
+def bidirectional(q, k, v):
+    q, k = feature_maps.elu1(q), feature_maps.elu1(k)
+    return torch.stack([(k @ x) @ v / (k @ x).sum() for x in q])
+
+
+# %% ex-two-products not yet: relative error
+def bidirectional(q, k, v):
+    return feature_maps.elu1(q) @ (feature_maps.elu1(k).T @ v)
+
+
+# %% ex-squares passes
+def square_features(x):
+    K = x.shape[-1]
+    products = x[..., :, None] * x[..., None, :]
+    off = [2**0.5 * products[..., a, a + 1 :] for a in range(K)]
+    return torch.cat([x * x, *off], -1)
+
+
+# %% ex-squares not yet: need \[5, 7, 21\]: K\(K\+1\)/2 channels
+def square_features(x):
+    return (x[..., :, None] * x[..., None, :]).flatten(-2)
+
+
+# %% ex-squares not yet: relative error
+def square_features(x):
+    a, b = torch.triu_indices(x.shape[-1], x.shape[-1])
+    return x[..., a] * x[..., b]
+
+
+# %% ex-squares not yet: fp32 became torch.float64
+def square_features(x):
+    a, b = torch.triu_indices(x.shape[-1], x.shape[-1])
+    weight = torch.where(a == b, 1.0, 2.0).double().sqrt()
+    return weight * x[..., a] * x[..., b]
+
+
+# %% ex-decode passes
+def decode(state, q, k, v, eps=1e-6):
+    state = state.clone()
+    state[:, :-1] += k.clamp(min=0)[:, None] * v
+    state[:, -1] += k.clamp(min=0)
+    o = q.clamp(min=0) @ state
+    return o[:-1] / (o[-1] + eps), state
+
+
+# %% ex-decode not yet: outputs.* relative error
+def decode(state, q, k, v, eps=1e-6):
+    q, k = q.relu(), k.relu()
+    o = state.T @ q
+    state = state + torch.outer(k, torch.cat([v, torch.ones(1)]))
+    return o[:-1] / (o[-1] + eps), state
+
+
+# %% ex-capacity passes
+def pairs_remembered(K, noise):
+    n = 1
+    while n / K <= noise:
+        n += 1
+    return n
+
+
+# %% ex-capacity not yet: 32 pairs are not the most
+def pairs_remembered(K, noise):
+    return int(noise * K)
+
+
+# %% ex-capacity not yet: crosstalk of .*, more than 0.5
+def pairs_remembered(K, noise):
+    return int(noise * K) + 2
+
+
+# %% ex-crossover passes
+def first_lengths(K, V, b_S, b):
+    def first(won):
+        return next(n for n in itertools.count(1) if won(n))
+
+    cache = b * (K + V)
+    return (
+        first(lambda T: 4 * K * V < (T + 1) * (K + V)),
+        first(lambda n: b_S * K * V < n * cache),
+        first(lambda n: 2 * b_S * K * V < n * cache),
+    )
+
+
+# %% ex-crossover not yet: bytes kept are not yet fewer at 128 tokens
+def first_lengths(K, V, b_S, b):
+    return 2 * K, K * b_S // (2 * b), K * b_S // b
+
+
+# %% ex-crossover not yet: bytes moved are not yet fewer at 129 tokens
+def first_lengths(K, V, b_S, b):
+    kept = K * V * b_S // ((K + V) * b) + 1
+    return 4 * K * V // (K + V), kept, kept
+
+
+# %% ex-slide passes
+def sliding(q, k, v, w):
+    gone = [torch.cat([torch.zeros_like(x[:w]), x[:-w]]) for x in (k, v)]
+    S_t, o = torch.zeros(k.shape[1], v.shape[1]).to(k), torch.empty_like(v)
+    for t, (a, b) in enumerate(zip(*gone)):
+        S_t += k[t, :, None] * v[t] - a[:, None] * b
+        o[t] = q[t] @ S_t
+    return o
+
+
+# %% ex-slide not yet: Form no scores of all 25600 pairs
+def sliding(q, k, v, w):
+    i = torch.arange(len(q))
+    near = (i[:, None] >= i) & (i[:, None] - i < w)
+    return (q @ k.T * near) @ v
+
+
+# %% ex-slide not yet: keep no state per token
+def sliding(q, k, v, w):
+    sums = (k[:, :, None] * v[:, None, :]).cumsum(0)
+    sums = torch.cat([sums[:w], sums[w:] - sums[:-w]])
+    return torch.einsum("tk,tkv->tv", q, sums)
+
+
+# %% ex-slide not yet: keep no state per token
+def sliding(q, k, v, w):
+    states = [torch.zeros(k.shape[1], v.shape[1]).to(k)]
+    for a, b in zip(k, v):
+        states.append(states[-1] + torch.outer(a, b))
+    return torch.stack(
+        [
+            (states[t + 1] - states[max(0, t + 1 - w)]).T @ q[t]
+            for t in range(len(q))
+        ]
+    )
+
+
+# %% ex-slide not yet: the cost depends on the window
+def sliding(q, k, v, w):
+    outputs = []
+    for t in range(len(q)):
+        near = slice(max(0, t - w + 1), t + 1)
+        outputs.append((k[near].T @ v[near]).T @ q[t])
+    return torch.stack(outputs)
+
+
+# %% ex-features passes
+def directions_needed(rho, eps):
+    rho, eps = sp.Rational(rho), sp.Rational(str(eps))
+    waves = 2 * sp.sinh(rho) ** 2 / eps**2
+    return sp.ceiling(waves), sp.ceiling((sp.exp(2 * rho) - 1) / eps**2)
+
+
+# %% ex-features not yet: are not the smallest whole numbers
+def directions_needed(rho, eps):
+    x = math.exp(2 * rho)
+    waves = x * (1 - 1 / x) ** 2 / eps**2  # channels, not directions
+    return math.ceil(waves), math.ceil((x - 1) / eps**2)
+
+
+# %% ex-linear-backward passes
+def linear_backward(q, k, v, do):
+    def forward(a, b, c):
+        state, outputs = torch.zeros(a.shape[1], b.shape[1]).to(a), []
+        for t in range(len(a)):
+            state += a[t, :, None] * b[t]
+            outputs.append(state @ c[t])
+        return torch.stack(outputs)
+
+    back = [x.flip(0) for x in (q, do, k, v)]
+    dq = forward(k, v, do)
+    dk = forward(back[0], back[1], back[3]).flip(0)
+    return dq, dk, forward(back[1], back[0], back[2]).flip(0)
+
+
+# %% ex-linear-backward not yet: do not keep the states
+def linear_backward(q, k, v, do):
+    states = (k[:, :, None] * v[:, None]).cumsum(0)
+    later = (q[:, :, None] * do[:, None]).flip(0).cumsum(0).flip(0)
+    return (
+        torch.einsum("tkv,tv->tk", states, do),
+        torch.einsum("tkv,tv->tk", later, v),
+        torch.einsum("tkv,tk->tv", later, k),
+    )
+
+
+# %% ex-linear-backward not yet: do not keep the states
+def linear_backward(q, k, v, do):
+    S_t = torch.zeros(k.shape[1], v.shape[1]).to(k)
+    states, later = [], []
+    for a, b in zip(k, v):
+        S_t = S_t + torch.outer(a, b)
+        states.append(S_t)
+    R_t = torch.zeros_like(S_t)
+    for a, b in zip(q.flip(0), do.flip(0)):
+        R_t = R_t + torch.outer(a, b)
+        later.insert(0, R_t)
+    dq = torch.stack([S @ x for S, x in zip(states, do)])
+    dk = torch.stack([R @ x for R, x in zip(later, v)])
+    return dq, dk, torch.stack([R.T @ x for R, x in zip(later, k)])
+
+
+# %% ex-linear-backward not yet: form no scores of all 4900 pairs
+def linear_backward(q, k, v, do):
+    A, dA = (q @ k.T).tril(), (do @ v.T).tril()
+    return dA @ k, dA.T @ q, A.T @ do
