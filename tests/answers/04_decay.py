@@ -1,0 +1,212 @@
+"""Answers to chapter 4's exercises, and what their checks are to say."""
+
+
+# %% ex-half-life passes
+def half_life_decay(num_heads, shortest, longest):
+    lives = [
+        shortest * (longest / shortest) ** (h / max(num_heads - 1, 1))
+        for h in range(num_heads)
+    ]
+    return torch.tensor([math.log(0.5) / n for n in lives], **double)
+
+
+# %% ex-half-life not yet: ZeroDivisionError|not finite
+def half_life_decay(num_heads, shortest, longest):
+    h = torch.arange(num_heads, **double)
+    ratio = (longest / shortest) ** (h / (num_heads - 1))
+    return -math.log(2) / (shortest * ratio)
+
+
+# %% ex-half-life not yet: a log decay is negative
+def half_life_decay(num_heads, shortest, longest):
+    step = torch.linspace(0, 1, num_heads, **double)
+    return 0.5 ** (1 / (shortest * (longest / shortest) ** step))
+
+
+# %% ex-half-life not yet: left after a half-life
+def half_life_decay(num_heads, shortest, longest):
+    return -math.log(2) / torch.linspace(
+        shortest, longest, num_heads, **double
+    )
+
+
+# %% ex-documents passes
+def separate(g, document):
+    gates = g.clone()
+    gates[:, 1:][document[:, 1:] != document[:, :-1]] = -120.0
+    return gates
+
+
+# %% ex-documents not yet: tokens from \d+, not as if alone
+def separate(g, document):
+    first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    return torch.where(first[..., None], -30.0, g)
+
+
+# %% ex-documents not yet: other gates drown
+def separate(g, document):
+    first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    return torch.where(first[..., None], -1e30, g)
+
+
+# %% ex-documents not yet: the argument g was changed
+def separate(g, document):
+    g[:, 1:][document[:, 1:] != document[:, :-1]] = -200.0
+    return g
+
+
+# %% ex-documents not yet: not finite
+def separate(g, document):
+    first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    return torch.where(first[..., None], -math.inf, g)
+
+
+# %% ex-documents not yet: not as if alone
+def separate(g, document):
+    return torch.full_like(g, -200.0)
+
+
+# %% ex-gated-chunk passes
+def gated_chunkwise(q, k, v, g, S0, C):
+    T, pad = len(q), -len(q) % C
+    q, k, v = (
+        F.pad(x, (0, 0, 0, pad)).unflatten(0, (-1, C)) for x in (q, k, v)
+    )
+    G = F.pad(g, (0, pad)).unflatten(0, (-1, C)).cumsum(1)
+    above = torch.ones(C, C, dtype=torch.bool).triu(1)
+    D = (G[:, :, None] - G[:, None, :]).masked_fill(above, -math.inf).exp()
+    inside = (q @ k.mT * D) @ v
+    writes = k.mT @ ((G[:, -1:] - G).exp()[..., None] * v)
+    entering = []
+    for write, total in zip(writes, G[:, -1].exp(), strict=True):
+        entering.append(S0)
+        S0 = total * S0 + write
+    across = (G.exp()[..., None] * q) @ torch.stack(entering)
+    return (inside + across).flatten(0, 1)[:T], S0
+
+
+# %% ex-gated-chunk not yet: positive exponent: mask before
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        scores = q[n] @ k[n].T * (G - G.T).exp().tril()
+        outputs.append(G.exp() * q[n] @ S0 + scores.tril() @ v[n])
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
+
+
+# %% ex-gated-chunk not yet: a loop over tokens
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for t in range(len(q)):
+        S0 = g[t].exp() * S0 + k[t][:, None] * v[t]
+        outputs.append((S0 * q[t][:, None]).sum(0))
+    return torch.stack(outputs), S0
+
+
+# %% ex-gated-chunk not yet: FLOPs, chunks need
+def gated_chunkwise(q, k, v, g, S0, C):
+    G = g.cumsum(0)[:, None]
+    scores = q @ k.T * parallel.decays(G)[..., 0]
+    state = G[-1].exp() * S0 + ((G[-1] - G).exp() * k).T @ v
+    return (G.exp() * q) @ S0 + scores @ v, state
+
+
+# %% ex-gated-chunk not yet: a loop over tokens
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for t in range(len(q)):
+        S0 = g[t].exp() * S0 + k[t][:, None] @ v[t][None]
+        outputs.append(q[t][None] @ S0)
+    return torch.cat(outputs), S0
+
+
+# %% ex-stabilizer passes
+def all_stabilizers(g, i, m0):
+    G = torch.cat([torch.zeros_like(g[:1]), g.cumsum(0)])
+    written = torch.cat([m0[None], i])
+    pairs = written[None, :] - G[None, :] + G[:, None]
+    above = torch.ones_like(pairs, dtype=torch.bool).triu(1)
+    return pairs.masked_fill(above, -math.inf).amax(1)[1:]
+
+
+# %% ex-stabilizer not yet: a loop over tokens
+def all_stabilizers(g, i, m0):
+    found = []
+    for forget, take in zip(g, i, strict=True):
+        m0 = torch.maximum(forget + m0, take)
+        found.append(m0)
+    return torch.stack(found)
+
+
+# %% ex-stabilizer not yet: m0 = (0.0|40.0): relative error
+def all_stabilizers(g, i, m0):
+    G = g.cumsum(0)
+    return G + (i - G).cummax(0).values
+
+
+# %% ex-gate-gradient passes
+def gate_gradient(q, k, dq, dk):
+    T = len(q)
+    from_here_on = torch.ones(T, T, dtype=q.dtype).triu()
+    pairs = torch.einsum("td,td->t", q, dq) - torch.einsum("td,td->t", k, dk)
+    return from_here_on @ pairs
+
+
+# %% ex-gate-gradient not yet: dg: relative error
+def gate_gradient(q, k, dq, dk):
+    return (q * dq - k * dk).sum(-1).cumsum(0)
+
+
+# %% ex-gate-gradient not yet: dg has shape
+def gate_gradient(q, k, dq, dk):
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
+
+
+# %% ex-doubling passes
+def states_by_doubling(a, b):
+    a, h, reach = a.clone(), b.clone(), 1
+    while reach < len(a):
+        before, decay = h[:-reach].clone(), a[:-reach].clone()
+        h[reach:].addcmul_(a[reach:], before)
+        a[reach:].mul_(decay)
+        reach *= 2
+    return h
+
+
+# %% ex-doubling passes
+def states_by_doubling(a, b):
+    reach = 1
+    while reach < len(a):
+        none = (0, 0, 0, 0, reach, 0)
+        b = b + a * F.pad(b[:-reach], none)
+        a = a * F.pad(a[:-reach], none, value=1.0)
+        reach *= 2
+    return b
+
+
+# %% ex-doubling not yet: a loop over tokens
+def states_by_doubling(a, b):
+    h, found = torch.zeros_like(b[0]), []
+    for a_t, b_t in zip(a.unbind(), b.unbind(), strict=True):
+        h = torch.addcmul(b_t, a_t, h)
+        found.append(h)
+    return torch.stack(found)
+
+
+# %% ex-doubling not yet: nan|relative error
+def states_by_doubling(a, b):
+    total = a.cumprod(0)
+    return total * (b / total).cumsum(0)
+
+
+# %% ex-doubling not yet: argument a was changed
+def states_by_doubling(a, b):
+    h, reach = b.clone(), 1
+    while reach < len(a):
+        h[reach:] += a[reach:] * h[:-reach].clone()
+        a[reach:] *= a[:-reach].clone()
+        reach *= 2
+    return h
