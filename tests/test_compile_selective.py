@@ -21,10 +21,18 @@ SINGLE = ("dt", "A", "skip", "initial_state", "state", "states", "dstate")
 SINGLE += ("ddt", "dA", "dB", "dC", "dskip", "dinitial")
 
 
-def compile_kernel(name, capability, dtype="bf16", D=2048, N=16):
-    """A kernel with its launch settings; dt, A and D are fp32."""
-    constants = {"D": D, "N": N} | selective.options(D, N)
-    types = dict.fromkeys(SINGLE, "*fp32") | {"T": "i32"}
+def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
+    """A kernel with its launch settings; dt, A and D are fp32.
+
+    Of packed sequences if it has G groups, else of a batch.
+    """
+    groups = G or 1
+    constants = {"D": D, "N": N, "G": groups}
+    constants |= selective.options(D, N, groups)
+    types = dict.fromkeys(SINGLE, "*fp32")
+    types |= {"T": "i32", "rows": "i32", "cu_seqlens": "*i32"}
+    if G is None:
+        constants["cu_seqlens"] = None
     return build(KERNELS[name], capability, dtype, constants, types)
 
 
@@ -36,9 +44,12 @@ def test_nothing_spills(name, capability, dtype, tmp_path):
     judge(compiled, capability, tmp_path, spilled=0)
 
 
-@pytest.mark.parametrize("D, N", [(1, 1), (48, 5), (768, 64), (2048, 256)])
+@pytest.mark.parametrize(
+    "D, N, G",
+    [(1, 1, None), (48, 5, 3), (768, 64, 1), (2048, 256, None), (2048, 16, 2)],
+)
 @pytest.mark.parametrize("name", KERNELS)
-def test_other_sizes(name, D, N, tmp_path):
+def test_other_sizes(name, D, N, G, tmp_path):
     for capability in (86, 90):
-        compiled = compile_kernel(name, capability, "bf16", D, N)
+        compiled = compile_kernel(name, capability, "bf16", D, N, G)
         judge(compiled, capability, tmp_path, spilled=0)

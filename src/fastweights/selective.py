@@ -9,10 +9,9 @@ by element, and e^{dt_t A} is [D, N]: entry (d, n) is e^{dt_t[d] A[d, n]}.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
@@ -21,11 +20,12 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import autocast, choose_backend, ran
-from fastweights.reference.backend import wide
+from fastweights.ops import _without_autocast, autocast, check_name, ran
+from fastweights.reference.backend import sequences, wide
+from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
+from fastweights.selective_operator import FORWARD
 
-BACKENDS = ("auto", "triton", "loop")
 MAX_N = 256
 
 
@@ -33,55 +33,93 @@ def selective_scan(
     x: Float[Tensor, "Bt T D"],
     dt: Float[Tensor, "Bt T D"],
     A: Float[Tensor, "D N"],
-    B: Float[Tensor, "Bt T N"],
-    C: Float[Tensor, "Bt T N"],
+    B: Float[Tensor, "Bt T *G N"],
+    C: Float[Tensor, "Bt T *G N"],
     D: Float[Tensor, " D"] | None = None,
     *,
-    initial_state: Float[Tensor, "Bt D N"] | None = None,
+    z: Float[Tensor, "Bt T D"] | None = None,
+    dt_bias: Float[Tensor, " D"] | None = None,
+    dt_softplus: bool = False,
+    initial_state: Float[Tensor, "S D N"] | None = None,
+    cu_seqlens: Int[Tensor, " S+1"] | None = None,
     backend: str = "auto",
-) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "Bt D N"]]:
+) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
     """Mamba's selective scan (Gu and Dao 2023, algorithm 2).
+
+    The arguments are those of Mamba's own ``selective_scan_fn(u, delta, A,
+    B, C, D, z, delta_bias, delta_softplus)``, with time before channels:
+    x is ``u.mT``, dt ``delta.mT``, B and C have their last dimension moved
+    to the second place, z and y are transposed, dt_bias is ``delta_bias``
+    and dt_softplus ``delta_softplus``.
 
     Args:
         x: [Bt, T, D], of one dtype with B and C (fp64, fp32, fp16 or bf16).
-        dt: [Bt, T, D] step sizes > 0, after the softplus; fp32 or x's
-            dtype.
+        dt: [Bt, T, D] step sizes; fp32 or x's dtype. They are > 0 once
+            dt_bias is added and the softplus taken, if asked for.
         A: [D, N], N <= 256, finite and <= 0: entry (d, n) of the state
             decays by e^{dt A}. fp32 or x's dtype.
-        B, C: [Bt, T, N], by which the state is written and read.
+        B, C: [Bt, T, N], by which the state is written and read, or
+            [Bt, T, G, N] for G groups of channels: channel d has those of
+            group d // (D // G).
         D: [D] the share of x that goes straight to y, fp32 or x's dtype;
             None: nothing does.
-        initial_state: [Bt, D, N] fp32 (fp64 if x is); zeros if None.
+        z: [Bt, T, D], fp32 or x's dtype: y is multiplied by silu(z). None:
+            it stays as it is.
+        dt_bias: [D], fp32 or x's dtype, added to dt in fp32 (fp64 if x
+            is); None: nothing is.
+        dt_softplus: whether dt, with its bias, is log(1 + e^dt) from here.
+        initial_state: [S, D, N] fp32 (fp64 if x is), S = Bt or the number
+            of packed sequences; zeros if None.
+        cu_seqlens: [S + 1] int32 or int64, Bt = 1: sequence s is the tokens
+            from cu_seqlens[s] up to cu_seqlens[s + 1], possibly none. The
+            kernels read it on the device, unchecked; PyTorch's backends
+            read and check it on the host.
         backend: "triton" (a prefix scan in tiles of time: CUDA, compute
-            capability 8.0 or higher, not fp64), "loop" (one token at a
-            time, PyTorch) or "auto" (the first that runs on x's device and
-            dtype).
+            capability 8.0 or higher, not fp64), "chunkwise" (the same in
+            PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
+            first that runs on x's device and dtype).
 
     Returns:
-        y [Bt, T, D] in x's dtype, and the state after the last token,
-        [Bt, D, N] in fp32 (fp64 if x is fp64), the dtype of all arithmetic.
-        Autocast rounds x, B and C on their way in and nothing else.
-        Gradients flow to every input from both results, and two runs give
-        the same bits; gradients of gradients only with backend "loop".
+        y [Bt, T, D] in x's dtype, and the state after the last token of
+        each sequence, [S, D, N] in fp32 (fp64 if x is fp64), the dtype of
+        all arithmetic. Autocast rounds x, B and C on their way in and
+        nothing else. Gradients flow to every input from both results, and
+        two runs give the same bits; gradients of gradients only with
+        backend "loop".
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, value or device does not fit; the message names
             the argument, what it got and what it needs.
-        NotImplementedError: in the backward of a backward.
+        NotImplementedError: in the backward of a backward, unless backend
+            is "loop".
     """
     x, B, C = autocast(x, B, C)
-    _check(x, dt, A, B, C, D, initial_state)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
-    inputs = (x, dt, A, B, C, D, initial_state)
-    if _backend(backend, x.device, x.dtype) == "loop":
-        return _loop(*inputs)
-    given = [t for t in inputs if t is not None]
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    # Views of a wider tensor are copied once, not in forward and backward.
-    contiguous = (None if t is None else t.contiguous() for t in inputs)
-    y, state, _ = _forward(*contiguous, keep)
+    _check(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    if not isinstance(dt_softplus, bool):
+        kind = type(dt_softplus).__name__
+        raise TypeError(f"dt_softplus: got {kind}, need a bool")
+    check_name(backend)
+    full = wide(x.dtype)
+    # Outside the operator: these are a token's own, which torch.compile
+    # fuses with what comes before and after, and autograd differentiates.
+    if dt_bias is not None:
+        dt = dt.to(full) + dt_bias.to(full)
+    if dt_softplus:
+        dt = F.softplus(dt.to(full))
+    if B.dim() == 3:
+        B, C = B[:, :, None], C[:, :, None]
+    inputs = (x, dt, A, B, C, D, initial_state, cu_seqlens)
+    if backend == "loop":
+        y, state = _loop(*inputs)
+    else:
+        given = [t for t in inputs if t is not None]
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        # Views of a wider tensor are copied once, not in forward and backward.
+        contiguous = (None if t is None else t.contiguous() for t in inputs)
+        y, state, _ = FORWARD(*contiguous, keep, backend)
+    if z is not None:
+        y = (y.to(full) * F.silu(z.to(full))).to(x.dtype)
     return y, state
 
 
@@ -92,11 +130,20 @@ def _check(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    optional = {"D": D, "initial_state": initial_state}
+    optional = {
+        "D": D,
+        "z": z,
+        "dt_bias": dt_bias,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }
     tensors |= {name: t for name, t in optional.items() if t is not None}
     check_tensors(tensors)
     either = (torch.float32, x.dtype)
@@ -107,42 +154,42 @@ def _check(
         "B": (x.dtype,),
         "C": (x.dtype,),
         "D": either,
+        "z": either,
+        "dt_bias": either,
         "initial_state": (wide(x.dtype),),
+        "cu_seqlens": (torch.int32, torch.int64),
     }
     check_kinds(tensors, dtypes)
     if x.dim() != 3 or min(x.shape) < 1:
         wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
-    if dt.shape != x.shape:
-        wrong_shape("dt", dt, f"x's, {list(x.shape)}")
+    for name in ("dt", "z"):
+        if name in tensors and tensors[name].shape != x.shape:
+            wrong_shape(name, tensors[name], f"x's, {list(x.shape)}")
     fits = A.dim() == 2 and A.shape[0] == channels
     if not fits or not 1 <= A.shape[1] <= MAX_N:
         wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
-    N = A.shape[1]
+    N, S = A.shape[1], batch
+    flat = (batch, T, N)
+    G = B.shape[2] if B.dim() == 4 else 1
+    if B.shape not in (flat, (batch, T, G, N)) or G < 1 or channels % G:
+        need = f"{list(flat)} or [{batch}, {T}, G, {N}]"
+        wrong_shape("B", B, f"{need} with G a divisor of D = {channels}")
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            wrong_shape("cu_seqlens", cu_seqlens, "[S + 1] with S >= 1")
+        if batch != 1:
+            wrong_shape("x", x, "[1, T, D] because cu_seqlens is given")
+        S = len(cu_seqlens) - 1
     shapes = {
-        "B": (batch, T, N),
-        "C": (batch, T, N),
+        "C": tuple(B.shape),
         "D": (channels,),
-        "initial_state": (batch, channels, N),
+        "dt_bias": (channels,),
+        "initial_state": (S, channels, N),
     }
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             wrong_shape(name, tensors[name], f"{list(shape)}")
-
-
-@torch.compiler.assume_constant_result
-def _backend(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that runs when ``asked`` is asked for.
-
-    torch.compile asks while it traces, and could not trace the answer.
-    """
-    if asked == "triton" and dtype == torch.float64:
-        raise ValueError(
-            "backend: got 'triton', which needs x, B and C in float32, "
-            "float16 or bfloat16, not float64"
-        )
-    chosen = choose_backend(asked, device, dtype)
-    return "loop" if chosen == "chunkwise" else chosen
 
 
 def _loop(
@@ -153,93 +200,26 @@ def _loop(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
-    dtype, full = x.dtype, wide(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        x, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))
-        h = initial_state
-        if h is None:
-            h = x.new_zeros(len(x), *A.shape)
-        y, h = scan(
-            lambda h, x, dt, B, C: selective(h, x, dt, A, B, C),
-            h,
-            *(x, dt, B, C),
-        )
+    full, G = wide(x.dtype), B.shape[2]
+    with _without_autocast(x):
+        first = first_states(x, A, initial_state, cu_seqlens)
+        states = list(first.unflatten(1, (G, -1)).split(1))
+        rates = A.to(full).unflatten(0, (G, -1))
+        tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
+        outputs = []
+        for s, t in sequences(cu_seqlens, x.shape[1]):
+            y, h = scan(
+                lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
+                torch.cat(states[s]),
+                *(token[:, t] for token in tokens),
+            )
+            outputs.append(y.flatten(2))
+            states[s] = h.split(1)
+        y = torch.cat(outputs, dim=1)
         if D is not None:
-            y = y + D.to(full) * x
-        return y.to(dtype), h
-
-
-INPUTS = (
-    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-    "Tensor? initial_state"
-)
-
-
-@torch.library.custom_op(
-    "fastweights::selective_scan",
-    mutates_args=(),
-    schema=f"({INPUTS}, bool keep) -> (Tensor y, Tensor state, Tensor states)",
-)
-def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel computes; with ``keep``, what its backward re-uses."""
-    from fastweights.kernels.selective import forward
-
-    ran("triton forward")
-    return forward(x, *arguments)
-
-
-@_forward.register_fake
-def _(x, dt, A, B, C, D, initial_state, keep):
-    from fastweights.kernels.selective import empty_states
-
-    state = x.new_empty(len(x), *A.shape, dtype=torch.float32)
-    return x.new_empty(x.shape), state, empty_states(x, A, keep)
-
-
-@torch.library.custom_op(
-    "fastweights::selective_scan_backward",
-    mutates_args=(),
-    schema=f"(Tensor? dy, Tensor? dstate, {INPUTS}, Tensor states)"
-    " -> Tensor[] grads",
-)
-def _backward(
-    dy: Tensor | None, dstate: Tensor | None, x: Tensor, *arguments: Any
-) -> list[Tensor]:
-    """Gradients of the inputs that are not None."""
-    from fastweights.kernels.selective import backward
-
-    ran("triton backward")
-    return backward(dy, dstate, x, *arguments)
-
-
-@_backward.register_fake
-def _(dy, dstate, *others):
-    return [x.new_empty(x.shape) for x in others[:7] if x is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:7], output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: Any
-) -> tuple[Tensor | None, ...]:
-    *inputs, states = ctx.saved_tensors  # checkpointing: read once
-    grads = iter(_backward(dy, dstate, *inputs, states))
-    found = [None if x is None else next(grads) for x in inputs]
-    return (*found, None)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "selective_scan: got a gradient of its gradient, which only "
-        'backend="loop" has'
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+            y = y + D.to(full) * x.to(full)
+        return y.to(x.dtype), torch.cat(states).flatten(1, 2)

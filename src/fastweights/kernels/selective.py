@@ -6,6 +6,9 @@ of BT tokens come from one ``tl.associative_scan``, log2(BT) deep; from tile
 to tile one state is carried. A token past the end has dt = 0: h -> h. No
 decay is ever divided by: where a token has to be left out of a scan, it is
 not loaded.
+
+A program has BD of the channels of one group, which share B and C, and one
+sequence: a batch entry, or what cu_seqlens cuts from the only one.
 """
 
 from __future__ import annotations
@@ -17,39 +20,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.arguments import check_offsets
+
+FP32 = torch.float32
+
 
 @triton.jit
-def rows_at(x, o_r, m_r, i_c, W: tl.constexpr, BW: tl.constexpr):
-    """Pointers and mask of rows o_r of x [rows, W], in column tile i_c.
+def rows_at(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
+    """Pointers and mask of rows o_r and columns o_c of x [rows, W].
 
-    The tile is [len(o_r), BW]; of the rows only those in m_r exist.
+    Of them only those in m_r and m_c exist.
     """
-    o_c = i_c * BW + tl.arange(0, BW)
     p_x = x + o_r.to(tl.int64)[:, None] * W + o_c[None, :]
-    return p_x, m_r[:, None] & (o_c < W)[None, :]
+    return p_x, m_r[:, None] & m_c[None, :]
 
 
 @triton.jit
-def load_rows(x, o_r, m_r, i_c, W: tl.constexpr, BW: tl.constexpr):
-    """Those rows in fp32, 0 where there are none."""
-    p_x, m_x = rows_at(x, o_r, m_r, i_c, W, BW)
+def load_rows(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
+    """Those entries in fp32, 0 where there are none."""
+    p_x, m_x = rows_at(x, o_r, m_r, o_c, m_c, W)
     return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_rows(x, b_x, o_r, m_r, i_c, W: tl.constexpr, BW: tl.constexpr):
-    """The rows back to where :func:`load_rows` would load them from."""
-    p_x, m_x = rows_at(x, o_r, m_r, i_c, W, BW)
+def store_rows(x, b_x, o_r, m_r, o_c, m_c, W: tl.constexpr):
+    """The entries back to where :func:`load_rows` would load them from."""
+    p_x, m_x = rows_at(x, o_r, m_r, o_c, m_c, W)
     tl.store(p_x, b_x, mask=m_x)
 
 
 @triton.jit
-def own_channels(D: tl.constexpr, BD: tl.constexpr):
-    """A program's batch entry, tile of channels, and these with a mask."""
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_b, i_d = tl.program_id(0) // ND, tl.program_id(0) % ND
-    o_d = i_d * BD + tl.arange(0, BD)
-    return i_b.to(tl.int64), i_d, o_d, o_d < D
+def own_channels(D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):
+    """A program's sequence, tile of channels, group, and channels."""
+    P: tl.constexpr = D // G  # channels per group
+    NP: tl.constexpr = (P + BD - 1) // BD
+    i_s, i_d = tl.program_id(0) // (G * NP), tl.program_id(0) % (G * NP)
+    o_p = i_d % NP * BD + tl.arange(0, BD)
+    return i_s.to(tl.int64), i_d, i_d // NP, i_d // NP * P + o_p, o_p < P
+
+
+@triton.jit
+def own_tokens(cu_seqlens, i_s, T, BT: tl.constexpr):
+    """A sequence's first token, its length, and its first tile of time.
+
+    Offsets that are none, which the host does not see, are moved to [0, T].
+    """
+    if cu_seqlens is None:
+        return i_s * T, T, i_s * tl.cdiv(T, BT)
+    else:
+        start = tl.load(cu_seqlens + i_s).to(tl.int64)
+        start = tl.minimum(tl.maximum(start, 0), T)
+        stop = tl.load(cu_seqlens + i_s + 1).to(tl.int64)
+        stop = tl.minimum(tl.maximum(stop, start), T)
+        return start, (stop - start).to(tl.int32), start // BT + i_s
 
 
 @triton.jit
@@ -106,51 +129,55 @@ def selective_fwd_kernel(
     C,
     skip,
     initial_state,
+    cu_seqlens,
     y,
     state,
     states,
     T,
     D: tl.constexpr,
     N: tl.constexpr,
+    G: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Outputs and last state of BD channels of one batch entry.
+    """Outputs and last state of BD channels of one sequence.
 
     And, unless states is None, the state that enters each tile of time:
-    states [B, NT, D, N], fp32.
+    states [NT, D, N], fp32.
     """
-    i_b, i_d, o_d, m_d = own_channels(D, BD)
-    NT = tl.cdiv(T, BT)
-    b_A = load_rows(A, o_d, m_d, 0, N, BN)  # [BD, BN]
+    i_s, _, i_g, o_d, m_d = own_channels(D, G, BD)
+    start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
+    o_n, o_h = tl.arange(0, BN), i_s * D + o_d
+    m_n = o_n < N
+    b_A = load_rows(A, o_d, m_d, o_n, m_n, N)  # [BD, BN]
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
     if initial_state is None:
         b_h = tl.zeros([BD, BN], dtype=tl.float32)
     else:
-        b_h = load_rows(initial_state, i_b * D + o_d, m_d, 0, N, BN)
+        b_h = load_rows(initial_state, o_h, m_d, o_n, m_n, N)
 
-    for i_t in range(NT):
+    for i_t in range(tl.cdiv(length, BT)):
         o_c = i_t * BT + tl.arange(0, BT)
-        o_t, m_t = i_b * T + o_c, o_c < T
+        o_t, m_t = start + o_c, o_c < length
         if states is not None:
-            o_h = (i_b * NT + i_t) * D + o_d
-            store_rows(states, b_h, o_h, m_d, 0, N, BN)
-        b_x = load_rows(x, o_t, m_t, i_d, D, BD)  # [BT, BD]
-        b_dt = load_rows(dt, o_t, m_t, i_d, D, BD)  # [BT, BD]
-        b_B = load_rows(B, o_t, m_t, 0, N, BN)  # [BT, BN]
-        b_C = load_rows(C, o_t, m_t, 0, N, BN)  # [BT, BN]
+            o_i = (first + i_t) * D + o_d
+            store_rows(states, b_h, o_i, m_d, o_n, m_n, N)
+        b_x = load_rows(x, o_t, m_t, o_d, m_d, D)  # [BT, BD]
+        b_dt = load_rows(dt, o_t, m_t, o_d, m_d, D)  # [BT, BD]
+        b_B = load_rows(B, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
+        b_C = load_rows(C, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
         b_hs = states_after(b_x, b_dt, b_B, b_A, b_h)  # [BT, BD, BN]
         b_y = tl.sum(b_hs * b_C[:, None, :], axis=2)  # [BT, BD]
         if skip is not None:
             b_y += b_skip[None, :] * b_x
-        store_rows(y, b_y, o_t, m_t, i_d, D, BD)
+        store_rows(y, b_y, o_t, m_t, o_d, m_d, D)
         b_h = row(b_hs, BT - 1)  # [BD, BN]
-    store_rows(state, b_h, i_b * D + o_d, m_d, 0, N, BN)
+    store_rows(state, b_h, o_h, m_d, o_n, m_n, N)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rows"])
 def selective_bwd_kernel(
     x,
     A,
@@ -158,6 +185,7 @@ def selective_bwd_kernel(
     B,
     C,
     skip,
+    cu_seqlens,
     states,
     dy,
     dstate,
@@ -169,20 +197,26 @@ def selective_bwd_kernel(
     dskip,
     dinitial,
     T,
+    rows,
     D: tl.constexpr,
     N: tl.constexpr,
+    G: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradients of BD channels of one batch entry, last tile of time first.
+    """Gradients of BD channels of one sequence, last tile of time first.
 
-    dA [B, D, N] and dskip [B, D] are this entry's share, dB and dC
-    [B, ND, T, N] that of the channels, all fp32: torch adds them up.
+    dA [S, D, N] and dskip [S, D] are this sequence's share, dB and dC
+    [ND, rows, N] that of the channels, all fp32: torch adds them up. rows
+    is the number of tokens of all sequences.
     """
-    i_b, i_d, o_d, m_d = own_channels(D, BD)
-    NT = tl.cdiv(T, BT)
-    b_A = load_rows(A, o_d, m_d, 0, N, BN)  # [BD, BN]
+    i_s, i_d, i_g, o_d, m_d = own_channels(D, G, BD)
+    start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
+    o_n, o_h = tl.arange(0, BN), i_s * D + o_d
+    m_n = o_n < N
+    NT = tl.cdiv(length, BT)
+    b_A = load_rows(A, o_d, m_d, o_n, m_n, N)  # [BD, BN]
     b_dA = tl.zeros([BD, BN], dtype=tl.float32)
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -190,21 +224,21 @@ def selective_bwd_kernel(
     if dstate is None:
         b_dh = tl.zeros([BD, BN], dtype=tl.float32)
     else:
-        b_dh = load_rows(dstate, i_b * D + o_d, m_d, 0, N, BN)
+        b_dh = load_rows(dstate, o_h, m_d, o_n, m_n, N)
 
     for i in range(NT):
         i_t = NT - 1 - i
         o_c = i_t * BT + tl.arange(0, BT)
-        o_t, m_t = i_b * T + o_c, o_c < T
-        b_x = load_rows(x, o_t, m_t, i_d, D, BD)  # [BT, BD]
-        b_dt = load_rows(dt, o_t, m_t, i_d, D, BD)  # [BT, BD]
-        b_dy = load_rows(dy, o_t, m_t, i_d, D, BD)  # [BT, BD]
-        b_B = load_rows(B, o_t, m_t, 0, N, BN)  # [BT, BN]
-        b_C = load_rows(C, o_t, m_t, 0, N, BN)  # [BT, BN]
+        o_t, m_t = start + o_c, o_c < length
+        b_x = load_rows(x, o_t, m_t, o_d, m_d, D)  # [BT, BD]
+        b_dt = load_rows(dt, o_t, m_t, o_d, m_d, D)  # [BT, BD]
+        b_dy = load_rows(dy, o_t, m_t, o_d, m_d, D)  # [BT, BD]
+        b_B = load_rows(B, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
+        b_C = load_rows(C, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
 
         # dh_t = a_{t+1} dh_{t+1} + dy_t C_t: the next token's decay.
-        m_next = (o_c + 1 < T) & (o_c + 1 < i_t * BT + BT)
-        b_next = load_rows(dt, o_t + 1, m_next, i_d, D, BD)  # [BT, BD]
+        m_next = (o_c + 1 < length) & (o_c + 1 < i_t * BT + BT)
+        b_next = load_rows(dt, o_t + 1, m_next, o_d, m_d, D)  # [BT, BD]
         b_dhs = scan_maps(
             decays(b_next, b_A), outer(b_dy, b_C), b_dh, True
         )  # [BT, BD, BN]
@@ -212,41 +246,40 @@ def selective_bwd_kernel(
         # h_{t-1}: of one token earlier, and the first is the one that enters.
         m_last = m_t & (o_c > i_t * BT)
         b_hs = states_after(
-            load_rows(x, o_t - 1, m_last, i_d, D, BD),
-            load_rows(dt, o_t - 1, m_last, i_d, D, BD),
-            load_rows(B, o_t - 1, m_last, 0, N, BN),
+            load_rows(x, o_t - 1, m_last, o_d, m_d, D),
+            load_rows(dt, o_t - 1, m_last, o_d, m_d, D),
+            load_rows(B, (o_t - 1) * G + i_g, m_last, o_n, m_n, N),
             b_A,
-            load_rows(states, (i_b * NT + i_t) * D + o_d, m_d, 0, N, BN),
+            load_rows(states, (first + i_t) * D + o_d, m_d, o_n, m_n, N),
         )  # [BT, BD, BN]
         b_a = decays(b_dt, b_A)  # [BT, BD, BN]
         b_kept = b_a * b_hs  # what token t leaves of h_{t-1} [BT, BD, BN]
         b_hs = b_kept + outer(b_dt * b_x, b_B)  # h_t [BT, BD, BN]
 
-        o_p = tl.program_id(0).to(tl.int64) * T + o_c
+        o_p = i_d.to(tl.int64) * rows + o_t  # among the shares
         b_dC = tl.sum(b_hs * b_dy[:, :, None], axis=1)  # [BT, BN]
-        store_rows(dC, b_dC, o_p, m_t, 0, N, BN)
+        store_rows(dC, b_dC, o_p, m_t, o_n, m_n, N)
         b_dB = tl.sum(b_dhs * (b_dt * b_x)[:, :, None], axis=1)  # [BT, BN]
-        store_rows(dB, b_dB, o_p, m_t, 0, N, BN)
+        store_rows(dB, b_dB, o_p, m_t, o_n, m_n, N)
         b_dg = b_dhs * b_kept  # the gradient of dt A [BT, BD, BN]
         b_dA += tl.sum(b_dg * b_dt[:, :, None], axis=0)  # [BD, BN]
         b_dw = tl.sum(b_dhs * b_B[:, None, :], axis=2)  # of dt x [BT, BD]
         b_ddt = b_dw * b_x + tl.sum(b_dg * b_A[None, :, :], axis=2)
-        store_rows(ddt, b_ddt, o_t, m_t, i_d, D, BD)
+        store_rows(ddt, b_ddt, o_t, m_t, o_d, m_d, D)
         b_dx = b_dw * b_dt  # [BT, BD]
         if skip is not None:
             b_dx += b_skip[None, :] * b_dy
             b_dskip += tl.sum(b_dy * b_x, axis=0)  # [BD]
-        store_rows(dx, b_dx, o_t, m_t, i_d, D, BD)
+        store_rows(dx, b_dx, o_t, m_t, o_d, m_d, D)
         b_dh = row(b_a * b_dhs, 0)  # [BD, BN]
-    o_h = i_b * D + o_d
-    store_rows(dA, b_dA, o_h, m_d, 0, N, BN)
+    store_rows(dA, b_dA, o_h, m_d, o_n, m_n, N)
     if skip is not None:
         tl.store(dskip + o_h, b_dskip, mask=m_d)
     if dinitial is not None:
-        store_rows(dinitial, b_dh, o_h, m_d, 0, N, BN)
+        store_rows(dinitial, b_dh, o_h, m_d, o_n, m_n, N)
 
 
-def options(D: int, N: int) -> dict[str, int]:
+def options(D: int, N: int, G: int) -> dict[str, int]:
     """Launch settings, and tiles of at most 4096 numbers, 16 a thread.
 
     The longer a tile, the fewer states go to memory; the more channels it
@@ -255,25 +288,23 @@ def options(D: int, N: int) -> dict[str, int]:
     """
     BN = max(4, triton.next_power_of_2(N))
     bits = 13 - BN.bit_length()  # log2 of 4096 / BN
-    BD = min(2 ** (bits - bits // 2), triton.next_power_of_2(D))
+    BD = min(2 ** (bits - bits // 2), triton.next_power_of_2(D // G))
     sizes = {"BT": 2 ** (bits // 2), "BD": BD, "BN": BN}
     return sizes | {"num_warps": 8, "num_stages": 1}
 
 
-def empty_states(x: Tensor, A: Tensor, keep: bool) -> Tensor:
-    """Room for the state that enters each tile of time, if it is kept."""
-    (B, T, D), N = x.shape, A.shape[1]
-    NT = -(-T // options(D, N)["BT"]) if keep else 0
-    return x.new_empty(B, NT, D, N, dtype=torch.float32)
+def tile_length(D: int, N: int, G: int) -> int:
+    """Tokens in a tile of time."""
+    return options(D, N, G)["BT"]
 
 
-def launch(kernel: Any, x: Tensor, A: Tensor, *others: Tensor | None) -> None:
-    """One program a batch entry and tile of channels."""
-    (B, T, D), N = x.shape, A.shape[1]
-    constants = {"D": D, "N": N} | options(D, N)
-    grid = (B * triton.cdiv(D, constants["BD"]),)
-    with torch.cuda.device_of(x):
-        kernel[grid](x, A, *others, T, **constants)
+def launch(
+    kernel: Any, sequences: int, D: int, N: int, G: int, *arguments: Any
+) -> None:
+    """One program per sequence and tile of channels of a group."""
+    constants = {"D": D, "N": N, "G": G} | options(D, N, G)
+    tiles = G * triton.cdiv(D // G, constants["BD"])
+    kernel[(sequences * tiles,)](*arguments, **constants)
 
 
 def forward(
@@ -284,22 +315,29 @@ def forward(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, last state, and the states that the backward re-uses.
+    cu_seqlens: Tensor | None,
+    states: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and last states, as :mod:`fastweights.reference.selective`.
 
-    The tensors are contiguous, and as selective_scan takes them.
+    The tensors are contiguous.
     """
-    y, states = torch.empty_like(x), empty_states(x, A, keep)
-    state = x.new_empty(len(x), *A.shape, dtype=torch.float32)
-    results = (y, state, states if keep else None)
-    inputs = (x, A, dt, B, C, D, initial_state)
-    launch(selective_fwd_kernel, *inputs, *results)
-    return y, state, states
+    check_on_host(cu_seqlens, x.shape[1])
+    S = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    y, state = torch.empty_like(x), x.new_empty(S, *A.shape, dtype=FP32)
+    tensors = (x, A, dt, B, C, D, initial_state, cu_seqlens, y, state, states)
+    with torch.cuda.device_of(x):
+        launch(
+            selective_fwd_kernel,
+            *(S, *A.shape, B.shape[2]),
+            *tensors,
+            x.shape[1],
+        )
+    return y, state
 
 
 def backward(
-    dy: Tensor | None,
+    dy: Tensor,
     dstate: Tensor | None,
     x: Tensor,
     dt: Tensor,
@@ -308,29 +346,37 @@ def backward(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
     states: Tensor,
-) -> list[Tensor]:
-    """Gradients of the inputs that are not None, each in its dtype.
+) -> list[Tensor | None]:
+    """Gradients of x, dt, A, B, C, D and initial_state, None without them.
 
-    dy or dstate is None where nothing depends on that result.
+    Those of A, B, C and D are in fp32. The tensors are contiguous.
     """
-    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-    dstate = None if dstate is None else dstate.contiguous()
-    (batch, T, channels), N = x.shape, A.shape[1]
-    ND = triton.cdiv(channels, options(channels, N)["BD"])
+    (batch, T, channels), (G, N) = x.shape, B.shape[2:]
+    S = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    NP = triton.cdiv(channels // G, options(channels, N, G)["BD"])
     dx, ddt = torch.empty_like(x), torch.empty_like(dt)
-    dA = x.new_empty(batch, channels, N, dtype=torch.float32)
-    dB, dC = x.new_empty(2, batch, ND, T, N, dtype=torch.float32)
-    dD = None if D is None else dA.new_empty(batch, channels)
+    dA = x.new_empty(S, channels, N, dtype=FP32)
+    dB, dC = x.new_empty(2, G, NP, batch, T, N, dtype=FP32)
+    dD = None if D is None else dA.new_empty(S, channels)
     dinitial = None if initial_state is None else torch.empty_like(dA)
-    tensors = (x, A, dt, B, C, D, states, dy, dstate)
-    launch(selective_bwd_kernel, *tensors, dx, ddt, dA, dB, dC, dD, dinitial)
+    tensors = (x, A, dt, B, C, D, cu_seqlens, states, dy, dstate)
+    shares = (dx, ddt, dA, dB, dC, dD, dinitial)
+    with torch.cuda.device_of(x):
+        launch(
+            selective_bwd_kernel,
+            *(S, channels, N, G),
+            *(*tensors, *shares),
+            *(T, batch * T),
+        )
+    # dB and dC: the groups' numbers, from [G, Bt, T, N] to [Bt, T, G, N]
+    dB, dC = (share.sum(1).movedim(0, 2) for share in (dB, dC))
+    dD = None if dD is None else dD.sum(0)
+    return [dx, ddt, dA.sum(0), dB, dC, dD, dinitial]
 
-    grads = [dx, ddt, dA.sum(0), dB.sum(1), dC.sum(1)]
-    if dD is not None:
-        grads.append(dD.sum(0))
-    if dinitial is not None:
-        grads.append(dinitial)
-    inputs = (x, dt, A, B, C, D, initial_state)
-    given = [t for t in inputs if t is not None]
-    return [g.to(t.dtype) for g, t in zip(grads, given, strict=True)]
+
+def check_on_host(cu_seqlens: Tensor | None, T: int) -> None:
+    """Raise ValueError for offsets that are none, if the host has them."""
+    if cu_seqlens is not None and not cu_seqlens.is_cuda:
+        check_offsets(cu_seqlens.tolist(), T)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxtyping import Float
 from torch import Tensor
 
 Item = TypeVar("Item")
@@ -43,3 +44,23 @@ def prefix_scan(
     result[1::2] = ends
     result[2::2] = others
     return result
+
+
+def scan_by_pairs_(
+    a: Float[Tensor, "B L *entry"], b: Float[Tensor, "B L *entry"]
+) -> Float[Tensor, "B L *entry"]:
+    """h_t = a_t h_{t-1} + b_t entry by entry, from h_{-1} = 0, into b.
+
+    :func:`prefix_scan` on whole tensors: in each round every second map
+    takes in the one before it, these solve half the problem, and the others
+    follow from them. Nothing is divided by a, which stays as it is.
+    """
+    L = a.shape[1]
+    if L < 2:
+        return b
+    before, second = slice(0, L - 1, 2), slice(1, L, 2)
+    b[:, second].addcmul_(a[:, second], b[:, before])
+    scan_by_pairs_(a[:, second] * a[:, before], b[:, second])
+    others = slice(2, L, 2)
+    b[:, others].addcmul_(a[:, others], b[:, 1 : L - 1 : 2])
+    return b

@@ -1,0 +1,203 @@
+"""Mamba's selective scan a chunk at a time: a prefix scan in each chunk.
+
+A token maps each entry of the state, h -> a h + b with a = e^{dt A} <= 1 and
+b = dt x B. Such maps compose, so that :func:`~.prefix.scan_by_pairs_` gets
+all states of a chunk in a few operations on whole tensors, and no decay is
+divided by. From chunk to chunk one state is carried: never more than a
+chunk's states are in memory.
+
+Shapes: D channels are G groups of P, which share B and C. A chunk of L
+tokens has x, dt [Bt, L, G, P] and B, C [Bt, L, G, N]; A is [G, P, N], a
+state [Bt, G, P, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.reference.backend import sequences, wide
+from fastweights.reference.prefix import scan_by_pairs_
+from fastweights.reference.steps import outer
+
+Channels = Float[Tensor, "Bt L G P"]
+Shared = Float[Tensor, "Bt L G N"]
+State = Float[Tensor, "Bt G P N"]
+States = Float[Tensor, "Bt L G P N"]
+Rates = Float[Tensor, "G P N"]
+Offsets = Int[Tensor, " S+1"] | None
+
+
+def states_after(
+    x: Channels, dt: Channels, A: Rates, B: Shared, h: State
+) -> tuple[States, States]:
+    """The decays of a chunk, and the state after each of its tokens."""
+    a = (dt[..., None] * A).exp()
+    b = outer(dt * x, B)
+    b[:, 0].addcmul_(a[:, 0], h)
+    return a, scan_by_pairs_(a, b)
+
+
+def read(h: States, C: Shared) -> Channels:
+    """h C, for every token."""
+    return (h @ C[..., None])[..., 0]
+
+
+def chunk_backward(
+    x: Channels,
+    dt: Channels,
+    A: Rates,
+    B: Shared,
+    C: Shared,
+    h: State,
+    dy: Channels,
+    dh: State,
+) -> tuple[Channels, Channels, Rates, Shared, Shared, State]:
+    """Gradients of x, dt, A, B, C and of the state h that enters a chunk.
+
+    dh is the gradient of the state that leaves it. The same scan, from the
+    last token to the first: dh_t = a_{t+1} dh_{t+1} + dy_t C_t.
+    """
+    a, hs = states_after(x, dt, A, B, h)
+    next_a = torch.cat([torch.ones_like(a[:, :1]), a[:, 1:].flip(1)], dim=1)
+    dhs = outer(dy, C).flip(1)
+    dhs[:, 0] += dh
+    dhs = scan_by_pairs_(next_a, dhs).flip(1)
+
+    kept = a * torch.cat([h[:, None], hs[:, :-1]], dim=1)  # of the last h
+    dg = dhs * kept  # the gradient of dt A
+    dw = read(dhs, B)  # the gradient of dt x
+    dx, ddt = dw * dt, dw * x + (dg * A).sum(-1)
+    dA = (dg * dt[..., None]).sum(dim=(0, 1))
+    dB = read(dhs.mT, dt * x)
+    dC = read(hs.mT, dy)
+    return dx, ddt, dA, dB, dC, a[:, 0] * dhs[:, 0]
+
+
+def tile_length(D: int, N: int, G: int) -> int:
+    """Tokens in a chunk: few where a single state fills a cache."""
+    return 64 if D * N <= 4096 else 16
+
+
+def chunks(
+    cu_seqlens: Offsets, T: int, length: int
+) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    """Of each sequence: which states are its own, and its chunks.
+
+    A chunk is the place of its first state among all that are kept, and
+    its tokens.
+    """
+    for n, t in sequences(cu_seqlens, T):
+        start, stop, _ = t.indices(T)
+        place = start // length + (n.start or 0)
+        firsts = range(start, stop, length)
+        yield (
+            n,
+            [
+                (place + i, slice(first, min(first + length, stop)))
+                for i, first in enumerate(firsts)
+            ],
+        )
+
+
+def in_groups(
+    G: int, dtype: torch.dtype, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Tensors [..., D] as [..., G, P], in ``dtype``."""
+    return tuple(x.unflatten(-1, (G, -1)).to(dtype) for x in tensors)
+
+
+def first_states(
+    x: Float[Tensor, "Bt T D"],
+    A: Float[Tensor, "D N"],
+    initial_state: Float[Tensor, "S D N"] | None,
+    cu_seqlens: Offsets,
+) -> Float[Tensor, "S D N"]:
+    """A copy of the initial states, zeros if there are none."""
+    if initial_state is not None:
+        return initial_state.clone(memory_format=torch.contiguous_format)
+    number = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    return x.new_zeros(number, *A.shape, dtype=wide(x.dtype))
+
+
+def forward(
+    x: Float[Tensor, "Bt T D"],
+    dt: Float[Tensor, "Bt T D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "Bt T G N"],
+    C: Float[Tensor, "Bt T G N"],
+    D: Float[Tensor, " D"] | None,
+    initial_state: Float[Tensor, "S D N"] | None,
+    cu_seqlens: Offsets,
+    states: Float[Tensor, "Bt NT D N"] | None,
+) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
+    """Outputs and last states.
+
+    The state that enters each chunk goes into ``states`` unless it is None.
+    """
+    full, G = wide(x.dtype), B.shape[2]
+    state = first_states(x, A, initial_state, cu_seqlens)
+    y = torch.empty_like(x)
+    A = A.to(full).unflatten(0, (G, -1))
+    length = tile_length(x.shape[2], A.shape[2], G)
+    for n, parts in chunks(cu_seqlens, x.shape[1], length):
+        h = state[n].unflatten(1, (G, -1))
+        for place, t in parts:
+            if states is not None:
+                states[:, place] = h.flatten(1, 2)
+            x_t, dt_t = in_groups(G, full, x[:, t], dt[:, t])
+            _, hs = states_after(x_t, dt_t, A, B[:, t].to(full), h)
+            y_t = read(hs, C[:, t].to(full)).flatten(2)
+            if D is not None:
+                y_t.addcmul_(D.to(full), x_t.flatten(2))
+            y[:, t] = y_t
+            h = hs[:, -1]
+        state[n] = h.flatten(1, 2)
+    return y, state
+
+
+def backward(
+    dy: Float[Tensor, "Bt T D"],
+    dstate: Float[Tensor, "S D N"] | None,
+    x: Float[Tensor, "Bt T D"],
+    dt: Float[Tensor, "Bt T D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "Bt T G N"],
+    C: Float[Tensor, "Bt T G N"],
+    D: Float[Tensor, " D"] | None,
+    initial_state: Float[Tensor, "S D N"] | None,
+    cu_seqlens: Offsets,
+    states: Float[Tensor, "Bt NT D N"],
+) -> list[Tensor | None]:
+    """Gradients of x, dt, A, B, C, D and initial_state.
+
+    Those of A and D are in the dtype of the arithmetic. ``states`` is what
+    :func:`forward` put there.
+    """
+    full, G = wide(x.dtype), B.shape[2]
+    dx, ddt, dB, dC = (torch.empty_like(t) for t in (x, dt, B, C))
+    dh = first_states(x, A, dstate, cu_seqlens)
+    A = A.to(full).unflatten(0, (G, -1))
+    dA = torch.zeros_like(A)
+    dD = None if D is None else torch.zeros_like(D, dtype=full)
+    length = tile_length(x.shape[2], A.shape[2], G)
+    for n, parts in chunks(cu_seqlens, x.shape[1], length):
+        dh_t = dh[n].unflatten(1, (G, -1))
+        for place, t in reversed(parts):
+            x_t, dt_t, dy_t = in_groups(G, full, x[:, t], dt[:, t], dy[:, t])
+            B_t, C_t = B[:, t].to(full), C[:, t].to(full)
+            h = states[:, place].unflatten(1, (G, -1))
+            dx_t, ddt_t, dA_t, dB[:, t], dC[:, t], dh_t = chunk_backward(
+                x_t, dt_t, A, B_t, C_t, h, dy_t, dh_t
+            )
+            dA += dA_t
+            dx_t = dx_t.flatten(2)
+            if D is not None and dD is not None:
+                dx_t.addcmul_(D.to(full), dy_t.flatten(2))
+                dD += (dy_t * x_t).sum(dim=(0, 1)).flatten()
+            dx[:, t], ddt[:, t] = dx_t, ddt_t.flatten(2)
+        dh[n] = dh_t.flatten(1, 2)
+    return [dx, ddt, dA.flatten(0, 1), dB, dC, dD, dh]
