@@ -1,9 +1,9 @@
 """Feature maps phi with phi(q) . phi(k) in place of exp(q . k).
 
-Each takes [..., K] to [..., features] and is applied to q and to k alike, before
-the recurrence. The random ones are Modules that hold their projection, drawn
-from an explicit generator, so that queries and keys meet the same features;
-``.to()`` moves it, and ``state_dict()`` has it.
+Each takes [..., K] to [..., features] and is applied to q and to k alike,
+before the recurrence. The random ones are Modules that hold their projection,
+drawn from an explicit generator, so that queries and keys meet the same
+features; ``.to()`` moves it, and ``state_dict()`` has it.
 """
 
 from __future__ import annotations

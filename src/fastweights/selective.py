@@ -20,7 +20,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import _without_autocast, autocast, check_name, ran
+from fastweights.ops import without_autocast, autocast, check_name, ran
 from fastweights.reference.backend import sequences, wide
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
@@ -205,7 +205,7 @@ def _loop(
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
     full, G = wide(x.dtype), B.shape[2]
-    with _without_autocast(x):
+    with without_autocast(x):
         first = first_states(x, A, initial_state, cu_seqlens)
         states = list(first.unflatten(1, (G, -1)).split(1))
         rates = A.to(full).unflatten(0, (G, -1))

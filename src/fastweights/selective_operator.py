@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastweights.ops import (
     LIBRARY,
-    _without_autocast,
+    without_autocast,
     choose_backend,
     ran,
 )
@@ -83,7 +83,7 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     ran(f"{backend} forward")
     _, A, B, *_, cu_seqlens = inputs
     states = empty_states(module, x, A, B, cu_seqlens, keep)
-    with _without_autocast(x):
+    with without_autocast(x):
         y, state = module.forward(x, *inputs, states if keep else None)
     return y, state, states
 
@@ -109,7 +109,7 @@ def _backward(
     ran(f"{backend} backward")
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
-    with _without_autocast(x):
+    with without_autocast(x):
         grads = module.backward(dy, dstate, x, *others)
     inputs = (x, *others[: NUMBER - 2])
     return [
