@@ -13,10 +13,11 @@ from fastweights.ops import (
     autocast,
     check_name,
     choose_backend,
-    linear_recurrence,
     past_dispatcher,
     ran,
+    without_autocast,
 )
+from fastweights.reference.backend import advance, widen
 
 MAX_TOKENS = 16
 
@@ -149,11 +150,12 @@ def _decode(
 
         ran("triton decode")
         return decode(q, k, v, g, beta, state, scale)
-    o, last = linear_recurrence(
-        q, k, v, g, beta, scale=scale, initial_state=state, backend="loop"
-    )
-    state.copy_(last)
-    return o
+    ran("loop forward")
+    if g is not None and g.dim() == 1:
+        g = g.expand(v.shape[:3])
+    with without_autocast(q):
+        o = advance(state, *widen(q, k, v, g, beta), scale=scale)
+    return o.to(v.dtype)
 
 
 OPERATOR = torch.library.custom_op(

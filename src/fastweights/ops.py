@@ -274,6 +274,7 @@ def _loop(
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
     with without_autocast(q):
+        g = torch.zeros_like(v[..., 0]) if g is None else g
         tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
         tokens[0] = scale * tokens[0]
         state = first_states(q, v, initial_state, cu_seqlens)

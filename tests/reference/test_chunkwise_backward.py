@@ -17,11 +17,9 @@ rules = pytest.mark.parametrize("rule", RULES)
 
 
 def inputs(gate, rule, **options):
-    """q, k, v, g [B, T, H, 1 or K], beta or None, initial state."""
+    """q, k, v, g [B, T, H, 1 or K] or None, beta or None, initial state."""
     options = {"B": 2, "T": 37, "H": 2, "HV": 2} | options
     x = member(gate, rule, **options)
-    if gate == "none":
-        x["g"] = torch.zeros_like(x["q"][..., :1])
     if gate == "scalar":
         x["g"] = x["g"][..., None]
     return {name: x.get(name) for name in NAMES}
@@ -51,6 +49,10 @@ def autograd(function, *arguments):
     return given, [x if x is None else next(grads) for x in leaves]
 
 
+def running(g):
+    return None if g is None else g.cumsum(-2)
+
+
 def same(x, ref, tolerance=EXACT):
     for i, (dx, dx_ref) in enumerate(zip(x, ref, strict=True)):
         assert (dx is None) == (dx_ref is None), i
@@ -60,35 +62,29 @@ def same(x, ref, tolerance=EXACT):
 
 
 @pytest.mark.parametrize("size", [16, 24, 64])
-@gates
+@pytest.mark.parametrize("gate", WIDTHS[1:])
 def test_decayed_sums_are_the_defining_sums(gate, size):
     _, k, _, g, _, _ = chunks(gate, "delta", size, T=size)
-    G = g.cumsum(-2)
+    G = running(g)
     torch.manual_seed(0)
-    A = torch.randn(2, 1, 2, size, size, dtype=torch.float64)
+    A = torch.randn(2, 1, 2, size, size, dtype=torch.float64).tril(-1)
     rows, columns = torch.zeros_like(k), torch.zeros_like(k)
     for i in range(size):
         for j in range(i):
             decay = A[..., i, j, None] * (G[..., i, :] - G[..., j, :]).exp()
             rows[..., i, :] += decay * k[..., j, :]
             columns[..., j, :] += decay * k[..., i, :]
-    same([chunkwise_backward.decayed_sum(A, k, G)], [rows])
-    same([chunkwise_backward.decayed_sum_after(A, k, G)], [columns])
+    same(chunkwise_backward.decayed_sums(A, k, k, G), [rows, columns])
 
 
 def test_decayed_sums_hold_where_the_naive_split_overflows():
     torch.manual_seed(0)
     G = (-40 * torch.rand(1, 64, 8)).cumsum(-2)
-    A, x = torch.randn(1, 64, 64), torch.randn(1, 64, 8)
+    A, x = torch.randn(1, 64, 64).tril(-1), torch.randn(1, 64, 8)
     assert not (x * (-G).exp()).isfinite().all()
-    for function in (
-        chunkwise_backward.decayed_sum,
-        chunkwise_backward.decayed_sum_after,
-    ):
-        y = function(A, x, G)
-        assert y.isfinite().all()
-        wide = function(A.double(), x.double(), G.double())
-        assert relative_error(y, wide) < 1e-4
+    narrow = chunkwise_backward.decayed_sums(A, x, x, G)
+    wide = (t.double() for t in (A, x, x, G))
+    same(narrow, chunkwise_backward.decayed_sums(*wide), 1e-4)
 
 
 def intra_with_M(q, k, g, beta):
@@ -96,7 +92,7 @@ def intra_with_M(q, k, g, beta):
     _, Aqk, _ = chunkwise.intra(q, k, g, beta)
     if beta is None:
         return Aqk, None
-    G = g.cumsum(-2)
+    G = running(g)
     return Aqk, beta * chunkwise.decayed_scores(k, k, G).tril(-1)
 
 
@@ -107,7 +103,7 @@ def test_intra(rule, gate, size):
     q, k, _, g, beta, _ = chunks(gate, rule, size)
     (dAqk, *dM), ref = autograd(intra_with_M, q, k, g, beta)
     dM = dM[0] if dM else None
-    G = g.cumsum(-2)
+    G = running(g)
     grads = chunkwise_backward.through_scores(q, k, beta, G, dAqk, dM)
     same(grads, ref)
 
@@ -116,19 +112,20 @@ def test_intra(rule, gate, size):
 def test_intra_through_the_inverse(gate):
     """With P's own gradient, dM = -tril(P^T dP P^T, -1)."""
     q, k, _, g, beta, _ = chunks(gate, "delta")
-    (dG, dAqk, dP), ref = autograd(chunkwise.intra, q, k, g, beta)
+    (*dG, dAqk, dP), ref = autograd(chunkwise.intra, q, k, g, beta)
     G, _, P = chunkwise.intra(q, k, g, beta)
     dM = -(P.mT @ dP @ P.mT).tril(-1)
     dq, dk, dg, dbeta = chunkwise_backward.through_scores(
         q, k, beta, G, dAqk, dM
     )
-    dg = dg + chunkwise_backward.reverse_cumsum(dG)
+    if dG:
+        dg = dg + chunkwise_backward.reverse_cumsum(dG[0])
     same((dq, dk, dg, dbeta), ref)
 
 
 def scan_of_M(q, k, v, g, beta, Aqk, M, S, *, scale):
     P = None if M is None else chunkwise.unit_lower_inverse(M.tril(-1))
-    G = g.cumsum(-2)
+    G = running(g)
     Aqk = Aqk.tril()
     return chunkwise.scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
 
@@ -144,10 +141,10 @@ def test_scan(rule, gate):
     )
     states, v_new = chunkwise_backward.chunk_states(k, v, g, beta, G, P, S)
     y, leaving, dS = chunkwise_backward.scan_backward(
-        q, k, g, beta, G, Aqk, P, do, dS, scale=0.3
+        q, k, g, beta, G, Aqk, P, 0.3 * do, dS
     )
     grads = chunkwise_backward.through_states(
-        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=0.3
+        q, k, v, g, beta, G, 0.3 * do, v_new, y, states, leaving
     )
     same((*grads, dS), ref)
 
@@ -159,14 +156,14 @@ def test_chunk_states_are_the_states_of_the_loop(rule, gate):
     *tokens, _ = chunks(gate, rule, 16, T=40)
     G, _, P = chunkwise.intra(tokens[0], tokens[1], *tokens[3:])
     states, _ = chunkwise_backward.chunk_states(*tokens[1:], G, P, S)
-    given = [x for x in (q, k, v, g, beta) if x is not None]
     for n in range(3):
-        before = (x[:, : 16 * n] for x in given)
-        _, ref = steps.scan(steps.recurrence, S, *before) if n else (0, S)
+        before = (x if x is None else x[:, : 16 * n] for x in (k, v, g, beta))
+        _, ref = loop(q[:, : 16 * n], *before, S) if n else (0, S)
         same([states[:, n]], [ref])
 
 
 def loop(q, k, v, g, beta, S, *, scale=0.3):
+    g = torch.zeros_like(q[..., :1]) if g is None else g
     tokens = [x for x in (scale * q, k, v, g, beta) if x is not None]
     return steps.scan(steps.recurrence, S, *tokens)
 

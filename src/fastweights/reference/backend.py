@@ -26,6 +26,8 @@ from fastweights.reference.chunkwise_backward import chunkwise_backward
 Offsets = Int[Tensor, " N+1"] | None
 States = Float[Tensor, "N HV K V"]
 
+IN_CACHE = 2**17  # entries of score matrices that one core works on at once
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that inputs of ``dtype`` are computed in."""
@@ -47,23 +49,81 @@ def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
 
 def widen(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
-    dtype, (B, T, HV) = wide(q.dtype), v.shape[:3]
-    q, k = (
-        x.to(dtype).repeat_interleave(HV // x.shape[2], dim=2) for x in (q, k)
-    )
-    if g is None:
-        g = q.new_zeros(1).expand(B, T, HV)
-    if g.dim() == 3:
-        g = g[..., None]
-    beta = None if beta is None else beta.to(dtype)
-    return q, k, v.to(dtype), g.to(dtype), beta
+    dtype, HV = wide(q.dtype), v.shape[2]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if q.shape[2] != HV:
+        groups = HV // q.shape[2]
+        q, k = (x.repeat_interleave(groups, dim=2) for x in (q, k))
+    if g is not None:
+        g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
+    return q, k, v, g, None if beta is None else beta.to(dtype)
 
 
-def tokens_at(t: slice, *tensors: Tensor | None) -> list[Any]:
-    """The tokens t of each tensor; a None stays None."""
-    return [None if x is None else x[:, t] for x in tensors]
+def pieces(
+    cu_seqlens: Offsets, v: Tensor, chunk_size: int
+) -> list[tuple[slice, tuple[slice, slice], int]]:
+    """What is computed together: its states, its rows and tokens, and C.
+
+    Packed sequences one by one; else as many rows of the batch as keep what
+    is in between in a core's cache. No chunk is longer than its sequence.
+    """
+    B, T, HV = v.shape[:3]
+    if cu_seqlens is not None:
+        return [
+            (n, (slice(None), t), min(chunk_size, t.stop - t.start))
+            for n, t in sequences(cu_seqlens, T)
+        ]
+    C = min(chunk_size, T)
+    rows = max(1, torch.get_num_threads() * IN_CACHE // (T * HV * C))
+    parts = [slice(b, b + rows) for b in range(0, B, rows)]
+    return [(n, (n, slice(None)), C) for n in parts]
+
+
+def at(where: tuple[slice, slice], *tensors: Tensor | None) -> list[Any]:
+    """These rows and tokens of each tensor; a None stays None."""
+    return [None if x is None else x[where] for x in tensors]
+
+
+def advance(
+    state: States,
+    q: Float[Tensor, "N T HV K"],
+    k: Float[Tensor, "N T HV K"],
+    v: Float[Tensor, "N T HV V"],
+    g: Float[Tensor, "N T HV DG"] | None,
+    beta: Float[Tensor, "N T HV"] | None,
+    *,
+    scale: float,
+) -> Float[Tensor, "N T HV V"]:
+    """A few tokens one at a time, the state in place, without gradients.
+
+    Takes what :func:`widen` returns. This is ``steps.recurrence`` in as few
+    operations as there can be: for one token they, not FLOPs, take the time.
+    """
+    N, T, HV, V = v.shape
+    S = state.contiguous().view(N * HV, *state.shape[2:])
+    decay = None if g is None else g.exp()
+    tokens = [  # [N HV, T, ...]
+        None if x is None else x.transpose(1, 2).reshape(N * HV, T, -1)
+        for x in (q, k, v, decay, beta)
+    ]
+    outputs = []
+    for t in range(T):
+        q_t, k_t, v_t, decay_t, beta_t = (
+            tokens if T == 1 else at((slice(None), slice(t, t + 1)), *tokens)
+        )
+        if decay_t is not None:
+            S.mul_(decay_t.mT)
+        if beta_t is not None:
+            v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
+        S.addcmul_(k_t.mT, v_t)
+        # With beta = 0 its first argument is not read.
+        outputs.append(torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale))
+    if not state.is_contiguous():
+        state.copy_(S.view(state.shape))
+    o = outputs[0] if T == 1 else torch.cat(outputs, dim=1)
+    return o.view(N, HV, T, V).transpose(1, 2).contiguous()
 
 
 def first_states(
@@ -90,13 +150,17 @@ def empty_saved(
     cu_seqlens: Offsets,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Room for Aqk and, under the delta rule, P: a row of C a token.
+    """Room for Aqk and, under the delta rule, P: a row of C per token.
 
-    Another backend may keep more, of a size that g and cu_seqlens decide.
+    One token needs none of it. Another backend may keep more, of a size
+    that g and cu_seqlens decide.
     """
-    shape, dtype = (*v.shape[:3], chunk_size), wide(q.dtype)
+    T = v.shape[1]
+    if T == 1:
+        return []
+    shape = (*v.shape[:3], torch.sym_min(chunk_size, T))
     number = 1 if beta is None else 2
-    return [q.new_empty(shape, dtype=dtype) for _ in range(number)]
+    return [q.new_empty(shape, dtype=wide(q.dtype)) for _ in range(number)]
 
 
 def forward(
@@ -111,20 +175,26 @@ def forward(
     chunk_size: int,
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
-    o = v.new_empty(v.shape)
-    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     tokens = widen(q, k, v, g, beta)
     state = first_states(q, v, initial_state, cu_seqlens)
-    for n, t in sequences(cu_seqlens, q.shape[1]):
-        o_n, state[n], Aqk, P = chunkwise_forward(
-            *tokens_at(t, *tokens),
+    if v.shape[1] == 1:
+        [(n, _)] = sequences(cu_seqlens, 1)
+        return advance(state[n], *tokens, scale=scale).to(v.dtype), state, []
+    o = v.new_empty(v.shape)
+    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
+    if cu_seqlens is not None:
+        for x in saved:
+            x.zero_()  # short sequences fill less than a row
+    for n, where, C in pieces(cu_seqlens, v, chunk_size):
+        o_n, state[n], *kept = chunkwise_forward(
+            *at(where, *tokens),
             scale=scale,
             initial_state=state[n],
-            chunk_size=chunk_size,
+            chunk_size=C,
         )
-        parts = [x for x in (o_n, Aqk, P) if x is not None]
-        for x, x_n in zip((o, *saved), parts, strict=True):
-            x[:, t] = from_chunks(x_n, x[:, t].shape[1])
+        o[where] = from_chunks(o_n, o[where].shape[1])
+        for x, x_n in zip(at(where, *saved), kept, strict=False):
+            x[..., :C] = from_chunks(x_n, x.shape[1])
     return o, state, saved
 
 
@@ -155,27 +225,29 @@ def backward(
     if dstate is not None:
         dS.copy_(dstate)
     grads = [x.new_empty(x.shape) for x in tokens if x is not None]
-    for n, t in sequences(cu_seqlens, q.shape[1]):
-        Aqk, *P = (to_chunks(x[:, t], chunk_size) for x in saved)
+    for n, where, C in pieces(cu_seqlens, v, chunk_size):
+        kept = [to_chunks(x[where][..., :C], C) for x in saved]
         *grads_n, dS[n] = chunkwise_backward(
-            *tokens_at(t, *tokens),
-            do=do[:, t],
+            *at(where, *tokens),
+            do=do[where],
             dS=dS[n],
             scale=scale,
             initial_state=state[n],
-            chunk_size=chunk_size,
-            Aqk=Aqk,
-            P=P[0] if P else None,
+            chunk_size=C,
+            **dict(zip(("Aqk", "P"), kept, strict=False)),
         )
         parts = [x for x in grads_n if x is not None]
         for dx, dx_n in zip(grads, parts, strict=True):
-            dx[:, t] = dx_n
-    dq, dk, dv, dg, *dbeta = grads
-    # Value heads that share a key head are summed before they are rounded.
-    dq, dk = (x.unflatten(2, (q.shape[2], -1)).sum(3) for x in (dq, dk))
-    pairs: list[tuple[Tensor | None, Tensor]]
-    pairs = [(q, dq), (k, dk), (v, dv), (g, dg), (initial_state, dS)]
-    pairs[4:4] = [(beta, x) for x in dbeta]
+            dx[where] = dx_n
+    if q.shape[2] != v.shape[2]:
+        # Heads that share a key head are summed before they are rounded.
+        grads[:2] = (
+            x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
+        )
+    inputs = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
+    if initial_state is not None:
+        grads.append(dS)
     return [
-        dx.reshape(x.shape).to(x.dtype) for x, dx in pairs if x is not None
+        dx.reshape(x.shape).to(x.dtype)
+        for x, dx in zip(inputs, grads, strict=True)
     ]

@@ -4,8 +4,8 @@ Stage by stage, for every gate and both rules. :func:`intra` is what happens
 inside each chunk, for all chunks at once; :func:`scan` carries the state
 from chunk to chunk. Their gradients: :mod:`.chunkwise_backward`. Shapes: a
 sequence [B, T, H, D] is cut into [B, N, H, C, D] with N = ceil(T / C). Gates
-are log decays whose last dimension is 1 (a gate a head) or K (a gate a key
-channel); no gate is g = 0.
+are log decays whose last dimension is 1 (one gate per head) or K (one per key
+channel), or None: nothing decays.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ def to_chunks(x: Float[Tensor, "B T H D"], chunk_size: int) -> Chunks:
 
     A zero key and a zero log decay leave the state as it is.
     """
-    N = -(-x.shape[1] // chunk_size)
-    x = F.pad(x, (0, 0, 0, 0, 0, N * chunk_size - x.shape[1]))
-    return x.unflatten(1, (N, chunk_size)).movedim(2, 3)
+    if rest := -x.shape[1] % chunk_size:
+        x = F.pad(x, (0, 0, 0, 0, 0, rest))
+    return x.unflatten(1, (-1, chunk_size)).movedim(2, 3).contiguous()
 
 
 def from_chunks(x: Chunks, T: int) -> Float[Tensor, "B T H D"]:
     """Undo :func:`to_chunks` for a sequence of T tokens."""
     return x.movedim(3, 2).flatten(1, 2)[:, :T]
+
+
+def decayed(x: Chunks, G: Gates | None) -> Chunks:
+    """e^G . x: each token by its own log decay; x itself without gates."""
+    return x if G is None else x * G.exp()
 
 
 def running_sum(g: Gates) -> Gates:
@@ -53,17 +58,19 @@ def running_sum(g: Gates) -> Gates:
     return g.double().clamp(min=CLEARS).cumsum(dim=-2)
 
 
-def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:
+def decayed_scores(x: Chunks, k: Chunks, G: Gates | None) -> Square:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
     G is the :func:`running_sum` of the gates. No exponent is ever positive,
-    and each is rounded only as a difference. A gate a head is applied to
-    the finished scores; a gate a channel is split at the start s of each
-    strip of 16 rows, exp(G_i - G_s) exp(G_s - G_j), and taken exactly
+    and each is rounded only as a difference. One gate per head is applied
+    to the finished scores; one gate per channel is split at the start s of
+    each strip of 16 rows, exp(G_i - G_s) exp(G_s - G_j), and taken exactly
     inside the strip.
     """
+    if G is None:
+        return (x @ k.mT).tril_()
     if G.shape[-1] == 1:
-        return (x @ k.mT) * decays(G, x.dtype)[..., 0]
+        return ((x @ k.mT) * decays(G, x.dtype)[..., 0]).tril_()
     C = x.shape[-2]
     rows = []
     for s in range(0, C, STRIP):
@@ -71,15 +78,23 @@ def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:
         start = G_s[..., :1, :]
         earlier_k = k[..., :s, :] * (start - G[..., :s, :]).to(k).exp()
         earlier = (x_s * (G_s - start).to(x).exp()) @ earlier_k.mT
-        D = decays(G_s, x.dtype)
-        own = torch.einsum("...id,...jd,...ijd->...ij", x_s, k_s, D)
+        own_k = k_s[..., None, :, :] * decays(G_s, x.dtype)  # [16, 16, K]
+        own = (x_s[..., :, None, :] * own_k).sum(-1)
         row = torch.cat([earlier, own], dim=-1)
         rows.append(F.pad(row, (0, C - row.shape[-1])))
     return torch.cat(rows, dim=-2)
 
 
 def unit_lower_inverse(M: Square) -> Square:
-    """(I + M)^{-1} for a strictly lower triangular M, by block recursion.
+    """P = (I + M)^{-1} for a strictly lower triangular M: P (I + M) = I."""
+    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    return torch.linalg.solve_triangular(
+        M, eye, upper=False, left=False, unitriangular=True
+    )
+
+
+def inverse_by_blocks(M: Square) -> Square:
+    """The same by block recursion: products alone, as the kernels have it.
 
     Blocks of size 1, 2, 4, ... are inverted already; two neighbours with
     the block M_21 between them join as P_21 = -P_22 M_21 P_11.
@@ -97,27 +112,29 @@ def unit_lower_inverse(M: Square) -> Square:
 
 
 def intra(
-    q: Chunks, k: Chunks, g: Gates, beta: Chunks | None = None
-) -> tuple[Gates, Square, Square | None]:
+    q: Chunks, k: Chunks, g: Gates | None, beta: Chunks | None = None
+) -> tuple[Gates | None, Square, Square | None]:
     """Inside each chunk: running gates G, scores Aqk, inverse P.
 
     P = (I + Diag(beta) Akk)^{-1} is None for the additive rule. beta is
     [B, N, H, C, 1].
     """
-    G = running_sum(g)
-    Aqk = decayed_scores(q, k, G)
+    exact = None if g is None else running_sum(g)
+    G = None if g is None else exact.to(g)
     if beta is None:
-        return G.to(g), Aqk, None
-    Akk = decayed_scores(k, k, G).tril(-1)
-    return G.to(g), Aqk, unit_lower_inverse(beta * Akk)
+        return G, decayed_scores(q, k, exact), None
+    Aqk, Akk = decayed_scores(torch.stack([q, k]), k, exact)
+    return G, Aqk, unit_lower_inverse((beta * Akk).tril_(-1))
 
 
-def sum_after(g: Gates) -> Gates:
+def sum_after(g: Gates | None) -> Gates | None:
     """The gates after each token of a chunk, summed: G_C - G.
 
     As that difference it would be the same number, but the gradient of a
     strong gate would be lost between two large terms that cancel.
     """
+    if g is None:
+        return None
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
@@ -132,7 +149,7 @@ def new_values(
     k: Float[Tensor, "*lead C K"],
     v: Float[Tensor, "*lead C V"],
     beta: Float[Tensor, "*lead C 1"] | None,
-    G: Float[Tensor, "*lead C DG"],
+    G: Float[Tensor, "*lead C DG"] | None,
     P: Float[Tensor, "*lead C C"] | None,
     S: Float[Tensor, "*lead K V"],
 ) -> Float[Tensor, "*lead C V"]:
@@ -143,28 +160,28 @@ def new_values(
     """
     if beta is None or P is None:
         return v
-    return P @ (beta * (v - (k * G.exp()) @ S))
+    return P @ (beta * (v - decayed(k, G) @ S))
 
 
 def next_state(
     k: Float[Tensor, "*lead C K"],
     v_new: Float[Tensor, "*lead C V"],
-    G: Float[Tensor, "*lead C DG"],
-    rest: Float[Tensor, "*lead C DG"],
+    G: Float[Tensor, "*lead C DG"] | None,
+    rest: Float[Tensor, "*lead C DG"] | None,
     S: Float[Tensor, "*lead K V"],
 ) -> Float[Tensor, "*lead K V"]:
     """The state that leaves a chunk; rest is what its tokens decay by."""
-    total = G[..., -1:, :]  # the chunk's whole log decay
-    return total.exp().mT * S + (k * rest.exp()).mT @ v_new
+    total = None if G is None else G[..., -1:, :].mT  # of the whole chunk
+    return decayed(S, total) + decayed(k, rest).mT @ v_new
 
 
 def scan(
     q: Chunks,
     k: Chunks,
     v: Chunks,
-    g: Gates,
+    g: Gates | None,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     Aqk: Square,
     P: Square | None,
     S: State,
@@ -178,7 +195,7 @@ def scan(
         q, k, v, beta, G, rest, Aqk, P
     ):
         v_new = new_values(k_n, v_n, beta_n, G_n, P_n, S)
-        o = (q_n * G_n.exp()) @ S + Aqk_n @ v_new
+        o = decayed(q_n, G_n) @ S + Aqk_n @ v_new
         outputs.append(scale * o)
         S = next_state(k_n, v_new, G_n, rest_n, S)
     return torch.stack(outputs, dim=1), S
@@ -188,7 +205,7 @@ def chunkwise(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H DG"],
+    g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
     *,
     scale: float,
@@ -213,7 +230,7 @@ def chunkwise_forward(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H DG"],
+    g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
     *,
     scale: float,
@@ -225,7 +242,8 @@ def chunkwise_forward(
     That is Aqk and P of every chunk, which took the most work for their
     size. The gates' running sums and the states are computed again.
     """
-    q, k, v, g = (to_chunks(x, chunk_size) for x in (q, k, v, g))
+    q, k, v = (to_chunks(x, chunk_size) for x in (q, k, v))
+    g = None if g is None else to_chunks(g, chunk_size)
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
     G, Aqk, P = intra(q, k, g, beta)

@@ -16,6 +16,8 @@ has a part in, and what the tokens leave in the state are kept apart.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -27,6 +29,7 @@ from fastweights.reference.chunkwise import (
     Gates,
     Square,
     State,
+    decayed,
     each_chunk,
     from_chunks,
     intra,
@@ -42,7 +45,7 @@ States = Float[Tensor, "B N H K V"]
 
 
 def per_gate(x: Chunks, G: Gates) -> Gates:
-    """Sum over the key channels that share a gate."""
+    """Sum over the key channels that share one gate."""
     return x.sum(-1, keepdim=True) if G.shape[-1] == 1 else x
 
 
@@ -56,69 +59,72 @@ def sum_before(x: Chunks) -> Chunks:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 
-def decayed_sum(A: Square, x: Chunks, G: Gates) -> Chunks:
-    """sum_j A_ij x_jd exp(G_id - G_jd) over j < i.
+def decayed_sums(
+    A: Square, x: Chunks, k: Chunks, G: Gates | None
+) -> tuple[Chunks, Chunks]:
+    """What a strictly lower triangular A gives its rows and its columns.
 
-    A gate a channel takes the strips of :func:`.chunkwise.decayed_scores`.
+    sum_j A_ij k_jd exp(G_id - G_jd) at each row i, and at each column j
+    sum_i A_ij x_id exp(G_id - G_jd). One gate per channel takes the strips
+    of :func:`.chunkwise.decayed_scores`.
     """
-    A = A.tril(-1)
-    if G.shape[-1] == 1:
-        return (A * decays(G, x.dtype)[..., 0]) @ x
-    rows = []
+    if G is None or G.shape[-1] == 1:
+        A = A if G is None else A * decays(G, A.dtype)[..., 0]
+        return A @ k, A.mT @ x
+    rows, columns = [], torch.zeros_like(x)
     for s in range(0, A.shape[-1], STRIP):
-        strip = slice(s, s + STRIP)
-        x_s, G_s, A_s = x[..., strip, :], G[..., strip, :], A[..., strip, :]
+        strip, before = slice(s, s + STRIP), slice(0, s)
+        x_s, k_s, G_s = (t[..., strip, :] for t in (x, k, G))
+        A_s, A_before = A[..., strip, strip], A[..., strip, before]
         start = G_s[..., :1, :]
-        earlier_x = x[..., :s, :] * (start - G[..., :s, :]).to(x).exp()
-        earlier = (A_s[..., :s] @ earlier_x) * (G_s - start).to(x).exp()
-        D = decays(G_s, x.dtype)
-        own = A_s[..., strip, None] * D * x_s[..., None, :, :]
-        rows.append(earlier + own.sum(-2))
-    return torch.cat(rows, dim=-2)
-
-
-def decayed_sum_after(A: Square, x: Chunks, G: Gates) -> Chunks:
-    """sum_i A_ij x_id exp(G_id - G_jd) over i > j: the columns of A.
-
-    The same sum with time reversed, in which -G falls as G does in time.
-    """
-    A, x, G = A.mT.flip(-2, -1), x.flip(-2), -G.flip(-2)
-    return decayed_sum(A, x, G).flip(-2)
+        since = (G_s - start).to(x).exp()
+        until = (start - G[..., before, :]).to(x).exp()
+        D = decays(G_s, x.dtype) * A_s[..., None]  # [16, 16, K]
+        row = (A_before @ (until * k[..., before, :])) * since
+        rows.append(row + (D * k_s[..., None, :, :]).sum(-2))
+        columns[..., before, :] += until * (A_before.mT @ (since * x_s))
+        columns[..., strip, :] += (D * x_s[..., :, None, :]).sum(-3)
+    return torch.cat(rows, dim=-2), columns
 
 
 def through_scores(
     q: Chunks,
     k: Chunks,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     dAqk: Square,
     dM: Square | None,
-) -> tuple[Chunks, Chunks, Gates, Chunks | None]:
+) -> tuple[Chunks, Chunks, Gates | None, Chunks | None]:
     """What dAqk and dM give a chunk's tokens: dq, dk, dg and dbeta.
 
     dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
     row of a score matrix gains from later gates, a column loses.
     """
-    A, x = dAqk[None], q[None]
+    A, x = [dAqk], [q]
     if beta is not None and dM is not None:
-        A, x = torch.stack([dAqk, dM]), torch.stack([q, beta * k])
-    dq, *answer = decayed_sum(A, k, G)
-    dk_col = decayed_sum_after(A, x, G).sum(0)
-    dk_row, dbeta = torch.zeros_like(k), None
+        A, x = [dAqk, dM], [q, beta * k]
+    rows, columns = decayed_sums(
+        torch.stack(A).tril_(-1), torch.stack(x), k, G
+    )
+    dq, *answer = rows
+    dk_col = columns.sum(0)
+    dk, change, dg, dbeta = dk_col, -dk_col, None, None
     if beta is not None and answer:
         dbeta = (k * answer[0]).sum(-1, keepdim=True)
         dk_row = beta * answer[0]
-    dg = reverse_cumsum(per_gate(q * dq + k * dk_row - k * dk_col, G))
+        dk, change = dk_row + dk_col, dk_row - dk_col
+    if G is not None:
+        dg = reverse_cumsum(per_gate(q * dq + k * change, G))
     own = dAqk.diagonal(dim1=-2, dim2=-1)[..., None]  # no gate's part
-    return dq + own * k, dk_row + dk_col + own * q, dg, dbeta
+    return dq + own * k, dk + own * q, dg, dbeta
 
 
 def chunk_states(
     k: Chunks,
     v: Chunks,
-    g: Gates,
+    g: Gates | None,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     P: Square | None,
     S: State,
 ) -> tuple[States, Chunks]:
@@ -136,32 +142,32 @@ def chunk_states(
 def scan_backward(
     q: Chunks,
     k: Chunks,
-    g: Gates,
+    g: Gates | None,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     Aqk: Square,
     P: Square | None,
     do: Chunks,
     dS: State,
-    *,
-    scale: float,
 ) -> tuple[Chunks, States, State]:
     """From the last chunk to the first, carrying the state's gradient.
 
-    Returns y = P^T dv_new (dv_new itself for the additive rule), the
-    gradient of the state that leaves each chunk, and that of the first.
+    do is the gradient of the outputs times their scale. Returns
+    y = P^T dv_new (dv_new itself for the additive rule), the gradient of the
+    state that leaves each chunk, and that of the first.
     """
     ys, leaving = [], []
-    chunks = each_chunk(q, k, beta, G, sum_after(g), Aqk, P, scale * do)
+    chunks = each_chunk(q, k, beta, G, sum_after(g), Aqk, P, do)
     for q_n, k_n, beta_n, G_n, rest_n, Aqk_n, P_n, do_n in reversed(
         list(chunks)
     ):
         leaving.append(dS)
-        y = Aqk_n.mT @ do_n + (k_n * rest_n.exp()) @ dS  # dv_new
-        dS = G_n[..., -1:, :].exp().mT * dS + (q_n * G_n.exp()).mT @ do_n
+        y = Aqk_n.mT @ do_n + decayed(k_n, rest_n) @ dS  # dv_new
+        total = None if G_n is None else G_n[..., -1:, :].mT
+        dS = decayed(dS, total) + decayed(q_n, G_n).mT @ do_n
         if P_n is not None:
             y = P_n.mT @ y
-            dS = dS - (k_n * G_n.exp()).mT @ (beta_n * y)
+            dS = dS - decayed(k_n, G_n).mT @ (beta_n * y)
         ys.append(y)
     return torch.stack(ys[::-1], 1), torch.stack(leaving[::-1], 1), dS
 
@@ -170,69 +176,74 @@ def through_states(
     q: Chunks,
     k: Chunks,
     v: Chunks,
-    g: Gates,
+    g: Gates | None,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     do: Chunks,
     v_new: Chunks,
     y: Chunks,
     states: States,
     leaving: States,
-    *,
-    scale: float,
 ) -> tuple[
-    Chunks, Chunks, Chunks, Gates, Chunks | None, Square, Square | None
+    Chunks,
+    Chunks,
+    Chunks,
+    Gates | None,
+    Chunks | None,
+    Square,
+    Square | None,
 ]:
     """dq, dk, dv, dg and dbeta as far as states pass them; dAqk and dM."""
-    dAqk = scale * (do @ v_new.mT).tril()
-    dq = scale * (do @ states.mT) * G.exp()
-    dk_state = (v_new @ leaving.mT) * sum_after(g).exp()
-    dk_row, dv, dbeta, dM = torch.zeros_like(k), y, None, None
+    dAqk = (do @ v_new.mT).tril_()
+    dq = decayed(do @ states.mT, G)
+    dk_state = decayed(v_new @ leaving.mT, sum_after(g))
+    change, dk, dv, dg, dbeta, dM = q * dq, dk_state, y, None, None, None
     if beta is not None:
-        answer = -(y @ states.mT) * G.exp()
+        answer = decayed(-y @ states.mT, G)
         dbeta = (y * v).sum(-1, keepdim=True)
         dbeta = dbeta + (k * answer).sum(-1, keepdim=True)
         dk_row, dv = beta * answer, beta * y
-        dM = -(y @ v_new.mT).tril(-1)
-    kept = G[..., -1:, :].exp() * (states * leaving).sum(-1)[..., None, :]
-    dg = (
-        reverse_cumsum(per_gate(q * dq + k * dk_row, G))
-        + sum_before(per_gate(k * dk_state, G))
-        + per_gate(kept, G)
-    )
-    return dq, dk_row + dk_state, dv, dg, dbeta, dAqk, dM
+        dk, change = dk_row + dk_state, change + k * dk_row
+        dM = (-y @ v_new.mT).tril_(-1)
+    if G is not None:
+        kept = (states * leaving).sum(-1)[..., None, :]
+        dg = (
+            reverse_cumsum(per_gate(change, G))
+            + sum_before(per_gate(k * dk_state, G))
+            + per_gate(decayed(kept, G[..., -1:, :]), G)
+        )
+    return dq, dk, dv, dg, dbeta, dAqk, dM
 
 
 def intra_backward(
     q: Chunks,
     k: Chunks,
     v: Chunks,
-    g: Gates,
+    g: Gates | None,
     beta: Chunks | None,
-    G: Gates,
+    G: Gates | None,
     do: Chunks,
     v_new: Chunks,
     y: Chunks,
     states: States,
     leaving: States,
-    *,
-    scale: float,
-) -> tuple[Chunks, Chunks, Chunks, Gates, Chunks | None]:
+) -> list[Any]:
     """Inside each chunk: dq, dk, dv, dg and dbeta."""
     dq, dk, dv, dg, dbeta, dAqk, dM = through_states(
-        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=scale
+        q, k, v, g, beta, G, do, v_new, y, states, leaving
     )
-    parts = through_scores(q, k, beta, running_sum(g), dAqk, dM)
-    if dbeta is not None and parts[3] is not None:
-        dbeta = dbeta + parts[3]
-    return dq + parts[0], dk + parts[1], dv, dg + parts[2], dbeta
+    exact = None if g is None else running_sum(g)
+    dq_in, dk_in, dg_in, dbeta_in = through_scores(q, k, beta, exact, dAqk, dM)
+    pairs = ((dq, dq_in), (dk, dk_in), (dg, dg_in), (dbeta, dbeta_in))
+    dq, dk, dg, dbeta = (None if x is None else x + y for x, y in pairs)
+    return [dq, dk, dv, dg, dbeta]
 
 
 def chunkwise_backward(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H DG"],
+    g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None,
     *,
     do: Float[Tensor, "B T H V"],
@@ -242,7 +253,7 @@ def chunkwise_backward(
     chunk_size: int = 64,
     Aqk: Square | None = None,
     P: Square | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, State]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, State]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient.
 
     Aqk and P are those that :func:`.chunkwise.chunkwise_forward` returned;
@@ -250,20 +261,18 @@ def chunkwise_backward(
     kernels: kept, they would be K V numbers a chunk.
     """
     T = q.shape[1]
-    q, k, v, g, do = (to_chunks(x, chunk_size) for x in (q, k, v, g, do))
+    q, k, v, do = (to_chunks(x, chunk_size) for x in (q, k, v, scale * do))
+    g = None if g is None else to_chunks(g, chunk_size)
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
-    G = running_sum(g).to(g)
     if Aqk is None:
         G, Aqk, P = intra(q, k, g, beta)
+    G = None if g is None else running_sum(g).to(g)
     states, v_new = chunk_states(k, v, g, beta, G, P, initial_state)
-    y, leaving, dS = scan_backward(
-        q, k, g, beta, G, Aqk, P, do, dS, scale=scale
+    y, leaving, dS = scan_backward(q, k, g, beta, G, Aqk, P, do, dS)
+    grads = intra_backward(q, k, v, g, beta, G, do, v_new, y, states, leaving)
+    dq, dk, dv, dg, dbeta = (
+        None if x is None else from_chunks(x, T) for x in grads
     )
-    *grads, dbeta = intra_backward(
-        q, k, v, g, beta, G, do, v_new, y, states, leaving, scale=scale
-    )
-    dq, dk, dv, dg = (from_chunks(x, T) for x in grads)
-    if dbeta is not None:
-        dbeta = from_chunks(dbeta, T)[..., 0]
+    dbeta = None if dbeta is None else dbeta[..., 0]
     return dq, dk, dv, dg, dbeta, dS

@@ -7,6 +7,8 @@ k [B, T, H, K], v [B, T, H, V] -> o [B, Tq, H, V]. Nothing here groups heads.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -119,12 +121,12 @@ def decays(
     would bury the gate's own, which under strong decay is smaller than the
     rounding of two equal terms.
     """
-    C = G.shape[-2]
-    i = torch.arange(C, device=G.device)[:, None, None]
-    j = i.movedim(0, 1)
-    D = G[..., :, None, :] - G[..., None, :, :]
-    D = D.to(dtype or G.dtype)
-    return D.masked_fill(j > i, float("-inf")).masked_fill(j == i, 0).exp()
+    C, dtype = G.shape[-2], dtype or G.dtype
+    G = G / math.log(2)  # a CPU takes 2^x in a third of the time of e^x
+    D = (G[..., :, None, :] - G[..., None, :, :]).to(dtype)
+    below = D.new_ones(C, C).tril_(-1)[..., None]  # 1 for j < i, else 0
+    above = D.new_full((C, C), -math.inf).triu_(1)[..., None]
+    return torch.addcmul(above, D, below).exp2()
 
 
 def decayed_scores(
