@@ -20,7 +20,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import without_autocast, autocast, check_name, ran
+from fastweights.ops import autocast, check_name, ran, without_autocast
 from fastweights.reference.backend import sequences, wide
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective

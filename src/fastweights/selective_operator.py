@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastweights.ops import (
     LIBRARY,
-    without_autocast,
     choose_backend,
     ran,
+    without_autocast,
 )
 from fastweights.reference import selective as chunkwise
 from fastweights.reference.backend import wide
