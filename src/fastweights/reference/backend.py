@@ -104,7 +104,7 @@ def advance(
     N, T, HV, V = v.shape
     S = state.contiguous().view(N * HV, *state.shape[2:])
     decay = None if g is None else g.exp()
-    tokens = [  # [N HV, T, ...]
+    tokens: list[Any] = [  # [N HV, T, ...]
         None if x is None else x.transpose(1, 2).reshape(N * HV, T, -1)
         for x in (q, k, v, decay, beta)
     ]
@@ -155,10 +155,10 @@ def empty_saved(
     One token needs none of it. Another backend may keep more, of a size
     that g and cu_seqlens decide.
     """
-    T = v.shape[1]
+    B, T, HV = v.shape[:3]
     if T == 1:
         return []
-    shape = (*v.shape[:3], torch.sym_min(chunk_size, T))
+    shape = (B, HV, T, torch.sym_min(chunk_size, T))  # a head's rows together
     number = 1 if beta is None else 2
     return [q.new_empty(shape, dtype=wide(q.dtype)) for _ in range(number)]
 
@@ -186,14 +186,16 @@ def forward(
         for x in saved:
             x.zero_()  # short sequences fill less than a row
     for n, where, C in pieces(cu_seqlens, v, chunk_size):
-        o_n, state[n], *kept = chunkwise_forward(
+        o_n, state[n], Aqk, P = chunkwise_forward(
             *at(where, *tokens),
             scale=scale,
-            initial_state=state[n],
+            initial_state=None if initial_state is None else state[n],
             chunk_size=C,
         )
         o[where] = from_chunks(o_n, o[where].shape[1])
-        for x, x_n in zip(at(where, *saved), kept, strict=False):
+        kept = [Aqk] if P is None else [Aqk, P]
+        for x, x_n in zip(saved, kept, strict=True):
+            x = x.transpose(1, 2)[where]
             x[..., :C] = from_chunks(x_n, x.shape[1])
     return o, state, saved
 
@@ -218,24 +220,27 @@ def backward(
     depends on that output.
     """
     tokens = widen(q, k, v, g, beta)
-    state = first_states(q, v, initial_state, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
-    do = do.to(state.dtype)
-    dS = torch.zeros_like(state)
-    if dstate is not None:
-        dS.copy_(dstate)
+    do = do.to(wide(q.dtype))
+    dS = None
+    if initial_state is not None:
+        # An empty sequence hands its state's gradient on as it is.
+        dS = torch.zeros_like(initial_state)
+        dS = dS if dstate is None else dS.copy_(dstate)
     grads = [x.new_empty(x.shape) for x in tokens if x is not None]
     for n, where, C in pieces(cu_seqlens, v, chunk_size):
-        kept = [to_chunks(x[where][..., :C], C) for x in saved]
-        *grads_n, dS[n] = chunkwise_backward(
+        kept = [to_chunks(x.transpose(1, 2)[where][..., :C], C) for x in saved]
+        *grads_n, dS_n = chunkwise_backward(
             *at(where, *tokens),
             do=do[where],
-            dS=dS[n],
+            dS=None if dstate is None else dstate[n],
             scale=scale,
-            initial_state=state[n],
+            initial_state=None if initial_state is None else initial_state[n],
             chunk_size=C,
             **dict(zip(("Aqk", "P"), kept, strict=False)),
         )
+        if dS is not None:
+            dS[n] = dS_n
         parts = [x for x in grads_n if x is not None]
         for dx, dx_n in zip(grads, parts, strict=True):
             dx[where] = dx_n
@@ -245,7 +250,7 @@ def backward(
             x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
         )
     inputs = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
-    if initial_state is not None:
+    if dS is not None:
         grads.append(dS)
     return [
         dx.reshape(x.shape).to(x.dtype)

@@ -119,8 +119,10 @@ def intra(
     P = (I + Diag(beta) Akk)^{-1} is None for the additive rule. beta is
     [B, N, H, C, 1].
     """
-    exact = None if g is None else running_sum(g)
-    G = None if g is None else exact.to(g)
+    G = exact = None
+    if g is not None:
+        exact = running_sum(g)
+        G = exact.to(g)
     if beta is None:
         return G, decayed_scores(q, k, exact), None
     Aqk, Akk = decayed_scores(torch.stack([q, k]), k, exact)
@@ -201,6 +203,27 @@ def scan(
     return torch.stack(outputs, dim=1), S
 
 
+def empty_state(k: Chunks, v: Chunks) -> State:
+    """Zeros: the state before the first token, if none is given."""
+    return k.new_zeros(k.shape[0], k.shape[2], k.shape[-1], v.shape[-1])
+
+
+def scan_one(
+    k: Chunks,
+    v: Chunks,
+    g: Gates | None,
+    beta: Chunks | None,
+    Aqk: Square,
+    P: Square | None,
+    *,
+    scale: float,
+) -> tuple[Chunks, State]:
+    """:func:`scan` of a single chunk that an empty state enters."""
+    v_new = v if beta is None or P is None else P @ (beta * v)
+    state = decayed(k, sum_after(g)).mT @ v_new
+    return (Aqk @ v_new).mul_(scale), state[:, 0]
+
+
 def chunkwise(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -234,11 +257,12 @@ def chunkwise_forward(
     beta: Float[Tensor, "B T H"] | None = None,
     *,
     scale: float,
-    initial_state: State,
+    initial_state: State | None,
     chunk_size: int = 64,
 ) -> tuple[Chunks, State, Square, Square | None]:
     """The same, outputs still in chunks, with what the backward re-uses.
 
+    initial_state None is an empty one.
     That is Aqk and P of every chunk, which took the most work for their
     size. The gates' running sums and the states are computed again.
     """
@@ -247,5 +271,9 @@ def chunkwise_forward(
     if beta is not None:
         beta = to_chunks(beta[..., None], chunk_size)
     G, Aqk, P = intra(q, k, g, beta)
-    o, S = scan(q, k, v, g, beta, G, Aqk, P, initial_state, scale=scale)
+    if initial_state is None and q.shape[1] == 1:
+        o, S = scan_one(k, v, g, beta, Aqk, P, scale=scale)
+    else:
+        S = empty_state(k, v) if initial_state is None else initial_state
+        o, S = scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
     return o, S, Aqk, P

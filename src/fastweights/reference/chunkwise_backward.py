@@ -31,6 +31,7 @@ from fastweights.reference.chunkwise import (
     State,
     decayed,
     each_chunk,
+    empty_state,
     from_chunks,
     intra,
     new_values,
@@ -234,8 +235,39 @@ def intra_backward(
     )
     exact = None if g is None else running_sum(g)
     dq_in, dk_in, dg_in, dbeta_in = through_scores(q, k, beta, exact, dAqk, dM)
-    pairs = ((dq, dq_in), (dk, dk_in), (dg, dg_in), (dbeta, dbeta_in))
-    dq, dk, dg, dbeta = (None if x is None else x + y for x, y in pairs)
+    if dg is not None and dg_in is not None:
+        dg = dg + dg_in
+    if dbeta is not None and dbeta_in is not None:
+        dbeta = dbeta + dbeta_in
+    return [dq + dq_in, dk + dk_in, dv, dg, dbeta]
+
+
+def one_backward(
+    q: Chunks,
+    k: Chunks,
+    v: Chunks,
+    g: Gates | None,
+    beta: Chunks | None,
+    Aqk: Square,
+    P: Square | None,
+    do: Chunks,
+) -> list[Any]:
+    """dq, dk, dv, dg and dbeta of a single chunk, from its outputs alone.
+
+    An empty state enters it, and nothing depends on the one that leaves: of
+    all the stages' terms these are what is left. do is as in
+    :func:`scan_backward`.
+    """
+    v_new, y, dM, dbeta = v, Aqk.mT @ do, None, None
+    dv = y
+    if beta is not None and P is not None:
+        v_new, y = P @ (beta * v), P.mT @ y
+        dv, dM = beta * y, (-y @ v_new.mT).tril_(-1)
+    dAqk = (do @ v_new.mT).tril_()
+    exact = None if g is None else running_sum(g)
+    dq, dk, dg, dbeta = through_scores(q, k, beta, exact, dAqk, dM)
+    if dbeta is not None:
+        dbeta = dbeta + (y * v).sum(-1, keepdim=True)
     return [dq, dk, dv, dg, dbeta]
 
 
@@ -247,14 +279,17 @@ def chunkwise_backward(
     beta: Float[Tensor, "B T H"] | None,
     *,
     do: Float[Tensor, "B T H V"],
-    dS: State,
+    dS: State | None,
     scale: float,
-    initial_state: State,
+    initial_state: State | None,
     chunk_size: int = 64,
     Aqk: Square | None = None,
     P: Square | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, State]:
+) -> tuple[Any, ...]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient.
+
+    initial_state None is an empty one, dS None a gradient of zeros; with
+    both None, the initial state's gradient may be None too.
 
     Aqk and P are those that :func:`.chunkwise.chunkwise_forward` returned;
     without them they are computed again. The states always are, as in the
@@ -267,12 +302,18 @@ def chunkwise_backward(
         beta = to_chunks(beta[..., None], chunk_size)
     if Aqk is None:
         G, Aqk, P = intra(q, k, g, beta)
-    G = None if g is None else running_sum(g).to(g)
-    states, v_new = chunk_states(k, v, g, beta, G, P, initial_state)
-    y, leaving, dS = scan_backward(q, k, g, beta, G, Aqk, P, do, dS)
-    grads = intra_backward(q, k, v, g, beta, G, do, v_new, y, states, leaving)
-    dq, dk, dv, dg, dbeta = (
-        None if x is None else from_chunks(x, T) for x in grads
-    )
-    dbeta = None if dbeta is None else dbeta[..., 0]
+    if initial_state is None and dS is None and q.shape[1] == 1:
+        grads = one_backward(q, k, v, g, beta, Aqk, P, do)
+    else:
+        G = None if g is None else running_sum(g).to(g)
+        S = empty_state(k, v) if initial_state is None else initial_state
+        dS = torch.zeros_like(S) if dS is None else dS
+        states, v_new = chunk_states(k, v, g, beta, G, P, S)
+        y, leaving, dS = scan_backward(q, k, g, beta, G, Aqk, P, do, dS)
+        grads = intra_backward(
+            q, k, v, g, beta, G, do, v_new, y, states, leaving
+        )
+    dbeta = grads.pop()
+    dbeta = None if dbeta is None else from_chunks(dbeta, T)[..., 0]
+    dq, dk, dv, dg = (x if x is None else from_chunks(x, T) for x in grads)
     return dq, dk, dv, dg, dbeta, dS
