@@ -67,6 +67,15 @@ def main() -> None:
         x = [t.requires_grad_() for t in x]
         y, state = fw.selective_scan(*x, backend="triton")
         torch.autograd.grad(y.float().sum() + state.sum(), x)
+        # Packed, in groups of 5 channels, an empty sequence among them.
+        offsets = torch.tensor([0, 13, 13, 50], device="cuda")
+        packed = [t[:1].detach() for t in x[:2]] + x[2:3]
+        packed += [torch.rand(1, 50, 4, 5, **kind) for _ in range(2)]
+        packed = [t.requires_grad_() for t in packed]
+        y, state = fw.selective_scan(
+            *packed, cu_seqlens=offsets, backend="triton"
+        )
+        torch.autograd.grad(y.float().sum() + state.sum(), packed)
         torch.cuda.synchronize()
 
 

@@ -103,6 +103,15 @@ def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
 
 
 @interpreted
+def test_refuses_offsets_on_the_host():
+    x = tokens(batch=1, T=6, S=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
+        fw.selective_scan(
+            **x, cu_seqlens=torch.tensor([0, 7]), backend="triton"
+        )
+
+
+@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_mambas_own_arguments(dtype):

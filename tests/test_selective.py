@@ -243,12 +243,13 @@ def test_a_chunk_at_a_time():
     x = tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32)
     x |= {name: x[name][:, :, None] for name in ("B", "C")}
     inputs = (*x.values(), None)
-    states = torch.empty(1, T // 64, D, N)
+    chunks = T // 64
+    states = torch.empty(1, chunks, D, N)
     with Footprint() as footprint, Exponentials() as exponentials:
         y, state = chunkwise.forward(*inputs, states)
         chunkwise.backward(y, state, *inputs, states)
     assert footprint.largest == T * N < T * D * N
-    assert exponentials.count == 2 * T * D * N
+    assert exponentials.count == 2 * (T + 2 * chunks) * D * N
     assert exponentials.largest <= 0
 
 
@@ -263,6 +264,23 @@ def test_states_are_kept_for_a_backward_only():
             *_, states = FORWARD(*inputs, cu_seqlens, keep, "chunkwise")
             assert states.shape == (1, chunks * keep, 2, 3)
         assert torch.equal(states[:, 0], x["initial_state"])
+
+
+def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
+    kept = []
+
+    def record(*arguments):
+        kept.append(arguments[-2])
+        return FORWARD(*arguments)
+
+    monkeypatch.setattr("fastweights.selective.FORWARD", record)
+    x = tokens(T=2)
+    fw.selective_scan(**x)
+    x["A"].requires_grad_()
+    fw.selective_scan(**x)
+    with torch.no_grad():
+        fw.selective_scan(**x)
+    assert kept == [False, True, False]
 
 
 @pytest.mark.parametrize("use", ["o", "state"])

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from fastweights.reference.prefix import compose, prefix_scan
+from fastweights.reference.prefix import (
+    compose,
+    prefix_scan,
+    scan_by_pairs_,
+)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 65])
@@ -41,3 +45,20 @@ def test_composed_maps_act_like_one_after_the_other():
         for step_M, step_B in maps[: n + 1]:
             want = step_M @ want + step_B
         torch.testing.assert_close(M_n @ S + B_n, want)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("L", [1, 2, 3, 4, 5, 6, 7, 8, 13, 64])
+def test_a_scan_by_pairs_is_the_loop(L, reverse):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2, L, 3, dtype=torch.float64).unbind()
+    a[:, L // 2] = 0.0
+    order = range(L - 1, -1, -1) if reverse else range(L)
+    want, h = torch.empty_like(b), 0.0
+    for t in order:
+        h = a[:, t] * h + b[:, t]
+        want[:, t] = h
+    before = a.clone()
+    found = scan_by_pairs_(a, b, reverse=reverse)
+    assert found is b and torch.equal(a, before)
+    torch.testing.assert_close(found, want)

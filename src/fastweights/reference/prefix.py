@@ -47,20 +47,29 @@ def prefix_scan(
 
 
 def scan_by_pairs_(
-    a: Float[Tensor, "B L *entry"], b: Float[Tensor, "B L *entry"]
+    a: Float[Tensor, "B L *entry"],
+    b: Float[Tensor, "B L *entry"],
+    *,
+    reverse: bool = False,
 ) -> Float[Tensor, "B L *entry"]:
-    """h_t = a_t h_{t-1} + b_t entry by entry, from h_{-1} = 0, into b.
+    """h_t = a_t h_{t-1} + b_t entry by entry, from h_0 = b_0 on, into b.
 
     :func:`prefix_scan` on whole tensors: in each round every second map
     takes in the one before it, these solve half the problem, and the others
-    follow from them. Nothing is divided by a, which stays as it is.
+    follow from them. Nothing is divided by a, which stays as it is. In
+    ``reverse``, h_t = a_t h_{t+1} + b_t from the last token on.
     """
-    L = a.shape[1]
+    L = b.shape[1]
     if L < 2:
         return b
-    before, second = slice(0, L - 1, 2), slice(1, L, 2)
+    first, step = (L % 2, 1) if reverse else (1, -1)
+    second = slice(first, L - (step > 0), 2)
+    before = slice(first + step, L - (step < 0), 2)
     b[:, second].addcmul_(a[:, second], b[:, before])
-    scan_by_pairs_(a[:, second] * a[:, before], b[:, second])
-    others = slice(2, L, 2)
-    b[:, others].addcmul_(a[:, others], b[:, 1 : L - 1 : 2])
+    pairs = a[:, second] * a[:, before]
+    scan_by_pairs_(pairs, b[:, second], reverse=reverse)
+    first = (L + 1) % 2 if reverse else 2
+    others = slice(first, L - 2 * (step > 0), 2)
+    before = slice(first + step, L - 1, 2)
+    b[:, others].addcmul_(a[:, others], b[:, before])
     return b

@@ -7,8 +7,9 @@ divided by. From chunk to chunk one state is carried: never more than a
 chunk's states are in memory.
 
 Shapes: D channels are G groups of P, which share B and C. A chunk of L
-tokens has x, dt [Bt, L, G, P] and B, C [Bt, L, G, N]; A is [G, P, N], a
-state [Bt, G, P, N].
+tokens has x, dt [Bt, L, G, P] and B, C [Bt, L, G, N]; A is [G, N, P] here,
+and a state [Bt, G, N, P], as the book has its states: B is a key, C a query
+and dt x a value. Channels lie side by side, which a CPU's vectors like.
 """
 
 from __future__ import annotations
@@ -16,34 +17,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.reference.backend import sequences, wide
 from fastweights.reference.prefix import scan_by_pairs_
-from fastweights.reference.steps import outer
+from fastweights.reference.steps import outer, read
 
 Channels = Float[Tensor, "Bt L G P"]
 Shared = Float[Tensor, "Bt L G N"]
-State = Float[Tensor, "Bt G P N"]
-States = Float[Tensor, "Bt L G P N"]
-Rates = Float[Tensor, "G P N"]
+State = Float[Tensor, "Bt G N P"]
+Decays = Float[Tensor, "Bt L+2 G N P"]
+States = Float[Tensor, "Bt L+1 G N P"]
+Rates = Float[Tensor, "G N P"]
 Offsets = Int[Tensor, " S+1"] | None
 
 
-def states_after(
-    x: Channels, dt: Channels, A: Rates, B: Shared, h: State
-) -> tuple[States, States]:
-    """The decays of a chunk, and the state after each of its tokens."""
-    a = (dt[..., None] * A).exp()
-    b = outer(dt * x, B)
-    b[:, 0].addcmul_(a[:, 0], h)
-    return a, scan_by_pairs_(a, b)
+def decays(dt: Channels, A: Rates) -> Decays:
+    """e^{dt A} of each token, between two of step 0, whose decay is 1."""
+    dt = F.pad(dt, (0, 0, 0, 0, 1, 1))
+    return (dt[..., None, :] * A).exp_()
 
 
-def read(h: States, C: Shared) -> Channels:
-    """h C, for every token."""
-    return (h @ C[..., None])[..., 0]
+def states_of(a: Decays, w: Channels, B: Shared, h: State) -> States:
+    """The state h that enters a chunk, and that after each of its tokens."""
+    B, w = (F.pad(t, (0, 0, 0, 0, 1, 0)) for t in (B, w))
+    b = outer(B, w)
+    b[:, 0] = h
+    return scan_by_pairs_(a[:, :-1], b)
 
 
 def chunk_backward(
@@ -59,22 +61,27 @@ def chunk_backward(
     """Gradients of x, dt, A, B, C and of the state h that enters a chunk.
 
     dh is the gradient of the state that leaves it. The same scan, from the
-    last token to the first: dh_t = a_{t+1} dh_{t+1} + dy_t C_t.
+    last token to the first: dh_t = a_{t+1} dh_{t+1} + C_t dy_t^T.
     """
-    a, hs = states_after(x, dt, A, B, h)
-    next_a = torch.cat([torch.ones_like(a[:, :1]), a[:, 1:].flip(1)], dim=1)
-    dhs = outer(dy, C).flip(1)
-    dhs[:, 0] += dh
-    dhs = scan_by_pairs_(next_a, dhs).flip(1)
+    a, w = decays(dt, A), dt * x
+    hs = states_of(a, w, B, h)
+    dhs = outer(C, dy)
+    dhs[:, -1] += dh
+    scan_by_pairs_(a[:, 2:], dhs, reverse=True)
+    dh = a[:, 1] * dhs[:, 0]
 
-    kept = a * torch.cat([h[:, None], hs[:, :-1]], dim=1)  # of the last h
-    dg = dhs * kept  # the gradient of dt A
-    dw = read(dhs, B)  # the gradient of dt x
-    dx, ddt = dw * dt, dw * x + (dg * A).sum(-1)
-    dA = (dg * dt[..., None]).sum(dim=(0, 1))
-    dB = read(dhs.mT, dt * x)
-    dC = read(hs.mT, dy)
-    return dx, ddt, dA, dB, dC, a[:, 0] * dhs[:, 0]
+    dC = answers(hs[:, 1:], dy)
+    dB = answers(dhs, w)
+    dw = read(dhs, B)
+    dg = dhs.mul_(a[:, 1:-1]).mul_(hs[:, :-1])  # the gradient of dt A
+    dx, ddt = dw * dt, dw * x + (dg * A).sum(-2)
+    dA = dg.mul_(dt[..., None, :]).sum(dim=(0, 1))
+    return dx, ddt, dA, dB, dC, dh
+
+
+def answers(h: Float[Tensor, "Bt L G N P"], w: Channels) -> Shared:
+    """h w, for every token: of each row of the state, its part along w."""
+    return torch.einsum("...np,...p->...n", h, w)
 
 
 def tile_length(D: int, N: int, G: int) -> int:
@@ -110,6 +117,16 @@ def in_groups(
     return tuple(x.unflatten(-1, (G, -1)).to(dtype) for x in tensors)
 
 
+def keys_first(h: Float[Tensor, "*lead D N"], G: int) -> Tensor:
+    """[..., D, N] as [..., G, N, P]."""
+    return h.unflatten(-2, (G, -1)).mT.contiguous()
+
+
+def channels_first(h: Float[Tensor, "*lead G N P"]) -> Tensor:
+    """[..., G, N, P] as [..., D, N]."""
+    return h.mT.flatten(-3, -2)
+
+
 def first_states(
     x: Float[Tensor, "Bt T D"],
     A: Float[Tensor, "D N"],
@@ -141,21 +158,22 @@ def forward(
     full, G = wide(x.dtype), B.shape[2]
     state = first_states(x, A, initial_state, cu_seqlens)
     y = torch.empty_like(x)
-    A = A.to(full).unflatten(0, (G, -1))
-    length = tile_length(x.shape[2], A.shape[2], G)
+    A = keys_first(A.to(full), G)
+    length = tile_length(x.shape[2], A.shape[1], G)
     for n, parts in chunks(cu_seqlens, x.shape[1], length):
-        h = state[n].unflatten(1, (G, -1))
+        h = keys_first(state[n], G)
         for place, t in parts:
             if states is not None:
-                states[:, place] = h.flatten(1, 2)
+                states[:, place] = channels_first(h)
             x_t, dt_t = in_groups(G, full, x[:, t], dt[:, t])
-            _, hs = states_after(x_t, dt_t, A, B[:, t].to(full), h)
-            y_t = read(hs, C[:, t].to(full)).flatten(2)
+            a, w = decays(dt_t, A), dt_t * x_t
+            hs = states_of(a, w, B[:, t].to(full), h)
+            y_t = read(hs[:, 1:], C[:, t].to(full)).flatten(2)
             if D is not None:
                 y_t.addcmul_(D.to(full), x_t.flatten(2))
             y[:, t] = y_t
             h = hs[:, -1]
-        state[n] = h.flatten(1, 2)
+        state[n] = channels_first(h)
     return y, state
 
 
@@ -180,16 +198,16 @@ def backward(
     full, G = wide(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.empty_like(t) for t in (x, dt, B, C))
     dh = first_states(x, A, dstate, cu_seqlens)
-    A = A.to(full).unflatten(0, (G, -1))
+    A = keys_first(A.to(full), G)
     dA = torch.zeros_like(A)
     dD = None if D is None else torch.zeros_like(D, dtype=full)
-    length = tile_length(x.shape[2], A.shape[2], G)
+    length = tile_length(x.shape[2], A.shape[1], G)
     for n, parts in chunks(cu_seqlens, x.shape[1], length):
-        dh_t = dh[n].unflatten(1, (G, -1))
+        dh_t = keys_first(dh[n], G)
         for place, t in reversed(parts):
             x_t, dt_t, dy_t = in_groups(G, full, x[:, t], dt[:, t], dy[:, t])
             B_t, C_t = B[:, t].to(full), C[:, t].to(full)
-            h = states[:, place].unflatten(1, (G, -1))
+            h = keys_first(states[:, place], G)
             dx_t, ddt_t, dA_t, dB[:, t], dC[:, t], dh_t = chunk_backward(
                 x_t, dt_t, A, B_t, C_t, h, dy_t, dh_t
             )
@@ -199,5 +217,5 @@ def backward(
                 dx_t.addcmul_(D.to(full), dy_t.flatten(2))
                 dD += (dy_t * x_t).sum(dim=(0, 1)).flatten()
             dx[:, t], ddt[:, t] = dx_t, ddt_t.flatten(2)
-        dh[n] = dh_t.flatten(1, 2)
-    return [dx, ddt, dA.flatten(0, 1), dB, dC, dD, dh]
+        dh[n] = channels_first(dh_t)
+    return [dx, ddt, channels_first(dA), dB, dC, dD, dh]
