@@ -75,7 +75,8 @@ TESTS = {
     FLASH: "test_kernels_flash.py",
 }
 
-# name: file, the text to replace (its first occurrence), what replaces it
+# name: file, the text to replace (its first occurrence), what replaces it,
+# and a file of tests, if not the file's own
 MUTANTS = {
     "outer-transposed-index": (
         STEPS,
@@ -345,8 +346,8 @@ MUTANTS = {
     ),
     "normaliser-multiplies": (
         FAMILY,
-        "(o / (z + eps)).to(v.dtype)",
-        "(o * (z + eps)).to(v.dtype)",
+        "(o / (z + eps))",
+        "(o * (z + eps))",
     ),
     "retnet-one-head-late": (
         FAMILY,
@@ -515,6 +516,175 @@ MUTANTS = {
     ),
 }
 
+# mLSTM, the normaliser, and what came with them.
+MLSTM, NORMALISER = "fastweights/mlstm.py", "fastweights/normaliser.py"
+TESTS |= {MLSTM: "test_mlstm.py", NORMALISER: "test_kernels_normaliser.py"}
+MUTANTS |= {
+    "mlstm-empty-sequence-loses-its-m": (
+        MLSTM,
+        "torch.where(some, last, first.to(dtype))",
+        "last",
+    ),
+    "mlstm-drops-eps": (
+        MLSTM,
+        "(o / (total + eps))",
+        "(o / total)",
+    ),
+    "mlstm-eps-of-another-size": (
+        MLSTM,
+        "eps: float = 1e-6",
+        "eps: float = 1e-5",
+    ),
+    "mlstm-eps-unchecked": (
+        MLSTM,
+        'check_number("eps", eps, ">= 0")',
+        "pass",
+    ),
+    "mlstm-decay-above-one": (
+        MLSTM,
+        "torch.minimum(before - after, -g)",
+        "(before - after)",
+    ),
+    "mlstm-stabilizer-has-a-gradient": (
+        MLSTM,
+        "torch.minimum(before - after, -g).detach()",
+        "torch.minimum(before - after, -g)",
+    ),
+    "mlstm-floor-in-other-units": (
+        MLSTM,
+        "least = (-after).exp()",
+        "least = after.exp()",
+    ),
+    "mlstm-reset-is-none": (
+        MLSTM,
+        "masked_fill(g.isneginf() | emptied, CLEARS)",
+        "masked_fill(emptied, CLEARS)",
+    ),
+    "mlstm-reset-to-nothing-is-none": (
+        MLSTM,
+        "masked_fill(g.isneginf() | emptied, CLEARS)",
+        "masked_fill(g.isneginf() & ~emptied, CLEARS)",
+    ),
+    "mlstm-empty-state-decays-by-nan": (
+        MLSTM,
+        "rescaled.masked_fill(empty, 0)",
+        "rescaled",
+    ),
+    "mlstm-masked-weight-is-nan": (
+        MLSTM,
+        "after.masked_fill(emptied, 0)",
+        "after",
+    ),
+    "mlstm-empty-memory-counts": (
+        MLSTM,
+        "state = state.masked_fill(m.isneginf()[..., None, None], 0)",
+        "pass",
+    ),
+    "mlstm-stretches-overlap": (
+        MLSTM,
+        "size *= 2",
+        "size *= 3",
+    ),
+    "mlstm-nan-in-the-whole-pack": (
+        MLSTM,
+        "torch.fmax(a[:, here]",
+        "torch.maximum(a[:, here]",
+    ),
+    "mlstm-memory-ignored-by-m": (
+        MLSTM,
+        "torch.where(starts, torch.fmax(g + entering, i), i)",
+        "i",
+    ),
+    "mlstm-sequences-run-on": (
+        MLSTM,
+        "g.masked_fill(starts, -torch.inf)",
+        "g",
+    ),
+    "mlstm-last-m-rounded-down": (
+        MLSTM,
+        "torch.where(last.double() < after, above, last)",
+        "last",
+    ),
+    "mlstm-state-not-in-units-of-its-m": (
+        MLSTM,
+        "torch.where(ends, last.double(), after)",
+        "after",
+    ),
+    "normaliser-under-autocast": (
+        NORMALISER,
+        "with without_autocast(q):",
+        "with torch.enable_grad():",
+        "test_mlstm.py",
+    ),
+    "normaliser-rounds-in-pytorch": (
+        NORMALISER,
+        "torch.cat([v.to(one.dtype), one], -1)",
+        "torch.cat([v.to(one.dtype), one.to(q.dtype).to(one.dtype)], -1)",
+        "test_mlstm.py",
+    ),
+    "normaliser-runs-narrow-on-the-kernels": (
+        NORMALISER,
+        "z, n = run(*full, one, n)",
+        "z, n = run(q, k, one.to(q.dtype), n)",
+    ),
+    "normaliser-never-runs-apart": (
+        NORMALISER,
+        "if q.dtype == one.dtype or not kernels:",
+        "if True:",
+    ),
+    "normaliser-starts-from-nothing": (
+        NORMALISER,
+        "z, n = run(*full, one, n)",
+        "z, n = run(*full, one, None)",
+    ),
+    "normaliser-state-of-another-shape": (
+        NORMALISER,
+        "shapes = ((N, HV, q.shape[3], V + 1), (N, HV))",
+        "shapes = ((N, HV, q.shape[3], V), (N, HV))",
+        "test_mlstm.py",
+    ),
+    "linear-attention-eps-of-another-size": (
+        FAMILY,
+        "eps: float = 1e-6",
+        "eps: float = 1e-5",
+    ),
+    "gated-retention-at-another-temperature": (
+        FAMILY,
+        "temperature: float = 16.0",
+        "temperature: float = 8.0",
+    ),
+    "retention-decays-in-fp32": (
+        FAMILY,
+        "dtype = wide(q.dtype)",
+        "dtype = torch.float32",
+    ),
+    "temperature-of-zero": (
+        ARGUMENTS,
+        'x > 0 if need == "> 0" else',
+        "",
+        "test_family.py",
+    ),
+    "elu1-without-its-clamp": (
+        MAPS,
+        "x.clamp(max=0).exp()",
+        "x.exp()",
+    ),
+    "directions-stay-behind": (
+        MAPS,
+        'self.register_buffer("directions", directions)',
+        "self.directions = directions",
+    ),
+    "directions-of-no-number": (
+        MAPS,
+        "if size < 1:",
+        "if size < 0:",
+    ),
+    "features-of-another-width": (
+        MAPS,
+        "if x.dim() < 1 or x.shape[-1] != K:",
+        "if x.dim() < 1:",
+    ),
+}
 
 # The selective scan: its arguments, its operator, PyTorch's, the kernels.
 SELECTIVE, OPERATOR, PREFIX, CHUNKS, TILES = (
@@ -698,7 +868,7 @@ MUTANTS |= {
 }
 
 
-def caught_by(file: str, old: str, new: str) -> str:
+def caught_by(file: str, old: str, new: str, tests: str = "") -> str:
     """The first test that fails on the mutant, or "" if none does."""
     with tempfile.TemporaryDirectory() as copy:
         src = Path(copy) / "src"
@@ -707,14 +877,14 @@ def caught_by(file: str, old: str, new: str) -> str:
         if old not in text:
             return f"STALE: {file} has no {old!r}"
         (src / file).write_text(text.replace(old, new, 1))
-        tests = ROOT / "tests" / TESTS[file]
-        kernels = TESTS[file].startswith("test_kernels")
+        tests = tests or TESTS[file]
+        kernels = tests.startswith("test_kernels")
         settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
         settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
         options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
         command = [sys.executable, "-m", "pytest", *options.split()]
         run = subprocess.run(
-            [*command, "-m", "not full", tests],
+            [*command, "-m", "not full", ROOT / "tests" / tests],
             cwd=copy,
             env=os.environ | settings,
             capture_output=True,

@@ -36,8 +36,9 @@ def recurrence_with_normaliser(
 
     PyTorch's backends compute in fp32 anyway; there v and o are as exact.
     The kernels multiply in q's dtype. If that is fp16 or bf16 they run once
-    for o, in q's dtype, and once more for z, on copies of q and k in fp32:
-    8 K bytes per token and key head, which a backward keeps.
+    for o, in q's dtype (fp16's numbers end at 65504), and once more for z,
+    on copies of q and k in fp32: 8 K bytes per token and key head, which a
+    backward keeps.
 
     q and k are as autocast has them, v is in q's dtype or fp32, and options
     are those of :func:`fastweights.linear_recurrence`.
