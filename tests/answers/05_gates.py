@@ -1,0 +1,216 @@
+"""Answers to chapter 5's exercises, and what their checks are to say."""
+
+
+# %% ex-safe-chunk passes
+def safe_chunk(g_min, dtype):
+    C = None
+    for power in range(20):
+        growth = torch.tensor(-g_min * 2**power, **double).exp()
+        if growth.to(dtype).isfinite():
+            C = 2**power
+    return C
+
+
+# %% ex-safe-chunk not yet: is not a power of two
+def safe_chunk(g_min, dtype):
+    return int(math.log(torch.finfo(dtype).max) / -g_min) or None
+
+
+# %% ex-safe-chunk not yet: overflows
+def safe_chunk(g_min, dtype):
+    tokens = math.log(torch.finfo(torch.float32).max) / -g_min
+    return None if tokens < 1 else 2 ** int(math.log2(tokens))
+
+
+# %% ex-safe-chunk not yet: is safe too
+def safe_chunk(g_min, dtype):
+    tokens = math.log(torch.finfo(torch.float16).max) / -g_min
+    return None if tokens < 1 else 2 ** int(math.log2(tokens))
+
+
+# %% ex-safe-chunk not yet: even one token overflows
+def safe_chunk(g_min, dtype):
+    tokens = math.log(torch.finfo(dtype).max) / -g_min
+    return 2 ** max(int(math.log2(tokens)), 0)
+
+
+# %% ex-which passes
+def score_matrices(gate, n, width):
+    r = {"head": 1, "key": 1, "value": 1, "both": 1, "either": 2}[gate]
+    needed = 1
+    for _ in range(n):
+        needed = min(needed * r, width)
+    return needed
+
+
+# %% ex-which not yet: more than are needed
+def score_matrices(gate, n, width):
+    return width if gate == "either" else 1
+
+
+# %% ex-which not yet: more than are needed
+def score_matrices(gate, n, width):
+    return min(3**n, width) if gate == "either" else 1
+
+
+# %% ex-which not yet: too few
+def score_matrices(gate, n, width):
+    return 2 if gate == "either" else 1
+
+
+# %% ex-strips passes
+def strip_scores(q, k, g, c):
+    C, G = len(q), g.cumsum(0)
+    strips = G.unflatten(0, (-1, c))
+    start = strips[:, :1]  # [C / c, 1, K]
+    row = (strips - start).exp() * q.unflatten(0, (-1, c))
+    t = torch.arange(C)
+    later = t[None, :, None] >= t[::c, None, None]
+    column = (start - G).masked_fill(later, -math.inf).exp() * k
+    A = (row @ column.mT).flatten(0, 1)  # earlier columns, padded with zeros
+    pair = strips[:, :, None] - strips[:, None, :]
+    above = torch.ones(c, c, dtype=torch.bool).triu(1)[..., None]
+    pair = pair.masked_fill(above, -math.inf).exp()
+    q, k = q.unflatten(0, (-1, c)), k.unflatten(0, (-1, c))
+    own = torch.einsum("nid,njd,nijd->nij", q, k, pair)
+    return A + torch.block_diag(*own)
+
+
+# %% ex-strips not yet: a positive exponent
+def strip_scores(q, k, g, c):
+    A = torch.zeros(len(q), len(q))
+    G = g.cumsum(0)
+    for s in range(0, len(q), c):
+        n = slice(s, s + c)
+        A[n, :s] = ((G[n] - G[s]).exp() * q[n]) @ (
+            (G[s] - G[:s]).exp() * k[:s]
+        ).T
+        pair = (G[n, None] - G[None, n]).exp()
+        A[n, n] = torch.einsum("id,jd,ijd->ij", q[n], k[n], pair).tril()
+    return A
+
+
+# %% ex-strips not yet: pairs outside the strips
+def strip_scores(q, k, g, c):
+    pair = parallel.decays(g.cumsum(0))
+    (q @ k.T).sum(), (q @ k.T).sum()  # products, to no purpose
+    return torch.einsum("id,jd,ijd->ij", q, k, pair)
+
+
+# %% ex-strips not yet: FLOPs in matrix products
+def strip_scores(q, k, g, c):
+    A = torch.zeros(len(q), len(q))
+    G = g.cumsum(0)
+    for s in range(0, len(q), c):
+        n = slice(s, s + c)
+        row, column = (G[n] - G[s]).exp(), (G[s] - G[:s]).exp()
+        A[n, :s] = ((row * q[n])[:, None] * (column * k[:s])[None]).sum(-1)
+        pair = parallel.decays(G[n])
+        A[n, n] = (q[n][:, None] * k[n][None] * pair).sum(-1)
+    return A
+
+
+# %% ex-strips not yet: a positive exponent
+def strip_scores(q, k, g, c):
+    return factored(q, k, g.cumsum(0))
+
+
+# %% ex-strips not yet: a positive exponent
+def strip_scores(q, k, g, c):
+    G = g.cumsum(0)
+    return ((G.exp() * q) @ ((-G).clamp(max=80).exp() * k).T).tril()
+
+
+# %% ex-strips not yet: gates to -0.1, c = 16: relative error
+def strip_scores(q, k, g, c):
+    A = torch.zeros(len(q), len(q))
+    G = g.cumsum(0)
+    for s in range(0, len(q), c):
+        n = slice(s, s + c)
+        row, column = (G[n] - G[s]).exp(), (G[s] - G[:s]).exp()
+        A[n, :s] = (row * q[n]) @ (column * k[:s]).T
+        A[n, n] = (q[n] @ k[n].T).tril()  # as if nothing were forgotten
+    return A
+
+
+# %% ex-outer passes
+def two_sided(q, k, v, g, b):
+    after = b.sum(1, keepdim=True) - b.cumsum(1)  # decay up to the end
+    o, _ = fw.gla(q, k, after.exp() * v, g, scale=1.0, backend="loop")
+    return o / after.exp()
+
+
+# %% ex-outer not yet: 0 calls of fw.gla
+def two_sided(q, k, v, g, b):
+    state, found = 0, []
+    for t in range(q.shape[1]):
+        gate = (g[:, t, :, :, None] + b[:, t, :, None, :]).exp()
+        state = gate * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(found, dim=1)
+
+
+# %% ex-outer not yet: \d+ calls of fw.gla, need one
+def two_sided(q, k, v, g, b):
+    U = b.cumsum(1)
+    columns = [
+        fw.gla(
+            q, k, (-U[..., u : u + 1]).exp() * v[..., u : u + 1], g, scale=1.0
+        )[0]
+        for u in range(v.shape[-1])
+    ]
+    return U.exp() * torch.cat(columns, dim=-1)
+
+
+# %% ex-outer not yet: outputs: relative error
+def two_sided(q, k, v, g, b):
+    U = b.cumsum(1)
+    o, _ = fw.gla(q, k, (-U).exp() * v, g)
+    return U.exp() * o
+
+
+# %% ex-hgrn2 passes
+def hgrn2(q, v, g):
+    keep = g.exp()
+    one = torch.ones_like(v[..., :1])
+    o, state = fw.gla(q, 1 - keep, torch.cat([v, one], -1), g, scale=1.0)
+    return o[..., :-1], state[..., :-1], 1 - keep.prod(1)
+
+
+# %% ex-hgrn2 not yet: a loop over tokens
+def hgrn2(q, v, g):
+    o, state = fw.gla(q, 1 - g.exp(), v, g, scale=1.0)
+    totals = torch.zeros_like(g[:, 0])
+    for keep in g.exp().unbind(1):
+        totals = keep * totals + 1 - keep
+    return o, state, totals
+
+
+# %% ex-hgrn2 not yet: totals of weights: relative error
+def hgrn2(q, v, g):
+    o, state = fw.gla(q, 1 - g.exp(), v, g, scale=1.0)
+    return o, state, (1 - g.exp()).sum(1)
+
+
+# %% ex-hgrn2 not yet: outputs: relative error
+def hgrn2(q, v, g):
+    o, state = fw.gla(q, g.exp(), v, g, scale=1.0)
+    return o, state, 1 - g.sum(1).exp()
+
+
+# %% ex-vector-gradient passes
+def vector_gate_gradient(q, k, dq, dk):
+    dG = torch.addcmul(q * dq, k, dk, value=-1)
+    return dG.sum(1, keepdim=True) - dG.cumsum(1) + dG
+
+
+# %% ex-vector-gradient not yet: dg has shape
+def vector_gate_gradient(q, k, dq, dk):
+    dG = (q * dq - k * dk).sum(-1)
+    return dG.flip(1).cumsum(1).flip(1)
+
+
+# %% ex-vector-gradient not yet: dg: relative error
+def vector_gate_gradient(q, k, dq, dk):
+    dG = q * dq + k * dk
+    return dG.flip(1).cumsum(1).flip(1)
