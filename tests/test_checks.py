@@ -197,3 +197,25 @@ def test_exponentials_are_counted():
     with checks.Exponentials() as found:
         torch.full((4,), 2.0).exp_()
     assert found.count == 4 and found.largest == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: torch.autograd.grad(x.requires_grad_().square().sum(), x),
+        lambda x: x.requires_grad_().square().sum().backward(),
+        torch.func.grad(lambda x: x.square().sum()),
+        lambda x: torch.autograd.functional.jacobian(torch.square, x),
+    ],
+    ids=["grad", "backward", "func", "functional"],
+)
+def test_no_autograd_refuses_every_way_to_a_gradient(way):
+    x = torch.ones(3)
+    with (
+        pytest.raises(AssertionError, match="write the gradients as formulas"),
+        checks.no_autograd(),
+        torch.enable_grad(),
+    ):
+        way(x)
+    x = torch.ones(3)
+    way(x)  # and it is allowed again

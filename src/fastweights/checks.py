@@ -9,10 +9,12 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -215,3 +217,26 @@ def _is_stub(candidate: Any) -> bool:
 def exercise(function: Callable[[Any], None]) -> Exercise:
     """Decorate ``check_name(candidate)``, which asserts, as an exercise."""
     return Exercise(function)
+
+
+@contextmanager
+def no_autograd() -> Iterator[None]:
+    """Inside, to ask for a gradient of PyTorch raises an AssertionError.
+
+    By ``torch.autograd.grad``, by ``backward`` or by ``torch.func``.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(
+            "automatic differentiation was asked for: write the gradients "
+            "as formulas"
+        )
+
+    engine = torch.autograd
+    closed = (engine.grad, engine.backward)
+    engine.grad = engine.backward = refuse  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.grad, engine.backward = closed  # type: ignore[assignment]

@@ -1,0 +1,179 @@
+"""Answers to chapter 7's exercises, and what their checks are to say."""
+
+
+# %% ex-dictionary passes
+def run_dictionary(commands, width):
+    T = len(commands)
+    k, v = torch.zeros(1, T, 1, 16, **double), torch.zeros(
+        1, T, 1, width, **double
+    )
+    beta = torch.zeros(1, T, 1, **double)
+    for t, (kind, key, *value) in enumerate(commands):
+        k[0, t, 0, key] = 3.0  # not a unit key: beta makes up for it
+        if kind != "get":
+            beta[0, t, 0] = 1 / 9
+        if kind == "set":
+            v[0, t, 0] = 3 * value[0]
+    o, _ = fw.linear_recurrence(k / 3, k / 3, v / 3, None, 9 * beta, scale=1.0)
+    return torch.stack(
+        [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+    )
+
+
+# %% ex-dictionary not yet: quarter.*scale=1\.0
+def run_dictionary(commands, width):
+    T, eye = len(commands), torch.eye(16, **double)
+    k = torch.stack([eye[c[1]] for c in commands])[None, :, None]
+    zero = torch.zeros(width, **double)
+    v = torch.stack([c[2] if c[0] == "set" else zero for c in commands])
+    beta = torch.tensor([float(c[0] != "get") for c in commands], **double)
+    o, _ = fw.deltanet(k, k, v[None, :, None], beta.view(1, T, 1))
+    return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+
+
+# %% ex-dictionary not yet: never set, or was deleted
+def run_dictionary(commands, width):
+    T, eye = len(commands), torch.eye(16, **double)
+    k = torch.stack([eye[c[1]] for c in commands])[None, :, None]
+    zero = torch.zeros(width, **double)
+    v = torch.stack([c[2] if c[0] == "set" else zero for c in commands])
+    beta = torch.tensor([float(c[0] == "set") for c in commands], **double)
+    o, _ = fw.deltanet(k, k, v[None, :, None], beta.view(1, T, 1), scale=1.0)
+    return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+
+
+# %% ex-dictionary not yet: 0 calls of the library
+def run_dictionary(commands, width):
+    store, results = {}, []
+    for kind, key, *value in commands:
+        if kind == "get":
+            results.append(store.get(key, torch.zeros(width, **double)))
+        else:
+            store[key] = (
+                value[0] if value else torch.zeros(width, **double)
+            )
+    return results
+
+
+# %% ex-apart passes
+def erase_and_write(q, k, v, erase, write):
+    v = torch.einsum("bth,bthv->bthv", write, v)
+    root = erase.sqrt()[..., None]
+    # Keys that carry the rate, and a rate of one.
+    o, S = fw.deltanet(q, root * k, v / root, torch.ones_like(erase))
+    return o, S
+
+
+# %% ex-apart not yet: relative error
+def erase_and_write(q, k, v, erase, write):
+    return fw.deltanet(q, k, write[..., None] * v, erase)
+
+
+# %% ex-apart not yet: 2 calls
+def erase_and_write(q, k, v, erase, write):
+    fw.deltanet(q, k, v, erase)
+    return fw.deltanet(q, k, (write / erase)[..., None] * v, erase)
+
+
+# %% ex-clock passes
+def count_modulo(increments, m):
+    """From a state of one column, read with two queries at its end."""
+    T = len(increments)
+    theta = math.pi * increments.double() / m
+    k = torch.zeros(1, T, 2, 1, 2, **double)
+    k[..., 0, 0, 0] = 1
+    k[0, :, 1, 0] = torch.stack([theta.cos(), theta.sin()], dim=-1)
+    k = k.reshape(1, 2 * T, 1, 2).repeat(1, 1, 2, 1)  # two heads, two queries
+    q = torch.eye(2, **double).expand(1, 2 * T, 2, 2)
+    v, two = k.new_zeros(1, 2 * T, 2, 1), k.new_full((1, 2 * T, 2), 2.0)
+    start = torch.tensor([[1.0], [0.0]], **double).expand(1, 2, 2, 1)
+    o, _ = fw.deltanet(q, k, v, two, scale=1.0, initial_state=start)
+    x, y = o[0, 1::2, :, 0].unbind(-1)
+    return ((torch.atan2(y, x) * m / (2 * math.pi)).round() % m).long()
+
+
+# %% ex-clock not yet: modulo 3: \d+ of 400 sums are wrong, the first
+def count_modulo(increments, m):
+    T = len(increments)
+    theta = 2 * math.pi * increments.double() / m  # turns twice as far
+    first = torch.tensor([1.0, 0.0], **double).expand(T, 2)
+    second = torch.stack([theta.cos(), theta.sin()], dim=-1)
+    if m == 2:
+        second = torch.stack([(theta / 2).cos(), (theta / 2).sin()], dim=-1)
+    k = torch.stack([first, second], dim=1).view(1, 2 * T, 1, 2)
+    q = torch.tensor([1.0, 0.0], **double).expand_as(k)
+    two = torch.full((1, 2 * T, 1), 2.0, **double)
+    eye = torch.eye(2, **double)[None, None]
+    o, _ = fw.deltanet(
+        q, k, torch.zeros_like(k), two, scale=1.0, initial_state=eye
+    )
+    x, y = o[0, 1::2, 0].unbind(-1)
+    turned = torch.atan2(-y, x) % (2 * math.pi)
+    return (turned * m / (2 * math.pi)).round() % m
+
+
+# %% ex-reflections passes
+def reflections_of(permutation):
+    """Cycle by cycle, and with the opposite vectors."""
+    n, done, vectors = len(permutation), set(), []
+    eye = torch.eye(n, **double)
+    for start in range(n):
+        at, cycle = start, []
+        while at not in done:
+            done.add(at)
+            cycle.append(at)
+            at = permutation[at].item()
+        swaps = zip(cycle[:-1], cycle[1:], strict=True)
+        vectors += [(eye[b] - eye[a]) / math.sqrt(2) for a, b in swaps]
+    return torch.stack(vectors) if vectors else torch.zeros(0, n, **double)
+
+
+# %% ex-reflections not yet: turn the order
+def reflections_of(permutation):
+    n = len(permutation)
+    eye, stands, vectors = torch.eye(n, **double), list(range(n)), []
+    for place, wanted in enumerate(permutation.tolist()):
+        other = stands.index(wanted)
+        if other != place:
+            stands[place], stands[other] = stands[other], stands[place]
+            vectors.append((eye[place] - eye[other]) / math.sqrt(2))
+    return (
+        torch.stack(vectors[::-1]) if vectors else torch.zeros(0, n, **double)
+    )
+
+
+# %% ex-reflections not yet: cycles, so it takes
+def reflections_of(permutation):
+    n = len(permutation)
+    eye, stands, vectors = torch.eye(n, **double), list(range(n)), []
+    for place, wanted in enumerate(permutation.tolist()):
+        for other in range(stands.index(wanted), place, -1):  # neighbours
+            a, b = other - 1, other
+            stands[a], stands[b] = stands[b], stands[a]
+            vectors.append((eye[a] - eye[b]) / math.sqrt(2))
+    return torch.stack(vectors) if vectors else torch.zeros(0, n, **double)
+
+
+# %% ex-delta-backward passes
+def delta_backward(S, k, v, beta, dS_next):
+    """By the matrix A and the gradient of the write, apart."""
+    A = torch.eye(len(k), **double) - beta * torch.outer(k, k)
+    dA, dw = dS_next @ S.T, dS_next.T @ k
+    dk = -beta * (dA + dA.T) @ k + beta * dS_next @ v
+    dbeta = dw @ v - k @ dA @ k
+    return A.T @ dS_next, dk, beta * dw, dbeta
+
+
+# %% ex-delta-backward not yet: automatic differentiation
+def delta_backward(S, k, v, beta, dS_next):
+    with torch.enable_grad():
+        x = [y.clone().requires_grad_() for y in (S, k, v, beta)]
+        new = x[0] - x[3] * torch.outer(x[1], x[0].T @ x[1] - x[2])
+        return torch.autograd.grad(new, x, dS_next)
+
+
+# %% ex-delta-backward not yet: dk: relative error
+def delta_backward(S, k, v, beta, dS_next):
+    r, y = S.T @ k - v, dS_next.T @ k
+    dS = dS_next - beta * torch.outer(k, y)
+    return dS, -beta * (S @ y), beta * y, -y @ r
