@@ -63,6 +63,7 @@ def empty_states(
 ) -> Tensor:
     """Room for the state that enters each tile of time, if it is kept.
 
+    In one dimension: torch.compile would make a case of a single tile.
     Packed sequences begin with tiles of their own: sequence n with tile
     ``cu_seqlens[n] // length + n``, past all of the one before it.
     """
@@ -73,7 +74,7 @@ def empty_states(
         tiles = -(-T // length)
     elif keep and cu_seqlens is not None:
         tiles = T // length + cu_seqlens.shape[0] - 1
-    return x.new_empty(batch, tiles, *A.shape, dtype=wide(x.dtype))
+    return x.new_empty(batch * tiles * A.numel(), dtype=wide(x.dtype))
 
 
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

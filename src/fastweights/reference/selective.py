@@ -149,7 +149,7 @@ def forward(
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
     cu_seqlens: Offsets,
-    states: Float[Tensor, "Bt NT D N"] | None,
+    states: Float[Tensor, " Bt*NT*D*N"] | None,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
     """Outputs and last states.
 
@@ -158,6 +158,8 @@ def forward(
     full, G = wide(x.dtype), B.shape[2]
     state = first_states(x, A, initial_state, cu_seqlens)
     y = torch.empty_like(x)
+    if states is not None:
+        states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     length = tile_length(x.shape[2], A.shape[1], G)
     for n, parts in chunks(cu_seqlens, x.shape[1], length):
@@ -188,7 +190,7 @@ def backward(
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
     cu_seqlens: Offsets,
-    states: Float[Tensor, "Bt NT D N"],
+    states: Float[Tensor, " Bt*NT*D*N"],
 ) -> list[Tensor | None]:
     """Gradients of x, dt, A, B, C, D and initial_state.
 
@@ -198,6 +200,7 @@ def backward(
     full, G = wide(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.empty_like(t) for t in (x, dt, B, C))
     dh = first_states(x, A, dstate, cu_seqlens)
+    states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     dA = torch.zeros_like(A)
     dD = None if D is None else torch.zeros_like(D, dtype=full)
