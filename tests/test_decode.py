@@ -1,5 +1,6 @@
 """decode_step in PyTorch: its equations, its state in place, its refusals."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -274,6 +275,31 @@ def test_states_made_in_inference_mode_and_out_of_it():
     assert made_inside.equal(ref) and x["state"].equal(ref)
 
 
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
+    """Updated in place; the outputs are like any other."""
+    x = call(T=2)
+    ref = x["state"].clone()
+    o_ref = fw.decode_step(**x | {"state": ref})
+    with torch.inference_mode():
+        state = x["state"].clone()
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        o = fw.decode_step(**x | {"state": state})
+    assert o.equal(o_ref) and state.equal(ref)
+    assert state.is_inference() and not o.is_inference()
+
+
+@pytest.mark.parametrize("name", ["g", "beta"])
+def test_gates_and_rates_go_by_name(name):
+    """By position deltanet's beta would pass for mamba2's g."""
+    x = call("scalar", T=2)
+    q, k, v, state = (x[n] for n in ("q", "k", "v", "state"))
+    before = state.clone()
+    with pytest.raises(TypeError, match="takes 3 positional arguments"):
+        fw.decode_step(q, k, v, x[name], state=state)
+    assert state.equal(before)
+
+
 def test_what_looks_at_operators_sees_it():
     x = call(T=2)
     expected = fw.decode_step(**x | {"state": x["state"].clone()})
@@ -309,7 +335,7 @@ class Layer(torch.nn.Module):
         y, beta = self.project(x).tensor_split([-self.heads], dim=-1)
         q, k, v, g = y.unflatten(-1, (self.heads, -1)).chunk(4, dim=-1)
         k, g = F.normalize(k, dim=-1), F.logsigmoid(g)
-        o = fw.decode_step(q, k, v, g, beta.sigmoid(), state=state)
+        o = fw.decode_step(q, k, v, g=g, beta=beta.sigmoid(), state=state)
         return x + o.flatten(2)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import pydoc
 
 import pytest
 import torch
@@ -52,8 +53,22 @@ def test_help_says_how_to_call_a_member(name):
     assert "see fastweights.linear_recurrence" in text
     takes_g = "g" in inspect.signature(function).parameters
     assert ("g is the natural log of the decay" in text) == takes_g
+    for name, shape in {"q": "K", "v": "V"}.items():
+        heads = "H" if name == "q" else "HV"
+        assert f"\n{name}: [B, T, {heads}, {shape}]\n" in text
+    assert "factor on o, K**-0.5 unless given" in text
+    shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    assert "scale: " in shown and "= None, initial_state: " in shown
     margins = {len(x) - len(x.lstrip()) for x in text.splitlines()}
     assert margins == {0}
+
+
+@pytest.mark.parametrize("name", [*MEMBERS, "gated_retention"])
+def test_an_unknown_keyword_names_the_member(name):
+    q = torch.ones(1, 2, 1, 3)
+    message = rf"^{name}\(\) got an unexpected keyword argument 'gate'"
+    with pytest.raises(TypeError, match=message):
+        getattr(fw, name)(q, q, q, gate=1)
 
 
 def test_mamba2_in_its_own_terms():

@@ -445,15 +445,14 @@ def test_offsets_that_lie_reach_no_other_memory(
     Each tensor lies between NaNs: they stay, and no result has one.
     """
     guarded = Guarded()
-    for owner, name in (
-        (torch, "empty_like"),
-        (torch.Tensor, "new_empty"),
-    ):
 
-        def zeros(*arguments, make=getattr(owner, name), **options):
-            return guarded.like(make(*arguments, **options).zero_())
+    def zeros(make):
+        return lambda *arguments, **options: guarded.like(
+            make(*arguments, **options).zero_()
+        )
 
-        monkeypatch.setattr(owner, name, zeros)
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, zeros(getattr(owner, name)))
     cut(S)
     offsets = torch.tensor([-30, 29, 5, 70])
     sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}

@@ -378,12 +378,25 @@ def test_what_looks_at_operators_sees_ours():
     names = [event.key for event in profile.key_averages()]
     assert f"fastweights::{forward}" in names
     assert f"fastweights::{backward}" in names
-    traced = torch.jit.trace(
-        lambda q: fw.linear_recurrence(**{**x, "q": q})[0],
-        x["q"],
-        check_trace=False,
-    )
-    assert f"fastweights::{forward}" in str(traced.graph)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_trace_has_the_operator_and_passes_its_own_check(gradient):
+    """The check traces once more, without gradients."""
+    x = member("scalar", "delta", T=20)
+    x["q"].requires_grad_(gradient)
+
+    def function(q):
+        return fw.linear_recurrence(**x | {"q": q}, scale=0.5)[0]
+
+    traced = torch.jit.trace(function, x["q"])
+    assert "fastweights::linear_recurrence" in str(traced.graph)
+    if gradient:
+        found = [f(x["q"]).square().sum() for f in (traced, function)]
+        found = [torch.autograd.grad(loss, x["q"])[0] for loss in found]
+        assert relative_error(*found) <= EXACT
 
 
 def test_fake_tensors_stay_fake():
@@ -642,6 +655,77 @@ def test_inputs_and_initial_state_are_left_as_they_were():
     assert all(t.equal(before[name]) for name, t in x.items())
 
 
+def test_what_has_passed_does_not_let_others_pass():
+    """The kinds that have passed are known by all that is checked."""
+    x = member("scalar", "delta", T=6, dtype=torch.float32)
+    fw.linear_recurrence(**x, chunk_size=16)
+    for changes, message in (
+        ({"chunk_size": 17}, "chunk_size: got 17"),
+        ({"chunk_size": 16.0}, "chunk_size: got float"),
+        ({"scale": "1"}, "scale: got str"),
+        ({"v": x["v"].to_sparse()}, "v: got layout torch.sparse_coo"),
+        ({"g": x["g"].half()}, "g: got torch.float16"),
+        ({"beta": x["beta"][:, :5]}, "beta: got shape"),
+        ({"k": x["k"].to("meta")}, "k: got device meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            fw.linear_recurrence(**x | {"chunk_size": 16} | changes)
+
+
+@backends
+@pytest.mark.parametrize("rule", RULES)
+def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
+    """Its decays go by heads, though [HV] is also [T]."""
+    x = member("fixed", rule, T=5, HV=5)
+    same(
+        results(fw.linear_recurrence, x, backend=backend),
+        results(explicit, x),
+        EXACT,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["q", "v", "beta"])
+def test_nested_tensors_are_refused_by_name(name, layout):
+    x = member("none", "delta", T=6)
+    nested = torch.nested.nested_tensor([x[name][0]], layout=layout)
+    message = f"^{name}: got a nested tensor, need a dense one"
+    with pytest.raises(TypeError, match=message):
+        fw.linear_recurrence(**x | {name: nested})
+
+
+def test_packed_tensors_without_data():
+    names = ("q", "k", "v", "g", "beta")
+    x = member("vector", "delta", T=20, N=2, dtype=torch.float32)
+    x = {n: x[n].to("meta").requires_grad_() for n in names}
+    cu_seqlens = meta(3).long()
+    o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+    assert o.is_meta and o.shape == x["v"].shape
+    assert state.is_meta and state.shape == (2, 2, 6, 5)
+    (o.sum() + state.sum()).backward()
+    assert all(t.grad.shape == t.shape for t in x.values())
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor"):
+        fw.linear_recurrence(**x, cu_seqlens=cu_seqlens, backend="loop")
+
+
+@pytest.mark.parametrize(
+    "name", ["k", "v", "g", "beta", "initial_state", "cu_seqlens"]
+)
+def test_what_inference_mode_has_made_goes_on_without_gradients(name):
+    x = member("scalar", "delta", T=6)
+    x["cu_seqlens"] = torch.tensor([0, 6])
+    expected = fw.linear_recurrence(**x)
+    with torch.inference_mode():
+        made = x | {name: x[name].clone()}
+    for got, ref in zip(fw.linear_recurrence(**made), expected, strict=True):
+        assert got.equal(ref)
+    made["q"].requires_grad_()
+    message = rf"^{name}: got a tensor made in torch.inference_mode, need its"
+    with pytest.raises(ValueError, match=message):
+        fw.linear_recurrence(**made)
+
+
 def meta(*shape):
     return torch.zeros(shape, device="meta")
 
@@ -805,6 +889,14 @@ TYPES = {
     "cu-seqlens-a-list": (
         {"cu_seqlens": [0, 6]},
         "cu_seqlens: got list, need a Tensor",
+    ),
+    "q-sparse": (
+        {"q": ones(1, 6, 2, 3).to_sparse()},
+        "q: got layout torch.sparse_coo, need torch.strided, as to_dense()",
+    ),
+    "q-fp8": (
+        {"q": ones(1, 6, 2, 3).to(torch.float8_e4m3fn)},
+        "q: got torch.float8_e4m3fn, need one of",
     ),
     "q-integers": (
         {"q": ones(1, 6, 2, 3, dtype=torch.int64)},

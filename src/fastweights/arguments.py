@@ -14,6 +14,8 @@ MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 _fitting: set[tuple] = set()  # the kinds of arguments that have passed
 
 
@@ -33,7 +35,8 @@ def check_arguments(
     """Raise for the first argument that does not fit the others.
 
     ``state_name`` is what the caller calls ``initial_state``. Only types,
-    dtypes, shapes and devices count, and such as have passed once pass.
+    dtypes, layouts, shapes and devices count, and such as have passed once
+    pass.
     """
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
     key = None
@@ -41,7 +44,9 @@ def check_arguments(
         try:
             key = (
                 *[
-                    None if x is None else (x.shape, x.dtype, x.device)
+                    None
+                    if x is None
+                    else (x.shape, x.dtype, x.device, x.layout)
                     for x in tensors
                 ],
                 type(scale),
@@ -50,7 +55,8 @@ def check_arguments(
             )
             if key in _fitting:
                 return
-        except (AttributeError, TypeError):  # no tensor; no hash
+        except (AttributeError, TypeError, RuntimeError):
+            # no tensor; no hash; a nested tensor, which has no shape
             key = None
     _check(*tensors, scale, chunk_size, state_name)
     if key is not None:
@@ -80,6 +86,7 @@ def _check(
     }
     tensors |= {name: x for name, x in optional.items() if x is not None}
     check_tensors(tensors)
+    check_kinds({"q": q}, {"q": DTYPES})
     full = torch.promote_types(q.dtype, torch.float32)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {
         "q": DTYPES,
@@ -141,10 +148,23 @@ def _check(
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
-    """Raise TypeError for the first of the arguments that is no tensor."""
+    """Raise TypeError for the first of the arguments that is no tensor.
+
+    Or none with a place in memory for every element.
+    """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+        if x.is_nested:
+            raise TypeError(
+                f"{name}: got a nested tensor, need a dense one; sequences "
+                "of several lengths are packed, with cu_seqlens"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(
+                f"{name}: got layout {x.layout}, need torch.strided, as "
+                "to_dense() returns it"
+            )
 
 
 def check_integers(values: dict[str, int]) -> None:

@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights import values
 from fastweights.arguments import check_arguments
 from fastweights.ops import (
+    Backend,
     autocast,
     check_name,
     choose_backend,
@@ -26,26 +28,26 @@ def decode_step(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T HV V"],
-    g: Float[Tensor, " ..."] | None = None,
-    beta: Float[Tensor, "B T HV"] | None = None,
     *,
     state: Float[Tensor, "B HV K V"],
+    g: Float[Tensor, " ..."] | None = None,
+    beta: Float[Tensor, "B T HV"] | None = None,
     scale: float | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Float[Tensor, "B T HV V"]:
     """:func:`linear_recurrence` for 1 to 16 new tokens of each sequence.
 
     What continues a member, with the scale that it was called with (phi is
     its feature map, if it has one; logits are fp32; retnet_decay is what
     retention takes unless it is given a g, with dtype=torch.float64 if q is
-    that):
+    that). g and beta go by name: members differ in which of them they have.
 
         linear_attention     phi(q), phi(k), v
-        retention            q, k, v, retnet_decay(HV)
-        gated_retention      q, k, v, logsigmoid(logits) / temperature
-        mamba2, gla          q, k, v, g
+        retention            q, k, v, g=retnet_decay(HV)
+        gated_retention      q, k, v, g=logsigmoid(logits) / temperature
+        mamba2, gla          q, k, v, g=g
         deltanet             q, k, v, beta=beta
-        gated_deltanet, kda  q, k, v, g, beta
+        gated_deltanet, kda  q, k, v, g=g, beta=beta
 
     mlstm and linear_attention with normalize do more than the recurrence:
     call them with T = 1 and what they returned as initial_state.
@@ -54,7 +56,8 @@ def decode_step(
         q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
             of the tokens. It is updated in place, to the one after the
-            last; it need not be contiguous.
+            last; it need not be contiguous, and may come from
+            torch.inference_mode.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "chunkwise" and "loop" are both the
             loop over tokens in PyTorch.
@@ -65,7 +68,8 @@ def decode_step(
         nothing else. No gradients.
 
     Raises:
-        TypeError: an argument is of the wrong type or dtype.
+        TypeError: an argument is of the wrong type or dtype, or g or beta
+            came without its name.
         ValueError: a shape, value or device does not fit, or a gradient is
             needed; the message names the argument, what it got and what it
             needs.
@@ -77,8 +81,13 @@ def decode_step(
     if torch.compiler.is_compiling():
         return OPERATOR(*tensors, scale, backend)
     step = past_dispatcher(OPERATOR, _decode, tensors)
+    if state.is_inference():
+        # Only there may it be changed; what is returned goes anywhere.
+        with torch.inference_mode():
+            o = step(*tensors, scale, backend)
+        return o if torch.is_inference_mode_enabled() else o.clone()
     o = step(*tensors, scale, backend)
-    if step is _decode and not state.is_inference():
+    if step is _decode:
         # As the operator does: a graph that has saved it must notice.
         torch.autograd.graph.increment_version(state)
     return o
@@ -92,7 +101,7 @@ def _check(
     beta: Tensor | None,
     state: Tensor,
     scale: float | None,
-    backend: str,
+    backend: Backend,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
     if state is None:
@@ -118,6 +127,8 @@ def _check(
                 "that does not, or torch.no_grad(): decode_step has none"
             )
     check_name(backend)
+    if values.CHECKED:
+        values.check_values(q, k, v, g, beta, state, None, state_name="state")
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -142,7 +153,7 @@ def _decode(
     beta: Tensor | None,
     state: Tensor,
     scale: float,
-    backend: str,
+    backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after the last token."""
     if choose_backend(backend, q.device, q.dtype) == "triton":

@@ -7,10 +7,19 @@ chunk_size, backend) and return the outputs and the final state.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import (
+    Any,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_type_hints,
+)
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +37,11 @@ from fastweights.normaliser import (
     check_normalised,
     recurrence_with_normaliser,
 )
-from fastweights.ops import autocast, linear_recurrence
+from fastweights.ops import Backend, autocast, linear_recurrence
 from fastweights.reference.backend import wide
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T HV V"]
@@ -45,9 +57,60 @@ class Options(TypedDict, total=False):
     initial_state: State | None
     cu_seqlens: Int[Tensor, " N+1"] | None
     chunk_size: int | None
-    backend: str
+    backend: Backend
 
 
+def member(function: Callable[P, R]) -> Callable[P, R]:
+    """A member of the family, with the keywords of Options by name.
+
+    Its signature and docstring say what all of them share, and an unknown
+    keyword raises in the member's own name.
+    """
+    signature = inspect.signature(function)
+    everything = inspect.signature(linear_recurrence).parameters.values()
+    options = [x for x in everything if x.name in Options.__annotations__]
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    own += [x for x in options if x.name not in signature.parameters]
+    names = frozenset(x.name for x in own)
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        for name in keywords:
+            if name not in names:
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword "
+                    f"argument {name!r}; its keywords: {', '.join(keyword)}"
+                )
+        return function(*arguments, **keywords)
+
+    keyword = [x.name for x in own if x.kind == x.KEYWORD_ONLY]
+    call.__signature__ = signature.replace(parameters=own)  # type: ignore
+    shapes = {
+        name: shape_of(hint)
+        for name, hint in get_type_hints(function).items()
+        if name not in ("options", "return") and shape_of(hint)
+    }
+    text = "\n".join(f"{name}: {shapes[name]}" for name in shapes)
+    text += (
+        "\n\nReturned are o [B, T, HV, V] and the state [N, HV, K, V]. "
+        "scale is a\nfactor on o, K**-0.5 unless given. Dtypes, options and "
+        "errors:\nsee fastweights.linear_recurrence."
+    )
+    if "g" in names:
+        text += "\nThere as here g is the natural log of the decay, g <= 0."
+    call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{text}"
+    return call
+
+
+def shape_of(hint: Any) -> str:
+    """The shape in a parameter's type; "" if there is none."""
+    for x in (hint, *get_args(hint)):
+        if hasattr(x, "dim_str"):
+            return f"[{', '.join(x.dim_str.split())}]"
+    return ""
+
+
+@member
 def linear_attention(
     q: Keys,
     k: Keys,
@@ -130,6 +193,7 @@ def lightning_decay(
     return -s * (1 - layer / max(num_layers - 1, 1) + 1e-5)
 
 
+@member
 def retention(
     q: Keys,
     k: Keys,
@@ -151,18 +215,21 @@ def retention(
     return linear_recurrence(q, k, v, g, None, **options)
 
 
+@member
 def mamba2(
     q: Keys, k: Keys, v: Values, g: PerHead, **options: Unpack[Options]
 ) -> tuple[Values, State]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g a head and step.
 
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
-    v its dt * x, and g its dt * A. Its own scale is 1.
+    v its dt * x, and g its dt * A. Its own scale is 1: pass scale=1.0,
+    which is not the default.
     """
     need("g", g, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
+@member
 def gated_retention(
     q: Keys,
     k: Keys,
@@ -187,6 +254,7 @@ def gated_retention(
     return linear_recurrence(q, k, v, g, None, **options)
 
 
+@member
 def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
 ) -> tuple[Values, State]:
@@ -195,6 +263,7 @@ def gla(
     return linear_recurrence(q, k, v, g, None, **options)
 
 
+@member
 def deltanet(
     q: Keys, k: Keys, v: Values, beta: PerHead, **options: Unpack[Options]
 ) -> tuple[Values, State]:
@@ -208,6 +277,7 @@ def deltanet(
     return linear_recurrence(q, k, v, None, beta, **options)
 
 
+@member
 def gated_deltanet(
     q: Keys,
     k: Keys,
@@ -222,6 +292,7 @@ def gated_deltanet(
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
+@member
 def kda(
     q: Keys,
     k: Keys,
@@ -262,27 +333,3 @@ def need(name: str, x: Tensor, dim: int, need: str) -> None:
     check_tensors({name: x})
     if x.dim() != dim:
         wrong_shape(name, x, need)
-
-
-def _say_how_to_call(member: Callable) -> None:
-    """Add to a member's docstring what all of them share."""
-    text = (
-        "Arguments, options, results and errors: see "
-        "fastweights.linear_recurrence."
-    )
-    if "g" in inspect.signature(member).parameters:
-        text += "\nThere as here g is the natural log of the decay, g <= 0."
-    member.__doc__ = f"{inspect.cleandoc(member.__doc__ or '')}\n\n{text}"
-
-
-for _member in (
-    linear_attention,
-    retention,
-    mamba2,
-    gated_retention,
-    gla,
-    deltanet,
-    gated_deltanet,
-    kda,
-):
-    _say_how_to_call(_member)

@@ -21,7 +21,7 @@ from fastweights.normaliser import (
     check_normalised,
     recurrence_with_normaliser,
 )
-from fastweights.ops import autocast
+from fastweights.ops import Backend, autocast
 from fastweights.reference.backend import wide
 from fastweights.reference.chunkwise import CLEARS
 
@@ -41,7 +41,7 @@ def mlstm(
     eps: float = 1e-6,
     scale: float | None = None,
     chunk_size: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Values, Memory]:
     """mLSTM (Beck et al. 2024, eqs. 19 to 27), chunkwise.
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import check_arguments, check_states
-from fastweights.ops import linear_recurrence, without_autocast
+from fastweights.ops import Backend, linear_recurrence, without_autocast
 from fastweights.reference.backend import wide
 
 Values = Float[Tensor, "B T HV V"]
@@ -25,7 +25,7 @@ def recurrence_with_normaliser(
     g: Float[Tensor, "B T HV"] | None,
     *,
     initial_state: State | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     **options: Any,
 ) -> tuple[Values, Ones, State]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fastweights.arguments import check_arguments
+from fastweights import values
+from fastweights.arguments import PLAIN, check_arguments
 from fastweights.reference import backend as chunkwise
 from fastweights.reference.backend import (
     first_states,
@@ -33,7 +34,9 @@ from fastweights.reference.backend import (
 )
 from fastweights.reference.steps import recurrence, scan
 
-BACKENDS = ("auto", "triton", "chunkwise", "loop")
+Backend = Literal["auto", "triton", "chunkwise", "loop"]
+BACKENDS = get_args(Backend)
+NAMES = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 
 
 def linear_recurrence(
@@ -47,7 +50,7 @@ def linear_recurrence(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     chunk_size: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Every member of the family, from linear attention to KDA.
 
@@ -65,9 +68,11 @@ def linear_recurrence(
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
             number of packed sequences; zeros if None.
         cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. The
-            kernels read it on the device, unchecked; a CPU tensor, and one
-            that PyTorch's backends get, is read and checked on the host.
+            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. It
+            lies on q's device. On a GPU the kernels read it there, unchecked:
+            offsets that do not rise from 0 to T give wrong numbers, but reach
+            no other memory. On a CPU, and by PyTorch's backends, it is read
+            and checked on the host.
         chunk_size: tokens a chunk, 16, 32 or 64; None chooses.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
             not fp64), "chunkwise" (the same matrix products in PyTorch),
@@ -96,12 +101,17 @@ def linear_recurrence(
         NotImplementedError: in the backward of a backward, under a transform
             of torch.func, or in forward-mode autograd, unless backend is
             "loop".
+
+    With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
+    imported, values are checked too: see :mod:`fastweights.values`.
     """
     q, k, v = autocast(q, k, v)
     check_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
     check_name(backend)
+    if values.CHECKED:
+        values.check_values(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -113,7 +123,11 @@ def linear_recurrence(
         return _loop(*inputs)
     if torch.compiler.is_compiling():
         o, state, _ = FORWARD(*inputs, chunk_size, backend)
-    elif _differentiable(q, k, v, g, beta, initial_state):
+    elif (
+        _differentiable(q, k, v, g, beta, initial_state)
+        and not torch.jit.is_tracing()  # which takes the operator's gradient
+    ):
+        _refuse_inference(*inputs[:7])
         o, state = Recurrence.apply(*inputs, chunk_size, backend)
     else:
         forward = past_dispatcher(FORWARD, _forward, inputs[:7])
@@ -273,6 +287,11 @@ def _loop(
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     ran("loop forward")
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        raise ValueError(
+            "cu_seqlens: got a tensor on the device meta, need one with "
+            'values, which backend="loop" reads'
+        )
     with without_autocast(q):
         g = torch.zeros_like(v[..., 0]) if g is None else g
         tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
@@ -370,6 +389,16 @@ def _differentiable(*inputs: Tensor | None) -> bool:
     )
 
 
+def _refuse_inference(*inputs: Tensor | None) -> None:
+    """Raise for the first input that cannot be kept for a backward."""
+    for i, x in enumerate(inputs):
+        if x is not None and x.is_inference():
+            raise ValueError(
+                f"{NAMES[i]}: got a tensor made in torch.inference_mode, "
+                "need its clone(), since a gradient is asked for"
+            )
+
+
 def _refuse_transforms(*inputs: Tensor | None) -> None:
     """Raise under torch.func, and where an input has a tangent."""
     duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
@@ -382,9 +411,6 @@ def _refuse_transforms(*inputs: Tensor | None) -> None:
         )
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def past_dispatcher(
     operator: Callable, function: Callable, tensors: Iterable[Any]
 ) -> Callable:
@@ -392,8 +418,8 @@ def past_dispatcher(
 
     But the operator itself where anything looks at operators: a mode (fake
     tensors, a FLOP counter, selective checkpointing), a transform, a trace,
-    the profiler, a tensor of a class of its own, or a negative view, which
-    the dispatcher resolves.
+    the profiler, a tensor of a class of its own or without data, or a
+    negative view, which the dispatcher resolves.
     """
     seen = (
         _get_current_dispatch_mode() is not None
@@ -402,7 +428,8 @@ def past_dispatcher(
         or torch.autograd._profiler_enabled()
         or any(
             [
-                x is not None and (type(x) not in PLAIN or x.is_neg())
+                x is not None
+                and (type(x) not in PLAIN or x.is_meta or x.is_neg())
                 for x in tensors
             ]
         )

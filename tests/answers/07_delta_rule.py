@@ -4,8 +4,9 @@
 # %% ex-dictionary passes
 def run_dictionary(commands, width):
     T = len(commands)
-    k, v = torch.zeros(1, T, 1, 16, **double), torch.zeros(
-        1, T, 1, width, **double
+    k, v = (
+        torch.zeros(1, T, 1, 16, **double),
+        torch.zeros(1, T, 1, width, **double),
     )
     beta = torch.zeros(1, T, 1, **double)
     for t, (kind, key, *value) in enumerate(commands):
@@ -49,9 +50,7 @@ def run_dictionary(commands, width):
         if kind == "get":
             results.append(store.get(key, torch.zeros(width, **double)))
         else:
-            store[key] = (
-                value[0] if value else torch.zeros(width, **double)
-            )
+            store[key] = value[0] if value else torch.zeros(width, **double)
     return results
 
 
