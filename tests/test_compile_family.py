@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from crossed import all_but
 from offline import DTYPES, SHARED, build, judge
 
 from fastweights.kernels.compose import compose_kernel
@@ -55,6 +56,32 @@ LAUNCHES = [
     if not stage.startswith("compose") or width != 1
 ]
 ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
+
+
+def in_turn(values):
+    """Every launch with every value; but for one each, with the mark full.
+
+    The launches of a stage take the values in turns.
+    """
+    values = list(values)
+    chosen = [
+        (*launch, values[i % len(values)]) for i, launch in enumerate(LAUNCHES)
+    ]
+    return all_but(chosen, [(*x, y) for x in LAUNCHES for y in values])
+
+
+def on_each(stages_in_full):
+    """Every launch for every GPU; for most of them a launch of each stage."""
+    chosen = []
+    for i, capability in enumerate(SHARED):
+        for stage in KERNELS:
+            mine = [x for x in LAUNCHES if x[0] == stage]
+            if capability not in stages_in_full:
+                mine = [mine[i % len(mine)]]
+            chosen += [(*x, capability) for x in mine]
+    return all_but(chosen, [(*x, y) for x in LAUNCHES for y in SHARED])
+
+
 OF_SCANS = pytest.mark.parametrize(
     "stage, width, delta", [x for x in LAUNCHES if x[0] in SCANS]
 )
@@ -188,8 +215,7 @@ def allowed(stage, width, capability):
     return 640 if capability in (90, 100) else 1536
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@ALL
+@pytest.mark.parametrize("stage, width, delta, capability", on_each([90, 100]))
 def test_bf16(stage, width, delta, capability, tmp_path):
     compiled = compile_stage(stage, width, delta, capability)
     judge(compiled, capability, tmp_path, allowed(stage, width, capability))
@@ -228,16 +254,17 @@ def test_no_product_is_computed_twice(stage, width, delta, D):
     assert {by_rows[layout] for layout in used} <= {4}
 
 
-@pytest.mark.parametrize("capability", [86, 90])
-@pytest.mark.parametrize("D", [64, 256])
-@ALL
-def test_other_head_sizes(stage, width, delta, D, capability, tmp_path):
+@pytest.mark.parametrize(
+    "stage, width, delta, size",
+    in_turn([(64, 90), (256, 90), (64, 86), (256, 86)]),
+)
+def test_other_head_sizes(stage, width, delta, size, tmp_path):
+    D, capability = size
     compiled = compile_stage(stage, width, delta, capability, D)
     judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 32])
-@ALL
+@pytest.mark.parametrize("stage, width, delta, chunk_size", in_turn([16, 32]))
 def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, delta, 90, chunk_size=chunk_size, group=2
@@ -255,16 +282,16 @@ def test_several_value_heads(stage, width, delta, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "precision, capability",
-    [("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)],
+    "stage, width, delta, products",
+    in_turn([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)]),
 )
-@ALL
-def test_fp32(stage, width, delta, precision, capability, tmp_path):
+def test_fp32(stage, width, delta, products, tmp_path):
     """Three products keep each operand twice, and spill.
 
     The scans in full fp32 do not run well before Hopper, where operands are
     in registers too: they fit, and most of what they hold is spilled.
     """
+    precision, capability = products
     compiled = compile_stage(
         stage, width, delta, capability, dtype="fp32", precision=precision
     )
