@@ -740,10 +740,15 @@ MUTANTS |= {
         "or G < 1 or channels % G",
         "or G < 1",
     ),
-    "selective-backward-of-another-backend": (
+    "selective-last-state-has-no-gradient": (
         OPERATOR,
-        "*tensors, ctx.backend))",
-        '*tensors, "auto"))',
+        "module.backward(dy, dstate, x, *others)",
+        "module.backward(dy, None, x, *others)",
+    ),
+    "selective-transforms-pass": (
+        SELECTIVE,
+        "if not torch.compiler.is_compiling() and _transformed():",
+        "if False:",
     ),
     "selective-one-tile-short": (
         OPERATOR,

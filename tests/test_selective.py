@@ -312,6 +312,26 @@ def test_refuses_gradients_of_gradients():
         dx.sum().backward()
 
 
+def test_refuses_transforms_and_tangents():
+    x = tokens(T=3)
+
+    def scan(values, backend):
+        return fw.selective_scan(**x | {"x": values}, backend=backend)[0]
+
+    for_loop = functools.partial(scan, backend="loop")
+    tangent = (torch.ones_like(x["x"]),)
+    _, slope = torch.func.jvp(for_loop, (x["x"],), tangent)
+    step = for_loop(x["x"] + tangent[0]) - for_loop(x["x"])  # it is linear
+    torch.testing.assert_close(slope, step)
+    for call in (
+        lambda f: torch.func.jvp(f, (x["x"],), tangent),
+        lambda f: torch.func.vmap(f)(x["x"][None]),
+        lambda f: torch.func.vjp(f, x["x"]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^selective_scan: got"):
+            call(functools.partial(scan, backend="auto"))
+
+
 def test_two_halves_are_the_whole():
     x = tokens(T=21)
     y, state = fw.selective_scan(**x)

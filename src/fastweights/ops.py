@@ -382,8 +382,8 @@ def _differentiate(
 
 def _differentiable(*inputs: Tensor | None) -> bool:
     """Whether autograd needs to know."""
-    if _transformed():
-        _refuse_transforms(*inputs)
+    if transformed():
+        refuse_transforms("linear_recurrence", *inputs)
     return torch.is_grad_enabled() and any(
         [x is not None and x.requires_grad for x in inputs]
     )
@@ -399,14 +399,14 @@ def _refuse_inference(*inputs: Tensor | None) -> None:
             )
 
 
-def _refuse_transforms(*inputs: Tensor | None) -> None:
+def refuse_transforms(name: str, *inputs: Tensor | None) -> None:
     """Raise under torch.func, and where an input has a tangent."""
     duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
     if torch._C._are_functorch_transforms_active() or any(
         x.tangent is not None for x in duals
     ):
         raise NotImplementedError(
-            "linear_recurrence: got a transform of torch.func, or "
+            f"{name}: got a transform of torch.func, or "
             'forward-mode autograd, which only backend="loop" has'
         )
 
@@ -423,7 +423,7 @@ def past_dispatcher(
     """
     seen = (
         _get_current_dispatch_mode() is not None
-        or _transformed()
+        or transformed()
         or torch.jit.is_tracing()
         or torch.autograd._profiler_enabled()
         or any(
@@ -437,7 +437,7 @@ def past_dispatcher(
     return operator if seen else function
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether torch.func or forward-mode autograd are at work."""
     return (
         torch._C._are_functorch_transforms_active()

@@ -20,7 +20,14 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import autocast, check_name, ran, without_autocast
+from fastweights.ops import (
+    autocast,
+    check_name,
+    ran,
+    refuse_transforms,
+    transformed,
+    without_autocast,
+)
 from fastweights.reference.backend import sequences, wide
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
@@ -91,8 +98,9 @@ def selective_scan(
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, value or device does not fit; the message names
             the argument, what it got and what it needs.
-        NotImplementedError: in the backward of a backward, unless backend
-            is "loop".
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd, unless backend is
+            "loop".
     """
     x, B, C = autocast(x, B, C)
     _check(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
@@ -113,6 +121,8 @@ def selective_scan(
     if backend == "loop":
         y, state = _loop(*inputs)
     else:
+        if not torch.compiler.is_compiling() and transformed():
+            refuse_transforms("selective_scan", *inputs)
         given = [t for t in inputs if t is not None]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         # Views of a wider tensor are copied once, not in forward and backward.
