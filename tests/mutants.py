@@ -147,8 +147,8 @@ MUTANTS = {
     ),
     "decays-diagonal-with-a-gradient": (
         PARALLEL,
-        ".masked_fill(j == i, 0).exp()",
-        ".exp()",
+        "below = D.new_ones(C, C).tril_(-1)[..., None]",
+        "below = D.new_ones(C, C).tril_()[..., None]",
     ),
     "scores-sign-of-the-exponent": (
         PARALLEL,
@@ -162,18 +162,18 @@ MUTANTS = {
     ),
     "gates-summed-without-their-own": (
         CHUNKWISE,
-        "G = running_sum(g)",
-        "G = running_sum(g) - g",
+        "exact = running_sum(g)",
+        "exact = running_sum(g) - g",
     ),
     "query-scores-lose-their-diagonal": (
         CHUNKWISE,
-        "Aqk = decayed_scores(q, k, G)",
-        "Aqk = decayed_scores(q, k, G).tril(-1)",
+        "return G, decayed_scores(q, k, exact), None",
+        "return G, decayed_scores(q, k, exact).tril(-1), None",
     ),
     "inverse-drops-beta": (
         CHUNKWISE,
-        "unit_lower_inverse(beta * Akk)",
-        "unit_lower_inverse(Akk)",
+        "unit_lower_inverse((beta * Akk).tril_(-1))",
+        "unit_lower_inverse(Akk.tril(-1))",
     ),
     "inverse-wrong-neighbours": (
         CHUNKWISE,
@@ -182,12 +182,12 @@ MUTANTS = {
     ),
     "scan-drops-beta": (
         CHUNKWISE,
-        "P @ (beta * (v",
-        "P @ (1 * (v",
+        "P @ (beta * (v -",
+        "P @ (1 * (v -",
     ),
     "scan-reads-undecayed-state": (
         CHUNKWISE,
-        "o = (q_n * G_n.exp()) @ S",
+        "o = decayed(q_n, G_n) @ S",
         "o = q_n @ S",
     ),
     "scan-drops-scale": (
@@ -225,10 +225,10 @@ MUTANTS = {
         "(start - G[..., :s, :]).to",
         "(start - G[..., 1 : s + 1, :]).to",
     ),
-    "columns-do-not-turn-the-gates": (
+    "columns-undecayed-until-their-strip": (
         BACKWARD,
-        "x.flip(-2), -G.flip(-2)",
-        "x.flip(-2), G",
+        "+= until * (A_before.mT",
+        "+= (A_before.mT",
     ),
     "beta-row-forgotten": (
         BACKWARD,
@@ -242,57 +242,60 @@ MUTANTS = {
     ),
     "columns-gain-from-their-gate": (
         BACKWARD,
-        "k * dk_row - k * dk_col",
-        "k * dk_row + k * dk_col",
+        "-dk_col if dk_row is None else dk_row - dk_col",
+        "dk_col if dk_row is None else dk_row + dk_col",
     ),
     "own-scores-counted-to-the-gate": (
         BACKWARD,
-        "A = A.tril(-1)\n    if G",
-        "if G",
+        "torch.stack(A).tril_(-1)",
+        "torch.stack(A)",
     ),
     "state-gradient-without-the-rule": (
         BACKWARD,
-        "dS = dS - (k_n",
-        "dS = dS + (k_n",
+        "dS = dS - decayed(k_n",
+        "dS = dS + decayed(k_n",
     ),
     "state-gradient-decays-late": (
         BACKWARD,
-        "G_n[..., -1:, :].exp().mT * dS + (q_n",
-        "dS + (q_n",
+        "dS = decayed(dS, total) +",
+        "dS = dS +",
     ),
-    "scores-gradient-unscaled": (
+    "outputs-gradient-unscaled": (
         BACKWARD,
-        "dAqk = scale * (do",
-        "dAqk = (do",
+        "(q, k, v, scale * do)",
+        "(q, k, v, do)",
     ),
     "inverse-gradient-sign": (
         BACKWARD,
-        "dM = -(y @ v_new.mT)",
+        "dM = (-y @ v_new.mT)",
         "dM = (y @ v_new.mT)",
     ),
     "kept-state-has-no-gate": (
         BACKWARD,
-        "        + per_gate(kept, G)\n",
+        "            + per_gate(decayed(kept, G[..., -1:, :]), G)\n",
         "",
     ),
     "written-keys-in-the-reverse-sum": (
         BACKWARD,
-        "reverse_cumsum(per_gate(q * dq + k * dk_row, G))\n"
-        "        + sum_before(per_gate(k * dk_state, G))",
-        "reverse_cumsum(\n"
-        "            per_gate(q * dq + k * dk_row - k * dk_state, G)\n"
-        "        )\n"
-        "        + per_gate((k * dk_state).sum(-2, keepdim=True), G)",
+        "reverse_cumsum(per_gate(change, G))\n"
+        "            + sum_before(per_gate(k * dk_state, G))",
+        "reverse_cumsum(per_gate(change - k * dk_state, G))\n"
+        "            + per_gate((k * dk_state).sum(-2, keepdim=True), G)",
+    ),
+    "lone-chunk-forgets-beta": (
+        BACKWARD,
+        "v_new, y = P @ (beta * v), P.mT @ y",
+        "v_new, y = P @ v, P.mT @ y",
     ),
     "heads-tiled-instead-of-repeated": (
         BACKEND,
-        "x.to(dtype).repeat_interleave(HV // x.shape[2], dim=2)",
-        "x.to(dtype).repeat(1, 1, HV // x.shape[2], 1)",
+        "x.repeat_interleave(groups, dim=2)",
+        "x.repeat(1, 1, groups, 1)",
     ),
     "groups-round-before-they-sum": (
         BACKEND,
-        "(x.unflatten(2, (q.shape[2], -1)).sum(3) for",
-        "(x.to(q.dtype).unflatten(2, (q.shape[2], -1)).sum(3) for",
+        "x.unflatten(2, (q.shape[2], -1)).sum(3) for",
+        "x.to(q.dtype).unflatten(2, (q.shape[2], -1)).sum(3) for",
     ),
     "groups-summed-across": (
         BACKEND,
@@ -301,8 +304,8 @@ MUTANTS = {
     ),
     "only-the-last-state-has-a-gradient": (
         BACKEND,
-        "dS.copy_(dstate)",
-        "dS[-1:].copy_(dstate[-1:])",
+        "dS=None if dstate is None else dstate[n],",
+        "dS=None if dstate is None else dstate[n] * (n.start == len(v) - 1),",
     ),
     "scale-not-the-root": (
         OPS,
