@@ -152,8 +152,8 @@ MUTANTS = {
     ),
     "scores-sign-of-the-exponent": (
         PARALLEL,
-        "D = G[..., :, None, :] - G[..., None, :, :]",
-        "D = G[..., None, :, :] - G[..., :, None, :]",
+        "D = (G[..., :, None, :] - G[..., None, :, :])",
+        "D = (G[..., None, :, :] - G[..., :, None, :])",
     ),
     "parallel-sums-over-queries": (
         PARALLEL,
@@ -222,7 +222,7 @@ MUTANTS = {
     ),
     "backward-strip-starts-one-late": (
         BACKWARD,
-        "(start - G[..., :s, :]).to",
+        "(start - G[..., before, :]).to",
         "(start - G[..., 1 : s + 1, :]).to",
     ),
     "columns-undecayed-until-their-strip": (
@@ -237,13 +237,13 @@ MUTANTS = {
     ),
     "beta-column-forgotten": (
         BACKWARD,
-        "torch.stack([q, beta * k])",
-        "torch.stack([q, k])",
+        "[dAqk, dM], [q, beta * k]",
+        "[dAqk, dM], [q, k]",
     ),
     "columns-gain-from-their-gate": (
         BACKWARD,
-        "-dk_col if dk_row is None else dk_row - dk_col",
-        "dk_col if dk_row is None else dk_row + dk_col",
+        "dk_row - dk_col\n",
+        "dk_row + dk_col\n",
     ),
     "own-scores-counted-to-the-gate": (
         BACKWARD,
@@ -302,10 +302,10 @@ MUTANTS = {
         "x.unflatten(2, (q.shape[2], -1)).sum(3)",
         "x.unflatten(2, (-1, q.shape[2])).sum(2)",
     ),
-    "only-the-last-state-has-a-gradient": (
+    "final-state-has-no-gradient": (
         BACKEND,
         "dS=None if dstate is None else dstate[n],",
-        "dS=None if dstate is None else dstate[n] * (n.start == len(v) - 1),",
+        "dS=None,",
     ),
     "scale-not-the-root": (
         OPS,

@@ -35,7 +35,7 @@ def test_one_token_is_one_step(member, monkeypatch):
 
 @members
 def test_a_decoded_token_takes_few_operations(member, monkeypatch):
-    """The loop of linear_recurrence and a copy of the state take 60."""
+    """The loop of linear_recurrence and a copy of the state took 45 to 64."""
     x = arguments(member, 1, 1, 2, 8, monkeypatch)
     state = torch.zeros(1, 2, 8, 8)
     with Footprint() as seen:
@@ -114,14 +114,6 @@ def test_rows_computed_apart_are_the_rows_computed_together(
         results.append((o, state, *grads))
     for y, ref in zip(*results, strict=True):
         assert relative_error(y, ref) < 1e-13
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 31, 64])
-def test_both_inverses_agree(size):
-    torch.manual_seed(0)
-    M = torch.randn(3, size, size, dtype=torch.float64).tril(-1) / size**0.5
-    P = chunkwise.inverse_by_blocks(M)
-    assert relative_error(chunkwise.unit_lower_inverse(M), P) < 1e-13
 
 
 @members

@@ -65,23 +65,30 @@ def test_decayed_scores_agree_with_the_parallel_form():
     )
 
 
+INVERSES = pytest.mark.parametrize(
+    "inverse", [chunkwise.unit_lower_inverse, chunkwise.inverse_by_blocks]
+)
+
+
+@INVERSES
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 31, 64])
-def test_unit_lower_inverse_is_the_inverse(size):
+def test_unit_lower_inverse_is_the_inverse(size, inverse):
     torch.manual_seed(0)
     M = torch.randn(3, size, size, dtype=torch.float64).tril(-1) / size**0.5
-    P = chunkwise.unit_lower_inverse(M)
+    P = inverse(M)
     eye = torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(P, torch.linalg.inv(eye + M))
     assert P.triu(1).eq(0).all()
     assert P.diagonal(dim1=-2, dim2=-1).eq(1).all()
 
 
-def test_unit_lower_inverse_bears_keys_that_are_nearly_parallel():
+@INVERSES
+def test_unit_lower_inverse_bears_keys_that_are_nearly_parallel(inverse):
     torch.manual_seed(0)
     k = F.normalize(torch.randn(64, 32) + 3 * torch.randn(32), dim=-1)
     M = 2 * (k @ k.T).tril(-1)
     assert (k @ k.T).mean() > 0.85
-    P = chunkwise.unit_lower_inverse(M)
+    P = inverse(M)
     ref = torch.linalg.inv(torch.eye(64).double() + M.double())
     assert (P - ref).norm() / ref.norm() < 1e-5
 
