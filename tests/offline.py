@@ -26,6 +26,9 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+# Whether this ptxas leaves registers unset where tiles are narrower than
+# tile.narrowest. 13.0 is wrong elsewhere, 13.1 right (FLA PR 1262).
+LEAVES_UNSET = {(12, 8): True, (12, 9): False, (13, 1): False}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -129,6 +132,31 @@ def overtaking_copies(ttgir):
     return found
 
 
+def unwaited_products(ttgir):
+    """Tensor memory's products that a loop leaves running as it goes on.
+
+    On capability 10.x a product ends when its barrier says so. A loop that
+    Triton pipelines waits for that one iteration later, and is the form that
+    races or is reordered (launch_options says where that is reported); with
+    one stage each product is waited for where it was started.
+    """
+    found, loops = set(), []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if re.search(r"scf\.(for|while)\b", line):
+            loops.append((indent, set()))
+        elif loops and re.match(r"\s*}", line) and indent == loops[-1][0]:
+            found |= loops.pop()[1]
+        elif loops and "ttng.tc_gen5_mma" in line:
+            loops[-1][1].update(re.findall(r"(%[\w-]+(?:#\d+)?)\[", line))
+        elif "ttng.wait_barrier" in line:
+            waited = re.search(r"wait_barrier (%[\w-]+(?:#\d+)?)", line)[1]
+            for _, running in loops:
+                running.discard(waited)
+    return found
+
+
 def ptxas_version():
-    command = [TOOLS / "ptxas", "--version"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    """Major and minor version of the assembler that Hopper's code is from."""
+    version = triton.knobs.nvidia.ptxas.version
+    return tuple(int(x) for x in version.split(".")[:2])

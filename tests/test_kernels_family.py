@@ -977,9 +977,13 @@ def test_gradients_from_one_result_on_gpu(gate, rule, use):
 @pytest.mark.gpu
 @compiled
 @ALL
-@pytest.mark.parametrize("shape", [(1, 40, 1, 1), (2, 1000, 2, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40, 1, 1), (16, 500, 4, 16)], ids=str)
 def test_runs_are_bitwise_equal(gate, rule, shape):
-    """Fifty: a race that rarely shows would hide in two."""
+    """Fifty: a race that rarely shows would hide in two.
+
+    256 heads, so at least as many programs of each kernel: the race of
+    triton issue 9871 shows from 160 on.
+    """
     B, T, H, HV = shape
     x = member(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
     x = cast(x, torch.bfloat16, "cuda")

@@ -29,7 +29,7 @@ def tensor_at(address, like):
 def by_plan(monkeypatch):
     """Calls go by their plans, whose launches Triton's interpreter makes."""
 
-    def load(plan):
+    def load(plan, shared):
         def by_address(launch):
             def run(*values):
                 arguments = [

@@ -27,6 +27,9 @@ def test_neighbours_change_one_setting():
         len(own.items() ^ x.items()) in (1, 2) for x in others
     )
     assert not any(x["BK"] > 64 for x in tune.neighbours(own, 64, {"BV": 128}))
+    one = own | {"num_stages": 1}
+    ahead = [x["num_stages"] for x in tune.neighbours(one, 64, {}, 1)]
+    assert set(ahead) == {1}
     bound = own | {"maxnreg": 168}
     assert own in tune.neighbours(bound, 64, {"BV": 128})
 

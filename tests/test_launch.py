@@ -3,6 +3,9 @@
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from copy import copy
+from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import triton
 from inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
-from triton.runtime import _allocation
+from triton.runtime import _allocation, _async_compile
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
@@ -96,23 +99,43 @@ def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
 
 
 class Kernel:
-    """In place of a jitted kernel, which it compiles to: notes its use."""
+    """In place of a jitted kernel, which it compiles to: notes its use.
+
+    As Triton's, it is compiled in the thread of the mode that is on, if one
+    is, and its result is kept. Of ``stages`` it takes 100 bytes each.
+    """
 
     arg_names = ("x", "y", "scale", "n", "BT", "TMA")
+    __name__ = "some_kernel"
 
-    def __init__(self, future=False):
-        self.notes, self.future, self.fails = [], future, False
+    def __init__(self):
+        self.notes, self.made, self.error = [], {}, None
 
-    def warmup(self, *arguments, grid, **constants):
-        self.notes.append("compiled")
-        if not self.future:
-            return self
-        done = Future()
-        if self.fails:
-            done.set_exception(RuntimeError("no ptxas"))
+    def warmup(self, *arguments, grid, num_stages=1, **constants):
+        mode = _async_compile.active_mode.get()
+        if num_stages in self.made:
+            return self.made[num_stages]
+
+        def make():
+            self.notes.append("compiled")
+            if self.error is not None:
+                raise self.error
+            made = copy(self)
+            made.metadata = SimpleNamespace(shared=100 * num_stages)
+            return made
+
+        def keep(made):
+            self.made[num_stages] = made
+
+        if mode is None:
+            keep(make())
         else:
-            done.set_result(self)
-        return triton.FutureKernel(lambda kernel: None, done)
+            # Of Triton 3.9, which forgets what failed, a callback more.
+            forget = [lambda _: self.made.pop(num_stages, None)]
+            takes = len(signature(mode.submit).parameters)
+            key = (id(self), num_stages)
+            keep(mode.submit(key, make, keep, *forget[: takes - 3]))
+        return self.made[num_stages]
 
     def __getitem__(self, grid):
         def run(*arguments):
@@ -121,10 +144,14 @@ class Kernel:
         return run
 
 
-def two_launches(kernel, tma=False):
+SHARED = 1000  # bytes of shared memory, plenty
+
+
+def two_launches(kernel, tma=False, **settings):
     """From x to y, and from there to z."""
     x, y, z = (torch.empty(n, device="meta") for n in (3, 50, 4))
     scale, constants = float("nan"), {"num_warps": 4, "BT": 16, "TMA": tma}
+    constants |= settings
     launches = [
         Launch(kernel, 7, (x, y, None, 5), constants),
         Launch(kernel, 8, (y, z, scale, 6), constants),
@@ -136,12 +163,12 @@ def test_addresses_and_constants():
     kernel = Kernel()
     plan = two_launches(kernel)
     compile_together(plan)
-    assert kernel.notes == ["compiled"] * 2 and not plan.runs
-    plan.load()
+    assert kernel.notes == ["compiled"] and not plan.runs
+    plan.load(SHARED)
     x = torch.ones(3)
     (z,) = plan([x, None], 0.5)
     assert z.shape == (4,) and z.dtype == torch.float32
-    (first, _, (at_x, at_y, none, *one)), (then, _, others) = kernel.notes[2:]
+    (first, _, (at_x, at_y, none, *one)), (then, _, others) = kernel.notes[1:]
     assert first == (7, 1, 1) and then == (8, 1, 1)
     assert at_x == x.data_ptr() and none is None and one == [5, 16, False]
     assert others == (at_y, z.data_ptr(), 0.5, 6, 16, False)
@@ -150,26 +177,101 @@ def test_addresses_and_constants():
 
 
 def test_what_another_thread_compiles_is_waited_for():
-    kernel = Kernel(future=True)
+    kernel, made = Kernel(), Future()
+    key = lambda kernel: None  # noqa: E731
+    takes = len(signature(_async_compile.FutureKernel).parameters)
+    kernel.made[1] = _async_compile.FutureKernel(*[key] * (takes - 1), made)
     plan = two_launches(kernel)
     compile_together(plan)
-    plan.load()
+    made.set_result(kernel)
+    plan.load(SHARED)
     plan([torch.ones(3), None], 1.0)
-    assert [note[0] for note in kernel.notes[2:]] == [(7, 1, 1), (8, 1, 1)]
+    assert [note[0] for note in kernel.notes] == [(7, 1, 1), (8, 1, 1)]
 
 
-def test_what_cannot_be_compiled_may_be_later():
-    kernel = Kernel(future=True)
+def test_what_cannot_be_compiled_says_so_and_may_be_later():
+    """By the kernel's name, and in the compiler's words."""
+    kernel = Kernel()
     plan = two_launches(kernel)
-    kernel.fails = True
+    kernel.error = ValueError("no ptxas")
     compile_together(plan)
-    with pytest.raises(RuntimeError, match="no ptxas"):
-        plan.load()
-    assert not plan.kernels and not plan.runs
-    kernel.fails = False
+    message = "some_kernel does not compile: no ptxas"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        plan.load(SHARED)
+    assert caught.value.__cause__ is kernel.error
+    assert not plan.runs
+    kernel.error = None
+    kernel.made.clear()
     compile_together(plan)
-    plan.load()
+    plan.load(SHARED)
     plan([torch.ones(3), None], 1.0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_compilation_leaves_no_mode_behind(error):
+    """What is compiled afterwards is compiled as ever."""
+    kernel = Kernel()
+    plan = two_launches(kernel)
+    kernel.error = error()
+    with pytest.raises(error):
+        compile_together(plan)
+    assert _async_compile.active_mode.get() is None
+    kernel.error = None
+    kernel.made.clear()
+    compile_together(plan)
+    plan.load(SHARED)
+    assert len(plan.runs) == 2
+
+
+def test_a_mode_of_the_callers_is_left_alone():
+    kernel = Kernel()
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool) as mode:
+        plan = two_launches(kernel)
+        compile_together(plan)
+        assert _async_compile.active_mode.get() is mode
+        assert not mode.raw_futures
+        plan.load(SHARED)
+    assert len(plan.runs) == 2
+
+
+def test_without_the_mode_kernels_are_compiled_one_by_one(monkeypatch):
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    kernel = Kernel()
+    plan = two_launches(kernel)
+    compile_together(plan)
+    assert not kernel.notes
+    plan.load(SHARED)
+    assert kernel.notes == ["compiled"] and len(plan.runs) == 2
+
+
+@pytest.mark.parametrize(
+    "shared, stages", [(300, [3]), (299, [3, 2]), (100, [3, 2, 1])]
+)
+def test_fewer_stages_where_shared_memory_is_short(shared, stages):
+    """As many as fit by what the compiler says."""
+    kernel = Kernel()
+    plan = two_launches(kernel, num_stages=3)
+    compile_together(plan)
+    plan.load(shared)
+    assert [*kernel.made] == stages
+    (z,) = plan([torch.ones(3), None], 0.5)
+    assert z.shape == (4,)
+
+
+def test_what_does_not_fit_is_named():
+    plan = two_launches(Kernel(), num_stages=2)
+    message = "some_kernel takes 100 bytes of shared memory, .* GPU has 99;"
+    with pytest.raises(RuntimeError, match=message):
+        plan.load(99)
+
+
+def test_a_launch_takes_whole_buffers():
+    """Of a view the address would be the one of the buffer it is in."""
+    x = torch.empty(3, device="meta")
+    constants = {"num_warps": 4, "BT": 16, "TMA": False}
+    view = Launch(Kernel(), 7, (x[1:], x, None, 5), constants)
+    with pytest.raises(AssertionError, match="whole buffers"):
+        Plan([view], [[x]], [], None, 1.0)
 
 
 def test_memory_for_descriptors():
@@ -179,7 +281,7 @@ def test_memory_for_descriptors():
     def launch(tma):
         plan = two_launches(kernel, tma)
         compile_together(plan)
-        plan.load()
+        plan.load(SHARED)
         plan([torch.ones(3), None], 1.0)
 
     def copied():

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
-from fastweights import ops
+from fastweights import ops, private
 from fastweights.checks import relative_error
 
 BACKENDS = ("loop", "chunkwise")
@@ -587,6 +587,7 @@ def gpu(monkeypatch):
     def forget():
         ops._explain.cache_clear()
         ops._lack_of_triton.cache_clear()
+        private.warn_untested.cache_clear()
 
     def of(*capability):
         for name, value in (
@@ -619,6 +620,57 @@ def test_an_older_gpu_gets_chunkwise_and_is_told_why_once(gpu):
         assert fw.choose_backend("auto", "cuda") == "chunkwise"
     with pytest.raises(ValueError, match=r"'triton'.*8\.0.* has 7\.5"):
         fw.choose_backend("triton", "cuda")
+
+
+@pytest.mark.parametrize(
+    "capability, version, backend",
+    [
+        ((10, 0), "3.7.1", "chunkwise"),
+        ((10, 3), "3.7.1", "chunkwise"),
+        ((10, 0), "3.8.0", "triton"),
+        ((10, 3), "3.9.0+git1", "triton"),
+        ((12, 0), "3.7.1", "triton"),
+    ],
+)
+def test_tensor_memory_takes_a_later_triton(
+    gpu, monkeypatch, capability, version, backend
+):
+    """Below 3.8 the loops of the kernels race there."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    gpu(*capability)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert fw.choose_backend("auto", "cuda") == backend
+    assert [str(x.message) for x in told] == [
+        "fastweights runs as PyTorch here: its kernels need Triton 3.8 or "
+        f"newer on a GPU of compute capability 10.x, where {version} "
+        f"compiles a race; Some GPU has 10.{capability[1]}"
+    ] * (backend == "chunkwise")
+
+
+def test_rocm_is_not_cuda(gpu, monkeypatch):
+    """Its devices are called cuda, and have a capability."""
+    pytest.importorskip("triton")
+    gpu(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.warns(UserWarning, match="need a CUDA build of PyTorch, not"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match=r"'triton'.* not ROCm's"):
+        fw.choose_backend("triton", "cuda")
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
+def test_an_untested_version_is_named(gpu, monkeypatch, version):
+    """Once, and the kernels run."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    gpu(9, 0)
+    told = f"triton {version} is outside .* tested with, 3.6 to 3.9$"
+    with pytest.warns(UserWarning, match=told):
+        assert fw.choose_backend("auto", "cuda") == "triton"
+    with warnings.catch_warnings(action="error"):
+        assert fw.choose_backend("auto", "cuda", torch.float16) == "triton"
 
 
 def test_triton_may_be_missing(gpu, monkeypatch):

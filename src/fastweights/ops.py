@@ -21,9 +21,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fastweights import values
+from fastweights import private, values
 from fastweights.arguments import PLAIN, check_arguments
 from fastweights.reference import backend as chunkwise
 from fastweights.reference.backend import (
@@ -179,14 +178,10 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "q, k and v in float32, float16 or bfloat16, not float64"
     if device.type == "cuda":
-        found = _capability(device)
-        if found >= (8, 0):
-            return ""
-        name = torch.cuda.get_device_name(device)
-        return (
-            "a GPU of compute capability 8.0 or higher (Ampere); "
-            f"{name} has {found[0]}.{found[1]}"
-        )
+        lack = _lack_of_gpu(device)
+        if not lack:
+            private.warn_untested()
+        return lack
     from fastweights.kernels.tile import INTERPRETED
 
     if not INTERPRETED:
@@ -199,6 +194,29 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
             "float32 or float16 in Triton's interpreter, which multiplies "
             "the bit patterns of bfloat16"
         )
+    return ""
+
+
+def _lack_of_gpu(device: torch.device) -> str:
+    """The same of a GPU: CUDA's, of Ampere or later, for this Triton.
+
+    On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
+    compiles loops in which a product reads the accumulator of another to a
+    race: two runs differ (triton issues 9871 and 10590).
+    """
+    if torch.version.hip:
+        return "a CUDA build of PyTorch, not ROCm's"
+    found, name = _capability(device), torch.cuda.get_device_name(device)
+    has = f"{name} has {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return f"a GPU of compute capability 8.0 or higher (Ampere); {has}"
+    if found[0] == 10:
+        triton = importlib.import_module("triton")
+        if private.version_of(triton) < (3, 8):
+            return (
+                "Triton 3.8 or newer on a GPU of compute capability 10.x, "
+                f"where {triton.__version__} compiles a race; {has}"
+            )
     return ""
 
 
@@ -382,7 +400,7 @@ def _differentiate(
 
 def _differentiable(*inputs: Tensor | None) -> bool:
     """Whether autograd needs to know."""
-    if transformed():
+    if private.transformed():
         refuse_transforms("linear_recurrence", *inputs)
     return torch.is_grad_enabled() and any(
         [x is not None and x.requires_grad for x in inputs]
@@ -402,9 +420,7 @@ def _refuse_inference(*inputs: Tensor | None) -> None:
 def refuse_transforms(name: str, *inputs: Tensor | None) -> None:
     """Raise under torch.func, and where an input has a tangent."""
     duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
-    if torch._C._are_functorch_transforms_active() or any(
-        x.tangent is not None for x in duals
-    ):
+    if private.in_torch_func() or any(x.tangent is not None for x in duals):
         raise NotImplementedError(
             f"{name}: got a transform of torch.func, or "
             'forward-mode autograd, which only backend="loop" has'
@@ -421,28 +437,13 @@ def past_dispatcher(
     the profiler, a tensor of a class of its own or without data, or a
     negative view, which the dispatcher resolves.
     """
-    seen = (
-        _get_current_dispatch_mode() is not None
-        or transformed()
-        or torch.jit.is_tracing()
-        or torch.autograd._profiler_enabled()
-        or any(
-            [
-                x is not None
-                and (type(x) not in PLAIN or x.is_meta or x.is_neg())
-                for x in tensors
-            ]
-        )
+    seen = private.watched() or any(
+        [
+            x is not None and (type(x) not in PLAIN or x.is_meta or x.is_neg())
+            for x in tensors
+        ]
     )
     return operator if seen else function
-
-
-def transformed() -> bool:
-    """Whether torch.func or forward-mode autograd are at work."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 class Recurrence(torch.autograd.Function):

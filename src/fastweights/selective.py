@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import private
 from fastweights.arguments import (
     DTYPES,
     check_kinds,
@@ -25,7 +26,6 @@ from fastweights.ops import (
     check_name,
     ran,
     refuse_transforms,
-    transformed,
     without_autocast,
 )
 from fastweights.reference.backend import sequences, wide
@@ -121,7 +121,7 @@ def selective_scan(
     if backend == "loop":
         y, state = _loop(*inputs)
     else:
-        if not torch.compiler.is_compiling() and transformed():
+        if not torch.compiler.is_compiling() and private.transformed():
             refuse_transforms("selective_scan", *inputs)
         given = [t for t in inputs if t is not None]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)

@@ -26,6 +26,7 @@ from fastweights.kernels.plan import (
     places,
     sizes,
 )
+from fastweights.kernels.settings import properties
 from fastweights.kernels.tile import INTERPRETED
 
 
@@ -92,12 +93,11 @@ def plan(
     rest = (chunk_size, q.device, dot_precision(q.dtype, q.shape[3]))
     found = planned(of, last, *rest)
     if not found.runs:
-        if not found.kernels:
-            plans = [found]
-            if any(t.requires_grad for t in inputs if t is not None):
-                plans.append(planned(of, (of[2], None), *rest))
-            compile_together(*plans)
-        found.load()
+        plans = [found]
+        if any(t.requires_grad for t in inputs if t is not None):
+            plans.append(planned(of, (of[2], None), *rest))
+        compile_together(*plans)
+        found.load(properties(q.device).shared)
     return found
 
 

@@ -71,7 +71,7 @@ class Call:
         if self.g is not None:
             self.gate_width = self.K if self.g.dim() == 4 else 1
         chunks = B * self.T // (N * self.chunk_size)
-        BV = scan_values(self.q.dtype, properties(self.device)[0])
+        BV = scan_values(self.q.dtype, properties(self.device).shared)
         programs = N * self.HV * -(-self.V // BV)
         self.segments = num_segments(programs, chunks, self.device)
         self.ranges = torch.sym_max(self.segments - 1, 1)

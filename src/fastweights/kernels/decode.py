@@ -47,10 +47,13 @@ def decode_kernel(
     in fp32. T = 1, which Triton makes a constant of, compiles without the
     loop; all other lengths share one kernel. EARLY, its programs start while
     those of the kernel before it end, and wait for all that it has written.
+    Then they let the next kernel start: not before, or that would start while
+    the kernel before this one still writes, and only its own wait, which
+    other people's kernels may lack, would keep it from reading too early.
     """
     if EARLY:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
     i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV

@@ -10,7 +10,6 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import accumulate
 from operator import itemgetter
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+
+from fastweights import private
 
 Sizes = tuple[tuple[torch.Size, torch.dtype] | None, ...]
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
@@ -32,11 +33,42 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def compiled(self) -> Any:
-        """The kernel for such arguments, or in AsyncCompileMode its future."""
+    def compile(self) -> Any:
+        """The kernel for such arguments, or what Triton has of it by now."""
         return self.kernel.warmup(
             *self.arguments, grid=(self.programs,), **self.constants
         )
+
+    def fitting(self, shared: int) -> Any:
+        """The compiled kernel, in at most so many bytes of shared memory.
+
+        How many it takes is the compiler's to say, and differs by its
+        version: where the launch's own stages do not fit, fewer are taken,
+        which load less ahead and change nothing else.
+
+        Raises:
+            RuntimeError: it does not compile, or does not fit with one
+                stage; by the kernel's name, and from the compiler's error.
+        """
+        launch, name = self, self.kernel.__name__
+        while True:
+            try:
+                kernel = private.compiled(launch.compile)
+            except Exception as error:
+                raise RuntimeError(
+                    f"{name} does not compile: {error}"
+                ) from error
+            taken = private.shared_bytes(kernel)
+            if taken <= shared:
+                return kernel
+            stages = launch.constants.get("num_stages", 1)
+            if stages == 1:
+                raise RuntimeError(
+                    f"{name} takes {taken} bytes of shared memory, and the "
+                    f'GPU has {shared}; backend="chunkwise" needs none'
+                )
+            fewer = launch.constants | {"num_stages": stages - 1}
+            launch = launch._replace(constants=fewer)
 
 
 def sizes(tensors: Iterable[Tensor | None]) -> Sizes:
@@ -71,12 +103,8 @@ def compile_together(*plans: Plan) -> None:
     One kernel at a time, as they are met, takes a few times as long. What
     cannot be compiled raises where it is loaded.
     """
-    with (
-        ThreadPoolExecutor() as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        for plan in plans:
-            plan.kernels = [launch.compiled() for launch in plan.launches]
+    launches = [launch for plan in plans for launch in plan.launches]
+    private.compile_each(Launch.compile, launches)
 
 
 class Plan:
@@ -108,12 +136,12 @@ class Plan:
         if kept is not None:
             buffers.append(kept)
             self.returned.append(((places(kept)[-1],), torch.uint8))
-        found = {_storage(t) for buffer in buffers for t in buffer}
+        found = {private.storage_of(t) for buffer in buffers for t in buffer}
         between = {
-            _storage(t): t
+            private.storage_of(t): t
             for launch in launches
             for t in launch.arguments
-            if isinstance(t, Tensor) and _storage(t) not in found
+            if isinstance(t, Tensor) and private.storage_of(t) not in found
         }
         buffers.append([*between.values()])
         self.between = places(buffers[-1])[-1]
@@ -124,13 +152,14 @@ class Plan:
         indices: dict[int, int] = {}
         for i, buffer in enumerate(buffers):
             for t, place in zip(buffer, places(buffer), strict=False):
-                indices[_storage(t)] = 2 + len(self.addresses)
+                indices[private.storage_of(t)] = 2 + len(self.addresses)
                 self.addresses.append((i, place))
         self.numbers: list[Any] = []
 
         def index(x: Any) -> int:
             if isinstance(x, Tensor):
-                return indices[_storage(x)]
+                assert x.storage_offset() == 0, "a launch takes whole buffers"
+                return indices[private.storage_of(x)]
             if x is None or x is scale:
                 return int(x is scale)
             self.numbers.append(x)
@@ -143,25 +172,17 @@ class Plan:
             takes = map(index, (*launch.arguments, *constants))
             self.takes.append(itemgetter(*takes))
         self.tma = any(launch.constants.get("TMA") for launch in launches)
-        self.kernels: list[Any] = []  # from compile_together on
         self.runs: list[Callable[..., None]] = []  # once they are loaded
 
-    def load(self) -> None:
-        """Load its kernels, which are compiled or will be by some thread.
+    def load(self, shared: int) -> None:
+        """Load its kernels, into so many bytes of shared memory a program.
 
+        Compiled if they are not yet, or awaited if some thread compiles them.
         What cannot be compiled raises, and may be compiled again.
         """
-        try:
-            kernels = [
-                k.result() if isinstance(k, triton.FutureKernel) else k
-                for k in self.kernels
-            ]
-        except Exception:
-            self.kernels = []
-            raise
         self.runs = [
-            kernel[launch.programs, 1, 1]
-            for kernel, launch in zip(kernels, self.launches, strict=True)
+            launch.fitting(shared)[launch.programs, 1, 1]
+            for launch in self.launches
         ]
 
     def __call__(
@@ -189,10 +210,6 @@ class Plan:
     def launch(self, values: list[Any]) -> None:
         for run, takes in zip(self.runs, self.takes, strict=True):
             run(*takes(values))
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -12,7 +12,7 @@ import json
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,14 @@ SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
 LARGE = 200_000  # bytes of shared memory a program may have, from Hopper on
 
 
+class GPU(NamedTuple):
+    """What launch settings depend on."""
+
+    shared: int  # bytes of shared memory that one program may have
+    multiprocessors: int
+    capability: tuple[int, int]
+
+
 def launch_options(
     stage: str,
     K: int,
@@ -37,6 +45,7 @@ def launch_options(
     delta: bool,
     shared: int,
     chunk_size: int,
+    capability: tuple[int, int],
 ) -> dict[str, int]:
     """Tile sizes and launch settings of a stage, by rule.
 
@@ -46,10 +55,18 @@ def launch_options(
     to columns, for its products. A GPU that has less ``shared`` memory
     for one program, in bytes, keeps the operands of its products in
     registers: smaller tiles, more warps.
+
+    On capability 10.x nothing is loaded ahead. There Triton may start a
+    product before the one of the last iteration is done that it adds to, or
+    whose sum it reads, as the scans do: two products into one sum (triton
+    issue 10821), a sum that decays and is read (triton PR 10993), and below
+    3.8 any that is read (issues 9871, 10590). All report that one stage is
+    right; none of it has been run here, for want of such a GPU.
     """
     narrow = narrowest(dtype)
     large, power = shared > LARGE, triton.next_power_of_2(K)
     ahead = large and dtype != torch.float32 and K <= 128
+    waits = capability[0] == 10  # for each product, in its own iteration
     if stage in ("intra", "intra_far"):
         BK = (64 if gate > 1 else narrow) if large else 32
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
@@ -63,12 +80,16 @@ def launch_options(
         # key tiles of 32 none is.
         ahead &= chunk_size == 64 and stage != "intra_backward_far"
         short = chunk_size < 64 or not large
-        return {
+        options = {
             "BK": 32 if short else 64 if gate > 1 else narrow,
             "BV": narrow,
             "num_warps": 4 if ahead else 8,
-            "num_stages": 2 if ahead else 1,
+            "num_stages": 2 if ahead and not waits else 1,
         }
+        if stage == "intra_backward_far" and not large:
+            # Left to itself ptxas 12.9 gives up: 32 registers on 8.0.
+            options["maxnreg"] = 255
+        return options
     if stage.startswith("compose"):  # fp32, whatever q's dtype
         # A state's few programs go from segment to segment, one after the
         # other: the fewer values, the shorter a step. Two programs share a
@@ -90,7 +111,7 @@ def launch_options(
         "BK": max(narrow, power),
         "BV": 2 * BV if wide else BV,
         "num_warps": 4 if large and K <= 128 and not wide else 8,
-        "num_stages": num_stages if ahead else 1,
+        "num_stages": num_stages if ahead and not waits else 1,
     }
     sizes = {"shared": shared, "chunk_size": chunk_size}
     tma = uses_tma(options, K, V, dtype, **sizes)
@@ -195,12 +216,16 @@ def scan_values(dtype: torch.dtype, shared: int) -> int:
 
 
 @functools.cache
-def properties(device: torch.device) -> tuple[int, int]:
-    """Shared bytes a program may have, and multiprocessors; else an H200's."""
+def properties(device: torch.device) -> GPU:
+    """Of a device that is no GPU an H200's."""
     if device.type != "cuda":
-        return 232_448, 132
+        return GPU(232_448, 132, (9, 0))
     found: Any = torch.cuda.get_device_properties(device)
-    return found.shared_memory_per_block_optin, found.multi_processor_count
+    return GPU(
+        found.shared_memory_per_block_optin,
+        found.multi_processor_count,
+        (found.major, found.minor),
+    )
 
 
 def num_segments(
@@ -213,7 +238,7 @@ def num_segments(
     them; but none of fewer than SEGMENT_CHUNKS of the ``chunks`` of a
     sequence, on average.
     """
-    most = 2 * properties(device)[1] // programs
+    most = 2 * properties(device).multiprocessors // programs
     most = torch.sym_min(most, chunks // SEGMENT_CHUNKS)
     return torch.sym_max(most, 1)
 
@@ -232,7 +257,7 @@ def maps_at_once(
     Three on a multiprocessor of those whose registers are bounded; else two,
     or one of twice as many values.
     """
-    shared, number = properties(device)
+    gpu = properties(device)
     options = launch_options(
         "segments",
         K,
@@ -240,10 +265,11 @@ def maps_at_once(
         dtype,
         gate=gate,
         delta=True,
-        shared=shared,
+        shared=gpu.shared,
         chunk_size=chunk_size,
+        capability=gpu.capability,
     )
-    return number * (3 if "maxnreg" in options else 2)
+    return gpu.multiprocessors * (3 if "maxnreg" in options else 2)
 
 
 def num_ranges(programs: IntLike, maps: IntLike, at_once: int) -> IntLike:
@@ -271,7 +297,7 @@ def constants(
     """Compile-time constants and launch settings of a stage's kernel."""
     if gate > 1 and not stage.startswith("intra"):
         H = HV  # intra's own q and k, a value head each
-    shared = properties(device)[0]
+    shared, _, capability = properties(device)
     measured = launch_table().get(gpu_name(device), {})
 
     def options(stage: str) -> dict[str, int]:
@@ -280,7 +306,8 @@ def constants(
             "delta": delta,
             "chunk_size": chunk_size,
         }
-        rule = launch_options(stage, K, V, dtype, shared=shared, **of)
+        limits: dict[str, Any] = {"shared": shared, "capability": capability}
+        rule = launch_options(stage, K, V, dtype, **limits, **of)
         found = measured.get(launch_name(stage, K, dtype, **of), rule)
         if stage.endswith("far"):  # what the other kernel leaves to it
             return found | {"BK": options(stage.removesuffix("_far"))["BK"]}

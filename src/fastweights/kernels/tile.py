@@ -508,8 +508,11 @@ INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 def narrowest(dtype: torch.dtype) -> int:
     """Columns of the narrowest tile: 128 bytes a row.
 
-    Then all tiles in shared memory are laid out alike. ptxas 12.8 mistakes
-    the address of a buffer that is read with two layouts.
+    Then all tiles in shared memory are laid out alike. For Hopper ptxas
+    12.8.93 and 13.0.88 mistake the address of a buffer that is read with two
+    layouts: wrong numbers, or a fault; 13.1.80 is right
+    (flash-linear-attention PR 1262). Triton 3.6 and 3.7 ship 12.8, 3.9 ships
+    12.9, of which neither is known.
     """
     return 32 if dtype == torch.float32 else 64
 

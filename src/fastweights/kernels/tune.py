@@ -58,20 +58,23 @@ def stages(x: Call) -> Stages:
 
 
 def neighbours(
-    options: dict[str, int], narrow: int, widest: dict[str, int]
+    options: dict[str, int],
+    narrow: int,
+    widest: dict[str, int],
+    stages: int = 3,
 ) -> Iterator[dict[str, int]]:
     """``options`` themselves, then with one of them changed.
 
     Tiles of ``narrow`` columns or twice that, but no more than ``widest``
-    has for their name; 4 or 8 warps; one to three stages; at most 168
+    has for their name; 4 or 8 warps; at most as many ``stages``; at most 168
     registers, or any number.
     """
     yield options
-    choices = {
+    choices: dict[str, Iterable[int]] = {
         "BK": (narrow, 2 * narrow),
         "BV": (narrow, 2 * narrow),
         "num_warps": (4, 8),
-        "num_stages": (1, 2, 3),
+        "num_stages": range(1, stages + 1),
     }
     for name, values in choices.items():
         for value in values:
@@ -113,6 +116,8 @@ def tune(
     are, with a warning, such as change a result by a hundredth.
     """
     narrow = narrowest(x.q.dtype)
+    # On 10.x nothing is loaded ahead: see settings.launch_options.
+    most = 1 if settings.properties(x.device).capability[0] == 10 else 3
     for stage, fn in stages(x).items():
         constants = x.constants(stage)
         own = {name: constants[name] for name in OPTIONS if name in constants}
@@ -120,7 +125,7 @@ def tune(
         if stage.startswith("intra"):
             widest["BK"] = x.K  # a scan takes all keys at once
         expected = tree_leaves(fn())
-        for options in neighbours(own, narrow, widest):
+        for options in neighbours(own, narrow, widest, most):
             with using(x, stage, options):
                 try:
                     error = difference(tree_leaves(fn()), expected)

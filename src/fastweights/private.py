@@ -1,0 +1,155 @@
+"""What comes from PyTorch and Triton undocumented, and the tested versions.
+
+A later release may drop any of these names. Without it the library still
+runs, by the slow way round that stands beside it here. Importing this module
+does not import Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import Context
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# The oldest and the newest release with which all tests are run. Triton 3.6's
+# interpreter takes numpy below 2.4.
+TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
+
+
+def _found(module: str, name: str) -> Any:
+    """What a module calls by this name; None if there is none."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+_dispatch_mode: Callable | None = _found(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode"
+)
+_transforms_active: Callable | None = _found(
+    "torch._C", "_are_functorch_transforms_active"
+)
+_is_tracing: Callable | None = _found("torch.jit", "is_tracing")
+_profiler_enabled: Callable | None = _found(
+    "torch.autograd", "_profiler_enabled"
+)
+_CAN_TELL = None not in (
+    _dispatch_mode,
+    _transforms_active,
+    _is_tracing,
+    _profiler_enabled,
+)
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is at work.
+
+    False where PyTorch does not say: it then refuses the transform itself,
+    since our autograd.Function has no rule for one.
+    """
+    return _transforms_active is not None and _transforms_active()
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode autograd may be at work."""
+    # The level is -1 outside of any; True where PyTorch does not tell.
+    return in_torch_func() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def watched() -> bool:
+    """Whether anything may look at the operators that are called.
+
+    A mode (fake tensors, a FLOP counter, selective checkpointing), a
+    transform, a trace or the profiler. True where PyTorch does not tell:
+    calls then go by its dispatcher, 50 us each.
+    """
+    return (
+        not _CAN_TELL
+        or _dispatch_mode() is not None  # type: ignore[misc]
+        or transformed()
+        or _is_tracing()  # type: ignore[misc]
+        or _profiler_enabled()  # type: ignore[misc]
+    )
+
+
+def storage_of(t: Tensor) -> int:
+    """A number that tensors share if, and only if, they share memory.
+
+    Where PyTorch has none, that of the storage's Python object, which lives
+    as long as the tensor.
+    """
+    storage = t.untyped_storage()
+    return getattr(storage, "_cdata", id(storage))
+
+
+def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
+    """Call ``compile``, which compiles a Triton kernel, on all of them.
+
+    By several threads where Triton has a mode for that. In a context of its
+    own: whatever interrupts it, the mode is gone afterwards, and one that the
+    caller has entered does not meet it. What cannot be compiled is left out.
+    """
+    mode = _found("triton", "AsyncCompileMode")
+    if mode is None:
+        return
+
+    def together() -> None:
+        with ThreadPoolExecutor() as pool, mode(pool, ignore_errors=True):
+            for kernel in kernels:
+                with suppress(Exception):
+                    compile(kernel)
+
+    Context().run(together)
+
+
+def compiled(compile: Callable[[], Any]) -> Any:
+    """The kernel that ``compile`` returns, though a thread compiles it still.
+
+    Raises what the compiler raised.
+    """
+    kernel = compile()
+    if not hasattr(kernel, "finalize_compile"):  # it is there
+        return kernel
+    try:
+        return kernel.result()
+    except AttributeError:
+        # Of Triton 3.9, which forgets an error as soon as one thread has it.
+        return compile()
+
+
+def shared_bytes(kernel: Any) -> int:
+    """Bytes of shared memory that a program of a compiled kernel takes.
+
+    0 where Triton does not say; it then raises OutOfResources itself.
+    """
+    return getattr(getattr(kernel, "metadata", None), "shared", 0)
+
+
+def version_of(package: Any) -> tuple[int, int]:
+    """A package's major and minor version."""
+    major, minor = re.findall(r"\d+", package.__version__)[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def warn_untested() -> None:
+    """Warn, once, of a PyTorch or a Triton outside of TESTED, by name."""
+    for name, (oldest, newest) in TESTED.items():
+        package = importlib.import_module(name)
+        if not oldest <= version_of(package) <= newest:
+            low, high = (".".join(map(str, v)) for v in (oldest, newest))
+            warnings.warn(
+                f"fastweights: {name} {package.__version__} is outside the "
+                f"versions its kernels are tested with, {low} to {high}",
+                stacklevel=2,
+            )

@@ -1,0 +1,89 @@
+"""What is not documented may be gone: the slow way round gives the same."""
+
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from inputs import member, results
+
+import fastweights as fw
+from fastweights import private
+
+NAMES = (
+    ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
+    ("torch._C", "_are_functorch_transforms_active"),
+    ("torch.autograd", "_profiler_enabled"),
+    ("torch.jit", "is_tracing"),
+)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """private.py as it would be had a release dropped a name."""
+
+    def drop(module, name):
+        with monkeypatch.context() as gone:  # PyTorch needs it again
+            gone.delattr(f"{module}.{name}")
+            importlib.reload(private)
+
+    yield drop
+    importlib.reload(private)
+
+
+def step():
+    return results(fw.linear_recurrence, member("scalar", "delta", T=20))
+
+
+@pytest.mark.parametrize("module, name", NAMES, ids=[n for _, n in NAMES])
+def test_a_name_may_be_gone(module, name, without):
+    """Calls go by the dispatcher, since anything might be looking."""
+    expected = step()
+    assert not private.watched()
+    without(module, name)
+    assert private.watched()
+    found = step()
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_the_level_of_forward_mode_may_be_gone(monkeypatch):
+    expected = step()
+    without_level = SimpleNamespace()
+    monkeypatch.setattr(private, "forward_ad", without_level)
+    assert private.transformed() and private.watched()
+    found = step()
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_the_number_of_a_storage_may_be_gone():
+    """Then tensors share one if they share its Python object."""
+    x = torch.empty(4)
+    assert private.storage_of(x) == private.storage_of(x[1:])
+    assert private.storage_of(x) != private.storage_of(torch.empty(4))
+    storages = object(), object()
+    x, y, z = (
+        SimpleNamespace(untyped_storage=lambda s=storages[i]: s)
+        for i in (0, 0, 1)
+    )
+    assert private.storage_of(x) == private.storage_of(y)
+    assert private.storage_of(x) != private.storage_of(z)
+
+
+def test_they_all_stand_in_one_file():
+    src = Path(private.__file__).parent
+    names = [name for _, name in NAMES if name.startswith("_")]
+    names += ["_current_level", "_cdata", "AsyncCompileMode", "FutureKernel"]
+    names += [r"torch\._\w", r"triton\._[a-z]", r"knobs\."]
+    # pytrees and TorchDispatchMode are used by many, if not documented
+    names += [r"torch\.\w+\._(?!_|pytree|python_dispatch)\w"]
+    pattern = re.compile("|".join(names))
+    found = [
+        f"{file.relative_to(src)}: {line.strip()}"
+        for file in src.rglob("*.py")
+        if file != Path(private.__file__)
+        for line in file.read_text().splitlines()
+        if pattern.search(line)
+    ]
+    assert not found
