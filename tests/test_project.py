@@ -9,10 +9,13 @@ import tomllib
 from pathlib import Path
 
 import mutants
+import pairs
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from fastweights import private
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -55,6 +58,21 @@ def tracked() -> list[Path]:
     )
     names = listing.stdout.split("\0") if not listing.returncode else []
     return [ROOT / n for n in names if n and (ROOT / n).is_file()]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_tested_versions_are_those_that_are_installed(name):
+    """The oldest is what pyproject.toml asks for, the pin lies between."""
+    oldest, newest = private.TESTED[name]
+    pinned = tuple(int(x) for x in PINS[name].split(".")[:2])
+    assert oldest <= pinned <= newest
+    least = next(x for x in REQUIREMENTS if x.name == name).specifier
+    assert str(least) == f">={oldest[0]}.{oldest[1]}"
+    for end, version in zip(pairs.ENDS, (oldest, newest), strict=True):
+        dotted = ".".join(map(str, version))
+        assert f"{name}=={dotted}.*" in pairs.requirements(end)
+    there = {file.name for file in (ROOT / "tests").glob("test_*.py")}
+    assert {*pairs.COMPILED, *pairs.INTERPRETED} <= there
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
