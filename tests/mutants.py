@@ -558,7 +558,7 @@ MUTANTS |= {
         "least = (-after).exp()",
         "least = after.exp()",
     ),
-    "mlstm-reset-is-none": (
+    "mlstm-reset-is-infinite": (
         MLSTM,
         "masked_fill(g.isneginf() | emptied, CLEARS)",
         "masked_fill(emptied, CLEARS)",
@@ -568,7 +568,7 @@ MUTANTS |= {
         "masked_fill(g.isneginf() | emptied, CLEARS)",
         "masked_fill(g.isneginf() & ~emptied, CLEARS)",
     ),
-    "mlstm-empty-state-decays-by-nan": (
+    "mlstm-empty-state-is-cleared": (
         MLSTM,
         "rescaled.masked_fill(empty, 0)",
         "rescaled",

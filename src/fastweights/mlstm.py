@@ -99,7 +99,7 @@ def mlstm(
     before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
     # Any stabilizer gives the same o: it takes no part in the gradients.
     rescaled = g + torch.minimum(before - after, -g).detach()
-    # Of an empty state nothing needs to decay, and -inf - -inf is no number.
+    # An empty state is not cleared again: kernels are slower where they clear.
     empty, emptied = before.isneginf(), after.isneginf()
     rescaled = rescaled.masked_fill(g.isneginf() | emptied, CLEARS)
     rescaled = rescaled.masked_fill(empty, 0).to(dtype)
