@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
-from fastweights import feature_maps, ops
+from fastweights import decoding, feature_maps, ops
 from fastweights.checks import relative_error
 
 EXACT = 1e-12  # fp64, sums in another order
@@ -287,6 +287,23 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
         o = fw.decode_step(**x | {"state": state})
     assert o.equal(o_ref) and state.equal(ref)
     assert state.is_inference() and not o.is_inference()
+
+
+def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
+    """A kernel writes behind PyTorch's back: here as numpy."""
+
+    def write(q, k, v, g, beta, state, scale, backend):
+        state.numpy()[...] = 0.0
+        return v
+
+    monkeypatch.setattr(decoding, "_decode", write)
+    x = call(T=2)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    read = (weight * x["state"]).sum()
+    with torch.no_grad():
+        fw.decode_step(**x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        read.backward()
 
 
 @pytest.mark.parametrize("name", ["g", "beta"])

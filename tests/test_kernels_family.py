@@ -354,6 +354,22 @@ def test_a_gate_a_head_that_shuts(rule, strongest):
     judge(cast(x, torch.float32), 1e-4)
 
 
+@interpreted
+def test_a_gate_a_channel_that_shuts():
+    """By fp32's least, which is past fp16, in which gates are summed."""
+    x = member("vector", "delta", T=16, HV=1, strength=-0.1)
+    x["g"][:, 10:13, :, :3] = torch.finfo(torch.float32).min
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_chunks_that_decay_too_far_for_fp16(gate):
+    """By e^-16, which fp32 could divide by, and still answer in fp16."""
+    x = member(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
 def one_strong_gate(rule, strongest):
     """In a chunk whose decay still has a bound; the rest hardly forget."""
     x = member("vector", rule, T=100, K=64, V=33, strength=-1e-3)

@@ -17,6 +17,17 @@ def running_gates(shape, strength, seed=0):
     return g, g.cumsum(-2)
 
 
+@pytest.mark.parametrize("g", [-70.0, -100.0, -740.0, -1e6])
+def test_a_decay_is_right_until_it_is_zero(g):
+    """fp64's smallest number is e^-744."""
+    q, k, v, state = torch.ones(4, 1, 1, 1, 1, dtype=torch.float64)
+    gate = torch.full_like(q, g)
+    _, last, *_ = chunkwise.chunkwise_forward(
+        q, k, 0 * v, gate, None, scale=1.0, initial_state=state, chunk_size=16
+    )
+    torch.testing.assert_close(last, gate.exp(), rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 40])
 def test_chunks_hold_the_tokens_in_order(T):
     x = torch.randn(2, T, 3, 5)

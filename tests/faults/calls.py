@@ -1,0 +1,190 @@
+"""In what is refused, in decoding, and in how kernels are called."""
+
+from faults.family import ARGUMENTS, CHUNKWISE, INTRA, OPS, TILE
+
+(DECODING, FAST_WEIGHTS, PRIVATE, VALUES, PLAN, CALL, SETTINGS, KERNELS) = (
+    f"fastweights/{file}.py"
+    for file in (
+        "decoding",
+        "fast_weights",
+        "private",
+        "values",
+        "kernels/plan",
+        "kernels/call",
+        "kernels/settings",
+        "kernels/__init__",
+    )
+)
+TESTS = {
+    DECODING: "test_decode.py",
+    FAST_WEIGHTS: "test_fast_weights.py",
+    PRIVATE: "test_ops.py",
+    VALUES: "test_values.py",
+    PLAN: "test_kernels_plan.py",
+    CALL: "test_kernels_family.py",
+    SETTINGS: "test_kernels_family.py",
+    KERNELS: "test_kernels_family.py",
+}
+MUTANTS = {
+    "what-has-passed-forgets-the-chunk-size": (
+        ARGUMENTS,
+        "                chunk_size,\n            )\n            if key",
+        "            )\n            if key",
+    ),
+    "what-has-passed-forgets-the-layout": (
+        ARGUMENTS,
+        "(x.shape, x.dtype, x.device, x.layout)",
+        "(x.shape, x.dtype, x.device)",
+    ),
+    "fixed-gate-goes-by-tokens": (
+        OPS,
+        "g.to(wide(q.dtype)).expand(v.shape[:3])",
+        "g.to(wide(q.dtype))[:, None].expand(v.shape[:3])",
+    ),
+    "a-trace-misses-the-operator": (
+        PRIVATE,
+        "        or _is_tracing()  # type: ignore[misc]\n",
+        "",
+    ),
+    "decays-are-zero-too-early": (
+        CHUNKWISE,
+        "CLEARS = -750.0",
+        "CLEARS = -75.0",
+    ),
+    "decode-continues-from-nothing": (
+        DECODING,
+        "advance(state, *widen",
+        "advance(0 * state, *widen",
+    ),
+    "decode-of-seventeen": (
+        DECODING,
+        "MAX_TOKENS = 16",
+        "MAX_TOKENS = 17",
+    ),
+    "decode-lets-the-state-overlap": (
+        DECODING,
+        "reach = sum([(n - 1) * step for n, step in dims if step <= stride])",
+        "reach = sum([(n - 1) * step for n, step in dims if step < stride])",
+    ),
+    "decode-where-a-gradient-is-needed": (
+        DECODING,
+        "torch.is_grad_enabled() and x.requires_grad",
+        "torch.is_grad_enabled() and x.grad is not None",
+    ),
+    "decode-returns-what-no-graph-may-save": (
+        DECODING,
+        "return o if torch.is_inference_mode_enabled() else o.clone()",
+        "return o",
+    ),
+    "inner-product-repels": (
+        FAST_WEIGHTS,
+        "return -(prediction * target).sum(-1)",
+        "return (prediction * target).sum(-1)",
+    ),
+    "error-without-its-half": (
+        FAST_WEIGHTS,
+        ".square().sum(-1) / 2",
+        ".square().sum(-1)",
+    ),
+    "descent-goes-up": (
+        FAST_WEIGHTS,
+        "return W - factor(rate, W) * dW",
+        "return W + factor(rate, W) * dW",
+    ),
+    "decay-after-the-step": (
+        FAST_WEIGHTS,
+        "return sgd(tree_map(decay, params), gradient, memory, rate)",
+        "params, memory = sgd(params, gradient, memory, rate)\n"
+        "    return tree_map(decay, params), memory",
+    ),
+    "momentum-forgets": (
+        FAST_WEIGHTS,
+        "return factor(momentum, M) * M + factor(rate, M) * dW",
+        "return factor(rate, M) * dW",
+    ),
+    "learner-reads-before-it-learns": (
+        FAST_WEIGHTS,
+        "return (params, memory), model(params, q)",
+        "return (params, memory), model(state[0], q)",
+    ),
+    "values-are-not-looked-at": (
+        VALUES,
+        '(name, x.isnan(), "numbers")',
+        '(name, x.isinf(), "numbers")',
+    ),
+    "values-of-unit-keys-diverge": (
+        VALUES,
+        "most = 2 * (1 + 2 * torch",
+        "most = 1 * (1 + 2 * torch",
+    ),
+    "plan-has-one-buffer-for-all": (
+        PLAN,
+        "values += [starts[i] + place for i, place in self.addresses]",
+        "values += [starts[i] for i, place in self.addresses]",
+    ),
+    "plan-keeps-the-scale-of-its-trace": (
+        PLAN,
+        "return int(x is scale)",
+        "return 0",
+    ),
+    "call-has-no-slot-for-what-is-cut": (
+        CALL,
+        "self.slots = -(-B * self.T // self.chunk_size) + N",
+        "self.slots = -(-B * self.T // self.chunk_size)",
+    ),
+    "call-takes-a-gate-a-channel-for-one-a-head": (
+        CALL,
+        "self.gate_width = self.K if self.g.dim() == 4 else 1",
+        "self.gate_width = 1",
+    ),
+    "settings-of-a-gate-a-channel-by-key-heads": (
+        SETTINGS,
+        "H = HV  # intra's own",
+        "H = H  # intra's own",
+    ),
+    "settings-of-the-backward-compose-forward": (
+        SETTINGS,
+        '"BACK": stage.endswith("backward")',
+        '"BACK": False',
+    ),
+    "precision-from-the-old-switch": (
+        KERNELS,
+        'return torch.backends.cuda.matmul.fp32_precision == "tf32"',
+        'return torch.get_float32_matmul_precision() == "medium"',
+    ),
+    "precision-of-wide-keys-in-tf32": (
+        KERNELS,
+        "(K > 128 or not allows_tf32())",
+        "not allows_tf32()",
+    ),
+    "kernel-believes-the-offsets": (
+        TILE,
+        "return tl.minimum(tl.maximum(t, 0), T)",
+        "return t",
+    ),
+    "kernel-lets-a-gate-a-channel-overflow": (
+        TILE,
+        "b_g = clamped(b_g.to(tl.float32) * LOG2_E, -30000.0)",
+        "b_g = b_g.to(tl.float32) * LOG2_E",
+    ),
+    "kernel-lets-a-gate-a-head-overflow": (
+        INTRA,
+        "b_g = clamped(b_g.to(tl.float32), -20000.0)",
+        "b_g = b_g.to(tl.float32)",
+    ),
+    "kernel-divides-too-far-in-fp16": (
+        TILE,
+        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3",
+        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else LEAST",
+    ),
+    "kernel-divides-too-far-in-fp16-by-channels": (
+        TILE,
+        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3",
+        "IN_FP16: tl.constexpr = LEAST if DG > 1 else 2.0**-3",
+    ),
+    "decode-goes-unseen": (
+        DECODING,
+        "torch.autograd.graph.increment_version(state)",
+        "pass",
+    ),
+}

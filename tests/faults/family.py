@@ -1,0 +1,503 @@
+"""In the recurrence: its loops, its chunks in PyTorch, its kernels."""
+
+(
+    STEPS,
+    PARALLEL,
+    CHUNKWISE,
+    BACKWARD,
+    BACKEND,
+    ARGUMENTS,
+    OPS,
+    FAMILY,
+    MAPS,
+    TILE,
+    INTRA,
+    GRADIENTS,
+    SCAN,
+    COMPOSE,
+    LAUNCH,
+    DECODE,
+    FLASH,
+) = (
+    f"fastweights/{file}.py"
+    for file in (
+        "reference/steps",
+        "reference/parallel",
+        "reference/chunkwise",
+        "reference/chunkwise_backward",
+        "reference/backend",
+        "arguments",
+        "ops",
+        "family",
+        "feature_maps",
+        "kernels/tile",
+        "kernels/intra",
+        "kernels/intra_backward",
+        "kernels/scan",
+        "kernels/compose",
+        "kernels/launch",
+        "kernels/decode",
+        "kernels/flash",
+    )
+)
+TESTS = {
+    STEPS: "reference/test_steps.py",
+    PARALLEL: "reference/test_parallel.py",
+    CHUNKWISE: "reference/test_chunkwise.py",
+    BACKWARD: "reference/test_chunkwise_backward.py",
+    BACKEND: "test_ops.py",
+    ARGUMENTS: "test_ops.py",
+    OPS: "test_ops.py",
+    FAMILY: "test_family.py",
+    MAPS: "test_feature_maps.py",
+    TILE: "test_kernels_family.py",
+    INTRA: "test_kernels_family.py",
+    GRADIENTS: "test_kernels_family.py",
+    SCAN: "test_kernels_family.py",
+    COMPOSE: "test_kernels_family.py",
+    LAUNCH: "test_kernels_family.py",
+    DECODE: "test_kernels_decode.py",
+    FLASH: "test_kernels_flash.py",
+}
+
+MUTANTS = {
+    "outer-transposed-index": (
+        STEPS,
+        'einsum("...kv,...k->...v", S, q)',
+        'einsum("...kv,...k->...v", S.mT.reshape(S.shape), q)',
+    ),
+    "linear-subtracts": (
+        STEPS,
+        "S = S + outer(k, v)",
+        "S = S - outer(k, v)",
+    ),
+    "retention-grows": (
+        STEPS,
+        "S = g.exp()[..., None, None] * S + outer(k, v)",
+        "S = (-g).exp()[..., None, None] * S + outer(k, v)",
+    ),
+    "mamba2-loses-its-step-size": (
+        STEPS,
+        "outer(k, dt[..., None] * v)",
+        "outer(k, v)",
+    ),
+    "gla-gates-the-values": (
+        STEPS,
+        "S = g.exp()[..., :, None] * S + outer(k, v)",
+        "S = S + outer(g.exp() * k, v)",
+    ),
+    "deltanet-adds-the-error": (
+        STEPS,
+        "(v - read(S, k)))",
+        "(v + read(S, k)))",
+    ),
+    "gated-deltanet-corrects-first": (
+        STEPS,
+        "    S = g.exp()[..., None, None] * S\n"
+        "    return deltanet(S, q, k, v, beta)",
+        "    S, o = deltanet(S, q, k, v, beta)\n"
+        "    return g.exp()[..., None, None] * S, o",
+    ),
+    "kda-drops-its-gate": (
+        STEPS,
+        "S = g.exp()[..., :, None] * S\n",
+        "S = g.exp().mean(-1)[..., None, None] * S\n",
+    ),
+    "recurrence-forgets-twice": (
+        STEPS,
+        "        S = g.exp()[..., None] * S\n",
+        "        S = (2 * g).exp()[..., None] * S\n",
+    ),
+    "softmax-step-grows-at-the-front": (
+        STEPS,
+        "torch.cat([cache[1], v[..., None, :]], dim=-2)",
+        "torch.cat([v[..., None, :], cache[1]], dim=-2)",
+    ),
+    "mask-one-key-short": (
+        PARALLEL,
+        "return j <= i + (num_keys - num_queries)",
+        "return j < i + (num_keys - num_queries)",
+    ),
+    "softmax-without-scale": (
+        PARALLEL,
+        'scores = scale * torch.einsum("bihk,bjhk->bhij", q, k)\n    if',
+        'scores = torch.einsum("bihk,bjhk->bhij", q, k)\n    if',
+    ),
+    "online-forgets-to-rescale-the-sum": (
+        PARALLEL,
+        "total = rescale * total + p.sum(-1)",
+        "total = total + p.sum(-1)",
+    ),
+    "decays-diagonal-with-a-gradient": (
+        PARALLEL,
+        "1 / math.log(2)).tril_(-1)",
+        "1 / math.log(2)).tril_()",
+    ),
+    "scores-sign-of-the-exponent": (
+        PARALLEL,
+        "D = (G[..., :, None, :] - G[..., None, :, :])",
+        "D = (G[..., None, :, :] - G[..., :, None, :])",
+    ),
+    "parallel-sums-over-queries": (
+        PARALLEL,
+        'torch.einsum("bhij,bjhv->bihv", A, v)',
+        'torch.einsum("bhji,bjhv->bihv", A, v)',
+    ),
+    "gates-summed-without-their-own": (
+        CHUNKWISE,
+        "exact = running_sum(g)",
+        "exact = running_sum(g) - g",
+    ),
+    "query-scores-lose-their-diagonal": (
+        CHUNKWISE,
+        "return G, decayed_scores(q, k, exact), None",
+        "return G, decayed_scores(q, k, exact).tril(-1), None",
+    ),
+    "inverse-drops-beta": (
+        CHUNKWISE,
+        "unit_lower_inverse((beta * Akk).tril_(-1))",
+        "unit_lower_inverse(Akk.tril(-1))",
+    ),
+    "inverse-wrong-neighbours": (
+        CHUNKWISE,
+        "joins = (row % 2 == 1) & (column == row - 1)",
+        "joins = (row % 2 == 0) & (column == row - 1)",
+    ),
+    "scan-drops-beta": (
+        CHUNKWISE,
+        "P @ (beta * (v -",
+        "P @ (1 * (v -",
+    ),
+    "scan-reads-undecayed-state": (
+        CHUNKWISE,
+        "o = decayed(q_n, G_n) @ S",
+        "o = q_n @ S",
+    ),
+    "scan-drops-scale": (
+        CHUNKWISE,
+        "outputs.append(scale * o)",
+        "outputs.append(o)",
+    ),
+    "sum-after-counts-its-own-gate": (
+        CHUNKWISE,
+        "F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip",
+        "g.flip",
+    ),
+    "rest-as-a-difference": (
+        CHUNKWISE,
+        "rest = sum_after(g)",
+        "rest = G[..., -1:, :] - G",
+    ),
+    "strip-starts-one-late": (
+        CHUNKWISE,
+        "(start - G[..., :s, :]).to",
+        "(start - G[..., 1 : s + 1, :]).to",
+    ),
+    "reverse-cumsum-forward": (
+        BACKWARD,
+        "return x.flip(-2).cumsum(-2).flip(-2)",
+        "return x.cumsum(-2)",
+    ),
+    "sum-before-counts-its-own": (
+        BACKWARD,
+        "F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)",
+        "x.cumsum(-2)",
+    ),
+    "backward-strip-starts-one-late": (
+        BACKWARD,
+        "(start - G[..., before, :]).to",
+        "(start - G[..., 1 : s + 1, :]).to",
+    ),
+    "columns-undecayed-until-their-strip": (
+        BACKWARD,
+        "+= until * (A_before.mT",
+        "+= (A_before.mT",
+    ),
+    "beta-row-forgotten": (
+        BACKWARD,
+        "dk_row = beta * answer",
+        "dk_row = answer",
+    ),
+    "beta-column-forgotten": (
+        BACKWARD,
+        "[dAqk, dM], [q, beta * k]",
+        "[dAqk, dM], [q, k]",
+    ),
+    "columns-gain-from-their-gate": (
+        BACKWARD,
+        "dk_row - dk_col\n",
+        "dk_row + dk_col\n",
+    ),
+    "own-scores-counted-to-the-gate": (
+        BACKWARD,
+        "torch.stack(A).tril_(-1)",
+        "torch.stack(A)",
+    ),
+    "state-gradient-without-the-rule": (
+        BACKWARD,
+        "dS = dS - decayed(k_n",
+        "dS = dS + decayed(k_n",
+    ),
+    "state-gradient-decays-late": (
+        BACKWARD,
+        "dS = decayed(dS, total) +",
+        "dS = dS +",
+    ),
+    "outputs-gradient-unscaled": (
+        BACKWARD,
+        "(q, k, v, scale * do)",
+        "(q, k, v, do)",
+    ),
+    "inverse-gradient-sign": (
+        BACKWARD,
+        "dM = (-y @ v_new.mT)",
+        "dM = (y @ v_new.mT)",
+    ),
+    "kept-state-has-no-gate": (
+        BACKWARD,
+        "            + per_gate(decayed(kept, G[..., -1:, :]), G)\n",
+        "",
+    ),
+    "written-keys-in-the-reverse-sum": (
+        BACKWARD,
+        "reverse_cumsum(per_gate(change, G))\n"
+        "            + sum_before(per_gate(k * dk_state, G))",
+        "reverse_cumsum(per_gate(change - k * dk_state, G))\n"
+        "            + per_gate((k * dk_state).sum(-2, keepdim=True), G)",
+    ),
+    "lone-chunk-forgets-beta": (
+        BACKWARD,
+        "v_new, y = P @ (beta * v), P.mT @ y",
+        "v_new, y = P @ v, P.mT @ y",
+    ),
+    "heads-tiled-instead-of-repeated": (
+        BACKEND,
+        "x.repeat_interleave(groups, dim=2)",
+        "x.repeat(1, 1, groups, 1)",
+    ),
+    "groups-round-before-they-sum": (
+        BACKEND,
+        "x.unflatten(2, (q.shape[2], -1)).sum(3) for",
+        "x.to(q.dtype).unflatten(2, (q.shape[2], -1)).sum(3) for",
+    ),
+    "groups-summed-across": (
+        BACKEND,
+        "x.unflatten(2, (q.shape[2], -1)).sum(3)",
+        "x.unflatten(2, (-1, q.shape[2])).sum(2)",
+    ),
+    "final-state-has-no-gradient": (
+        BACKEND,
+        "dS=None if dstate is None else dstate[n],",
+        "dS=None,",
+    ),
+    "scale-not-the-root": (
+        OPS,
+        "scale = q.shape[-1] ** -0.5 if",
+        "scale = q.shape[-1] ** -1.0 if",
+    ),
+    "loop-drops-scale": (
+        OPS,
+        "tokens[0] = scale * tokens[0]",
+        "tokens[0] = tokens[0]",
+    ),
+    "packed-starts-from-the-last-state": (
+        OPS,
+        "scan(recurrence, state[n], *",
+        "scan(recurrence, state[:1], *",
+    ),
+    "autocast-reaches-the-products": (
+        OPS,
+        '    ran(f"{backend} forward")\n    with without_autocast(q):',
+        '    ran(f"{backend} forward")\n    with torch.no_grad():',
+    ),
+    "autocast-reaches-the-backward": (
+        OPS,
+        '    ran(f"{backend} backward")\n    with without_autocast(q):',
+        '    ran(f"{backend} backward")\n    with torch.no_grad():',
+    ),
+    "autocast-leaves-its-operands": (
+        OPS,
+        "x.to(dtype) if x.dtype in narrow else x",
+        "x",
+    ),
+    "fixed-gate-rounds-before-it-sums": (
+        OPS,
+        "g.to(wide(q.dtype)).expand",
+        "g.expand",
+    ),
+    "offsets-may-decrease": (
+        ARGUMENTS,
+        "increases = all(a <= b for",
+        "increases = any(a <= b for",
+    ),
+    "normaliser-multiplies": (
+        FAMILY,
+        "(o / (z + eps))",
+        "(o * (z + eps))",
+    ),
+    "retnet-one-head-late": (
+        FAMILY,
+        "torch.exp2(-5 - h)",
+        "torch.exp2(-6 - h)",
+    ),
+    "fourier-shrinks": (
+        MAPS,
+        "size = (0.5 * x.square()",
+        "size = (-0.5 * x.square()",
+    ),
+    "positive-without-the-norm": (
+        MAPS,
+        "(x @ w.T - size).exp()",
+        "(x @ w.T).exp()",
+    ),
+    "directions-of-length-one": (
+        MAPS,
+        "torch.cat(blocks)[:num_features] * lengths",
+        "torch.cat(blocks)[:num_features]",
+    ),
+    "kernel-gate-grows-to-the-exit": (
+        TILE,
+        "b_out = b_total / b_in",
+        "b_out = b_total * b_in",
+    ),
+    "kernel-inverse-adds": (
+        TILE,
+        "return b_R - add_product",
+        "return b_R + add_product",
+    ),
+    "kernel-pairs-of-the-other-half": (
+        TILE,
+        "m_block & ((level == 0) | (m_own == 0))",
+        "m_block & ((level == 0) | m_own)",
+    ),
+    "kernel-decays-untransposed": (
+        TILE,
+        "b_D = -b_D",
+        "b_D = b_D",
+    ),
+    "kernel-inverse-in-fp16-always": (
+        INTRA,
+        "(steps < 2.05) & (largest < 1e3)",
+        "(steps >= 0.0)",
+    ),
+    "kernel-scan-answers-with-the-wrong-sign": (
+        SCAN,
+        "b_e = b_v - b_e",
+        "b_e = b_v + b_e",
+    ),
+    "kernel-scan-reads-as-at-the-exit": (
+        SCAN,
+        "tl.where(near, b_in / b_total, 1.0)",
+        "tl.where(near, b_in, 1.0)",
+    ),
+    "kernel-scan-backward-adds-the-correction": (
+        SCAN,
+        "b_y = -b_y",
+        "b_y = b_y",
+    ),
+    "kernel-dbeta-in-fp16": (
+        SCAN,
+        "b_dbeta = tl.sum(b_e * b_y",
+        "b_dbeta = tl.sum(b_e + b_y",
+    ),
+    "kernel-segments-start-from-the-first": (
+        SCAN,
+        "m_first = mask_if(first == 0, m_S)",
+        "m_first = m_S",
+    ),
+    "kernel-segments-end-in-each": (
+        SCAN,
+        "m_inner = mask_if(last < NT, m_S)",
+        "m_inner = mask_if(last < 0, m_S)",
+    ),
+    "kernel-descriptor-goes-on-past-the-end": (
+        TILE,
+        "rows = (end - start).to(tl.int32)",
+        "rows = (end - start).to(tl.int32) + BT",
+    ),
+    "kernel-descriptor-starts-with-the-first": (
+        TILE,
+        "p_x = x + start.to(tl.int64) * (H * D)",
+        "p_x = x + 0 * start.to(tl.int64) * (H * D)",
+    ),
+    "kernel-maps-have-values": (
+        SCAN,
+        "c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))",
+        "c_v = tl.where(i_v < NV, c, c)",
+    ),
+    "kernel-segments-are-not-composed": (
+        LAUNCH,
+        "if x.segments < 3:",
+        "if x.segments < 9:",
+    ),
+    "kernel-segments-composed-forward-in-the-backward": (
+        COMPOSE,
+        "i_from = tl.where(stop == last, i_s, NS - 1)",
+        "i_from = tl.where(stop == last, i_s - 1, NS - 1)",
+    ),
+    "kernel-second-piece-adds-what-is-there": (
+        COMPOSE,
+        "mask_if(start_of_segment, m_S) if BACK else m_S",
+        "m_S if BACK else m_S",
+    ),
+    "kernel-first-range-is-mapped-again": (
+        COMPOSE,
+        "known = last == NT if BACK else c < span",
+        "known = last == NT if BACK else c < size",
+    ),
+    "kernel-piece-goes-on-from-the-last": (
+        SCAN,
+        "if known == 0:",
+        "if known != 0:",
+    ),
+    "kernel-maps-start-with-the-first-segment": (
+        SCAN,
+        "first = tl.maximum(first, tl.minimum(size, last))",
+        "first = tl.maximum(first, tl.minimum(0, last))",
+    ),
+    "kernel-range-past-the-end": (
+        SCAN,
+        "tl.where(first < last, pieces, 0)",
+        "tl.where(first <= last, pieces, 0)",
+    ),
+    "kernel-far-is-not-marked": (
+        INTRA,
+        "tl.where(is_near(tl.min(b_least), k, DG), 0, 1)",
+        "tl.where(is_near(tl.min(b_least), k, DG), 0, 0)",
+    ),
+    "kernel-dk-of-the-correction": (
+        GRADIENTS,
+        "b_dk += b_err",
+        "b_dk -= b_err",
+    ),
+    "kernel-columns-gain-from-the-gate": (
+        GRADIENTS,
+        "b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)",
+        "b_pairs = tl.fma(b_k.to(tl.float32), b_c, b_pairs)",
+    ),
+    "kernel-far-columns-gain-from-the-gate": (
+        GRADIENTS,
+        "b_pairs -= b_kd * b_c",
+        "b_pairs += b_kd * b_c",
+    ),
+    "kernel-near-is-not-divided": (
+        GRADIENTS,
+        "b_c *= b_undo * tl.exp2(b_G)",
+        "b_c *= tl.exp2(b_G)",
+    ),
+    "kernel-dbeta-with-beta": (
+        GRADIENTS,
+        "tl.sum(b_own, axis=1) / nonzero(b_beta)",
+        "tl.sum(b_own, axis=1) * nonzero(b_beta)",
+    ),
+    "kernel-gate-forgets-the-state": (
+        GRADIENTS,
+        "b_dg += tl.load(dkept + i_part)",
+        "b_dg -= tl.load(dkept + i_part)",
+    ),
+    "kernel-decode-adds-the-answer": (
+        DECODE,
+        "(b_new - b_found)",
+        "(b_new + b_found)",
+    ),
+}
