@@ -1,0 +1,244 @@
+"""Answers to chapter 3's exercises, and what their checks are to say."""
+
+
+# %% ex-blank passes
+def linear_chunkwise(q, k, v, S0, C):
+    T = len(q)
+    rows = torch.nn.functional.pad
+    q, k, v = (
+        rows(x, (0, 0, 0, -T % C)).unflatten(0, (-1, C)) for x in (q, k, v)
+    )
+    added = k.mT @ v
+    ends = S0 + added.cumsum(0)
+    o = q @ (ends - added) + (q @ k.mT).tril() @ v
+    return o.flatten(0, 1)[:T], ends[-1]
+
+
+# %% ex-blank not yet: is this a loop over tokens
+def linear_chunkwise(q, k, v, S0, C):
+    outputs = []
+    for a, b, c in zip(q, k, v):
+        S0 = S0 + b[:, None] @ c[None, :]
+        outputs.append(a[None, :] @ S0)
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank not yet: as large as a state per token
+def linear_chunkwise(q, k, v, S0, C):
+    states = S0 + torch.einsum("tk,tv->tkv", k, v).cumsum(0)
+    return torch.einsum("tk,tkv->tv", q, states), states[-1]
+
+
+# %% ex-blank not yet: scores are needed only within a chunk
+def linear_chunkwise(q, k, v, S0, C):
+    return q @ S0 + (q @ k.T).tril() @ v, S0 + k.T @ v
+
+
+# %% ex-blank not yet: C = 16, o: relative error
+def linear_chunkwise(q, k, v, S0, C):
+    outputs = []
+    for a, b, c in zip(q.split(C), k.split(C), v.split(C)):
+        S0 = S0 + b.T @ c
+        outputs.append(a @ S0 if C == 1 else a @ S0 + (a @ b.T).tril() @ c)
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank not yet: state: relative error
+def linear_chunkwise(q, k, v, S0, C):
+    T, S_n, outputs = len(q), S0, []
+    q, k, v = (
+        torch.cat([x, x[:1].expand(-T % C, -1)]).split(C) for x in (q, k, v)
+    )
+    for a, b, c in zip(q, k, v):
+        outputs.append(a @ S_n + (a @ b.T).tril() @ c)
+        S_n = S_n + b.T @ c
+    return torch.cat(outputs)[:T], S_n
+
+
+# %% ex-two-gpus passes
+def join_segments(results, queries):
+    states = torch.stack([state for _, state in results])
+    before = states.cumsum(0) - states
+    outputs = [
+        o + (q.transpose(1, 2) @ S).transpose(1, 2)
+        for (o, _), q, S in zip(results, queries, before)
+    ]
+    return torch.cat(outputs, 1), states.shape[-2] * states.shape[-1]
+
+
+# %% ex-two-gpus not yet: relative error
+def join_segments(results, queries):
+    return torch.cat([o for o, _ in results], 1), results[0][1][0, 0].numel()
+
+
+# %% ex-two-gpus not yet: what later segments lack is one state
+def join_segments(results, queries):
+    S_in, outputs = 0 * results[0][1], []
+    for (o, state), q in zip(results, queries):
+        outputs.append(o + torch.einsum("bthk,bhkv->bthv", q, S_in))
+        S_in = S_in + state
+    return torch.cat(outputs, 1), o.shape[1] * o.shape[3]
+
+
+# %% ex-balance passes
+def balanced_chunk(K, V, peak, copy):
+    low, high = 1e-3, 1e9
+    for _ in range(200):
+        C = (low * high) ** 0.5
+        arithmetic = (2 * C * (K + V) + 4 * K * V) / peak
+        traffic = (6 * (K + V) + 16 * K * V / C) / copy
+        low, high = (low, C) if arithmetic > traffic else (C, high)
+    return C, "larger"
+
+
+# %% ex-balance not yet: does not become 'smaller'
+def balanced_chunk(K, V, peak, copy):
+    w, m, r = K + V, K * V, peak / copy
+    half = (1.5 * r * w - m) / w
+    return half + math.sqrt(half**2 + 8 * r * m / w), "smaller"
+
+
+# %% ex-balance not yet: arithmetic takes .* times as long as traffic
+def balanced_chunk(K, V, peak, copy):
+    return 8 * K * V / (K + V), "larger"
+
+
+# %% ex-balance not yet: is not a length
+def balanced_chunk(K, V, peak, copy):
+    w, m, r = K + V, K * V, peak / copy
+    half = (1.5 * r * w - m) / w
+    return half - math.sqrt(half**2 + 8 * r * m / w), "larger"
+
+
+# %% ex-affine-scan passes
+def affine_scan(a, b):
+    items = [(torch.diag(x), y[:, None]) for x, y in zip(a, b)]
+    prefixes = scans.prefix_scan(scans.compose, items)
+    return torch.stack([B[:, 0] for _, B in prefixes])
+
+
+# %% ex-affine-scan not yet: do not divide by a factor
+def affine_scan(a, b):
+    decay = a.cumprod(0)
+    parts = scans.prefix_scan(torch.add, list(b / decay))
+    return decay * torch.stack(parts)
+
+
+# %% ex-affine-scan not yet: was not used
+def affine_scan(a, b):
+    x, outputs = torch.zeros_like(b[0]), []
+    for factor, added in zip(a, b):
+        x = factor * x + added
+        outputs.append(x)
+    return torch.stack(outputs)
+
+
+# %% ex-affine-scan not yet: relative error
+def affine_scan(a, b):
+    def combine(x, y):
+        return x[0] * y[0], x[0] * y[1] + x[1]
+
+    prefixes = scans.prefix_scan(combine, list(zip(a, b)))
+    return torch.stack([B for _, B in prefixes])
+
+
+# %% ex-triton passes
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_k = tl.arange(0, K)[:, None]
+    o_v = tl.arange(0, V)[None, :]
+    b_kt = tl.load(k + o_t[None, :] * K + o_k, mask=o_t[None, :] < T, other=0)
+    b_v = tl.load(v + o_t[:, None] * V + o_v, mask=o_t[:, None] < T, other=0)
+    tl.store(out + i_t * K * V + o_k * V + o_v, tl.dot(b_kt, b_v))
+
+
+# %% ex-triton not yet: what lies behind the last token was read
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = (i_t * BT + tl.arange(0, BT))[:, None]
+    b_k = tl.load(k + o_t * K + tl.arange(0, K))
+    b_v = tl.load(v + o_t * V + tl.arange(0, V))
+    o_k = tl.arange(0, K)[:, None]
+    b_S = tl.dot(tl.trans(b_k), b_v)
+    tl.store(out + (i_t * K + o_k) * V + tl.arange(0, V), b_S)
+
+
+# %% ex-triton not yet: relative error
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = tl.arange(0, BT)[:, None]
+    b_k = tl.load(k + o_t * K + tl.arange(0, K))
+    b_v = tl.load(v + o_t * V + tl.arange(0, V))
+    o_k = tl.arange(0, K)[:, None]
+    b_S = tl.dot(tl.trans(b_k), b_v)
+    tl.store(out + (i_t * K + o_k) * V + tl.arange(0, V), b_S)
+
+
+# %% ex-chunk-backward passes
+def chunkwise_backward(q, k, v, do, C):
+    T = len(q)
+    rows = torch.nn.functional.pad
+    q, k, v, do = (
+        rows(x, (0, 0, 0, -T % C)).unflatten(0, (-1, C)) for x in (q, k, v, do)
+    )
+    wrote, asked = k.mT @ v, q.mT @ do
+    S = wrote.cumsum(0) - wrote
+    R = asked.flip(0).cumsum(0).flip(0) - asked
+    A, dA = (q @ k.mT).tril(), (do @ v.mT).tril()
+    grads = (
+        do @ S.mT + dA @ k,
+        v @ R.mT + dA.mT @ q,
+        k @ R + A.mT @ do,
+    )
+    return tuple(x.flatten(0, 1)[:T] for x in grads)
+
+
+# %% ex-chunk-backward not yet: is this a loop over tokens
+def chunkwise_backward(q, k, v, do, C):
+    S, R = torch.zeros(2, k.shape[1], v.shape[1]).to(k)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for t in range(len(q)):
+        S = S + k[t, :, None] @ v[t, None]
+        dq[t] = S @ do[t]
+    for t in reversed(range(len(q))):
+        R = R + q[t, :, None] @ do[t, None]
+        dk[t], dv[t] = R @ v[t], R.T @ k[t]
+    return dq, dk, dv
+
+
+# %% ex-chunk-backward not yet: as large as a state per token
+def chunkwise_backward(q, k, v, do, C):
+    S = torch.einsum("tk,tv->tkv", k, v).cumsum(0)
+    R = torch.einsum("tk,tv->tkv", q, do).flip(0).cumsum(0).flip(0)
+    return (
+        torch.einsum("tkv,tv->tk", S, do),
+        torch.einsum("tkv,tv->tk", R, v),
+        torch.einsum("tkv,tk->tv", R, k),
+    )
+
+
+# %% ex-chunk-backward not yet: scores are needed only within a chunk
+def chunkwise_backward(q, k, v, do, C):
+    A, dA = (q @ k.T).tril(), (do @ v.T).tril()
+    return dA @ k, dA.T @ q, A.T @ do
+
+
+# %% ex-chunk-backward not yet: C = 16, dk: relative error
+def chunkwise_backward(q, k, v, do, C):
+    S = torch.zeros(k.shape[1], v.shape[1]).to(k)
+    grads = []
+    for a, b, c, d in zip(*(x.split(C) for x in (q, k, v, do))):
+        A, dA = (a @ b.T).tril(), (d @ c.T).tril()
+        grads.append((d @ S.T + dA @ b, dA.T @ a, A.T @ d))
+        S = S + b.T @ c
+    return tuple(torch.cat(x) for x in zip(*grads))
