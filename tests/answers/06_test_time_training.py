@@ -1,0 +1,157 @@
+"""Answers to chapter 6's exercises, and what their checks are to say."""
+
+
+# %% ex-nlms passes
+def normalised_step(S, k, v, rate, eps):
+    share = rate / (k.square().sum() + eps)
+    S = S.clone()
+    return S.addr_(k, v - k @ S, alpha=share.item())
+
+
+# %% ex-nlms not yet: automatic differentiation
+def normalised_step(S, k, v, rate, eps):
+    leaf = S.clone().requires_grad_()
+    loss = squared_error(leaf.T @ k, v) / (k @ k + eps)
+    return S - rate * torch.autograd.grad(loss, leaf)[0]
+
+
+# %% ex-nlms not yet: automatic differentiation
+def normalised_step(S, k, v, rate, eps):
+    def loss(W):
+        return squared_error(W.T @ k, v) / (k @ k + eps)
+
+    return S - rate * torch.func.grad(loss)(S)
+
+
+# %% ex-nlms not yet: the answer to k: relative error
+def normalised_step(S, k, v, rate, eps):
+    return S - rate * torch.outer(k, S.T @ k - v) / (k.norm() + eps)
+
+
+# %% ex-nlms not yet: the state: relative error
+def normalised_step(S, k, v, rate, eps):
+    return S - rate * torch.outer(k, S.T @ k - v) / (k @ k)
+
+
+# %% ex-own-layer passes
+def robust_layer(q, k, v, rate):
+    W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    outputs = []
+    for q_t, k_t, v_t, rate_t in zip(
+        *(x.unbind(1) for x in (q, k, v, rate)), strict=True
+    ):
+        error = v_t - (k_t[..., None, :] @ W)[..., 0, :]
+        r = error.norm(dim=-1)
+        write = (rate_t / torch.hypot(r, torch.ones_like(r)))[..., None]
+        W = W + k_t[..., :, None] * (write * error)[..., None, :]
+        outputs.append((q_t[..., None, :] @ W)[..., 0, :])
+    return torch.stack(outputs, dim=1), W
+
+
+# %% ex-own-layer not yet: outputs: relative error
+def robust_layer(q, k, v, rate):
+    learner = online_learner(linear_model, squared_error, sgd)
+    start = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    o, (state, _) = steps.scan(learner, (start, None), q, k, v, rate)
+    return o, state
+
+
+# %% ex-own-layer not yet: outputs: relative error
+def robust_layer(q, k, v, rate):
+    def loss(prediction, target):  # Huber, by entry
+        return F.smooth_l1_loss(prediction, target, reduction="none").sum(-1)
+
+    learner = online_learner(linear_model, loss, sgd)
+    start = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    o, (state, _) = steps.scan(learner, (start, None), q, k, v, rate)
+    return o, state
+
+
+# %% ex-implicit passes
+def implicit_step(S, k, v, eta):
+    A = torch.eye(len(k), dtype=k.dtype) + eta * k[:, None] * k[None, :]
+    new = torch.linalg.solve(A, S + eta * k[:, None] * v[None, :])
+    return new, 1 / (1 / eta + k.dot(k))
+
+
+# %% ex-implicit not yet: no minimum, its gradient is
+def implicit_step(S, k, v, eta):
+    return S - eta * torch.outer(k, S.T @ k - v), eta
+
+
+# %% ex-implicit not yet: a delta rule with this rate
+def implicit_step(S, k, v, eta):
+    beta = eta / (1 + eta * k @ k)
+    return S - beta * torch.outer(k, S.T @ k - v), eta
+
+
+# %% ex-rls passes
+def recursive_step(S, R, k, v):
+    Rk = (R * k).sum(1)
+    gain = Rk / (1 + k.dot(Rk))  # R_n k_n
+    S = S + gain[:, None] * (v - k @ S)[None, :]
+    return S, R - gain[:, None] * Rk[None, :]
+
+
+# %% ex-rls not yet: a system is solved
+def recursive_step(S, R, k, v):
+    A = torch.linalg.inv(R)
+    B = A @ S + torch.outer(k, v)
+    A = A + torch.outer(k, k)
+    return torch.linalg.solve(A, B), torch.linalg.inv(A)
+
+
+# %% ex-rls not yet: S after 1 pairs: off
+def recursive_step(S, R, k, v):
+    Rk = R @ k
+    S = S + torch.outer(Rk, v - S.T @ k)  # along R_{n-1} k_n
+    return S, R - torch.outer(Rk, Rk) / (1 + k @ Rk)
+
+
+# %% ex-rls not yet: R after 1 pairs: off
+def recursive_step(S, R, k, v):
+    Rk = R @ k
+    return S + torch.outer(Rk, v - S.T @ k) / (1 + k @ Rk), R
+
+
+# %% ex-epochs passes
+def readings_needed(k, v, tol):
+    def read_again(state):
+        keys, values = k.unsqueeze(0).unsqueeze(2), v[None, :, None]
+        rates = torch.ones_like(values[..., 0])
+        options = {"initial_state": state, "backend": "loop"}
+        return fw.deltanet(keys, keys, values, rates, **options)[1]
+
+    state = torch.zeros(1, 1, k.shape[1], v.shape[1], dtype=k.dtype)
+    for count in range(1, 10000):
+        state = read_again(state)
+        if relative_error(k @ state[0, 0], v) <= tol:
+            return count
+
+
+# %% ex-epochs not yet: fw.deltanet was never called
+def readings_needed(k, v, tol):
+    S, count = torch.zeros(k.shape[1], v.shape[1], dtype=k.dtype), 0
+    while relative_error(k @ S, v) > tol:
+        for key, value in zip(k, v, strict=True):
+            S = S + torch.outer(key, value - S.T @ key)
+        count += 1
+    return count
+
+
+# %% ex-epochs not yet: got \d+, not \d+
+def readings_needed(k, v, tol):
+    beta = torch.full((1, len(k), 1), 0.5, dtype=k.dtype)
+    keys, values, state = k[None, :, None], v[None, :, None], None
+    for count in range(1, 10000):
+        _, state = fw.deltanet(keys, keys, values, beta, initial_state=state)
+        if relative_error(k @ state[0, 0], v) <= tol:
+            return count
+
+
+# %% ex-epochs not yet: got \d+, not \d+
+def readings_needed(k, v, tol):
+    beta = torch.ones(1, len(k), 1, dtype=k.dtype)
+    keys, values = k[None, :, None], v[None, :, None]
+    fw.deltanet(keys, keys, values, beta)
+    return 1
