@@ -219,3 +219,15 @@ def test_no_autograd_refuses_every_way_to_a_gradient(way):
         way(x)
     x = torch.ones(3)
     way(x)  # and it is allowed again
+
+
+def test_products_are_listed_with_their_sizes():
+    a, b = torch.ones(5, 3), torch.ones(3, 2)
+    with checks.Products() as products:
+        a @ b
+        torch.einsum("xij,xjk->xik", a.expand(4, 5, 3), b.expand(4, 3, 2))
+        torch.addmm(torch.ones(5, 2), a, b)
+        a @ b[:, 0]
+        (a * a).sum()
+    assert products.sizes == [(5, 2, 3)] * 3 + [(5, 1, 3)]
+    assert products.calls > 4 and "bmm" in products.names

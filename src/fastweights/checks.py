@@ -240,3 +240,22 @@ def no_autograd() -> Iterator[None]:
             yield
     finally:
         engine.grad, engine.backward = closed  # type: ignore[assignment]
+
+
+class Products(Footprint):
+    """A :class:`Footprint` that also lists the matrix products.
+
+    sizes: of each, rows and columns of the result and the length of the sums,
+    (m, n, inner); those of a batch are one entry.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int, int]] = []
+
+    def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        super().see(name, args, out)
+        if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"):
+            self.sizes.append((*out.shape[-2:], args[-1].shape[-2]))
+        elif name in ("mv", "addmv", "dot"):
+            self.sizes.append((out.numel(), 1, args[-1].numel()))

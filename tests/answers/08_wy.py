@@ -1,0 +1,316 @@
+"""Answers to chapter 8's exercises, and what their checks are to say."""
+
+
+# %% ex-wy passes
+def wy_factor(k, beta):
+    """By the library's inverse of the transposed system."""
+    M = (k @ k.T).tril(-1) * beta[:, None]
+    return chunkwise.unit_lower_inverse(M) @ (beta[:, None] * k)
+
+
+# %% ex-wy not yet: loop over tokens
+def wy_factor(k, beta):
+    w = []
+    for t in range(len(k)):
+        earlier = sum((k[t] @ k[i] * w[i] for i in range(t)), 0 * k[t])
+        w.append(beta[t] * (k[t] - earlier))
+    return torch.stack(w)
+
+
+# %% ex-wy not yet: the rows w_i
+def wy_factor(k, beta):
+    M = (k @ k.T).tril(-1) * beta  # the rates on the wrong side
+    return torch.linalg.solve_triangular(
+        torch.eye(len(k), dtype=k.dtype) + M,
+        beta[:, None] * k,
+        upper=False,
+        unitriangular=True,
+    )
+
+
+# %% ex-inverse passes
+def block_inverse(M):
+    """Level by level, all blocks of a level at once."""
+    C = len(M)
+    P, size = torch.eye(C, dtype=M.dtype), 1
+    block = torch.arange(C)
+    while size < C:
+        row, column = (block // size)[:, None], (block // size)[None]
+        off = M * ((row % 2 == 1) & (column == row - 1))
+        P = P - P @ off @ P
+        size *= 2
+    return P
+
+
+# %% ex-inverse passes
+def block_inverse(M):
+    """The two halves as a batch, in place."""
+    P = M.new_zeros(M.shape)
+    P.diagonal().fill_(1)
+    size = 1
+    while size < len(M):
+        for i in range(0, len(M), 2 * size):
+            a, b = slice(i, i + size), slice(i + size, i + 2 * size)
+            P[b, a] = -(P[b, b] @ M[b, a] @ P[a, a])
+        size *= 2
+    return P
+
+
+# %% ex-inverse not yet: row by row; halve the matrix
+def block_inverse(M):
+    P = torch.eye(len(M), dtype=M.dtype)
+    for i in range(1, len(M)):
+        P[i, :i] = -M[i, :i] @ P[:i, :i]
+    return P
+
+
+# %% ex-inverse not yet: linalg_inv\w* does it for you
+def block_inverse(M):
+    return torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
+
+
+# %% ex-inverse not yet: triangular does it for you
+def block_inverse(M):
+    eye = torch.eye(len(M), dtype=M.dtype)
+    return torch.linalg.solve_triangular(eye + M, eye, upper=False)
+
+
+# %% ex-inverse not yet: powers of M
+def block_inverse(M):
+    return by_doubling(M) if len(M) > 1 else torch.ones_like(M)
+
+
+# %% ex-blank-delta passes
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """With the inverse, three products in sequence, and einsum."""
+    T = k.shape[1]
+    N = -(-T // C)
+
+    def cut(x):
+        whole = x.new_zeros(x.shape[0], N * C, x.shape[-1])
+        whole[:, :T] = x
+        return whole.view(x.shape[0], N, C, x.shape[-1]).transpose(0, 1)
+
+    q, k, v, rate = (cut(x) for x in (q, k, v, beta[..., None]))
+    P = chunkwise.unit_lower_inverse(rate * (k @ k.mT).tril(-1))
+    A, o, S = (q @ k.mT).tril(), torch.zeros_like(v), S0.clone()
+    for n in range(N):
+        lack = rate[n] * (v[n] - torch.einsum("htk,hkv->htv", k[n], S))
+        new = P[n] @ lack
+        o[n] = q[n] @ S + A[n] @ new
+        S += k[n].mT @ new
+    return o.transpose(0, 1).flatten(1, 2)[:, :T], S
+
+
+# %% ex-blank-delta not yet: products per chunk inside the loop
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    outputs = []
+    for start in range(0, q.shape[1], C):
+        n = slice(start, start + C)
+        rate = beta[:, n, None]
+        M = rate * (k[:, n] @ k[:, n].mT).tril(-1)
+        new = torch.linalg.solve_triangular(
+            torch.eye(M.shape[-1], dtype=M.dtype) + M,
+            rate * (v[:, n] - k[:, n] @ S0),
+            upper=False,
+            unitriangular=True,
+        )
+        A = (q[:, n] @ k[:, n].mT).tril()
+        outputs.append(q[:, n] @ S0 + A @ new)
+        S0 = S0 + k[:, n].mT @ new
+    return torch.cat(outputs, dim=1), S0
+
+
+# %% ex-blank-delta not yet: C is to be the chunk size
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    rate = beta[..., None]
+    M = rate * (k @ k.mT).tril(-1)
+    new = torch.linalg.solve_triangular(
+        torch.eye(M.shape[-1], dtype=M.dtype) + M,
+        rate * (v - k @ S0),
+        upper=False,
+        unitriangular=True,
+    )
+    return q @ S0 + (q @ k.mT).tril() @ new, S0 + k.mT @ new
+
+
+# %% ex-blank-delta not yet: loop over tokens
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    o = []
+    for t in range(q.shape[1]):
+        n = slice(t, t + 1)
+        missing = v[:, n] - k[:, n] @ S0
+        S0 = S0 + k[:, n].mT @ (beta[:, n, None] * missing)
+        o.append(q[:, n] @ S0)
+    return torch.cat(o, dim=1), S0
+
+
+# %% ex-blank-delta not yet: relative error
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    o, S_T = [], []
+    for one in zip(q, k, v, beta, strict=True):  # forgets S0
+        o_h, S_h = delta_by_hand(*one, C)
+        o.append(o_h)
+        S_T.append(S_h)
+    return torch.stack(o), torch.stack(S_T)
+
+
+# %% ex-blank-delta not yet: operator did it
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    o, S = fw.deltanet(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        beta.T[None],
+        scale=1.0,
+        chunk_size=C if C >= 16 else 16,
+        initial_state=S0[None],
+    )
+    return o[0].transpose(0, 1), S[0]
+
+
+# %% ex-two-gpus-delta passes
+def segment_map(k, v, beta):
+    """Phi as the difference of two runs on the same values."""
+    H, D = k.shape[2:]
+    V = torch.cat([v, torch.zeros_like(k)], dim=-1)
+    start = torch.cat(
+        [
+            k.new_zeros(H, D, v.shape[-1]),
+            torch.eye(D, dtype=k.dtype).expand(H, D, D),
+        ],
+        dim=-1,
+    )
+    _, S = fw.deltanet(k, k, V, beta, initial_state=start[None])
+    _, B = fw.deltanet(k, k, v, beta)
+    return S[0, ..., v.shape[-1] :], B[0]
+
+
+# %% ex-two-gpus-delta not yet: relative error
+def segment_map(k, v, beta):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype).expand(1, k.shape[2], -1, -1)
+    _, B = fw.deltanet(k, k, v, beta)
+    _, Phi = fw.deltanet(k, k, k, beta, initial_state=eye)  # values not zero
+    return Phi[0], B[0]
+
+
+# %% ex-two-gpus-delta not yet: 1 calls of the library
+def segment_map(k, v, beta):
+    """By a product of matrices, token by token."""
+    Phi = torch.eye(k.shape[-1], dtype=k.dtype).expand(k.shape[2], -1, -1)
+    for t in range(k.shape[1]):
+        row = k[0, t, :, None]
+        Phi = Phi - beta[0, t, :, None, None] * row.mT @ (row @ Phi)
+    _, B = fw.deltanet(k, k, v, beta)
+    return Phi, B[0]
+
+
+# %% ex-full-backward passes
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    """The states in one loop with the inverse; lists filled from the end."""
+    T, D, E = *k.shape, v.shape[1]
+    N = -(-T // C)
+
+    def cut(x):
+        whole = x.new_zeros(N * C, x.shape[-1])
+        whole[:T] = x
+        return whole.view(N, C, -1)
+
+    q, k, v, do, b = (cut(x) for x in (q, k, v, do, beta[:, None]))
+    overlap, scores = (k @ k.mT).tril(-1), (q @ k.mT).tril()
+    P = chunkwise.unit_lower_inverse(b * overlap)
+    states, new = k.new_zeros(N, D, E), torch.zeros_like(v)
+    for n in range(N):
+        states[n] = S0
+        new[n] = P[n] @ (b[n] * (v[n] - k[n] @ S0))
+        S0 = S0 + k[n].T @ new[n]
+    leaves, y = k.new_zeros(N, D, E), torch.zeros_like(v)
+    for n in range(N - 1, -1, -1):
+        leaves[n] = dS
+        y[n] = P[n].T @ (scores[n].T @ do[n] + k[n] @ dS)
+        dS = dS + q[n].T @ do[n] - k[n].T @ (b[n] * y[n])
+    dA = torch.einsum("niv,njv->nij", do, new).tril()
+    dM = -(b * (y @ new.mT)).tril(-1)
+    dk = dA.mT @ q + new @ leaves.mT - (b * y) @ states.mT
+    dk = dk + dM @ k + dM.mT @ k
+    dbeta = (y * (v - k @ states - overlap @ new)).sum(-1, keepdim=True)
+    dq = do @ states.mT + dA @ k
+    dq, dk, dv, dbeta = (
+        x.reshape(N * C, -1)[:T] for x in (dq, dk, b * y, dbeta)
+    )
+    return dq, dk, dv, dbeta[:, 0], dS
+
+
+# %% ex-full-backward not yet: automatic differentiation
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    one = (None, slice(None), None)
+    with torch.enable_grad():
+        x = [y.clone().requires_grad_() for y in (q, k, v, beta, S0)]
+        o, S = fw.deltanet(
+            *(y[one] for y in x[:3]),
+            x[3][None, :, None],
+            scale=1.0,
+            initial_state=x[4][None, None],
+        )
+        loss = (o[0, :, 0] * do).sum() + (S[0, 0] * dS).sum()
+        return torch.autograd.grad(loss, x)
+
+
+# %% ex-full-backward not yet: products per chunk inside the loops
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    chunks, kept, grads = [], [], []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        overlap, rate = (k[n] @ k[n].T).tril(-1), beta[n, None]
+        eye = torch.eye(len(overlap), dtype=k.dtype)
+        P = torch.linalg.inv(eye + rate * overlap)
+        new = P @ (rate * (v[n] - k[n] @ S0))
+        chunks.append(n)
+        kept.append((S0, overlap, P, new))
+        S0 = S0 + k[n].T @ new
+    for n, (S, overlap, P, new) in zip(chunks[::-1], kept[::-1], strict=True):
+        scores, dA = (q[n] @ k[n].T).tril(), (do[n] @ new.T).tril()
+        y = P.T @ (scores.T @ do[n] + k[n] @ dS)
+        erased = beta[n, None] * y
+        dAkk = -(erased @ new.T).tril(-1)
+        dk = dA.T @ q[n] + new @ dS.T - erased @ S.T
+        grads.append(
+            (
+                do[n] @ S.T + dA @ k[n],
+                dk + (dAkk + dAkk.T) @ k[n],
+                erased,
+                (y * (v[n] - k[n] @ S - overlap @ new)).sum(-1),
+            )
+        )
+        dS = dS + q[n].T @ do[n] - k[n].T @ erased
+    parts = zip(*grads[::-1], strict=True)
+    return *(torch.cat(x) for x in parts), dS
+
+
+# %% ex-binomials passes
+def identical_keys(C):
+    """By counting chains, and P by the recursion that P solves."""
+    M = [[int(j < i) for j in range(C)] for i in range(C)]
+    power = M
+    for _ in range(
+        C // 2 - 1
+    ):  # of a Toeplitz matrix the first column is enough
+        first = [0, *itertools.accumulate(r[0] for r in power)][:C]
+        power = [
+            [first[i - j] if i >= j else 0 for j in range(C)] for i in range(C)
+        ]
+    largest = max(map(max, power))
+    P = torch.eye(C, **double)
+    P[range(1, C), range(C - 1)] = -1
+    return largest, P
+
+
+# %% ex-binomials not yet: is not the largest entry
+def identical_keys(C):
+    P = torch.eye(C) - torch.diag(torch.ones(C - 1), -1)
+    return math.comb(C, C // 2), P
+
+
+# %% ex-binomials not yet: relative error
+def identical_keys(C):
+    return math.comb(C - 2, C // 2 - 1), torch.ones(C, C).tril()
