@@ -44,6 +44,8 @@ def caught_by(file: str, old: str, new: str, tests: str = "") -> str:
             capture_output=True,
             text=True,
         )
+    if run.returncode < 0:  # it wrote where it must not, say
+        return f"the process, by signal {-run.returncode}"
     failed = ("FAILED", "ERROR")
     lines = [x for x in run.stdout.splitlines() if x.startswith(failed)]
     return lines[0].split(" - ")[0].split("/")[-1] if lines else ""

@@ -148,11 +148,6 @@ MUTANTS = {
         "start // BT + i_s",
         "start // BT",
     ),
-    "kernel-selective-offsets-past-the-end": (
-        TILES,
-        "start = tl.minimum(tl.maximum(start, 0), T)",
-        "start = tl.maximum(start, 0)",
-    ),
     "kernel-selective-offsets-before-the-start": (
         TILES,
         "start = tl.minimum(tl.maximum(start, 0), T)",
