@@ -239,3 +239,14 @@ def test_identical_keys_and_every_beta(gate, beta):
     x["beta"] = torch.full_like(x["beta"], beta)
     (do, dS), ref = autograd(loop, *x.values())
     same(whole(x.values(), do, dS, chunk_size=C), ref, 1e-12)
+
+
+@gates
+@rules
+def test_a_single_chunk_after_an_empty_state(rule, gate):
+    x = inputs(gate, rule, T=20)
+    S = torch.zeros_like(x.pop("initial_state"))
+    (do,), ref = autograd(lambda *x: loop(*x, S)[:1], *x.values())
+    grads = whole([*x.values(), None], do, None, chunk_size=20)
+    same(grads[:5], ref)
+    assert grads[5] is None
