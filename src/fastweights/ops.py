@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from fastweights import private, values
 from fastweights.arguments import PLAIN, check_arguments
+from fastweights.flops import tell_counters
 from fastweights.reference import backend as chunkwise
 from fastweights.reference.backend import (
     first_states,
@@ -102,7 +103,10 @@ def linear_recurrence(
             "loop".
 
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
-    imported, values are checked too: see :mod:`fastweights.values`.
+    imported, values are checked too: see :mod:`fastweights.values`. FLOP
+    counters count what :mod:`fastweights.flops` says. DTensors go through
+    ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
+    Shard(2) of what has tokens, Shard(1) of the states.
     """
     q, k, v = autocast(q, k, v)
     check_arguments(
@@ -437,7 +441,10 @@ def past_dispatcher(
     the profiler, a tensor of a class of its own or without data, or a
     negative view, which the dispatcher resolves.
     """
-    seen = private.watched() or any(
+    watched = private.watched()
+    if watched:
+        tell_counters()
+    seen = watched or any(
         [
             x is not None and (type(x) not in PLAIN or x.is_meta or x.is_neg())
             for x in tensors
@@ -481,5 +488,6 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "fastweights::linear_recurrence_backward", _refuse
 )
+tell_counters()
 FORWARD = torch.ops.fastweights.linear_recurrence.default
 BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default

@@ -1,0 +1,103 @@
+"""FLOPs of linear_recurrence, for torch.utils.flop_counter.FlopCounterMode.
+
+What the chunk form multiplies, per token and value head, in chunks of C
+tokens (64 unless chunk_size says): products of matrices as PyTorch counts
+them, two operations for each multiplication and addition, triangular scores
+as full ones; gates, which are elementwise, count nothing, like elsewhere in
+PyTorch. Of one chunk [C, K], [C, V] and its state [K, V]:
+
+    forward    q k^T: C C K; q S: C K V; Aqk v_new: C C V; k^T v_new: C K V
+    and delta  k k^T: C C K; k S: C K V; P (v - k S): C C V; P itself, the
+               inverse of a unit triangular matrix: C^3 / 6
+    backward   the states again, k^T v_new: C K V; do v_new^T and Aqk^T do:
+               C C V each; dAqk k and dAqk^T q: C C K each; k dS, q^T do,
+               do S^T and v_new dS^T: C K V each
+    and delta  the errors again, k S: C K V and P (..): C C V; P^T dv_new and
+               y v_new^T: C C V each; dAkk k and dAkk^T k: C C K each;
+               k^T (beta y) and (beta y) S^T: C K V each
+
+The scores and P are kept for the backward. backend="loop" has no operator:
+what it multiplies is counted as it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+CHUNK = 64
+Shape = Any  # torch.Size, or None
+
+
+def forward(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    g: Shape,
+    beta: Shape,
+    initial_state: Shape,
+    cu_seqlens: Shape,
+    scale: float,
+    chunk_size: int | None,
+    *others: Any,
+    **named: Any,
+) -> int:
+    """FLOPs of the operator fastweights::linear_recurrence."""
+    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or CHUNK
+    flops = 2 * (C * K + C * V + 2 * K * V)
+    if beta is not None:
+        flops += 2 * (C * K + C * V + K * V) + C * C // 3
+    return B * T * HV * flops
+
+
+def backward(
+    do: Shape,
+    dstate: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    g: Shape,
+    beta: Shape,
+    initial_state: Shape,
+    cu_seqlens: Shape,
+    saved: Any,
+    scale: float,
+    chunk_size: int | None,
+    *others: Any,
+    **named: Any,
+) -> int:
+    """FLOPs of the operator fastweights::linear_recurrence_backward."""
+    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or CHUNK
+    products = 5 * K * V + 2 * C * V + 2 * C * K
+    if beta is not None:
+        products += 3 * K * V + 3 * C * V + 2 * C * K
+    return B * T * HV * 2 * products
+
+
+def tell_counters() -> None:
+    """Give PyTorch's FLOP counters these formulas, open ones too.
+
+    Its module imports Triton, so that it is left alone until somebody else
+    has imported it. A counter copies the formulas when it is made.
+    """
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    operators = torch.ops.fastweights
+    formulas = {
+        operators.linear_recurrence: forward,
+        operators.linear_recurrence_backward: backward,
+    }
+    modes = _get_current_dispatch_mode_stack()
+    counters = [getattr(mode, "counter", None) for mode in modes]
+    for operator, formula in formulas.items():
+        if operator not in module.flop_registry:
+            module.register_flop_formula(operator)(formula)
+        for counter in counters:
+            if isinstance(counter, module.FlopCounterMode):
+                counter.flop_registry.setdefault(
+                    operator, module.flop_registry[operator]
+                )
