@@ -182,6 +182,10 @@ def test_footprint_finds_what_is_alive_at_once():
         x[:5].add_(1)  # what was there before is not counted
     assert all_kept.peak == 50 and len(kept) == 5
     assert all_kept.names == {"mul", "slice", "add_"}
+    assert all_kept.dtypes == {torch.float32}
+    with checks.Footprint() as wider:
+        x.double().float()
+    assert wider.dtypes == {torch.float32, torch.float64}
 
 
 def test_exponentials_are_counted():

@@ -83,7 +83,8 @@ class Footprint(_Watch):
     peak: elements of all that operations returned and that was alive at
     once, views counted with what they are views of; total: elements of all
     tensors that operations took and returned; calls: how many operations
-    there were; names: what they are called in ATen, such as "bmm".
+    there were; names: what they are called in ATen, such as "bmm"; dtypes:
+    of the tensors they returned.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Footprint(_Watch):
         self.total = 0
         self.calls = 0
         self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
         self._alive: dict[int, int] = {}  # tensors, by where their data is
         self._elements = 0
 
@@ -103,6 +105,7 @@ class Footprint(_Watch):
         taken = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         given = {x.untyped_storage().data_ptr() for x in taken}
         sizes = [x.numel() for x in returned]
+        self.dtypes |= {x.dtype for x in returned}
         self.largest = max(self.largest, *sizes) if sizes else self.largest
         self.total += sum(sizes) + sum(x.numel() for x in taken)
         for x in returned:

@@ -64,7 +64,7 @@ def block_inverse(M):
     return P
 
 
-# %% ex-inverse not yet: linalg_inv\w* does it for you
+# %% ex-inverse not yet: linalg_\w+ does it for you
 def block_inverse(M):
     return torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
 

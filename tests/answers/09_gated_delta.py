@@ -1,0 +1,244 @@
+"""Answers to chapter 9's exercises, and what their checks are to say."""
+
+
+# %% ex-one-step passes
+def step_in_place(state, q, k, v, g=None, beta=None):
+    """Head by head, with outer products added in place."""
+    o = torch.empty_like(v)
+    groups = v.shape[1] // k.shape[1]
+    for b, h in itertools.product(range(v.shape[0]), range(v.shape[1])):
+        S, key = state[b, h], k[b, h // groups]
+        if g is not None:
+            S.mul_(g[b, h].exp()[:, None])
+        new = v[b, h]
+        if beta is not None:
+            new = beta[b, h] * (new - key @ S)
+        S.addr_(key, new)
+        o[b, h] = q[b, h // groups] @ S
+    return o
+
+
+# %% ex-one-step not yet: numbers were made beside the state's
+def step_in_place(state, q, k, v, g=None, beta=None):
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1)[..., None, :] for x in (q, k))
+    new = v[..., None, :]
+    if g is not None:
+        state *= g.exp()[..., None]
+    if beta is not None:
+        new = beta[..., None, None] * (new - k @ state)
+    state += k.mT @ new
+    return (q @ state)[..., 0, :]
+
+
+# %% ex-one-step not yet: the state did not change
+def step_in_place(state, q, k, v, g=None, beta=None):
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+    state, o = steps.recurrence(state, q, k, v, g, beta)
+    return o
+
+
+# %% ex-one-step not yet: state, g of 0, additive: relative error
+def step_in_place(state, q, k, v, g=None, beta=None):
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat(1, groups, 1)[..., None, :] for x in (q, k))
+    new = v[..., None, :]
+    if g is not None:
+        state *= g.exp()[..., None]
+    if beta is not None:
+        new = beta[..., None, None] * (new - k @ state)
+    state.addcmul_(k.mT, new)
+    return (q @ state)[..., 0, :]
+
+
+# %% ex-one-step not yet: state, g of 1, delta: relative error
+def step_in_place(state, q, k, v, g=None, beta=None):
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1)[..., None, :] for x in (q, k))
+    new = v[..., None, :]
+    if beta is not None:  # the error before the decay
+        new = beta[..., None, None] * (new - k @ state)
+    if g is not None:
+        state *= g.exp()[..., None]
+    state.addcmul_(k.mT, new)
+    return (q @ state)[..., 0, :]
+
+
+# %% ex-blank-gated passes
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """Padded; everything but the states for all chunks at once."""
+    T = len(q)
+    q, k, v, g, beta = (
+        F.pad(x, (0, 0, 0, -T % C)).unflatten(0, (-1, C))
+        for x in (q, k, v, g[:, None], beta[:, None])
+    )
+    G = g.cumsum(1)
+    later = torch.ones(C, C, dtype=torch.bool).triu(1)
+    D = (G - G.mT).masked_fill(later, -torch.inf).exp()
+    P = chunkwise.unit_lower_inverse((beta * (k @ k.mT) * D).tril(-1))
+    A, o = (q @ k.mT) * D, torch.zeros_like(v)
+    kept, rest = G.exp(), (G[:, -1:] - G).exp()
+    for n in range(len(q)):
+        new = P[n] @ (beta[n] * (v[n] - (kept[n] * k[n]) @ S0))
+        o[n] = (kept[n] * q[n]) @ S0 + A[n] @ new
+        S0 = kept[n, -1] * S0 + (rest[n] * k[n]).T @ new
+    return o.flatten(0, 1)[:T], S0
+
+
+# %% ex-blank-gated not yet: an exponent of .*; mask the differences
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G, rate = g[n].cumsum(0)[:, None], beta[n, None]
+        D = (G - G.T).exp().tril()
+        M = (rate * (k[n] @ k[n].T) * D).tril(-1)
+        P = torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank-gated not yet: a loop over tokens
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    o = []
+    for t in range(len(q)):
+        S0 = g[t].exp() * S0
+        S0 = S0 + beta[t] * torch.outer(k[t], v[t] - S0.T @ k[t])
+        o.append(S0.T @ q[t])
+    return torch.stack(o), S0
+
+
+# %% ex-blank-gated not yet: operator did it
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    o, S = fw.gated_deltanet(
+        *(x[None, :, None] for x in (q, k, v, g, beta)),
+        scale=1.0,
+        initial_state=S0[None, None],
+    )
+    return o[0, :, 0], S[0, 0]
+
+
+# %% ex-blank-gated not yet: C = 8 is to be the chunk size
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """One chunk, whatever C is."""
+    G, rate = g.cumsum(0)[:, None], beta[:, None]
+    D = parallel.decays(G)[..., 0]
+    P = chunkwise.unit_lower_inverse((rate * (k @ k.T) * D).tril(-1))
+    new = P @ (rate * (v - (G.exp() * k) @ S0))
+    o = (G.exp() * q) @ S0 + (q @ k.T * D) @ new
+    return o, G[-1].exp() * S0 + ((G[-1] - G).exp() * k).T @ new
+
+
+# %% ex-survive passes
+def survivor():
+    """Many mild tokens, the state moved once, halfway."""
+    g = torch.zeros(20, 2, **double)
+    g[:10, 1] = g[10:, 0] = -2.0
+    swap = torch.tensor([1.0, -1.0], **double) / math.sqrt(2)
+    beta = torch.zeros(20, **double)
+    beta[9] = 2.0
+    return swap.expand(20, 2), beta, g, torch.tensor([[1.0], [0.0]])
+
+
+# %% ex-survive not yet: is left: at each token it must stand
+def survivor():
+    g = torch.tensor([[0.0, -20.0], [-20.0, 0.0]], **double)
+    key = torch.tensor([[1.0, 0.0], [1.0, 0.0]], **double)
+    return key, torch.zeros(2), g, torch.tensor([[1.0], [0.0]], **double)
+
+
+# %% ex-survive not yet: the channels' gates add up to
+def survivor():
+    g = torch.tensor([[0.0, -20.0]], **double)
+    key, start = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0], [0.0]])
+    return key, torch.zeros(1), g, start
+
+
+# %% ex-survive not yet: would make the state grow
+def survivor():
+    g = torch.tensor([[-21.0, -21.0], [1.0, 1.0]], **double)
+    key, start = torch.eye(2, **double), torch.tensor([[1.0], [0.0]])
+    return key, torch.zeros(2), g, start
+
+
+# %% ex-gated-segment passes
+def gated_segment(k, v, g, beta, eps):
+    """One call for both, and the bound as a product of numbers."""
+    dim = k.shape[-1]
+    values = torch.cat([torch.zeros_like(k), v], dim=-1)
+    start = torch.cat(
+        [torch.eye(dim, **double), torch.zeros(dim, v.shape[-1], **double)],
+        dim=-1,
+    )
+    _, S = fw.kda(k, k, values, g, beta, initial_state=start[None, None])
+    bound = math.exp(sum(g[0, :, 0].max(dim=-1).values.tolist()))
+    return S[0, 0, :, :dim], S[0, 0, :, dim:], bound < eps
+
+
+# %% ex-gated-segment not yet: channels by themselves bound nothing
+def gated_segment(k, v, g, beta, eps):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    _, B = fw.kda(k, k, v, g, beta)
+    _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
+    return Phi[0, 0], B[0, 0], g[0, :, 0].sum(0).max() < math.log(eps)
+
+
+# %% ex-gated-segment not yet: the bound of the norms says True
+def gated_segment(k, v, g, beta, eps):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    _, B = fw.kda(k, k, v, g, beta)
+    _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
+    return Phi[0, 0], B[0, 0], False  # never sure
+
+
+# %% ex-strong-gates passes
+def gla_gate_gradient(q, k, v, g, do):
+    """By a loop over rows: no pair of a token with itself."""
+    C, dg = len(q), torch.zeros_like(g)
+    dA = do @ v.T
+    for i in range(1, C):
+        after = g[: i + 1].flip(0).cumsum(0).flip(0)[1:]  # j + 1 to i
+        pair = dA[i, :i, None] * q[i] * k[:i] * after.exp()
+        # The gates j + 1, ..., i stand between the pair.
+        dg[1 : i + 1] += pair.cumsum(0)
+    return dg
+
+
+# %% ex-strong-gates not yet: fp64 in between
+def gla_gate_gradient(q, k, v, g, do):
+    q, k, v, g, do = (x.double() for x in (q, k, v, g, do))
+    D = parallel.decays(g.cumsum(0))
+    dA = (do @ v.T).tril(-1)
+    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
+    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0).float()
+
+
+# %% ex-strong-gates not yet: g = -(5|20).0: relative error
+def gla_gate_gradient(q, k, v, g, do):
+    D = parallel.decays(g.cumsum(0))
+    dA = (do @ v.T).tril()  # with the diagonal
+    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
+    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
+
+
+# %% ex-strong-gates not yet: an exponent of
+def gla_gate_gradient(q, k, v, g, do):
+    G = g.cumsum(0)
+    dA = (do @ v.T).tril(-1)
+    dq = G.exp() * (dA @ ((-G).exp() * k))
+    dk = (-G).exp() * (dA.T @ (G.exp() * q))
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
+
+
+# %% ex-strong-gates not yet: automatic differentiation
+def gla_gate_gradient(q, k, v, g, do):
+    with torch.enable_grad():
+        leaf = g.clone().requires_grad_()
+        D = parallel.decays(leaf.cumsum(0))
+        o = torch.einsum("id,jd,ijd->ij", q, k, D) @ v
+        return torch.autograd.grad((o * do).sum(), leaf)[0]
