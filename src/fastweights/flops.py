@@ -26,7 +26,8 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fastweights.private import dispatch_modes
 
 CHUNK = 64
 Shape = Any  # torch.Size, or None
@@ -91,8 +92,7 @@ def tell_counters() -> None:
         operators.linear_recurrence: forward,
         operators.linear_recurrence_backward: backward,
     }
-    modes = _get_current_dispatch_mode_stack()
-    counters = [getattr(mode, "counter", None) for mode in modes]
+    counters = [getattr(x, "counter", None) for x in dispatch_modes()]
     for operator, formula in formulas.items():
         if operator not in module.flop_registry:
             module.register_flop_formula(operator)(formula)

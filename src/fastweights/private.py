@@ -36,6 +36,9 @@ def _found(module: str, name: str) -> Any:
 _dispatch_mode: Callable | None = _found(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode"
 )
+_dispatch_modes: Callable | None = _found(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
+)
 _transforms_active: Callable | None = _found(
     "torch._C", "_are_functorch_transforms_active"
 )
@@ -80,6 +83,11 @@ def watched() -> bool:
         or _is_tracing()  # type: ignore[misc]
         or _profiler_enabled()  # type: ignore[misc]
     )
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that look at operators; none where PyTorch does not tell."""
+    return [] if _dispatch_modes is None else _dispatch_modes()
 
 
 def storage_of(t: Tensor) -> int:
