@@ -1,4 +1,4 @@
-// The film of a matrix state S [K][V]: film.py puts this file beside the
+// The film of a matrix state S [K][V]: film/page.py puts this file beside the
 // data of one film, and `film` brings the element that holds both to life.
 // Tokens, rows and columns count from 1 for the reader, from 0 in arrays.
 "use strict";
