@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks serve
-.PHONY: test test-all test-library
+.PHONY: test test-all
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -74,7 +74,11 @@ check: $(READY) ## in 90 seconds: style, types, tests of what you changed
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(TYPES)
-	@$(MAKE) --no-print-directory test-library
+	@$(SAY) "library: unit tests"
+	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
+	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
+		$(KERNEL_TESTS)
 	@$(MAKE) --no-print-directory notebooks
 	@$(SAY) "chapters: run each from its first cell to its last"
 	@rm -rf build/test
@@ -85,19 +89,15 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SAY) "site: links, alt texts, no other host"
 	@$(PY) -m pytest -q tests/test_site.py
 
-test-library: $(READY) ## of test the library's part, on any PyTorch and Triton
-	@$(SAY) "library: unit tests"
-	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
-	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
-		$(KERNEL_TESTS)
-
-test-all: test ## test, with all parameters crossed, and the notebooks
+test-all: test ## test, all parameters crossed, notebooks, other versions
 	@$(SAY) "library: the combinations that make test leaves out"
 	@OMP_NUM_THREADS=1 $(UNIT) -m full $(LIBRARY_TESTS)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m full $(KERNEL_TESTS)
 	@$(SAY) "notebooks: run each from its first cell to its last"
 	@$(UNIT) --nbval-lax --dist loadscope build/notebooks
+	@$(SAY) "versions: the oldest and the newest PyTorch and Triton"
+	@PYTHONPATH=src $(PY) tests/pairs.py oldest -n auto
+	@PYTHONPATH=src $(PY) tests/pairs.py newest -n auto
 
 mutants: $(READY) ## break the library a line at a time: a test must notice
 	@$(PY) tests/mutants.py

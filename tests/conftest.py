@@ -1,7 +1,14 @@
 """Puts tests/ on the import path, and skips what needs a missing GPU."""
 
+import os
+import tempfile
+
 import pytest
 import torch
+
+# Inductor's cache does not see that an operator of ours has changed.
+_compiled = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 
 def pytest_collection_modifyitems(items):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import PLAIN, check_offsets
+from fastweights.private import in_torch_func
 
 CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
 
@@ -70,7 +71,7 @@ def _has_values(x: Tensor) -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
+        or in_torch_func()
         or type(x) not in PLAIN
         or x.is_meta
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())

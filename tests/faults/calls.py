@@ -127,11 +127,6 @@ MUTANTS = {
         "return int(x is scale)",
         "return 0",
     ),
-    "call-has-no-slot-for-what-is-cut": (
-        CALL,
-        "self.slots = -(-B * self.T // self.chunk_size) + N",
-        "self.slots = -(-B * self.T // self.chunk_size)",
-    ),
     "call-takes-a-gate-a-channel-for-one-a-head": (
         CALL,
         "self.gate_width = self.K if self.g.dim() == 4 else 1",
