@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +28,9 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights import bench
+from fastweights.speed import MEMBERS
+from fastweights.timing import Row, package_version
 
-Row = dict[str, Any]
 Member = Callable[..., tuple[Tensor, Any]]
 
 # case -> its shape: B, T, heads, and K = V
@@ -38,16 +39,6 @@ CASES = {
     "step": (1, 1, 4, 64),
     "forward": (1, 1024, 4, 64),
     "train": (64, 64, 4, 32),
-}
-# member -> its gate, and whether it has beta
-MEMBERS = {
-    "linear_attention": (None, False),
-    "retention": ("fixed", False),
-    "mamba2": ("head", False),
-    "gla": ("channel", False),
-    "deltanet": (None, True),
-    "gated_deltanet": ("head", True),
-    "kda": ("channel", True),
 }
 
 
@@ -207,15 +198,11 @@ def processor() -> str:
 
 def environment() -> dict[str, Any]:
     """As a bench's record has it, for a CPU and one thread."""
-    try:
-        transformers = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        transformers = None
     return bench.environment() | {
         "device": processor(),
         "dtype": "float32",
         "threads": 1,
-        "transformers": transformers,
+        "transformers": package_version("transformers"),
         "shapes": CASES,
     }
 
@@ -237,8 +224,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    given = " ".join(sys.argv[1:])
     record: dict[str, Any] = {
-        "command": "python -m fastweights.bench_cpu",
+        "command": f"python -m fastweights.bench_cpu {given}".strip(),
         **environment(),
         "rows": [],
     }
