@@ -55,36 +55,25 @@ LAUNCHES = [
     if not stage.endswith(("far", "again")) or width == "K"
     if not stage.startswith("compose") or width != 1
 ]
-ALL = pytest.mark.parametrize("stage, width, delta", LAUNCHES)
 
 
-def in_turn(values):
-    """Every launch with every value; but for one each, with the mark full.
+def on_each(values, *, whole=(), launches=LAUNCHES):
+    """Every launch with every value; most of them with the mark full.
 
-    The launches of a stage take the values in turns.
+    Left are all launches with the values in ``whole``, and with each of the
+    others one launch of every stage, which takes turns.
     """
-    values = list(values)
-    chosen = [
-        (*launch, values[i % len(values)]) for i, launch in enumerate(LAUNCHES)
-    ]
-    return all_but(chosen, [(*x, y) for x in LAUNCHES for y in values])
-
-
-def on_each(stages_in_full):
-    """Every launch for every GPU; for most of them a launch of each stage."""
     chosen = []
-    for i, capability in enumerate(SHARED):
+    for i, value in enumerate(values):
         for stage in KERNELS:
-            mine = [x for x in LAUNCHES if x[0] == stage]
-            if capability not in stages_in_full:
+            mine = [x for x in launches if x[0] == stage]
+            if mine and value not in whole:
                 mine = [mine[i % len(mine)]]
-            chosen += [(*x, capability) for x in mine]
-    return all_but(chosen, [(*x, y) for x in LAUNCHES for y in SHARED])
+            chosen += [(*x, value) for x in mine]
+    return all_but(chosen, [(*x, y) for x in launches for y in values])
 
 
-OF_SCANS = pytest.mark.parametrize(
-    "stage, width, delta", [x for x in LAUNCHES if x[0] in SCANS]
-)
+OF_SCANS = [x for x in LAUNCHES if x[0] in SCANS]
 FULL = (
     "g",
     "beta",
@@ -216,7 +205,9 @@ def allowed(stage, width, capability):
     return 640 if capability in (90, 100) else 1536
 
 
-@pytest.mark.parametrize("stage, width, delta, capability", on_each([90, 100]))
+@pytest.mark.parametrize(
+    "stage, width, delta, capability", on_each(SHARED, whole=(90, 100))
+)
 def test_bf16(stage, width, delta, capability, tmp_path):
     compiled = compile_stage(stage, width, delta, capability)
     judge(compiled, capability, tmp_path, allowed(stage, width, capability))
@@ -228,8 +219,10 @@ def test_bf16(stage, width, delta, capability, tmp_path):
     assert not unwaited_products(compiled.asm["ttgir"])
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@OF_SCANS
+@pytest.mark.parametrize(
+    "stage, width, delta, ragged",
+    on_each([False, True], whole=(False,), launches=OF_SCANS),
+)
 def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
     """It loads the tiles of every scan, but of ragged heads.
 
@@ -241,8 +234,10 @@ def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
     assert by_tma == (not ragged)
 
 
-@pytest.mark.parametrize("D", [128, 256])
-@OF_SCANS
+@pytest.mark.parametrize(
+    "stage, width, delta, D",
+    on_each([128, 256], whole=(128,), launches=OF_SCANS),
+)
 def test_no_product_is_computed_twice(stage, width, delta, D):
     """Of 64 rows each group of four warps has columns of its own."""
     ttgir = compile_stage(stage, width, delta, 90, D).asm["ttgir"]
@@ -257,7 +252,7 @@ def test_no_product_is_computed_twice(stage, width, delta, D):
 
 @pytest.mark.parametrize(
     "stage, width, delta, size",
-    in_turn([(64, 90), (256, 90), (64, 86), (256, 86)]),
+    on_each([(64, 90), (256, 90), (64, 86), (256, 86)]),
 )
 def test_other_head_sizes(stage, width, delta, size, tmp_path):
     D, capability = size
@@ -265,7 +260,7 @@ def test_other_head_sizes(stage, width, delta, size, tmp_path):
     judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
-@pytest.mark.parametrize("stage, width, delta, chunk_size", in_turn([16, 32]))
+@pytest.mark.parametrize("stage, width, delta, chunk_size", on_each([16, 32]))
 def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, delta, 90, chunk_size=chunk_size, group=2
@@ -275,16 +270,16 @@ def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
         assert "wgmma" not in compiled.asm["ptx"]
 
 
-@ALL
-def test_several_value_heads(stage, width, delta, tmp_path):
+@pytest.mark.parametrize("stage, width, delta, group", on_each([2]))
+def test_several_value_heads(stage, width, delta, group, tmp_path):
     """Their sums are two tiles more."""
-    compiled = compile_stage(stage, width, delta, 90, group=2)
+    compiled = compile_stage(stage, width, delta, 90, group=group)
     judge(compiled, 90, tmp_path, 3072)
 
 
 @pytest.mark.parametrize(
     "stage, width, delta, products",
-    in_turn([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)]),
+    on_each([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)]),
 )
 def test_fp32(stage, width, delta, products, tmp_path):
     """Three products keep each operand twice, and spill.
