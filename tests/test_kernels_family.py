@@ -45,19 +45,17 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
-# A fixed gate reaches the kernels repeated for every token, as any other.
-SEVERAL = pytest.mark.parametrize(
-    "gate, rule",
-    all_but(
-        [
-            ("none", "additive"),
-            ("scalar", "delta"),
-            ("vector", "additive"),
-            ("vector", "delta"),
-        ],
-        MEMBERS,
-    ),
-)
+
+
+def some(*names):
+    """All members; but for those named "gate rule", with the mark full.
+
+    A fixed gate reaches the kernels repeated for every token, as any other.
+    """
+    chosen = [tuple(name.split()) for name in names]
+    return pytest.mark.parametrize("gate, rule", all_but(chosen, MEMBERS))
+
+
 # T, H, HV, K, V, chunk size, dtype, initial state
 CASES = {
     "one-token": (1, 2, 4, 60, 100, 64, torch.float32, True),
@@ -398,7 +396,7 @@ def test_one_value_head_forgets(rule):
 
 
 @interpreted
-@SEVERAL
+@some("none additive", "vector delta")
 def test_packed_sequences(gate, rule):
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
     x = cast(x, torch.float32)
@@ -574,7 +572,7 @@ def test_a_range_past_the_end_leaves_nothing(cut):
 
 
 @interpreted
-@SEVERAL
+@some("scalar delta", "vector additive")
 def test_segments_of_packed_sequences(gate, rule, cut):
     cut(3)
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
@@ -582,7 +580,7 @@ def test_segments_of_packed_sequences(gate, rule, cut):
 
 
 @interpreted
-@SEVERAL
+@some("none delta", "vector additive")
 def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
     cut(3)
@@ -666,7 +664,7 @@ def scattered(x):
 
 
 @interpreted
-@SEVERAL
+@some("none delta", "scalar additive", "vector delta")
 def test_non_contiguous_views(gate, rule):
     x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
     judge(scattered(x), 1e-4, chunk_size=16)
@@ -836,7 +834,7 @@ def test_each_stage_is_its_twin(gate, rule):
 
 
 @interpreted
-@SEVERAL
+@some("scalar additive", "vector delta")
 def test_operator_passes_opcheck(gate, rule):
     x = cast(member(gate, rule, T=20, K=33), torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
