@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import offline
+from crossed import crossed
 from offline import SHARED
 
 from fastweights.kernels.decode import (
@@ -51,9 +52,9 @@ def judge(compiled, capability, tmp_path):
     )
 
 
-@ALL
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("T", [1, 16])
+@crossed(
+    capability=[*SHARED], width=(0, 1, "K"), delta=(False, True), T=(1, 16)
+)
 def test_bf16(width, delta, T, capability, tmp_path):
     compiled = compile_decode(width, delta, T, capability)
     registers = judge(compiled, capability, tmp_path)
@@ -61,14 +62,12 @@ def test_bf16(width, delta, T, capability, tmp_path):
     assert registers <= (96 if T == 1 else 128)
 
 
-@ALL
-@pytest.mark.parametrize("D", [16, 64, 256])
+@crossed(D=[16, 64, 256], width=(0, 1, "K"), delta=(False, True))
 def test_other_head_sizes(width, delta, D, tmp_path):
     judge(compile_decode(width, delta, 16, 90, D), 90, tmp_path)
 
 
-@ALL
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@crossed(dtype=["fp16", "fp32"], width=(0, 1, "K"), delta=(False, True))
 def test_other_dtypes(width, delta, dtype, tmp_path):
     judge(compile_decode(width, delta, 16, 90, dtype=dtype), 90, tmp_path)
 
