@@ -73,17 +73,18 @@ def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
         f"python -m fastweights.bench {command} --no-first"
     )
     copy, matmul, *rows = record["rows"]
-    steps = [rows.pop(5), rows.pop(0)]
+    steps = [rows.pop(7), rows.pop(0)]
     assert all(row["shape"] == "decode" for row in steps)
     assert steps[1]["floor"] == pytest.approx(
         steps[1]["moved"] * copy["seconds"] / copy["moved"]
     )
-    # Gated DeltaNet with both gates, linear attention once, two passes each
+    # Gated DeltaNet with each gate, linear attention once, two passes each
     assert [(r["member"], r["gate"], r["what"]) for r in rows] == [
         (member, gate, what)
         for member, gate in (
             ("gated_deltanet", "mild"),
             ("gated_deltanet", "kept"),
+            ("gated_deltanet", "strong"),
             ("linear_attention", "mild"),
         )
         for what in ("forward", "forward+backward")

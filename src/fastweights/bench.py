@@ -258,7 +258,8 @@ def main() -> None:
         "--gates",
         choices=speed.GATES,
         default=[*speed.GATES],
-        help="mild, kept (g = -1e-3: nothing may be skipped); both by default",
+        help="mild, kept (g = -1e-3: nothing may be skipped), strong (half "
+        "forgotten at every step); all by default",
         **several,
     )
     group.add_argument(

@@ -85,9 +85,9 @@ PEERS = {
     ),
     "flash_qla": ("flash-qla", "as it comes"),
 }
-# mild forgetting, half of it after some 14 steps; and next to none, so that
-# nothing may be skipped
-GATES = ("mild", "kept")
+# mild forgetting, half of it after some 14 steps; next to none, so that
+# nothing may be skipped; and strong, half at every step
+GATES = ("mild", "kept", "strong")
 
 
 def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
@@ -106,7 +106,9 @@ def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
     }
     sizes = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
     if width is not None:
-        x["g"] = F.logsigmoid(make(sizes[width])) / 16
+        x["g"] = F.logsigmoid(make(sizes[width]))
+        if gate != "strong":
+            x["g"] /= 16
         if gate == "kept":
             x["g"].fill_(-1e-3)
     if delta:
