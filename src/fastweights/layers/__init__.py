@@ -1,0 +1,47 @@
+"""Layers around the recurrences, as published: ``y, state = layer(x)``.
+
+    layer = GatedDeltaNet(1024, num_heads=8, head_dim=128)
+    y, state = layer(x)                    # x, y [B, T, 1024]
+    y, state = layer(more, state)          # the tokens after them
+    y, state = layer(packed, cu_seqlens=offsets)    # B = 1
+
+Every layer reads [B, T, dim], or packed sequences with B = 1, and returns a
+:class:`LayerState` with one row per sequence. Without gradients a state that
+comes back in is changed in place; with gradients a new one is made, through
+which gradients flow. ``state.clone()`` keeps one.
+"""
+
+from fastweights.layers.attention import SoftmaxAttention
+from fastweights.layers.convolution import HeadsConvolution, ShortConvolution
+from fastweights.layers.deltanet import DeltaNet
+from fastweights.layers.gated_deltanet import GatedDeltaNet
+from fastweights.layers.gla import GatedLinearAttention
+from fastweights.layers.kda import KimiDeltaAttention
+from fastweights.layers.mamba import Mamba
+from fastweights.layers.mamba2 import Mamba2
+from fastweights.layers.mlstm import MLSTM
+from fastweights.layers.parts import Decay, OutputNorm, parameter_groups
+from fastweights.layers.retention import (
+    LightningAttention,
+    MultiScaleRetention,
+)
+from fastweights.layers.state import LayerState
+
+__all__ = [
+    "MLSTM",
+    "Decay",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "HeadsConvolution",
+    "KimiDeltaAttention",
+    "LayerState",
+    "LightningAttention",
+    "Mamba",
+    "Mamba2",
+    "MultiScaleRetention",
+    "OutputNorm",
+    "ShortConvolution",
+    "SoftmaxAttention",
+    "parameter_groups",
+]

@@ -1,0 +1,235 @@
+"""Softmax attention, for hybrids and comparisons."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from fastweights.layers.parts import (
+    Factory,
+    check_input,
+    check_sizes,
+    rotary,
+)
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    lengths,
+    positions,
+    sequence_of,
+    updated,
+)
+
+Heads = Float[Tensor, "B T H K"]
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention with grouped heads and rotary positions.
+
+        q, k, v = W_qkv x, q and k turned by their positions
+        y = W_o softmax(q k^T / sqrt(K)) v
+
+    by PyTorch's scaled_dot_product_attention. Qwen3-Next's has ``qk_norm``,
+    ``gate`` and a ``rotary_fraction`` of 0.25; Kimi Linear's has no
+    positions.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H of q.
+        num_kv_heads: heads of k and v, a divisor of H; H if None.
+        head_dim: size of a head; dim / num_heads if None.
+        theta: base of the rotary positions; None: there are none.
+        rotary_fraction: share of a head's channels that turn.
+        qk_norm: whether q and k are normed per head (RMS, with a weight).
+        gate: whether the output is multiplied by sigmoid(W_g x).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        theta: float | None = 1e4,
+        rotary_fraction: float = 1.0,
+        qk_norm: bool = False,
+        gate: bool = False,
+        norm_eps: float = 1e-6,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads)
+        H, HK = num_heads, num_kv_heads or num_heads
+        K = head_dim or dim // num_heads
+        check_sizes(num_kv_heads=HK, head_dim=K)
+        if H % HK:
+            raise ValueError(
+                f"num_kv_heads: got {HK}, need a divisor of num_heads = {H}"
+            )
+        if not 0 <= rotary_fraction <= 1:
+            raise ValueError(
+                f"rotary_fraction: got {rotary_fraction}, need 0 to 1"
+            )
+        self.dim, self.K = dim, K
+        self.theta, self.rotary_fraction = theta, rotary_fraction
+        self.widths = (H * K, HK * K, HK * K)
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
+        self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(K, eps=norm_eps, **to) if qk_norm else nn.Identity()
+            for _ in "qk"
+        )
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+
+    def new_state(
+        self,
+        num_sequences: int,
+        capacity: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LayerState:
+        """An empty state with room for ``capacity`` tokens per sequence.
+
+        A state that a call has to enlarge moves to new memory; with enough
+        room from the start, it stays where it is.
+        """
+        weight = self.qkv_proj.weight
+        size = (num_sequences, capacity, self.widths[1] // self.K, self.K)
+        keys, values = (
+            weight.new_zeros(size, dtype=dtype, device=device) for _ in "kv"
+        )
+        position = torch.zeros(
+            num_sequences, dtype=torch.int64, device=keys.device
+        )
+        return LayerState(keys=keys, values=values, position=position)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
+        """y, and the state (keys, values, position) with x's tokens added.
+
+        Without gradients the one that came in is changed in place, and
+        enlarged where it is too small. With gradients, packed sequences and
+        no state, as in training, none is made: what is returned is None.
+        """
+        check_input(x, self.dim, state, cu_seqlens)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.K))
+            for part in self.qkv_proj(x).split(self.widths, -1)
+        )
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.theta is not None:
+            at = positions(x.shape[1], x.device, state, cu_seqlens)
+            q, k = (
+                rotary(t, at, self.theta, self.rotary_fraction) for t in (q, k)
+            )
+        if cu_seqlens is None:
+            o, after = attend(q, k, v, state)
+        elif state is None and torch.is_grad_enabled():
+            row = sequence_of(cu_seqlens, x.shape[1])
+            same = row[:, None] == row
+            o, after = attention(q, k, v, mask=same.tril()), None
+        else:
+            o, after = attend_packed(q, k, v, state, cu_seqlens)
+        o = o.flatten(2)
+        if self.g_proj is not None:
+            o = o * self.g_proj(x).sigmoid()
+        return self.o_proj(o), after
+
+
+def attention(
+    q: Heads, k: Heads, v: Heads, mask: Tensor | None = None
+) -> Heads:
+    """Causal, or where ``mask`` is true; heads of k and v are shared."""
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)
+
+
+def attend(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    state: LayerState | None,
+    count: Int[Tensor, " B"] | None = None,
+) -> tuple[Heads, LayerState]:
+    """Attention of new tokens to themselves and to what the state holds.
+
+    ``count`` is how many of the T tokens of each row are there; all if None.
+    """
+    B, T = q.shape[:2]
+    if count is None:
+        count = lengths(q, None)
+    if state is None:
+        o = attention(q, k, v)
+        return o, LayerState(keys=k, values=v, position=count, used=T)
+    keys, values = (
+        enlarged(state.get(name), state.used + T)
+        for name in ("keys", "values")
+    )
+    before = state.get("position")
+    token = torch.arange(T, device=q.device)
+    at = before[:, None] + token
+    row = torch.arange(B, device=q.device)[:, None]
+    there = (token < count[:, None])[..., None, None]
+    if torch.is_grad_enabled():
+        keys, values = keys.clone(), values.clone()
+    for x, new in ((keys, k), (values, v)):
+        x[row, at] = torch.where(there, new.to(x.dtype), x[row, at])
+    mask = torch.arange(keys.shape[1], device=q.device) <= at[..., None]
+    o = attention(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
+    if not torch.is_grad_enabled():
+        state.keys, state.values = keys, values
+    return o, updated(
+        state,
+        keys=keys,
+        values=values,
+        position=before + count,
+        used=state.used + T,
+    )
+
+
+def enlarged(x: Tensor, capacity: int) -> Tensor:
+    """x, or a copy with room for so many tokens or twice what it had."""
+    if x.shape[1] >= capacity:
+        return x
+    more = max(capacity, 2 * x.shape[1]) - x.shape[1]
+    return torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1)
+
+
+def attend_packed(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    state: LayerState | None,
+    cu_seqlens: Offsets,
+) -> tuple[Heads, LayerState]:
+    """The same for packed sequences, which are laid side by side for it."""
+    count = cu_seqlens.diff().to(torch.int64)
+    longest = max(int(count.max()), 1) if len(count) else 1
+    T = q.shape[1]
+    row = sequence_of(cu_seqlens, T)
+    token = torch.arange(T, device=q.device) - cu_seqlens[row]
+    q, k, v = (
+        x.new_zeros(len(count), longest, *x.shape[2:]).index_put(
+            (row, token), x[0]
+        )
+        for x in (q, k, v)
+    )
+    o, after = attend(q, k, v, state, count)
+    return o[row, token][None], after

@@ -1,0 +1,155 @@
+"""The short convolution before a recurrence, as modules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.convolution import convolve_heads, short_convolution
+from fastweights.layers.parts import Factory
+from fastweights.layers.state import LayerState, Offsets
+
+Inputs = Float[Tensor, "N W-1 C"]
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution per channel, then SiLU.
+
+        y_t = silu(bias + sum_j weight[:, W - 1 - j] x_{t-j})
+
+    Args:
+        channels: channels C of x and y.
+        conv_size: taps W, 2 to 4.
+        bias: whether there is one (Mamba has, others have not).
+        activation: whether SiLU follows.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        conv_size: int = 4,
+        *,
+        bias: bool = False,
+        activation: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        to: Factory = {"device": device, "dtype": dtype}
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, conv_size, **to))
+        self.bias = nn.Parameter(torch.empty(channels, **to)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """PyTorch's own start for such a convolution: U(-1, 1) / sqrt(W)."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        self.weight.uniform_(-bound, bound)
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T C"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T C"], Inputs]:
+        """y, and the inputs that the next tokens need."""
+        return short_convolution(
+            x,
+            self.weight,
+            self.bias,
+            activation="silu" if self.activation else None,
+            initial_state=inputs_of(state),
+            cu_seqlens=cu_seqlens,
+        )
+
+
+class HeadsConvolution(nn.Module):
+    """q, k and v of a recurrence from one projection [q | k | v].
+
+    A short convolution with SiLU over all channels, then q and k divided by
+    sqrt(|.|^2 + 1e-6): unit keys keep the delta rule from diverging.
+
+    Args:
+        heads: heads H of q and k, value heads HV.
+        sizes: of a head of q and k, K, and of one of v, V.
+        conv_size: taps of the convolution; None: neither it nor its SiLU.
+        normalize: whether q and k are brought to unit length.
+        bias: whether the convolution has one.
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        sizes: tuple[int, int],
+        conv_size: int | None = 4,
+        *,
+        normalize: bool = True,
+        bias: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.sizes, self.normalize = heads, sizes, normalize
+        (H, HV), (K, V) = heads, sizes
+        self.taps = None
+        if conv_size is not None:
+            self.taps = ShortConvolution(
+                2 * H * K + HV * V,
+                conv_size,
+                bias=bias,
+                device=device,
+                dtype=dtype,
+            )
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T C"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[
+        Float[Tensor, "B T H K"],
+        Float[Tensor, "B T H K"],
+        Float[Tensor, "B T HV V"],
+        Inputs | None,
+    ]:
+        """q, k, v, and the inputs that the next tokens need."""
+        if self.taps is not None:
+            return convolve_heads(
+                x,
+                self.taps.weight,
+                self.taps.bias,
+                heads=self.heads,
+                sizes=self.sizes,
+                normalize=self.normalize,
+                initial_state=inputs_of(state),
+                cu_seqlens=cu_seqlens,
+            )
+        (H, HV), (K, V) = self.heads, self.sizes
+        q, k, v = (
+            part.unflatten(-1, (-1, size))
+            for part, size in zip(
+                x.split([H * K, H * K, HV * V], -1), (K, K, V), strict=True
+            )
+        )
+        if self.normalize:
+            q, k = unit(q), unit(k)
+        return q, k, v, None
+
+
+def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
+    full = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(full)
+    y = y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()
+    return y.to(x.dtype)
+
+
+def inputs_of(state: LayerState | None) -> Inputs | None:
+    """What a convolution has kept, if there is a state."""
+    return None if state is None else state.get("convolution")

@@ -1,0 +1,95 @@
+"""Gated linear attention (Yang et al. 2024)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.kda import low_rank
+from fastweights.layers.parts import (
+    Factory,
+    OutputNorm,
+    check_input,
+    check_sizes,
+)
+from fastweights.layers.state import LayerState, Offsets, recur, updated
+
+
+class GatedLinearAttention(nn.Module):
+    """The additive rule with a decay per key channel (arXiv 2312.06635).
+
+        q, k, v = W_qkv x
+        g = logsigmoid(W_2 W_1 x + b) / 16
+        y = W_o (norm(o) * silu(W_g x)), o by fastweights.gla
+
+    b starts at 0, so that every channel starts by forgetting half in about
+    16 tokens. The paper has neither a convolution nor unit keys; zoology's
+    comparisons give it a convolution (``conv_size``).
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H.
+        expand_k: width of q and of k over dim.
+        expand_v: width of v over dim.
+        gate_rank: rank of W_2 W_1.
+        temperature: by which logsigmoid is divided, > 0.
+        conv_size: width of a convolution; None, as published: there is none.
+        norm_eps: of the output norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        gate_rank: int = 16,
+        temperature: float = 16.0,
+        conv_size: int | None = None,
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads, gate_rank=gate_rank)
+        H = num_heads
+        K, V = int(dim * expand_k) // H, int(dim * expand_v) // H
+        check_sizes(**{"expand_k * dim / num_heads": K})
+        check_sizes(**{"expand_v * dim / num_heads": V})
+        if not temperature > 0:
+            raise ValueError(f"temperature: got {temperature}, need > 0")
+        self.dim, self.temperature, self.K = dim, temperature, K
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
+        self.convolution = HeadsConvolution(
+            (H, H), (K, V), conv_size, normalize=False, **to
+        )
+        self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **to)
+        nn.init.zeros_(self.f_proj.get_parameter("1.bias"))
+        self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
+        self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, convolution) after each sequence's last token.
+
+        Without gradients the one that came in is changed in place.
+        """
+        check_input(x, self.dim, state, cu_seqlens)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        logits = self.f_proj(x)
+        full = torch.promote_types(logits.dtype, torch.float32)
+        g = F.logsigmoid(logits.to(full)) / self.temperature
+        g = g.unflatten(-1, (-1, self.K))
+        o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
+        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        return y, updated(state, S=S, convolution=inputs)

@@ -1,0 +1,112 @@
+"""Mamba-2 (Dao and Gu 2024)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.parts import (
+    Decay,
+    Factory,
+    OutputNorm,
+    check_input,
+    check_sizes,
+    without_decay,
+)
+from fastweights.layers.state import LayerState, Offsets, recur, updated
+
+
+class Mamba2(nn.Module):
+    """Mamba-2's layer: a decay per head and step (arXiv 2405.21060).
+
+        C, B, u = convolution(W_x x)
+        dt = softplus(W_dt x + dt_bias),  g = -exp(A_log) dt
+        y = W_o norm((o + D u) * silu(W_z x))
+
+    with o by fastweights.mamba2 for q, k, v = C, B, dt u and scale 1. So dt
+    is the step of the decay and of the write in one, and the norm, over all
+    heads of a group together, comes after the gate: in Gated DeltaNet the
+    gate comes after the norm.
+
+    Args:
+        dim: width D of x and y.
+        head_dim: channels of u per head; there are expand * dim / head_dim
+            heads.
+        state_size: size of a row of B and C.
+        expand: width of u over dim.
+        num_groups: groups of heads that share B and C.
+        conv_size: width of the convolution.
+        A_range, dt_range: as in :class:`fastweights.layers.Decay`.
+        norm_eps: of the norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        head_dim: int = 64,
+        state_size: int = 128,
+        expand: float = 2.0,
+        num_groups: int = 1,
+        conv_size: int = 4,
+        A_range: tuple[float, float] = (1.0, 16.0),
+        dt_range: tuple[float, float] = (1e-3, 1e-1),
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        G, N, P = num_groups, state_size, head_dim
+        check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
+        inner = int(dim * expand)
+        if inner % P or (inner // P) % G:
+            raise ValueError(
+                f"head_dim: got {P} with expand * dim = {inner} and {G} "
+                "groups, need a divisor that leaves whole groups of heads"
+            )
+        H = inner // P
+        self.dim, self.G, self.P = dim, G, P
+        to: Factory = {"device": device, "dtype": dtype}
+        self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **to)
+        self.convolution = HeadsConvolution(
+            (G, H), (N, P), conv_size, normalize=False, bias=True, **to
+        )
+        self.dt_proj = nn.Linear(dim, H, bias=False, **to)
+        self.decay = Decay(H, A_range=A_range, dt_range=dt_range, **to)
+        self.D = without_decay(nn.Parameter(torch.ones(H, **to)))
+        self.z_proj = nn.Linear(dim, inner, bias=False, **to)
+        self.norm = OutputNorm(inner // G, None, eps=norm_eps, **to)
+        self.norm.weight = nn.Parameter(torch.ones(G, inner // G, **to))
+        self.o_proj = nn.Linear(inner, dim, bias=False, **to)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, convolution) after each sequence's last token.
+
+        Without gradients the one that came in is changed in place.
+        """
+        check_input(x, self.dim, state, cu_seqlens)
+        C, B, u, inputs = self.convolution(self.x_proj(x), state, cu_seqlens)
+        a = self.dt_proj(x)
+        dt = self.decay.step(a)
+        v = (dt[..., None] * u).to(u.dtype)
+        o, S = recur(
+            C,
+            B,
+            v,
+            self.decay(a),
+            state=state,
+            cu_seqlens=cu_seqlens,
+            scale=1.0,
+        )
+        o = o + self.D.to(dt.dtype)[:, None] * u
+        y = o.flatten(2) * F.silu(self.z_proj(x).to(dt.dtype))
+        y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
+        return self.o_proj(y), updated(state, S=S, convolution=inputs)

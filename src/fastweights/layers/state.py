@@ -1,0 +1,177 @@
+"""What a layer keeps of the tokens it has read, and how it goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.decoding import MAX_TOKENS, decode_step
+from fastweights.ops import linear_recurrence
+
+Offsets = Int[Tensor, " N+1"]
+
+
+@dataclass
+class LayerState:
+    """What a layer needs of the past, one row for each of N sequences.
+
+    A layer fills the fields that it has; the others are None. Floating
+    point fields other than ``convolution``, ``keys`` and ``values`` are fp32
+    (fp64 in an fp64 layer) whatever the layer's dtype is: a state in half
+    precision loses small writes.
+    """
+
+    S: Float[Tensor, "N HV K V"] | None = None
+    """The recurrence's state (Mamba: [N, D, state])."""
+
+    m: Float[Tensor, "N HV"] | None = None
+    """mLSTM's stabilizer."""
+
+    convolution: Float[Tensor, "N W-1 C"] | None = None
+    """The last inputs of the short convolution, oldest first."""
+
+    keys: Float[Tensor, "N capacity H K"] | None = None
+    """Softmax attention's keys, by position in the sequence."""
+
+    values: Float[Tensor, "N capacity H V"] | None = None
+    """Softmax attention's values."""
+
+    position: Int[Tensor, " N"] | None = None
+    """Tokens read by each sequence, where a layer needs to know."""
+
+    used: int = 0
+    """The most tokens that any sequence may have in ``keys``."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are there, by name."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: x for k, x in found.items() if isinstance(x, Tensor)}
+
+    def get(self, name: str) -> Tensor:
+        """The field of this name.
+
+        Raises:
+            ValueError: it is not there: the state is another layer's.
+        """
+        found = self.tensors().get(name)
+        if found is None:
+            raise ValueError(
+                f"state: got one with {sorted(self.tensors())}, need {name}: "
+                "is it the state of another layer?"
+            )
+        return found
+
+    def _map(self, function: Any) -> LayerState:
+        changed = {k: function(x) for k, x in self.tensors().items()}
+        return LayerState(**changed, used=self.used)
+
+    def to(self, device: torch.device | str) -> LayerState:
+        """The same on another device, as Tensor.to."""
+        return self._map(lambda x: x.to(device))
+
+    def clone(self) -> LayerState:
+        """A copy that shares no memory."""
+        return self._map(torch.clone)
+
+    def detach(self) -> LayerState:
+        """The same without its history, as Tensor.detach."""
+        return self._map(torch.detach)
+
+    def select(self, rows: Int[Tensor, " M"]) -> LayerState:
+        """The sequences with these indices, copied; one may come twice."""
+        return self._map(lambda x: x.index_select(0, rows))
+
+    def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:
+        """Take over another state, into these rows if they are named.
+
+        Raises:
+            ValueError: the two do not hold the same fields.
+        """
+        mine, theirs = self.tensors(), other.tensors()
+        if mine.keys() != theirs.keys():
+            raise ValueError(
+                f"other: got a state with {sorted(theirs)}, need one with "
+                f"{sorted(mine)}"
+            )
+        for name, x in mine.items():
+            if rows is not None:
+                x.index_copy_(0, rows, theirs[name].to(x.dtype))
+            elif x is not theirs[name]:
+                x.copy_(theirs[name])
+        self.used = max(self.used, other.used)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all the tensors."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+
+def updated(state: LayerState | None, **new: Any) -> LayerState:
+    """The state after a call: in place without gradients, else a new one."""
+    after = LayerState(**new)
+    if state is None or torch.is_grad_enabled():
+        return after
+    state.copy_(after)
+    return state
+
+
+def recur(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    state: LayerState | None,
+    cu_seqlens: Offsets | None,
+    scale: float | None = None,
+) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
+    """The recurrence from ``state.S`` on: outputs, and S after them.
+
+    Without gradients up to 16 tokens of each sequence are one
+    :func:`fastweights.decode_step`, which changes ``state.S`` in place.
+    """
+    S = None if state is None else state.get("S")
+    few = q.shape[1] <= MAX_TOKENS and cu_seqlens is None
+    if S is not None and few and not torch.is_grad_enabled():
+        o = decode_step(q, k, v, g=g, beta=beta, state=S, scale=scale)
+        return o, S
+    return linear_recurrence(
+        q, k, v, g, beta, scale=scale, initial_state=S, cu_seqlens=cu_seqlens
+    )
+
+
+def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
+    """For each of T packed tokens, the sequence that it belongs to."""
+    token = torch.arange(T, device=cu_seqlens.device)
+    found = torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
+    return found.clamp(max=cu_seqlens.shape[0] - 2)
+
+
+def positions(
+    T: int,
+    device: torch.device,
+    state: LayerState | None,
+    cu_seqlens: Offsets | None,
+) -> Int[Tensor, "B T"]:
+    """How many tokens of its sequence stand before each token."""
+    here = torch.arange(T, device=device)[None]
+    before = None if state is None else state.get("position")
+    if cu_seqlens is None:
+        return here if before is None else here + before[:, None]
+    row = sequence_of(cu_seqlens, T)
+    here = here - cu_seqlens[row].to(here.dtype)
+    return here if before is None else here + before[row]
+
+
+def lengths(
+    x: Float[Tensor, "B T D"], cu_seqlens: Offsets | None
+) -> Int[Tensor, " N"]:
+    """How many tokens of each sequence stand in x."""
+    if cu_seqlens is None:
+        return torch.full((len(x),), x.shape[1], device=x.device)
+    return cu_seqlens.diff().to(torch.int64)
