@@ -128,7 +128,7 @@ def _check(
             wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
         if B != 1:
             wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
-        N = len(cu_seqlens) - 1
+        N = cu_seqlens.shape[0] - 1
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         wrong_shape(state_name, initial_state, need)

@@ -146,7 +146,7 @@ def stabilizers(
     that are none give any numbers, and no error: linear_recurrence has that.
     """
     B, T, HV = g.shape
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     first = g.new_full((N, HV), -torch.inf) if m is None else m.double()
     tokens = torch.arange(T, device=g.device)
     if cu_seqlens is None:
