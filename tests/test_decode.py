@@ -274,7 +274,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
 def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
     """A kernel writes behind PyTorch's back: here as numpy."""
 
-    def write(q, k, v, g, beta, state, scale, backend):
+    def write(q, k, v, g, beta, state, rows, scale, backend):
         state.numpy()[...] = 0.0
         return v
 

@@ -194,10 +194,11 @@ def _decode(
             return advance(state, *x, scale=scale).to(v.dtype)
         at = rows.to(torch.int64)
         there = (at >= 0) & (at < state.shape[0])
-        at, x = at[there], [None if t is None else t[there] for t in x]
+        at = at[there]
         some = state[at]
         o = torch.zeros_like(v)
-        o[there] = advance(some, *x, scale=scale).to(v.dtype)
+        own: list[Any] = [None if t is None else t[there] for t in x]
+        o[there] = advance(some, *own, scale=scale).to(v.dtype)
         state[at] = some
     return o
 
