@@ -225,9 +225,7 @@ def _check(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
     if backend not in BACKENDS:
-        raise ValueError(
-            f"backend: got {backend!r}, need one of {BACKENDS}"
-        )
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
 
 
 def _layout(

@@ -8,6 +8,7 @@ to ask while it traces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
-from fastweights.ops import LIBRARY, choose_backend, past_dispatcher, ran
+from fastweights.ops import (
+    LIBRARY,
+    choose_backend,
+    past_dispatcher,
+    ran,
+    without_autocast,
+)
 from fastweights.reference import convolution as pytorch
 
 Backend = Literal["auto", "triton", "torch"]
@@ -67,9 +74,7 @@ def check_on_host(cu_seqlens: Tensor | None, T: int) -> None:
         check_offsets(cu_seqlens.tolist(), T)
 
 
-def new_outputs(
-    x: Tensor, heads: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def new_outputs(x: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Room for q, k and v; without heads for v alone, in x's shape."""
     (B, T, _), (H, K, HV, V) = x.shape, heads
     if not H:
@@ -86,7 +91,8 @@ def _forward(
     backend, module = implementation(asked, x)
     check_on_host(inputs[-1], x.shape[1])
     ran(f"{backend} forward")
-    return module.forward(x, *inputs, tuple(heads), eps, silu)
+    with without_autocast(x):
+        return module.forward(x, *inputs, tuple(heads), eps, silu)
 
 
 @torch.library.register_fake("fastweights::short_convolution")
@@ -119,7 +125,8 @@ def _backward(
             for dy, room in zip(outputs, empty, strict=True)
         ]
     given = (None if t is None else t.contiguous() for t in (*outputs, dstate))
-    grads = module.backward(*given, x, *others, tuple(heads), eps, silu)
+    with without_autocast(x):
+        grads = module.backward(*given, x, *others, tuple(heads), eps, silu)
     return [
         grad.to(t.dtype).contiguous()
         for grad, t in zip(grads, (x, *others[: NUMBER - 2]), strict=True)
@@ -143,7 +150,7 @@ def _differentiate(
     ctx: Any, *douts: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # checkpointing lets them be read once
-    operator = BACKWARD  # which refuses a gradient of its own
+    operator: Callable = BACKWARD  # which refuses a gradient of its own
     if not torch.is_grad_enabled():
         operator = past_dispatcher(BACKWARD, _backward, (*douts, *tensors))
     grads = iter(operator(*douts, *tensors, *ctx.options))

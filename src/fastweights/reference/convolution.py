@@ -129,6 +129,13 @@ def parts(
     return q, k, v.unflatten(-1, (HV, V))
 
 
+def inverse_norm(
+    x: Float[Tensor, "B T H K"], eps: float
+) -> Float[Tensor, "B T H 1"]:
+    """1 / sqrt(sum of squares + eps) of each head."""
+    return torch.linalg.vecdot(x, x)[..., None].add_(eps).rsqrt_()
+
+
 def forward(
     x: Float[Tensor, "B T C"],
     weight: Float[Tensor, "C W"],
@@ -153,15 +160,12 @@ def forward(
     y = F.silu(z, inplace=True) if silu else z
     if not heads[0]:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state
-    outputs = []
-    for i, part in enumerate(parts(y, heads)):
-        if eps is not None and i < 2:
-            norm = torch.linalg.vecdot(part, part)[..., None]
-            part = part * norm.add_(eps).rsqrt_()
-        # Of the same dtype and a single token a view would do for autograd,
-        # but operators return no memory that another result has.
-        outputs.append(part.to(x.dtype).clone())
-    return *outputs, state
+    q, k, v = parts(y, heads)
+    if eps is not None:
+        q, k = (t * inverse_norm(t, eps) for t in (q, k))
+    # Copies, since an operator's results share no memory.
+    q, k, v = (torch.empty_like(t, dtype=x.dtype).copy_(t) for t in (q, k, v))
+    return q, k, v, state
 
 
 def backward(
@@ -191,12 +195,9 @@ def backward(
             y = z if sigmoid is None else z * sigmoid
             outputs, grads = parts(y, heads), parts(dy, heads)
             for part, grad in zip(outputs[:2], grads[:2], strict=True):
-                norm = torch.linalg.vecdot(part, part)[..., None]
-                scale = norm.add_(eps).rsqrt_()  # r; y r is of length 1
+                scale = inverse_norm(part, eps)  # r; the output is r y
                 along = torch.linalg.vecdot(part, grad)[..., None]
-                grad.mul_(scale).addcmul_(
-                    part, along * scale**3, value=-1
-                )
+                grad.mul_(scale).addcmul_(part, along * scale**3, value=-1)
     else:
         dy = dv.to(rows.dtype)
     if sigmoid is not None:
@@ -216,7 +217,7 @@ def _transposed(
     initial_state: Float[Tensor, "N W-1 C"] | None,
 ) -> list[Tensor | None]:
     """What the gradients of the sums, and of the states, come to."""
-    (B, T, C), W = x.shape, weight.shape[1]
+    (B, _, C), W = x.shape, weight.shape[1]
     dbias = None if bias is None else dz.sum(dim=(0, 1))
     length = rows.shape[1] - W + 1
     if where is not None:
@@ -234,11 +235,11 @@ def _transposed(
     elif dstate is not None and where is not None:
         # Rows of one state only: of a sequence shorter than W - 1 its own.
         drows[0, where.last] += dstate.to(dz.dtype).flatten(0, 1)
-    if where is None:
-        dx, dinitial = drows[:, W - 1 :], drows[:, : W - 1]
-    else:
-        dx = drows[:, where.tokens]
-        dinitial = drows[0, where.first].unflatten(0, (-1, W - 1))
-    if initial_state is None:
-        dinitial = None
-    return [dx, torch.stack(dtaps, dim=1), dbias, dinitial]
+    grads = [drows[:, W - 1 :], torch.stack(dtaps, dim=1), dbias, None]
+    if where is not None:
+        grads[0] = drows[:, where.tokens]
+    if initial_state is not None and where is None:
+        grads[3] = drows[:, : W - 1]
+    elif initial_state is not None and where is not None:
+        grads[3] = drows[0, where.first].view(initial_state.shape)
+    return grads
