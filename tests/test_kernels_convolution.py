@@ -69,7 +69,7 @@ def test_every_length(T, W, bias, activation):
 
 @interpreted
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("W, normalize", [(4, True), (3, False), (2, True)])
+@pytest.mark.parametrize("W, normalize", [(4, True), (3, False)])
 def test_heads_of_packed_sequences(W, normalize):
     """Empty ones, ones shorter than a state, and one of two stretches."""
     cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32)
@@ -213,7 +213,7 @@ def test_operators_pass_opcheck():
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     x = tokens(B=1, T=4, C=3, N=2, dtype=torch.float32)
     inputs = (*x.values(), torch.tensor([0, 1, 4]))
-    call = (*inputs, [1, 1, 1, 1], 1e-6, True, "triton")
+    call = (*inputs, [0, 0, 1, 0], None, True, "triton")
     outputs = FORWARD(*call)
     torch.library.opcheck(FORWARD, call, **checks)
     torch.library.opcheck(BACKWARD, (*outputs, *call), **checks)

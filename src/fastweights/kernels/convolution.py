@@ -427,7 +427,8 @@ def walk_back(
         d_7 = gradient_of_sum(b_z, d_7, eps, SILU, NORM)
 
         # The filter's gradient, of this stretch's own tokens.
-        e_4, e_5 = tl.where(s < stop, d_4, 0.0), tl.where(s + 1 < stop, d_5, 0)
+        e_4 = tl.where(s < stop, d_4, 0.0)
+        e_5 = tl.where(s + 1 < stop, d_5, 0.0)
         e_6 = tl.where(s + 2 < stop, d_6, 0.0)
         e_7 = tl.where(s + 3 < stop, d_7, 0.0)
         g_4 += e_4 * b_4 + e_5 * b_5 + e_6 * b_6 + e_7 * b_7
