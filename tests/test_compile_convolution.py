@@ -70,11 +70,11 @@ def test_in_training(name, tmp_path):
     """Without what training seldom has: a row is few and wide words.
 
     A thread's four channels are one word of 64 bits (registers have 32: v2
-    of b32), and no multiprocessor has fewer than 15 programs side by side.
+    of b32), and a multiprocessor has 32 or 12 programs side by side.
     """
     compiled = compile_kernel(name, 90, "bf16", **TRAINED)
     registers = judge(compiled, 90, tmp_path, spilled=0)
-    assert registers <= {"fwd": 64, "bwd": 136}[name]
+    assert registers <= {"fwd": 64, "bwd": 168}[name]
     for operation in ("ld", "st"):
         found = re.findall(rf"{operation}\.global\S*", compiled.asm["ptx"])
         assert all(x.endswith(("v2.b32", "v4.b32")) for x in found), found

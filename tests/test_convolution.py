@@ -290,12 +290,21 @@ def test_views_that_are_not_contiguous():
     same(results(flat, x | views, **HEADS), results(flat, x, **HEADS), 0.0)
 
 
+def storage(t):
+    return t.untyped_storage().data_ptr()
+
+
 def test_results_share_no_memory():
+    """Nor do gradients: operators may not return views of each other."""
     x = tokens(B=1, T=1)
     state = x["initial_state"]
     *parts, last = convolve_heads(**x, **HEADS)
-    places = [t.untyped_storage().data_ptr() for t in (*parts, last, state)]
-    assert len({*places}) == 5
+    assert len({*map(storage, (*parts, last, state))}) == 5
+    call = (*x.values(), None, [2, 3, 3, 2], 1e-6, True, "torch")
+    douts = [t.detach() for t in (*parts, last)]
+    grads = BACKWARD(*douts, *call)
+    assert len({*map(storage, (*grads, *douts, *x.values()))}) == 12
+    assert not any(t.storage_offset() for t in grads)
 
 
 def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):

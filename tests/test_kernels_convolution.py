@@ -229,7 +229,7 @@ def test_refuses_bf16_in_the_interpreter():
 BUDGETS = {
     torch.bfloat16: 3e-3,
     torch.float16: 4e-4,
-    torch.float32: 1e-6,
+    torch.float32: 3e-6,  # e^{-z} is approximate there, to 2^-22 |z|
 }
 PUBLISHED = {
     "128": ((2, 4), (128, 128)),

@@ -184,7 +184,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of x, weight, bias and initial_state, None without them.
 
-    In the dtype of the arithmetic.
+    Those of weight and bias are in the dtype of the arithmetic.
     """
     rows, z, where = activated(x, weight, bias, initial_state, cu_seqlens)
     sigmoid = torch.sigmoid(z) if silu else None
@@ -233,13 +233,15 @@ def _transposed(
     if dstate is not None and where is None:
         drows[:, rows.shape[1] - W + 1 :] += dstate
     elif dstate is not None and where is not None:
-        # Rows of one state only: of a sequence shorter than W - 1 its own.
+        # No row twice: they lie among those of the sequence and its state.
         drows[0, where.last] += dstate.to(dz.dtype).flatten(0, 1)
-    grads = [drows[:, W - 1 :], torch.stack(dtaps, dim=1), dbias, None]
-    if where is not None:
-        grads[0] = drows[:, where.tokens]
-    if initial_state is not None and where is None:
-        grads[3] = drows[:, : W - 1]
-    elif initial_state is not None and where is not None:
-        grads[3] = drows[0, where.first].view(initial_state.shape)
-    return grads
+    if where is None:
+        dx, dinitial = drows[:, W - 1 :], drows[:, : W - 1]
+    else:
+        dx, dinitial = drows[:, where.tokens], drows[0, where.first]
+    # Copies, as in forward.
+    grads = [torch.empty_like(x).copy_(dx), torch.stack(dtaps, dim=1), dbias]
+    if initial_state is None:
+        return [*grads, None]
+    dinitial = dinitial.reshape(initial_state.shape)
+    return [*grads, torch.empty_like(initial_state).copy_(dinitial)]
