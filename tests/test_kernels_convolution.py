@@ -73,7 +73,7 @@ def test_every_length(T, W, bias, activation):
 def test_heads_of_packed_sequences(W, normalize):
     """Empty ones, ones shorter than a state, and one of two stretches."""
     cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32)
-    kind = {"bias": normalize, "dtype": torch.float32}
+    kind = {"bias": normalize, "state": normalize, "dtype": torch.float32}
     x = tokens(B=1, T=12, C=10, W=W, N=5, **kind)
     options = {"cu_seqlens": cu_seqlens, "normalize": normalize, "eps": 0.5}
     judge(flat, x, **options, **ONE)

@@ -71,10 +71,10 @@ MUTANTS = {
         "m_t = (t >= start) & (t < end)",
         "m_t = (t >= 0) & (t < end)",
     ),
-    "kernel-convolution-stretch-before-its-sequence": (
+    "kernel-convolution-reads-before-the-states": (
         WALKS,
-        "tl.maximum(t, start)",
-        "t",
+        "m_s = (t < start) & (t + W > start)",
+        "m_s = t < start",
     ),
     "kernel-convolution-empty-sequence-has-no-state": (
         WALKS,
@@ -111,9 +111,9 @@ MUTANTS = {
         "past = tl.minimum(stop + W - 1, end)",
         "past = stop + W - 1",
     ),
-    "kernel-convolution-blocks-overlap": (
+    "kernel-convolution-blocks-leave-gaps": (
         WALKS,
         "o_y = (i_d - 2 * H) * BV",
-        "o_y = (i_d - 2 * H) * BV // 2",
+        "o_y = (i_d - 2 * H) * BV * 2",
     ),
 }

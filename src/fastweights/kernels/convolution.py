@@ -40,14 +40,13 @@ LONG = 256  # tokens in a stretch of the backward, where there are many
 def stretch_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     """Sequence, first and last token + 1 of it, and first token of slot i_c.
 
-    The slots are those of :func:`tile.chunk_span`. No stretch begins before
-    its sequence, whatever is in cu_seqlens: the rows before the sequence are
-    its state's, of which there are W - 1.
+    The slots are those of :func:`tile.chunk_span`: of cu_seqlens that are no
+    offsets a stretch may begin before its sequence, but not before token 0.
     """
     i_n = sequence_of(i_c, cu_seqlens, N, T, BT)
     start, end = sequence_span(i_n, cu_seqlens, T)
     t = start + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT
-    return i_n.to(tl.int64), start, end, tl.maximum(t, start)
+    return i_n.to(tl.int64), start, end, t
 
 
 @triton.jit
