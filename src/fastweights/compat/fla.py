@@ -105,9 +105,10 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Tensor, Any]]:
 def _compute(name: str, x: Arguments) -> tuple[Tensor, Any]:
     """What the function of this name returns for these arguments."""
     for argument, need in NEEDS.items():
-        if x.get(argument) not in (None, False):
+        got = x.get(argument)
+        if got is not None and got is not False:
             raise NotImplementedError(
-                f"{argument}: got {x[argument]!r}, need {need}"
+                f"{argument}: got {type(got).__name__}, need {need}"
             )
     q, k, v = x["q"], x["k"], x["v"]
     if x.get("use_qk_l2norm_in_kernel"):
