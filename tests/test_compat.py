@@ -59,6 +59,13 @@ LATENT = {
     **EXPERTS,
 }
 MIXTURE = {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}
+INDEXER = {
+    "n_heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "budget": 64,
+    "compress_ratio": 4,
+}
 # The classes' prefix, and what they are configured with.
 MODELS = {
     "qwen3_next": ("Qwen3Next", GDN | MIXTURE),
@@ -69,12 +76,19 @@ MODELS = {
         LATENT | {"linear_head_dim": 12, "linear_num_heads": 8},
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", GDN | MIXTURE),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        GDN
+        | MIXTURE
+        | {"hc_lowrank": 8, "num_key_value_heads": 2}
+        | {f"indexer_{key}": n for key, n in INDEXER.items()},
+    ),
     "bailing_hybrid": (
         "BailingHybrid",
         LATENT | {"head_dim": 12, "n_group": 1, "topk_group": 1},
     ),
 }
-SELDOM = ("qwen3_5_moe", "bailing_hybrid")
+SELDOM = ("qwen3_5_moe", "qwen4_exp", "bailing_hybrid")
 every_model = pytest.mark.parametrize(
     "name",
     [
@@ -277,7 +291,7 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
 
 def names_in(modules):
     """The functions that accelerate() may replace, by module and name."""
-    table = compat.RECURRENCES | compat.CONVOLUTIONS
+    table = compat.GATED_DELTANET | compat.KDA | compat.CONVOLUTION
     return {
         (module, name): getattr(sys.modules[module], name)
         for module in modules
@@ -287,7 +301,7 @@ def names_in(modules):
 
 
 def test_undo_gives_back_every_name_of_every_model():
-    modules = [modeling(name).__name__ for name in compat.MODELS]
+    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
     other = modeling("mamba2").__name__  # its convolution is not ours
     before = names_in([*modules, other])
     finders = sys.meta_path.copy()
@@ -395,14 +409,15 @@ def test_no_transformers(monkeypatch):
 def test_unknown_internals_of_transformers_are_named(monkeypatch):
     hub = importlib.import_module("transformers.integrations.hub_kernels")
     version = transformers.__version__
-    before = names_in([modeling(name).__name__ for name in compat.MODELS])
+    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
+    before = names_in(modules)
     module = modeling("kimi_linear")
 
     def other(query, key, value, beta, g): ...
 
     for owner, name, change, text in (
         (hub, "use_kernel_func_from_hub_with_fallback", None, "attribute"),
-        (module, "chunk_kimi_delta_attention", None, "recurrences in"),
+        (module, "chunk_kimi_delta_attention", None, r"attention\(\)"),
         (module, "chunk_kimi_delta_attention", other, "'beta', 'g'"),
         (module, "causal_conv1d_fn", None, r"causal_conv1d_fn\(\)"),
     ):
@@ -414,7 +429,6 @@ def test_unknown_internals_of_transformers_are_named(monkeypatch):
             with pytest.raises(ImportError, match=text) as raised:
                 fw.accelerate()
             assert f"got transformers {version} with" in str(raised.value)
-        found = names_in([modeling(name).__name__ for name in compat.MODELS])
-        assert found == before
+        assert names_in(modules) == before
     with fw.accelerate() as handle:
         assert len(handle.replaced) == 8

@@ -12,7 +12,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -26,19 +25,23 @@ from fastweights.compat.causal_conv1d import (
     causal_conv1d_update,
 )
 
-QKV = ("query", "key", "value", "g", "beta")
+Table = dict[str, tuple[Callable, tuple[str, ...]]]
+
 # What transformers' modeling files call a function, ours, and the arguments
 # that they pass it without a name.
-RECURRENCES: dict[str, tuple[Callable, tuple[str, ...]]] = {
+QKV = ("query", "key", "value", "g", "beta")
+GATED_DELTANET: Table = {
     "torch_chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, QKV),
     "torch_recurrent_gated_delta_rule": (
         fla.fused_recurrent_gated_delta_rule,
         QKV,
     ),
+}
+KDA: Table = {
     "chunk_kimi_delta_attention": (fla.chunk_kda, QKV),
     "recurrent_kimi_delta_attention": (fla.fused_recurrent_kda, QKV),
 }
-CONVOLUTIONS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+CONVOLUTION: Table = {
     "causal_conv1d_fn": (
         causal_conv1d_fn,
         ("hidden_states", "weight", "bias"),
@@ -48,18 +51,16 @@ CONVOLUTIONS: dict[str, tuple[Callable, tuple[str, ...]]] = {
         ("hidden_states", "conv_state", "weight", "bias", "activation"),
     ),
 }
-MODELS = (
-    "bailing_hybrid",
-    "glm5_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen4_exp",
-)
-MODELING = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
-KNOWN = "5.23"  # transformers, whose internals the above are
+MODELS = {
+    f"transformers.models.{model}.modeling_{model}": table | CONVOLUTION
+    for table, models in (
+        (GATED_DELTANET, "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next"),
+        (GATED_DELTANET, "qwen4_exp"),
+        (KDA, "bailing_hybrid glm5_next kimi_linear"),
+    )
+    for model in models.split()
+}
+KNOWN = "5.23"  # the transformers whose internals these are
 
 _active: Acceleration | None = None
 
@@ -103,35 +104,29 @@ class Acceleration:
         _active = self
         sys.meta_path.insert(0, self._finder)
         try:
-            for name, module in list(sys.modules.items()):
-                if MODELING.fullmatch(name):
-                    self._replace(module)
+            for name in MODELS.keys() & sys.modules.keys():
+                self._replace(sys.modules[name])
         except ImportError:
             self.undo()
             raise
 
     def _replace(self, module: ModuleType) -> None:
-        """Put ours into a modeling module, if it has such recurrences."""
-        found = [x for x in RECURRENCES if hasattr(module, x)]
-        model = module.__name__.rpartition("modeling_")[2]
-        if len(found) != 2:
-            if found or model in MODELS:
-                lack = f"{found or 'no'} recurrences in {module.__name__}"
-                raise _unknown(lack)
+        """Put ours into a modeling module, whose functions are checked."""
+        if _active is not self:  # undone while the module was imported
             return
-        ours = {x: RECURRENCES[x] for x in found} | CONVOLUTIONS
-        for name, (_, arguments) in ours.items():
-            own = getattr(module, name, None)
+        table = MODELS[module.__name__]
+        before: dict[str, Any] = {}
+        for name, (_, arguments) in table.items():
+            own = before[name] = getattr(module, name, None)
             # With the package kernels installed it is a torch.nn.Module.
             call = getattr(own, "forward", own)
             names = tuple(inspect.signature(call).parameters) if call else ()
             if names[: len(arguments)] != arguments:
                 raise _unknown(f"{module.__name__}.{name}{names}")
-        before = {name: getattr(module, name) for name in ours}
         self._before.append((module, before))
-        for name, (function, _) in ours.items():
+        for name, (function, _) in table.items():
             setattr(module, name, _served(function, before[name]))
-        self.replaced[module.__name__] = tuple(ours)
+        self.replaced[module.__name__] = tuple(table)
 
 
 class _Finder:
@@ -146,7 +141,7 @@ class _Finder:
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if not MODELING.fullmatch(name):
+        if name not in MODELS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -194,9 +189,12 @@ def accelerate() -> Acceleration:
     OLMo-Hybrid, Kimi Linear, GLM-5-next and Bailing hybrid (Ling), for
     models that exist and for those made later, in place of
     flash-linear-attention and causal_conv1d too where these are installed.
-    The offsets cu_seq_lens_q of packed documents reach both; position_ids
-    alone do not say where a document ends. A model that was compiled is
-    compiled anew. Kernels from the hub (use_kernels=True) stay unused.
+
+    The offsets cu_seq_lens_q of packed documents reach all of them, where
+    position_ids alone do not say that a document ends; GLM-5-next's own
+    sparse attention looks past the ends all the same. A model that was
+    compiled is compiled anew. Kernels from the hub (use_kernels=True) stay
+    unused. Mamba-2 models keep theirs.
 
     Returns:
         a handle: ``replaced`` says which names in which modules, ``undo()``
