@@ -395,6 +395,19 @@ def test_an_export_holds_none_of_our_operators(monkeypatch):
     assert relative_error(own, want) <= 1e-6
 
 
+def test_functions_that_the_package_kernels_made_modules(monkeypatch):
+    """As its use_kernel_forward_from_hub does, where it is installed."""
+
+    class Func(torch.nn.Module):
+        def forward(self, query, key, value, g, beta, **others): ...
+
+    module, made = modeling("olmo_hybrid"), Func()
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", made)
+    with fw.accelerate():
+        assert module.torch_chunk_gated_delta_rule is not made
+    assert module.torch_chunk_gated_delta_rule is made
+
+
 def test_no_transformers(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
