@@ -5,7 +5,13 @@ import subprocess
 import sys
 
 SECONDS = 0.2
-HEAVY = ("triton", "sympy", "torch._dynamo", "torch._inductor")
+HEAVY = (
+    "triton",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+)
 SCRIPT = """
 import json, sys, time
 import torch
