@@ -1,31 +1,15 @@
 """Layers: pieces, packing, gradients, states, types, starts and errors."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from crossed import crossed
-from layer_cases import CASES, HAVE_CONVOLUTION, contents, made, tokens
+from layer_cases import CASES, contents, made, tokens
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
-    MLSTM,
-    Decay,
-    DeltaNet,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    HeadsConvolution,
-    KimiDeltaAttention,
     LayerState,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    MultiScaleRetention,
-    OutputNorm,
-    ShortConvolution,
-    SoftmaxAttention,
-    parameter_groups,
 )
 
 T = 41
