@@ -91,16 +91,6 @@ CASES = {
         D, 2, theta=None, **to
     ),
 }
-HAVE_CONVOLUTION = {
-    name
-    for name in CASES
-    if name.startswith(("deltanet", "gated", "kda", "mamba", "gla-conv"))
-} - {
-    "deltanet-options",
-    "deltanet-original",
-    "gated-deltanet-bare",
-    "kda-options",
-}
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

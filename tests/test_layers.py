@@ -1,5 +1,6 @@
 """Layers: pieces, packing, gradients, states, types, starts and errors."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,9 +9,7 @@ from crossed import crossed
 from layer_cases import CASES, contents, made, tokens
 
 from fastweights.checks import relative_error
-from fastweights.layers import (
-    LayerState,
-)
+from fastweights.layers import LayerState, SoftmaxAttention
 
 T = 41
 PIECES = {
@@ -164,3 +163,84 @@ def test_every_parameter_is_used():
         layer(tokens(2, 5))[0].square().sum().backward()
         for key, p in layer.named_parameters():
             assert p.grad is not None and p.grad.abs().sum() > 0, (name, key)
+
+
+def precise(state):
+    """Whether what is summed over time is in fp32."""
+    summed = (t for t in (state.S, state.m) if t is not None)
+    return all(t.dtype == torch.float32 for t in summed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_under_autocast(name):
+    layer, x = made(name), tokens(2, 30)
+    want, _ = layer(x)
+    dtypes = {k: p.dtype for k, p in layer.state_dict().items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+        with torch.no_grad():
+            first, running = layer(x[:, :20])
+            rest = [layer(x[:, t : t + 1], running)[0] for t in range(20, 30)]
+    assert relative_error(y, want) < 0.04
+    assert relative_error(torch.cat([first, *rest], 1), want) < 0.04
+    assert precise(state) and precise(running)
+    y.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    assert dtypes == {k: p.dtype for k, p in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_bfloat16(name):
+    layer, x = made(name), tokens(2, 30).bfloat16()
+    layer.bfloat16()
+    want, _ = copy.deepcopy(layer).float()(x.float())
+    y, _ = layer(x)
+    y.float().square().sum().backward()
+    with torch.no_grad():
+        first, running = layer(x[:, :20])
+        rest = [layer(x[:, t : t + 1], running)[0] for t in range(20, 30)]
+    assert y.dtype == first.dtype == rest[0].dtype == torch.bfloat16
+    assert relative_error(y, want) < 0.04
+    assert relative_error(torch.cat([first, *rest], 1), want) < 0.04
+    assert precise(running)
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+COMPILED = ["gated-deltanet", "mlstm", "softmax-options"]
+SELDOM_COMPILED = [
+    pytest.param(name, marks=pytest.mark.full)
+    for name in CASES
+    if name not in COMPILED
+]
+
+
+@pytest.mark.parametrize("name", COMPILED + SELDOM_COMPILED)
+def test_compiled(name):
+    """Training, then steps in place: one graph each, and the same numbers."""
+    torch._dynamo.reset()
+    layer, x = made(name), tokens(2, 20)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (layer, run):
+        y, _ = call(x)
+        gradients = torch.autograd.grad(
+            y.square().sum(), [*layer.parameters()]
+        )
+        results.append((y, *gradients))
+    torch.testing.assert_close(*results)
+    with torch.no_grad():
+        if isinstance(layer, SoftmaxAttention):
+            state = layer.new_state(2, 32)
+            layer(x, state)
+        else:
+            _, state = layer(x)
+        other = state.clone()
+        places = {k: t.data_ptr() for k, t in other.tensors().items()}
+        for n in range(3):
+            new = tokens(2, 1, seed=n)
+            want, _ = layer(new, state)
+            y, after = run(new, other)
+            agree(y, want)
+        assert after is other
+        same_state(other, state)
+    assert places == {k: t.data_ptr() for k, t in other.tensors().items()}

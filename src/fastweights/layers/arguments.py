@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_integers,
+    check_number,
     check_tensors,
     wrong_shape,
 )
@@ -25,20 +26,26 @@ def check_sizes(**sizes: int) -> None:
 
 def whole(name: str, size: float) -> int:
     """A size that was computed, as the integer >= 1 that it has to be."""
-    if not isinstance(size, numbers.Real):
-        kind = type(size).__name__
-        raise TypeError(f"{name}: got {kind}, need a real number")
     if not math.isclose(size, round(size), rel_tol=1e-6) or size < 1:
         raise ValueError(f"{name}: got {size}, need an integer >= 1")
     return round(size)
 
 
-def head_size(
-    head_dim: int | None, dim: float, num_heads: int, name: str = "dim"
-) -> int:
+def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
+    """factor * size / num_heads, the integer >= 1 that it has to be.
+
+    V = scaled("expand_v", expand_v, num_heads, dim=dim)
+    """
+    check_number(name, factor, "> 0")
+    ((of, x),) = size.items()
+    per_head = " / num_heads" if num_heads != 1 else ""
+    return whole(f"{name} * {of}{per_head}", factor * x / num_heads)
+
+
+def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
     """head_dim, or dim / num_heads if it is None."""
     if head_dim is None:
-        return whole(f"{name} / num_heads", dim / num_heads)
+        return whole("dim / num_heads", dim / num_heads)
     check_sizes(head_dim=head_dim)
     return head_dim
 
@@ -57,8 +64,11 @@ def value_heads(num_v_heads: int | None, num_heads: int) -> int:
 
 
 def check_range(name: str, bounds: tuple[float, float]) -> None:
-    """Raise unless 0 < bounds[0] <= bounds[1]."""
-    if not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
+    """Raise unless 0 < bounds[0] <= bounds[1] < infinity."""
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+    if not pair or not all(isinstance(x, numbers.Real) for x in bounds):
+        raise TypeError(f"{name}: got {bounds!r}, need two real numbers")
+    if not 0 < bounds[0] <= bounds[1] < math.inf:
         raise ValueError(
             f"{name}: got {bounds}, need (lower, upper) with "
             "0 < lower <= upper"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, head_size
-from fastweights.layers.parts import Factory, rotary
+from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -76,10 +76,10 @@ class SoftmaxAttention(nn.Module):
             )
         if theta is not None:
             check_number("theta", theta, "> 0")
-        if not 0 < rotary_fraction <= 1:
+        check_number("rotary_fraction", rotary_fraction, "> 0")
+        if rotary_fraction > 1:
             raise ValueError(
-                f"rotary_fraction: got {rotary_fraction}, need more than 0 "
-                "and at most 1; theta=None is no positions"
+                f"rotary_fraction: got {rotary_fraction}, need at most 1"
             )
         self.dim, self.K = dim, K
         self.theta, self.rotary_fraction = theta, rotary_fraction
@@ -88,7 +88,7 @@ class SoftmaxAttention(nn.Module):
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(K, eps=norm_eps, **to) if qk_norm else nn.Identity()
+            OutputNorm(K, None, eps=norm_eps, **to) if qk_norm else None
             for _ in "qk"
         )
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
@@ -106,6 +106,7 @@ class SoftmaxAttention(nn.Module):
         A state that a call has to enlarge moves to new memory; with enough
         room from the start, it stays where it is.
         """
+        check_sizes(num_sequences=num_sequences, capacity=capacity)
         weight = self.qkv_proj.weight
         size = (num_sequences, capacity, self.widths[1] // self.K, self.K)
         keys, values = (
@@ -135,7 +136,9 @@ class SoftmaxAttention(nn.Module):
             part.unflatten(-1, (-1, self.K))
             for part in self.qkv_proj(x).split(self.widths, -1)
         )
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q).view_as(q)
+            k = self.k_norm(k).view_as(k)
         if self.theta is not None:
             at = positions(x.shape[1], x.device, state, cu_seqlens)
             q, k = (

@@ -14,7 +14,7 @@ from fastweights.layers.arguments import (
     check_one_of,
     check_sizes,
     head_size,
-    whole,
+    scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution, unit
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
@@ -82,7 +82,7 @@ class DeltaNet(nn.Module):
         check_one_of("qk_activation", qk_activation, tuple(FEATURES))
         check_one_of("qk_norm", qk_norm, ("l2", "sum"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        V = whole("expand_v * head_dim", expand_v * K)
+        V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
         usual = (qk_activation, qk_norm) == ("silu", "l2")

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
 from fastweights.layers.state import LayerState, Offsets, recur, updated
@@ -57,8 +57,8 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads, gate_rank=gate_rank)
         H = num_heads
-        K = head_size(None, expand_k * dim, H, "expand_k * dim")
-        V = head_size(None, expand_v * dim, H, "expand_v * dim")
+        K = scaled("expand_k", expand_k, H, dim=dim)
+        V = scaled("expand_v", expand_v, H, dim=dim)
         check_number("temperature", temperature, "> 0")
         self.dim, self.temperature, self.K = dim, temperature, K
         to: Factory = {"device": device, "dtype": dtype}

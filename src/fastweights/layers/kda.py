@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fastweights.layers.arguments import (
     check_input,
     check_sizes,
+    scaled,
     value_heads,
-    whole,
 )
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import (
@@ -80,7 +80,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
         H, HV = num_heads, value_heads(num_v_heads, num_heads)
-        K, V = head_dim, whole("expand_v * head_dim", expand_v * head_dim)
+        K, V = head_dim, scaled("expand_v", expand_v, head_dim=head_dim)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V

@@ -12,7 +12,7 @@ from fastweights.layers.arguments import (
     check_input,
     check_range,
     check_sizes,
-    whole,
+    scaled,
 )
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.parts import Factory, draw_dt_bias_, full
@@ -57,7 +57,7 @@ class Mamba(nn.Module):
         super().__init__()
         check_sizes(dim=dim, state_size=state_size)
         check_range("dt_range", dt_range)
-        inner = whole("expand * dim", expand * dim)
+        inner = scaled("expand", expand, dim=dim)
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
         check_sizes(dt_rank=R)
         self.dim, self.dt_range = dim, dt_range

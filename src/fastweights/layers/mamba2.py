@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.arguments import check_input, check_sizes, whole
+from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur, updated
@@ -63,7 +63,7 @@ class Mamba2(nn.Module):
         super().__init__()
         G, N, P = num_groups, state_size, head_dim
         check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
-        inner = whole("expand * dim", expand * dim)
+        inner = scaled("expand", expand, dim=dim)
         if inner % P or (inner // P) % G:
             raise ValueError(
                 f"head_dim: got {P} with expand * dim = {inner} and {G} "

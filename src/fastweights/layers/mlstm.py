@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, updated
 from fastweights.mlstm import mlstm
@@ -59,8 +59,8 @@ class MLSTM(nn.Module):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
         H = num_heads
-        K = head_size(None, qk_factor * dim, H, "qk_factor * dim")
-        V = head_size(None, v_factor * dim, H, "v_factor * dim")
+        K = scaled("qk_factor", qk_factor, H, dim=dim)
+        V = scaled("v_factor", v_factor, H, dim=dim)
         check_number("cap", cap, "> 0")
         self.dim, self.cap = dim, cap
         self.heads, self.sizes = (H, H), (K, V)

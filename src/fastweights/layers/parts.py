@@ -87,8 +87,8 @@ class Decay(nn.Module):
         check_sizes(num_heads=num_heads, channels=channels)
         check_range("A_range", A_range)
         check_range("dt_range", dt_range)
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound: got {lower_bound}, need < 0")
+        if lower_bound is not None:
+            check_number("lower_bound", lower_bound, "< 0")
         self.A_range, self.dt_range = A_range, dt_range
         self.lower_bound, self.channels = lower_bound, channels
         to: Factory = {"device": device, "dtype": dtype}

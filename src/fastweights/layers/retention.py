@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.family import lightning_decay, retnet_decay
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    head_size,
+    scaled,
+)
 from fastweights.layers.parts import (
     Factory,
     OutputNorm,
@@ -65,7 +70,7 @@ class MultiScaleRetention(nn.Module):
         check_sizes(dim=dim, num_heads=num_heads)
         check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
-        V = head_size(None, expand_v * dim, H, "expand_v * dim")
+        V = scaled("expand_v", expand_v, H, dim=dim)
         self.dim, self.theta = dim, theta
         self.heads, self.sizes = (H, H), (K, V)
         to: Factory = {"device": device, "dtype": dtype}
