@@ -14,10 +14,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults import calls, family, members, selective
+from faults import calls, family, layers, members, selective
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = (family, members, calls, selective)
+PARTS = (family, members, calls, selective, layers)
 TESTS = {k: v for part in PARTS for k, v in part.TESTS.items()}
 MUTANTS = {k: v for part in PARTS for k, v in part.MUTANTS.items()}
 

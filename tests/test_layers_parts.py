@@ -53,6 +53,14 @@ def test_decay_starts_within_its_bounds(dtype):
     assert 5 < half_life.median() < 12
 
 
+def test_drawn_in_fp32_whatever_the_dtype():
+    """256 steps, as a draw in bf16 has, would put 1 in 256 at the bound."""
+    torch.manual_seed(0)
+    decay = Decay(20_000, A_range=(1e-4, 16.0), dtype=torch.bfloat16)
+    slowest = (decay.A_log.double().exp() < 0.01).double().mean()
+    assert 0 < slowest < 2 * 0.01 / 16
+
+
 def test_bounds_that_are_given():
     torch.manual_seed(0)
     options = {"A_range": (0.01, 0.5), "dt_range": (2e-3, 2e-2)}

@@ -47,6 +47,18 @@ def test_a_new_one_with_gradients(name, length):
     assert not any(t.requires_grad for t in found.detach().tensors().values())
 
 
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_room_is_left_alone_with_gradients(name):
+    layer = made(name)
+    state = layer.new_state(2, 32)
+    with torch.no_grad():
+        layer(tokens(2, 5), state)
+    before = state.clone().tensors()
+    y, _ = layer(tokens(2, 3), state)
+    y.sum().backward()
+    assert all(torch.equal(t, before[k]) for k, t in state.tensors().items())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_moved_and_cloned(name):
     _, state = after(name, 2, 5)

@@ -198,11 +198,11 @@ def attend(
     token = torch.arange(T, device=q.device)
     at = before[:, None] + token
     row = torch.arange(B, device=q.device)[:, None]
-    there = (token < count[:, None])[..., None, None]
     if torch.is_grad_enabled():
         keys, values = keys.clone(), values.clone()
-    for x, new in ((keys, k), (values, v)):
-        x[row, at] = torch.where(there, new.to(x.dtype), x[row, at])
+    # What is not there is written too, past the end of its sequence, where
+    # the next tokens overwrite it before any query sees it.
+    keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
     mask = torch.arange(keys.shape[1], device=q.device) <= at[..., None]
     o = attention(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
     if not torch.is_grad_enabled():
