@@ -175,10 +175,10 @@ def check_integers(values: dict[str, int]) -> None:
 
 
 def check_number(name: str, x: float, need: str) -> None:
-    """Raise unless the argument is a real number, "> 0" or ">= 0"."""
+    """Raise unless the argument is a real number, "> 0", ">= 0" or "< 0"."""
     if not isinstance(x, numbers.Real | torch.SymFloat):
         raise TypeError(f"{name}: got {type(x).__name__}, need a real number")
-    if not (x > 0 if need == "> 0" else x >= 0):
+    if not {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0}[need]:
         raise ValueError(f"{name}: got {x}, need {need}")
 
 
