@@ -145,8 +145,8 @@ MUTANTS = {
     ),
     "temperature-of-zero": (
         ARGUMENTS,
-        'x > 0 if need == "> 0" else',
-        "",
+        '"> 0": x > 0',
+        '"> 0": x >= 0',
         "test_family.py",
     ),
     "elu1-without-its-clamp": (
