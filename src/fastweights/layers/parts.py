@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-Activation = Literal["silu", "sigmoid"]
+from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
+
 SMALLEST_STEP = 1e-4
 
 
@@ -157,7 +158,7 @@ class OutputNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ("silu", "sigmoid", None):
+        if activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation: got {activation!r}, need 'silu', 'sigmoid' or "
                 "None"
@@ -173,15 +174,11 @@ class OutputNorm(nn.Module):
         gate: Float[Tensor, "B T HV*V"] | None = None,
     ) -> Float[Tensor, "B T HV*V"]:
         """The heads side by side, in o's dtype."""
-        full = torch.promote_types(o.dtype, torch.float32)
-        y = o.to(full)
-        y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = (y * self.weight.to(full)).flatten(-2)
-        if gate is not None:
-            gate = gate.to(full)
-            silu = self.activation == "silu"
-            y = y * (F.silu(gate) if silu else gate.sigmoid())
-        return y.to(o.dtype)
+        # A gate without an activation has a sigmoid.
+        activation = self.activation or "sigmoid"
+        return gated_rms_norm(
+            o, self.weight, gate, activation=activation, eps=self.eps
+        )
 
 
 def rotary(
