@@ -18,10 +18,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults import calls, convolution, family, members, selective
+from faults import calls, convolution, family, members, output_norm, selective
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = (family, members, calls, selective, convolution)
+PARTS = (family, members, calls, selective, convolution, output_norm)
 TESTS = {k: v for part in PARTS for k, v in part.TESTS.items()}
 MUTANTS = {k: v for part in PARTS for k, v in part.MUTANTS.items()}
 NOTICED = ROOT / "tests" / "faults" / "noticed.json"

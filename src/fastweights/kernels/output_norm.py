@@ -154,15 +154,26 @@ def norm_bwd_kernel(
     tl.store(p_w, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-def options(V: int, back: bool) -> dict[str, int]:
+def options(o: Tensor, back: bool) -> dict[str, int]:
     """Launch settings: a thread has 16 channels, in the backward 8.
 
-    Rows of more than 4096 or 8192 have more than that.
+    Rows of more than 8192 or 4096 have more than that.
     """
-    BV, each = triton.next_power_of_2(V), 8 if back else 16
+    BV, each = triton.next_power_of_2(o.shape[3]), 8 if back else 16
     BR = max(128 * each // BV, 1)
     warps = min(max(BR * BV // (32 * each), 4), 16)
-    return {"BR": BR, "BV": BV, "num_warps": warps, "num_stages": 1}
+    settings = {"BR": BR, "BV": BV, "num_warps": warps, "num_stages": 1}
+    if back:
+        half = o.element_size() < 4 and warps < 16
+        settings["maxnreg"] = 96 if half else 128
+    return settings
+
+
+def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
+    """As many of the backward as have registers, of 65,536."""
+    warps = 65536 // (32 * settings["maxnreg"])
+    one = warps // settings["num_warps"]
+    return one * properties(o.device).multiprocessors
 
 
 def launch(
@@ -199,7 +210,7 @@ def forward(
 ) -> Tensor:
     """y [B, T, HV * V]; o and weight are contiguous."""
     y, gate = torch.empty_like(o).flatten(2), gate_rows(gate)
-    settings = options(o.shape[3], back=False)
+    settings = options(o, back=False)
     groups = weight.numel() // o.shape[3]
     tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
     launch(
@@ -224,11 +235,10 @@ def backward(
     grads = [torch.empty_like(o)]
     dgate = None if gate is None else gate.new_empty(gate.shape)
     gate = gate_rows(gate)
-    settings = options(o.shape[3], back=True)
+    settings = options(o, back=True)
     groups = weight.numel() // o.shape[3]
     tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
-    at_once = 32 // settings["num_warps"]
-    at_once *= properties(o.device).multiprocessors
+    at_once = programs_at_once(o, settings)
     programs = min(tiles, max(at_once // groups, 1))
     share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
     launch(
