@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from fastweights.layers.arguments import (
     check_range,
     check_sizes,
 )
+from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference.backend import wide
 
-Activation = Literal["silu", "sigmoid"]
 SMALLEST_STEP = 1e-4
 
 
@@ -228,7 +228,7 @@ class OutputNorm(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(size=size, num_heads=num_heads)
-        check_one_of("activation", activation, ("silu", "sigmoid", None))
+        check_one_of("activation", activation, ACTIVATIONS)
         check_number("norm_eps", eps, ">= 0")
         self.size, self.activation = size, activation
         self.center, self.eps = center, eps
@@ -242,12 +242,22 @@ class OutputNorm(nn.Module):
         gate: Float[Tensor, "B T HV*V"] | None = None,
     ) -> Float[Tensor, "B T HV*V"]:
         """The heads side by side, in o's dtype."""
+        weight = self.weight
+        if self.weight.shape[0] > self.size:
+            weight = weight.unflatten(0, (-1, self.size))
+        if not self.center:
+            # A gate without an activation has a sigmoid.
+            return gated_rms_norm(
+                o,
+                weight,
+                gate,
+                activation=self.activation or "sigmoid",
+                eps=self.eps,
+            )
         y = full(o)
-        if self.center:
-            y = y - y.mean(-1, keepdim=True)
+        y = y - y.mean(-1, keepdim=True)
         y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = y * self.weight.to(y.dtype).unflatten(0, (-1, self.size))
-        y = y.flatten(-2)
+        y = (y * weight.to(y.dtype)).flatten(-2)
         if gate is not None:
             gate = gate.to(y.dtype)
             silu = self.activation == "silu"

@@ -1,0 +1,249 @@
+"""The gated norm behind the recurrence: one pass forward, one backward.
+
+A row is one head of one token. A program of the forward has one tile of rows.
+One of the backward walks over many tiles, reads the next while it computes
+this one, and adds up its share of the weight's gradient in registers.
+
+Bytes per channel and row in half precision: 6 forward (o, gate, y), 10
+backward (o, gate, dy, do, dgate), which computes the norm again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.kernels.convolution import sigmoid
+from fastweights.kernels.settings import properties
+
+
+@triton.jit
+def places(
+    i,
+    rows,
+    i_g,
+    stride,
+    G: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Where tile i of group i_g lies in o and in the gate, and its mask.
+
+    Row n of a group is row n G + i_g of all. G is 1, all heads in one group,
+    or HV. ``stride`` is what lies between two tokens of the gate.
+    """
+    n = i * BR + tl.arange(0, BR)
+    o_v = tl.arange(0, BV)
+    r = n * G + i_g
+    p_o = r.to(tl.int64)[:, None] * V + o_v[None, :]  # [BR, BV]
+    p_g = (r // HV).to(tl.int64) * stride + r % HV * V
+    mask = (n < rows)[:, None] & (o_v < V)[None, :]
+    return p_o, p_g[:, None] + o_v[None, :], mask
+
+
+@triton.jit
+def normalised(b_o, mask, eps, V: tl.constexpr):
+    """o over its root mean square, and 1 over that. [BR, BV], [BR, 1].
+
+    No row that is not there is divided by 0, which eps may be.
+    """
+    b_s = tl.sum(b_o * b_o, axis=1, keep_dims=True) / V + eps
+    b_r = tl.rsqrt(tl.where(mask, b_s, 1.0))
+    return b_o * b_r, b_r
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_fwd_kernel(
+    o,
+    weight,
+    gate,
+    y,
+    eps,
+    rows,
+    stride,
+    G: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    SILU: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """y of one tile."""
+    i_g, o_v = tl.program_id(0) % G, tl.arange(0, BV)
+    p_o, p_g, mask = places(
+        tl.program_id(0) // G, rows, i_g, stride, G, HV, V, BR, BV
+    )
+    b_o = tl.load(o + p_o, mask=mask, other=0.0).to(tl.float32)  # [BR, BV]
+    if gate is not None:
+        b_g = tl.load(gate + p_g, mask=mask, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
+    b_y, _ = normalised(b_o, mask, eps, V)
+    b_y *= b_w.to(tl.float32)[None, :]
+    if gate is not None:
+        b_y *= sigmoid(b_g)
+        if SILU:
+            b_y *= b_g
+    tl.store(y + p_o, b_y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_kernel(
+    o,
+    weight,
+    gate,
+    dy,
+    do,
+    dgate,
+    share,
+    eps,
+    rows,
+    stride,
+    G: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    SILU: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """The gradients of every step-th tile of a group.
+
+    share [programs / G, G, V], fp32, is what the program has of the weight's
+    gradient: torch adds them up.
+    """
+    i_g, o_v = tl.program_id(0) % G, tl.arange(0, BV)
+    first, step = tl.program_id(0) // G, tl.num_programs(0) // G
+    b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
+    b_w = b_w.to(tl.float32)[None, :]
+    b_dw = tl.zeros([BR, BV], tl.float32)
+    p_o, p_g, mask = places(first, rows, i_g, stride, G, HV, V, BR, BV)
+    n_o = tl.load(o + p_o, mask=mask, other=0.0)  # [BR, BV]
+    n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
+    n_g = n_o
+    if gate is not None:
+        n_g = tl.load(gate + p_g, mask=mask, other=0.0)
+    for i in range(first, tl.cdiv(rows, BR), step):
+        b_o, b_dy = n_o.to(tl.float32), n_dy.to(tl.float32)
+        b_g, p_y, m_y = n_g.to(tl.float32), p_o, mask
+        p_o, p_g, mask = places(i + step, rows, i_g, stride, G, HV, V, BR, BV)
+        n_o = tl.load(o + p_o, mask=mask, other=0.0)
+        n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
+        if gate is not None:
+            n_g = tl.load(gate + p_g, mask=mask, other=0.0)
+
+        b_y, b_r = normalised(b_o, m_y, eps, V)
+        if gate is not None:
+            b_a = sigmoid(b_g)
+            b_da = b_a * (1.0 - b_a)
+            if SILU:
+                b_da = b_a + b_g * b_da
+                b_a *= b_g
+            b_dg = b_dy * b_y * b_w * b_da
+            tl.store(dgate + p_y, b_dg, mask=m_y)
+            b_dy *= b_a
+        b_dw += b_dy * b_y
+        b_dy *= b_w
+        b_m = tl.sum(b_dy * b_y, axis=1, keep_dims=True) / V  # [BR, 1]
+        tl.store(do + p_y, b_r * (b_dy - b_m * b_y), mask=m_y)
+    p_w = share + tl.program_id(0) * V + o_v
+    tl.store(p_w, tl.sum(b_dw, axis=0), mask=o_v < V)
+
+
+def options(o: Tensor, back: bool) -> dict[str, int]:
+    """Launch settings: a thread has 16 channels, in the backward 8.
+
+    Rows of more than 8192 or 4096 have more than that.
+    """
+    BV, each = triton.next_power_of_2(o.shape[3]), 8 if back else 16
+    BR = max(128 * each // BV, 1)
+    warps = min(max(BR * BV // (32 * each), 4), 16)
+    settings = {"BR": BR, "BV": BV, "num_warps": warps, "num_stages": 1}
+    if back:
+        half = o.element_size() < 4 and warps < 16
+        settings["maxnreg"] = 96 if half else 128
+    return settings
+
+
+def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
+    """As many of the backward as have registers, of 65,536."""
+    warps = 65536 // (32 * settings["maxnreg"])
+    one = warps // settings["num_warps"]
+    return one * properties(o.device).multiprocessors
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    o: Tensor,
+    gate: Tensor | None,
+    groups: int,
+    silu: bool,
+    settings: dict[str, int],
+    *arguments: Any,
+) -> None:
+    """So many programs per group, unless there is nothing to do."""
+    _, _, HV, V = o.shape
+    rows, stride = o.numel() // (groups * V), 0
+    if gate is not None:
+        stride = gate.stride(0)
+    constants = {"G": groups, "HV": HV, "V": V, "SILU": silu} | settings
+    if programs:
+        with torch.cuda.device_of(o):
+            kernel[(programs * groups,)](*arguments, rows, stride, **constants)
+
+
+def gate_rows(gate: Tensor | None) -> Tensor | None:
+    """[B * T, HV * V] with channels side by side: a view if there is one."""
+    if gate is None:
+        return None
+    gate = gate.flatten(0, 1)
+    return gate if gate.stride(1) == 1 else gate.contiguous()
+
+
+def forward(
+    o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> Tensor:
+    """y [B, T, HV * V]; o and weight are contiguous."""
+    y, gate = torch.empty_like(o).flatten(2), gate_rows(gate)
+    settings = options(o, back=False)
+    groups = weight.numel() // o.shape[3]
+    tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
+    launch(
+        *(norm_fwd_kernel, tiles, o, gate, groups, silu, settings),
+        *(o, weight, gate, y, eps),
+    )
+    return y
+
+
+def backward(
+    dy: Tensor,
+    o: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    silu: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of o, weight and, if there is one, the gate.
+
+    dy, o and weight are contiguous. As many programs as run at once.
+    """
+    grads = [torch.empty_like(o)]
+    dgate = None if gate is None else gate.new_empty(gate.shape)
+    gate = gate_rows(gate)
+    settings = options(o, back=True)
+    groups = weight.numel() // o.shape[3]
+    tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
+    at_once = programs_at_once(o, settings)
+    programs = min(tiles, max(at_once // groups, 1))
+    share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
+    launch(
+        *(norm_bwd_kernel, programs, o, gate, groups, silu, settings),
+        *(o, weight, gate, dy, grads[0], dgate, share, eps),
+    )
+    grads.append(share.sum(0).to(weight.dtype))
+    return grads if dgate is None else [*grads, dgate]

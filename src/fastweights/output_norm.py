@@ -1,0 +1,231 @@
+"""The norm that stands behind the recurrence, times a function of a gate.
+
+    y = o / sqrt(mean(o^2) + eps) * weight * activation(gate)
+
+with the mean over a head's channels. PyTorch's path is the formula, with the
+gradients that autograd finds. The kernels
+(:mod:`fastweights.kernels.output_norm`) are one pass over memory forward and
+one backward, behind an operator, so that torch.compile need not look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import (
+    DTYPES,
+    check_kinds,
+    check_number,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.ops import LIBRARY, choose_backend, past_dispatcher, ran
+
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS = (*get_args(Activation), None)
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS = get_args(Backend)
+
+
+def gated_rms_norm(
+    o: Float[Tensor, "B T HV V"],
+    weight: Float[Tensor, "*HV V"],
+    gate: Float[Tensor, "B T HV*V"] | None = None,
+    *,
+    activation: Activation | None = "silu",
+    eps: float = 1e-5,
+    backend: Backend = "auto",
+) -> Float[Tensor, "B T HV*V"]:
+    """RMS norm over a head's channels, times a function of a gate.
+
+    Args:
+        o: [B, T, HV, V] (fp64, fp32, fp16 or bf16), what the recurrence
+            returns. Copied for the kernels if it is not contiguous.
+        weight: [V], shared by the heads, or [HV, V]; any of these dtypes.
+        gate: [B, T, HV * V], any of these dtypes, before its activation.
+            A slice of a wider projection's channels is read where it lies,
+            and kept there for the backward. None: there is no gate.
+        activation: of the gate, "silu" or "sigmoid"; None only without one.
+        eps: added to the mean square, >= 0.
+        backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
+            o not in fp64), "torch" (PyTorch, anywhere) or "auto" (the first
+            that runs on o's device and dtype; "torch" under torch.func and
+            forward-mode autograd).
+
+    Returns:
+        y [B, T, HV * V], the heads side by side, in o's dtype. Arithmetic is
+        in fp32 (fp64 if o is), under autocast too. Gradients flow to o,
+        weight and gate, and two runs give the same bits; gradients of
+        gradients only by PyTorch's path.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of the kernels' backward.
+    """
+    _check(o, weight, gate, activation, eps, backend)
+    silu = activation == "silu"
+    if _choose(backend, o.device, o.dtype) == "torch":
+        return _formula(o, weight, gate, silu, eps)
+    inputs = (o.contiguous(), weight.contiguous(), gate)
+    options = (silu, float(eps))
+    if torch.compiler.is_compiling():
+        return FORWARD(*inputs, *options)
+    if backend == "auto" and private.transformed():
+        return _formula(o, weight, gate, silu, eps)
+    asked = torch.is_grad_enabled() and any(
+        [x is not None and x.requires_grad for x in inputs]
+    )
+    if asked and not torch.jit.is_tracing():
+        return Norm.apply(*inputs, *options)
+    return past_dispatcher(FORWARD, _forward, inputs)(*inputs, *options)
+
+
+@torch.compiler.assume_constant_result
+def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that runs, which torch.compile asks for as it traces."""
+    if asked == "triton" and dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs o in float32, float16 or "
+            "bfloat16, not float64"
+        )
+    if asked != "torch" and choose_backend(asked, device, dtype) == "triton":
+        return "triton"
+    return "torch"
+
+
+def _formula(
+    o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> Tensor:
+    full = torch.promote_types(o.dtype, torch.float32)
+    y = o.to(full)
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = (y * weight.to(full)).flatten(-2)
+    if gate is not None:
+        gate = gate.to(full)
+        y = y * (F.silu(gate) if silu else gate.sigmoid())
+    return y.to(o.dtype)
+
+
+def _check(
+    o: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    activation: Any,
+    eps: float,
+    backend: Any,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    tensors = {"o": o, "weight": weight}
+    tensors |= {} if gate is None else {"gate": gate}
+    check_tensors(tensors)
+    check_kinds(tensors, dict.fromkeys(tensors, DTYPES))
+    if o.dim() != 4 or o.shape[2] < 1 or o.shape[3] < 1:
+        wrong_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
+    B, T, HV, V = o.shape
+    if weight.shape not in ((V,), (HV, V)):
+        wrong_shape("weight", weight, f"[{V}] or [{HV}, {V}]")
+    if gate is not None and gate.shape != (B, T, HV * V):
+        wrong_shape("gate", gate, f"[{B}, {T}, {HV * V}]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: got {activation!r}, need one of {ACTIVATIONS}"
+        )
+    if activation is None and gate is not None:
+        raise ValueError("activation: got None, need the gate's")
+    check_number("eps", eps, ">= 0")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+INPUTS = "Tensor o, Tensor weight, Tensor? gate, bool silu, float eps"
+LIBRARY.define(f"gated_rms_norm({INPUTS}) -> Tensor")
+LIBRARY.define(f"gated_rms_norm_backward(Tensor dy, {INPUTS}) -> Tensor[]")
+
+
+def _forward(
+    o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> Tensor:
+    """y; o and weight are contiguous."""
+    from fastweights.kernels import output_norm
+
+    ran("triton forward")
+    return output_norm.forward(o, weight, gate, silu, eps)
+
+
+@torch.library.register_fake("fastweights::gated_rms_norm")
+def _(o, weight, gate, silu, eps):
+    return o.new_empty(*o.shape[:2], o.shape[2] * o.shape[3])
+
+
+def _backward(
+    dy: Tensor,
+    o: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    silu: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of o, weight and gate, in their dtypes and contiguous."""
+    from fastweights.kernels import output_norm
+
+    ran("triton backward")
+    return output_norm.backward(dy.contiguous(), o, weight, gate, silu, eps)
+
+
+@torch.library.register_fake("fastweights::gated_rms_norm_backward")
+def _(dy, o, weight, gate, silu, eps):
+    return [x.new_empty(x.shape) for x in (o, weight, gate) if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors  # checkpointing lets them be read once
+    operator: Callable = BACKWARD  # which refuses a gradient of its own
+    if not torch.is_grad_enabled():
+        operator = past_dispatcher(BACKWARD, _backward, (dy, *tensors))
+    grads = operator(dy, *tensors, *ctx.options)
+    return (*grads, *[None] * (5 - len(grads)))
+
+
+class Norm(torch.autograd.Function):
+    """FORWARD with its gradient, which costs the host less than its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = past_dispatcher(FORWARD, _forward, inputs[:3])(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "gated_rms_norm: got a gradient of its gradient, which only "
+        'backend="torch" has'
+    )
+
+
+for _name, _function, _gradient, _setup in (
+    ("gated_rms_norm", _forward, _differentiate, _save),
+    ("gated_rms_norm_backward", _backward, _refuse, None),
+):
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_autograd(
+        f"fastweights::{_name}", _gradient, setup_context=_setup
+    )
+FORWARD = torch.ops.fastweights.gated_rms_norm.default
+BACKWARD = torch.ops.fastweights.gated_rms_norm_backward.default
