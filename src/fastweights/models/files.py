@@ -34,11 +34,14 @@ def save(model: LanguageModel, folder: str | Path) -> None:
         name: x.detach().cpu().contiguous()
         for name, x in model.state_dict().items()
     }
-    written(
-        folder / WEIGHTS, lambda path: tensors.save_file(weights, str(path))
-    )
     text = model.config.to_json()
     written(folder / CONFIG, lambda path: path.write_text(text, "utf-8"))
+
+    def write(path: Path) -> None:
+        tensors.save_file(weights, str(path))
+        path.chmod((folder / CONFIG).stat().st_mode)  # it may be 600
+
+    written(folder / WEIGHTS, write)
 
 
 def load(

@@ -114,8 +114,9 @@ def chosen(
 
 def as_rows(prompts: Prompts) -> list[Int[Tensor, " T"]]:
     """One tensor per prompt."""
-    one = isinstance(prompts, Tensor) and prompts.dim() == 1
-    rows = [prompts] if one else list(prompts)
+    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+        prompts = [prompts]
+    rows: list[Tensor] = list(prompts)
     if not rows:
         raise ValueError("prompts: got none, need one or more")
     for row in rows:
