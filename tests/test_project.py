@@ -89,7 +89,9 @@ def test_environment_yml_agrees_with_pyproject() -> None:
     assert f"python {python}" in packages
     assert "pip" in packages
     assert any(name.startswith("nodejs") for name in packages)
-    extras = ",".join(sorted(EXTRAS, key=["chapters", "book", "test"].index))
+    extras = ",".join(
+        sorted(EXTRAS, key=["chapters", "book", "models", "test"].index)
+    )
     assert pip["pip"] == ["-c constraints.txt", f"-e .[{extras}]"]
 
 
@@ -98,7 +100,7 @@ def test_the_makefile_asks_for_the_same_python_and_extras() -> None:
     major, minor = oldest.split(".")
     assert f"OLDEST := {oldest}" in MAKEFILE
     assert f"sys.version_info < ({major}, {minor})" in MAKEFILE
-    assert "-c constraints.txt -e '.[chapters,book,test]'" in MAKEFILE
+    assert "-c constraints.txt -e '.[chapters,book,models,test]'" in MAKEFILE
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
