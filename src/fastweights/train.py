@@ -96,6 +96,8 @@ def run(
     )
 
     def log(**row: Any) -> None:
+        """JSON has no NaN, which evaluate() gives for a mean of nothing."""
+        row = {k: None if v != v else v for k, v in row.items()}
         if lead:
             out.mkdir(parents=True, exist_ok=True)
             with (out / LOG).open("a", encoding="utf-8") as file:

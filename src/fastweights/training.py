@@ -263,8 +263,9 @@ class Training:
             self.model.compile(fullgraph=True)
         self.run: nn.Module = self.model
         if grouped:
-            # Its own cuts of a compiled graph know no checkpointing.
-            torch._dynamo.config.optimize_ddp = False
+            if settings.compile:
+                # Else it cuts the graph, which checkpoints do not survive.
+                torch._dynamo.config.optimize_ddp = False
             self.run = DistributedDataParallel(self.model)
 
     def autocast(self) -> AbstractContextManager:
