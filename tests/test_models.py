@@ -211,6 +211,13 @@ def test_the_loss_is_fp32_under_autocast():
         assert (a - b).norm() < 0.01 * b.norm()
 
 
+def test_a_gradient_of_gradients_is_refused():
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = models.cross_entropy(x, torch.randn(9, 4), torch.arange(3))
+    with pytest.raises(RuntimeError, match="its gradient has no gradient"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
 def test_targets_of_another_shape_are_refused():
     x, w = torch.randn(3, 4), torch.randn(9, 4)
     with pytest.raises(ValueError, match=r"targets: got shape \[2\], need"):
@@ -398,15 +405,26 @@ def test_one_step_of_decoding_compiles(fresh_compiler):
     assert counter.frame_count <= 2
 
 
-# The convolution's stand-in reads cu_seqlens; the others have none.
+# The convolution's stand-in reads cu_seqlens; these have none.
+PACKED = ("gla", "softmax", "retention")
+FULL = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    "pattern, packed",
-    [(HYBRID, False), (("gla", "softmax", "retention"), True)],
-    ids=["windows", "packed"],
+    "pattern, packed, checkpoint, backend",
+    [
+        pytest.param(HYBRID, False, True, "aot_eager", id="windows"),
+        pytest.param(PACKED, True, True, "aot_eager", id="packed"),
+        pytest.param(HYBRID, False, False, "aot_eager", id="kept", marks=FULL),
+        pytest.param(
+            PACKED, True, True, "inductor", id="inductor", marks=FULL
+        ),
+    ],
 )
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["once", "again"])
-def test_a_training_step_compiles(pattern, packed, checkpoint, fresh_compiler):
-    m, counter = model(pattern), CompileCounterWithBackend("aot_eager")
+def test_a_training_step_compiles(
+    pattern, packed, checkpoint, backend, fresh_compiler
+):
+    m, counter = model(pattern), CompileCounterWithBackend(backend)
     tokens = text(1, 50) if packed else text(2, 25)
     offsets = torch.tensor([0, 7, 31, 50]) if packed else None
     ref = gradients(m, m.loss(tokens, cu_seqlens=offsets))

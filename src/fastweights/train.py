@@ -232,7 +232,12 @@ def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
         check_writable(path.parent)
         return settings, None
     path = Path(folder) / CHECKPOINT
-    saved = Settings(**read_checkpoint(path)["settings"])
+    try:
+        saved = Settings(**read_checkpoint(path)["settings"])
+    except TypeError as error:
+        raise ValueError(
+            f"resume: got {path}, of another version: {error}"
+        ) from None
     given.setdefault("out", str(folder))
     settings = replace(saved, **given)
     for name, value in given.items():

@@ -33,8 +33,8 @@ def cross_entropy(
 
     What F.cross_entropy(x @ weight.T, targets) is, with the difference that
     a mean over no targets at all is 0. Under autocast x and weight are
-    rounded on their way in, and the logits are fp32 from there on. Its
-    gradients have no gradients themselves.
+    rounded on their way in, and the logits are fp32 from there on. A gradient
+    of its gradients is refused.
 
     Args:
         x: hidden states, one row per prediction.
@@ -49,7 +49,8 @@ def cross_entropy(
         )
     count = (targets != ignore_index).sum().clamp(min=1)
     x, weight = autocast(x, weight)
-    if torch.is_grad_enabled():
+    learned = x.requires_grad or weight.requires_grad
+    if learned and torch.is_grad_enabled():
         total = _Total.apply(x, weight, targets, ignore_index)
     else:
         total = token_losses(x, weight, targets, ignore_index).sum()
@@ -121,6 +122,11 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "cross_entropy: its gradient has no gradient (create_graph); "
+                "F.cross_entropy of all logits has one"
+            )
         (dtotal,) = gradients
         dx, dweight = ctx.saved_tensors
         return (
