@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -79,7 +80,14 @@ def main() -> int:
     folder = BOOK.parent / "chapters"
     chapters = arguments.chapters or sorted(folder.glob("[0-9][0-9]_*.md"))
     start = time.perf_counter()
-    failures = execute([x.resolve() for x in chapters], arguments.cells)
+    with tempfile.TemporaryDirectory() as home:
+        # Without it each kernel warns that it listens on a port.
+        profile = Path(home) / "profile_default"
+        profile.mkdir()
+        settings = profile / "ipython_kernel_config.py"
+        settings.write_text("c.IPKernelApp.log_level = 'ERROR'\n")
+        os.environ["IPYTHONDIR"] = home
+        failures = execute([x.resolve() for x in chapters], arguments.cells)
     print("\n".join(failures), file=sys.stderr, end="\n" * bool(failures))
     print(f"    {time.perf_counter() - start:.0f} s in all")
     return len(failures)

@@ -1,11 +1,16 @@
 """Break the library one line at a time: the unit tests must notice.
 
-    python tests/mutants.py [name ...]
+    python tests/mutants.py [--record] [name ...]
 
 Each mutant is one replacement in a copy of src; the tests named beside it
-run against that copy. Prints which test caught it, and fails if one lives.
+run against that copy, first the one that noticed when faults/noticed.json
+was written (--record writes it). Prints which test caught it, and fails if
+one lives.
 """
 
+import argparse
+import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,16 +19,24 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults import calls, family, members, selective
-
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = (family, members, calls, selective)
+FAULTS = ROOT / "tests" / "faults"
+PARTS = [
+    importlib.import_module(f"faults.{file.stem}")
+    for file in sorted(FAULTS.glob("[a-z]*.py"))
+]
 TESTS = {k: v for part in PARTS for k, v in part.TESTS.items()}
 MUTANTS = {k: v for part in PARTS for k, v in part.MUTANTS.items()}
+NOTICED = FAULTS / "noticed.json"
 
 
-def caught_by(file: str, old: str, new: str, tests: str = "") -> str:
-    """The first test that fails on the mutant, or "" if none does."""
+def caught_by(
+    file: str, old: str, new: str, tests: str = "", *, first: str = ""
+) -> str:
+    """The first test that fails on the mutant, or "" if none does.
+
+    ``first`` is tried before the others.
+    """
     with tempfile.TemporaryDirectory() as copy:
         src = Path(copy) / "src"
         shutil.copytree(ROOT / "src", src)
@@ -32,37 +45,60 @@ def caught_by(file: str, old: str, new: str, tests: str = "") -> str:
             return f"STALE: {file} has no {old!r}"
         (src / file).write_text(text.replace(old, new, 1))
         tests = tests or TESTS[file]
-        kernels = tests.startswith("test_kernels")
-        settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
-        settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
-        options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
-        command = [sys.executable, "-m", "pytest", *options.split()]
-        run = subprocess.run(
-            [*command, "-m", "not full", ROOT / "tests" / tests],
-            cwd=copy,
-            env=os.environ | settings,
-            capture_output=True,
-            text=True,
-        )
+        for some in (first, tests) if first else (tests,):
+            if found := failure(src, some):
+                return found
+    return ""
+
+
+def failure(src: Path, tests: str) -> str:
+    """The first of these tests that fails with this library, or ""."""
+    kernels = tests.startswith("test_kernels")
+    settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
+    settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
+    options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    run = subprocess.run(
+        [*command, "-m", "not full", str(ROOT / "tests" / tests)],
+        cwd=src.parent,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
     if run.returncode < 0:  # it wrote where it must not, say
         return f"the process, by signal {-run.returncode}"
+    if run.returncode == 4:  # there is no such test any more
+        return ""
     failed = ("FAILED", "ERROR")
     lines = [x for x in run.stdout.splitlines() if x.startswith(failed)]
-    return lines[0].split(" - ")[0].split("/")[-1] if lines else ""
+    return lines[0].split(" - ")[0].split("tests/")[-1] if lines else ""
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], record: bool) -> int:
     """Two at a time on two cores: each is a process of its own."""
     names = names or [*MUTANTS]
+    noticed = json.loads(NOTICED.read_text())
     passed = 0
+
+    def caught(name: str) -> str:
+        return caught_by(*MUTANTS[name], first=noticed.get(name, ""))
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tests = pool.map(lambda name: caught_by(*MUTANTS[name]), names)
+        tests = pool.map(caught, names)
         for name, test in zip(names, tests, strict=True):
             print(f"{name:36} {test or 'ALIVE'}", flush=True)
             passed += bool(test) and not test.startswith("STALE")
+            if record and "::" in test:
+                noticed = {**noticed, name: test}
+                kept = {k: noticed[k] for k in MUTANTS if k in noticed}
+                NOTICED.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"{passed} passed, {len(names) - passed} failed")
     return len(names) - passed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.names, arguments.record))

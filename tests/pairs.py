@@ -22,10 +22,12 @@ TOOLS = ["hypothesis", "jaxtyping", "pytest", "pytest-xdist"]
 # With Triton's compiler, and with its interpreter, in processes of their own.
 COMPILED = (
     "test_compile.py",
+    "test_compile_convolution.py",
     "test_compile_decode.py",
     "test_compile_family.py",
     "test_compile_flash.py",
     "test_compile_selective.py",
+    "test_convolution.py",
     "test_decode.py",
     "test_family.py",
     "test_launch.py",

@@ -18,6 +18,7 @@ import torch
 from inputs import GATES, RULES, member
 
 import fastweights as fw
+from fastweights.convolution import convolve_heads
 from fastweights.kernels import backend, call, flash, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
@@ -76,6 +77,20 @@ def main() -> None:
             *packed, cu_seqlens=offsets, backend="triton"
         )
         torch.autograd.grad(y.float().sum() + state.sum(), packed)
+        # 2 heads of 5 channels, 1 of 9; a sequence without a token.
+        x = [torch.rand(size, **kind) for size in ((1, 50, 29), (29, 4))]
+        x += [torch.rand(29, **kind), torch.rand(3, 3, 29, **kind)]
+        x = [t.requires_grad_() for t in x]
+        *parts, state = convolve_heads(
+            *x[:3],
+            heads=(2, 1),
+            sizes=(5, 9),
+            initial_state=x[3],
+            cu_seqlens=offsets,
+            backend="triton",
+        )
+        loss = sum(t.float().sum() for t in (*parts, state))
+        torch.autograd.grad(loss, x)
         torch.cuda.synchronize()
 
 

@@ -25,19 +25,21 @@ ALL = pytest.mark.parametrize(
 )
 
 
-def compile_decode(width, delta, T, capability, D=128, dtype="bf16"):
+def compile_decode(
+    width, delta, T, capability, D=128, dtype="bf16", rows=False
+):
     """The kernel with its launch settings, for head size D = K = V.
 
     T is 1, which Triton makes a constant, or any other number of tokens.
     """
     DG = D if width == "K" else width
-    absent = {"g": DG == 0, "beta": not delta}
+    absent = {"g": DG == 0, "beta": not delta, "rows": not rows}
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
     constants |= {"FIXED": False, "EARLY": capability >= 90}
     types = dict.fromkeys(("g", "beta", "state"), "*fp32")
-    types |= {"scale": "fp32", "T": "i32"}
+    types |= {"scale": "fp32", "T": "i32", "N": "i32", "rows": "*i64"}
     constants |= decode_options(D)
     return offline.build(decode_kernel, capability, dtype, constants, types)
 
@@ -50,6 +52,10 @@ def judge(compiled, capability, tmp_path):
     return offline.judge(
         compiled, capability, tmp_path, 0, set_addresses=False
     )
+
+
+def test_rows_of_a_pool(tmp_path):
+    judge(compile_decode(1, True, 16, 90, rows=True), 90, tmp_path)
 
 
 @crossed(

@@ -9,8 +9,15 @@ import pytest
 from touched import imported
 
 SECONDS = 0.2
-HEAVY = ("triton", "sympy", "torch._dynamo", "torch._inductor")
-HEAVY += ("safetensors", "tokenizers")
+HEAVY = (
+    "triton",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+)
 # What the recurrences stand under; each imports those before it.
 ABOVE = ("layers", "models", "corpus", "training", "train")
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"

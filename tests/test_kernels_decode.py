@@ -92,6 +92,38 @@ def test_loop(gate, rule, shape):
     judge(shaped(gate, rule, shape, dtype=torch.float32))
 
 
+def of_a_pool(gate, rule, dtype, device="cpu", index=torch.int64):
+    """Three sequences whose states lie in rows 4, none and 1 of five."""
+    x = call(gate, rule, device, B=3, T=2, H=1, HV=2, K=20, V=33, dtype=dtype)
+    pool = torch.randn(5, 2, 20, 33, device=device)
+    rows = torch.tensor([4, -1, 1], device=device, dtype=index)
+    alone = x | {"state": pool[[4, 0, 1]].clone()}
+    o_ref, S_ref = expected(alone)
+    o_ref[1] = 0
+    before = pool.clone()
+    with ops.record_backends() as ran:
+        o = fw.decode_step(
+            **(x | {"state": pool}), rows=rows, backend="triton"
+        )
+    assert ran == ["triton decode"]
+    assert relative_error(o, o_ref) <= BUDGET[dtype]
+    assert relative_error(pool[[4, 1]], S_ref[[0, 2]]) <= 1e-6
+    assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
+
+
+@interpreted
+@crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
+def test_rows_of_a_pool(gate, rule, index):
+    of_a_pool(gate, rule, torch.float32, index=index)
+
+
+@compiled
+@pytest.mark.gpu
+@ALL
+def test_rows_of_a_pool_on_gpu(gate, rule):
+    of_a_pool(gate, rule, torch.bfloat16, "cuda")
+
+
 @interpreted
 @ALL
 def test_half_precision(gate, rule):
@@ -174,7 +206,7 @@ def test_a_graph_that_has_saved_the_state_notices():
 def test_operator_passes_opcheck():
     x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
     operator = torch.ops.fastweights.decode_step.default
-    torch.library.opcheck(operator, (*x.values(), 0.5, "triton"))
+    torch.library.opcheck(operator, (*x.values(), None, 0.5, "triton"))
 
 
 @pytest.mark.gpu

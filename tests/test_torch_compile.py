@@ -49,7 +49,8 @@ def test_one_graph_for_every_length(gate, rule):
     assert counter.frame_count == 1
 
 
-def test_one_graph_for_every_packing():
+@pytest.mark.parametrize("first", ["given", "zeros"])
+def test_one_graph_for_every_packing(first):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         fw.linear_recurrence, backend=counter, fullgraph=True
@@ -62,6 +63,8 @@ def test_one_graph_for_every_packing():
 
     for offsets in ([0, 5, 37], [0, 0, 30, 65], [0, 1, 2, 90, 100]):
         x = member("vector", "delta", T=offsets[-1], N=len(offsets) - 1)
+        if first == "zeros":
+            del x["initial_state"]
         packed = {"cu_seqlens": torch.tensor(offsets)}
         ref = results(fw.linear_recurrence, x, backend="loop", **packed)
         same(results(marked, x, **packed), ref, 1e-11)

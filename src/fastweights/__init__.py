@@ -1,6 +1,7 @@
 """Fast Weights: linear attention from softmax to test-time training."""
 
 from fastweights import feature_maps
+from fastweights.compat import accelerate
 from fastweights.decoding import decode_step
 from fastweights.family import (
     deltanet,
@@ -21,6 +22,7 @@ from fastweights.selective import selective_scan
 __version__ = "0.1.0"
 
 __all__ = [
+    "accelerate",
     "choose_backend",
     "decode_step",
     "deltanet",

@@ -128,7 +128,7 @@ def _check(
             wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
         if B != 1:
             wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
-        N = len(cu_seqlens) - 1
+        N = cu_seqlens.shape[0] - 1
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         wrong_shape(state_name, initial_state, need)
@@ -175,10 +175,10 @@ def check_integers(values: dict[str, int]) -> None:
 
 
 def check_number(name: str, x: float, need: str) -> None:
-    """Raise unless the argument is a real number, "> 0" or ">= 0"."""
+    """Raise unless the argument is a real number, "> 0", ">= 0" or "< 0"."""
     if not isinstance(x, numbers.Real | torch.SymFloat):
         raise TypeError(f"{name}: got {type(x).__name__}, need a real number")
-    if not (x > 0 if need == "> 0" else x >= 0):
+    if not {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0}[need]:
         raise ValueError(f"{name}: got {x}, need {need}")
 
 

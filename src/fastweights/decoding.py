@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import values
-from fastweights.arguments import check_arguments
+from fastweights.arguments import (
+    check_arguments,
+    check_kinds,
+    check_states,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.ops import (
     Backend,
     autocast,
@@ -29,9 +35,10 @@ def decode_step(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T HV V"],
     *,
-    state: Float[Tensor, "B HV K V"],
+    state: Float[Tensor, "N HV K V"],
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
+    rows: Int[Tensor, " B"] | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Float[Tensor, "B T HV V"]:
@@ -49,8 +56,8 @@ def decode_step(
         deltanet             q, k, v, beta=beta
         gated_deltanet, kda  q, k, v, g=g, beta=beta
 
-    mlstm and linear_attention with normalize do more than the recurrence:
-    call them with T = 1 and what they returned as initial_state.
+    mlstm, linear_attention with normalize and selective_scan do more than the
+    recurrence: :mod:`fastweights.serving` has their steps.
 
     Args:
         q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
@@ -58,6 +65,11 @@ def decode_step(
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous, and may come from
             torch.inference_mode.
+        rows: [B] int32 or int64, for a state [N, HV, K, V] that is a pool:
+            sequence b has row rows[b] of it, and the other rows stay as they
+            are. No two sequences may have the same row, which is not
+            checked. One whose row is none of 0 to N - 1 (-1, say, where a
+            batch is filled up) reads and writes no state; its outputs are 0.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "chunkwise" and "loop" are both the
             loop over tokens in PyTorch.
@@ -75,9 +87,9 @@ def decode_step(
             needs.
     """
     q, k, v = autocast(q, k, v)
-    _check(q, k, v, g, beta, state, scale, backend)
+    _check(q, k, v, g, beta, state, rows, scale, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (q, k, v, g, beta, state)
+    tensors = (q, k, v, g, beta, state, rows)
     if torch.compiler.is_compiling():
         return OPERATOR(*tensors, scale, backend)
     step = past_dispatcher(OPERATOR, _decode, tensors)
@@ -100,15 +112,26 @@ def _check(
     g: Tensor | None,
     beta: Tensor | None,
     state: Tensor,
+    rows: Tensor | None,
     scale: float | None,
     backend: Backend,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
     if state is None:
         raise TypeError("state: got NoneType, need a Tensor")
+    own = state if rows is None else None
     check_arguments(
-        q, k, v, g, beta, scale, state, None, None, state_name="state"
+        q, k, v, g, beta, scale, own, None, None, state_name="state"
     )
+    if rows is not None:
+        check_tensors({"state": state, "rows": rows})
+        whole = (torch.int32, torch.int64)
+        check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": whole})
+        if rows.shape != q.shape[:1]:
+            wrong_shape("rows", rows, f"[{q.shape[0]}]")
+        N = state.shape[0] if state.dim() else 0
+        shape = (max(N, 1), v.shape[2], q.shape[3], v.shape[3])
+        check_states(q, {"state": state}, {"state": shape})
     if q.shape[1] > MAX_TOKENS:
         raise ValueError(
             f"q: got shape {list(q.shape)}, need [B, T, H, K] with "
@@ -152,6 +175,7 @@ def _decode(
     g: Tensor | None,
     beta: Tensor | None,
     state: Tensor,
+    rows: Tensor | None,
     scale: float,
     backend: Backend,
 ) -> Tensor:
@@ -160,13 +184,23 @@ def _decode(
         from fastweights.kernels.decode import decode
 
         ran("triton decode")
-        return decode(q, k, v, g, beta, state, scale)
+        return decode(q, k, v, g, beta, state, rows, scale)
     ran("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        o = advance(state, *widen(q, k, v, g, beta), scale=scale)
-    return o.to(v.dtype)
+        x = widen(q, k, v, g, beta)
+        if rows is None:
+            return advance(state, *x, scale=scale).to(v.dtype)
+        at = rows.to(torch.int64)
+        there = (at >= 0) & (at < state.shape[0])
+        at = at[there]
+        some = state[at]
+        o = torch.zeros_like(v)
+        own: list[Any] = [None if t is None else t[there] for t in x]
+        o[there] = advance(some, *own, scale=scale).to(v.dtype)
+        state[at] = some
+    return o
 
 
 OPERATOR = torch.library.custom_op(
@@ -174,7 +208,7 @@ OPERATOR = torch.library.custom_op(
     _decode,
     mutates_args=("state",),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor(a!) state, float scale, str backend) -> Tensor",
+    "Tensor(a!) state, Tensor? rows, float scale, str backend) -> Tensor",
 )
 
 

@@ -164,8 +164,9 @@ def lightning_decay(
     num_layers: int,
     *,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " HV"]:
-    """Lightning Attention's fixed log decays in one layer, fp32.
+    """Lightning Attention's fixed log decays in one layer.
 
     -s_h (1 - layer / (num_layers - 1) + 1e-5), layers counted from 0, as in
     MiniMax-01 (2025): later layers forget less. The s_h are ALiBi's
@@ -185,7 +186,7 @@ def lightning_decay(
         )
 
     def slopes(n: int) -> Tensor:
-        h = torch.arange(1, n + 1, device=device, dtype=torch.float32)
+        h = torch.arange(1, n + 1, device=device, dtype=dtype)
         return torch.exp2(-8 * h / n)
 
     n = 2 ** int(math.log2(num_heads))

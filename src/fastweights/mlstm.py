@@ -95,27 +95,50 @@ def mlstm(
         state, m = initial_state
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = wide(q.dtype)
-    g, i = g.double(), i.double()
-    before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
-    # Any stabilizer gives the same o: it takes no part in the gradients.
-    rescaled = g + torch.minimum(before - after, -g).detach()
     # An empty state is not cleared again: kernels are slower where they clear.
-    empty, emptied = before.isneginf(), after.isneginf()
-    rescaled = rescaled.masked_fill(g.isneginf() | emptied, CLEARS)
-    rescaled = rescaled.masked_fill(empty, 0).to(dtype)
-    weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
+    decay, weight, least, last = in_units(
+        g, i, m, cu_seqlens, dtype, of_empty=0.0
+    )
     o, z, state = recurrence_with_normaliser(
         q,
         k,
         weight * v,
         weight,
-        rescaled,
+        decay,
         initial_state=state,
         **options,
     )
-    least = (-after).exp()[..., None].to(dtype)  # 1, in units of e^m
-    total = torch.maximum(z.abs(), least)
-    return (o / (total + eps)).to(v.dtype), (state, last)
+    return divided(o, z, least, eps).to(v.dtype), (state, last)
+
+
+def in_units(
+    g: PerHead,
+    i: PerHead,
+    m: Stabilizer | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    of_empty: float,
+) -> tuple[PerHead, Tensor, Tensor, Stabilizer]:
+    """The gates of a state in units of e^m: log decays and weights.
+
+    Also 1 in these units, and the last m. ``of_empty`` is the log decay of
+    a state that is empty.
+    """
+    g, i = g.double(), i.double()
+    before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
+    # Any stabilizer gives the same o: it takes no part in the gradients.
+    decay = g + torch.minimum(before - after, -g).detach()
+    empty, emptied = before.isneginf(), after.isneginf()
+    decay = decay.masked_fill(g.isneginf() | emptied, CLEARS)
+    decay = decay.masked_fill(empty, of_empty).to(dtype)
+    weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
+    return decay, weight, (-after).exp()[..., None].to(dtype), last
+
+
+def divided(o: Tensor, z: Tensor, least: Tensor, eps: float) -> Tensor:
+    """o / (max(|z|, least) + eps)."""
+    return o / (torch.maximum(z.abs(), least) + eps)
 
 
 def named(memory: Memory | None) -> dict[str, Tensor]:
@@ -146,7 +169,7 @@ def stabilizers(
     that are none give any numbers, and no error: linear_recurrence has that.
     """
     B, T, HV = g.shape
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     first = g.new_full((N, HV), -torch.inf) if m is None else m.double()
     tokens = torch.arange(T, device=g.device)
     if cu_seqlens is None:

@@ -84,7 +84,7 @@ def check_normalised(
     [N, HV, K, V + 1], or that and a number per head, [N, HV].
     """
     check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     HV, V = v.shape[2:]
     shapes = ((N, HV, q.shape[3], V + 1), (N, HV))
     check_states(q, states, dict(zip(states, shapes, strict=False)))

@@ -103,7 +103,7 @@ def selective_scan(
             "loop".
     """
     x, B, C = autocast(x, B, C)
-    _check(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     if not isinstance(dt_softplus, bool):
         kind = type(dt_softplus).__name__
         raise TypeError(f"dt_softplus: got {kind}, need a bool")
@@ -133,7 +133,7 @@ def selective_scan(
     return y, state
 
 
-def _check(
+def check_scan(
     x: Tensor,
     dt: Tensor,
     A: Tensor,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from fastweights.kernels.tile import add_pairs, state_at
+from fastweights.kernels.tile import add_pairs, mask_if, state_at
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def row_of(x, i_row, o_d, D: tl.constexpr):
     return tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["T"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["T"])
 def decode_kernel(
     q,
     k,
@@ -28,8 +28,10 @@ def decode_kernel(
     beta,
     o,
     state,
+    rows,
     scale,
     T,
+    N,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -42,6 +44,8 @@ def decode_kernel(
     EARLY: tl.constexpr,
 ):
     """T tokens of one value tile of one head, its state in registers.
+
+    Sequence i_b has row rows[i_b] of the N states, or i_b if rows is None.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
     in fp32. T = 1, which Triton makes a constant of, compiles without the
@@ -59,7 +63,13 @@ def decode_kernel(
     i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV
     i_h = i_hv // (HV // H)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    o_S, m_S = state_at(i_bh, i_v, K, V, BK, BV)
+    i_n = i_b
+    if rows is not None:
+        i_n = tl.load(rows + i_b).to(tl.int64)
+    o_S, m_S = state_at(i_n * HV + i_hv, i_v, K, V, BK, BV)
+    if rows is not None:
+        is_there = (i_n >= 0) & (i_n < N)
+        m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
 
     i_key, i_value = i_b * T * H + i_h, i_b * T * HV + i_hv
@@ -93,6 +103,8 @@ def decode_kernel(
             b_S += b_k * b_new[None, :]
             b_o = tl.sum(b_S * b_q, axis=0)  # [BV]
         b_o *= scale
+        if rows is not None:
+            b_o = tl.where(is_there, b_o, 0.0)
         tl.store(o + i_value * V + o_v, b_o, mask=o_v < V)
         i_key += H
         i_value += HV
@@ -129,6 +141,7 @@ def decode(
     g: Tensor | None,
     beta: Tensor | None,
     state: Tensor,
+    rows: Tensor | None,
     scale: float,
 ) -> Tensor:
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
@@ -152,8 +165,10 @@ def decode(
             beta,
             o,
             S,
+            None if rows is None else rows.contiguous(),
             scale,
             T,
+            S.shape[0],
             H=H,
             HV=HV,
             K=K,

@@ -323,7 +323,7 @@ def forward(
     The tensors are contiguous.
     """
     check_on_host(cu_seqlens, x.shape[1])
-    S = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y, state = torch.empty_like(x), x.new_empty(S, *A.shape, dtype=FP32)
     tensors = (x, A, dt, B, C, D, initial_state, cu_seqlens, y, state, states)
     with torch.cuda.device_of(x):
@@ -354,7 +354,7 @@ def backward(
     Those of A, B, C and D are in fp32. The tensors are contiguous.
     """
     (batch, T, channels), (G, N) = x.shape, B.shape[2:]
-    S = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    S = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     NP = triton.cdiv(channels // G, options(channels, N, G)["BD"])
     dx, ddt = torch.empty_like(x), torch.empty_like(dt)
     dA = x.new_empty(S, channels, N, dtype=FP32)

@@ -106,12 +106,11 @@ def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
 
 
 @triton.jit
-def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
-    """What chunk slot i_c holds: its first token, and its sequence's end.
+def sequence_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
+    """The sequence whose chunk slot i_c holds.
 
-    An empty slot's first token is past the end. Among packed sequences a
-    program finds its own by bisection. No first token is negative, whatever
-    is in cu_seqlens: sequence n is only found from slot n onwards.
+    Among packed sequences a program finds its own by bisection. Sequence n
+    is only found from slot n onwards, whatever is in cu_seqlens.
     """
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
@@ -124,6 +123,17 @@ def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
                 i_n = i_mid
             else:
                 i_last = i_mid - 1
+    return i_n
+
+
+@triton.jit
+def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
+    """What chunk slot i_c holds: its first token, and its sequence's end.
+
+    An empty slot's first token is past the end. No first token is negative,
+    by what :func:`sequence_of` says.
+    """
+    i_n = sequence_of(i_c, cu_seqlens, N, T, BT)
     t, end = sequence_span(i_n, cu_seqlens, T)
     return t + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
 

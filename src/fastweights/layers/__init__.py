@@ -9,6 +9,10 @@ Every layer reads [B, T, dim], or packed sequences with B = 1, and returns a
 :class:`LayerState` with one row per sequence. Without gradients a state that
 comes back in is changed in place; with gradients a new one is made, through
 which gradients flow. ``state.clone()`` keeps one.
+
+The projections of q, k and v are one matrix, W_qkv: their rows are those of
+q for all heads, then of k, then of v. Each class says how the weights of
+public implementations map to it.
 """
 
 from fastweights.layers.attention import SoftmaxAttention

@@ -7,12 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fastweights.layers.parts import (
-    Factory,
-    check_input,
-    check_sizes,
-    rotary,
-)
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -32,18 +29,25 @@ class SoftmaxAttention(nn.Module):
         y = W_o softmax(q k^T / sqrt(K)) v
 
     by PyTorch's scaled_dot_product_attention. Qwen3-Next's has ``qk_norm``,
-    ``gate`` and a ``rotary_fraction`` of 0.25; Kimi Linear's has no
-    positions.
+    ``gate``, a ``rotary_fraction`` of 0.25 and head_dim 256; Kimi Linear's
+    has no positions, and is multi-head latent attention, which this is not.
+
+    Weights of Qwen3-Next: the rows of its q_proj are q and the gate of the
+    first head, then of the second, and so on; here qkv_proj is q of all
+    heads, then k, then v, and the gate is g_proj. Its q_norm and k_norm
+    multiply by 1 + weight, these by weight.
 
     Args:
         dim: width D of x and y.
         num_heads: heads H of q.
         num_kv_heads: heads of k and v, a divisor of H; H if None.
-        head_dim: size of a head; dim / num_heads if None.
+            Consecutive heads of q share one of k and v.
+        head_dim: size K of a head; dim / num_heads if None.
         theta: base of the rotary positions; None: there are none.
-        rotary_fraction: share of a head's channels that turn.
-        qk_norm: whether q and k are normed per head (RMS, with a weight).
+        rotary_fraction: share of a head's channels that turn, the first.
+        qk_norm: whether q and k are normed per head, by RMSNorm.
         gate: whether the output is multiplied by sigmoid(W_g x).
+        norm_eps: of the norms of q and k.
     """
 
     def __init__(
@@ -63,16 +67,19 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
-        H, HK = num_heads, num_kv_heads or num_heads
-        K = head_dim or dim // num_heads
-        check_sizes(num_kv_heads=HK, head_dim=K)
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        HK = H if num_kv_heads is None else num_kv_heads
+        check_sizes(num_kv_heads=HK)
         if H % HK:
             raise ValueError(
                 f"num_kv_heads: got {HK}, need a divisor of num_heads = {H}"
             )
-        if not 0 <= rotary_fraction <= 1:
+        if theta is not None:
+            check_number("theta", theta, "> 0")
+        check_number("rotary_fraction", rotary_fraction, "> 0")
+        if rotary_fraction > 1:
             raise ValueError(
-                f"rotary_fraction: got {rotary_fraction}, need 0 to 1"
+                f"rotary_fraction: got {rotary_fraction}, need at most 1"
             )
         self.dim, self.K = dim, K
         self.theta, self.rotary_fraction = theta, rotary_fraction
@@ -81,7 +88,7 @@ class SoftmaxAttention(nn.Module):
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(K, eps=norm_eps, **to) if qk_norm else nn.Identity()
+            OutputNorm(K, None, eps=norm_eps, **to) if qk_norm else None
             for _ in "qk"
         )
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
@@ -99,6 +106,7 @@ class SoftmaxAttention(nn.Module):
         A state that a call has to enlarge moves to new memory; with enough
         room from the start, it stays where it is.
         """
+        check_sizes(num_sequences=num_sequences, capacity=capacity)
         weight = self.qkv_proj.weight
         size = (num_sequences, capacity, self.widths[1] // self.K, self.K)
         keys, values = (
@@ -117,16 +125,20 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         """y, and the state (keys, values, position) with x's tokens added.
 
-        Without gradients the one that came in is changed in place, and
-        enlarged where it is too small. With gradients, packed sequences and
-        no state, as in training, none is made: what is returned is None.
+        Without gradients the state that came in is changed in place, enlarged
+        where it is too small, and returned. With gradients, packed sequences
+        and no state, as in training, none is made, which would wait for the
+        device: None is returned in its place.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        fields = ("keys", "values", "position")
+        check_input(x, self.dim, state, cu_seqlens, *fields)
         q, k, v = (
             part.unflatten(-1, (-1, self.K))
             for part in self.qkv_proj(x).split(self.widths, -1)
         )
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q).view_as(q)
+            k = self.k_norm(k).view_as(k)
         if self.theta is not None:
             at = positions(x.shape[1], x.device, state, cu_seqlens)
             q, k = (
@@ -186,11 +198,11 @@ def attend(
     token = torch.arange(T, device=q.device)
     at = before[:, None] + token
     row = torch.arange(B, device=q.device)[:, None]
-    there = (token < count[:, None])[..., None, None]
     if torch.is_grad_enabled():
         keys, values = keys.clone(), values.clone()
-    for x, new in ((keys, k), (values, v)):
-        x[row, at] = torch.where(there, new.to(x.dtype), x[row, at])
+    # What is not there is written too, past the end of its sequence, where
+    # the next tokens overwrite it before any query sees it.
+    keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
     mask = torch.arange(keys.shape[1], device=q.device) <= at[..., None]
     o = attention(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
     if not torch.is_grad_enabled():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.convolution import convolve_heads, short_convolution
-from fastweights.layers.parts import Factory
+from fastweights.layers.arguments import check_one_of, check_sizes
+from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets
 
 Inputs = Float[Tensor, "N W-1 C"]
@@ -39,6 +41,8 @@ class ShortConvolution(nn.Module):
     ) -> None:
         super().__init__()
         to: Factory = {"device": device, "dtype": dtype}
+        check_sizes(channels=channels)
+        check_one_of("conv_size", conv_size, (2, 3, 4))
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, conv_size, **to))
         self.bias = nn.Parameter(torch.empty(channels, **to)) if bias else None
@@ -70,16 +74,20 @@ class ShortConvolution(nn.Module):
 
 
 class HeadsConvolution(nn.Module):
-    """q, k and v of a recurrence from one projection [q | k | v].
+    """q, k and v of a recurrence, from channels [q | k | v].
 
     A short convolution with SiLU over all channels, then q and k divided by
-    sqrt(|.|^2 + 1e-6): unit keys keep the delta rule from diverging.
+    sqrt(|.|^2 + 1e-6): unit keys keep the delta rule from diverging. One
+    convolution over all channels is the same function as one for each of q,
+    k and v; its weight is theirs one after the other.
 
     Args:
         heads: heads H of q and k, value heads HV.
-        sizes: of a head of q and k, K, and of one of v, V.
-        conv_size: taps of the convolution; None: neither it nor its SiLU.
+        sizes: size K of a head of q and of k, size V of a head of v.
+        conv_size: taps of the convolution, 2 to 4; None: there is none.
         normalize: whether q and k are brought to unit length.
+        activation: whether SiLU follows the convolution, or where there is
+            none the projection.
         bias: whether the convolution has one.
     """
 
@@ -90,22 +98,26 @@ class HeadsConvolution(nn.Module):
         conv_size: int | None = 4,
         *,
         normalize: bool = True,
+        activation: bool = True,
         bias: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.sizes, self.normalize = heads, sizes, normalize
+        self.heads, self.sizes = heads, sizes
+        self.normalize, self.activation = normalize, activation
         (H, HV), (K, V) = heads, sizes
+        to: Factory = {"device": device, "dtype": dtype}
         self.taps = None
         if conv_size is not None:
             self.taps = ShortConvolution(
-                2 * H * K + HV * V,
-                conv_size,
-                bias=bias,
-                device=device,
-                dtype=dtype,
+                2 * H * K + HV * V, conv_size, bias=bias, **to
             )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a state that are read here."""
+        return () if self.taps is None else ("convolution",)
 
     def forward(
         self,
@@ -127,16 +139,13 @@ class HeadsConvolution(nn.Module):
                 heads=self.heads,
                 sizes=self.sizes,
                 normalize=self.normalize,
+                activation="silu" if self.activation else None,
                 initial_state=inputs_of(state),
                 cu_seqlens=cu_seqlens,
             )
-        (H, HV), (K, V) = self.heads, self.sizes
-        q, k, v = (
-            part.unflatten(-1, (-1, size))
-            for part, size in zip(
-                x.split([H * K, H * K, HV * V], -1), (K, K, V), strict=True
-            )
-        )
+        if self.activation:
+            x = F.silu(x)
+        q, k, v = split_heads(x, self.heads, self.sizes)
         if self.normalize:
             q, k = unit(q), unit(k)
         return q, k, v, None
@@ -144,10 +153,8 @@ class HeadsConvolution(nn.Module):
 
 def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
-    full = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(full)
-    y = y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()
-    return y.to(x.dtype)
+    y = full(x)
+    return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def inputs_of(state: LayerState | None) -> Inputs | None:

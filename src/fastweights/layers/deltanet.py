@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.parts import (
-    Factory,
-    OutputNorm,
+from fastweights.layers.arguments import (
     check_input,
+    check_one_of,
     check_sizes,
+    head_size,
+    scaled,
 )
+from fastweights.layers.convolution import HeadsConvolution, unit
+from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+
+Heads = Float[Tensor, "B T H K"]
+FEATURES = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu": lambda x: F.elu(x) + 1,
+    "identity": lambda x: x,
+}
 
 
 class DeltaNet(nn.Module):
     """Correct what the state returns for a key (arXiv 2406.06484).
 
-        q, k, v = convolution(W_qkv x), q and k of unit length
+        q, k, v = silu(convolution(W_qkv x)), q and k of unit length
         beta = sigmoid(W_b x)
         y = W_o norm(o), o by fastweights.deltanet
 
-    The original (arXiv 2102.11174) has no convolution and takes elu(x) + 1
-    for SiLU, with keys that sum to one. As in flash-linear-attention the
-    output has no gate by default.
+    The original (arXiv 2102.11174, eq. 24) has no convolution, and takes
+    elu(x) + 1 for SiLU, with queries and keys that sum to one:
+    ``conv_size=None, qk_activation="elu", qk_norm="sum"`` (there v has no
+    activation; here and in flash-linear-attention it has SiLU). As in
+    flash-linear-attention the output has no gate by default.
+
+    Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
+    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
+    norm is o_norm.
 
     Args:
         dim: width D of x and y.
         num_heads: heads H of q, k and v.
         head_dim: size K of a head of q and k; dim / num_heads if None.
         expand_v: V / K.
-        conv_size: width of the convolution; None: there is none.
+        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        qk_activation: of q and k, after the convolution: "silu", "relu",
+            "elu" (plus 1) or "identity".
+        qk_norm: "l2": q and k are divided by their length; "sum": by the sum
+            of their channels, which has to stay away from 0.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         gate: whether the output is multiplied by silu(W_g x).
         norm_eps: of the output norm.
@@ -46,6 +69,8 @@ class DeltaNet(nn.Module):
         *,
         expand_v: float = 1.0,
         conv_size: int | None = 4,
+        qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu",
+        qk_norm: Literal["l2", "sum"] = "l2",
         allow_neg_eigval: bool = False,
         gate: bool = False,
         norm_eps: float = 1e-5,
@@ -54,13 +79,18 @@ class DeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
-        H, K = num_heads, head_dim or dim // num_heads
-        V = int(K * expand_v)
-        check_sizes(head_dim=K, **{"expand_v * head_dim": V})
+        check_one_of("qk_activation", qk_activation, tuple(FEATURES))
+        check_one_of("qk_norm", qk_norm, ("l2", "sum"))
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
+        self.qk_activation, self.qk_norm = qk_activation, qk_norm
+        usual = (qk_activation, qk_norm) == ("silu", "l2")
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
-        self.convolution = HeadsConvolution((H, H), (K, V), conv_size, **to)
+        self.convolution = HeadsConvolution(
+            (H, H), (K, V), conv_size, normalize=usual, activation=usual, **to
+        )
         self.b_proj = nn.Linear(dim, H, bias=False, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to) if gate else None
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
@@ -74,14 +104,23 @@ class DeltaNet(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        fields = ("S", *self.convolution.fields)
+        check_input(x, self.dim, state, cu_seqlens, *fields)
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        beta = self.b_proj(x).float().sigmoid()
-        if self.allow_neg_eigval:
-            beta = 2 * beta
+        if not self.convolution.activation:
+            q, k, v = self.features(q), self.features(k), F.silu(v)
+        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         o, S = recur(q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens)
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)
+
+    def features(self, x: Heads) -> Heads:
+        """Activation and norm of q or k, where they are not the usual ones."""
+        y = FEATURES[self.qk_activation](x)
+        if self.qk_norm == "l2":
+            return unit(y)
+        return (y / y.sum(-1, keepdim=True)).to(x.dtype)

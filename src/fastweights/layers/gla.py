@@ -7,14 +7,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.kda import low_rank
-from fastweights.layers.parts import (
-    Factory,
-    OutputNorm,
-    check_input,
-    check_sizes,
-)
+from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 
 
@@ -27,7 +23,10 @@ class GatedLinearAttention(nn.Module):
 
     b starts at 0, so that every channel starts by forgetting half in about
     16 tokens. The paper has neither a convolution nor unit keys; zoology's
-    comparisons give it a convolution (``conv_size``).
+    comparisons give it a convolution, which SiLU follows (``conv_size``).
+
+    Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
+    one below the other, f_proj is gk_proj, norm is g_norm_swish_gate.
 
     Args:
         dim: width D of x and y.
@@ -36,7 +35,8 @@ class GatedLinearAttention(nn.Module):
         expand_v: width of v over dim.
         gate_rank: rank of W_2 W_1.
         temperature: by which logsigmoid is divided, > 0.
-        conv_size: width of a convolution; None, as published: there is none.
+        conv_size: taps of a convolution, 2 to 4; None, as published: there
+            is none.
         norm_eps: of the output norm.
     """
 
@@ -57,16 +57,19 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads, gate_rank=gate_rank)
         H = num_heads
-        K, V = int(dim * expand_k) // H, int(dim * expand_v) // H
-        check_sizes(**{"expand_k * dim / num_heads": K})
-        check_sizes(**{"expand_v * dim / num_heads": V})
-        if not temperature > 0:
-            raise ValueError(f"temperature: got {temperature}, need > 0")
+        K = scaled("expand_k", expand_k, H, dim=dim)
+        V = scaled("expand_v", expand_v, H, dim=dim)
+        check_number("temperature", temperature, "> 0")
         self.dim, self.temperature, self.K = dim, temperature, K
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.convolution = HeadsConvolution(
-            (H, H), (K, V), conv_size, normalize=False, **to
+            (H, H),
+            (K, V),
+            conv_size,
+            normalize=False,
+            activation=conv_size is not None,
+            **to,
         )
         self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **to)
         nn.init.zeros_(self.f_proj.get_parameter("1.bias"))
@@ -82,13 +85,13 @@ class GatedLinearAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        fields = ("S", *self.convolution.fields)
+        check_input(x, self.dim, state, cu_seqlens, *fields)
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        logits = self.f_proj(x)
-        full = torch.promote_types(logits.dtype, torch.float32)
-        g = F.logsigmoid(logits.to(full)) / self.temperature
+        g = F.logsigmoid(full(self.f_proj(x))) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.g_proj(x)))

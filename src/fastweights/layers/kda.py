@@ -6,13 +6,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    scaled,
+    value_heads,
+)
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import (
     Decay,
     Factory,
     OutputNorm,
-    check_input,
-    check_sizes,
+    low_rank,
+    write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 
@@ -20,15 +26,24 @@ from fastweights.layers.state import LayerState, Offsets, recur, updated
 class KimiDeltaAttention(nn.Module):
     """The delta rule with a decay per key channel (arXiv 2510.26692).
 
-        q, k, v = convolution(W_qkv x), q and k of unit length
+        q, k, v = silu(convolution(W_qkv x)), q and k of unit length
         g = -exp(A_log) softplus(W_f2 W_f1 x + dt_bias), one per channel of k
         beta = sigmoid(W_b x)
         y = W_o (norm(o) * sigmoid(W_g2 W_g1 x)), o by fastweights.kda
 
-    The gates of the decay and of the output go through V channels, the size
-    of one head. The second matrix of the output's gate has a bias in
-    flash-linear-attention and none in transformers' Kimi Linear
-    (``gate_bias``).
+    W_f1 and W_g1 have V rows, the size of one head. Public implementations
+    differ: W_g2 has a bias in flash-linear-attention and none in
+    transformers' Kimi Linear (``gate_bias``); dt_bias started at 0 in early
+    versions of flash-linear-attention; GLM-5-Next bounds the decay from
+    below by ``lower_bound=-5``, and so does Ling, with one matrix for
+    W_f2 W_f1. With fewer heads of q and k than of v, flash-linear-attention
+    had one gate per head of q and k; here each value head has its own.
+
+    Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
+    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
+    norm is o_norm. Of transformers' Kimi Linear: the same, with one conv1d;
+    f_proj is forget_gate's f_a_proj and f_b_proj, g_proj is g_a_proj and
+    g_b_proj.
 
     Args:
         dim: width D of x and y.
@@ -36,10 +51,11 @@ class KimiDeltaAttention(nn.Module):
         head_dim: their size K.
         num_v_heads: value heads HV, a multiple of H; H if None.
         expand_v: V / K.
-        conv_size: width of the convolution; None: there is none.
-        allow_neg_eigval: beta in (0, 2), not (0, 1).
+        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         gate_bias: whether W_g2 has a bias.
-        A_range, dt_range: as in :class:`fastweights.layers.Decay`.
+        A_range, dt_range, lower_bound: as in
+            :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
 
@@ -56,22 +72,29 @@ class KimiDeltaAttention(nn.Module):
         gate_bias: bool = False,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (1e-3, 1e-1),
+        lower_bound: float | None = None,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        H, HV = num_heads, num_v_heads or num_heads
-        K, V = head_dim, int(head_dim * expand_v)
-        check_sizes(dim=dim, num_heads=H, head_dim=K, num_v_heads=HV)
-        check_sizes(**{"expand_v * head_dim": V})
+        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        H, HV = num_heads, value_heads(num_v_heads, num_heads)
+        K, V = head_dim, scaled("expand_v", expand_v, head_dim=head_dim)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
         self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
         self.f_proj = low_rank(dim, V, HV * K, bias=False, **to)
-        self.decay = Decay(HV, K, A_range=A_range, dt_range=dt_range, **to)
+        self.decay = Decay(
+            HV,
+            K,
+            A_range=A_range,
+            dt_range=dt_range,
+            lower_bound=lower_bound,
+            **to,
+        )
         self.b_proj = nn.Linear(dim, HV, bias=False, **to)
         self.g_proj = low_rank(dim, V, HV * V, bias=gate_bias, **to)
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
@@ -85,29 +108,14 @@ class KimiDeltaAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        fields = ("S", *self.convolution.fields)
+        check_input(x, self.dim, state, cu_seqlens, *fields)
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        g, beta = self.decay(self.f_proj(x)), self.b_proj(x).float().sigmoid()
-        if self.allow_neg_eigval:
-            beta = 2 * beta
+        g = self.decay(self.f_proj(x))
+        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, updated(state, S=S, convolution=inputs)
-
-
-def low_rank(
-    dim: int,
-    rank: int,
-    out: int,
-    *,
-    bias: bool,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Sequential:
-    """A matrix as the product of two, with a bias on the second or none."""
-    return nn.Sequential(
-        nn.Linear(dim, rank, bias=False, device=device, dtype=dtype),
-        nn.Linear(rank, out, bias=bias, device=device, dtype=dtype),
-    )

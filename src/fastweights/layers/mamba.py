@@ -8,17 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.parts import (
-    SMALLEST_STEP,
-    Factory,
+from fastweights.layers.arguments import (
     check_input,
     check_range,
     check_sizes,
-    inverse_softplus,
-    uniform,
-    without_decay,
+    scaled,
 )
+from fastweights.layers.convolution import ShortConvolution
+from fastweights.layers.parts import Factory, draw_dt_bias_, full
 from fastweights.layers.state import LayerState, Offsets, updated
 from fastweights.selective import selective_scan
 
@@ -26,16 +23,22 @@ from fastweights.selective import selective_scan
 class Mamba(nn.Module):
     """Mamba's layer: a decay for every entry of the state (arXiv 2312.00752).
 
-        u, z = W_in x,  u = convolution(u)
+        u, z = W_in x
         dt, B, C = W_x u
         y = W_o fastweights.selective_scan(u, W_dt dt, A, B, C, D, z=z)
+
+    with u = silu(convolution(u)), A = -exp(A_log), and softplus(. + dt_bias)
+    taken of W_dt dt by the scan.
+
+    Weights of mamba_ssm and transformers have the same layout: convolution
+    is conv1d, dt_bias is dt_proj.bias, o_proj is out_proj.
 
     Args:
         dim: width D of x and y.
         state_size: entries N of the state per channel of u.
         expand: width of u over dim.
         dt_rank: rank of dt; dim / 16, rounded up, if None.
-        conv_size: width of the convolution.
+        conv_size: taps of the convolution, 2 to 4; it has a bias.
         dt_range: bounds of dt at the start.
     """
 
@@ -54,8 +57,9 @@ class Mamba(nn.Module):
         super().__init__()
         check_sizes(dim=dim, state_size=state_size)
         check_range("dt_range", dt_range)
-        inner, R = int(dim * expand), dt_rank or math.ceil(dim / 16)
-        check_sizes(dt_rank=R, **{"expand * dim": inner})
+        inner = scaled("expand", expand, dim=dim)
+        R = math.ceil(dim / 16) if dt_rank is None else dt_rank
+        check_sizes(dt_rank=R)
         self.dim, self.dt_range = dim, dt_range
         self.widths = (R, state_size, state_size)
         to: Factory = {"device": device, "dtype": dtype}
@@ -63,11 +67,9 @@ class Mamba(nn.Module):
         self.convolution = ShortConvolution(inner, conv_size, bias=True, **to)
         self.x_proj = nn.Linear(inner, sum(self.widths), bias=False, **to)
         self.dt_proj = nn.Linear(R, inner, bias=False, **to)
-        self.dt_bias = without_decay(nn.Parameter(torch.empty(inner, **to)))
-        self.A_log = without_decay(
-            nn.Parameter(torch.empty(inner, state_size, **to))
-        )
-        self.D = without_decay(nn.Parameter(torch.ones(inner, **to)))
+        self.dt_bias = nn.Parameter(torch.empty(inner, **to))
+        self.A_log = nn.Parameter(torch.empty(inner, state_size, **to))
+        self.D = nn.Parameter(torch.ones(inner, **to))
         self.o_proj = nn.Linear(inner, dim, bias=False, **to)
         self.reset_parameters()
 
@@ -76,9 +78,7 @@ class Mamba(nn.Module):
         """A = 1 .. N in every channel, dt log-uniform, both in fp32."""
         n = torch.arange(1, self.A_log.shape[1] + 1, device=self.D.device)
         self.A_log.copy_(n.float().log().expand_as(self.A_log))
-        low, high = (math.log(x) for x in self.dt_range)
-        dt = uniform(self.dt_bias, low, high).exp().clamp_min(SMALLEST_STEP)
-        self.dt_bias.copy_(inverse_softplus(dt))
+        draw_dt_bias_(self.dt_bias, self.dt_range)
         bound = self.dt_proj.in_features**-0.5
         self.dt_proj.weight.uniform_(-bound, bound)
 
@@ -90,24 +90,24 @@ class Mamba(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
         u, z = self.in_proj(x).chunk(2, -1)
         u, inputs = self.convolution(u, state, cu_seqlens)
         dt, B, C = self.x_proj(u).split(self.widths, -1)
-        full = torch.promote_types(u.dtype, torch.float32)
         y, S = selective_scan(
             u,
-            self.dt_proj(dt).to(full),
-            -self.A_log.to(full).exp(),
+            full(self.dt_proj(dt)),
+            -full(self.A_log).exp(),
             B,
             C,
-            self.D.to(full),
-            z=z.to(full),
-            dt_bias=self.dt_bias.to(full),
+            full(self.D),
+            z=full(z),
+            dt_bias=full(self.dt_bias),
             dt_softplus=True,
-            initial_state=None if state is None else state.get("S"),
+            initial_state=None if state is None else state.S,
             cu_seqlens=cu_seqlens,
         )
         return self.o_proj(y), updated(state, S=S, convolution=inputs)

@@ -7,22 +7,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.parts import (
-    Decay,
-    Factory,
-    OutputNorm,
-    check_input,
-    check_sizes,
-    without_decay,
-)
+from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 
 
 class Mamba2(nn.Module):
     """Mamba-2's layer: a decay per head and step (arXiv 2405.21060).
 
-        C, B, u = convolution(W_x x)
+        C, B, u = silu(convolution(W_x x))
         dt = softplus(W_dt x + dt_bias),  g = -exp(A_log) dt
         y = W_o norm((o + D u) * silu(W_z x))
 
@@ -31,6 +25,14 @@ class Mamba2(nn.Module):
     heads of a group together, comes after the gate: in Gated DeltaNet the
     gate comes after the norm.
 
+    Public implementations differ: A starts at 1, 2, .. H in transformers and
+    flash-linear-attention and is drawn in mamba_ssm, as here; with several
+    groups mamba_ssm's kernel norms each of them, and so does this layer.
+
+    Weights of mamba_ssm and transformers: the rows of in_proj are z_proj,
+    then those of x_proj in the order u, B, C, then dt_proj; conv1d has the
+    order u, B, C, and convolution.taps has C, B, u.
+
     Args:
         dim: width D of x and y.
         head_dim: channels of u per head; there are expand * dim / head_dim
@@ -38,7 +40,7 @@ class Mamba2(nn.Module):
         state_size: size of a row of B and C.
         expand: width of u over dim.
         num_groups: groups of heads that share B and C.
-        conv_size: width of the convolution.
+        conv_size: taps of the convolution, 2 to 4; it has a bias.
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the norm.
     """
@@ -61,14 +63,14 @@ class Mamba2(nn.Module):
         super().__init__()
         G, N, P = num_groups, state_size, head_dim
         check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
-        inner = int(dim * expand)
+        inner = scaled("expand", expand, dim=dim)
         if inner % P or (inner // P) % G:
             raise ValueError(
                 f"head_dim: got {P} with expand * dim = {inner} and {G} "
                 "groups, need a divisor that leaves whole groups of heads"
             )
         H = inner // P
-        self.dim, self.G, self.P = dim, G, P
+        self.dim, self.G = dim, G
         to: Factory = {"device": device, "dtype": dtype}
         self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **to)
         self.convolution = HeadsConvolution(
@@ -76,10 +78,11 @@ class Mamba2(nn.Module):
         )
         self.dt_proj = nn.Linear(dim, H, bias=False, **to)
         self.decay = Decay(H, A_range=A_range, dt_range=dt_range, **to)
-        self.D = without_decay(nn.Parameter(torch.ones(H, **to)))
+        self.D = nn.Parameter(torch.ones(H, **to))
         self.z_proj = nn.Linear(dim, inner, bias=False, **to)
-        self.norm = OutputNorm(inner // G, None, eps=norm_eps, **to)
-        self.norm.weight = nn.Parameter(torch.ones(G, inner // G, **to))
+        self.norm = OutputNorm(
+            inner // G, None, num_heads=G, eps=norm_eps, **to
+        )
         self.o_proj = nn.Linear(inner, dim, bias=False, **to)
 
     def forward(
@@ -90,23 +93,22 @@ class Mamba2(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
+        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
         C, B, u, inputs = self.convolution(self.x_proj(x), state, cu_seqlens)
-        a = self.dt_proj(x)
-        dt = self.decay.step(a)
-        v = (dt[..., None] * u).to(u.dtype)
+        dt = self.decay.step(self.dt_proj(x))
         o, S = recur(
             C,
             B,
-            v,
-            self.decay(a),
+            (dt[..., None] * u).to(u.dtype),
+            self.decay.log_decay(dt),
             state=state,
             cu_seqlens=cu_seqlens,
             scale=1.0,
         )
-        o = o + self.D.to(dt.dtype)[:, None] * u
-        y = o.flatten(2) * F.silu(self.z_proj(x).to(dt.dtype))
+        y = full(o) + self.D.to(dt.dtype)[:, None] * u
+        y = y.flatten(2) * F.silu(full(self.z_proj(x)))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
         return self.o_proj(y), updated(state, S=S, convolution=inputs)

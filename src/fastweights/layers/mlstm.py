@@ -7,13 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.parts import (
-    Factory,
-    OutputNorm,
-    check_input,
-    check_sizes,
-    without_decay,
-)
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, updated
 from fastweights.mlstm import mlstm
 
@@ -22,15 +18,22 @@ class MLSTM(nn.Module):
     """xLSTM's matrix memory as in xLSTM-7B (arXiv 2503.13427).
 
         q, k, v = W_qkv x
-        f = cap(W_f x + b_f),  i = cap(W_i x + b_i),  cap(a) = 15 tanh(a / 15)
+        i = cap(W_i x + b_i),  f = cap(W_f x + b_f),  cap(a) = 15 tanh(a / 15)
         y = W_o (norm(h) * sigmoid(W_g x)), h by fastweights.mlstm
 
     with logsigmoid(f) for the log of the forget gate and i for that of the
-    input gate. At the start the matrices of the gates are 0, b_f goes from 3
-    to 6 over the heads and b_i is -10. The first xLSTM (arXiv 2405.04517)
-    has a convolution, an outer projection to twice the width and a skip
-    around the memory, which the larger model left out; it norms the heads
-    by LayerNorm.
+    input gate. The norm is a LayerNorm over each head, with a weight per
+    channel of each. At the start the matrices of the gates are 0, b_f goes
+    from 3 to 6 over the heads and b_i is -10.
+
+    The first xLSTM (arXiv 2405.04517) has a convolution, an outer projection
+    to twice the width and a skip around the memory, which the larger model
+    left out. xLSTM-7B's code starts the stabilizer m at 0 and this layer at
+    -inf, which differs only in what eps adds to the normaliser.
+
+    Weights of xLSTM-7B: qkv_proj is q, k and v one below the other, gates is
+    igate_preact above fgate_preact, g_proj is ogate_preact, norm is
+    multihead_norm.
 
     Args:
         dim: width D of x and y.
@@ -56,19 +59,18 @@ class MLSTM(nn.Module):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
         H = num_heads
-        K, V = int(dim * qk_factor) // H, int(dim * v_factor) // H
-        check_sizes(**{"qk_factor * dim / num_heads": K})
-        check_sizes(**{"v_factor * dim / num_heads": V})
-        if not cap > 0:
-            raise ValueError(f"cap: got {cap}, need > 0")
-        self.dim, self.cap, self.H = dim, cap, H
-        self.widths, self.sizes = (H * K, H * K, H * V), (K, K, V)
+        K = scaled("qk_factor", qk_factor, H, dim=dim)
+        V = scaled("v_factor", v_factor, H, dim=dim)
+        check_number("cap", cap, "> 0")
+        self.dim, self.cap = dim, cap
+        self.heads, self.sizes = (H, H), (K, V)
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.gates = nn.Linear(dim, 2 * H, **to)
-        without_decay(self.gates.get_parameter("weight"))
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
-        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
+        self.norm = OutputNorm(
+            V, "sigmoid", num_heads=H, center=True, eps=norm_eps, **to
+        )
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
         self.reset_parameters()
 
@@ -76,9 +78,9 @@ class MLSTM(nn.Module):
     def reset_parameters(self) -> None:
         """Gates that know nothing of x, long memories and small writes."""
         self.gates.weight.zero_()
-        forget, write = self.gates.bias.chunk(2)
-        forget.copy_(torch.linspace(3, 6, self.H))
+        write, forget = self.gates.bias.chunk(2)
         write.fill_(-10)
+        forget.copy_(torch.linspace(3, 6, len(forget)))
 
     def forward(
         self,
@@ -88,20 +90,13 @@ class MLSTM(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, m) after the last token of each sequence.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
-        q, k, v = (
-            part.unflatten(-1, (self.H, size))
-            for part, size in zip(
-                self.qkv_proj(x).split(self.widths, -1),
-                self.sizes,
-                strict=True,
-            )
-        )
-        a = self.gates(x)
-        a = a.to(torch.promote_types(a.dtype, torch.float32))
-        f, i = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
+        check_input(x, self.dim, state, cu_seqlens, "S", "m")
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        a = full(self.gates(x))
+        i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         memory = None
         if state is not None:
             memory = state.get("S"), state.get("m")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -11,21 +10,23 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import (
+    check_one_of,
+    check_range,
+    check_sizes,
+)
+from fastweights.reference.backend import wide
+
 Activation = Literal["silu", "sigmoid"]
 SMALLEST_STEP = 1e-4
 
 
 class Factory(TypedDict):
-    """Where a module's parameters are made, and in which dtype."""
+    """On which device a module's parameters are made, and in which dtype."""
 
     device: torch.device | None
     dtype: torch.dtype | None
-
-
-def without_decay(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter that weight decay should leave alone."""
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
 
 
 def parameter_groups(
@@ -33,16 +34,16 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Two groups for an optimiser: with weight decay, and without.
 
-    Decay is for matrices. It would pull A_log, dt_bias and D to values that
-    mean something else than 'small', so that these are exempt, as are norms
-    and biases (everything with fewer than two dimensions).
-
         torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
+
+    Weight decay is for matrices. Exempt are norms and biases, which are all
+    the parameters with fewer than two dimensions, and what sets how fast a
+    state forgets, A_log and dt_bias: an A_log of 0 is not a small weight.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            exempt = getattr(parameter, "_no_weight_decay", False)
+            exempt = name.rpartition(".")[2] in ("A_log", "dt_bias")
             groups[parameter.dim() >= 2 and not exempt].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
@@ -53,16 +54,22 @@ def parameter_groups(
 class Decay(nn.Module):
     """g = -exp(A_log) softplus(a + dt_bias): Mamba-2's gate (Dao and Gu 2024).
 
-    At its start a = 0, and head h forgets half in ln 2 / (A dt) tokens, with
-    A uniform in ``A_range`` and dt log-uniform in ``dt_range``: 0.4 to 700
-    tokens with the published ranges. A is drawn in fp32 and has a lower
-    bound: A = 0, which a draw in bf16 does give, makes A_log = -inf, and its
-    gradient too.
+    When a is 0, head h forgets half in ln 2 / (A dt) tokens, with A uniform
+    in ``A_range`` and dt log-uniform in ``dt_range``: 0.4 to 700 tokens with
+    the published ranges. A is drawn in fp32 and has a lower bound. Without
+    one a draw in bf16 does give A = 0, and then A_log and its gradient are
+    infinite.
+
+    With ``lower_bound`` g = lower_bound * sigmoid(exp(A_log) (a + dt_bias)),
+    which no input makes smaller than the bound: KDA's "safe gate" in
+    flash-linear-attention, GLM-5-Next and Ling, all with -5. A_log starts at
+    0 then, and half-lives at 1.5 to 139 tokens.
 
     Args:
-        num_heads: heads H, one A for each.
-        channels: gates per head, one dt_bias for each.
-        A_range, dt_range: bounds of A and dt, > 0.
+        num_heads: heads H, one A each.
+        channels: gates per head, one dt_bias each.
+        A_range, dt_range: bounds of A and of dt at the start, > 0.
+        lower_bound: the least g, < 0; None: there is none.
     """
 
     def __init__(
@@ -72,79 +79,140 @@ class Decay(nn.Module):
         *,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (1e-3, 1e-1),
+        lower_bound: float | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(num_heads=num_heads, channels=channels)
         check_range("A_range", A_range)
         check_range("dt_range", dt_range)
-        self.A_range, self.dt_range, self.channels = (
-            A_range,
-            dt_range,
-            channels,
-        )
+        if lower_bound is not None:
+            check_number("lower_bound", lower_bound, "< 0")
+        self.A_range, self.dt_range = A_range, dt_range
+        self.lower_bound, self.channels = lower_bound, channels
         to: Factory = {"device": device, "dtype": dtype}
-        self.A_log = without_decay(nn.Parameter(torch.empty(num_heads, **to)))
-        self.dt_bias = without_decay(
-            nn.Parameter(torch.empty(num_heads * channels, **to))
-        )
+        self.A_log = nn.Parameter(torch.empty(num_heads, **to))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * channels, **to))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw A and dt again, in fp32."""
-        self.A_log.copy_(uniform(self.A_log, *self.A_range).log())
-        low, high = (math.log(x) for x in self.dt_range)
-        dt = uniform(self.dt_bias, low, high).exp().clamp_min(SMALLEST_STEP)
-        self.dt_bias.copy_(inverse_softplus(dt))
+        if self.lower_bound is None:
+            self.A_log.copy_(uniform(self.A_log, *self.A_range).log())
+        else:
+            self.A_log.zero_()
+        draw_dt_bias_(self.dt_bias, self.dt_range)
 
     def step(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
-        """The step size dt = softplus(a + dt_bias), in fp32."""
-        full = torch.promote_types(a.dtype, torch.float32)
-        return F.softplus(a.to(full) + self.dt_bias.to(full))
+        """The step size dt = softplus(a + dt_bias), in fp32 (fp64 if a is)."""
+        a = full(a)
+        return F.softplus(a + self.dt_bias.to(a.dtype))
+
+    def log_decay(self, dt: Float[Tensor, "B T n"]) -> Float[Tensor, "B T *n"]:
+        """g = -exp(A_log) dt, of step sizes dt [B, T, H * channels]."""
+        return -self.per_head(dt, self.A_log.to(dt.dtype).exp())
 
     def forward(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T *n"]:
-        """The log decays g <= 0 of a [B, T, H] or [B, T, H * channels].
+        """The log decays g <= 0 of a [B, T, H * channels].
 
-        Of that shape, and [B, T, H, channels] if there are several to a
-        head; fp32 (fp64 if a is).
+        [B, T, H], or [B, T, H, channels] if there are several per head; fp32
+        (fp64 if a is).
         """
-        dt = self.step(a)
-        rate = self.A_log.to(dt.dtype).exp()
+        if self.lower_bound is None:
+            return self.log_decay(self.step(a))
+        a = full(a)
+        a = a + self.dt_bias.to(a.dtype)
+        rate = self.A_log.to(a.dtype).exp()
+        return self.lower_bound * self.per_head(a, rate).sigmoid()
+
+    def per_head(self, a: Tensor, rate: Tensor) -> Tensor:
+        """Each head's channels times its rate."""
         if self.channels == 1:
-            return -rate * dt
-        return -rate[:, None] * dt.unflatten(-1, (-1, self.channels))
+            return rate * a
+        return rate[:, None] * a.unflatten(-1, (-1, self.channels))
 
 
-def check_range(name: str, bounds: tuple[float, float]) -> None:
-    """Raise unless 0 < bounds[0] <= bounds[1]."""
-    if not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
-        raise ValueError(f"{name}: got {bounds}, need 0 < lower <= upper")
+def full(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is that: gates, norms and positions."""
+    return x.to(wide(x.dtype))
+
+
+@torch.no_grad()
+def draw_dt_bias_(bias: Tensor, dt_range: tuple[float, float]) -> None:
+    """Set a bias such that softplus(bias) is log-uniform, drawn in fp32."""
+    low, high = (math.log(x) for x in dt_range)
+    dt = uniform(bias, low, high).exp().clamp_min(SMALLEST_STEP)
+    bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus, inverted
+
+
+def write_strength(
+    logits: Float[Tensor, "B T HV"], allow_neg_eigval: bool
+) -> Float[Tensor, "B T HV"]:
+    """beta = sigmoid(logits), twice that if eigenvalues may be negative.
+
+    In fp32 (fp64 if the logits are). With beta in (0, 2) the factor
+    I - beta k k^T has an eigenvalue down to -1, with which a state can count
+    modulo two (Grazzi et al. 2025).
+    """
+    beta = full(logits).sigmoid()
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def low_rank(
+    dim: int,
+    rank: int,
+    out: int,
+    *,
+    bias: bool,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Sequential:
+    """A matrix as the product of two; the second has a bias, or none has."""
+    return nn.Sequential(
+        nn.Linear(dim, rank, bias=False, device=device, dtype=dtype),
+        nn.Linear(rank, out, bias=bias, device=device, dtype=dtype),
+    )
+
+
+def split_heads(
+    x: Float[Tensor, "B T C"], heads: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[
+    Float[Tensor, "B T H K"],
+    Float[Tensor, "B T H K"],
+    Float[Tensor, "B T HV V"],
+]:
+    """q, k and v of the channels [q | k | v], heads (H, HV), sizes (K, V)."""
+    (H, HV), (K, V) = heads, sizes
+    q, k, v = x.split([H * K, H * K, HV * V], -1)
+    return (
+        q.unflatten(-1, (H, K)),
+        k.unflatten(-1, (H, K)),
+        v.unflatten(-1, (HV, V)),
+    )
 
 
 def uniform(like: Tensor, low: float, high: float) -> Tensor:
     """Of like's shape and device, drawn in fp32 (fp64 if like is)."""
-    full = torch.promote_types(like.dtype, torch.float32)
-    return torch.empty_like(like, dtype=full).uniform_(low, high)
-
-
-def inverse_softplus(x: Tensor) -> Tensor:
-    """y with softplus(y) = x, for x > 0."""
-    return x + (-torch.expm1(-x)).log()
+    return torch.empty_like(like, dtype=wide(like.dtype)).uniform_(low, high)
 
 
 class OutputNorm(nn.Module):
-    """RMS norm over a head's channels, times a function of a gate.
+    """A norm over each head's channels, times a function of a gate.
 
         y = o / sqrt(mean(o^2) + eps) * weight * activation(gate)
 
-    One weight per channel, shared by the heads. Arithmetic is in fp32, under
-    autocast too.
+    Arithmetic is in fp32, under autocast too.
 
     Args:
         size: channels V of a head.
         activation: of the gate, "silu" or "sigmoid"; None: no gate.
-        eps: added to the mean square.
+        num_heads: heads with weights of their own; 1: all share one weight
+            per channel.
+        center: whether each head's mean is taken away first: LayerNorm in
+            place of RMSNorm.
+        eps: added to the mean square, >= 0.
     """
 
     def __init__(
@@ -152,19 +220,20 @@ class OutputNorm(nn.Module):
         size: int,
         activation: Activation | None = "silu",
         *,
+        num_heads: int = 1,
+        center: bool = False,
         eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ("silu", "sigmoid", None):
-            raise ValueError(
-                f"activation: got {activation!r}, need 'silu', 'sigmoid' or "
-                "None"
-            )
-        self.activation, self.eps = activation, eps
+        check_sizes(size=size, num_heads=num_heads)
+        check_one_of("activation", activation, ("silu", "sigmoid", None))
+        check_number("norm_eps", eps, ">= 0")
+        self.size, self.activation = size, activation
+        self.center, self.eps = center, eps
         self.weight = nn.Parameter(
-            torch.ones(size, device=device, dtype=dtype)
+            torch.ones(num_heads * size, device=device, dtype=dtype)
         )
 
     def forward(
@@ -173,12 +242,14 @@ class OutputNorm(nn.Module):
         gate: Float[Tensor, "B T HV*V"] | None = None,
     ) -> Float[Tensor, "B T HV*V"]:
         """The heads side by side, in o's dtype."""
-        full = torch.promote_types(o.dtype, torch.float32)
-        y = o.to(full)
+        y = full(o)
+        if self.center:
+            y = y - y.mean(-1, keepdim=True)
         y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = (y * self.weight.to(full)).flatten(-2)
+        y = y * self.weight.to(y.dtype).unflatten(0, (-1, self.size))
+        y = y.flatten(-2)
         if gate is not None:
-            gate = gate.to(full)
+            gate = gate.to(y.dtype)
             silu = self.activation == "silu"
             y = y * (F.silu(gate) if silu else gate.sigmoid())
         return y.to(o.dtype)
@@ -197,39 +268,9 @@ def rotary(
     x's dtype.
     """
     R = int(x.shape[-1] * fraction) // 2 * 2
-    full = torch.promote_types(x.dtype, torch.float32)
-    j = torch.arange(0, R, 2, device=x.device, dtype=full)
-    angle = position[..., None].to(full) * theta ** (-j / R)
+    a, b = full(x[..., :R]).chunk(2, -1)
+    j = torch.arange(0, R, 2, device=x.device, dtype=a.dtype)
+    angle = position[..., None].to(a.dtype) * theta ** (-j / R)
     cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
-    a, b = x[..., :R].to(full).chunk(2, -1)
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([turned.to(x.dtype), x[..., R:]], -1)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise unless each is a positive integer."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}: got {size!r}, need an integer >= 1")
-
-
-def check_input(
-    x: Tensor, dim: int, state: object, cu_seqlens: Tensor | None
-) -> None:
-    """Raise unless x is [B, T, dim] and the state fits its rows."""
-    if x.dim() != 3 or x.shape[-1] != dim:
-        raise ValueError(f"x: got shape {list(x.shape)}, need [B, T, {dim}]")
-    if cu_seqlens is not None and len(x) != 1:
-        raise ValueError(
-            f"x: got shape {list(x.shape)}, need B = 1 with cu_seqlens"
-        )
-    rows = len(x) if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors: Iterable[tuple[str, Tensor]] = (
-        () if state is None else state.tensors().items()  # type: ignore
-    )
-    for name, tensor in tensors:
-        if len(tensor) != rows:
-            raise ValueError(
-                f"state: got {name} of shape {list(tensor.shape)}, need "
-                f"{rows} rows, one for each sequence"
-            )

@@ -7,13 +7,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.arguments import check_number
 from fastweights.family import lightning_decay, retnet_decay
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    head_size,
+    scaled,
+)
 from fastweights.layers.parts import (
     Factory,
     OutputNorm,
-    check_input,
-    check_sizes,
     rotary,
+    split_heads,
 )
 from fastweights.layers.state import (
     LayerState,
@@ -23,6 +29,7 @@ from fastweights.layers.state import (
     recur,
     updated,
 )
+from fastweights.reference.backend import wide
 
 
 class MultiScaleRetention(nn.Module):
@@ -32,7 +39,13 @@ class MultiScaleRetention(nn.Module):
         y = W_o (norm(o) * silu(W_g x)), o by fastweights.retention
 
     The paper norms the heads by GroupNorm; its later code and
-    flash-linear-attention take the RMS norm that stands here.
+    flash-linear-attention take the RMS norm that stands here. The paper's
+    code turns neighbouring channels as a pair, flash-linear-attention and
+    this layer channels half a head apart, which is the same up to the order
+    of the rows of W_q and of W_k.
+
+    Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
+    one below the other, norm is g_norm_swish_gate.
 
     Args:
         dim: width D of x and y.
@@ -55,11 +68,11 @@ class MultiScaleRetention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
-        H, K, V = num_heads, dim // num_heads, int(dim * expand_v) // num_heads
-        check_sizes(**{"dim / num_heads": K})
-        check_sizes(**{"expand_v * dim / num_heads": V})
-        self.dim, self.H, self.theta = dim, H, theta
-        self.widths, self.sizes = (H * K, H * K, H * V), (K, K, V)
+        check_number("theta", theta, "> 0")
+        H, K = num_heads, head_size(None, dim, num_heads)
+        V = scaled("expand_v", expand_v, H, dim=dim)
+        self.dim, self.theta = dim, theta
+        self.heads, self.sizes = (H, H), (K, V)
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
@@ -74,21 +87,14 @@ class MultiScaleRetention(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S, position) after each sequence's last token.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
-        q, k, v = (
-            part.unflatten(-1, (self.H, size))
-            for part, size in zip(
-                self.qkv_proj(x).split(self.widths, -1),
-                self.sizes,
-                strict=True,
-            )
-        )
+        check_input(x, self.dim, state, cu_seqlens, "S", "position")
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
-        full = torch.promote_types(q.dtype, torch.float32)
-        g = retnet_decay(self.H, device=x.device, dtype=full)
+        g = retnet_decay(v.shape[2], device=x.device, dtype=wide(q.dtype))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         position = lengths(x, cu_seqlens)
@@ -104,8 +110,18 @@ class LightningAttention(nn.Module):
         y = W_o (norm(o) * sigmoid(W_g x))
 
     with one norm over all heads together, and o by fastweights.retention
-    with :func:`fastweights.lightning_decay`: later layers forget less. Its
-    code does not scale q.
+    with :func:`fastweights.lightning_decay` and scale 1: later layers forget
+    less.
+
+    Public implementations differ. With a number of heads that is no power of
+    two, MiniMax's own code takes ALiBi's slopes, as here, and transformers
+    takes 2^(-8h/H) all the same. transformers divides the layer's number by
+    num_layers - 1 + 1e-5 and not by num_layers - 1, which changes g by less
+    than 2e-5 of the slope.
+
+    Weights of MiniMax: the rows of its qkv_proj are q, k and v of the first
+    head, then of the second, and so on; here q of all heads, then k, then v.
+    g_proj is output_gate, o_proj is out_proj.
 
     Args:
         dim: width D of x and y.
@@ -124,15 +140,14 @@ class LightningAttention(nn.Module):
         num_layers: int,
         *,
         head_dim: int | None = None,
-        norm_eps: float = 1e-5,
+        norm_eps: float = 1e-6,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
-        H, K = num_heads, head_dim or dim // num_heads
-        check_sizes(head_dim=K)
-        self.dim, self.H = dim, H
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
         to: Factory = {"device": device, "dtype": dtype}
@@ -149,13 +164,18 @@ class LightningAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the state (S) after the last token of each sequence.
 
-        Without gradients the one that came in is changed in place.
+        Without gradients the state that came in is changed in place and
+        returned.
         """
-        check_input(x, self.dim, state, cu_seqlens)
-        qkv = F.silu(self.qkv_proj(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.H, -1)) for part in qkv)
+        check_input(x, self.dim, state, cu_seqlens, "S")
+        qkv = F.silu(self.qkv_proj(x))
+        q, k, v = split_heads(qkv, self.heads, self.sizes)
         g = lightning_decay(
-            self.H, self.layer, self.num_layers, device=x.device
+            v.shape[2],
+            self.layer,
+            self.num_layers,
+            device=x.device,
+            dtype=wide(q.dtype),
         )
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0)
         o = o.flatten(2)[:, :, None]

@@ -17,7 +17,7 @@ Offsets = Int[Tensor, " N+1"]
 
 @dataclass
 class LayerState:
-    """What a layer needs of the past, one row for each of N sequences.
+    """What a layer needs of the past, one row per sequence.
 
     A layer fills the fields that it has; the others are None. Floating
     point fields other than ``convolution``, ``keys`` and ``values`` are fp32
@@ -88,8 +88,12 @@ class LayerState:
     def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:
         """Take over another state, into these rows if they are named.
 
+        Of softmax attention's keys and values, which may have room for more
+        tokens here than there, the tokens that the other has room for.
+
         Raises:
-            ValueError: the two do not hold the same fields.
+            ValueError: the two do not hold the same fields, or one of other's
+                does not fit into this one's.
         """
         mine, theirs = self.tensors(), other.tensors()
         if mine.keys() != theirs.keys():
@@ -97,6 +101,17 @@ class LayerState:
                 f"other: got a state with {sorted(theirs)}, need one with "
                 f"{sorted(mine)}"
             )
+        for name, x in mine.items():
+            count = len(x) if rows is None else len(rows)
+            y, room = theirs[name], list(x.shape[1:])
+            if name in ("keys", "values") and y.shape[1] < x.shape[1]:
+                mine[name] = x[:, : y.shape[1]]
+                room[0] = y.shape[1]
+            if list(y.shape) != [count, *room]:
+                raise ValueError(
+                    f"other: got {name} of shape {list(y.shape)}, need "
+                    f"{[count, *room]}"
+                )
         for name, x in mine.items():
             if rows is not None:
                 x.index_copy_(0, rows, theirs[name].to(x.dtype))
@@ -132,7 +147,7 @@ def recur(
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """The recurrence from ``state.S`` on: outputs, and S after them.
 
-    Without gradients up to 16 tokens of each sequence are one
+    Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
     S = None if state is None else state.get("S")

@@ -132,7 +132,7 @@ def first_states(
     """A copy of the initial states, zeros if there are none."""
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (N, v.shape[2], q.shape[3], v.shape[3])
     return q.new_zeros(shape, dtype=wide(q.dtype))
 

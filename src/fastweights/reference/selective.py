@@ -136,7 +136,7 @@ def first_states(
     """A copy of the initial states, zeros if there are none."""
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
-    number = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    number = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_zeros(number, *A.shape, dtype=wide(x.dtype))
 
 

@@ -1,0 +1,207 @@
+"""causal_conv1d's two functions, which keep packed documents apart.
+
+y_t = act(sum_w weight[:, w] x_{t - W + 1 + w} + bias), depthwise: the short
+convolution before q, k and v. Signatures as in causal_conv1d 1.5, whose
+layout is [B, D, T], with one more parameter, cu_seq_lens_q.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.reference.backend import wide
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_conv1d_fn(
+    x: Float[Tensor, "B D T"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, " D"] | None = None,
+    seq_idx: Int[Tensor, "B T"] | None = None,
+    initial_states: Float[Tensor, "B D W-1"] | None = None,
+    return_final_states: bool = False,
+    final_states_out: Float[Tensor, "B D W-1"] | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Int[Tensor, " N+1"] | None = None,
+) -> (
+    Float[Tensor, "B D T"]
+    | tuple[Float[Tensor, "B D T"], Float[Tensor, "B D W-1"]]
+):
+    """Each channel convolved with its own W weights, over the past.
+
+    Args:
+        x, weight, bias: any floating dtype; sums are in fp32 (fp64 if x is).
+        seq_idx: the document of each token, side by side; what is below 0
+            belongs to none, and y is 0 there.
+        initial_states: the columns before the first of x; zeros if None.
+        return_final_states: whether to return the last W - 1 columns too.
+        final_states_out: where to write these.
+        activation: None, "silu" or "swish", which are one function.
+        cu_seq_lens_q: offsets of the documents in the last
+            cu_seq_lens_q[-1] columns of x, B = 1; columns before these, which
+            come from a cache, belong to the first document. Used instead of
+            seq_idx if both are given, since both say the same.
+
+    Returns:
+        y [B, D, T] in x's dtype, and with return_final_states the pair of it
+        and the final states [B, D, W - 1].
+
+    Raises:
+        ValueError: there is no such activation, a shape does not fit, or
+            states go with packed documents.
+    """
+    B, _, T = x.shape
+    packed = seq_idx is not None or cu_seq_lens_q is not None
+    if packed and (initial_states is not None or return_final_states):
+        name = "seq_idx" if cu_seq_lens_q is None else "cu_seq_lens_q"
+        raise ValueError(
+            f"{name}: got packed documents, need None with initial_states "
+            "or return_final_states"
+        )
+    cu_seqlens = None
+    if cu_seq_lens_q is not None:
+        if B != 1:
+            raise ValueError(
+                f"x: got shape {list(x.shape)}, need [1, D, T] because "
+                "cu_seq_lens_q is given"
+            )
+        ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
+        cu_seqlens = torch.cat([cu_seq_lens_q[:1], ends])
+    elif seq_idx is not None:
+        if seq_idx.shape != (B, T):
+            raise ValueError(
+                f"seq_idx: got shape {list(seq_idx.shape)}, need [{B}, {T}]"
+            )
+        cu_seqlens = _offsets(seq_idx)
+    # [B, T, D]; a batch of packed rows is one row, with more documents.
+    rows = x.mT if cu_seqlens is None else x.mT.reshape(1, B * T, -1)
+    states = None if initial_states is None else initial_states.mT
+    y, final = _short_convolution(
+        rows,
+        weight,
+        bias,
+        activation=activation,
+        initial_state=states,
+        cu_seqlens=cu_seqlens,
+    )
+    y = y.reshape(B, T, -1).mT
+    if seq_idx is not None and cu_seq_lens_q is None:
+        y = y.masked_fill(seq_idx[:, None] < 0, 0)
+    if not return_final_states:
+        return y
+    final = final.mT
+    if final_states_out is not None:
+        final = final_states_out.copy_(final)
+    return y, final
+
+
+def causal_conv1d_update(
+    x: Float[Tensor, "B D T"] | Float[Tensor, "B D"],
+    conv_state: Float[Tensor, "B D L"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, " D"] | None = None,
+    activation: str | None = None,
+    cache_seqlens: Int[Tensor, " B"] | None = None,
+    conv_state_indices: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B D T"] | Float[Tensor, "B D"]:
+    """causal_conv1d_fn for a few new tokens.
+
+    Args:
+        x, weight, bias, activation: as there; x may lack T, which is 1 then.
+        conv_state: the last L >= W - 1 columns, which it is updated to hold,
+            in place.
+        cache_seqlens, conv_state_indices: not supported, None.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        NotImplementedError: an argument that is not supported is given.
+        ValueError: there is no such activation, or L is below W - 1.
+    """
+    for name, got in (
+        ("cache_seqlens", cache_seqlens),
+        ("conv_state_indices", conv_state_indices),
+    ):
+        if got is not None:
+            raise NotImplementedError(
+                f"{name}: got {type(got).__name__}, need None: the state of "
+                "row b is conv_state[b], oldest column first"
+            )
+    L, past = conv_state.shape[-1], weight.shape[-1] - 1
+    if past > L:
+        raise ValueError(
+            f"conv_state: got shape {list(conv_state.shape)}, need "
+            f"[B, D, L] with L >= {past}"
+        )
+    columns = x if x.dim() == 3 else x[..., None]
+    y, _ = _short_convolution(
+        columns.mT,
+        weight,
+        bias,
+        activation=activation,
+        initial_state=conv_state[..., L - past :].mT,
+    )
+    both = torch.cat([conv_state, columns.to(conv_state.dtype)], -1)
+    conv_state.copy_(both[..., -L:])
+    return y.mT.reshape(x.shape)
+
+
+def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
+    """Offsets of the documents of all rows, one after another.
+
+    As many as there are tokens, so that no device has to tell a host how
+    many documents there are: the last ones are empty.
+    """
+    B, T = seq_idx.shape
+    new = torch.ones_like(seq_idx, dtype=torch.bool)
+    new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    place = torch.arange(B * T, device=seq_idx.device)
+    starts = torch.where(new.flatten(), place, B * T).sort().values
+    return F.pad(starts, (0, 1), value=B * T)
+
+
+def _short_convolution(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C W"],
+    bias: Float[Tensor, " C"] | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Float[Tensor, "B W-1 C"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B W-1 C"]]:
+    """y [B, T, C] and the last W - 1 rows, in PyTorch.
+
+    With cu_seqlens a tap that would read another document reads 0.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: got {activation!r}, need one of {ACTIVATIONS}"
+        )
+    T, W = x.shape[1], weight.shape[1]
+    dtype = torch.promote_types(wide(x.dtype), weight.dtype)
+    if initial_state is None:
+        initial_state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
+    rows = torch.cat([initial_state.to(x.dtype), x], 1)
+    weight = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if cu_seqlens is None:
+        y = F.conv1d(
+            rows.mT.to(dtype), weight[:, None], bias, groups=len(weight)
+        ).mT
+    else:
+        place = torch.arange(T, device=x.device)
+        n = torch.searchsorted(cu_seqlens, place, right=True)
+        start = cu_seqlens[n - 1]
+        y = torch.zeros_like(x, dtype=dtype) if bias is None else bias
+        for w in range(W):
+            inside = place - (W - 1 - w) >= start
+            tap = rows[:, w : w + T].to(dtype) * weight[:, w]
+            y = y + tap.masked_fill(~inside[:, None], 0)
+    if activation is not None:
+        y = F.silu(y)
+    return y.to(x.dtype), rows[:, T:]

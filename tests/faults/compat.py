@@ -1,0 +1,57 @@
+"""Faults in what stands where others are expected: FLA, transformers."""
+
+COMPAT = "fastweights/compat/__init__.py"
+FLA = "fastweights/compat/fla.py"
+CONVOLUTION = "fastweights/compat/causal_conv1d.py"
+TESTS = {
+    COMPAT: "test_compat.py",
+    FLA: "test_compat_fla.py",
+    CONVOLUTION: "test_compat_fla.py",
+}
+MUTANTS = {
+    "fla-norm-eps": (FLA, "(rest + 1e-6)", "(rest + 1e-5)"),
+    "fla-normalizer-eps": (FLA, "eps=1e-10", "eps=1e-6"),
+    "fla-state-in-place": (FLA, "state = state.clone()", "state = state"),
+    "fla-state-not-turned": (
+        FLA,
+        "state = state.mT.contiguous() if v_first else state\n",
+        "state = state\n",
+    ),
+    "fla-beta-of-eigenvalues": (FLA, "2 * beta if neg", "beta if neg"),
+    "fla-gate-without-bias": (FLA, "if bias is not None", "if False"),
+    "fla-bound-without-rate": (FLA, "sigmoid(rate * g)", "sigmoid(g)"),
+    "fla-ignores-what-it-lacks": (FLA, "got is not None and", "False and"),
+    "fla-decodes-with-gradients": (
+        FLA,
+        "return torch.is_grad_enabled() and any(",
+        "return False and any(",
+    ),
+    "fla-two-decays": (
+        FLA,
+        "if g is not None and fixed is not None",
+        "if False",
+    ),
+    "conv-cached-columns": (
+        CONVOLUTION,
+        "+ (T - cu_seq_lens_q[-1])",
+        "+ 0 * T",
+    ),
+    "conv-rows-of-a-batch": (CONVOLUTION, "new[:, 1:] = ", "new[:] = True #"),
+    "conv-padding": (
+        CONVOLUTION,
+        "seq_idx[:, None] < 0",
+        "seq_idx[:, None] < -9",
+    ),
+    "conv-state-kept": (CONVOLUTION, "conv_state.copy_(", "conv_state.clone("),
+    "accelerate-no-undo": (COMPAT, "vars(module).update(before)", "pass"),
+    "accelerate-stays": (COMPAT, "sys.meta_path.remove(self._finder)", "pass"),
+    "accelerate-not-later": (COMPAT, "self.after(module)", "pass"),
+    "accelerate-twice": (COMPAT, "if _active is None:", "if True:"),
+    "accelerate-exports": (COMPAT, "torch.compiler.is_exporting()", "False"),
+    "accelerate-no-offsets": (
+        COMPAT,
+        "if name in names}",
+        'if name in names - {"cu_seq_lens_q"}}',
+    ),
+    "accelerate-unchecked": (COMPAT, "!= arguments:", "== 0:"),
+}

@@ -1,0 +1,126 @@
+"""In the layers: gates, norms, states, starts and what they refuse."""
+
+LAYERS = "fastweights/layers"
+PARTS, STATE = f"{LAYERS}/parts.py", f"{LAYERS}/state.py"
+ATTENTION = f"{LAYERS}/attention.py"
+TESTS = {
+    PARTS: "test_layers_parts.py",
+    STATE: "test_layers_state.py",
+    ATTENTION: "test_layers_state.py",
+}
+PIECES, PUBLISHED = "test_layers.py", "test_layers_published.py"
+MUTANTS = {
+    "layer-beta-in-fp32-only": (
+        PARTS,
+        "beta = full(logits).sigmoid()",
+        "beta = logits.float().sigmoid()",
+        PUBLISHED,
+    ),
+    "layer-mamba2-norms-before-the-gate": (
+        f"{LAYERS}/mamba2.py",
+        "y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)",
+        "y = self.norm(full(o).flatten(2).unflatten(-1, (self.G, -1)))",
+        PUBLISHED,
+    ),
+    "layer-mamba2-values-without-their-step": (
+        f"{LAYERS}/mamba2.py",
+        "(dt[..., None] * u).to(u.dtype)",
+        "u",
+        PUBLISHED,
+    ),
+    "layer-kda-gates-by-silu": (
+        f"{LAYERS}/kda.py",
+        'OutputNorm(V, "sigmoid"',
+        'OutputNorm(V, "silu"',
+        PUBLISHED,
+    ),
+    "layer-mlstm-norm-without-its-mean": (
+        f"{LAYERS}/mlstm.py",
+        "center=True",
+        "center=False",
+        PUBLISHED,
+    ),
+    "layer-mlstm-gates-the-other-way-round": (
+        f"{LAYERS}/mlstm.py",
+        "i, f = (self.cap",
+        "f, i = (self.cap",
+        PUBLISHED,
+    ),
+    "layer-silu-goes-with-the-convolution": (
+        f"{LAYERS}/convolution.py",
+        "            x = F.silu(x)",
+        "            pass",
+        PUBLISHED,
+    ),
+    "layer-rotary-starts-anew": (
+        STATE,
+        "return here if before is None else here + before[:, None]",
+        "return here",
+        PIECES,
+    ),
+    "layer-packed-positions-run-on": (
+        STATE,
+        "here = here - cu_seqlens[row].to(here.dtype)",
+        "pass",
+        PIECES,
+    ),
+    "layer-state-is-new-without-gradients": (
+        STATE,
+        "if state is None or torch.is_grad_enabled():",
+        "if True:",
+    ),
+    "layer-state-changes-with-gradients": (
+        STATE,
+        "if S is not None and few and not torch.is_grad_enabled():",
+        "if S is not None and few and not S.requires_grad:",
+        PIECES,
+    ),
+    "layer-copied-state-forgets-its-length": (
+        STATE,
+        "self.used = max(self.used, other.used)",
+        "pass",
+    ),
+    "layer-softmax-counts-padding": (
+        ATTENTION,
+        "position=before + count,",
+        "position=before + T,",
+        PIECES,
+    ),
+    "layer-softmax-overwrites-with-gradients": (
+        ATTENTION,
+        "keys, values = keys.clone(), values.clone()",
+        "pass",
+    ),
+    "layer-softmax-has-room-for-one-fewer": (
+        ATTENTION,
+        "if x.shape[1] >= capacity:",
+        "if x.shape[1] > capacity:",
+    ),
+    "layer-packed-sequences-see-each-other": (
+        ATTENTION,
+        "mask=same.tril()",
+        "mask=torch.ones_like(same).tril()",
+        PIECES,
+    ),
+    "layer-A-drawn-narrow": (
+        PARTS,
+        "dtype=wide(like.dtype)",
+        "dtype=like.dtype",
+    ),
+    "layer-A-log-uniform": (
+        PARTS,
+        "uniform(self.A_log, *self.A_range).log()",
+        "uniform(self.A_log, *(math.log(x) for x in self.A_range))",
+    ),
+    "layer-weight-decay-pulls-at-A": (
+        PARTS,
+        'in ("A_log", "dt_bias")',
+        'in ("dt_bias",)',
+    ),
+    "layer-other-rows-unchecked": (
+        f"{LAYERS}/arguments.py",
+        "if len(tensor) != rows:",
+        "if False:",
+        "test_layers_state.py",
+    ),
+}

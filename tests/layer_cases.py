@@ -1,0 +1,134 @@
+"""The layers with the options that the tests cross, at tiny sizes."""
+
+import torch
+
+from fastweights.layers import (
+    MLSTM,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LayerState,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    MultiScaleRetention,
+    SoftmaxAttention,
+)
+
+D = 8
+CASES = {
+    "deltanet": lambda **to: DeltaNet(D, 2, **to),
+    "deltanet-options": lambda **to: DeltaNet(
+        D,
+        2,
+        3,
+        expand_v=4 / 3,
+        conv_size=None,
+        allow_neg_eigval=True,
+        gate=True,
+        **to,
+    ),
+    "deltanet-original": lambda **to: DeltaNet(
+        D, 2, conv_size=None, qk_activation="elu", qk_norm="sum", **to
+    ),
+    "deltanet-relu": lambda **to: DeltaNet(
+        D, 2, conv_size=2, qk_activation="relu", **to
+    ),
+    "gated-deltanet": lambda **to: GatedDeltaNet(D, 2, 4, **to),
+    "gated-deltanet-options": lambda **to: GatedDeltaNet(
+        D,
+        1,
+        3,
+        num_v_heads=2,
+        expand_v=2,
+        conv_size=3,
+        allow_neg_eigval=True,
+        beta_bias=True,
+        **to,
+    ),
+    "gated-deltanet-bare": lambda **to: GatedDeltaNet(
+        D, 2, 4, conv_size=None, gate=False, **to
+    ),
+    "kda": lambda **to: KimiDeltaAttention(D, 2, 4, **to),
+    "kda-options": lambda **to: KimiDeltaAttention(
+        D,
+        1,
+        4,
+        num_v_heads=2,
+        expand_v=0.5,
+        conv_size=None,
+        allow_neg_eigval=True,
+        gate_bias=True,
+        lower_bound=-5.0,
+        **to,
+    ),
+    "gla": lambda **to: GatedLinearAttention(D, 2, gate_rank=3, **to),
+    "gla-conv": lambda **to: GatedLinearAttention(
+        D, 2, expand_k=1.0, expand_v=2.0, temperature=4.0, conv_size=4, **to
+    ),
+    "retnet": lambda **to: MultiScaleRetention(D, 2, **to),
+    "lightning": lambda **to: LightningAttention(D, 3, 1, 4, head_dim=4, **to),
+    "mamba2": lambda **to: Mamba2(D, head_dim=4, state_size=3, **to),
+    "mamba2-groups": lambda **to: Mamba2(
+        D, head_dim=4, state_size=3, num_groups=2, conv_size=2, **to
+    ),
+    "mamba": lambda **to: Mamba(D, state_size=3, **to),
+    "mlstm": lambda **to: MLSTM(D, 2, **to),
+    "softmax": lambda **to: SoftmaxAttention(D, 2, **to),
+    "softmax-options": lambda **to: SoftmaxAttention(
+        D,
+        4,
+        num_kv_heads=2,
+        head_dim=4,
+        theta=100.0,
+        rotary_fraction=0.5,
+        qk_norm=True,
+        gate=True,
+        **to,
+    ),
+    "softmax-no-positions": lambda **to: SoftmaxAttention(
+        D, 2, theta=None, **to
+    ),
+}
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The layer, with random numbers for what starts as a constant.
+
+    Ones and zeros would hide where a weight is used, and gates that start
+    almost closed what they let through.
+    """
+    torch.manual_seed(sum(map(ord, name)))
+    layer = CASES[name](dtype=dtype)
+    with torch.no_grad():
+        for key, p in layer.named_parameters():
+            last = key.rpartition(".")[2]
+            if "norm" in key:
+                p.uniform_(0.5, 1.5)
+            elif last in ("D", "bias"):
+                p.normal_()
+            elif last == "A_log":
+                p.uniform_(-1.0, 1.0)
+            elif last == "dt_bias":
+                p.uniform_(-3.0, 0.0)
+            elif key == "gates.weight":
+                p.normal_(0, 0.5)
+    return layer
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, D, generator=generator, dtype=dtype)
+
+
+def contents(state: LayerState) -> dict[str, torch.Tensor]:
+    """The tensors of a state; of keys and values only what is in use."""
+    found = state.tensors()
+    if state.position is not None and state.keys is not None:
+        at = torch.arange(state.keys.shape[1])
+        there = (at < state.position[:, None])[..., None, None]
+        most = int(state.position.max())
+        for name in ("keys", "values"):
+            found[name] = (found[name] * there)[:, :most]
+    return found

@@ -1,0 +1,447 @@
+"""transformers' models on this library, beside themselves without it.
+
+Without it, packed documents reach each other. Kimi Linear and Bailing hybrid
+do not tell their operator where documents end, and no model tells the
+convolution. Of these tiny random models the logits, which are 1.2 to 1.5 at
+most, were off by 0.9 to 1.2 in the second and third document, and with our
+recurrence but transformers' convolution, in all models, by 0.9 to 1.5.
+"""
+
+import copy
+import functools
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastweights as fw
+from fastweights import compat
+from fastweights.checks import relative_error
+from fastweights.ops import record_backends
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+}
+GDN = {
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "head_dim": 16,
+}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+LATENT = {
+    "num_local_experts": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    **EXPERTS,
+}
+MIXTURE = {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}
+INDEXER = {
+    "n_heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "budget": 64,
+    "compress_ratio": 4,
+}
+# The classes' prefix, and what they are configured with.
+MODELS = {
+    "qwen3_next": ("Qwen3Next", GDN | MIXTURE),
+    "qwen3_5": ("Qwen3_5", GDN),
+    "olmo_hybrid": ("OlmoHybrid", GDN | {"linear_num_key_heads": 8}),
+    "kimi_linear": (
+        "KimiLinear",
+        LATENT | {"linear_head_dim": 12, "linear_num_heads": 8},
+    ),
+    "qwen3_5_moe": ("Qwen3_5Moe", GDN | MIXTURE),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        GDN
+        | MIXTURE
+        | {"hc_lowrank": 8, "num_key_value_heads": 2}
+        | {f"indexer_{key}": n for key, n in INDEXER.items()},
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        LATENT | {"head_dim": 12, "n_group": 1, "topk_group": 1},
+    ),
+}
+SELDOM = ("qwen3_5_moe", "qwen4_exp", "bailing_hybrid")
+every_model = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.full if x in SELDOM else ())
+        for x in MODELS
+    ],
+)
+LENGTHS = (2, 31, 37)
+OFFSETS = torch.tensor([0, 2, 33, 70], dtype=torch.int32)
+
+
+def modeling(name):
+    return importlib.import_module(
+        f"transformers.models.{name}.modeling_{name}"
+    )
+
+
+@functools.cache
+def model(name, layers=3):
+    """A random model whose gates forget over many tokens, or over few."""
+    torch.manual_seed(0)
+    prefix, options = MODELS[name]
+    module = modeling(name)
+    kinds = SIZES["layer_types"][-layers:]
+    sizes = {"num_hidden_layers": layers, "layer_types": kinds}
+    config = getattr(module, f"{prefix}ForCausalLM").config_class
+    made = getattr(module, f"{prefix}ForCausalLM")(
+        config(**SIZES | options | sizes)
+    )
+    for key, x in made.named_parameters():
+        if key.endswith("A_log"):
+            x.data.uniform_(-6, 0)
+        elif key.endswith("dt_bias"):
+            x.data.normal_()
+    return made.eval()
+
+
+@functools.cache
+def tokens(B=2, T=70):
+    torch.manual_seed(1)
+    return torch.randint(2, 64, (B, T))
+
+
+def trained(m, **inputs):
+    """Logits, and all parameters' gradients of a loss of them."""
+    m.zero_grad()
+    logits = m(use_cache=False, **inputs).logits
+    logits.square().mean().backward()
+    grads = {key: x.grad for key, x in m.named_parameters()}
+    return logits.detach(), {
+        key: x.clone() for key, x in grads.items() if x is not None
+    }
+
+
+def same(grads, wanted):
+    """Within 1e-5 of each other, or as far as fp32 goes.
+
+    The two parameters of the gates have one number per head, whose gradient
+    is a sum over all tokens that cancels: beside fp64, transformers' own are
+    off by up to 4e-5.
+    """
+    assert grads.keys() == wanted.keys()
+    for key in grads:
+        few = key.endswith(("A_log", "dt_bias"))
+        tolerance = 5e-5 if few else 1e-5
+        assert relative_error(grads[key], wanted[key]) <= tolerance, key
+
+
+@every_model
+def test_logits_and_gradients_are_those_of_transformers(name):
+    m = model(name)
+    want, wanted = trained(m, input_ids=tokens())
+    with fw.accelerate() as handle, record_backends() as ran:
+        assert modeling(name).__name__ in handle.replaced
+        got, grads = trained(m, input_ids=tokens())
+    assert (
+        sorted(ran) == ["chunkwise backward"] * 2 + ["chunkwise forward"] * 2
+    )
+    assert (got - want).abs().max() <= 1e-5
+    same(grads, wanted)
+
+
+@every_model
+def test_padding_is_no_token(name):
+    m = model(name)
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[0, :9] = 0
+    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    with torch.no_grad():
+        want = m(**inputs).logits
+        with fw.accelerate():
+            got = m(**inputs).logits
+            alone = m(tokens()[:1, 9:]).logits
+    assert (got - want)[mask.bool()].abs().max() <= 1e-5
+    assert (got[:1, 9:] - alone).abs().max() <= 1e-5
+
+
+@every_model
+def test_the_tokens_generated_are_those_of_transformers(name):
+    options = {"max_new_tokens": 64, "do_sample": False}
+    prompt = tokens()[:, :9]
+    want = model(name).generate(prompt, **options)
+    with fw.accelerate(), record_backends() as ran:
+        got = model(name).generate(prompt, **options)
+    assert ran.count("loop forward") == 2 * 63  # one token each
+    assert got.shape == (2, 73)
+    assert torch.equal(got, want)
+
+
+@every_model
+def test_a_prompt_in_pieces_is_the_prompt(name):
+    """Pieces of many, few and one token, the later ones from the cache."""
+    m = model(name)
+    with torch.no_grad(), fw.accelerate():
+        want = m(tokens()).logits
+        cache, got = None, []
+        for ids in tokens().split([30, 1, 3, 35, 1], 1):
+            out = m(ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            got.append(out.logits)
+    assert (torch.cat(got, 1) - want).abs().max() <= 1e-5
+
+
+@every_model
+@pytest.mark.parametrize("also", ["offsets", "seq_idx"])
+def test_each_packed_document_is_itself_alone(name, also):
+    m = model(name)
+    row = tokens()[:1]
+    inputs = {
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "cu_seq_lens_q": OFFSETS,
+    }
+    if also == "seq_idx":
+        n = torch.arange(3, dtype=torch.int32)
+        inputs["seq_idx"] = n.repeat_interleave(torch.tensor(LENGTHS))[None]
+    with fw.accelerate():
+        logits, grads = trained(m, input_ids=row, **inputs)
+        total = dict.fromkeys(grads, 0.0)
+        for ids, packed in zip(
+            row.split(LENGTHS, 1), logits.split(LENGTHS, 1), strict=True
+        ):
+            alone, part = trained(m, input_ids=ids)
+            assert (packed - alone).abs().max() <= 1e-5
+            for key in part:
+                total[key] = total[key] + part[key] * ids.shape[1] / 70
+    same(grads, total)
+
+
+COMPILED = [
+    pytest.param("qwen3_5", "eager"),
+    pytest.param("kimi_linear", "eager"),
+    pytest.param("qwen3_next", "aot_eager", marks=pytest.mark.full),
+    pytest.param("olmo_hybrid", "aot_eager", marks=pytest.mark.full),
+    pytest.param("kimi_linear", "inductor", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("name, backend", COMPILED)
+def test_generate_compiles_whole(name, backend):
+    m, prompt = model(name, 2), tokens()[:, :9]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    torch._dynamo.reset()
+    how = transformers.CompileConfig(
+        fullgraph=True, dynamic=False, backend=backend, mode=None
+    )
+    how._compile_all_devices = True  # a CPU too
+    with fw.accelerate():
+        want = m.generate(prompt, **options)
+        torch._dynamo.utils.counters.clear()
+        got = m.generate(
+            prompt,
+            cache_implementation="static",
+            compile_config=how,
+            **options,
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name, backend", COMPILED)
+def test_training_on_packed_documents_compiles_whole(name, backend):
+    m = copy.deepcopy(model(name, 2))
+    inputs = {
+        "input_ids": tokens()[:1, :33],
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS[:2]])[
+            None
+        ],
+        "cu_seq_lens_q": OFFSETS[:3],
+    }
+    torch._dynamo.reset()
+    with fw.accelerate():
+        want, wanted = trained(m, **inputs)
+        whole = torch.compile(m, fullgraph=True, backend=backend)
+        logits = whole(use_cache=False, **inputs).logits
+        m.zero_grad()
+        logits.square().mean().backward()
+    assert (logits - want).abs().max() <= 1e-5
+    same({key: x.grad for key, x in m.named_parameters()}, wanted)
+
+
+def names_in(modules):
+    """The functions that accelerate() may replace, by module and name."""
+    table = compat.GATED_DELTANET | compat.KDA | compat.CONVOLUTION
+    return {
+        (module, name): getattr(sys.modules[module], name)
+        for module in modules
+        for name in table
+        if hasattr(sys.modules[module], name)
+    }
+
+
+def test_undo_gives_back_every_name_of_every_model():
+    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
+    other = modeling("mamba2").__name__  # its convolution is not ours
+    before = names_in([*modules, other])
+    finders = sys.meta_path.copy()
+    handle = fw.accelerate()
+    assert handle.replaced.keys() == set(modules)
+    ours = names_in([*modules, other])
+    for (module, name), function in ours.items():
+        assert (function is before[module, name]) == (module == other)
+        assert (name in handle.replaced.get(module, ())) == (module != other)
+    again = fw.accelerate()
+    assert not again.replaced and names_in([*modules, other]) == ours
+    again.undo()
+    assert names_in([*modules, other]) == ours
+    assert repr(handle) == "<32 names in 8 modules replaced>"
+    handle.undo()
+    handle.undo()
+    assert names_in([*modules, other]) == before
+    assert not handle.replaced and sys.meta_path == finders
+    with fw.accelerate() as handle:
+        assert len(handle.replaced) == 8
+    assert names_in([*modules, other]) == before
+
+
+SCRIPT = """
+import sys, types
+import fastweights as fw
+assert "transformers" not in sys.modules
+
+def chunk_kda(q, k, v, g, beta): ...
+fla = types.ModuleType("fla")
+fla.chunk_kda = chunk_kda
+sys.modules["fla"] = fla
+
+handle = fw.accelerate()
+assert not handle.replaced
+from transformers import KimiLinearForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as module
+function = module.chunk_kimi_delta_attention
+assert function.__wrapped__ is fw.compat.fla.chunk_kda
+assert list(handle.replaced) == [module.__name__]
+from transformers.models.qwen3_5 import modeling_qwen3_5
+assert len(handle.replaced) == 2
+assert module.__loader__.get_source(module.__name__)
+handle.undo()
+function = module.chunk_kimi_delta_attention
+assert "fastweights" not in function.__wrapped__.__module__
+assert chunk_kda in [x.cell_contents for x in function.__closure__]
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid as later
+assert "transformers" in later.causal_conv1d_fn.__wrapped__.__module__
+"""
+
+
+def test_before_the_import_and_in_place_of_fla():
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True
+    )
+    assert not run.returncode, run.stderr
+    assert not run.stdout
+
+
+def test_the_readme_runs_as_written():
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    section = readme.partition("### In a transformers model")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    names = {}
+    try:
+        exec(code, names)
+        with torch.no_grad(), record_backends() as ran:
+            names["model"](torch.ones(1, 5, dtype=torch.long))
+        assert ran == ["chunkwise forward"] * 24
+    finally:
+        compat._active.undo()
+
+
+def test_an_export_holds_none_of_our_operators(monkeypatch):
+    module = modeling("qwen3_5")
+    x = torch.randn(1, 5, 4, 6)
+    k = torch.nn.functional.normalize(x, dim=-1)
+    given = (x, k, x, -x[..., 0].abs(), x[..., 0].sigmoid())
+    want, _ = module.torch_chunk_gated_delta_rule(*given)
+    with fw.accelerate():
+        got, _ = module.torch_chunk_gated_delta_rule(*given, unknown=1)
+        with record_backends() as ran:
+            module.torch_chunk_gated_delta_rule(*given)
+        assert ran == ["chunkwise forward"]
+        monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+        with record_backends() as ran:
+            own, _ = module.torch_chunk_gated_delta_rule(*given)
+        assert not ran
+    assert relative_error(got, want) <= 1e-6
+    assert relative_error(own, want) <= 1e-6
+
+
+def test_functions_that_the_package_kernels_made_modules(monkeypatch):
+    """As its use_kernel_forward_from_hub does, where it is installed."""
+
+    class Func(torch.nn.Module):
+        def forward(self, query, key, value, g, beta, **others): ...
+
+    module, made = modeling("olmo_hybrid"), Func()
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", made)
+    with fw.accelerate():
+        assert module.torch_chunk_gated_delta_rule is not made
+    assert module.torch_chunk_gated_delta_rule is made
+
+
+def test_no_transformers(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "transformers" else find(name),
+    )
+    with pytest.raises(ImportError, match="need it installed: pip install"):
+        fw.accelerate()
+
+
+def test_unknown_internals_of_transformers_are_named(monkeypatch):
+    hub = importlib.import_module("transformers.integrations.hub_kernels")
+    version = transformers.__version__
+    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
+    before = names_in(modules)
+    module = modeling("kimi_linear")
+
+    def other(query, key, value, beta, g): ...
+
+    for owner, name, change, text in (
+        (hub, "use_kernel_func_from_hub_with_fallback", None, "attribute"),
+        (module, "chunk_kimi_delta_attention", None, r"attention\(\)"),
+        (module, "chunk_kimi_delta_attention", other, "'beta', 'g'"),
+        (module, "causal_conv1d_fn", None, r"causal_conv1d_fn\(\)"),
+    ):
+        with monkeypatch.context() as patch:
+            if change:
+                patch.setattr(owner, name, change)
+            else:
+                patch.delattr(owner, name)
+            with pytest.raises(ImportError, match=text) as raised:
+                fw.accelerate()
+            assert f"got transformers {version} with" in str(raised.value)
+        assert names_in(modules) == before
+    with fw.accelerate() as handle:
+        assert len(handle.replaced) == 8

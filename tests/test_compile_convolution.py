@@ -1,0 +1,96 @@
+"""The short convolution's kernels as they ship, for GPUs not here."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from offline import SHARED, build, judge
+
+from fastweights.kernels import convolution
+from fastweights.kernels.tile import INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+KERNELS = {
+    "fwd": convolution.convolution_fwd_kernel,
+    "bwd": convolution.convolution_bwd_kernel,
+}
+# H, K, HV, V as in Qwen3-Next, and as in OLMo-Hybrid; no heads at all.
+HEADS = {
+    "128": (16, 128, 32, 128),
+    "96": (30, 96, 30, 192),
+    "256": (8, 256, 8, 512),
+    "none": (0, 0, 1, 6144),
+    "odd": (1, 5, 3, 7),
+    "one": (0, 0, 1, 1),
+}
+
+
+def compile_kernel(name, capability, dtype="bf16", heads="128", W=4, **given):
+    """A kernel with its launch settings; the filter is fp32.
+
+    Of packed sequences, with a bias and every gradient, unless ``given`` has
+    None for them.
+    """
+    H, K, HV, V = HEADS[heads]
+    C = 2 * H * K + HV * V
+    constants = {"C": C, "H": H, "K": K, "W": W, "SILU": True, "NORM": H > 0}
+    constants |= convolution.options(C, H, K, 2**15, name == "bwd") | given
+    types = dict.fromkeys(("weight", "bias", "share"), "*fp32")
+    types |= {"T": "i32", "N": "i32", "eps": "fp32", "cu_seqlens": "*i32"}
+    return build(KERNELS[name], capability, dtype, constants, types)
+
+
+TRAINED = dict.fromkeys(
+    ("bias", "initial_state", "cu_seqlens", "dstate", "dinitial")
+)
+others = pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(x, marks=() if x in (80, 100) else pytest.mark.full)
+        for x in SHARED
+        if x != 90
+    ],
+)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_spills(name, dtype, tmp_path):
+    """With every argument there is."""
+    judge(compile_kernel(name, 90, dtype), 90, tmp_path, spilled=0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_in_training(name, tmp_path):
+    """Without what training seldom has: a row is few and wide words.
+
+    A thread's four channels are one word of 64 bits (registers have 32: v2
+    of b32), and a multiprocessor has 32 or 12 programs side by side.
+    """
+    compiled = compile_kernel(name, 90, "bf16", **TRAINED)
+    registers = judge(compiled, 90, tmp_path, spilled=0)
+    assert registers <= {"fwd": 64, "bwd": 168}[name]
+    for operation in ("ld", "st"):
+        found = re.findall(rf"{operation}\.global\S*", compiled.asm["ptx"])
+        assert all(x.endswith(("v2.b32", "v4.b32")) for x in found), found
+
+
+@others
+@pytest.mark.parametrize("name", KERNELS)
+def test_on_other_gpus(name, capability, tmp_path):
+    compiled = compile_kernel(name, capability, **TRAINED)
+    judge(compiled, capability, tmp_path, spilled=0)
+
+
+@pytest.mark.parametrize(
+    "heads, W", [("96", 2), ("256", 3), ("none", 2), ("odd", 3), ("one", 4)]
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_other_sizes(name, heads, W, tmp_path):
+    compiled = compile_kernel(name, 90, "bf16", heads, W)
+    judge(compiled, 90, tmp_path, spilled=0)

@@ -1,0 +1,222 @@
+"""States: moved, copied, chosen, changed in place, and refused."""
+
+import pytest
+import torch
+from crossed import crossed
+from layer_cases import CASES, contents, made, tokens
+
+from fastweights.layers import LayerState, SoftmaxAttention
+
+SOFTMAX = [name for name in CASES if name.startswith("softmax")]
+OTHERS = [name for name in CASES if name not in SOFTMAX]
+
+
+@torch.no_grad()
+def after(name, *shape, seed=0):
+    layer = made(name)
+    return layer, layer(tokens(*shape, seed=seed))[1]
+
+
+def places(state):
+    return {k: t.data_ptr() for k, t in state.tensors().items()}
+
+
+def equal(a, b):
+    a, b = contents(a), contents(b)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@crossed(name=OTHERS, length=[1, 5, 20])
+def test_in_place_without_gradients(name, length):
+    layer, state = after(name, 2, 5)
+    before, where = state.clone(), places(state)
+    with torch.no_grad():
+        _, found = layer(tokens(2, length), state)
+    assert found is state and places(state) == where
+    assert not equal(state, before)
+
+
+@crossed(name=list(CASES), length=[1, 20])
+def test_a_new_one_with_gradients(name, length):
+    layer, state = after(name, 2, 5)
+    before = state.clone()
+    _, found = layer(tokens(2, length), state)
+    assert equal(state, before) and found is not state
+    assert not set(places(found).values()) & set(places(state).values())
+    assert any(t.requires_grad for t in found.tensors().values())
+    assert not any(t.requires_grad for t in found.detach().tensors().values())
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_room_is_left_alone_with_gradients(name):
+    layer = made(name)
+    state = layer.new_state(2, 32)
+    with torch.no_grad():
+        layer(tokens(2, 5), state)
+    before = state.clone().tensors()
+    y, _ = layer(tokens(2, 3), state)
+    y.sum().backward()
+    assert all(torch.equal(t, before[k]) for k, t in state.tensors().items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moved_and_cloned(name):
+    _, state = after(name, 2, 5)
+    assert equal(state.to("cpu"), state)
+    away = state.to("meta").tensors()
+    assert all(t.is_meta for t in away.values())
+    copied = state.clone()
+    assert equal(copied, state) and copied.used == state.used
+    assert not set(places(copied).values()) & set(places(state).values())
+    for t in copied.tensors().values():
+        t.zero_()
+    assert not equal(copied, state)
+    size = sum(t.numel() * t.itemsize for t in state.tensors().values())
+    assert state.nbytes == size > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_selected_rows_go_on(name):
+    """One of them twice, as in a beam search."""
+    layer, state = after(name, 3, 5)
+    x, rows = tokens(3, 2, seed=1), torch.tensor([2, 0, 2])
+    chosen = state.select(rows)
+    want, _ = layer(x, state)
+    y, chosen = layer(x[rows], chosen)
+    torch.testing.assert_close(y, want[rows])
+    torch.testing.assert_close(contents(chosen), contents(state.select(rows)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_rows_copied_in(name):
+    """Two of three sequences end, and others take their places."""
+    _, state = after(name, 3, 5)
+    _, new = after(name, 2, 5, seed=1)
+    where, rows = places(state), torch.tensor([2, 0])
+    middle = state.select(torch.tensor([1]))
+    state.copy_(new, rows)
+    assert places(state) == where
+    assert equal(state.select(rows), new)
+    assert equal(state.select(torch.tensor([1])), middle)
+    whole = after(name, 3, 5, seed=2)[1]
+    state.copy_(whole)
+    assert equal(state, whole) and places(state) == where
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_rows_copied_into_more_room(name):
+    layer = made(name)
+    state = layer.new_state(3, 32)
+    prompts = [tokens(1, n, seed=n) for n in (4, 9, 6)]
+    for n, prompt in enumerate(prompts):
+        state.copy_(layer(prompt)[1], torch.tensor([n]))
+    assert state.used == 9 and state.position.tolist() == [4, 9, 6]
+    more, where = tokens(3, 2, seed=1), places(state)
+    y, _ = layer(more, state)
+    assert places(state) == where
+    for n, prompt in enumerate(prompts):
+        whole, _ = layer(torch.cat([prompt, more[n : n + 1]], 1))
+        torch.testing.assert_close(y[n : n + 1], whole[:, -2:])
+    short = layer.new_state(1, 3)
+    with pytest.raises(ValueError, match=r"other: got keys of shape \[1, 4"):
+        short.copy_(layer(prompts[0])[1])
+
+
+@torch.no_grad()
+def test_softmax_grows():
+    layer = made("softmax")
+    x = tokens(2, 40)
+    want, _ = layer(x)
+    state, outputs, sizes = None, [], []
+    for part in x.split(1, 1):
+        y, state = layer(part, state)
+        outputs.append(y)
+        sizes.append(state.keys.shape[1])
+    torch.testing.assert_close(torch.cat(outputs, 1), want)
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64]
+    assert state.used == 40 and state.position.tolist() == [40, 40]
+
+
+@torch.no_grad()
+def test_softmax_stays_where_there_is_room():
+    layer = made("softmax-options")
+    state = layer.new_state(2, 40)
+    assert state.nbytes == 2 * 2 * 40 * 2 * 4 * 4 + 2 * 8
+    where, x, outputs = places(state), tokens(2, 40), []
+    for part in x.split([7, 1, 20, 12], 1):
+        y, found = layer(part, state)
+        assert found is state and places(state) == where
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
+    layer(x[:, :1], state)
+    assert places(state)["keys"] != where["keys"]
+    half = layer.new_state(1, 3, dtype=torch.bfloat16, device="meta")
+    assert half.keys.dtype == torch.bfloat16 and half.values.is_meta
+
+
+@torch.no_grad()
+def test_a_state_of_another_dtype_than_the_layer():
+    layer = made("softmax")
+    state = layer.new_state(2, 8, dtype=torch.bfloat16)
+    y, _ = layer(tokens(2, 5), state)
+    assert state.keys.dtype == torch.bfloat16
+    torch.testing.assert_close(y, layer(tokens(2, 5))[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_state_of_another_layer(gradients):
+    """Told before anything of it is changed."""
+    with torch.set_grad_enabled(gradients):
+        for name, other in (
+            ("gated-deltanet", "lightning"),
+            ("lightning", "gated-deltanet"),
+            ("retnet", "lightning"),
+            ("mlstm", "softmax"),
+            ("softmax", "retnet"),
+            ("mamba", "mlstm"),
+            ("gla", "gla-conv"),
+        ):
+            layer, (_, state) = made(name), after(other, 2, 5)
+            before = state.clone()
+            with pytest.raises(ValueError, match="of another layer"):
+                layer(tokens(2, 3), state)
+            assert equal(state, before)
+
+
+def test_a_state_with_other_rows():
+    for name in CASES:
+        layer, state = after(name, 3, 5)
+        with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
+            layer(tokens(2, 3), state)
+        with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
+            layer(tokens(1, 3), state, torch.tensor([0, 1, 3]))
+
+
+def test_what_is_no_state():
+    for state in ((torch.zeros(1),), torch.zeros(1), {}):
+        kind = type(state).__name__
+        with pytest.raises(TypeError, match=f"state: got {kind}, need a Lay"):
+            made("gla")(tokens(2, 3), state)
+
+
+def test_copies_that_do_not_fit():
+    _, state = after("gated-deltanet", 2, 5)
+    with pytest.raises(ValueError, match="other: got a state with"):
+        state.copy_(after("gla", 2, 5)[1])
+    with pytest.raises(ValueError, match=r"other: got S of shape \[3, 2"):
+        state.copy_(after("gated-deltanet", 3, 5)[1])
+    with pytest.raises(ValueError, match=r"need \[1, 2"):
+        state.copy_(after("gated-deltanet", 2, 5)[1], torch.tensor([0]))
+    with pytest.raises(ValueError, match="need position"):
+        LayerState(S=torch.zeros(1)).get("position")
+
+
+def test_an_empty_state_is_a_start():
+    layer = made("softmax")
+    assert isinstance(layer, SoftmaxAttention)
+    x = tokens(2, 5)
+    y, _ = layer(x, layer.new_state(2, 5))
+    torch.testing.assert_close(y, layer(x)[0])

@@ -1,0 +1,206 @@
+"""Steps in place beside the whole sequence, and pools of states."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import member
+
+import fastweights as fw
+from fastweights import feature_maps
+from fastweights.checks import relative_error
+from fastweights.serving import (
+    linear_attention_step,
+    mlstm_step,
+    put,
+    selective_step,
+)
+
+EXACT = 1e-12
+double = {"dtype": torch.float64}
+
+
+def mlstm():
+    """Inputs, the whole, a step, an empty state; a gate of -inf among them."""
+    x = member("scalar", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
+    del x["initial_state"]
+    x["i"] = 3 * torch.randn(3, 13, 4, **double)
+    x["i"][:, 0, 1] = x["i"][:, 7, 2] = x["g"][:, 9, 3] = -torch.inf
+    empty = (
+        torch.zeros(3, 4, 6, 6, **double),
+        torch.full((3, 4), -torch.inf, **double),
+    )
+    return x, fw.mlstm, mlstm_step, empty
+
+
+def normalised():
+    x = member("none", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
+    del x["initial_state"]
+    options = {"feature_map": feature_maps.elu1, "eps": 1e-3}
+
+    def whole(**x):
+        return fw.linear_attention(**x, normalize=True, **options)
+
+    def step(**x):
+        return linear_attention_step(**x, **options)
+
+    return x, whole, step, (torch.zeros(3, 4, 6, 6, **double),)
+
+
+def selective(G):
+    D, N = 8, 5
+    x = {name: torch.randn(3, 13, D, **double) for name in ("x", "dt", "z")}
+    x |= {name: torch.randn(3, 13, G, N, **double) for name in "BC"}
+    once = {
+        "A": -torch.rand(D, N, **double),
+        "D": torch.randn(D, **double),
+        "dt_bias": torch.randn(D, **double),
+        "dt_softplus": True,
+    }
+
+    def whole(**x):
+        return fw.selective_scan(**x, **once)
+
+    def step(**x):
+        return selective_step(**x, **once)
+
+    return x, whole, step, (torch.zeros(3, D, N, **double),)
+
+
+CASES = {
+    "mlstm": mlstm,
+    "normalised": normalised,
+    "selective": lambda: selective(1),
+    "selective-groups": lambda: selective(2),
+}
+
+
+def given(state):
+    """As a step takes it: one tensor, or a pair."""
+    return state if len(state) > 1 else state[0]
+
+
+def after(last):
+    return last if isinstance(last, tuple) else (last,)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pieces", [[1] * 13, [9, 1, 3], [3, 9, 1]], ids=str)
+def test_steps_are_the_whole(case, pieces):
+    """Each changes the state that it is given, to the one of the whole."""
+    torch.manual_seed(0)
+    x, whole, step, state = CASES[case]()
+    o_ref, last = whole(**x)
+    outputs, t = [], 0
+    for n in pieces:
+        token = {name: y[:, t : t + n] for name, y in x.items()}
+        outputs.append(step(**token, state=given(state)))
+        t += n
+    assert relative_error(torch.cat(outputs, 1), o_ref) < EXACT
+    for S, S_ref in zip(state, after(last), strict=True):
+        assert relative_error(S, S_ref) < EXACT
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_steps_in_a_pool(case, index):
+    """Rows of a pool, one sequence with none; other rows stay."""
+    torch.manual_seed(0)
+    x, _, step, state = CASES[case]()
+    alone = tuple(S.clone() for S in state)
+    pool = tuple(S.new_full((6, *S.shape[1:]), 7.0) for S in state)
+    rows = torch.tensor([5, -1, 2], dtype=index)
+    for P, S in zip(pool, state, strict=True):
+        P[rows[0]], P[rows[2]] = S[0], S[2]
+    for t in range(0, 12, 2):
+        token = {name: y[:, t : t + 2] for name, y in x.items()}
+        o_ref = step(**token, state=given(alone))
+        o = step(**token, state=given(pool), rows=rows)
+        assert relative_error(o[[0, 2]], o_ref[[0, 2]]) < EXACT
+        if case != "mlstm":
+            assert not o[1].any()
+    for P, S in zip(pool, alone, strict=True):
+        assert relative_error(P[[5, 2]], S[[0, 2]]) < EXACT
+        assert (P[[0, 1, 3, 4]] == 7).all()
+
+
+def test_decode_step_in_a_pool():
+    x = member("vector", "delta", B=3, T=2, H=1, HV=2, K=6, V=5)
+    pool = torch.randn(7, 2, 6, 5, **double)
+    rows = torch.tensor([6, 99, 0])
+    alone = pool[[6, 1, 0]].clone()
+    del x["initial_state"]
+    before = pool.clone()
+    o_ref = fw.decode_step(**x, state=alone)
+    o = fw.decode_step(**x, state=pool, rows=rows)
+    assert torch.equal(o[[0, 2]], o_ref[[0, 2]]) and not o[1].any()
+    assert torch.equal(pool[[6, 0]], alone[[0, 2]])
+    assert torch.equal(pool[1:6], before[1:6])
+
+
+def test_no_row_at_all_changes_nothing():
+    pool = torch.randn(4, 3)
+    before = pool.clone()
+    put(pool, torch.randn(2, 3), torch.tensor([-1, 4]))
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize(
+    "rows, error, message",
+    [
+        (torch.tensor([0, 1]), ValueError, r"rows: got shape \[2\], need"),
+        (torch.zeros(3), TypeError, "rows: got torch.float32, need"),
+        ([0, 1, 2], TypeError, "rows: got list, need a Tensor"),
+    ],
+    ids=["too-few", "no-integers", "no-tensor"],
+)
+def test_rows_that_do_not_fit(rows, error, message):
+    x = member("none", "additive", B=3, T=1, H=1, HV=1, K=4, V=4)
+    state = x.pop("initial_state")
+    with pytest.raises(error, match=message):
+        fw.decode_step(**x, state=state, rows=rows)
+
+
+def test_a_pool_of_other_sizes():
+    x = member("none", "additive", B=3, T=1, H=1, HV=1, K=4, V=4)
+    del x["initial_state"]
+    state = torch.zeros(9, 1, 4, 5, **double)
+    with pytest.raises(ValueError, match=r"state: got shape \[9, 1, 4, 5\]"):
+        fw.decode_step(**x, state=state, rows=torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("case", ["mlstm", "selective"])
+def test_a_step_compiles_whole(case):
+    torch.manual_seed(0)
+    x, _, step, state = CASES[case]()
+    alone = tuple(S.clone() for S in state)
+    token = {name: y[:, :1] for name, y in x.items()}
+    rows = torch.arange(3)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        o_ref = step(**token, state=given(alone))
+        o = compiled(**token, state=given(state), rows=rows)
+        assert relative_error(o, o_ref) < EXACT
+    for S, S_ref in zip(state, alone, strict=True):
+        torch.testing.assert_close(S, S_ref, rtol=EXACT, atol=EXACT)
+
+
+def test_half_precision_divides_in_fp32():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 20, 1, 64).bfloat16().unbind()
+    q, k = q.abs(), k.abs()
+    ref, _ = fw.linear_attention(
+        q.double(), k.double(), v.double(), normalize=True
+    )
+    state = torch.zeros(2, 1, 64, 65)
+    o = torch.cat(
+        [
+            linear_attention_step(
+                q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], state=state
+            )
+            for t in range(20)
+        ],
+        1,
+    )
+    assert o.dtype == torch.bfloat16
+    assert relative_error(o, ref) < 4e-3
+    assert F.mse_loss(o.double(), ref) < 1e-3
