@@ -405,8 +405,6 @@ def test_one_step_of_decoding_compiles(fresh_compiler):
     assert counter.frame_count <= 2
 
 
-# The convolution's stand-in reads cu_seqlens; these have none.
-PACKED = ("gla", "softmax", "retention")
 FULL = pytest.mark.full
 
 
@@ -414,10 +412,10 @@ FULL = pytest.mark.full
     "pattern, packed, checkpoint, backend",
     [
         pytest.param(HYBRID, False, True, "aot_eager", id="windows"),
-        pytest.param(PACKED, True, True, "aot_eager", id="packed"),
+        pytest.param(HYBRID, True, True, "aot_eager", id="packed"),
         pytest.param(HYBRID, False, False, "aot_eager", id="kept", marks=FULL),
         pytest.param(
-            PACKED, True, True, "inductor", id="inductor", marks=FULL
+            HYBRID, True, True, "inductor", id="inductor", marks=FULL
         ),
     ],
 )
