@@ -53,8 +53,38 @@ MUTANTS = {
     ),
     "decode-continues-from-nothing": (
         DECODING,
-        "advance(state, *widen",
-        "advance(0 * state, *widen",
+        "return advance(state, *x",
+        "return advance(0 * state, *x",
+    ),
+    "decode-rows-keep-their-state": (
+        DECODING,
+        "state[at] = some",
+        "pass",
+        "test_serving.py",
+    ),
+    "decode-rows-of-another-pool": (
+        DECODING,
+        "there = (at >= 0) & (at < state.shape[0])",
+        "there = at >= 0",
+        "test_serving.py",
+    ),
+    "kernel-decode-rows-are-the-batchs": (
+        "fastweights/kernels/decode.py",
+        "i_n = tl.load(rows + i_b).to(tl.int64)",
+        "i_n = i_b + 0 * tl.load(rows + i_b).to(tl.int64)",
+        "test_kernels_decode.py",
+    ),
+    "step-of-mlstm-keeps-its-m": (
+        "fastweights/serving.py",
+        "    put(m, last, rows)\n",
+        "",
+        "test_serving.py",
+    ),
+    "step-in-no-row-writes-the-first": (
+        "fastweights/serving.py",
+        "source = source.where(there, first)",
+        "source = source",
+        "test_serving.py",
     ),
     "decode-of-seventeen": (
         DECODING,

@@ -3,12 +3,17 @@
 LAYERS = "fastweights/layers"
 PARTS, STATE = f"{LAYERS}/parts.py", f"{LAYERS}/state.py"
 ATTENTION = f"{LAYERS}/attention.py"
+PIECES, PUBLISHED = "test_layers.py", "test_layers_published.py"
 TESTS = {
     PARTS: "test_layers_parts.py",
     STATE: "test_layers_state.py",
     ATTENTION: "test_layers_state.py",
+    f"{LAYERS}/arguments.py": "test_layers_arguments.py",
+    f"{LAYERS}/convolution.py": PUBLISHED,
+    f"{LAYERS}/kda.py": PUBLISHED,
+    f"{LAYERS}/mamba2.py": PUBLISHED,
+    f"{LAYERS}/mlstm.py": PUBLISHED,
 }
-PIECES, PUBLISHED = "test_layers.py", "test_layers_published.py"
 MUTANTS = {
     "layer-beta-in-fp32-only": (
         PARTS,
@@ -20,37 +25,31 @@ MUTANTS = {
         f"{LAYERS}/mamba2.py",
         "y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)",
         "y = self.norm(full(o).flatten(2).unflatten(-1, (self.G, -1)))",
-        PUBLISHED,
     ),
     "layer-mamba2-values-without-their-step": (
         f"{LAYERS}/mamba2.py",
         "(dt[..., None] * u).to(u.dtype)",
         "u",
-        PUBLISHED,
     ),
     "layer-kda-gates-by-silu": (
         f"{LAYERS}/kda.py",
         'OutputNorm(V, "sigmoid"',
         'OutputNorm(V, "silu"',
-        PUBLISHED,
     ),
     "layer-mlstm-norm-without-its-mean": (
         f"{LAYERS}/mlstm.py",
         "center=True",
         "center=False",
-        PUBLISHED,
     ),
     "layer-mlstm-gates-the-other-way-round": (
         f"{LAYERS}/mlstm.py",
         "i, f = (self.cap",
         "f, i = (self.cap",
-        PUBLISHED,
     ),
     "layer-silu-goes-with-the-convolution": (
         f"{LAYERS}/convolution.py",
         "            x = F.silu(x)",
         "            pass",
-        PUBLISHED,
     ),
     "layer-rotary-starts-anew": (
         STATE,

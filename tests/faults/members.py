@@ -12,8 +12,8 @@ MUTANTS = {
     ),
     "mlstm-drops-eps": (
         MLSTM,
-        "(o / (total + eps))",
-        "(o / total)",
+        "(torch.maximum(z.abs(), least) + eps)",
+        "torch.maximum(z.abs(), least)",
     ),
     "mlstm-eps-of-another-size": (
         MLSTM,
@@ -37,8 +37,8 @@ MUTANTS = {
     ),
     "mlstm-floor-in-other-units": (
         MLSTM,
-        "least = (-after).exp()",
-        "least = after.exp()",
+        "weight, (-after).exp()",
+        "weight, after.exp()",
     ),
     "mlstm-reset-is-infinite": (
         MLSTM,
@@ -52,8 +52,8 @@ MUTANTS = {
     ),
     "mlstm-empty-state-is-cleared": (
         MLSTM,
-        "rescaled.masked_fill(empty, 0)",
-        "rescaled",
+        "decay.masked_fill(empty, of_empty)",
+        "decay",
     ),
     "mlstm-masked-weight-is-nan": (
         MLSTM,
@@ -145,8 +145,8 @@ MUTANTS = {
     ),
     "temperature-of-zero": (
         ARGUMENTS,
-        'x > 0 if need == "> 0" else',
-        "",
+        '"> 0": x > 0',
+        '"> 0": x >= 0',
         "test_family.py",
     ),
     "elu1-without-its-clamp": (
