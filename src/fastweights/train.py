@@ -302,12 +302,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """The program: 0, 2 for settings that do not fit, 130 for Ctrl-C."""
     try:
         settings, path = from_words(sys.argv[1:] if words is None else words)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return refuse(error)
     with process_group(settings.device), ctrl_c() as stopped:
         try:
             training = Training(settings, path)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             return refuse(error)
         try:
             if not run(training, stopped):
@@ -320,7 +320,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refuse(error: ValueError) -> int:
+def refuse(error: Exception) -> int:
     """Say in one line, once, what does not fit."""
     if os.environ.get("RANK", "0") == "0":
         line = " ".join(str(error).split())

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from fastweights import layers
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import check_sizes
 
 LAYERS: dict[str, type[nn.Module]] = {
     "deltanet": layers.DeltaNet,
@@ -33,8 +35,8 @@ class ModelConfig:
     """The architecture of a :class:`fastweights.models.LanguageModel`.
 
     Raises:
-        ValueError: a field does not fit; the message names the field, what
-            it got and what it needs.
+        ValueError, TypeError: a field does not fit; the message names the
+            field, what it got and what it needs.
     """
 
     vocabulary: int
@@ -78,27 +80,25 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("pattern", "without_mlp"):
             if isinstance(getattr(self, name), str):
-                raise ValueError(
+                raise TypeError(
                     f"{name}: got the string {getattr(self, name)!r}, need "
                     "a tuple of names"
                 )
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("vocabulary", "dim", "num_layers", "num_heads"):
-            _whole(name, getattr(self, name))
-        _whole("mlp_multiple", self.mlp_multiple)
+        sizes = ("vocabulary", "dim", "num_layers", "num_heads")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
+        check_sizes(mlp_multiple=self.mlp_multiple)
         if self.head_dim is not None:
-            _whole("head_dim", self.head_dim)
+            check_sizes(head_dim=self.head_dim)
         elif self.dim % self.num_heads:
             raise ValueError(
                 f"num_heads: got {self.num_heads}, need a divisor of dim = "
                 f"{self.dim}, or head_dim"
             )
-        for name in ("mlp_ratio", "norm_eps"):
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"{name}: got {value!r}, need a number > 0")
+        check_number("mlp_ratio", self.mlp_ratio, "> 0")
+        check_number("norm_eps", self.norm_eps, "> 0")
         if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(
+            raise TypeError(
                 f"tie_embeddings: got {self.tie_embeddings!r}, need True or "
                 "False"
             )
@@ -107,7 +107,7 @@ class ModelConfig:
         for kind in self.pattern:
             _known("pattern", kind)
         if not isinstance(self.options, Mapping):
-            raise ValueError(
+            raise TypeError(
                 f"options: got {self.options!r}, need a dictionary of "
                 "dictionaries, one per kind of layer"
             )
@@ -191,12 +191,3 @@ def _known(name: str, kind: str) -> None:
             f"{name}: got {kind!r}, need one of {', '.join(LAYERS)} (a layer "
             "of your own: fastweights.models.LAYERS[name] = its class)"
         )
-
-
-def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, need an integer >= 1")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -73,7 +73,7 @@ def load(
     try:
         text = (folder / CONFIG).read_text("utf-8")
         config = ModelConfig.from_json(text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     there = tensors.load_file(str(folder / WEIGHTS))
     if dtype is None and there:

@@ -304,8 +304,8 @@ class LanguageModel(nn.Module):
     ) -> list[Int[Tensor, " new"]]:
         """Continue prompts: the new tokens of each.
 
-        All prompts are read packed, in one go; then the rows go on together,
-        a token per step, on states that stay where they are.
+        All prompts are read packed, in one go; then all rows go on
+        together, one token per step, on states that stay where they are.
         ``model.compile(fullgraph=True)`` compiles these steps.
         :func:`fastweights.models.sampling.stream` yields them as they come.
 
