@@ -267,9 +267,8 @@ def process_group(device: str) -> Iterator[None]:
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
-    on_cuda = device.startswith("cuda") or (
-        device == "auto" and torch.cuda.is_available()
-    )
+    named = device == "auto" or device.startswith("cuda")
+    on_cuda = named and torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if on_cuda else "gloo")
