@@ -124,10 +124,10 @@ def gated_deltanet(w, x, H, HV, K, V, *, conv=True, most=1):
     c = silu(convolved(w, c) if conv else c)
     q, k, v = cut(c, (H, K), (H, K), (HV, V))
     q, k = of_length_one(q), of_length_one(k)
-    dt = softplus(x @ w["a_proj.weight"].T + w["decay.dt_bias"])
+    a, b = (x @ part.T for part in w["ab_proj.weight"].chunk(2))
+    dt = softplus(a + w["decay.dt_bias"])
     decay = (-w["decay.A_log"].exp() * dt).exp()
-    beta = x @ w["b_proj.weight"].T + w.get("b_proj.bias", 0)
-    beta = most * sigmoid(beta)
+    beta = most * sigmoid(b + w.get("b_bias", 0))
     y = (rms(recurrence(q, k, v, decay, beta)) * w["norm.weight"]).flatten(1)
     if "g_proj.weight" in w:
         y = y * silu(x @ w["g_proj.weight"].T)
@@ -341,8 +341,7 @@ def qwen3_next_gated_deltanet(w):
     return layer, {
         "qkv_proj.weight": torch.cat([q, k, v]),
         "g_proj.weight": z,
-        "b_proj.weight": b.flatten(0, 1),
-        "a_proj.weight": a.flatten(0, 1),
+        "ab_proj.weight": torch.cat([a.flatten(0, 1), b.flatten(0, 1)]),
         "convolution.taps.weight": w["conv1d.weight"][:, 0],
         "decay.A_log": w["A_log"],
         "decay.dt_bias": w["dt_bias"],

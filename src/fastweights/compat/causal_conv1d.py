@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.reference.backend import wide
+from fastweights.convolution import short_convolution
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -174,34 +174,22 @@ def _short_convolution(
     initial_state: Float[Tensor, "B W-1 C"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
 ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B W-1 C"]]:
-    """y [B, T, C] and the last W - 1 rows, in PyTorch.
-
-    With cu_seqlens a tap that would read another document reads 0.
-    """
+    """fastweights.convolution.short_convolution, with weights in any dtype."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
-    T, W = x.shape[1], weight.shape[1]
-    dtype = torch.promote_types(wide(x.dtype), weight.dtype)
-    if initial_state is None:
-        initial_state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
-    rows = torch.cat([initial_state.to(x.dtype), x], 1)
-    weight = weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    if cu_seqlens is None:
-        y = F.conv1d(
-            rows.mT.to(dtype), weight[:, None], bias, groups=len(weight)
-        ).mT
-    else:
-        place = torch.arange(T, device=x.device)
-        n = torch.searchsorted(cu_seqlens, place, right=True)
-        start = cu_seqlens[n - 1]
-        y = torch.zeros_like(x, dtype=dtype) if bias is None else bias
-        for w in range(W):
-            inside = place - (W - 1 - w) >= start
-            tap = rows[:, w : w + T].to(dtype) * weight[:, w]
-            y = y + tap.masked_fill(~inside[:, None], 0)
-    if activation is not None:
-        y = F.silu(y)
-    return y.to(x.dtype), rows[:, T:]
+    if weight.dtype not in (x.dtype, torch.float32):
+        weight = weight.to(x.dtype)
+    if bias is not None:
+        bias = bias.to(weight.dtype)
+    if initial_state is not None:
+        initial_state = initial_state.to(x.dtype)
+    return short_convolution(
+        x,
+        weight,
+        bias,
+        activation=None if activation is None else "silu",
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )

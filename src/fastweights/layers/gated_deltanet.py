@@ -42,7 +42,7 @@ class GatedDeltaNet(nn.Module):
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
-    norm is o_norm. Of Qwen3-Next: the rows of in_proj_qkvz are, for each head
+    ab_proj is a_proj and b_proj, norm is o_norm. Of Qwen3-Next: the rows of in_proj_qkvz are, for each head
     of q and k in turn, its q, its k, the v and the z of its value heads (z is
     g_proj), and those of in_proj_ba its b and its a; conv1d has the order
     of convolution.taps.
@@ -56,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         expand_v: V / K.
         conv_size: taps of the convolution, 2 to 4; None: there is none.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
-        beta_bias: whether W_b has a bias.
+        beta_bias: whether W_b has a bias, 0 at the start.
         gate: whether the output is multiplied by silu(W_g x).
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
@@ -89,8 +89,10 @@ class GatedDeltaNet(nn.Module):
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
         self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
-        self.a_proj = nn.Linear(dim, HV, bias=False, **to)
-        self.b_proj = nn.Linear(dim, HV, bias=beta_bias, **to)
+        self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **to)
+        self.b_bias = (
+            nn.Parameter(torch.zeros(HV, **to)) if beta_bias else None
+        )
         self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **to)
         self.g_proj = (
             nn.Linear(dim, HV * V, bias=False, **to) if gate else None
@@ -112,8 +114,9 @@ class GatedDeltaNet(nn.Module):
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        g = self.decay(self.a_proj(x))
-        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        a, b = self.ab_proj(x).chunk(2, -1)
+        b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
+        g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
