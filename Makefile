@@ -141,7 +141,7 @@ build/environment: pyproject.toml constraints.txt
 		|| $(PYTHON) book/environment.py make .venv
 	@$(SAY) "environment: installing the packages (PyTorch is large)"
 	@.venv/bin/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[chapters,book,test]'
+		-c constraints.txt -e '.[chapters,book,models,test]'
 	@touch $@
 
 $(MATHJAX): book/package.json book/package-lock.json

@@ -3,6 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from touched import imported
 
 SECONDS = 0.2
 HEAVY = (
@@ -11,7 +15,12 @@ HEAVY = (
     "torch._dynamo",
     "torch._inductor",
     "transformers",
+    "safetensors",
+    "tokenizers",
 )
+# What the recurrences stand under; each imports those before it.
+ABOVE = ("layers", "models", "corpus", "training", "train")
+ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """
 import json, sys, time
 import torch
@@ -33,4 +42,34 @@ def test_importing_the_library_is_quick_and_brings_no_compiler():
     seconds, modules = json.loads(run.stdout)
     assert "fastweights" in modules
     assert not [name for name in modules if name in HEAVY]
+    above = tuple(f"fastweights.{name}" for name in ABOVE)
+    assert not [name for name in modules if name.startswith(above)]
     assert seconds <= SECONDS
+
+
+def test_models_ask_for_no_package_before_they_need_it():
+    script = "import sys, fastweights.train; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "fastweights.models" in run.stdout.split()
+    assert not {"safetensors", "tokenizers"} & set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["the rest", *ABOVE])
+def test_imports_point_one_way(name):
+    """Models use layers, layers use the family, and never back."""
+    files = []
+    for file in ROOT.rglob("*.py"):
+        first = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        if name == (first if first in ABOVE else "the rest"):
+            files.append(file)
+    assert files
+    later = ABOVE[ABOVE.index(name) + 1 :] if name in ABOVE else ABOVE
+    for file in files:
+        for module in imported(file):
+            parts = [*module.split("."), ""]
+            assert parts[0] != "fastweights" or parts[1] not in later, file

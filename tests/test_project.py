@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fastweights import private
+from fastweights.models import LanguageModel, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -89,7 +90,9 @@ def test_environment_yml_agrees_with_pyproject() -> None:
     assert f"python {python}" in packages
     assert "pip" in packages
     assert any(name.startswith("nodejs") for name in packages)
-    extras = ",".join(sorted(EXTRAS, key=["chapters", "book", "test"].index))
+    extras = ",".join(
+        sorted(EXTRAS, key=["chapters", "book", "models", "test"].index)
+    )
     assert pip["pip"] == ["-c constraints.txt", f"-e .[{extras}]"]
 
 
@@ -98,7 +101,7 @@ def test_the_makefile_asks_for_the_same_python_and_extras() -> None:
     major, minor = oldest.split(".")
     assert f"OLDEST := {oldest}" in MAKEFILE
     assert f"sys.version_info < ({major}, {minor})" in MAKEFILE
-    assert "-c constraints.txt -e '.[chapters,book,test]'" in MAKEFILE
+    assert "-c constraints.txt -e '.[chapters,book,models,test]'" in MAKEFILE
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
@@ -200,16 +203,21 @@ def test_a_mutant_has_something_to_replace(name: str) -> None:
     assert (ROOT / "tests" / tests.partition("::")[0]).is_file()
 
 
-def test_the_readmes_examples_run() -> None:
+def test_the_readmes_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In order, as somebody would paste them one after the other.
 
-    The one that needs transformers runs in test_compat.
+    The one that needs transformers runs in test_compat; the model that
+    another loads is smaller than the program's own.
     """
+    monkeypatch.chdir(tmp_path)
+    LanguageModel(ModelConfig(257, 32, 1)).save("run")
     readme = (ROOT / "README.md").read_text("utf-8")
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
     blocks = [block for block in blocks if "transformers" not in block]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     q, o = names["q"], names["o"]

@@ -4,8 +4,8 @@
 
 A change is what differs from COMMIT, HEAD unless given, and what git does
 not know yet; if nothing does, the last commit. A module's tests are those
-of its name and those that import it, a chapter's its rules and answers.
-With --interpreted, those that Triton's interpreter runs.
+of its name or its folder's, and those that import it, a chapter's its rules
+and answers. With --interpreted, those that Triton's interpreter runs.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def found_for(path: str) -> Iterator[Path]:
         yield TESTS / "test_chapters.py"
     elif path.startswith("src/") and file.suffix == ".py":
         module = ".".join(file.with_suffix("").parts[1:])
+        names = f"test_{file.stem}", f"test_{file.parent.name}"
         for test in TESTS.rglob("test_*.py"):
-            if test.stem == f"test_{file.stem}" or module in imported(test):
+            if test.stem in names or module in imported(test):
                 yield test
     elif file.parts[0] == "tests" and file.suffix == ".py":
         for test in TESTS.rglob("test_*.py"):

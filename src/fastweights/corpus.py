@@ -1,0 +1,347 @@
+"""Text for language models: files, tokens, and the batches of every step.
+
+    corpus = read(["stdlib"])           # or paths of files and folders
+    stream = Stream.of(corpus.train, ByteTokenizer())
+    batch = Windows(stream, length=256, rows=8).batch(step=0)
+    batch.tokens, batch.targets         # [8, 256] each
+
+Batches are functions of a seed and of the step, so that a run can go on
+from any step, and several processes can each take their part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+LEFT_OUT = {
+    "__pycache__",
+    "dist-packages",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+"""Folders of Python's standard library that do not belong to its corpus."""
+
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and to be tested on, with what tells them."""
+
+    train: list[bytes]
+    held_out: list[bytes]
+    size: int
+    """Bytes of all documents."""
+    sha256: str
+    """Of all documents, one after the other."""
+
+
+def read(
+    sources: Sequence[str | Path] = ("stdlib",),
+    suffixes: Iterable[str] = (".py", ".txt", ".md"),
+) -> Corpus:
+    """Documents of files, one each, the last 5 % of them held out.
+
+    Files are sorted by their path. Of a single file the last 5 % of its
+    bytes are held out. Empty files are left out.
+
+    Args:
+        sources: files, folders, or "stdlib": the sources of Python's own
+            standard library, without its tests.
+        suffixes: of the files that are taken from folders.
+
+    Raises:
+        ValueError: there is no such path, or nothing in it to read.
+    """
+    paths = [path for s in sources for path in files(s, tuple(suffixes))]
+    documents = []
+    for path in paths:
+        try:
+            documents.append(path.read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"corpus: cannot read {path}: {error.strerror}"
+            ) from None
+    documents = [document for document in documents if document]
+    if not documents:
+        named = ", ".join(map(str, sources)) or "no source"
+        raise ValueError(f"corpus: got {named}, which holds no text")
+    whole = hashlib.sha256()
+    for document in documents:
+        whole.update(document)
+    size = sum(map(len, documents))
+    if len(documents) == 1:
+        cut = len(documents[0]) - max(1, round(HELD_OUT * size))
+        train, held_out = [documents[0][:cut]], [documents[0][cut:]]
+    else:
+        cut = len(documents) - max(1, round(HELD_OUT * len(documents)))
+        train, held_out = documents[:cut], documents[cut:]
+    return Corpus(train, held_out, size, whole.hexdigest())
+
+
+def files(source: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of one source, sorted."""
+    left_out: set[str] = set()
+    if source == "stdlib":
+        root, suffixes = Path(sysconfig.get_path("stdlib")), (".py",)
+        left_out = LEFT_OUT
+    else:
+        root = Path(source)
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise ValueError(
+                f"corpus: got {root}, need a file, a folder or stdlib"
+            )
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out]
+        found += [Path(folder, x) for x in names if x.endswith(suffixes)]
+    found = sorted(path for path in found if path.is_file())
+    if not found:
+        raise ValueError(
+            f"corpus: got {root}, which has no file that ends in "
+            f"{', '.join(suffixes)}"
+        )
+    return found
+
+
+class Tokenizer(Protocol):
+    """What turns bytes to tokens and back."""
+
+    vocabulary: int
+    separator: int
+    """The token with which every document begins."""
+
+    def encode(self, text: bytes) -> Int[Tensor, " T"]: ...
+
+    def decode(self, tokens: Int[Tensor, " T"]) -> str: ...
+
+
+class ByteTokenizer:
+    """Every byte is a token, and 256 begins a document."""
+
+    vocabulary, separator = 257, 256
+
+    def encode(self, text: bytes) -> Int[Tensor, " T"]:
+        """Of bytes, which need not be UTF-8."""
+        if not text:
+            return torch.empty(0, dtype=torch.int64)
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return whole.to(torch.int64)
+
+    def decode(self, tokens: Int[Tensor, " T"]) -> str:
+        """As UTF-8, with a mark where it is none; without separators."""
+        values = [x for x in tokens.tolist() if x < 256]
+        return bytes(values).decode("utf-8", "replace")
+
+
+class FileTokenizer:
+    """A tokenizer of the package tokenizers, from its tokenizer.json.
+
+    One token is added to its vocabulary, which begins a document.
+
+    Raises:
+        ValueError: the package is missing, or cannot read the file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(
+                f"tokenizer: got {path}, whose reading needs tokenizers: pip "
+                "install 'fastweights[models]'"
+            ) from None
+        if not Path(path).is_file():
+            raise ValueError(f"tokenizer: got {path}, need a file")
+        try:
+            self._inner: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package has no class of its own
+            raise ValueError(
+                f"tokenizer: got {path}, which tokenizers cannot read: {error}"
+            ) from None
+        self.separator = self._inner.get_vocab_size()
+        self.vocabulary = self.separator + 1
+
+    def encode(self, text: bytes) -> Int[Tensor, " T"]:
+        """Of UTF-8, with a mark where it is none."""
+        decoded = text.decode("utf-8", "replace")
+        return torch.tensor(
+            self._inner.encode(decoded, add_special_tokens=False).ids,
+            dtype=torch.int64,
+        )
+
+    def decode(self, tokens: Int[Tensor, " T"]) -> str:
+        """Without separators."""
+        values = [x for x in tokens.tolist() if x != self.separator]
+        return self._inner.decode(values)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents one after the other, each after a separator."""
+
+    tokens: Int[Tensor, " L"]
+    """In the narrowest dtype that holds them."""
+    starts: Int[Tensor, " N+1"]
+    """Where documents begin, and L."""
+    size: int
+    """Bytes that the documents have."""
+
+    @classmethod
+    def of(cls, documents: Sequence[bytes], tokenizer: Tokenizer) -> Stream:
+        """Of documents, encoded one by one."""
+        dtype = torch.int16 if tokenizer.vocabulary <= 32768 else torch.int32
+        first = torch.tensor([tokenizer.separator], dtype=dtype)
+        pieces, starts = [], [0]
+        for document in documents:
+            encoded = tokenizer.encode(document)
+            pieces += [first, encoded.to(dtype)]
+            starts.append(starts[-1] + 1 + len(encoded))
+        size = sum(map(len, documents))
+        return cls(torch.cat(pieces), torch.tensor(starts), size)
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """By which nats per token become nats per byte."""
+        return len(self.tokens) / self.size
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens, the tokens after them, and where packed documents begin."""
+
+    tokens: Int[Tensor, "B T"]
+    targets: Int[Tensor, "B T"]
+    cu_seqlens: Int[Tensor, " N+1"] | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        cu = self.cu_seqlens
+        return Batch(
+            self.tokens.to(device),
+            self.targets.to(device),
+            None if cu is None else cu.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of ``length`` tokens from anywhere, ``rows`` per step."""
+
+    stream: Stream
+    length: int
+    rows: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.stream.tokens) <= self.length:
+            raise ValueError(
+                f"length: got {self.length}, need less than the "
+                f"{len(self.stream.tokens)} tokens of the corpus"
+            )
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """One of so many equal parts of a step's batch."""
+        last = len(self.stream.tokens) - self.length
+        starts = torch.randint(
+            last, (self.rows,), generator=generator(self.seed, step)
+        )
+        return windows(self.stream, self.length, starts.chunk(parts)[part])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Whole documents packed, ``length`` tokens per step, each read once.
+
+    The documents are shuffled anew for each pass. Where a step's tokens end
+    a document is cut, and its rest begins the next step's.
+    """
+
+    stream: Stream
+    length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.stream.tokens) < self.length:
+            raise ValueError(
+                f"tokens: got {self.length} per step, need no more than the "
+                f"{len(self.stream.tokens)} tokens of the corpus"
+            )
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """One of so many equal parts of a step's batch, with B = 1."""
+        whole = len(self.stream.tokens)
+        epoch, step = divmod(step, whole // self.length)
+        starts = self.stream.starts
+        order = torch.randperm(
+            len(starts) - 1, generator=generator(self.seed, epoch)
+        )
+        bounds = torch.cat(
+            [starts.new_zeros(1), starts.diff()[order].cumsum(0)]
+        )
+        T = self.length // parts
+        first = step * self.length + part * T
+        end = min(first + T + 1, whole)  # one more, as the last's target
+        a = int(torch.searchsorted(bounds, first, right=True)) - 1
+        b = int(torch.searchsorted(bounds, end))
+        tokens = torch.cat(
+            [
+                self.stream.tokens[starts[i] : starts[i + 1]]
+                for i in order[a:b].tolist()
+            ]
+        ).to(torch.int64)[first - bounds[a] : end - bounds[a]]
+        if end < first + T + 1:  # the next document's separator
+            tokens = torch.cat([tokens, self.stream.tokens[:1].long()])
+        inner = bounds[a + 1 : b] - first
+        inner = inner[inner < T]
+        cu = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), T)])
+        return Batch(tokens[None, :-1], tokens[None, 1:], cu.to(torch.int32))
+
+
+def windows(stream: Stream, length: int, starts: Int[Tensor, " B"]) -> Batch:
+    """The windows that begin at these tokens."""
+    at = starts[:, None] + torch.arange(length + 1)
+    rows = stream.tokens[at].to(torch.int64)
+    return Batch(rows[:, :-1], rows[:, 1:])
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """Of random numbers that depend on nothing but the two."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
+def repeated(batch: Batch, n: int = 5) -> Bool[Tensor, "B T"]:
+    """Which targets complete an n-gram that stood in the window before.
+
+    How well a model predicts these shows what it can recall (Arora et al.
+    2023, section 3).
+    """
+    rows = torch.cat([batch.tokens[:, :1], batch.targets], 1)
+    found = torch.zeros_like(batch.targets, dtype=torch.bool)
+    if rows.shape[1] < n + 1:
+        return found
+    grams = rows.unfold(1, n, 1)
+    B, G = grams.shape[:2]
+    _, kind = grams.reshape(-1, n).unique(dim=0, return_inverse=True)
+    kind, order = kind.view(B, G).sort(dim=1, stable=True)
+    again = torch.zeros_like(kind, dtype=torch.bool)
+    again[:, 1:] = kind[:, 1:] == kind[:, :-1]
+    found[:, n - 2 :] = again.scatter(1, order, again)
+    return found

@@ -1,0 +1,45 @@
+"""Decoder-only language models of the library's layers, from a config.
+
+    from fastweights.models import LanguageModel, ModelConfig
+
+    config = ModelConfig(
+        vocabulary=257,
+        dim=128,
+        num_layers=4,
+        pattern=3 * ("gated_deltanet",) + ("softmax",),
+        num_heads=4,
+    )
+    model = LanguageModel(config)
+    logits, states = model(tokens)              # tokens [B, T]
+    loss = model.loss(tokens)                   # mean over next tokens
+    new = model.generate([prompt], 100)[0]      # prompt [T]
+    model.save("folder")
+    model = load("folder")
+
+A layer class of your own joins the table :data:`LAYERS` under a name:
+``LAYERS["mine"] = MyLayer``, then ``pattern=("mine",)``. It is called as
+``MyLayer(dim, ..., device=device, dtype=dtype)`` and has to go by
+``y, state = layer(x, state=None, cu_seqlens=None)`` as those of
+:mod:`fastweights.layers` do.
+"""
+
+from fastweights.models.config import LAYERS, ModelConfig
+from fastweights.models.files import load
+from fastweights.models.loss import (
+    cross_entropy,
+    next_tokens,
+    token_losses,
+)
+from fastweights.models.model import Block, LanguageModel, SwiGLU
+
+__all__ = [
+    "LAYERS",
+    "Block",
+    "LanguageModel",
+    "ModelConfig",
+    "SwiGLU",
+    "cross_entropy",
+    "load",
+    "next_tokens",
+    "token_losses",
+]

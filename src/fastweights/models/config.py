@@ -1,0 +1,193 @@
+"""What a language model is made of, as values that JSON can hold."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from fastweights import layers
+from fastweights.arguments import check_number
+from fastweights.layers.arguments import check_sizes
+
+LAYERS: dict[str, type[nn.Module]] = {
+    "deltanet": layers.DeltaNet,
+    "gated_deltanet": layers.GatedDeltaNet,
+    "gla": layers.GatedLinearAttention,
+    "kda": layers.KimiDeltaAttention,
+    "lightning": layers.LightningAttention,
+    "mamba": layers.Mamba,
+    "mamba2": layers.Mamba2,
+    "mlstm": layers.MLSTM,
+    "retention": layers.MultiScaleRetention,
+    "softmax": layers.SoftmaxAttention,
+}
+"""The kinds of layer that a pattern may name. Yours may join them."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a :class:`fastweights.models.LanguageModel`.
+
+    Raises:
+        ValueError, TypeError: a field does not fit; the message names the
+            field, what it got and what it needs.
+    """
+
+    vocabulary: int
+    """Tokens that there are; a token is 0 to vocabulary - 1."""
+
+    dim: int
+    """Width D of the residual stream."""
+
+    num_layers: int
+    """Blocks: a layer each, and most of them an MLP."""
+
+    pattern: Sequence[str] = ("gated_deltanet",)
+    """Kinds of layer, names of :data:`LAYERS`, repeated up to num_layers:
+    ``3 * ("gated_deltanet",) + ("softmax",)``."""
+
+    num_heads: int = 4
+    """Heads of every layer that takes a number of heads."""
+
+    head_dim: int | None = None
+    """Size of a head, for layers that take it; dim / num_heads if None."""
+
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """More arguments per kind: ``{"softmax": {"num_kv_heads": 2}}``. They
+    win over num_heads and head_dim."""
+
+    mlp_ratio: float = 8 / 3
+    """Hidden width of the MLPs over dim, before it is rounded up."""
+
+    mlp_multiple: int = 256
+    """The hidden width is rounded up to a multiple of this."""
+
+    without_mlp: Sequence[str] = ("mamba", "mamba2")
+    """Kinds of layer whose blocks have no MLP."""
+
+    tie_embeddings: bool = False
+    """Whether the logits are products with the embeddings of the tokens."""
+
+    norm_eps: float = 1e-6
+    """Of the RMS norms before layers, MLPs and logits."""
+
+    def __post_init__(self) -> None:
+        for name in ("pattern", "without_mlp"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"{name}: got the string {getattr(self, name)!r}, need "
+                    "a tuple of names"
+                )
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        sizes = ("vocabulary", "dim", "num_layers", "num_heads")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
+        check_sizes(mlp_multiple=self.mlp_multiple)
+        if self.head_dim is not None:
+            check_sizes(head_dim=self.head_dim)
+        elif self.dim % self.num_heads:
+            raise ValueError(
+                f"num_heads: got {self.num_heads}, need a divisor of dim = "
+                f"{self.dim}, or head_dim"
+            )
+        check_number("mlp_ratio", self.mlp_ratio, "> 0")
+        check_number("norm_eps", self.norm_eps, "> 0")
+        if not isinstance(self.tie_embeddings, bool):
+            raise TypeError(
+                f"tie_embeddings: got {self.tie_embeddings!r}, need True or "
+                "False"
+            )
+        if not self.pattern:
+            raise ValueError("pattern: got nothing, need a kind of layer")
+        for kind in self.pattern:
+            _known("pattern", kind)
+        if not isinstance(self.options, Mapping):
+            raise TypeError(
+                f"options: got {self.options!r}, need a dictionary of "
+                "dictionaries, one per kind of layer"
+            )
+        for kind, options in self.options.items():
+            _known("options", kind)
+            taken = arguments(kind)
+            for name in options:
+                if name not in taken:
+                    raise ValueError(
+                        f"options: got {name!r} for {kind}, need one of "
+                        f"{', '.join(taken)}"
+                    )
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLPs."""
+        steps = math.ceil(self.mlp_ratio * self.dim / self.mlp_multiple)
+        return steps * self.mlp_multiple
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every block's layer, from the first to the last."""
+        p = self.pattern
+        return tuple(p[i % len(p)] for i in range(self.num_layers))
+
+    @property
+    def num_branches(self) -> int:
+        """Terms that are added to the residual stream: layers and MLPs."""
+        mlps = [kind not in self.without_mlp for kind in self.kinds]
+        return self.num_layers + sum(mlps)
+
+    def layer_options(self, index: int) -> dict[str, Any]:
+        """Arguments of layer ``index``, beside dim, device and dtype."""
+        kind = self.kinds[index]
+        general = {
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim or self.dim // self.num_heads,
+            "layer": index,
+            "num_layers": self.num_layers,
+        }
+        taken = arguments(kind)
+        found = {k: v for k, v in general.items() if k in taken}
+        return found | dict(self.options.get(kind, {}))
+
+    def to_json(self) -> str:
+        """As a JSON object, from which :meth:`from_json` makes it again."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        """From :meth:`to_json`'s text.
+
+        Raises:
+            ValueError: it is not JSON, lacks a field, has one that is not
+                known here, or one that does not fit.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"config: got {found!r}, need a JSON object")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(found.keys() - known):
+            raise ValueError(
+                f"config: got the field {unknown[0]!r}, need one of "
+                f"{', '.join(sorted(known))}"
+            )
+        for name in ("vocabulary", "dim", "num_layers"):
+            if name not in found:
+                raise ValueError(f"{name}: got nothing, need an integer")
+        return cls(**found)
+
+
+def arguments(kind: str) -> list[str]:
+    """What may be set of a kind of layer, by name."""
+    taken = inspect.signature(LAYERS[kind]).parameters
+    return [name for name in taken if name not in ("dim", "device", "dtype")]
+
+
+def _known(name: str, kind: str) -> None:
+    if kind not in LAYERS:
+        raise ValueError(
+            f"{name}: got {kind!r}, need one of {', '.join(LAYERS)} (a layer "
+            "of your own: fastweights.models.LAYERS[name] = its class)"
+        )

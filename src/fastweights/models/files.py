@@ -1,0 +1,120 @@
+"""A model as a folder: model.safetensors and config.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastweights.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from fastweights.models.model import LanguageModel
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def save(model: LanguageModel, folder: str | Path) -> None:
+    """Write config.json and model.safetensors; the folder is made.
+
+    Each file is written beside its place and then put there, so that a
+    reader finds the old one or the new one. Embeddings that are tied to the
+    head are there once.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    tensors = safetensors()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: x.detach().cpu().contiguous()
+        for name, x in model.state_dict().items()
+    }
+    text = model.config.to_json()
+    written(folder / CONFIG, lambda path: path.write_text(text, "utf-8"))
+
+    def write(path: Path) -> None:
+        tensors.save_file(weights, str(path))
+        path.chmod((folder / CONFIG).stat().st_mode)  # it may be 600
+
+    written(folder / WEIGHTS, write)
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> LanguageModel:
+    """The model that was saved in a folder.
+
+    Args:
+        folder: where :meth:`LanguageModel.save` put it.
+        device: where its parameters shall be.
+        dtype: theirs; the one of the file if None.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        FileNotFoundError: the folder lacks one of the two files.
+        ValueError: the config does not fit, or a tensor of the file is
+            missing, has another shape or belongs to no parameter.
+    """
+    from fastweights.models.model import LanguageModel
+
+    tensors = safetensors()
+    folder = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"folder: {folder} has no {name}")
+    try:
+        text = (folder / CONFIG).read_text("utf-8")
+        config = ModelConfig.from_json(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    there = tensors.load_file(str(folder / WEIGHTS))
+    if dtype is None and there:
+        dtype = next(iter(there.values())).dtype
+    device = None if device is None else torch.device(device)
+    model = LanguageModel(config, device=device, dtype=dtype)
+    wanted = model.state_dict()
+    faults = [f"lacks {name}" for name in wanted if name not in there]
+    faults += [f"has {name}" for name in there if name not in wanted]
+    faults += [
+        f"has {name} of shape {list(there[name].shape)}, need {list(x.shape)}"
+        for name, x in wanted.items()
+        if name in there and there[name].shape != x.shape
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
+        raise ValueError(
+            f"{folder / WEIGHTS}: {faults[0]}{more}: it is not of the model "
+            f"in {CONFIG}"
+        )
+    model.load_state_dict(there)
+    return model
+
+
+def written(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have a file written beside its place, and put it there in one step."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def safetensors() -> Any:
+    """The module safetensors.torch."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "saving and loading models needs safetensors: pip install "
+            "'fastweights[models]'"
+        ) from error
+    return safetensors.torch

@@ -1,0 +1,378 @@
+"""Embedding, blocks of a layer and an MLP, norm, logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastweights.layers import LayerState
+from fastweights.models import files, sampling
+from fastweights.models.config import LAYERS, ModelConfig
+from fastweights.models.loss import (
+    cross_entropy,
+    next_tokens,
+    token_losses,
+)
+
+States = Sequence[LayerState | None]
+Offsets = Int[Tensor, " N+1"]
+
+
+class SwiGLU(nn.Module):
+    """W_down (silu(W_gate x) * W_up x) (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(
+            dim, 2 * width, bias=False, device=device, dtype=dtype
+        )
+        self.down_proj = nn.Linear(
+            width, dim, bias=False, device=device, dtype=dtype
+        )
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        gate, up = self.up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kind, D, eps = config.kinds[index], config.dim, config.norm_eps
+        self.norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
+        options = config.layer_options(index)
+        self.layer = LAYERS[kind](D, **options, device=device, dtype=dtype)
+        self.mlp: nn.Module | None = None
+        if kind not in config.without_mlp:
+            self.mlp = nn.Sequential(
+                nn.RMSNorm(D, eps=eps, device=device, dtype=dtype),
+                SwiGLU(D, config.mlp_width, device=device, dtype=dtype),
+            )
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
+        y, state = self.layer(self.norm(x), state, cu_seqlens)
+        x = x + y
+        if self.mlp is not None:
+            x = x + self.mlp(x)
+        return x, state
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only language model: tokens in, logits of the next ones out.
+
+    Its parameters start as follows. Matrices and embeddings are drawn from
+    N(0, 0.02^2), those that write to the residual stream (``o_proj``,
+    ``down_proj``) with a standard deviation smaller by the square root of
+    the number of such matrices. Convolutions, biases and gates start as
+    their layers have them.
+
+    Args:
+        config: what it is made of.
+        checkpoint: whether a training step keeps only what goes into each
+            block, and computes the rest again in the backward. It may be
+            changed at any time, as an attribute.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        checkpoint: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.checkpoint = config, checkpoint
+        V, D = config.vocabulary, config.dim
+        self.embedding = nn.Embedding(V, D, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, i, device=device, dtype=dtype)
+            for i in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(
+            D, eps=config.norm_eps, device=device, dtype=dtype
+        )
+        self.head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(D, V, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the matrices again, and what layers draw themselves."""
+        small = 0.02 / math.sqrt(self.config.num_branches)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                out = name.endswith(("o_proj", "down_proj"))
+                module.weight.normal_(std=small if out else 0.02)
+        for block in self.blocks:
+            for module in block.get_submodule("layer").modules():
+                own = getattr(module, "reset_parameters", None)
+                if own is not None and not isinstance(module, nn.Linear):
+                    own()
+
+    @overload
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        states: States | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T V"], list[LayerState | None]]: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        states: States | None = None,
+        cu_seqlens: Offsets | None = None,
+        *,
+        targets: Int[Tensor, "B T"],
+        ignore_index: int = -100,
+    ) -> Float[Tensor, ""]: ...
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        states: States | None = None,
+        cu_seqlens: Offsets | None = None,
+        *,
+        targets: Int[Tensor, "B T"] | None = None,
+        ignore_index: int = -100,
+    ) -> (
+        tuple[Float[Tensor, "B T V"], list[LayerState | None]]
+        | Float[Tensor, ""]
+    ):
+        """Logits of the tokens after these, and the layers' states.
+
+        With ``targets`` the mean loss alone, as in :meth:`loss`: what
+        DistributedDataParallel and FSDP wrap is this function.
+
+        Args:
+            tokens: 0 to vocabulary - 1.
+            states: one per layer, of the tokens before these. Without
+                gradients they are changed in place.
+            cu_seqlens: where packed sequences begin and end; B is 1 then.
+            targets: the tokens after these, or ``ignore_index``.
+            ignore_index: marks tokens that predict nothing.
+        """
+        if targets is not None:
+            x = self.hidden(tokens, states, cu_seqlens, last=True)[0]
+            return cross_entropy(x, self.head_weight, targets, ignore_index)
+        x, after = self.hidden(tokens, states, cu_seqlens)
+        return self.logits(x), after
+
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"] | None = None,
+        cu_seqlens: Offsets | None = None,
+        *,
+        ignore_index: int = -100,
+    ) -> Float[Tensor, ""]:
+        """Mean cross-entropy, in nats per token, without all logits at once.
+
+        If ``targets`` is None each token's is the one after it, and the last
+        token of a row or of a packed sequence has none.
+        """
+        if targets is None:
+            targets = next_tokens(tokens, cu_seqlens, ignore_index)
+        return self(
+            tokens,
+            cu_seqlens=cu_seqlens,
+            targets=targets,
+            ignore_index=ignore_index,
+        )
+
+    def token_losses(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"],
+        cu_seqlens: Offsets | None = None,
+        *,
+        ignore_index: int = -100,
+    ) -> Float[Tensor, "B T"]:
+        """Each token's loss in nats, without gradients; 0 if ignored."""
+        with torch.no_grad():
+            x = self.hidden(tokens, None, cu_seqlens)[0]
+            return token_losses(x, self.head_weight, targets, ignore_index)
+
+    def hidden(
+        self,
+        tokens: Int[Tensor, "B T"],
+        states: States | None = None,
+        cu_seqlens: Offsets | None = None,
+        *,
+        last: bool = False,
+    ) -> tuple[Float[Tensor, "B T D"], list[LayerState | None]]:
+        """What the head turns to logits, and the layers' states.
+
+        ``last`` says that nothing follows these tokens: no states are
+        returned then.
+        """
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens: got {tokens.dtype} of shape {list(tokens.shape)}, "
+                "need integers [B, T]"
+            )
+        if states is None:
+            states = [None] * len(self.blocks)
+        if len(states) != len(self.blocks):
+            raise ValueError(
+                f"states: got {len(states)}, need {len(self.blocks)}, one "
+                "per layer"
+            )
+        x = self.embedding(tokens)
+        after: list[LayerState | None] = []
+        again = self.checkpoint and torch.is_grad_enabled()
+        for block, state in zip(self.blocks, states, strict=True):
+            if again and last:
+                x = checkpoint(
+                    _output, block, x, state, cu_seqlens, use_reentrant=False
+                )
+            elif again:
+                x, state = checkpoint(
+                    block, x, state, cu_seqlens, use_reentrant=False
+                )
+            else:
+                x, state = block(x, state, cu_seqlens)
+            after.append(state)
+        return self.norm(x), [] if last else after
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """The head's matrix: the embeddings, if they are tied."""
+        head = self.embedding if self.head is None else self.head
+        return head.weight
+
+    def logits(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """Logits of hidden states."""
+        return F.linear(x, self.head_weight)
+
+    def new_states(
+        self, num_sequences: int, capacity: int
+    ) -> list[LayerState | None]:
+        """States to begin with, which stay where they are up to a length.
+
+        Layers whose states grow get one with room for ``capacity`` tokens
+        per sequence. The others get None and make their own.
+        """
+        found = []
+        for block in self.blocks:
+            make = getattr(block.get_submodule("layer"), "new_state", None)
+            found.append(make and make(num_sequences, capacity))
+        return found
+
+    def generate(
+        self,
+        prompts: sampling.Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        stop: int | Iterable[int] | None = None,
+    ) -> list[Int[Tensor, " new"]]:
+        """Continue prompts: the new tokens of each.
+
+        All prompts are read packed, in one go; then all rows go on
+        together, one token per step, on states that stay where they are.
+        ``model.compile(fullgraph=True)`` compiles these steps.
+        :func:`fastweights.models.sampling.stream` yields them as they come.
+
+        Args:
+            prompts: [T], [N, T], or a list of [T] of any lengths >= 1.
+            max_new_tokens: new tokens at most.
+            temperature: 0 takes the likeliest token; else logits are
+                divided by it, and a token is drawn.
+            top_p: draw from the likeliest tokens that have together at
+                least this probability.
+            generator: draws; PyTorch's own if None.
+            stop: tokens at which a row ends, without them.
+        """
+        return sampling.generate(
+            self,
+            prompts,
+            max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            generator=generator,
+            stop=stop,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are learned; tied embeddings count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_bytes(self, T: int) -> int:
+        """Bytes of the states of one sequence after T tokens.
+
+        As the layers make them, without any room to grow.
+        """
+        return sum(x.nbytes for x in self._outline(T) if x is not None)
+
+    def flops_per_token(self, T: int) -> float:
+        """FLOPs of a forward, per token of a sequence of T tokens.
+
+        Two per multiplication and addition in products of matrices, as
+        PyTorch's FlopCounterMode counts them with
+        :mod:`fastweights.flops`: softmax attention's scores as a full
+        square, and what is elementwise not at all. A training step takes
+        three times as many.
+        """
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            self._outline(T)
+        return counter.get_total_flops() / T
+
+    def save(self, folder: str | Path) -> None:
+        """Write model.safetensors and config.json; see :func:`load`."""
+        files.save(self, folder)
+
+    @torch.no_grad()
+    def _outline(self, T: int) -> list[LayerState | None]:
+        """The states after T tokens, on a device that holds no numbers."""
+        meta, dtype = torch.device("meta"), self.embedding.weight.dtype
+        model = LanguageModel(self.config, device=meta, dtype=dtype)
+        tokens = torch.empty(1, T, dtype=torch.int64, device=meta)
+        return model(tokens)[1]
+
+
+def _output(
+    block: nn.Module,
+    x: Tensor,
+    state: LayerState | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    return block(x, state, cu_seqlens)[0]

@@ -1,0 +1,147 @@
+"""Continuing prompts, all of them together, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastweights.models.model import LanguageModel
+
+Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " T"]]
+
+
+@torch.no_grad()
+def stream(
+    model: LanguageModel,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    stop: int | Iterable[int] | None = None,
+) -> Iterator[Int[Tensor, " N"]]:
+    """Yield the next token of every prompt; see LanguageModel.generate.
+
+    It ends when every row has come to a token of ``stop``. What a row gets
+    after its own has no meaning.
+    """
+    rows = as_rows(prompts)
+    check(max_new_tokens, temperature, top_p)
+    device = model.embedding.weight.device
+    lengths = torch.tensor([0, *(len(row) for row in rows)])
+    cu_seqlens = lengths.cumsum(0).to(device)
+    packed = torch.cat([row.to(device) for row in rows])[None]
+    capacity = int(lengths.max()) + max_new_tokens
+    states = model.new_states(len(rows), capacity)
+    x, states = model.hidden(packed, states, cu_seqlens)
+    logits = model.logits(x[0, cu_seqlens[1:] - 1])
+    ends = None
+    if stop is not None:
+        stop = [stop] if isinstance(stop, int) else list(stop)
+        ends = torch.tensor(stop, device=device)
+    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for step in range(max_new_tokens):
+        token = chosen(logits, temperature, top_p, generator)
+        yield token
+        if ends is not None:
+            done |= torch.isin(token, ends)
+            if done.all():
+                return
+        if step < max_new_tokens - 1:
+            after, states = model(token[:, None], states)
+            logits = after[:, 0]
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    stop: int | Iterable[int] | None = None,
+) -> list[Int[Tensor, " new"]]:
+    """The new tokens of each prompt, up to its first one of ``stop``."""
+    ends = [stop] if isinstance(stop, int) else list(stop or ())
+    tokens = stream(
+        model,
+        prompts,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        generator=generator,
+        stop=ends or None,
+    )
+    found = list(tokens)
+    if not found:
+        return [row.new_empty(0) for row in as_rows(prompts)]
+    rows = torch.stack(found, 1)
+    if not ends:
+        return list(rows)
+    is_end = torch.isin(rows, torch.tensor(ends, device=rows.device))
+    before = (is_end.cumsum(1) == 0).sum(1).tolist()
+    return [row[:n] for row, n in zip(rows, before, strict=True)]
+
+
+def chosen(
+    logits: Float[Tensor, "N V"],
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+) -> Int[Tensor, " N"]:
+    """One token per row: the likeliest, or a draw.
+
+    With ``top_p`` below 1 the draw is from the fewest tokens that together
+    have at least that probability (Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = (logits.float() / temperature).softmax(-1)
+    if top_p < 1:
+        p, order = p.sort(-1, descending=True)
+        p = p.where(p.cumsum(-1) - p < top_p, 0)
+        pick = torch.multinomial(p, 1, generator=generator)
+        return order.gather(-1, pick)[:, 0]
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def as_rows(prompts: Prompts) -> list[Int[Tensor, " T"]]:
+    """One tensor per prompt."""
+    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+        prompts = [prompts]
+    rows: list[Tensor] = list(prompts)
+    if not rows:
+        raise ValueError("prompts: got none, need one or more")
+    for row in rows:
+        if not isinstance(row, Tensor) or row.dim() != 1 or not len(row):
+            what = (
+                f"shape {list(row.shape)}"
+                if isinstance(row, Tensor)
+                else f"{type(row).__name__}"
+            )
+            raise ValueError(
+                f"prompts: got {what}, need tensors of one token or more, "
+                "[T] each"
+            )
+        if row.is_floating_point() or row.dtype == torch.bool:
+            raise ValueError(f"prompts: got {row.dtype}, need integers")
+    return [row.to(torch.int64) for row in rows]
+
+
+def check(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raise for what cannot be meant."""
+    if max_new_tokens < 0:
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens}, need 0 or more"
+        )
+    if not temperature >= 0:
+        raise ValueError(f"temperature: got {temperature}, need 0 or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: got {top_p}, need 0 < top_p <= 1")

@@ -1,0 +1,342 @@
+"""Train a small language model: ``python -m fastweights.train``.
+
+With no options a model of 0.4 million parameters reads the sources of
+Python's standard library, byte by byte, for 300 steps: minutes on a CPU.
+``--corpus`` names files and folders of yours, ``--pattern`` the layers:
+
+    python -m fastweights.train --corpus notes/ --pattern '3*kda,softmax'
+
+Under torchrun every process takes its part of every step:
+
+    torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
+
+The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
+for bit, a log of JSON lines whose first one says what ran, and the model as
+:func:`fastweights.models.load` reads it. Notebooks call
+:mod:`fastweights.training`, which this program calls too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastweights.training import Settings, Training, read_checkpoint
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+CHANGEABLE = {
+    "accumulate",
+    "checkpoint",
+    "compile",
+    "device",
+    "eval_every",
+    "log_every",
+    "out",
+    "prompt",
+    "sample",
+    "save_every",
+}
+"""What a run may change when it goes on."""
+
+
+class Progress:
+    """One line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self.steps, self.quiet = steps, quiet
+        self.live = sys.stderr.isatty()
+
+    def show(self, step: int, text: str) -> None:
+        """What a step has to say."""
+        if self.quiet:
+            return
+        line = f"step {step}/{self.steps}  {text}"
+        if self.live:
+            cells = round(20 * step / self.steps)
+            bar = "#" * cells + "." * (20 - cells)
+            print(f"\r[{bar}] {line}\033[K", end="", file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            end = "\r\033[K" if self.live else ""
+            print(end + text, file=sys.stderr, flush=True)
+
+
+def run(
+    training: Training, stopped: Callable[[], bool] = lambda: False
+) -> bool:
+    """All steps that are left, with log, evaluations and checkpoints.
+
+    Returns:
+        Whether it came to its end; False if ``stopped`` said to stop.
+    """
+    settings, lead = training.settings, training.rank == 0
+    out = Path(settings.out)
+    progress = Progress(settings.steps, quiet=not lead)
+    progress.say(
+        f"{training.model.num_parameters:,} parameters on "
+        f"{training.device.type}; {training.text.size:,} bytes of text"
+    )
+
+    def log(**row: Any) -> None:
+        """JSON has no NaN, which evaluate() gives for a mean of nothing."""
+        row = {k: None if v != v else v for k, v in row.items()}
+        if lead:
+            out.mkdir(parents=True, exist_ok=True)
+            with (out / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def evaluate() -> None:
+        if lead:
+            found = training.evaluate()
+            log(step=training.done, **found)
+            progress.say(
+                f"step {training.done}: {found['bits per byte']:.3f} bits "
+                f"per byte ({found['repeated']:.3f} where a 5-gram is "
+                f"repeated, {found['new']:.3f} elsewhere)"
+            )
+
+    log(begins_at=training.done, **training.record())
+    start, since = time.perf_counter(), training.done
+    while training.done < settings.steps:
+        loss = training.step()
+        step = training.done
+        if step % settings.log_every == 0 or step == settings.steps:
+            value = mean(loss, training.processes)
+            seconds = time.perf_counter() - start
+            rate = (step - since) * settings.tokens / seconds
+            log(
+                step=step,
+                loss=value,
+                norm=float(training.norm),
+                lr=settings.learning_rate(step - 1),
+                tokens=step * settings.tokens,
+                tokens_per_second=rate,
+            )
+            text = f"loss {value:.3f}  {rate:,.0f} tokens/s"
+            progress.show(step, text)
+        stop = anywhere(stopped(), training)
+        if step % settings.eval_every == 0 or step == settings.steps:
+            evaluate()
+        if step % settings.save_every == 0 or step == settings.steps or stop:
+            if lead:
+                training.save(out / CHECKPOINT)
+            if dist.is_initialized():
+                dist.barrier()
+        if stop and step < settings.steps:
+            progress.say(
+                f"stopped after step {step}; it goes on with: python -m "
+                f"fastweights.train --resume {settings.out}"
+            )
+            return False
+    return True
+
+
+def mean(loss: Tensor, processes: int) -> float:
+    """Over all processes."""
+    if processes > 1:
+        dist.all_reduce(loss)
+    return loss.item() / processes
+
+
+def anywhere(flag: bool, training: Training) -> bool:
+    """Whether it is set in any process."""
+    if training.processes == 1:
+        return flag
+    both = torch.tensor(float(flag), device=training.device)
+    dist.all_reduce(both)
+    return bool(both)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the program's options: every field of Settings, and --resume."""
+    what = argparse.ArgumentParser(
+        prog="python -m fastweights.train",
+        description=(__doc__ or "").split("The folder")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    groups: dict[str, Any] = {}
+    for f in fields(Settings):
+        group = f.metadata["group"]
+        if group not in groups:
+            groups[group] = what.add_argument_group(group)
+        shown: Any = f.default
+        more: dict[str, Any] = {"default": argparse.SUPPRESS}
+        if f.type == "bool":
+            more["action"] = argparse.BooleanOptionalAction
+            shown = "yes" if shown else "no"
+        elif f.type == "tuple[str, ...]":
+            shown = " ".join(shown)
+            more |= {"nargs": "+", "metavar": "NAME"}
+            if f.name == "pattern":
+                more = {"type": as_pattern, "metavar": "KINDS"}
+                more["default"] = argparse.SUPPRESS
+        else:
+            kind = {"int": int, "float": float}.get(f.type.split(" ")[0], str)
+            more |= {"type": kind, "metavar": kind.__name__.upper()}
+        if "choices" in f.metadata:
+            more |= {"choices": f.metadata["choices"], "metavar": None}
+        text = f.metadata["help"]
+        if shown is not None:
+            text += f" (default: {shown})".replace("%", "%%")
+        name = "--" + f.name.replace("_", "-")
+        groups[group].add_argument(name, dest=f.name, help=text, **more)
+    groups["run"].add_argument(
+        "--resume", metavar="FOLDER", help="go on with the run of a folder"
+    )
+    return what
+
+
+def as_pattern(text: str) -> tuple[str, ...]:
+    """ "3*kda,softmax" as three times kda, then softmax."""
+    found: list[str] = []
+    for part in text.split(","):
+        times, star, kind = part.strip().rpartition("*")
+        if star and not times.strip().isdigit():
+            raise argparse.ArgumentTypeError(
+                f"got {part!r}, need a kind, or NUMBER*KIND"
+            )
+        found += [kind.strip()] * (int(times) if star else 1)
+    return tuple(found)
+
+
+def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
+    """Settings of a command line, and the checkpoint that it goes on from."""
+    given = vars(parser().parse_args(words))
+    folder = given.pop("resume")
+    if folder is None:
+        settings = Settings(**given)
+        path = Path(settings.out) / CHECKPOINT
+        if path.exists():
+            raise ValueError(
+                f"out: got {settings.out}, which holds a run: go on with "
+                f"--resume {settings.out}, or name another folder"
+            )
+        check_writable(path.parent)
+        return settings, None
+    path = Path(folder) / CHECKPOINT
+    try:
+        saved = Settings(**read_checkpoint(path)["settings"])
+    except TypeError as error:
+        raise ValueError(
+            f"resume: got {path}, of another version: {error}"
+        ) from None
+    given.setdefault("out", str(folder))
+    settings = replace(saved, **given)
+    for name, value in given.items():
+        if name not in CHANGEABLE and getattr(saved, name) != getattr(
+            settings, name
+        ):
+            raise ValueError(
+                f"{name}: got {value}, need {getattr(saved, name)} as "
+                f"before, to go on with {folder}"
+            )
+    check_writable(Path(settings.out))
+    return settings, path
+
+
+def check_writable(folder: Path) -> None:
+    """Raise if the folder, or what it will be made in, takes no files."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"out: got {folder}, need a folder to write to")
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """torchrun's, if it started this process."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield
+        return
+    named = device == "auto" or device.startswith("cuda")
+    on_cuda = named and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; pressed again it stops at once."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, press) for number in numbers]
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The program: 0, 2 for settings that do not fit, 130 for Ctrl-C."""
+    try:
+        settings, path = from_words(sys.argv[1:] if words is None else words)
+    except (TypeError, ValueError) as error:
+        return refuse(error)
+    with process_group(settings.device), ctrl_c() as stopped:
+        try:
+            training = Training(settings, path)
+        except (TypeError, ValueError) as error:
+            return refuse(error)
+        try:
+            if not run(training, stopped):
+                return 130
+        except KeyboardInterrupt:
+            print("stopped at once, without a checkpoint", file=sys.stderr)
+            return 130
+        if training.rank == 0:
+            finish(training)
+    return 0
+
+
+def refuse(error: Exception) -> int:
+    """Say in one line, once, what does not fit."""
+    if os.environ.get("RANK", "0") == "0":
+        line = " ".join(str(error).split())
+        print(f"python -m fastweights.train: {line}", file=sys.stderr)
+    return 2
+
+
+def finish(training: Training) -> None:
+    """Write the model for load(), and a sample if one was asked for."""
+    settings = training.settings
+    try:
+        training.model.save(settings.out)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+    if settings.sample:
+        print(training.sample(settings.prompt, settings.sample))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

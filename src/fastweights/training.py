@@ -1,0 +1,452 @@
+"""One training run: its settings, its steps, its checkpoints.
+
+    run = Training(Settings(steps=100, device="cpu"))
+    for _ in range(100):
+        loss = run.step()
+    run.evaluate()["bits per byte"]
+    run.save("checkpoint.pt")
+    run = Training(run.settings, "checkpoint.pt")   # goes on bit for bit
+
+:mod:`fastweights.train` is the program around it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastweights as fw
+from fastweights import corpus
+from fastweights.layers import parameter_groups
+from fastweights.models import LanguageModel, ModelConfig
+from fastweights.models.files import written
+
+
+def option(default: Any, text: str, group: str, **more: Any) -> Any:
+    """A setting: its default, and what --help says of it."""
+    return field(
+        default=default, metadata={"help": text, "group": group, **more}
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is; each field is an option of the program."""
+
+    corpus: tuple[str, ...] = option(
+        ("stdlib",), "files, folders, or stdlib: Python's own", "text"
+    )
+    suffixes: tuple[str, ...] = option(
+        (".py", ".txt", ".md"), "of the files taken from folders", "text"
+    )
+    tokenizer: str | None = option(
+        None, "a tokenizer.json; bytes without one", "text"
+    )
+    packed: bool = option(
+        False, "whole documents, packed, in place of windows", "text"
+    )
+    length: int = option(256, "tokens of a window", "text")
+    tokens: int = option(
+        2048, "tokens per step, of all processes together", "text"
+    )
+    pattern: tuple[str, ...] = option(
+        ("gated_deltanet",),
+        "kinds of layer, repeated to depth, such as 3*kda,softmax",
+        "model",
+    )
+    num_layers: int = option(2, "depth", "model")
+    dim: int = option(128, "width", "model")
+    num_heads: int = option(4, "heads of a layer", "model")
+    head_dim: int | None = option(
+        None, "size of a head; dim / heads without it", "model"
+    )
+    mlp_ratio: float = option(2.0, "width of the MLPs over dim", "model")
+    tie_embeddings: bool = option(
+        True, "whether embeddings are the head", "model"
+    )
+    options: str = option(
+        "{}", 'more per kind, as JSON: \'{"kda": {"expand_v": 2}}\'', "model"
+    )
+    vocabulary: int | None = option(
+        None, "tokens that there is room for; the tokenizer's", "model"
+    )
+    steps: int = option(300, "steps of the optimiser", "training")
+    lr: float = option(3e-3, "highest learning rate", "training")
+    warmup: int = option(20, "steps up to it", "training")
+    final_lr: float = option(0.1, "the last one over the highest", "training")
+    weight_decay: float = option(0.1, "of matrices", "training")
+    clip: float = option(1.0, "largest norm of the gradient", "training")
+    accumulate: int = option(1, "passes per step", "training")
+    seed: int = option(0, "of the model and of the batches", "training")
+    device: str = option(
+        "auto", "cpu, cuda, ..; cuda if it is there", "machine"
+    )
+    precision: str = option(
+        "auto",
+        "autocast to bf16 or not; on cuda yes",
+        "machine",
+        choices=("auto", "fp32", "bf16"),
+    )
+    compile: bool = option(False, "by torch.compile", "machine")
+    checkpoint: bool = option(
+        False, "compute blocks again in the backward: less memory", "machine"
+    )
+    out: str = option("run", "folder of the checkpoint and the log", "run")
+    log_every: int = option(10, "steps between two lines", "run")
+    eval_every: int = option(100, "steps between two evaluations", "run")
+    eval_windows: int = option(32, "windows of held-out text", "run")
+    save_every: int = option(100, "steps between two checkpoints", "run")
+    sample: int = option(0, "tokens to write at the end", "run")
+    prompt: str = option("def ", "what they begin with", "run")
+
+    def __post_init__(self) -> None:
+        for name in ("corpus", "suffixes", "pattern"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, least in (
+            ("length", 2),
+            ("tokens", 2),
+            ("steps", 1),
+            ("warmup", 0),
+            ("accumulate", 1),
+            ("log_every", 1),
+            ("eval_every", 1),
+            ("eval_windows", 1),
+            ("save_every", 1),
+            ("sample", 0),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name}: got {value!r}, need an integer >= {least}"
+                )
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, need > 0"
+                )
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"final_lr: got {self.final_lr}, need 0 to 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(
+                f"weight_decay: got {self.weight_decay}, need >= 0"
+            )
+
+    def model_config(self, vocabulary: int) -> ModelConfig:
+        """The model's, for a tokenizer with so many tokens."""
+        room = vocabulary if self.vocabulary is None else self.vocabulary
+        if room < vocabulary:
+            raise ValueError(
+                f"vocabulary: got {room}, need the tokenizer's {vocabulary} "
+                "or more"
+            )
+        try:
+            options = json.loads(self.options)
+        except ValueError as error:
+            raise ValueError(
+                f"options: got {self.options!r}, need JSON: {error}"
+            ) from None
+        return ModelConfig(
+            vocabulary=room,
+            dim=self.dim,
+            num_layers=self.num_layers,
+            pattern=self.pattern,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            options=options,
+            mlp_ratio=self.mlp_ratio,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+    def part(self, processes: int) -> int:
+        """Tokens of one pass of one process.
+
+        Raises:
+            ValueError: they are no whole number of windows.
+        """
+        parts = processes * self.accumulate
+        unit = parts if self.packed else parts * self.length
+        if self.tokens % unit or self.tokens < 2 * parts:
+            by = "" if self.packed else " x length"
+            raise ValueError(
+                f"tokens: got {self.tokens} per step, need a multiple of "
+                f"{unit} (processes x accumulate{by})"
+            )
+        return self.tokens // parts
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, the first being 0: up in a line, down in a cosine."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        low = self.lr * self.final_lr
+        return low + (self.lr - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Training:
+    """A model, its optimiser, its text, and how far it has come.
+
+    Everything that can be wrong with the settings is found before the model
+    is made. In a process group (torchrun) every process makes one.
+
+    Args:
+        settings: what to run.
+        path: a checkpoint to go on from.
+
+    Raises:
+        ValueError: a setting does not fit; the message names it.
+    """
+
+    def __init__(
+        self, settings: Settings, path: str | Path | None = None
+    ) -> None:
+        self.settings, self.done = settings, 0
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if grouped else 0
+        self.processes = dist.get_world_size() if grouped else 1
+        part = settings.part(self.processes)
+        self.device = chosen_device(settings.device)
+        self.tokenizer: corpus.Tokenizer = (
+            corpus.ByteTokenizer()
+            if settings.tokenizer is None
+            else corpus.FileTokenizer(settings.tokenizer)
+        )
+        config = settings.model_config(self.tokenizer.vocabulary)
+        LanguageModel(config, device=torch.device("meta"))  # its layers
+        self.text = corpus.read(settings.corpus, settings.suffixes)
+        before = None if path is None else read_checkpoint(path, self.text)
+        stream = corpus.Stream.of(self.text.train, self.tokenizer)
+        self.held_out = corpus.Stream.of(self.text.held_out, self.tokenizer)
+        self.batches: corpus.Packed | corpus.Windows
+        if settings.packed:
+            self.batches = corpus.Packed(
+                stream, settings.tokens, settings.seed
+            )
+        else:
+            rows = part * self.processes * settings.accumulate
+            self.batches = corpus.Windows(
+                stream,
+                settings.length,
+                rows // settings.length,
+                settings.seed,
+            )
+        if len(self.held_out.tokens) < 3:
+            raise ValueError(
+                f"corpus: got {self.text.size} bytes, need more: nothing is "
+                "left to test on"
+            )
+
+        torch.manual_seed(settings.seed)
+        self.model = LanguageModel(
+            config, checkpoint=settings.checkpoint, device=self.device
+        )
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, settings.weight_decay),
+            lr=settings.lr,
+            betas=(0.9, 0.95),
+            fused=self.device.type == "cuda",
+        )
+        if before is not None:
+            self._restore(before)
+        if settings.compile:
+            self.model.compile(fullgraph=True)
+        self.run: nn.Module = self.model
+        if grouped:
+            if settings.compile:
+                # Else it cuts the graph, which checkpoints do not survive.
+                torch._dynamo.config.optimize_ddp = False
+            self.run = DistributedDataParallel(self.model)
+
+    def autocast(self) -> AbstractContextManager:
+        """Where products are bf16, if they shall be."""
+        wanted = self.settings.precision
+        if wanted == "auto":
+            wanted = "bf16" if self.device.type == "cuda" else "fp32"
+        if wanted == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def step(self) -> Tensor:
+        """One step of the optimiser: the mean loss, in nats per token.
+
+        Of this process' part. The norm of the gradient is left in
+        ``self.norm``.
+        """
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate(self.done)
+        parts = self.processes * settings.accumulate
+        total = torch.zeros((), device=self.device)
+        for i in range(settings.accumulate):
+            batch = self.batches.batch(
+                self.done, self.rank * settings.accumulate + i, parts
+            ).to(self.device)
+            last = i == settings.accumulate - 1
+            with self._no_sync(not last):
+                with self.autocast():
+                    loss = self.run(
+                        batch.tokens,
+                        cu_seqlens=batch.cu_seqlens,
+                        targets=batch.targets,
+                    )
+                (loss / settings.accumulate).backward()
+            total += loss.detach() / settings.accumulate
+        self.norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), settings.clip
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return total
+
+    def _no_sync(self, on: bool) -> AbstractContextManager:
+        if on and isinstance(self.run, DistributedDataParallel):
+            return self.run.no_sync()
+        return nullcontext()
+
+    def evaluate(self, n: int = 5) -> dict[str, float]:
+        """Bits per byte on windows spread over the held-out text.
+
+        ``repeated`` is what the tokens cost that complete an n-gram which
+        stood in their window before, ``new`` what the others cost, and
+        ``share`` the former's part of all; see
+        :func:`fastweights.corpus.repeated`. Separators count as tokens and
+        not as bytes.
+        """
+        stream, T = self.held_out, self.settings.length
+        T = min(T, len(stream.tokens) - 1)
+        last = len(stream.tokens) - 1 - T
+        number = min(self.settings.eval_windows, last + 1)
+        starts = torch.linspace(0, last, number).long()
+        losses, again = [], []
+        for rows in starts.split(8):
+            batch = corpus.windows(stream, T, rows)
+            again.append(corpus.repeated(batch, n))
+            on = batch.to(self.device)
+            with self.autocast():
+                losses.append(self.model.token_losses(on.tokens, on.targets))
+        bits = torch.cat(losses).cpu().double() / math.log(2)
+        bits, hit = bits * stream.tokens_per_byte, torch.cat(again)
+        return {
+            "bits per byte": bits.mean().item(),
+            "repeated": bits[hit].mean().item() if hit.any() else math.nan,
+            "new": bits[~hit].mean().item(),
+            "share": hit.double().mean().item(),
+        }
+
+    def sample(
+        self, prompt: str, tokens: int, *, temperature: float = 0.8
+    ) -> str:
+        """What the model makes of a beginning."""
+        start = torch.tensor([self.tokenizer.separator])
+        encoded = self.tokenizer.encode(prompt.encode())
+        seed = torch.Generator(self.device).manual_seed(self.settings.seed)
+        with self.autocast():
+            (new,) = self.model.generate(
+                torch.cat([start, encoded]),
+                tokens,
+                temperature=temperature,
+                top_p=0.95,
+                generator=seed,
+                stop=self.tokenizer.separator,
+            )
+        return prompt + self.tokenizer.decode(new)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, in one step: the old one or the new is there."""
+        path = Path(path)
+        state = {
+            "settings": asdict(self.settings),
+            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            "step": self.done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["random on cuda"] = torch.cuda.get_rng_state()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written(path, lambda beside: torch.save(state, beside))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.done = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        if self.device.type == "cuda" and "random on cuda" in state:
+            torch.cuda.set_rng_state(state["random on cuda"])
+
+    def record(self) -> dict[str, Any]:
+        """What ran: settings, corpus, model, versions, device."""
+        name = platform.processor() or platform.machine()
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        return {
+            "settings": asdict(self.settings),
+            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            "parameters": self.model.num_parameters,
+            "processes": self.processes,
+            "device": f"{self.device.type}: {name}",
+            "versions": {
+                "fastweights": fw.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        }
+
+
+def read_checkpoint(
+    path: str | Path, text: corpus.Corpus | None = None
+) -> dict[str, Any]:
+    """What :meth:`Training.save` wrote.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it is of a run on
+            another text.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"resume: got {path}, which is not there")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        found = state["corpus"]["sha256"]
+    except Exception as error:  # a broken zip, a pickle, another program's
+        raise ValueError(
+            f"resume: got {path}, which is no checkpoint of this program: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    if text is not None and text.sha256 != found:
+        raise ValueError(
+            f"corpus: got text with sha256 {text.sha256[:12]}.., need what "
+            f"the checkpoint has read, {found[:12]}.."
+        )
+    return state
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of this name; "auto" is CUDA if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device: got {name!r}, which does not work here: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,131 @@
+"""Faults of the language models and of their training."""
+
+MODELS = "fastweights/models"
+LOSS, MODEL = f"{MODELS}/loss.py", f"{MODELS}/model.py"
+SAMPLING, FILES = f"{MODELS}/sampling.py", f"{MODELS}/files.py"
+CONFIG = f"{MODELS}/config.py"
+CORPUS, TRAINING = "fastweights/corpus.py", "fastweights/training.py"
+TRAIN = "fastweights/train.py"
+TESTS = {
+    LOSS: "test_models.py",
+    MODEL: "test_models.py",
+    SAMPLING: "test_models.py",
+    FILES: "test_models.py",
+    CONFIG: "test_models.py",
+    CORPUS: "test_train.py",
+    TRAINING: "test_train.py",
+    TRAIN: "test_train.py",
+}
+MUTANTS = {
+    "model-loss-learns-from-what-is-ignored": (
+        LOSS,
+        "error = (error * there).to(x.dtype)",
+        "error = error.to(x.dtype)",
+    ),
+    "model-loss-of-rounded-logits": (
+        LOSS,
+        "logits = (rows @ weight.T).to(full)\n    lse = logits",
+        "logits = (rows @ weight.T)\n    lse = logits",
+    ),
+    "model-loss-in-one-piece": (
+        LOSS,
+        "number = math.ceil(V / D)",
+        "number = 1",
+    ),
+    "model-document-predicts-the-next": (
+        LOSS,
+        "return targets.index_fill(1, last, ignore_index)",
+        "return targets",
+    ),
+    "model-residuals-of-one-size": (
+        MODEL,
+        "0.02 / math.sqrt(self.config.num_branches)",
+        "0.02",
+    ),
+    "model-gates-drawn-like-matrices": (
+        MODEL,
+        "own is not None and not isinstance(module, nn.Linear)",
+        "False",
+    ),
+    "model-checkpoint-that-keeps-all": (
+        MODEL,
+        "again = self.checkpoint and torch.is_grad_enabled()",
+        "again = False",
+    ),
+    "model-states-without-room": (
+        SAMPLING,
+        "capacity = int(lengths.max()) + max_new_tokens",
+        "capacity = 1",
+    ),
+    "model-prompts-end-early": (
+        SAMPLING,
+        "x[0, cu_seqlens[1:] - 1]",
+        "x[0, cu_seqlens[1:] - 2]",
+    ),
+    "model-stop-token-is-written": (
+        SAMPLING,
+        "(is_end.cumsum(1) == 0)",
+        "(is_end.cumsum(1) <= 1)",
+    ),
+    "model-top-p-takes-one-more": (
+        SAMPLING,
+        "p.where(p.cumsum(-1) - p < top_p, 0)",
+        "p.where(p.cumsum(-1) - p <= top_p, 0)",
+    ),
+    "model-tied-head-is-forgotten": (
+        CONFIG,
+        "known = {f.name for f in fields(cls)}",
+        'found.pop("tie_embeddings")\n'
+        "        known = {f.name for f in fields(cls)}",
+    ),
+    "model-shapes-unchecked": (
+        FILES,
+        "there[name].shape != x.shape",
+        "False",
+    ),
+    "train-held-out-text-is-read": (
+        CORPUS,
+        "train, held_out = documents[:cut], documents[cut:]",
+        "train, held_out = documents, documents[cut:]",
+    ),
+    "train-windows-of-every-step-alike": (
+        CORPUS,
+        "manual_seed(seed * 1_000_003 + step)",
+        "manual_seed(seed)",
+    ),
+    "train-packed-parts-overlap": (
+        CORPUS,
+        "first = step * self.length + part * T",
+        "first = step * self.length",
+    ),
+    "train-first-of-a-pair-is-repeated": (
+        CORPUS,
+        "again[:, 1:] = kind",
+        "again[:, :-1] = kind",
+    ),
+    "train-optimizer-starts-anew": (
+        TRAINING,
+        'self.optimizer.load_state_dict(state["optimizer"])',
+        "pass",
+    ),
+    "train-accumulates-a-sum": (
+        TRAINING,
+        "(loss / settings.accumulate).backward()",
+        "loss.backward()",
+    ),
+    "train-rate-without-warm-up": (
+        TRAINING,
+        "return self.lr * (step + 1) / self.warmup",
+        "return self.lr",
+    ),
+    "train-goes-on-with-another-text": (
+        TRAINING,
+        "if text is not None and text.sha256 != found:",
+        "if False:",
+    ),
+    "train-stops-without-a-checkpoint": (
+        TRAIN,
+        "step == settings.steps or stop:",
+        "step == settings.steps:",
+    ),
+}

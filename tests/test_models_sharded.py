@@ -1,0 +1,77 @@
+"""Two processes with half of a batch each, against one with all of it."""
+
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fastweights.models import LanguageModel, ModelConfig, next_tokens
+
+CONFIG = ModelConfig(
+    vocabulary=70,
+    dim=32,
+    num_layers=3,
+    pattern=("gated_deltanet", "mamba", "softmax"),
+    num_heads=2,
+    mlp_multiple=32,
+    tie_embeddings=True,
+)
+
+
+def replicated(model):
+    return DistributedDataParallel(model)
+
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def one_process(rank, file):
+    """What each of the two does; an assertion that fails ends both."""
+    torch.set_num_threads(1)
+    os.environ["USE_LIBUV"] = "0"
+    store = dist.FileStore(file, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    whole = LanguageModel(CONFIG)
+    tokens = torch.randint(70, (2, 24))
+    whole.loss(tokens).backward()
+    expected = dict(whole.named_parameters())
+    mine = tokens[rank : rank + 1]
+    for wrap in (replicated, sharded):
+        for checkpoint in (False, True):
+            model = copy.deepcopy(whole)
+            model.zero_grad()
+            model.checkpoint = checkpoint
+            run = wrap(model)
+            if wrap is sharded:
+                loss = model.loss(mine)
+            else:
+                loss = run(mine, targets=next_tokens(mine))
+            loss.backward()
+            for name, p in model.named_parameters():
+                g = p.grad
+                g = g.full_tensor() if wrap is sharded else g
+                torch.testing.assert_close(
+                    g, expected[name].grad, rtol=1e-4, atol=1e-6
+                )
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="no gloo"
+)
+def test_two_processes_have_the_gradients_of_one():
+    """Replicated (DDP) and sharded (FSDP2), blocks kept or computed again."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_process, (os.path.join(folder, "store"),), nprocs=2)

@@ -1,0 +1,426 @@
+"""Text, batches and steps of a training run, and the program around them."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fastweights import corpus, models, train
+from fastweights.training import Settings, Training, read_checkpoint
+
+SMALL = {
+    "pattern": ("gated_deltanet", "softmax"),
+    "dim": 16,
+    "num_heads": 2,
+    "length": 16,
+    "tokens": 64,
+    "steps": 20,
+    "warmup": 4,
+    "eval_windows": 4,
+    "device": "cpu",
+}
+WORDS = [
+    *("--dim", "16", "--num-heads", "2", "--length", "16", "--tokens", "64"),
+    *("--warmup", "4", "--eval-windows", "4", "--log-every", "1"),
+    *("--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twenty little files of numbers, which are soon learned."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(20):
+        lines = [f"{i} and {j} are {i + j}\n" for j in range(3 + i)]
+        (folder / f"{i:02}.txt").write_text("".join(lines))
+    (folder / "empty.txt").touch()
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+@pytest.fixture
+def settings(folder):
+    return Settings(corpus=(str(folder),), **SMALL)
+
+
+# Text.
+
+
+def test_a_folder_is_read_in_order_and_its_end_held_out(folder):
+    text = corpus.read([folder], [".txt"])
+    assert len(text.train) == 19 and len(text.held_out) == 1
+    assert text.train[0].startswith(b"0 and 0 are 0\n")
+    assert text.held_out[0].startswith(b"19 and 0 are 19\n")
+    whole = b"".join(p.read_bytes() for p in sorted(folder.glob("*.txt")))
+    assert text.size == len(whole)
+    assert text.sha256 == hashlib.sha256(whole).hexdigest()
+
+
+def test_of_one_file_the_last_bytes_are_held_out(folder):
+    file = folder / "19.txt"
+    text = corpus.read([file])
+    whole = file.read_bytes()
+    assert text.train[0] + text.held_out[0] == whole
+    assert len(text.held_out[0]) == round(0.05 * len(whole))
+
+
+def test_the_standard_library_comes_without_its_tests():
+    found = [str(path) for path in corpus.files("stdlib", ())]
+    assert any(path.endswith("/argparse.py") for path in found)
+    assert found == sorted(found) and len(found) > 300
+    assert not [
+        x for x in found if re.search("/(tests?|idlelib|site-pac)/", x)
+    ]
+    assert 5e6 < corpus.read().size < 2e7
+
+
+def test_bytes_are_tokens(folder):
+    tokenizer = corpus.ByteTokenizer()
+    tokens = tokenizer.encode("aé".encode())
+    assert tokens.tolist() == [97, 195, 169]
+    assert (
+        tokenizer.decode(torch.tensor([256, 97, 195, 169, 195])) == "aé\ufffd"
+    )
+    assert not len(tokenizer.encode(b""))
+    stream = corpus.Stream.of([b"ab", b"c"], tokenizer)
+    assert stream.tokens.tolist() == [256, 97, 98, 256, 99]
+    assert stream.starts.tolist() == [0, 3, 5]
+    assert stream.tokens.dtype == torch.int16
+    assert stream.tokens_per_byte == 5 / 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(folder, tmp_path_factory):
+    from tokenizers import Tokenizer, models, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    trainer = trainers.BpeTrainer(
+        vocab_size=40, special_tokens=["?"], show_progress=False
+    )
+    tokenizer.train([str(p) for p in folder.glob("*.txt")], trainer)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(file))
+    return file
+
+
+def test_a_tokenizer_of_ones_own(tokenizer_file, settings):
+    tokenizer = corpus.FileTokenizer(tokenizer_file)
+    assert tokenizer.separator == 40 and tokenizer.vocabulary == 41
+    tokens = tokenizer.encode(b"1 and 2 are 3\n")
+    assert len(tokens) < 10 and tokens.max() < 40
+    run = Training(replace(settings, tokenizer=str(tokenizer_file)))
+    assert run.model.config.vocabulary == 41
+    assert run.step() == pytest.approx(math.log(41), abs=0.3)
+    per_byte = math.log2(41) * run.held_out.tokens_per_byte
+    assert run.evaluate()["bits per byte"] == pytest.approx(per_byte, 0.1)
+    assert run.sample("1 and", 3).startswith("1 and")
+
+
+# Batches.
+
+
+def stream(count=30):
+    documents = [bytes([65 + i]) * (1 + i % 7) for i in range(count)]
+    return corpus.Stream.of(documents, corpus.ByteTokenizer())
+
+
+def test_windows_are_of_their_step_and_split_among_processes():
+    windows = corpus.Windows(stream(), length=10, rows=6, seed=3)
+    batch = windows.batch(5)
+    assert batch.tokens.shape == (6, 10) and batch.cu_seqlens is None
+    assert batch.tokens[:, 1:].equal(batch.targets[:, :-1])
+    assert batch.tokens.equal(windows.batch(5).tokens)
+    assert not batch.tokens.equal(windows.batch(6).tokens)
+    parts = [windows.batch(5, i, 3).tokens for i in range(3)]
+    assert torch.cat(parts).equal(batch.tokens)
+    assert {len(x) for x in parts} == {2}
+
+
+def test_packed_documents_are_whole_and_come_once_per_pass():
+    text = stream()
+    L = len(text.tokens)
+    packed = corpus.Packed(text, length=20, seed=1)
+    steps = L // 20
+    batches = [packed.batch(i) for i in range(steps)]
+    for batch in batches:
+        cu = batch.cu_seqlens
+        assert cu[0] == 0 and cu[-1] == 20 and (cu.diff() > 0).all()
+        begins = (batch.tokens[0] == 256).nonzero()[:, 0]
+        assert set(begins.tolist()) <= set(cu.tolist())
+        assert set(cu[1:-1].tolist()) <= set(begins.tolist())
+        assert batch.tokens[0, 1:].equal(batch.targets[0, :-1])
+    for a, b in pairwise(batches):
+        assert a.targets[0, -1] == b.tokens[0, 0]
+    seen = torch.cat([batch.tokens[0] for batch in batches])
+    counts, all_of = seen.bincount(), text.tokens.long().bincount()
+    assert (counts <= all_of).all() and counts.sum() == 20 * steps
+    again = packed.batch(steps)
+    assert not again.tokens.equal(batches[0].tokens)
+    parts = [packed.batch(0, i, 2) for i in range(2)]
+    for name in ("tokens", "targets"):
+        halves = [getattr(part, name) for part in parts]
+        assert torch.cat(halves, 1).equal(getattr(batches[0], name))
+    # the last token of a pass is followed by a document's beginning
+    whole = corpus.Packed(text, length=L).batch(0)
+    assert whole.targets[0, -1] == 256 and len(whole.cu_seqlens) == 31
+
+
+def test_which_targets_complete_a_repeated_ngram():
+    rows = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 1, 2, 3], [9] * 5 + [8] * 5])
+    batch = corpus.Batch(rows[:, :-1], rows[:, 1:])
+    found = corpus.repeated(batch, 3).int().tolist()
+    assert found[0] == [0, 0, 0, 0, 0, 1, 0, 0, 1]
+    assert found[1] == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert not corpus.repeated(batch, 11).any()
+
+
+# Steps.
+
+
+def test_the_learning_rate_rises_and_falls():
+    s = Settings(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    rates = [s.learning_rate(i) for i in range(101)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["windows", "packed"])
+def test_a_run_learns_and_goes_on_bit_for_bit(packed, settings, tmp_path):
+    settings = replace(settings, packed=packed, length=32)
+    once = Training(settings)
+    before = once.evaluate()["bits per byte"]
+    losses = [once.step() for _ in range(20)]
+    after = once.evaluate()
+    assert after["bits per byte"] < before - 1
+    share = after["share"]
+    parts = share * after["repeated"] + (1 - share) * after["new"]
+    assert parts == pytest.approx(after["bits per byte"])
+
+    first = Training(settings)
+    found = [first.step() for _ in range(10)]
+    first.save(tmp_path / "checkpoint.pt")
+    torch.manual_seed(123)  # another process has drawn something else
+    second = Training(settings, tmp_path / "checkpoint.pt")
+    assert second.done == 10
+    found += [second.step() for _ in range(10)]
+    assert found == losses
+    pairs = zip(
+        once.model.parameters(), second.model.parameters(), strict=True
+    )
+    assert all(a.equal(b) for a, b in pairs)
+    states = [x.optimizer.state_dict()["state"] for x in (once, second)]
+    for key, values in states[0].items():
+        assert all(x.equal(states[1][key][n]) for n, x in values.items())
+
+
+def test_accumulated_passes_make_the_same_step(settings):
+    """Its gradient's norm too, to which AdamW would pay no attention."""
+    once, often = (Training(replace(settings, accumulate=n)) for n in (1, 4))
+    for _ in range(3):
+        loss = once.step().item()
+        assert often.step().item() == pytest.approx(loss, abs=1e-4)
+        assert float(often.norm) == pytest.approx(float(once.norm), rel=1e-2)
+
+
+def test_bf16_is_asked_for(settings):
+    losses = [
+        Training(replace(settings, precision=name)).step().item()
+        for name in ("bf16", "fp32")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
+
+
+def test_a_checkpoint_of_another_text_is_refused(settings, tmp_path):
+    run = Training(settings)
+    run.save(tmp_path / "checkpoint.pt")
+    other = replace(settings, suffixes=("9.txt", "0.txt"))
+    with pytest.raises(ValueError, match="corpus: got text with sha256"):
+        Training(other, tmp_path / "checkpoint.pt")
+    (tmp_path / "checkpoint.pt").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="no checkpoint of this program"):
+        read_checkpoint(tmp_path / "checkpoint.pt")
+
+
+# The program.
+
+
+def words(folder, out, *more):
+    return ["--corpus", str(folder), "--out", str(out), *WORDS, *more]
+
+
+def test_the_program_trains_saves_and_goes_on(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert not train.main(words(folder, out, "--steps", "3", "--sample", "5"))
+    said = capsys.readouterr()
+    assert said.out.startswith("def ")
+    assert "step 3/3  loss " in said.err and "bits per byte" in said.err
+    rows = [json.loads(x) for x in (out / "log.jsonl").open()]
+    assert rows[0]["settings"]["dim"] == 16
+    assert rows[0]["corpus"]["bytes"] == corpus.read([folder]).size
+    assert {"fastweights", "python", "torch"} == set(rows[0]["versions"])
+    assert rows[0]["device"].startswith("cpu")
+    assert [row["step"] for row in rows[1:]] == [1, 2, 3, 3]
+    assert rows[-1]["bits per byte"] > 0
+    assert rows[-1]["repeated"] is None  # none in so short a window
+    assert models.load(out).config.dim == 16
+    state = read_checkpoint(out / "checkpoint.pt")
+    assert state["step"] == 3
+
+    assert train.main(words(folder, out)) == 2
+    assert f"go on with --resume {out}" in capsys.readouterr().err
+    assert train.main(["--resume", str(out), "--dim", "32"]) == 2
+    assert "dim: got 32, need 16 as before" in capsys.readouterr().err
+    assert not train.main(["--resume", str(out), "--sample", "2"])
+    assert "def " in capsys.readouterr().out
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "fastweights.train"]
+    more = ["--steps", "100000", "--save-every", "100000"]
+    program = subprocess.Popen(
+        [*command, *words(folder, out, *more)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    log, end = out / "log.jsonl", time.monotonic() + 60
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert time.monotonic() < end and program.poll() is None
+        time.sleep(0.05)
+    program.send_signal(signal.SIGINT)
+    said = program.communicate(timeout=60)[1]
+    assert program.returncode == 130
+    step = int(re.search(r"stopped after step (\d+); it goes", said)[1])
+    assert said.endswith(f"python -m fastweights.train --resume {out}\n")
+    assert read_checkpoint(out / "checkpoint.pt")["step"] == step
+
+
+def test_two_processes_take_the_steps_of_one(folder, tmp_path):
+    """Under torchrun: the same losses, and one checkpoint of theirs."""
+    runs = {}
+    for number in (1, 2):
+        out = tmp_path / str(number)
+        arguments = words(folder, out, "--steps", "3", "--accumulate", "2")
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--standalone", "--nproc-per-node", str(number)]
+        if number == 1:
+            assert not train.main(arguments)
+        else:
+            subprocess.run(
+                [*command, "-m", "fastweights.train", *arguments],
+                check=True,
+                capture_output=True,
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "USE_LIBUV": "0",
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+        rows = [json.loads(x) for x in (out / "log.jsonl").open()]
+        runs[number] = [x["loss"] for x in rows if "loss" in x]
+        assert rows[0]["processes"] == number
+    assert runs[2] == pytest.approx(runs[1], abs=1e-4)
+    assert read_checkpoint(tmp_path / "2" / "checkpoint.pt")["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("--corpus nowhere", "corpus: got nowhere, need a file, a folder"),
+        ("--suffixes .rs", r"corpus: got \S+, which has no file that ends"),
+        ("--corpus EMPTY", r"corpus: got \S+, which holds no text"),
+        ("--tokens 40", "tokens: got 40 per step, need a multiple of 16"),
+        ("--packed --tokens 1", "tokens: got 1, need an integer >= 2"),
+        ("--packed --tokens 999999", "tokens: got 999999 per step, need no"),
+        (
+            "--packed --tokens 7 --accumulate 2",
+            r"tokens: got 7 per step, need a multiple of 2 \(processes",
+        ),
+        ("--length 99999 --tokens 99999", "length: got 99999, need less th"),
+        ("--vocabulary 99", "vocabulary: got 99, need the tokenizer's 257"),
+        ("--tokenizer nowhere", "tokenizer: got nowhere, need a file"),
+        ("--tokenizer EMPTY", r"tokenizer: got \S+, which tokenizers cann"),
+        ("--pattern 2*rnn", "pattern: got 'rnn', need one of"),
+        ("--num-heads 3", "num_heads: got 3, need a divisor of dim = 16"),
+        ("--options {", "options: got '{', need JSON"),
+        ("--options []", r"options: got \[\], need a dictionary"),
+        (
+            '--options {"softmax":{"theta":"x"}} --pattern softmax',
+            "theta: got str, need a real number",
+        ),
+        ("--device nvidia", "device: got 'nvidia', which does not work"),
+        ("--steps 0", "steps: got 0, need an integer >= 1"),
+        ("--lr nan", "lr: got nan, need > 0"),
+        ("--final-lr 2", "final_lr: got 2.0, need 0 to 1"),
+        ("--resume nowhere", "resume: got nowhere/checkpoint.pt, which is"),
+        ("--out EMPTY/run", r"out: got \S+, need a folder to write to"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(more, said, folder, tmp_path, capsys):
+    """Before a model is made, and nothing is left behind."""
+    empty = str(folder / "empty.txt")
+    given = [word.replace("EMPTY", empty) for word in more.split()]
+    before = sorted(tmp_path.iterdir())
+    assert train.main(words(folder, tmp_path / "run", *given)) == 2
+    err = capsys.readouterr().err
+    assert re.match(f"python -m fastweights.train: {said}", err), err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    for name in Settings.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in said
+
+
+@pytest.mark.parametrize(
+    "text, kinds",
+    [
+        ("kda", ("kda",)),
+        ("3*kda,softmax", ("kda", "kda", "kda", "softmax")),
+        ("gla, 2 * kda", ("gla", "kda", "kda")),
+    ],
+)
+def test_patterns_are_written_short(text, kinds):
+    assert train.as_pattern(text) == kinds
+
+
+def test_a_pattern_without_a_number_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["--pattern", "x*kda"])
+    assert end.value.code == 2
+    assert (
+        "got 'x*kda', need a kind, or NUMBER*KIND" in capsys.readouterr().err
+    )
+
+
+def test_a_progress_line_changes_on_a_terminal(monkeypatch, capsys):
+    progress = train.Progress(4, quiet=False)
+    progress.live = True
+    progress.show(1, "loss 3")
+    assert (
+        capsys.readouterr().err
+        == "\r[#####" + 15 * "." + "] step 1/4  loss 3\x1b[K"
+    )
+    progress.say("done")
+    assert capsys.readouterr().err == "\r\x1b[Kdone\n"
+    train.Progress(4, quiet=True).show(1, "loss 3")
+    assert not capsys.readouterr().err
