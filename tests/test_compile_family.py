@@ -253,7 +253,7 @@ def test_no_product_is_computed_twice(stage, width, delta, D):
 
 @pytest.mark.parametrize(
     "stage, width, delta, size",
-    on_each([(64, 90), (256, 90), (64, 86), (256, 86)], step=2),
+    on_each([(64, 90), (256, 90), (64, 86), (256, 86)], step=3),
 )
 def test_other_head_sizes(stage, width, delta, size, tmp_path):
     D, capability = size
@@ -261,7 +261,9 @@ def test_other_head_sizes(stage, width, delta, size, tmp_path):
     judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
-@pytest.mark.parametrize("stage, width, delta, chunk_size", on_each([16, 32]))
+@pytest.mark.parametrize(
+    "stage, width, delta, chunk_size", on_each([16, 32], step=2)
+)
 def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, delta, 90, chunk_size=chunk_size, group=2
@@ -271,7 +273,7 @@ def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
         assert "wgmma" not in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("stage, width, delta, group", on_each([2]))
+@pytest.mark.parametrize("stage, width, delta, group", on_each([2], step=2))
 def test_several_value_heads(stage, width, delta, group, tmp_path):
     """Their sums are two tiles more."""
     compiled = compile_stage(stage, width, delta, 90, group=group)
@@ -280,7 +282,7 @@ def test_several_value_heads(stage, width, delta, group, tmp_path):
 
 @pytest.mark.parametrize(
     "stage, width, delta, products",
-    on_each([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)], step=3),
+    on_each([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)], step=4),
 )
 def test_fp32(stage, width, delta, products, tmp_path):
     """Three products keep each operand twice, and spill.

@@ -39,7 +39,7 @@ def test_a_decoded_token_takes_few_operations(member, monkeypatch):
     x = arguments(member, 1, 1, 2, 8, monkeypatch)
     state = torch.zeros(1, 2, 8, 8)
     with Footprint() as seen:
-        decoding._decode(*x, state, 0.3, "auto")
+        decoding._decode(*x, state, None, 0.3, "auto")
     assert seen.calls <= 23
 
 
