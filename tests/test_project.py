@@ -217,7 +217,7 @@ def test_the_readmes_examples_run(
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
     blocks = [block for block in blocks if "transformers" not in block]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
     q, o = names["q"], names["o"]
