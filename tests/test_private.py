@@ -87,3 +87,12 @@ def test_they_all_stand_in_one_file():
         if pattern.search(line)
     ]
     assert not found
+
+
+def test_graphs_are_left_whole_where_there_is_such_a_setting(monkeypatch):
+    config = SimpleNamespace(optimize_ddp=True)
+    monkeypatch.setattr(private, "_found", lambda *_: config)
+    private.leave_graphs_whole()
+    assert config.optimize_ddp is False
+    monkeypatch.setattr(private, "_found", lambda *_: None)
+    private.leave_graphs_whole()

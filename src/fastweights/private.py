@@ -90,6 +90,17 @@ def dispatch_modes() -> list[Any]:
     return [] if _dispatch_modes is None else _dispatch_modes()
 
 
+def leave_graphs_whole() -> None:
+    """Have torch.compile not cut a model's graph where DDP's buckets end.
+
+    A graph that was cut does not survive activation checkpointing. Where
+    PyTorch has no such setting, nothing is done.
+    """
+    config = _found("torch._dynamo", "config")
+    if hasattr(config, "optimize_ddp"):
+        config.optimize_ddp = False
+
+
 def storage_of(t: Tensor) -> int:
     """A number that tensors share if, and only if, they share memory.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastweights as fw
-from fastweights import corpus
+from fastweights import corpus, private
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import written
@@ -264,8 +264,7 @@ class Training:
         self.run: nn.Module = self.model
         if grouped:
             if settings.compile:
-                # Else it cuts the graph, which checkpoints do not survive.
-                torch._dynamo.config.optimize_ddp = False
+                private.leave_graphs_whole()
             self.run = DistributedDataParallel(self.model)
 
     def autocast(self) -> AbstractContextManager:

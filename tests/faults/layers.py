@@ -65,13 +65,13 @@ MUTANTS = {
     ),
     "layer-state-is-new-without-gradients": (
         STATE,
-        "if state is None or torch.is_grad_enabled():",
-        "if True:",
+        "if torch.is_grad_enabled():\n        return after\n    state.copy_",
+        "return after\n    state.copy_",
     ),
     "layer-state-changes-with-gradients": (
         STATE,
-        "if S is not None and few and not torch.is_grad_enabled():",
-        "if S is not None and few and not S.requires_grad:",
+        "state is not None and few and not torch.is_grad_enabled()",
+        "state is not None and few",
         PIECES,
     ),
     "layer-copied-state-forgets-its-length": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 
+import torch
 from torch import Tensor
 
 from fastweights.arguments import (
@@ -115,6 +116,14 @@ def check_input(
             f"state: got one with {sorted(tensors)}, need {sorted(needs)}: "
             "is it the state of another layer?"
         )
+    if state.rows is not None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "state: got rows of a pool, need torch.no_grad() for them"
+            )
+        if state.rows.shape != (rows,):
+            wrong_shape("state: rows", state.rows, f"[{rows}]")
+        return
     for name, tensor in tensors.items():
         if len(tensor) != rows:
             raise ValueError(

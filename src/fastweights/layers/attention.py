@@ -17,7 +17,9 @@ from fastweights.layers.state import (
     positions,
     sequence_of,
     updated,
+    whole,
 )
+from fastweights.serving import inside
 
 Heads = Float[Tensor, "B T H K"]
 
@@ -190,23 +192,26 @@ def attend(
     if state is None:
         o = attention(q, k, v)
         return o, LayerState(keys=k, values=v, position=count, used=T)
-    keys, values = (
-        enlarged(state.get(name), state.used + T)
-        for name in ("keys", "values")
-    )
     before = state.get("position")
-    token = torch.arange(T, device=q.device)
-    at = before[:, None] + token
-    row = torch.arange(B, device=q.device)[:, None]
-    if torch.is_grad_enabled():
-        keys, values = keys.clone(), values.clone()
-    # What is not there is written too, past the end of its sequence, where
-    # the next tokens overwrite it before any query sees it.
-    keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
-    mask = torch.arange(keys.shape[1], device=q.device) <= at[..., None]
-    o = attention(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
-    if not torch.is_grad_enabled():
-        state.keys, state.values = keys, values
+    at = before[:, None] + torch.arange(T, device=q.device)
+    if state.rows is not None:
+        keys, values = into_pool(k, v, state, at)
+        own = inside(state.rows, keys)
+        o = attention_at(q, keys[own], values[own], at)
+    else:
+        keys, values = (
+            enlarged(state.get(name), state.used + T)
+            for name in ("keys", "values")
+        )
+        if torch.is_grad_enabled():
+            keys, values = keys.clone(), values.clone()
+        # What is not there is written too, past the end of its sequence,
+        # where the next tokens overwrite it before any query sees it.
+        row = torch.arange(B, device=q.device)[:, None]
+        keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
+        o = attention_at(q, keys, values, at)
+        if not torch.is_grad_enabled():
+            state.keys, state.values = keys, values
     return o, updated(
         state,
         keys=keys,
@@ -214,6 +219,41 @@ def attend(
         position=before + count,
         used=state.used + T,
     )
+
+
+def attention_at(
+    q: Heads, keys: Heads, values: Heads, at: Int[Tensor, "B T"]
+) -> Heads:
+    """Of queries at these positions, to the keys of all before them."""
+    place = torch.arange(keys.shape[1], device=q.device)
+    mask = (place <= at[..., None])[:, None]
+    return attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
+
+
+def into_pool(
+    k: Heads, v: Heads, state: LayerState, at: Int[Tensor, "B T"]
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of new tokens, written into the pool's rows."""
+    keys, values = whole(state, "keys"), whole(state, "values")
+    rows, T = state.rows, k.shape[1]
+    assert rows is not None
+    if state.used + T > keys.shape[1]:
+        raise ValueError(
+            f"state: got a pool with room for {keys.shape[1]} tokens per row, "
+            f"need {state.used + T}"
+        )
+    row = inside(rows, keys)[:, None]
+    for x, new in ((keys, k), (values, v)):
+        there = ((rows >= 0) & (rows < len(x)))[:, None, None, None]
+        # A sequence without a row writes what the first one that has a row
+        # does, into the same place.
+        first = there.flatten().int().argmax()
+        source = torch.arange(len(rows), device=rows.device)
+        source = source.where(there.flatten(), first)
+        i, j = row[source], at[source]
+        kept = new[source].to(x.dtype).where(there.any(), x[i, j])
+        x.index_put_((i, j), kept)
+    return keys, values
 
 
 def enlarged(x: Tensor, capacity: int) -> Tensor:

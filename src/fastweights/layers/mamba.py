@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,8 +17,15 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.parts import Factory, draw_dt_bias_, full
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    in_place,
+    updated,
+    whole,
+)
 from fastweights.selective import selective_scan
+from fastweights.serving import selective_step
 
 
 class Mamba(nn.Module):
@@ -97,17 +105,27 @@ class Mamba(nn.Module):
         u, z = self.in_proj(x).chunk(2, -1)
         u, inputs = self.convolution(u, state, cu_seqlens)
         dt, B, C = self.x_proj(u).split(self.widths, -1)
-        y, S = selective_scan(
+        tensors = (
             u,
             full(self.dt_proj(dt)),
             -full(self.A_log).exp(),
             B,
             C,
             full(self.D),
-            z=full(z),
-            dt_bias=full(self.dt_bias),
-            dt_softplus=True,
-            initial_state=None if state is None else state.S,
-            cu_seqlens=cu_seqlens,
         )
+        gates: dict[str, Any] = {
+            "z": full(z),
+            "dt_bias": full(self.dt_bias),
+            "dt_softplus": True,
+        }
+        if state is not None and in_place(
+            state, x.shape[1], cu_seqlens is not None
+        ):
+            S = whole(state, "S")
+            y = selective_step(*tensors, **gates, state=S, rows=state.rows)
+        else:
+            first = None if state is None else state.get("S")
+            y, S = selective_scan(
+                *tensors, **gates, initial_state=first, cu_seqlens=cu_seqlens
+            )
         return self.o_proj(y), updated(state, S=S, convolution=inputs)

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    in_place,
+    updated,
+    whole,
+)
 from fastweights.mlstm import mlstm
+from fastweights.serving import mlstm_step
 
 
 class MLSTM(nn.Module):
@@ -97,17 +104,18 @@ class MLSTM(nn.Module):
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
         a = full(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
-        memory = None
-        if state is not None:
-            memory = state.get("S"), state.get("m")
-        h, (S, m) = mlstm(
-            q,
-            k,
-            v,
-            F.logsigmoid(f),
-            i,
-            initial_state=memory,
-            cu_seqlens=cu_seqlens,
-        )
+        g = F.logsigmoid(f)
+        if state is not None and in_place(
+            state, x.shape[1], cu_seqlens is not None
+        ):
+            S, m = whole(state, "S"), whole(state, "m")
+            h = mlstm_step(q, k, v, g, i, state=(S, m), rows=state.rows)
+        else:
+            memory = None
+            if state is not None:
+                memory = state.get("S"), state.get("m")
+            h, (S, m) = mlstm(
+                q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
+            )
         y = self.o_proj(self.norm(h, self.g_proj(x)))
         return y, updated(state, S=S, m=m)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.ops import linear_recurrence
+from fastweights.serving import inside, put
 
 Offsets = Int[Tensor, " N+1"]
 
@@ -46,13 +47,30 @@ class LayerState:
     used: int = 0
     """The most tokens that any sequence may have in ``keys``."""
 
+    rows: Int[Tensor, " B"] | None = None
+    """Of a pool: the row of each sequence of the next call; see :meth:`at`."""
+
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are there, by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        """The fields that are there, by name; whole, also of a pool."""
+        names = [f.name for f in fields(self) if f.name != "rows"]
+        found = {name: getattr(self, name) for name in names}
         return {k: x for k, x in found.items() if isinstance(x, Tensor)}
 
+    def at(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
+        """The same memory as a pool, for calls without gradients.
+
+        Sequence b of these calls has row rows[b], and the other rows stay as
+        they are. No two sequences may have the same row. One whose row is
+        none (-1) changes nothing, and its outputs mean nothing.
+
+        Args:
+            rows: int64, on the state's device.
+            used: the most tokens that one of these rows has read.
+        """
+        return LayerState(**self.tensors(), used=used, rows=rows)
+
     def get(self, name: str) -> Tensor:
-        """The field of this name.
+        """The field of this name, the rows of a pool copied out.
 
         Raises:
             ValueError: it is not there: the state is another layer's.
@@ -63,7 +81,9 @@ class LayerState:
                 f"state: got one with {sorted(self.tensors())}, need {name}: "
                 "is it the state of another layer?"
             )
-        return found
+        if self.rows is None:
+            return found
+        return found.index_select(0, inside(self.rows, found))
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
@@ -128,10 +148,24 @@ class LayerState:
 def updated(state: LayerState | None, **new: Any) -> LayerState:
     """The state after a call: in place without gradients, else a new one."""
     after = LayerState(**new)
-    if state is None or torch.is_grad_enabled():
+    if state is None:
+        return after
+    if state.rows is not None:
+        for name, x in state.tensors().items():
+            if x is not getattr(after, name):
+                put(x, getattr(after, name).to(x.dtype), state.rows)
+        state.used = max(state.used, after.used)
+        return state
+    if torch.is_grad_enabled():
         return after
     state.copy_(after)
     return state
+
+
+def in_place(state: LayerState | None, T: int, packed: bool) -> bool:
+    """Whether T tokens per sequence are a step on the state's own memory."""
+    few = T <= MAX_TOKENS and not packed
+    return state is not None and few and not torch.is_grad_enabled()
 
 
 def recur(
@@ -150,14 +184,30 @@ def recur(
     Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
-    S = None if state is None else state.get("S")
-    few = q.shape[1] <= MAX_TOKENS and cu_seqlens is None
-    if S is not None and few and not torch.is_grad_enabled():
-        o = decode_step(q, k, v, g=g, beta=beta, state=S, scale=scale)
+    if state is not None and in_place(
+        state, q.shape[1], cu_seqlens is not None
+    ):
+        S = whole(state, "S")
+        o = decode_step(
+            q, k, v, g=g, beta=beta, state=S, rows=state.rows, scale=scale
+        )
         return o, S
+    first = None if state is None else state.get("S")
     return linear_recurrence(
-        q, k, v, g, beta, scale=scale, initial_state=S, cu_seqlens=cu_seqlens
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=first,
+        cu_seqlens=cu_seqlens,
     )
+
+
+def whole(state: LayerState, name: str) -> Tensor:
+    """The field of this name, of a pool too, for steps that take rows."""
+    return state.tensors()[name]
 
 
 def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:

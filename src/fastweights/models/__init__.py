@@ -31,12 +31,14 @@ from fastweights.models.loss import (
     token_losses,
 )
 from fastweights.models.model import Block, LanguageModel, SwiGLU
+from fastweights.models.pool import StatePool
 
 __all__ = [
     "LAYERS",
     "Block",
     "LanguageModel",
     "ModelConfig",
+    "StatePool",
     "SwiGLU",
     "cross_entropy",
     "load",
