@@ -1,5 +1,6 @@
 """The short convolution's kernels as they ship, for GPUs not here."""
 
+import itertools
 import re
 
 import pytest
@@ -48,17 +49,12 @@ def compile_kernel(name, capability, dtype="bf16", heads="128", W=4, **given):
 TRAINED = dict.fromkeys(
     ("bias", "initial_state", "cu_seqlens", "dstate", "dinitial")
 )
-others = pytest.mark.parametrize(
-    "capability",
-    [
-        pytest.param(x, marks=() if x in (80, 100) else pytest.mark.full)
-        for x in SHARED
-        if x != 90
-    ],
-)
+full = pytest.mark.full
+OTHERS = [x for x in SHARED if x != 90]
+EACH_TIME = {("fwd", 80), ("bwd", 100)}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=full)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_spills(name, dtype, tmp_path):
     """With every argument there is."""
@@ -80,15 +76,27 @@ def test_in_training(name, tmp_path):
         assert all(x.endswith(("v2.b32", "v4.b32")) for x in found), found
 
 
-@others
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, capability",
+    [
+        pytest.param(*x, marks=() if x in EACH_TIME else full)
+        for x in itertools.product(KERNELS, OTHERS)
+    ],
+)
 def test_on_other_gpus(name, capability, tmp_path):
     compiled = compile_kernel(name, capability, **TRAINED)
     judge(compiled, capability, tmp_path, spilled=0)
 
 
 @pytest.mark.parametrize(
-    "heads, W", [("96", 2), ("256", 3), ("none", 2), ("odd", 3), ("one", 4)]
+    "heads, W",
+    [
+        ("odd", 3),
+        pytest.param("96", 2, marks=full),
+        pytest.param("256", 3, marks=full),
+        pytest.param("none", 2, marks=full),
+        pytest.param("one", 4, marks=full),
+    ],
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_other_sizes(name, heads, W, tmp_path):
