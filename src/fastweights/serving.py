@@ -199,19 +199,25 @@ def inside(rows: Rows, pool: Tensor) -> Rows:
     return rows.to(torch.int64).clamp(0, pool.shape[0] - 1)
 
 
-def put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
-    """Write ``new`` into these rows of the pool, those that it has.
+def writes(
+    rows: Rows, pool: Tensor
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"], Tensor]:
+    """Who writes where: rows of the pool, sequences, whether any has a row.
 
     A sequence without a row writes what the first one that has a row does,
     into the same place: nothing depends on which of the two comes last.
     """
-    if rows is None:
-        pool.copy_(new)
-        return
     there = (rows >= 0) & (rows < pool.shape[0])
     first = there.int().argmax()
     source = torch.arange(rows.shape[0], device=rows.device)
     source = source.where(there, first)
-    at = inside(rows, pool)[source]
-    some = new[source].where(there.any(), pool[at])
-    pool.index_put_((at,), some)
+    return inside(rows, pool)[source], source, there.any()
+
+
+def put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
+    """Write ``new`` into these rows of the pool, those that it has."""
+    if rows is None:
+        pool.copy_(new)
+        return
+    at, source, some = writes(rows, pool)
+    pool.index_put_((at,), new[source].where(some, pool[at]))

@@ -31,8 +31,8 @@ MUTANTS = {
     ),
     "pool-keys-of-no-row": (
         ATTENTION,
-        "source = source.where(there.flatten(), first)",
-        "source = source",
+        "place = row[:, None], at[source]",
+        "place = inside(rows, keys)[:, None], at",
         "test_pool.py",
     ),
 }

@@ -30,6 +30,7 @@ from fastweights.kernels.tile import (
     first_slot,
     sequence_of,
     sequence_span,
+    sigmoid,
 )
 
 FP32 = torch.float32
@@ -155,13 +156,6 @@ def filtered(b_1, b_2, b_3, b_4, w_0, w_1, w_2, w_3, w_4, W: tl.constexpr):
     if W > 3:
         b_z += w_1 * b_1
     return b_z
-
-
-@triton.jit
-def sigmoid(b_z):
-    """1 / (1 + e^{-z}), to 2^-21: the square of a root is the fastest."""
-    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * -1.4426950408889634))
-    return b_r * b_r
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.convolution import sigmoid
 from fastweights.kernels.settings import properties
+from fastweights.kernels.tile import sigmoid
 
 
 @triton.jit

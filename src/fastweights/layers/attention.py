@@ -19,7 +19,7 @@ from fastweights.layers.state import (
     updated,
     whole,
 )
-from fastweights.serving import inside
+from fastweights.serving import inside, writes
 
 Heads = Float[Tensor, "B T H K"]
 
@@ -242,17 +242,10 @@ def into_pool(
             f"state: got a pool with room for {keys.shape[1]} tokens per row, "
             f"need {state.used + T}"
         )
-    row = inside(rows, keys)[:, None]
+    row, source, some = writes(rows, keys)
+    place = row[:, None], at[source]
     for x, new in ((keys, k), (values, v)):
-        there = ((rows >= 0) & (rows < len(x)))[:, None, None, None]
-        # A sequence without a row writes what the first one that has a row
-        # does, into the same place.
-        first = there.flatten().int().argmax()
-        source = torch.arange(len(rows), device=rows.device)
-        source = source.where(there.flatten(), first)
-        i, j = row[source], at[source]
-        kept = new[source].to(x.dtype).where(there.any(), x[i, j])
-        x.index_put_((i, j), kept)
+        x.index_put_(place, new[source].to(x.dtype).where(some, x[place]))
     return keys, values
 
 
