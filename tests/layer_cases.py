@@ -10,6 +10,7 @@ from fastweights.layers import (
     KimiDeltaAttention,
     LayerState,
     LightningAttention,
+    LinearRecurrence,
     Mamba,
     Mamba2,
     MultiScaleRetention,
@@ -69,6 +70,15 @@ CASES = {
     ),
     "retnet": lambda **to: MultiScaleRetention(D, 2, **to),
     "lightning": lambda **to: LightningAttention(D, 3, 1, 4, head_dim=4, **to),
+    "recurrence-linear": lambda **to: LinearRecurrence(
+        D, 2, 4, rule="additive", decay=None, normalize=False, **to
+    ),
+    "recurrence-decay": lambda **to: LinearRecurrence(
+        D, 2, 3, rule="additive", expand_v=4 / 3, conv_size=None, **to
+    ),
+    "recurrence-channel": lambda **to: LinearRecurrence(
+        D, 2, 4, decay="channel", gate=False, allow_neg_eigval=True, **to
+    ),
     "mamba2": lambda **to: Mamba2(D, head_dim=4, state_size=3, **to),
     "mamba2-groups": lambda **to: Mamba2(
         D, head_dim=4, state_size=3, num_groups=2, conv_size=2, **to

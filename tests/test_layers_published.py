@@ -23,6 +23,7 @@ from fastweights.layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
     LightningAttention,
+    LinearRecurrence,
     Mamba,
     Mamba2,
     SoftmaxAttention,
@@ -147,6 +148,33 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     y = (rms(recurrence(q, k, v, g.exp(), beta)) * w["norm.weight"]).flatten(1)
     z = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T
     y = y * sigmoid(z + w.get("g_proj.1.bias", 0))
+    return y @ w["o_proj.weight"].T
+
+
+def family(w, x, H, K, V, *, conv=True, unit=True, per="head", most=1):
+    """A comparison's layer: what is absent has no weights."""
+    c = x @ w["qkv_proj.weight"].T
+    c = silu(convolved(w, c) if conv else c)
+    q, k, v = cut(c, (H, K), (H, K), (H, V))
+    if unit:
+        q, k = of_length_one(q), of_length_one(k)
+    decay = beta = None
+    if "decay.A_log" in w:
+        A = w["decay.A_log"].exp()
+        if per == "head":
+            a = x @ w["a_proj.weight"].T
+        else:
+            a, A = (
+                x @ w["a_proj.0.weight"].T @ w["a_proj.1.weight"].T,
+                A[:, None],
+            )
+        dt = softplus(a + w["decay.dt_bias"])
+        decay = (-A * (dt if per == "head" else cut(dt, (H, K))[0])).exp()
+    if "b_proj.weight" in w:
+        beta = most * sigmoid(x @ w["b_proj.weight"].T)
+    y = (rms(recurrence(q, k, v, decay, beta)) * w["norm.weight"]).flatten(1)
+    if "g_proj.weight" in w:
+        y = y * silu(x @ w["g_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -288,6 +316,11 @@ EQUATIONS = {
     "lightning": partial(
         lightning, H=3, K=4, slopes=SLOPES, layer=1, layers=4
     ),
+    "recurrence-linear": partial(family, H=2, K=4, V=4, unit=False),
+    "recurrence-decay": partial(family, H=2, K=3, V=4, conv=False),
+    "recurrence-channel": partial(
+        family, H=2, K=4, V=4, per="channel", most=2
+    ),
     "mamba2": partial(mamba2, G=1, H=4, N=3, P=4),
     "mamba2-groups": partial(mamba2, G=2, H=4, N=3, P=4),
     "mamba": partial(mamba, R=1, N=3),
@@ -310,6 +343,18 @@ def test_equations(name):
     weights = dict(layer.named_parameters())
     want = torch.stack([EQUATIONS[name](weights, row) for row in x])
     assert relative_error(layer(x)[0], want) < 1e-10
+
+
+@torch.no_grad()
+def test_one_layer_for_all_is_gated_deltanet_where_that_is_asked():
+    one, other = LinearRecurrence(8, 2, 4), GatedDeltaNet(8, 2, 4)
+    weights = one.state_dict()
+    weights["ab_proj.weight"] = torch.cat(
+        [weights.pop("a_proj.weight"), weights.pop("b_proj.weight")]
+    )
+    other.load_state_dict(weights)
+    x = tokens(2, T)
+    torch.testing.assert_close(one(x)[0], other(x)[0])
 
 
 def recorded(name):

@@ -21,6 +21,7 @@ from fastweights.layers.deltanet import DeltaNet
 from fastweights.layers.gated_deltanet import GatedDeltaNet
 from fastweights.layers.gla import GatedLinearAttention
 from fastweights.layers.kda import KimiDeltaAttention
+from fastweights.layers.linear_recurrence import LinearRecurrence
 from fastweights.layers.mamba import Mamba
 from fastweights.layers.mamba2 import Mamba2
 from fastweights.layers.mlstm import MLSTM
@@ -41,6 +42,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LayerState",
     "LightningAttention",
+    "LinearRecurrence",
     "Mamba",
     "Mamba2",
     "MultiScaleRetention",

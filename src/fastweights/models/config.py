@@ -24,6 +24,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "mamba": layers.Mamba,
     "mamba2": layers.Mamba2,
     "mlstm": layers.MLSTM,
+    "recurrence": layers.LinearRecurrence,
     "retention": layers.MultiScaleRetention,
     "softmax": layers.SoftmaxAttention,
 }

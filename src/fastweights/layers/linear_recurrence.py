@@ -1,0 +1,136 @@
+"""One layer for every recurrence of the family, for comparisons."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.layers.arguments import (
+    check_input,
+    check_one_of,
+    check_sizes,
+    scaled,
+)
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.parts import (
+    Decay,
+    Factory,
+    OutputNorm,
+    low_rank,
+    write_strength,
+)
+from fastweights.layers.state import LayerState, Offsets, recur, updated
+
+Rule = Literal["additive", "delta"]
+Per = Literal["head", "channel"]
+
+
+class LinearRecurrence(nn.Module):
+    """Any member of the family, all of them in the same surroundings.
+
+        q, k, v = silu(convolution(W_qkv x)), q and k of unit length
+        g = -exp(A_log) softplus(W_a x + dt_bias), per head or per channel
+        beta = sigmoid(W_b x), for the delta rule
+        y = W_o (norm(o) * silu(W_g x)), o by fastweights.linear_recurrence
+
+    The published layers differ in more than their recurrence: linear
+    attention and GLA came without a convolution and without unit keys, for
+    one. A comparison of recurrences has to hold everything else fixed, and
+    this layer does. With ``decay="head"`` and ``rule="delta"`` it is
+    :class:`fastweights.layers.GatedDeltaNet`, parameter for parameter; with
+    ``decay="channel"`` it has :class:`KimiDeltaAttention`'s gate, and the
+    output gate of the others. The additive rule writes with strength one.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H.
+        head_dim: their size K.
+        rule: "additive" adds k v^T to the state; "delta" corrects what the
+            state answers to k.
+        decay: None keeps everything; "head" or "channel" decays the state
+            by one factor per head, or by one per head and key channel.
+        expand_v: V / K.
+        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        normalize: whether q and k are brought to unit length.
+        gate: whether the output is multiplied by silu(W_g x).
+        allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
+        A_range, dt_range: as in :class:`fastweights.layers.Decay`.
+        norm_eps: of the output norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        rule: Rule = "delta",
+        decay: Per | None = "head",
+        expand_v: float = 1.0,
+        conv_size: int | None = 4,
+        normalize: bool = True,
+        gate: bool = True,
+        allow_neg_eigval: bool = False,
+        A_range: tuple[float, float] = (1.0, 16.0),
+        dt_range: tuple[float, float] = (1e-3, 1e-1),
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_one_of("rule", rule, ("additive", "delta"))
+        check_one_of("decay", decay, (None, "head", "channel"))
+        H, K = num_heads, head_dim
+        V = scaled("expand_v", expand_v, head_dim=head_dim)
+        self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
+        self.convolution = HeadsConvolution(
+            (H, H), (K, V), conv_size, normalize=normalize, **to
+        )
+        self.a_proj: nn.Module | None = None
+        self.decay: Decay | None = None
+        if decay is not None:
+            channels = K if decay == "channel" else 1
+            self.decay = Decay(
+                H, channels, A_range=A_range, dt_range=dt_range, **to
+            )
+            self.a_proj = (
+                nn.Linear(dim, H, bias=False, **to)
+                if decay == "head"
+                else low_rank(dim, V, H * K, bias=False, **to)
+            )
+        self.b_proj = (
+            nn.Linear(dim, H, bias=False, **to) if rule == "delta" else None
+        )
+        self.g_proj = nn.Linear(dim, H * V, bias=False, **to) if gate else None
+        self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, convolution) after each sequence's last token.
+
+        Without gradients the state that came in is changed in place and
+        returned.
+        """
+        fields = ("S", *self.convolution.fields)
+        check_input(x, self.dim, state, cu_seqlens, *fields)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        g = beta = None
+        if self.decay is not None and self.a_proj is not None:
+            g = self.decay(self.a_proj(x))
+        if self.b_proj is not None:
+            beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        y = self.o_proj(self.norm(o, gate))
+        return y, updated(state, S=S, convolution=inputs)
