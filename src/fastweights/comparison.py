@@ -3,10 +3,10 @@
     python -m fastweights.comparison kinds parts --json text.json
 
 trains the model of 20 million parameters on Python's standard library, with
-each variant and each seed, several runs side by side on one GPU, and writes
-a line per run. Stopped at any point it goes on from there. ``--dry`` says
-what would run. A chapter trains the same variants at a size for its
-reader's CPU:
+each variant, several runs side by side on one GPU: seed 0 with every
+learning rate, the other seeds with the one that was best. Stopped at any
+point it goes on from there. ``--dry`` says what would run. Chapter 10 trains
+the same variants at a size for its reader's CPU:
 
     found = train("delta", 0, SMALL)
     found["bits per byte"]
@@ -18,11 +18,10 @@ import argparse
 import datetime
 import json
 import math
-import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from importlib import resources
@@ -34,6 +33,7 @@ import torch
 
 import fastweights as fw
 from fastweights import corpus
+from fastweights.models.files import written
 from fastweights.training import Settings, Training
 
 Progress = Callable[[int, float], None]
@@ -103,6 +103,7 @@ SMALL = Settings(
 )
 """A tenth of a million parameters: ten seconds of a laptop."""
 
+RATES = (1e-3, 2e-3, 4e-3)
 PROMPT = "def "
 LONG = 4  # evaluated on windows this many times as long as those trained on
 
@@ -129,6 +130,7 @@ def train(
     base: Settings = SMALL,
     *,
     every: int = 20,
+    sample: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """One run, from its first step to its last, and what came of it.
@@ -138,25 +140,29 @@ def train(
         seed: of the parameters and of the batches.
         base: everything else.
         every: steps between two entries of ``losses``.
+        sample: whether it writes text, before and after.
         progress: is told the step and the loss at each of them.
 
     Returns:
         variant, seed, settings, parameters, ``state bytes`` after a window,
-        ``flops`` of a forward per token, ``losses`` (nats per token, by
-        step), what :meth:`Training.evaluate` finds, ``by position`` (see
+        ``flops`` of a forward per token, ``losses`` as pairs (step, nats per
+        token), what :meth:`Training.evaluate` finds, ``by position`` (see
         :func:`by_position`), text ``before`` and ``after``, and seconds of
-        the steps but the first.
+        the steps but the first. A run whose loss is no number any more ends
+        there, and finds nan.
     """
     run = Training(chosen(variant, seed, base))
-    length, losses = run.settings.length, {}
-    before = run.sample(PROMPT, 200)
+    length, losses = run.settings.length, []
+    before = run.sample(PROMPT, 200) if sample else None
     start = since = time.perf_counter()
     for step in range(run.settings.steps):
         loss = run.step()
         if step % every == 0 or step == run.settings.steps - 1:
-            losses[step] = loss.item()
+            losses.append((step, loss.item()))
             if progress is not None:
-                progress(step, losses[step])
+                progress(*losses[-1])
+            if not math.isfinite(losses[-1][1]):
+                break
         if step == 0:
             since = time.perf_counter()
     if run.device.type == "cuda":
@@ -172,17 +178,18 @@ def train(
         **run.evaluate(),
         "by position": by_position(run, LONG * length),
         "before": before,
-        "after": run.sample(PROMPT, 400),
+        "after": run.sample(PROMPT, 400) if sample else None,
         "seconds": end - since,
         "first step": since - start,
     }
 
 
-def by_position(run: Training, length: int) -> dict[int, float]:
+def by_position(run: Training, length: int) -> list[tuple[int, float]]:
     """Bits per byte by where in a window a token stands, held-out text.
 
-    Keys are positions 0, 64, 128, 256, ...: each stands for the tokens from
-    there to the next one. Windows are ``length`` tokens and do not overlap.
+    Pairs (position, bits), for positions 0, 64, 128, 256, ...: each stands
+    for the tokens from there to the next one. Windows have ``length`` tokens
+    and do not overlap.
     """
     stream = run.held_out
     length = min(length, len(stream.tokens) - 1)
@@ -196,9 +203,9 @@ def by_position(run: Training, length: int) -> dict[int, float]:
     bits = bits * stream.tokens_per_byte
     edges = [0] + [2**i for i in range(6, 40) if 2**i < length]
     ends = [*edges[1:], length]
-    return {
-        a: bits[a:b].mean().item() for a, b in zip(edges, ends, strict=True)
-    }
+    return [
+        (a, bits[a:b].mean().item()) for a, b in zip(edges, ends, strict=True)
+    ]
 
 
 def load() -> list[dict[str, Any]]:
@@ -207,17 +214,33 @@ def load() -> list[dict[str, Any]]:
     return json.loads(file.read_text())["runs"]
 
 
-def of(runs: Iterable[dict[str, Any]], variant: str, what: str) -> list[float]:
-    """One figure of a variant's runs, one per seed."""
-    return [run[what] for run in runs if run["variant"] == variant]
+def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
+    """The learning rate with which a variant's seed 0 came lowest."""
+    found = {
+        run["settings"]["lr"]: run["bits per byte"]
+        for run in runs
+        if run["variant"] == variant and run["seed"] == 0
+    }
+    found = {rate: x for rate, x in found.items() if x is not None}
+    return min(found, key=found.__getitem__) if found else None
+
+
+def of(runs: Sequence[dict[str, Any]], variant: str, what: str) -> list[Any]:
+    """A figure of a variant's runs with its best rate, one per seed."""
+    rate = best_rate(runs, variant)
+    return [
+        run[what]
+        for run in sorted(runs, key=lambda run: run["seed"])
+        if run["variant"] == variant and run["settings"]["lr"] == rate
+    ]
 
 
 def _worker(variant: str, seed: int, base: Settings) -> dict[str, Any]:
     def tell(step: int, loss: float) -> None:
-        if step % 100 == 0:
+        if step % 200 == 0:
             print(f"{variant}, {seed}: {step} {loss:.3f}", flush=True)
 
-    return train(variant, seed, base, progress=tell)
+    return train(variant, seed, base, sample=seed == 0, progress=tell)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -231,15 +254,14 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     program.add_argument("--json", type=Path, help="file of the results")
     program.add_argument("--seeds", type=int, default=3)
-    program.add_argument("--workers", type=int, default=3, help="at once")
-    program.add_argument("--small", action="store_true", help="for a CPU")
+    program.add_argument("--lr", type=float, nargs="+", default=RATES)
     program.add_argument("--steps", type=int, help="in place of the size's")
-    program.add_argument("--lr", type=float, help="in place of the size's")
+    program.add_argument("--small", action="store_true", help="for a CPU")
+    program.add_argument("--workers", type=int, default=6, help="at once")
     program.add_argument("--dry", action="store_true", help="run nothing")
     asked = program.parse_args(words)
     base = SMALL if asked.small else LARGE
-    given = {"steps": asked.steps, "lr": asked.lr}
-    base = replace(base, **{k: v for k, v in given.items() if v is not None})
+    base = replace(base, steps=asked.steps or base.steps)
     names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
     try:
         for name in names:
@@ -248,27 +270,43 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"python -m fastweights.comparison: {error}", file=sys.stderr)
         return 2
     record = _begun(asked.json, sys.argv[1:] if words is None else words)
-    waiting = [
-        (name, seed)
-        for seed in range(asked.seeds)
-        for name in names
-        if not any(_same(run, name, seed, base) for run in record["runs"])
-    ]
-    print(f"{len(waiting)} runs: {', '.join(f'{a} {b}' for a, b in waiting)}")
-    if asked.dry or not waiting:
-        return 0
-    context = get_context("spawn")
-    with ProcessPoolExecutor(asked.workers, mp_context=context) as pool:
-        running = [pool.submit(_worker, *one, base) for one in waiting]
-        for future in as_completed(running):
-            run = future.result()
-            record["runs"].append(run)
+
+    def go(wanted: list[tuple[str, int, Settings]]) -> None:
+        waiting = [
+            one for one in wanted if not any(_same(r, *one) for r in runs)
+        ]
+        for name, seed, settings in waiting:
+            print(f"to run: {name}, seed {seed}, lr {settings.lr}")
+        if asked.dry:
+            return
+        for run in _side_by_side(waiting, asked.workers):
             print(_line(run), flush=True)
+            runs.append(run)
             if asked.json:
-                beside = asked.json.with_suffix(".part")
-                beside.write_text(json.dumps(record, indent=1) + "\n")
-                os.replace(beside, asked.json)
+                _write(record, asked.json)
+
+    runs: list[dict[str, Any]] = record["runs"]
+    go([(name, 0, replace(base, lr=lr)) for lr in asked.lr for name in names])
+    go(
+        [
+            (name, seed, replace(base, lr=lr))
+            for seed in range(1, asked.seeds)
+            for name in names
+            if (lr := best_rate(runs, name)) is not None
+        ]
+    )
     return 0
+
+
+def _side_by_side(
+    waiting: list[tuple[str, int, Settings]], workers: int
+) -> Iterator[dict[str, Any]]:
+    """The runs as they end, each in a process of its own."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running = [pool.submit(_worker, *one) for one in waiting]
+        for future in as_completed(running):
+            yield future.result()
 
 
 def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
@@ -288,19 +326,35 @@ def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _write(record: dict[str, Any], file: Path) -> None:
+    """In one step; what is no number as null."""
+    lines = ",\n".join(json.dumps(_finite(run)) for run in record["runs"])
+    head = json.dumps({**record, "runs": []}, indent=1)
+    text = head.replace('"runs": []', f'"runs": [\n{lines}\n ]') + "\n"
+    written(file, lambda beside: beside.write_text(text))
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
 def _same(run: dict[str, Any], name: str, seed: int, base: Settings) -> bool:
     """Whether this is that run, with these settings."""
-    wanted = json.loads(json.dumps(asdict(chosen(name, seed, base))))
-    return run["variant"] == name and run["settings"] == wanted
+    wanted = _finite(asdict(chosen(name, seed, base)))
+    return run["variant"] == name and _finite(run["settings"]) == wanted
 
 
 def _line(run: dict[str, Any]) -> str:
     tokens = run["settings"]["tokens"] * (run["settings"]["steps"] - 1)
     return (
-        f"{run['variant']}, seed {run['seed']}: {run['bits per byte']:.3f} "
-        f"bits per byte ({run['repeated']:.3f} repeated, {run['new']:.3f} "
-        f"new), {tokens / run['seconds'] / 1e3:.0f} k tokens/s, first step "
-        f"{run['first step']:.0f} s"
+        f"{run['variant']}, seed {run['seed']}, lr {run['settings']['lr']}: "
+        f"{run['bits per byte']:.3f} bits per byte ({run['repeated']:.3f} "
+        f"repeated, {run['new']:.3f} new), {tokens / run['seconds'] / 1e3:.0f}"
+        f" k tokens/s, first step {run['first step']:.0f} s"
     )
 
 
