@@ -103,7 +103,7 @@ SMALL = Settings(
 )
 """A tenth of a million parameters: ten seconds of a laptop."""
 
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 PROMPT = "def "
 LONG = 4  # evaluated on windows this many times as long as those trained on
 
@@ -221,7 +221,7 @@ def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
         for run in runs
         if run["variant"] == variant and run["seed"] == 0
     }
-    found = {rate: x for rate, x in found.items() if x is not None}
+    found = {rate: x for rate, x in found.items() if x and x > 0}  # no nan
     return min(found, key=found.__getitem__) if found else None
 
 
@@ -311,12 +311,15 @@ def _side_by_side(
 
 def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
     """What is in the file already, or the head of a new one."""
+    command = f"python -m fastweights.comparison {' '.join(words)}"
     if file is not None and file.is_file():
-        return json.loads(file.read_text())
+        record = json.loads(file.read_text())
+        record["commands"].append(command)
+        return record
     on_gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if on_gpu else platform.machine()
     return {
-        "command": f"python -m fastweights.comparison {' '.join(words)}",
+        "commands": [command],
         "device": name,
         "python": platform.python_version(),
         "torch": torch.__version__,

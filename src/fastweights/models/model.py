@@ -337,9 +337,18 @@ class LanguageModel(nn.Module):
     def state_bytes(self, T: int) -> int:
         """Bytes of the states of one sequence after T tokens.
 
-        As the layers make them, without any room to grow.
+        As the layers make them, without any room to grow. Beyond 1,024
+        tokens every further one is taken to cost what it costs up to there:
+        nothing, or its keys and values.
         """
-        return sum(x.nbytes for x in self._outline(T) if x is not None)
+
+        def after(T: int) -> int:
+            return sum(x.nbytes for x in self._outline(T) if x is not None)
+
+        if T <= 1024:
+            return after(T)
+        per_token = (after(1024) - after(512)) // 512
+        return after(1024) + per_token * (T - 1024)
 
     def flops_per_token(self, T: int) -> float:
         """FLOPs of a forward, per token of a sequence of T tokens.
