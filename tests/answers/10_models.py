@@ -32,8 +32,8 @@ def taps(distance):  # oldest last
 # %% ex-slow-heads passes
 def dt_range(n):
     """By bisection on numbers that were drawn."""
-    A = 1 + 15 * torch.rand(100_000, generator=torch.Generator())
-    spread = 100 ** torch.rand(100_000, generator=torch.Generator())
+    A, spread = torch.rand(2, 400_000)
+    A, spread = 1 + 15 * A, 100**spread
     low, high = 1e-7, 1.0
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -170,11 +170,21 @@ def completes(row, n):  # the token came before, never mind with what
     return [t >= n - 1 and row[t] in row[:t] for t in range(len(row))]
 
 
-# %% ex-recalled not yet: token .* is not repeated
-def completes(row, n):  # shorter ones at the start count too
+# %% ex-recalled passes
+def completes(row, n):
+    """The shorter ones at the start differ in length, and come once."""
     seen, found = set(), []
     for t in range(len(row)):
         gram = tuple(row[max(0, t - n + 1) : t + 1])
         found.append(gram in seen)
         seen.add(gram)
     return found
+
+
+# %% ex-recalled not yet: token .* is repeated
+def completes(row, n):  # one token too many
+    return [
+        t >= n
+        and row[t - n : t + 1] in [row[s - n : s + 1] for s in range(n, t)]
+        for t in range(len(row))
+    ]
