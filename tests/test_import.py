@@ -19,7 +19,15 @@ HEAVY = (
     "tokenizers",
 )
 # What the recurrences stand under; each imports those before it.
-ABOVE = ("layers", "models", "corpus", "training", "train")
+ABOVE = (
+    "layers",
+    "bench_layer",
+    "models",
+    "corpus",
+    "training",
+    "train",
+    "comparison",
+)
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """
 import json, sys, time

@@ -179,13 +179,14 @@ def run(
     case: Callable[[], Iterator[Row]],
     arguments: str,
     file: Path | None,
+    program: str = "bench",
     **known: Any,
 ) -> list[Row]:
     """Run a case: each row, as it comes, to the terminal and the record.
 
     ``known`` is what the record says besides, of peers for instance.
     """
-    command = f"python -m fastweights.bench {arguments}".strip()
+    command = f"python -m fastweights.{program} {arguments}".strip()
     record: dict[str, Any] = {"command": command, **environment(), **known}
     record["rows"] = []
     for row in case():
@@ -296,7 +297,7 @@ def main() -> None:
     if "--json" in given:
         at = given.index("--json")
         del given[at : at + 2]
-    known = {}
+    known: dict[str, Any] = {}
     if arguments.peer:
         known["peers"] = speed.peer_versions(arguments.peer)
     rows = run(case, shlex.join(given), arguments.json, **known)

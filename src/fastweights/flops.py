@@ -23,6 +23,7 @@ what it multiplies is counted as it runs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def backward(
     return B * T * HV * 2 * products
 
 
+FORMULAS: dict[str, Callable[..., int]] = {
+    "linear_recurrence": forward,
+    "linear_recurrence_backward": backward,
+}
+
+
 def tell_counters() -> None:
     """Give PyTorch's FLOP counters these formulas, open ones too.
 
@@ -88,10 +95,7 @@ def tell_counters() -> None:
     if module is None:
         return
     operators = torch.ops.fastweights
-    formulas = {
-        operators.linear_recurrence: forward,
-        operators.linear_recurrence_backward: backward,
-    }
+    formulas = {getattr(operators, name): f for name, f in FORMULAS.items()}
     counters = [getattr(x, "counter", None) for x in dispatch_modes()]
     for operator, formula in formulas.items():
         if operator not in module.flop_registry:

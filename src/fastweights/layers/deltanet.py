@@ -19,6 +19,7 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution, unit
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {
@@ -109,12 +110,12 @@ class DeltaNet(nn.Module):
         """
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        qkv, b, gate = project(x, self.qkv_proj, self.b_proj, self.g_proj)
+        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         if not self.convolution.activation:
             q, k, v = self.features(q), self.features(k), F.silu(v)
-        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens)
-        gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)
 

@@ -20,6 +20,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 
 class GatedDeltaNet(nn.Module):
@@ -113,11 +114,11 @@ class GatedDeltaNet(nn.Module):
         """
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        a, b = self.ab_proj(x).chunk(2, -1)
+        qkv, ab, gate = project(x, self.qkv_proj, self.ab_proj, self.g_proj)
+        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
+        a, b = ab.chunk(2, -1)
         b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
-        gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)

@@ -12,6 +12,7 @@ from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 
 class GatedLinearAttention(nn.Module):
@@ -90,9 +91,10 @@ class GatedLinearAttention(nn.Module):
         """
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        g = F.logsigmoid(full(self.f_proj(x))) / self.temperature
+        qkv, f, gate = project(x, self.qkv_proj, self.f_proj, self.g_proj)
+        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
+        g = F.logsigmoid(full(f)) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)

@@ -21,6 +21,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 
 class KimiDeltaAttention(nn.Module):
@@ -113,9 +114,12 @@ class KimiDeltaAttention(nn.Module):
         """
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        g = self.decay(self.f_proj(x))
-        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        qkv, f, b, gate = project(
+            x, self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
+        )
+        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
+        g = self.decay(f)
+        beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)

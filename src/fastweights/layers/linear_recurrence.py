@@ -23,6 +23,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel"]
@@ -124,13 +125,15 @@ class LinearRecurrence(nn.Module):
         """
         fields = ("S", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        qkv, a, b, gate = project(
+            x, self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
+        )
+        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         g = beta = None
-        if self.decay is not None and self.a_proj is not None:
-            g = self.decay(self.a_proj(x))
-        if self.b_proj is not None:
-            beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        if self.decay is not None:
+            g = self.decay(a)
+        if b is not None:
+            beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
-        gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S, convolution=inputs)

@@ -11,6 +11,7 @@ from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.projections import project
 
 
 class Mamba2(nn.Module):
@@ -97,8 +98,9 @@ class Mamba2(nn.Module):
         returned.
         """
         check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
-        C, B, u, inputs = self.convolution(self.x_proj(x), state, cu_seqlens)
-        dt = self.decay.step(self.dt_proj(x))
+        xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
+        C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
+        dt = self.decay.step(dt)
         o, S = recur(
             C,
             B,
@@ -109,6 +111,6 @@ class Mamba2(nn.Module):
             scale=1.0,
         )
         y = full(o) + self.D.to(dt.dtype)[:, None] * u
-        y = y.flatten(2) * F.silu(full(self.z_proj(x)))
+        y = y.flatten(2) * F.silu(full(z))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
         return self.o_proj(y), updated(state, S=S, convolution=inputs)

@@ -18,6 +18,7 @@ from fastweights.layers.state import (
     whole,
 )
 from fastweights.mlstm import mlstm
+from fastweights.projections import project
 from fastweights.serving import mlstm_step
 
 
@@ -101,8 +102,9 @@ class MLSTM(nn.Module):
         returned.
         """
         check_input(x, self.dim, state, cu_seqlens, "S", "m")
-        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
-        a = full(self.gates(x))
+        qkv, a, gate = project(x, self.qkv_proj, self.gates, self.g_proj)
+        q, k, v = split_heads(qkv, self.heads, self.sizes)
+        a = full(a)
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if state is not None and in_place(
@@ -117,5 +119,5 @@ class MLSTM(nn.Module):
             h, (S, m) = mlstm(
                 q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
             )
-        y = self.o_proj(self.norm(h, self.g_proj(x)))
+        y = self.o_proj(self.norm(h, gate))
         return y, updated(state, S=S, m=m)

@@ -29,6 +29,7 @@ from fastweights.layers.state import (
     recur,
     updated,
 )
+from fastweights.projections import project
 from fastweights.reference.backend import wide
 
 
@@ -91,12 +92,13 @@ class MultiScaleRetention(nn.Module):
         returned.
         """
         check_input(x, self.dim, state, cu_seqlens, "S", "position")
-        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        qkv, gate = project(x, self.qkv_proj, self.g_proj)
+        q, k, v = split_heads(qkv, self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
         g = retnet_decay(v.shape[2], device=x.device, dtype=wide(q.dtype))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, gate))
         position = lengths(x, cu_seqlens)
         if state is not None:
             position = position + state.get("position")
@@ -168,8 +170,8 @@ class LightningAttention(nn.Module):
         returned.
         """
         check_input(x, self.dim, state, cu_seqlens, "S")
-        qkv = F.silu(self.qkv_proj(x))
-        q, k, v = split_heads(qkv, self.heads, self.sizes)
+        qkv, gate = project(x, self.qkv_proj, self.g_proj)
+        q, k, v = split_heads(F.silu(qkv), self.heads, self.sizes)
         g = lightning_decay(
             v.shape[2],
             self.layer,
@@ -179,5 +181,5 @@ class LightningAttention(nn.Module):
         )
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0)
         o = o.flatten(2)[:, :, None]
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, gate))
         return y, updated(state, S=S)
