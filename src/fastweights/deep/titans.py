@@ -1,0 +1,112 @@
+"""Titans' memory (Behrouz et al. 2025), a chunk at a time."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.deep import dual
+from fastweights.deep.chunks import Layout
+from fastweights.deep.dual import Layers, Norm
+from fastweights.reference.backend import wide
+
+
+def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
+    """[t, s]: the product of a_{s+1} to a_t; 0 where s > t.
+
+    Products of factors, not quotients of running products: a factor may be 0.
+    """
+    C = a.shape[-1]
+    later = torch.ones(C, C, dtype=torch.bool, device=a.device).tril(-1)
+    factors = a[..., :, None].where(later, 1.0)
+    return factors.cumprod(-2).tril()
+
+
+def titans(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    rate: Float[Tensor, "B T H"],
+    momentum: Float[Tensor, "B T H"],
+    g: Float[Tensor, "B T H"],
+    start: Layers,
+    norm: Norm | None = None,
+    *,
+    chunk_size: int = 16,
+    initial_state: Float[Tensor, "B H 3 P"] | None = None,
+    position: Int[Tensor, " B"] | None = None,
+    lengths: Int[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H 3 P"]]:
+    """A network that learns v from k, with momentum and decay, read by q.
+
+    With W' the weights at a chunk's start, and S as the paper has it:
+
+        S_t = momentum_t S_{t-1} - rate_t grad_t(W')
+        W_t = e^{g_t} W_{t-1} + S_t
+        grad_t = gradient of |f(k_t; W') - v_t|^2 / 2,  o_t = f(q_t; W_t)
+
+    The paper's loss has no half: its theta is rate / 2, its alpha is
+    1 - e^g, its eta the momentum (eqs. 11 to 14). This is
+    ``online_learner(network(), squared_error, stale(momentum_sgd, C))``.
+    Momentum and decay are two linear recurrences, one reading the other; both
+    are solved by products inside the chunk (the paper's eqs. 16 to 18).
+
+    Args:
+        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
+        rate, momentum, g: per token and head; g is the log of the decay.
+        start: the model's layers (W [H, K, N], b [H, N]), with GELU (tanh)
+            between them.
+        norm: weight and bias [H, V] of a LayerNorm behind the model, or None.
+        chunk_size: tokens whose gradients are taken at the same weights.
+        initial_state: what the weights have learned since ``start``, S, and
+            what the weights of the chunk's start had learned; in fp32.
+        position, lengths: as in :func:`fastweights.deep.ttt`.
+
+    Returns:
+        o, in q's dtype, and the state after each row's last token.
+    """
+    dtype, full = q.dtype, wide(q.dtype)
+    B, T, H, _ = q.shape
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
+        momentum, decay = momentum.to(full), g.to(full).exp()
+        start = [(W.to(full), b.to(full)) for W, b in start]
+        if norm is not None:
+            norm = (norm[0].to(full), norm[1].to(full))
+        first = dual.flatten([(W[None], b[None]) for W, b in start])
+        if initial_state is None:
+            initial_state = q.new_zeros(B, H, 3, first.shape[-1])
+        since, speed, began = initial_state.to(full).unbind(2)
+        outputs = []
+        layout = Layout(chunk_size, T, q.device, position, lengths)
+        for part in layout:
+            # [B, H, C]; a token that is not there keeps W and S.
+            theta = part.take(rate, 0.0).mT
+            eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
+            moves = part.take(torch.ones_like(rate), 0.0).mT
+            q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
+            base = dual.unflatten(first + began, start)
+            M = dual.unflatten(first + since, start)
+            S = dual.unflatten(speed, start)
+            found = dual.gradients(base, k_, v_, norm)
+            slow, fast = products(alpha), products(eta)
+            # How much of S at token s is in W at token t, [B, H, C, C].
+            reach = slow * moves[..., None, :]
+            share = (reach @ fast) * theta[..., None, :]
+            keep = alpha.cumprod(-1)
+            carry = (reach @ eta.cumprod(-1)[..., None])[..., 0]
+            z = dual.read(q_, M, S, found, keep, carry, share)
+            if norm is not None:
+                z = dual.layer_norm(z, norm)[0]
+            outputs.append(z.transpose(1, 2))
+            after = dual.combine(
+                M, S, found, keep[..., -1], carry[..., -1], share[..., -1, :]
+            )
+            last = fast[..., -1, :] * theta
+            kept = eta.prod(-1)
+            S = dual.combine(S, S, found, kept, 0 * kept, last)
+            since, speed = dual.flatten(after) - first, dual.flatten(S)
+            began = part.choose(since, began)
+        o = layout.join(outputs).to(dtype)
+        return o, torch.stack([since, speed, began], 2)
