@@ -39,15 +39,13 @@ class Part(NamedTuple):
             y = torch.take_along_dim(x, index, 1)
         if empty is None or self.valid is None:
             return y
-        valid = self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2))
-        return y.where(valid, empty)
+        return y.where(_like(self.valid, x), empty)
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
         """``then`` [B, ...] where the chunk is complete, else ``other``."""
         if isinstance(self.ends, bool):
             return then if self.ends else other
-        ends = self.ends.reshape(-1, *[1] * (then.dim() - 1))
-        return then.where(ends, other)
+        return then.where(_like(self.ends, then), other)
 
 
 class Layout:
@@ -76,11 +74,9 @@ class Layout:
     ) -> None:
         self.size, self.T, self.device = size, T, device
         self.regular = position is None and lengths is None
-        if not self.regular:
-            one = position if position is not None else lengths
-            zero = torch.zeros_like(one)
-            self.first = zero if position is None else position % size
-            self.lengths = zero + T if lengths is None else lengths
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first = zero if position is None else position % size
+        self.lengths = zero + T if lengths is None else lengths
 
     def __iter__(self) -> Iterator[Part]:
         if self.regular:
@@ -97,9 +93,11 @@ class Layout:
         else:
             slots = torch.arange(self.size, device=self.device)
             for start in range(0, self.T + self.size - 1, self.size):
-                token = start + slots - self.first[:, None]
-                valid = (token >= 0) & (token < self.lengths[:, None])
                 end = self.first + self.lengths
+                token = (start + slots - self.first[:, None]).expand(
+                    len(end), -1
+                )
+                valid = (token >= 0) & (token < self.lengths[:, None])
                 yield Part(
                     token.clamp(0, self.T - 1),
                     slots.expand(token.shape),
@@ -114,5 +112,9 @@ class Layout:
             return y
         token = torch.arange(self.T, device=self.device)
         index = self.first[:, None] + token
-        index = index.reshape(*index.shape, *[1] * (y.dim() - 2))
-        return torch.take_along_dim(y, index, 1)
+        return torch.take_along_dim(y, _like(index, y), 1)
+
+
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    """x with dimensions of 1 behind its own, as many as y has."""
+    return x.reshape(*x.shape, *[1] * (y.dim() - x.dim()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -12,7 +14,8 @@ from fastweights.deep.newton_schulz import newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.reference.backend import wide
 
-Weights = tuple[Tensor, Tensor, Tensor]
+Weights = Sequence[Tensor]
+"""W0, W1 and W2."""
 
 
 def answer(w: Weights, x: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ def lact(
         if momentum is None:
             momentum = torch.zeros_like(rates[..., 0])
         momentum = momentum.to(full)
-        start = tuple(W.to(full) for W in start)
+        start = [W.to(full) for W in start]
         shapes = [W.shape[1:] for W in start]
         norms = [W.norm(dim=-2, keepdim=True) for W in start]
         if initial_state is None:
@@ -101,7 +104,7 @@ def lact(
         layout = Layout(chunk_size, T, q.device, position, lengths)
         outputs = []
         for part in layout:
-            w = tuple(W + d for W, d in zip(start, since, strict=True))
+            w = [W + d for W, d in zip(start, since, strict=True)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             outputs.append(answer(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)

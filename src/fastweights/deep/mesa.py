@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.ops import linear_recurrence
+from fastweights.ops import FORWARD, linear_recurrence
 from fastweights.reference.backend import wide
-
-Product = Callable[[Tensor], Tensor]
 
 
 def mesa(
@@ -55,66 +53,67 @@ def mesa(
     """
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v, g, beta = (x.to(full) for x in (q, k, v, g, beta))
-        ridge = ridge.to(full)
+        q, k, v, g, beta = (
+            x.to(full).contiguous() for x in (q, k, v, g, beta)
+        )
+        ridge, S0 = ridge.to(full), initial_state
         weighted = beta[..., None] * k
-        S0 = initial_state
-
-        def attend(x: Tensor, values: Tensor, S: Tensor | None) -> Any:
-            return linear_recurrence(
-                x,
-                weighted,
-                values,
-                g,
-                scale=1.0,
-                initial_state=S,
-                cu_seqlens=cu_seqlens,
-            )
-
         H0 = None if S0 is None else S0[..., :K].contiguous()
-
-        def product(x: Tensor) -> Tensor:
-            """(H_t + Diag(ridge)) x_t."""
-            return attend(x, k, H0)[0] + ridge * x
-
+        attend = partial(linear_recurrence, scale=1.0, cu_seqlens=cu_seqlens)
+        matrices = (k, weighted, g, ridge, H0, cu_seqlens)
         with torch.no_grad():
-            x = solve(product, q, steps)
+            x = solve(q, steps, *matrices)
         # One more correction, which is 0 up to rounding: its gradients are
         # those of the solution by q, and by all that is in the product.
-        x = x + _Solve.apply(q - product(x), product, steps)
-        o, state = attend(x, torch.cat([k, v], -1), S0)
+        Hx, _ = attend(x, weighted, k, g, initial_state=H0)
+        x = x + _Solve.apply(q - Hx - ridge * x, steps, *matrices)
+        both = torch.cat([k, v], -1)
+        o, state = attend(x, weighted, both, g, initial_state=S0)
         return o[..., K:].to(dtype), state
 
 
 class _Solve(torch.autograd.Function):
-    """The product's inverse on a residual, which it takes for 0."""
+    """The matrices' inverses on a residual, which it takes for 0."""
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, product: Product, steps: int
+        ctx: Any, residual: Tensor, steps: int, *matrices: Tensor | None
     ) -> Tensor:
-        ctx.product, ctx.steps = product, steps
+        ctx.save_for_backward(*matrices)
+        ctx.steps = steps
         return torch.zeros_like(residual)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        """The matrices are symmetric: the same equations."""
-        with torch.no_grad():
-            return solve(ctx.product, dx.contiguous(), ctx.steps), None, None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        """The matrices are symmetric: the same equations once more."""
+        nothing = (None,) * (1 + len(ctx.saved_tensors))
+        dx = solve(dx.contiguous(), ctx.steps, *ctx.saved_tensors)
+        return dx, *nothing
 
 
 def solve(
-    product: Product, b: Float[Tensor, "*rows K"], steps: int
-) -> Float[Tensor, "*rows K"]:
-    """A x = b by conjugate gradients, for many A that are product(x) = A x.
+    b: Float[Tensor, "B T H K"],
+    steps: int,
+    k: Float[Tensor, "B T H K"],
+    weighted: Float[Tensor, "B T H K"],
+    g: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
+    H0: Float[Tensor, "N H K K"] | None,
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+) -> Float[Tensor, "B T H K"]:
+    """(H_t + Diag(ridge)) x_t = b_t for every t, by conjugate gradients.
 
-    Rows that are done stay: a quotient of 0 and 0 counts as 0.
+    Rows that are done stay: a quotient of 0 and 0 counts as 0. Without
+    gradients.
     """
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
     for _ in range(steps):
-        Ap = product(p)
+        Hp, _, _ = FORWARD(
+            p, weighted, k, g, None, H0, cu_seqlens, 1.0, None, "auto"
+        )
+        Ap = Hp + ridge * p
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
         x, r = x + step * p, r - step * Ap
         size, before = (r * r).sum(-1, keepdim=True), size

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -199,15 +200,17 @@ def newton(
     forgetting, and MesaNet's optimum (von Oswald et al. 2025, eq. 6).
     """
 
-    def curvature(direction: Tensor) -> Tensor:
-        """k k^T direction: how the gradient changes along it."""
-        change = torch.zeros_like(params)
-        change[..., 0] = direction
-        return torch.func.jvp(gradient, (params,), (change,))[1][..., 0]
+    K, V = params.shape[-2:]
+    nothing = torch.zeros_like(params)
 
-    K = params.shape[-2]
+    def curvature(direction: Tensor) -> Tensor:
+        """k k^T direction: the gradient's change, which is affine."""
+        change = direction.expand(params.shape[:-1])[..., None]
+        change = F.pad(change, (0, V - 1))
+        return (gradient(change) - gradient(nothing))[..., 0]
+
     basis = torch.eye(K, dtype=params.dtype, device=params.device)
-    columns = [curvature(e.expand(params.shape[:-1])) for e in basis]
+    columns = [curvature(e) for e in basis]
     keep = factor(g, memory).exp()
     memory = keep * memory + factor(rate, memory) * torch.stack(columns, -1)
     slope = factor(rate, params) * gradient(params)
