@@ -160,7 +160,7 @@ def test_gradients_entry_by_entry(name):
 def test_every_parameter_is_used():
     for name in CASES:
         layer = made(name)
-        layer(tokens(2, 5))[0].square().sum().backward()
+        layer(tokens(2, T))[0].square().sum().backward()
         for key, p in layer.named_parameters():
             assert p.grad is not None and p.grad.abs().sum() > 0, (name, key)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastweights.deep.chunks import Layout, Part
 from fastweights.deep.newton_schulz import newton_schulz
 from fastweights.deep.optimisers import unit_columns
+from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
 
 Weights = Sequence[Tensor]
@@ -88,7 +89,7 @@ def lact(
     """
     dtype, full = q.dtype, wide(q.dtype)
     B, T, H, _ = q.shape
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         rates = rates.to(full)
         if momentum is None:
             momentum = torch.zeros_like(rates[..., 0])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.ops import FORWARD, linear_recurrence
+from fastweights.ops import FORWARD, linear_recurrence, without_autocast
 from fastweights.reference.backend import wide
 
 
@@ -52,7 +52,7 @@ def mesa(
         o, in q's dtype, and the state after each sequence's last token.
     """
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v, g, beta = (
             x.to(full).contiguous() for x in (q, k, v, g, beta)
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from fastweights.deep import dual
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
 
 
@@ -68,7 +69,7 @@ def titans(
     """
     dtype, full = q.dtype, wide(q.dtype)
     B, T, H, _ = q.shape
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         momentum, decay = momentum.to(full), g.to(full).exp()
         start = [(W.to(full), b.to(full)) for W, b in start]

@@ -9,6 +9,7 @@ from torch import Tensor
 from fastweights.deep import dual
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
 
 
@@ -56,7 +57,7 @@ def ttt(
     dtype, size = q.dtype, len(rows)
     full = wide(dtype)
     B, T, H, _ = q.shape
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = (norm[0].to(full), norm[1].to(full))
