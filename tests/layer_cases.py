@@ -96,7 +96,8 @@ CASES = {
     "titans-linear": lambda **to: TitansMemory(
         D, 2, 3, depth=1, chunk_size=4, conv_size=None, **to
     ),
-    "lact": lambda **to: LaCT(D, 2, chunk_size=20, **to),
+    "lact": lambda **to: LaCT(D, 2, chunk_size=6, muon=False, **to),
+    "lact-muon": lambda **to: LaCT(D, 2, chunk_size=20, **to),
     "lact-options": lambda **to: LaCT(
         D,
         1,
