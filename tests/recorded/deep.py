@@ -57,7 +57,9 @@ def drawn(*shape: int, low: float | None = None) -> torch.Tensor:
 
 def saved(name: str, source: str, o, inputs: dict, **more) -> None:
     """Output, and the gradients of the sum of its squares."""
-    slopes = torch.autograd.grad(o.square().sum(), [*inputs.values()])
+    slopes = ()
+    if o.requires_grad:
+        slopes = torch.autograd.grad(o.square().sum(), [*inputs.values()])
     record = {
         "source": source,
         "versions": f"torch {torch.__version__}",
@@ -66,7 +68,7 @@ def saved(name: str, source: str, o, inputs: dict, **more) -> None:
         "inputs": {k: packed(x) for k, x in inputs.items()},
         "o": packed(o),
         "gradients": {
-            k: packed(d) for k, d in zip(inputs, slopes, strict=True)
+            k: packed(d) for k, d in zip(inputs, slopes, strict=False)
         },
     }
     text = json.dumps(record, indent=1)
@@ -153,6 +155,34 @@ def titans() -> None:
     saved("titans_lucidrains", source, o, {"x": x, **used}, chunk=3)
 
 
+def fla_ttt() -> None:
+    """The reference of another library, which differs: see the test."""
+    module = loaded(
+        "flash-linear-attention/fla/ops/ttt/naive.py",
+        fp64=("torch.float32", "torch.float64"),
+    )
+    torch.manual_seed(0)
+    T, K = 8, 4
+    inputs = {
+        "q": drawn(B, T, H, K),
+        "k": drawn(B, T, H, K),
+        "v": drawn(B, T, H, K),
+        "w": drawn(H, K, low=0.5),
+        "b": drawn(H, K),
+        "eta": drawn(B, T, H, 1, low=0.0),
+    }
+    with torch.no_grad():
+        o, *_ = module.chunk_ttt_linear_ref(
+            *(x.clone() for x in inputs.values()), scale=1.0, mini_batch_size=4
+        )
+    saved(
+        "ttt_flash_linear_attention",
+        "flash-linear-attention bc3b101, ops/ttt/naive.py",
+        o,
+        inputs,
+    )
+
+
 def mesa() -> None:
     module = loaded(
         "flash-linear-attention/fla/ops/mesa_net/naive.py",
@@ -172,7 +202,7 @@ def mesa() -> None:
     with torch.no_grad():
         inputs["g"].clamp_(max=-0.01)
     o, _, _ = module.naive_mesa_net_exact(*inputs.values())
-    source = "flash-linear-attention, ops/mesa_net/naive.py, exact"
+    source = "flash-linear-attention bc3b101, ops/mesa_net/naive.py, exact"
     saved("mesa_exact", source, o, inputs)
 
 
@@ -182,4 +212,5 @@ if __name__ == "__main__":
     lact("lact_muon", muon=True, momentum=True)
     lact("lact_plain", muon=False, momentum=False)
     titans()
+    fla_ttt()
     mesa()
