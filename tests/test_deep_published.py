@@ -88,16 +88,14 @@ def test_ttt_of_its_authors(make):
 
 
 def lact_of(w, **options):
+    """One head per sequence: each has first weights of its own."""
     rates = torch.cat([w["lr0"], w["lr1"], w["lr2"]], -1)
     start = [w[name].mT for name in ("w0", "w1", "w2")]
-    # One head, and another network for each sequence: rows as heads.
-    q, k, v, rates = (
-        t.movedim(0, -2)[None]
-        for t in (w["q"], w["k"], w["v"], rates[:, :, 0])
-    )
+    tokens = (w["q"], w["k"], w["v"], rates)
+    q, k, v, rates = (t.transpose(0, 1)[None] for t in tokens)
     momentum = w["momentum"][..., 0].mT[None] if "momentum" in w else None
     o, _ = deep.lact(q, k, v, rates, start, momentum, chunk_size=4, **options)
-    return o[0].movedim(1, 0)
+    return o[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("name", ["muon", "plain"])
@@ -176,10 +174,7 @@ def test_titans_of_the_papers_equations():
     def one(x):
         return x[None, :, None]
 
-    start = [
-        (first[0][None], first[1][None]),
-        (first[2][None], first[3][None]),
-    ]
+    W1, b1, W2, b2 = (p[None] for p in first)
     o, _ = deep.titans(
         *map(one, (q, k, v, 2 * theta, eta, torch.log1p(-alpha))),
         [(W1, b1), (W2, b2)],
