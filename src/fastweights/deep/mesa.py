@@ -31,7 +31,7 @@ def mesa(
         G_t = e^{g_t} G_{t-1} + beta_t k_t v_t^T
         o_t = G_t^T (H_t + Diag(ridge))^{-1} q_t
 
-    (eqs. 6 and 7): S_t = (H_t + Diag(ridge))^{-1} G_t is where the decayed
+    S_t = (H_t + Diag(ridge))^{-1} G_t is where the decayed
     squared errors plus sum_d ridge_d |S_d|^2 / 2 are least. The equations are
     solved by conjugate gradients, of all tokens together: a product with
     every token's H_t is gated linear attention whose values are its keys.

@@ -148,7 +148,7 @@ def norms_of(start: Params) -> Callable[[Params], Params]:
     """Brings what each unit reads back to the norm that it has in start.
 
     The units of W [..., K, N] are its columns: LaCT's 'rows', since papers
-    keep the transpose (Zhang et al. 2025, section 3.2).
+    keep the transpose (Zhang et al. 2025).
     """
 
     def project(params: Params) -> Params:
@@ -197,7 +197,7 @@ def newton(
     with H <- e^g H + rate k k^T in memory [B, H, K, K]. S was the minimum
     before, so that the gradient is now the token's own plus what is left of
     the ridge's, (1 - e^g) Diag(ridge) S: recursive least squares with
-    forgetting, and MesaNet's optimum (von Oswald et al. 2025, eq. 6).
+    forgetting, and MesaNet's optimum (von Oswald et al. 2025).
     """
 
     K, V = params.shape[-2:]
