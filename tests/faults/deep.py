@@ -19,7 +19,6 @@ TESTS = {
     f"{LAYERS}/lact.py": PIECES,
     f"{LAYERS}/rows.py": PIECES,
     f"{LAYERS}/window.py": "test_window.py",
-    "fastweights/fast_weights.py": LOOP,
     BEYOND: "reference/test_beyond.py",
 }
 MUTANTS = {
@@ -189,11 +188,6 @@ MUTANTS = {
         f"{DEEP}/optimisers.py",
         "slope = slope + (1 - keep) * ridge[..., None] * params",
         "pass",
-    ),
-    "learner-reads-before-when-told-after": (
-        "fastweights/fast_weights.py",
-        'params if read == "after" else state[0]',
-        "params",
     ),
     "layer-ttt-positions-run-on": (
         f"{LAYERS}/ttt.py",
