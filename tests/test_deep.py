@@ -356,3 +356,51 @@ def test_mlstm_and_mamba_are_learners_too():
         c,
     )
     torch.testing.assert_close(o[..., 0], want)
+
+
+def without(key):
+    """The same with one thing that does not fit."""
+    short = torch.zeros(B, T, H, K - 1, **DOUBLE)
+    rows = torch.zeros(B + 1, dtype=torch.int64)
+    state = torch.zeros(B, H, 7, **DOUBLE)
+    return {
+        "k": ({"k": short}, {}, r"k: got shape .*, need q's, \[2, 17"),
+        "k-dtype": ({"k": short.float()}, {}, "k: got torch.float32, need"),
+        "rate": (
+            {"rate": short},
+            {},
+            r"rates?: got shape .*, need \[2, 17, 2",
+        ),
+        "W1": (
+            {"W1": short[0]},
+            {},
+            r"start\[0\].*: got shape .*, need \[2, 4",
+        ),
+        "position": ({}, {"position": rows}, r"position: .*, need \[2\]"),
+        "initial_state": ({}, {"initial_state": state}, r"initial_state: got"),
+    }[key]
+
+
+@pytest.mark.parametrize("name", ["ttt-mlp", "titans-mlp", "lact"])
+@pytest.mark.parametrize(
+    "key", ["k", "k-dtype", "rate", "W1", "position", "initial_state"]
+)
+def test_what_does_not_fit_is_refused(name, key):
+    case, x = CASES[name], drawn(name, T)
+    wrong, options, message = without(key)
+    if name == "lact" and key == "rate":
+        wrong = {n: wrong["rate"] for n in ("rate", "rate1", "rate2")}
+    with pytest.raises((TypeError, ValueError), match=message):
+        case.chunked(x | wrong, **options)
+
+
+def test_what_mesa_refuses():
+    case, x = CASES["mesa"], drawn("mesa", T)
+    with pytest.raises(
+        ValueError, match=r"ridge: got shape \[4\], need \[2, 4"
+    ):
+        case.chunked(x | {"ridge": x["ridge"][0]})
+    with pytest.raises(ValueError, match=r"initial_state: got .*\[2, 2, 4, 7"):
+        case.chunked(x, initial_state=torch.zeros(B, H, K, K, **DOUBLE))
+    with pytest.raises(ValueError, match="beta: got shape"):
+        case.chunked(x | {"beta": x["k"]})

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.deep.arguments import (
+    check_chunk,
+    check_shapes,
+    check_tokens,
+)
 from fastweights.deep.chunks import Layout, Part
 from fastweights.deep.newton_schulz import newton_schulz
 from fastweights.deep.optimisers import unit_columns
@@ -87,18 +92,27 @@ def lact(
     Returns:
         o, in q's dtype, and the state after each row's last token.
     """
+    given = {"rates": rates}
+    given |= {} if momentum is None else {"momentum": momentum}
+    check_tokens(q, k, v, given, position, lengths, matrices=3)
+    check_chunk(chunk_size)
     dtype, full = q.dtype, wide(q.dtype)
-    B, T, H, _ = q.shape
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    N = start[0].shape[-1]
+    shapes = [torch.Size(s) for s in ((K, N), (N, V), (K, N))]
+    numbers = sum(s.numel() for s in shapes)
+    check_shapes(
+        {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
+        | {"initial_state": (initial_state, (B, H, 3 * numbers + 1))}
+    )
     with without_autocast(q):
         rates = rates.to(full)
         if momentum is None:
             momentum = torch.zeros_like(rates[..., 0])
         momentum = momentum.to(full)
         start = [W.to(full) for W in start]
-        shapes = [W.shape[1:] for W in start]
         norms = [W.norm(dim=-2, keepdim=True) for W in start]
         if initial_state is None:
-            numbers = sum(s.numel() for s in shapes)
             initial_state = rates.new_zeros(B, H, 3 * numbers + 1)
         *state, mean = _unpack(initial_state.to(full), shapes)
         since, memory, total = state[:3], state[3:6], state[6:]

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.deep.arguments import check_shapes, check_tokens
 from fastweights.ops import FORWARD, linear_recurrence, without_autocast
 from fastweights.reference.backend import wide
 
@@ -51,7 +52,14 @@ def mesa(
     Returns:
         o, in q's dtype, and the state after each sequence's last token.
     """
+    check_tokens(q, k, v, {"g": g, "beta": beta})
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
+    H, V = v.shape[2:]
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    check_shapes(
+        {"ridge": (ridge, (H, K))}
+        | {"initial_state": (initial_state, (N, H, K, K + V))}
+    )
     with without_autocast(q):
         q, k, v, g, beta = (
             x.to(full).contiguous() for x in (q, k, v, g, beta)

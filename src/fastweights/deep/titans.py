@@ -7,6 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.deep import dual
+from fastweights.deep.arguments import (
+    check_chunk,
+    check_layers,
+    check_shapes,
+    check_tokens,
+)
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.ops import without_autocast
@@ -67,8 +73,16 @@ def titans(
     Returns:
         o, in q's dtype, and the state after each row's last token.
     """
+    rates = {"rate": rate, "momentum": momentum, "g": g}
+    check_tokens(q, k, v, rates, position, lengths)
+    check_chunk(chunk_size)
     dtype, full = q.dtype, wide(q.dtype)
-    B, T, H, _ = q.shape
+    B, T, H, K = q.shape
+    check_layers(start, H, K, v.shape[-1])
+    P = sum(x[0].numel() for layer in start for x in layer)
+    check_shapes({"initial_state": (initial_state, (B, H, 3, P))})
+    for i, x in enumerate(norm or ()):
+        check_shapes({f"norm[{i}]": (x, (H, v.shape[-1]))})
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         momentum, decay = momentum.to(full), g.to(full).exp()
@@ -77,7 +91,7 @@ def titans(
             norm = (norm[0].to(full), norm[1].to(full))
         first = dual.flatten([(W[None], b[None]) for W, b in start])
         if initial_state is None:
-            initial_state = q.new_zeros(B, H, 3, first.shape[-1])
+            initial_state = q.new_zeros(B, H, 3, P)
         since, speed, began = initial_state.to(full).unbind(2)
         outputs = []
         layout = Layout(chunk_size, T, q.device, position, lengths)

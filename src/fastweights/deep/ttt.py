@@ -7,6 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.deep import dual
+from fastweights.deep.arguments import (
+    check_layers,
+    check_shapes,
+    check_tokens,
+)
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.ops import without_autocast
@@ -53,10 +58,25 @@ def ttt(
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
+
+    Raises:
+        TypeError, ValueError: a dtype, device or shape does not fit; the
+            message names the argument, what it got and what it needs.
     """
+    check_tokens(q, k, v, {"rate": rate}, position, lengths)
     dtype, size = q.dtype, len(rows)
     full = wide(dtype)
-    B, T, H, _ = q.shape
+    B, T, H, K = q.shape
+    check_layers(start, H, K, K)
+    P = sum(x[0].numel() for layer in start for x in layer)
+    per_head = {"norm[0]": norm[0], "norm[1]": norm[1]}
+    check_shapes(
+        {
+            "v": (v, (B, T, H, K)),
+            "initial_state": (initial_state, (B, H, 2, P)),
+        }
+        | {name: (x, (H, K)) for name, x in per_head.items()}
+    )
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         start = [(W.to(full), b.to(full)) for W, b in start]
@@ -64,7 +84,6 @@ def ttt(
         rows = rows.to(full)
         first = dual.flatten([(W[None], b[None]) for W, b in start])
         if initial_state is None:
-            P = first.shape[-1]
             initial_state = q.new_zeros(B, H, 2, P)
         since, total = initial_state.to(full).unbind(2)
         outputs = []

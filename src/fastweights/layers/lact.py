@@ -16,7 +16,6 @@ from fastweights.layers.arguments import (
     check_sizes,
     head_size,
     scaled,
-    value_heads,
 )
 from fastweights.layers.parts import Factory, OutputNorm, full, rotary
 from fastweights.layers.rows import Rows
@@ -49,8 +48,8 @@ class LaCT(nn.Module):
     Args:
         dim: width D of x and y.
         num_heads: heads H of the memory, of size dim / num_heads.
-        num_attention_heads: heads of the attention, a multiple of num_heads;
-            num_heads if None. Rotary positions turn heads of their size.
+        num_attention_heads: heads of the attention; num_heads if None.
+            Rotary positions turn heads of their size.
         expansion: width of the memory's hidden layer over its heads' size.
         chunk_size: tokens per step.
         window: tokens that one attends to, with itself; chunk_size if None.
@@ -85,8 +84,14 @@ class LaCT(nn.Module):
         check_number("base_lr", base_lr, "> 0")
         check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
-        self.attention_heads = value_heads(num_attention_heads, H)
-        head_size(None, dim, self.attention_heads)
+        near = H if num_attention_heads is None else num_attention_heads
+        check_sizes(num_attention_heads=near)
+        if dim % near:
+            raise ValueError(
+                f"num_attention_heads: got {near}, need a divisor of dim = "
+                f"{dim}"
+            )
+        self.attention_heads = near
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.heads, self.theta = dim, H, theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
