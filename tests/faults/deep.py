@@ -134,8 +134,8 @@ MUTANTS = {
     ),
     "mesa-without-its-ridge": (
         f"{DEEP}/mesa.py",
-        "Ap = Hp + ridge * p",
-        "Ap = Hp",
+        "Ap = product(p) + ridge * p",
+        "Ap = product(p)",
     ),
     "mesa-solves-nothing-again-for-gradients": (
         f"{DEEP}/mesa.py",

@@ -112,16 +112,25 @@ def solve(
     """(H_t + Diag(ridge)) x_t = b_t for every t, by conjugate gradients.
 
     Rows that are done stay: a quotient of 0 and 0 counts as 0. Without
-    gradients.
+    gradients. A single token's matrices are written down; those of many are
+    not, and a product with them is linear attention.
     """
+    H: Tensor | None = None
+    if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
+        kept = g[:, 0, :, None, None].exp() * H0
+        H = kept + weighted[:, 0, :, :, None] * k[:, 0, :, None, :]
+
+    def product(x: Tensor) -> Tensor:
+        if H is not None:
+            return torch.einsum("bhkj,bthk->bthj", H, x)
+        arguments = (None, H0, cu_seqlens, 1.0, None, "auto")
+        return FORWARD(x, weighted, k, g, *arguments)[0]
+
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
     for _ in range(steps):
-        Hp, _, _ = FORWARD(
-            p, weighted, k, g, None, H0, cu_seqlens, 1.0, None, "auto"
-        )
-        Ap = Hp + ridge * p
+        Ap = product(p) + ridge * p
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
         x, r = x + step * p, r - step * Ap
         size, before = (r * r).sum(-1, keepdim=True), size

@@ -69,13 +69,13 @@ def ttt(
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
     P = sum(x[0].numel() for layer in start for x in layer)
-    per_head = {"norm[0]": norm[0], "norm[1]": norm[1]}
     check_shapes(
         {
             "v": (v, (B, T, H, K)),
+            "norm[0]": (norm[0], (H, K)),
+            "norm[1]": (norm[1], (H, K)),
             "initial_state": (initial_state, (B, H, 2, P)),
         }
-        | {name: (x, (H, K)) for name, x in per_head.items()}
     )
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
