@@ -39,18 +39,23 @@ MUTANTS = {
     ),
     "deep-bias-without-its-input-of-one": (
         f"{DEEP}/dual.py",
-        "(share * (x @ inputs.mT + 1))",
-        "(share * (x @ inputs.mT))",
+        "(x @ found.inputs[i].mT + 1)",
+        "(x @ found.inputs[i].mT)",
     ),
     "deep-dual-adds-the-gradient": (
         f"{DEEP}/dual.py",
-        "z = z - (share",
-        "z = z + (share",
+        "z = z - scores",
+        "z = z + scores",
     ),
-    "deep-carry-left-out-of-the-state": (
-        f"{DEEP}/dual.py",
-        "return kept + carry.unflatten(-1, (-1, *ones)) * s - more",
-        "return kept - more",
+    "titans-carry-left-out-of-the-state": (
+        f"{DEEP}/titans.py",
+        "partial(_blend, kept, reached)",
+        "partial(_blend, kept, None)",
+    ),
+    "titans-decay-left-out-of-the-state": (
+        f"{DEEP}/titans.py",
+        "M = factor(keep, M) * M - moved",
+        "M = M - moved",
     ),
     "ttt-residual-of-the-output": (
         f"{DEEP}/ttt.py",
@@ -74,8 +79,8 @@ MUTANTS = {
     ),
     "ttt-last-row-for-the-first": (
         f"{DEEP}/ttt.py",
-        "since - rows[-1] * after",
-        "since - rows[0] * after",
+        "W - rows[-1] * G",
+        "W - rows[0] * G",
     ),
     "titans-momentum-flipped": (
         f"{DEEP}/titans.py",

@@ -16,6 +16,8 @@ Here x is [B, H, C, .], weights are ((W, b), ...) with W [B, H, K, N] and b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,9 +51,9 @@ def apply(layers: Layers, x: Tensor) -> list[Tensor]:
 
 def gelu_slope(z: Tensor) -> Tensor:
     """The derivative of the GELU with tanh."""
-    inner = 0.7978845608028654 * (z + 0.044715 * z**3)
-    t = inner.tanh()
-    change = 0.7978845608028654 * (1 + 3 * 0.044715 * z.square())
+    root, cubic, square = math.sqrt(2 / math.pi), 0.044715, z.square()
+    t = (root * z * (1 + cubic * square)).tanh()
+    change = root * (1 + 3 * cubic * square)
     return (1 + t + z * (1 - t.square()) * change) / 2
 
 
@@ -88,48 +90,43 @@ def gradients(
 def read(
     q: Tensor,
     M: Layers,
-    S: Layers,
+    S: Layers | None,
     found: Gradients,
     keep: Rows | None,
     carry: Rows,
     share: Float[Tensor, "B H C C"],
 ) -> Tensor:
-    """Each query's answer by its own token's weights; keep None: 1."""
+    """Each query's answer by its own token's weights.
+
+    keep None is 1, S None is 0.
+    """
     x = z = q
-    layers = zip(M, S, found.inputs, found.errors, strict=True)
-    for i, ((W, b), (dW, db), inputs, errors) in enumerate(layers):
+    for i, (W, b) in enumerate(M):
         x = gelu(z) if i else q
         z = x @ W + b[..., None, :]
         z = z if keep is None else keep[..., None] * z
-        z = z + carry[..., None] * (x @ dW + db[..., None, :])
+        if S is not None:
+            dW, db = S[i]
+            z = z + carry[..., None] * (x @ dW + db[..., None, :])
         # The bias is a weight whose input is always 1: hence the 1.
-        z = z - (share * (x @ inputs.mT + 1)) @ errors
+        scores = share * (x @ found.inputs[i].mT + 1)
+        z = z - scores @ found.errors[i]
     return z
 
 
-def combine(
-    M: Layers,
-    S: Layers,
-    found: Gradients,
-    keep: Float[Tensor, "B H"] | None,
-    carry: Float[Tensor, "B H"],
-    share: Rows,
-) -> Layers:
-    """One token's weights, written down: keep None is 1."""
-
-    def one(w: Tensor, s: Tensor, more: Tensor) -> Tensor:
-        ones = (1,) * (w.dim() - 2)
-        kept = w if keep is None else keep.unflatten(-1, (-1, *ones)) * w
-        return kept + carry.unflatten(-1, (-1, *ones)) * s - more
-
-    after = []
-    layers = zip(M, S, found.inputs, found.errors, strict=True)
-    for (W, b), (dW, db), inputs, errors in layers:
+def gather(found: Gradients, share: Rows) -> Layers:
+    """The sum of the chunk's gradients, each times its share, written down."""
+    sums = []
+    for inputs, errors in zip(*found, strict=True):
         weighted = share[..., None] * errors
-        after.append(
-            (one(W, dW, inputs.mT @ weighted), one(b, db, weighted.sum(-2)))
-        )
-    return after
+        sums.append((inputs.mT @ weighted, weighted.sum(-2)))
+    return sums
+
+
+def each(function: Callable[..., Tensor], *layers: Layers) -> Layers:
+    """A function of the weights at the same place, place by place."""
+    pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
+    return [(function(*W), function(*b)) for W, b in pairs]
 
 
 def flatten(layers: Layers) -> Float[Tensor, "B H P"]:

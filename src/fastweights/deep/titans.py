@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,6 +17,7 @@ from fastweights.deep.arguments import (
 )
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.fast_weights import factor
 from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
 
@@ -93,6 +96,9 @@ def titans(
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 3, P)
         since, speed, began = initial_state.to(full).unbind(2)
+        M = dual.unflatten(first + since, start)
+        S = dual.unflatten(speed, start)
+        base = dual.unflatten(first + began, start)
         outputs = []
         layout = Layout(chunk_size, T, q.device, position, lengths)
         for part in layout:
@@ -101,9 +107,6 @@ def titans(
             eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
             moves = part.take(torch.ones_like(rate), 0.0).mT
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            base = dual.unflatten(first + began, start)
-            M = dual.unflatten(first + since, start)
-            S = dual.unflatten(speed, start)
             found = dual.gradients(base, k_, v_, norm)
             slow, fast = products(alpha), products(eta)
             # How much of S at token s is in W at token t, [B, H, C, C].
@@ -115,13 +118,21 @@ def titans(
             if norm is not None:
                 z = dual.layer_norm(z, norm)[0]
             outputs.append(z.transpose(1, 2))
-            after = dual.combine(
-                M, S, found, keep[..., -1], carry[..., -1], share[..., -1, :]
-            )
-            last = fast[..., -1, :] * theta
-            kept = eta.prod(-1)
-            S = dual.combine(S, S, found, kept, 0 * kept, last)
-            since, speed = dual.flatten(after) - first, dual.flatten(S)
-            began = part.choose(since, began)
-        o = layout.join(outputs).to(dtype)
-        return o, torch.stack([since, speed, began], 2)
+            # The weights and S after the part's last token.
+            moved = dual.gather(found, share[..., -1, :])
+            surprise = dual.gather(found, fast[..., -1, :] * theta)
+            kept, reached = keep[..., -1], carry[..., -1]
+            M = dual.each(partial(_blend, kept, reached), M, S, moved)
+            S = dual.each(partial(_blend, eta.prod(-1), None), S, S, surprise)
+            base = dual.each(part.choose, M, base)
+        since, began = dual.flatten(M) - first, dual.flatten(base) - first
+        state = torch.stack([since, dual.flatten(S), began], 2)
+        return layout.join(outputs).to(dtype), state
+
+
+def _blend(
+    keep: Tensor, carry: Tensor | None, M: Tensor, S: Tensor, moved: Tensor
+) -> Tensor:
+    """keep M + carry S - moved, with keep and carry per head [B, H]."""
+    M = factor(keep, M) * M - moved
+    return M if carry is None else M + factor(carry, M) * S

@@ -86,14 +86,17 @@ def ttt(
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 2, P)
         since, total = initial_state.to(full).unbind(2)
-        outputs = []
+        weights = dual.unflatten(first + since, start)
+        # Nothing, where every part begins a chunk.
+        sums: Layers | None = None
         layout = Layout(size, T, q.device, position, lengths)
+        if not layout.regular:
+            sums = dual.unflatten(total, start)
+        outputs = []
         for part in layout:
             eta = part.take(rate, 0.0).mT
             # [B, H, C, K]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            weights = dual.unflatten(first + since, start)
-            sums = dual.unflatten(total, start)
             found = dual.gradients(weights, k_, v_ - k_, norm)
             # [B, 1, C], then share [B, H, C, C]
             row = rows[part.place][:, None]
@@ -101,12 +104,16 @@ def ttt(
             z = dual.read(q_, weights, sums, found, None, -row, share)
             o = q_ + dual.layer_norm(z, norm)[0]
             outputs.append(o.transpose(1, 2))
-            one = eta.new_ones(B, H)
-            after = dual.flatten(
-                dual.combine(sums, sums, found, None, 0 * one, -eta)
-            )
-            stepped = since - rows[-1] * after
-            since = part.choose(stepped, since)
-            total = part.choose(torch.zeros_like(after), after)
+            more = dual.gather(found, eta)
+            more = more if sums is None else dual.each(torch.add, sums, more)
+            stepped = dual.each(lambda W, G: W - rows[-1] * G, weights, more)
+            weights = dual.each(part.choose, stepped, weights)
+            if layout.regular:
+                total = 0 * total if part.ends else dual.flatten(more)
+            else:
+                nothing = dual.each(torch.zeros_like, more)
+                sums = dual.each(part.choose, nothing, more)
+                total = dual.flatten(sums)
+        since = dual.flatten(weights) - first
         o = layout.join(outputs).to(dtype)
         return o, torch.stack([since, total], 2)
