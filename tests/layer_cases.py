@@ -110,7 +110,7 @@ CASES = {
         base_lr=0.1,
         **to,
     ),
-    "mesanet": lambda **to: MesaNet(D, 2, 4, **to),
+    "mesanet": lambda **to: MesaNet(D, 2, 4, steps=8, **to),
     "softmax": lambda **to: SoftmaxAttention(D, 2, **to),
     "softmax-options": lambda **to: SoftmaxAttention(
         D,

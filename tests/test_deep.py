@@ -146,7 +146,7 @@ def test_mesa_in_pieces_and_packed():
     assert relative_error(state, last) < 1e-12
 
 
-COMPILED = ["ttt-linear", "mesa"]
+COMPILED = ["ttt-linear"]
 
 
 @pytest.mark.parametrize(

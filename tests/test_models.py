@@ -25,7 +25,11 @@ def config(pattern=HYBRID, **changes):
         "num_layers": max(2, len(pattern)),
         "num_heads": 2,
         "mlp_multiple": 32,
-        "options": {"mamba2": {"state_size": 16}, "lact": {"chunk_size": 8}},
+        "options": {
+            "mamba2": {"state_size": 16},
+            "lact": {"chunk_size": 8},
+            "mesanet": {"steps": 16},
+        },
     }
     return ModelConfig(pattern=pattern, **fields | changes)
 
