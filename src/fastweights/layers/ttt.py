@@ -129,7 +129,8 @@ class TTTLinear(nn.Module):
         q, k = (neighbours(t, at, self.theta) for t in (q, k))
         rate = full(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
         rows = Rows(x, state, cu_seqlens)
-        places = torch.arange(1, self.mini_batch + 1, device=x.device)
+        learned = full(self.rows)
+        places = torch.arange(1, len(learned) + 1).to(learned)
         q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
         o, S = ttt(
             q,
@@ -138,7 +139,7 @@ class TTTLinear(nn.Module):
             rate,
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
-            (1 / places + full(self.rows)).clamp_min(0),
+            (1 / places + learned).clamp_min(0),
             initial_state=None if state is None else state.get("S"),
             position=rows.position,
             lengths=rows.lengths,
