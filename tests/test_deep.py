@@ -94,12 +94,12 @@ def whole(name):
 def test_rows_at_different_places(name):
     """Pieces of other lengths per row: as each row alone, all at once.
 
-    Between pieces rows stand at different places of their chunks; one gets
-    no token for a while.
+    Between pieces rows stand at different places of their chunks, also right
+    behind one; one gets no token for a while.
     """
     case, x = CASES[name], drawn(name, T)
     want, last = case.chunked(x)
-    pieces = [(7, 2), (1, 0), (1, 1), (C, 2 * C), (3, 4)]
+    pieces = [(7, 2), (1, 0), (1, 1), (1, 1), (5, 6), (2, 7)]
     assert [sum(p) for p in zip(*pieces, strict=True)] == [T, T]
     position, state = torch.zeros(B, dtype=torch.int64), None
     outputs = [[], []]

@@ -32,7 +32,13 @@ from fastweights.fast_weights import (
     sgd,
     squared_error,
 )
-from fastweights.layers import TTTMLP, MesaNet, TitansMemory, TTTLinear
+from fastweights.layers import (
+    TTTMLP,
+    LaCT,
+    MesaNet,
+    TitansMemory,
+    TTTLinear,
+)
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 DOUBLE = {"dtype": torch.float64}
@@ -361,3 +367,103 @@ def test_mesanet_layer_written_out():
         heads.append(o * w["norm.weight"])
     want = torch.cat(heads, -1) @ w["o_proj.weight"].mT
     assert relative_error(layer(x)[0][0], want) < 1e-10
+
+
+def turned_by(x, position, theta, size):
+    """Rotary positions of heads of this size, pairs half a head apart."""
+    heads = x.reshape(-1, size)
+    half = size // 2
+    angle = position * theta ** (-torch.arange(half, **DOUBLE) / half)
+    a, b = heads[:, :half], heads[:, half:]
+    turned = (
+        a * angle.cos() - b * angle.sin(),
+        b * angle.cos() + a * angle.sin(),
+    )
+    return torch.cat(turned, -1).reshape(-1)
+
+
+def test_lact_layer_written_out():
+    """As layer_lact_swiglu.py puts it together, a token at a time.
+
+    Two heads of the memory, four of the attention, momentum, no Muon.
+    """
+    torch.manual_seed(0)
+    T, D, C, window, theta, base = 9, 8, 3, 4, 100.0, 0.05
+    layer = LaCT(
+        D,
+        2,
+        num_attention_heads=4,
+        chunk_size=C,
+        window=window,
+        muon=False,
+        base_lr=base,
+        theta=theta,
+        **DOUBLE,
+    )
+    for p in (layer.qk_scale, layer.qk_offset, layer.q_norm.weight):
+        torch.nn.init.uniform_(p, 0.5, 1.5)
+    w, x = layer.state_dict(), torch.randn(T, D, **DOUBLE)
+
+    def linear(name):
+        return x @ w[f"{name}.weight"].mT + w.get(f"{name}.bias", 0)
+
+    def normed_by(y, name):
+        scale = (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return y / scale * w[f"{name}.weight"]
+
+    q, k, v = linear("qkv_proj").chunk(3, -1)
+    q, k = normed_by(q, "q_norm"), normed_by(k, "k_norm")
+    near_q, near_k = (
+        torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
+        for y in (q, k)
+    )
+    near = torch.zeros(T, D, **DOUBLE)
+    for t in range(T):
+        seen = slice(max(0, t - window + 1), t + 1)
+        for h in range(4):
+            at = slice(2 * h, 2 * h + 2)
+            scores = near_k[seen, at] @ near_q[t, at] / 2**0.5
+            near[t, at] = scores.softmax(-1) @ v[seen, at]
+
+    def fast(y, i):
+        y = F.silu(y * w["qk_scale"][i] + w["qk_offset"][i]).unflatten(
+            -1, (2, 4)
+        )
+        y = (y / (y.norm(dim=-1, keepdim=True) + 1e-5)).flatten(1)
+        return torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
+
+    fast_q, fast_k, fast_v = fast(q, 0), fast(k, 1), F.silu(v)
+    inverse = torch.tensor(base, **DOUBLE).expm1().log()
+    rates = F.softplus(linear("rates_proj") + inverse).unflatten(-1, (2, 3))
+    momentum = linear("momentum_proj").sigmoid()
+    far = torch.zeros(T, D, **DOUBLE)
+    for h in range(2):
+        at = slice(4 * h, 4 * h + 4)
+        W = [w[f"w{i}"][h] for i in range(3)]
+        norms = [m.norm(dim=0, keepdim=True) for m in W]
+        M = [torch.zeros_like(m) for m in W]
+
+        def answer(W, z):
+            return (F.silu(z @ W[0]) * (z @ W[2])) @ W[1]
+
+        for start in range(0, T, C):
+            part = range(start, start + C)
+            G = [torch.zeros_like(m) for m in W]
+            for t in part:
+                far[t, at] = answer(W, fast_q[t, at])
+                now = [m.clone().requires_grad_() for m in W]
+                gain = answer(now, fast_k[t, at]) @ fast_v[t, at]
+                grads = torch.autograd.grad(gain, now)
+                G = [a + rates[t, h, i] * grads[i] for i, a in enumerate(G)]
+            keep = momentum[list(part), h].mean()
+            M = [g + keep * m for g, m in zip(G, M, strict=True)]
+            W = [m + u for m, u in zip(W, M, strict=True)]
+            W = [
+                m / (m.norm(dim=0, keepdim=True) + 1e-5) * n
+                for m, n in zip(W, norms, strict=True)
+            ]
+        far[:, at] = normed_by(far[:, at], "norm") * F.silu(
+            linear("scale_proj")[:, h : h + 1]
+        )
+    want = (near + far) @ w["o_proj.weight"].mT
+    assert relative_error(layer(x[None])[0][0], want) < 1e-10

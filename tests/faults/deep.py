@@ -219,6 +219,18 @@ MUTANTS = {
         "v.unflatten(-1, (H, -1)),",
         "F.silu(v).unflatten(-1, (H, -1)),",
     ),
+    "layer-lact-memory-of-unscaled-keys": (
+        f"{LAYERS}/lact.py",
+        "F.silu(t * scales[i] + offsets[i])",
+        "F.silu(t * scales[0] + offsets[0])",
+        PUBLIC,
+    ),
+    "layer-lact-values-without-silu": (
+        f"{LAYERS}/lact.py",
+        "rows.spread(F.silu(v).unflatten(-1, split))",
+        "rows.spread(v.unflatten(-1, split))",
+        PUBLIC,
+    ),
     "layer-rows-forget-how-far-they-are": (
         f"{LAYERS}/rows.py",
         "return self.position + self.count",
