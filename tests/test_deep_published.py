@@ -467,3 +467,26 @@ def test_lact_layer_written_out():
         )
     want = (near + far) @ w["o_proj.weight"].mT
     assert relative_error(layer(x[None])[0][0], want) < 1e-10
+
+
+def test_how_layers_start():
+    """What the papers and their code start from."""
+    torch.manual_seed(0)
+    for make, rate in ((TTTLinear, 1.0), (TTTMLP, 0.1)):
+        layer = make(64, 2)
+        assert layer.base_lr == rate and layer.rows.eq(0).all()
+        assert layer.rate_proj.bias.eq(0).all()
+        for W, b in layer.start:
+            assert abs(W.std() - 0.02) < 2e-3 and b.eq(0).all()
+    assert [W.shape for W, _ in layer.start] == [(2, 32, 128), (2, 128, 32)]
+    mesanet = MesaNet(8, 2, 4)
+    ridge = mesanet.min_ridge + F.softplus(mesanet.lam)
+    torch.testing.assert_close(ridge, torch.ones(8))
+    lact = LaCT(64, 2)
+    assert abs(F.softplus(torch.tensor(lact.base)) - 1e-3) < 1e-8
+    assert abs(lact.w1.std() * 32**0.5 - 1) < 0.1
+    assert lact.chunk_size == lact.window == 2048
+    titans = TitansMemory(64, 2, 32)
+    kept = 1 - titans.rates_proj.bias.chunk(3)[2].sigmoid()
+    assert (kept - 0.982).abs().max() < 1e-3
+    assert abs(titans.weights[1].std() * 128**0.5 - 1) < 0.1
