@@ -94,7 +94,7 @@ CASES = {
     "ttt-mlp": lambda **to: TTTMLP(D, 2, mini_batch=7, base_lr=1.0, **to),
     "titans": lambda **to: TitansMemory(D, 2, 4, chunk_size=6, **to),
     "titans-linear": lambda **to: TitansMemory(
-        D, 2, 3, depth=1, chunk_size=4, conv_size=None, **to
+        D, 2, 8, depth=1, chunk_size=4, conv_size=None, max_rate=0.02, **to
     ),
     "lact": lambda **to: LaCT(D, 2, chunk_size=6, muon=False, **to),
     "lact-muon": lambda **to: LaCT(D, 2, chunk_size=20, **to),

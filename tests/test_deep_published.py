@@ -300,6 +300,8 @@ def test_titans_layer_written_out():
     torch.manual_seed(0)
     layer = TitansMemory(8, 2, 4, chunk_size=1, conv_size=None, **DOUBLE)
     torch.nn.init.normal_(layer.rates_proj.bias)
+    torch.nn.init.normal_(layer.memory_norm_weight)
+    torch.nn.init.normal_(layer.memory_norm_bias)
     x = torch.randn(1, 7, 8, **DOUBLE)
     w = layer.state_dict()
     q, k, v = F.silu(x[0] @ w["qkv_proj.weight"].mT).chunk(3, -1)
@@ -309,6 +311,7 @@ def test_titans_layer_written_out():
     for h in range(2):
         M = [w[f"{n}.{i}"][h] for i in range(2) for n in ("weights", "biases")]
         S = [torch.zeros_like(p) for p in M]
+        gamma, delta = (w[f"memory_norm_{n}"][h] for n in ("weight", "bias"))
         at, outputs = slice(4 * h, 4 * h + 4), []
         for t in range(7):
             theta, eta, alpha = rates[t, h], rates[t, 2 + h], rates[t, 4 + h]
@@ -318,9 +321,10 @@ def test_titans_layer_written_out():
                 for y in (k, q)
             )
 
-            def answer(M, z):
+            def answer(M, z, norm=(gamma, delta)):
                 hidden = F.gelu(z @ M[0] + M[1], approximate="tanh")
-                return hidden @ M[2] + M[3]
+                y = hidden @ M[2] + M[3]
+                return F.layer_norm(y, (4,), *norm, 1e-6)
 
             loss = (answer(base, key) - v[t, at]).square().sum()
             grads = torch.autograd.grad(loss, base)

@@ -29,9 +29,12 @@ class TitansMemory(nn.Module):
     The memory alone of arXiv 2501.00663, without attention beside it, with
     per-token rates as in its eqs. 11 to 14. There is no code by the authors.
     The paper leaves the memory's activation and the rates' bounds open; here
-    they are GELU and max_rate. titans-pytorch, which most people use, takes
-    one rate of momentum and decay per chunk, steps once per chunk, wraps the
-    memory in a LayerNorm and a residual, and has no convolution.
+    they are GELU and max_rate, and a LayerNorm stands behind the memory, as
+    in TTT: without one the gradients of a chunk whose keys are alike, all
+    taken at the same weights, add up to steps that grow without bound.
+    titans-pytorch, which most people use, has it too, with a residual; it
+    takes one rate of momentum and decay per chunk, steps once per chunk, and
+    has no convolution.
 
     Args:
         dim: width D of x and y.
@@ -79,6 +82,8 @@ class TitansMemory(nn.Module):
         self.biases = nn.ParameterList(
             torch.empty(H, widths[i + 1], **to) for i in range(depth)
         )
+        self.memory_norm_weight = nn.Parameter(torch.empty(H, K, **to))
+        self.memory_norm_bias = nn.Parameter(torch.empty(H, K, **to))
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
         self.norm = OutputNorm(K, "silu", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
@@ -90,6 +95,8 @@ class TitansMemory(nn.Module):
         for W, b in zip(self.weights, self.biases, strict=True):
             W.normal_(std=1 / math.sqrt(W.shape[1]))
             b.zero_()
+        self.memory_norm_weight.fill_(1)
+        self.memory_norm_bias.zero_()
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
@@ -121,6 +128,7 @@ class TitansMemory(nn.Module):
             rows.spread(b.sigmoid()),
             rows.spread(F.logsigmoid(-c)),
             list(zip(self.weights, self.biases, strict=True)),
+            (self.memory_norm_weight, self.memory_norm_bias),
             chunk_size=self.chunk_size,
             initial_state=None if state is None else state.get("S"),
             position=rows.position,
