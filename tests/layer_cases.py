@@ -4,17 +4,22 @@ import torch
 
 from fastweights.layers import (
     MLSTM,
+    TTTMLP,
     DeltaNet,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LaCT,
     LayerState,
     LightningAttention,
     LinearRecurrence,
     Mamba,
     Mamba2,
+    MesaNet,
     MultiScaleRetention,
     SoftmaxAttention,
+    TitansMemory,
+    TTTLinear,
 )
 
 D = 8
@@ -85,6 +90,27 @@ CASES = {
     ),
     "mamba": lambda **to: Mamba(D, state_size=3, **to),
     "mlstm": lambda **to: MLSTM(D, 2, **to),
+    "ttt-linear": lambda **to: TTTLinear(D, 2, mini_batch=4, **to),
+    "ttt-mlp": lambda **to: TTTMLP(D, 2, mini_batch=7, base_lr=1.0, **to),
+    "titans": lambda **to: TitansMemory(D, 2, 4, chunk_size=6, **to),
+    "titans-linear": lambda **to: TitansMemory(
+        D, 2, 8, depth=1, chunk_size=4, conv_size=None, max_rate=0.02, **to
+    ),
+    "lact": lambda **to: LaCT(D, 2, chunk_size=6, muon=False, **to),
+    "lact-muon": lambda **to: LaCT(D, 2, chunk_size=20, **to),
+    "lact-options": lambda **to: LaCT(
+        D,
+        1,
+        num_attention_heads=2,
+        expansion=1.5,
+        chunk_size=4,
+        window=7,
+        muon=False,
+        momentum=False,
+        base_lr=0.1,
+        **to,
+    ),
+    "mesanet": lambda **to: MesaNet(D, 2, 4, steps=8, **to),
     "softmax": lambda **to: SoftmaxAttention(D, 2, **to),
     "softmax-options": lambda **to: SoftmaxAttention(
         D,

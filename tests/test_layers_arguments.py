@@ -13,13 +13,17 @@ from fastweights.layers import (
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LaCT,
     LightningAttention,
     Mamba,
     Mamba2,
+    MesaNet,
     MultiScaleRetention,
     OutputNorm,
     ShortConvolution,
     SoftmaxAttention,
+    TitansMemory,
+    TTTLinear,
 )
 
 WHOLE = "need an integer >= 1"
@@ -97,6 +101,46 @@ VALUES = {
         lambda: KimiDeltaAttention(8, 2, 4, lower_bound=5.0),
         "lower_bound: got 5.0",
         "need < 0",
+    ),
+    "ttt-head": (
+        lambda: TTTLinear(6, 2),
+        "head_dim: got 3",
+        "need an even number",
+    ),
+    "ttt-mini-batch": (
+        lambda: TTTLinear(8, 2, mini_batch=0),
+        "mini_batch: got 0",
+        WHOLE,
+    ),
+    "titans-rate": (
+        lambda: TitansMemory(8, 2, 4, max_rate=0.0),
+        "max_rate: got 0.0",
+        "need > 0",
+    ),
+    "titans-depth": (
+        lambda: TitansMemory(8, 2, 4, depth=0),
+        "depth: got 0",
+        WHOLE,
+    ),
+    "lact-window": (
+        lambda: LaCT(8, 2, window=0),
+        "window: got 0",
+        WHOLE,
+    ),
+    "lact-heads": (
+        lambda: LaCT(8, 2, num_attention_heads=3),
+        "num_attention_heads: got 3",
+        "need a divisor of dim = 8",
+    ),
+    "lact-width": (
+        lambda: LaCT(8, 2, expansion=0.3),
+        "expansion * head_dim: got 1.2",
+        WHOLE,
+    ),
+    "mesanet-ridge": (
+        lambda: MesaNet(8, 2, 4, min_ridge=0.0),
+        "min_ridge: got 0.0",
+        "need > 0",
     ),
     "decay-heads": (lambda: Decay(0), "num_heads: got 0", WHOLE),
     "gla-k": (

@@ -25,7 +25,11 @@ def config(pattern=HYBRID, **changes):
         "num_layers": max(2, len(pattern)),
         "num_heads": 2,
         "mlp_multiple": 32,
-        "options": {"mamba2": {"state_size": 16}},
+        "options": {
+            "mamba2": {"state_size": 16},
+            "lact": {"chunk_size": 8},
+            "mesanet": {"steps": 16},
+        },
     }
     return ModelConfig(pattern=pattern, **fields | changes)
 
@@ -235,7 +239,7 @@ def test_a_documents_last_token_predicts_nothing_of_the_next():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_of_every_kind(kind):
     """Against all logits; packed, the mean over documents."""
-    m, tokens = model((kind,)), text(2, 21)
+    m, tokens = model((kind,)).double(), text(2, 21)
     logits = m(tokens)[0]
     ref = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:])
     loss = m.loss(tokens)

@@ -13,12 +13,14 @@ target, [B, H, V] both, to [B, H]. Every sequence and head learns by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fastweights.reference import steps
 
 Params = Any
 Model = Callable[[Params, Tensor], Tensor]
@@ -105,16 +107,30 @@ def momentum_sgd(
     return tree_map(step, params, memory), memory
 
 
+Learner = Callable[..., tuple[tuple[Params, Any], Tensor]]
+
+
 def online_learner(
-    model: Model, loss: Loss, optimiser: Optimiser
-) -> Callable[..., tuple[tuple[Params, Any], Tensor]]:
+    model: Model,
+    loss: Loss,
+    optimiser: Optimiser,
+    *,
+    read: Literal["after", "before"] = "after",
+) -> Learner:
     """The layer of a model, a loss and an optimiser, as one step.
 
     For :func:`fastweights.reference.steps.scan`: the state is (params, the
-    optimiser's memory), the inputs q, k, v and the optimiser's rates. It
-    reads after it has learned. The loop is differentiable. The losses of all
-    sequences and heads are summed: no weight is in more than one of them.
+    optimiser's memory), the inputs q, k, v and the optimiser's rates. The
+    query is read after the token is learned, or before. The loop is
+    differentiable. The losses of all sequences and heads are summed: no
+    weight is in more than one of them.
+
+    Mini-batches, projections of the weights and other optimisers are in
+    :mod:`fastweights.deep.optimisers`, other models in
+    :mod:`fastweights.deep.models`.
     """
+    if read not in ("after", "before"):
+        raise ValueError(f"read: got {read!r}, need 'after' or 'before'")
 
     def step(
         state: tuple[Params, Any],
@@ -128,6 +144,22 @@ def online_learner(
 
         gradient = torch.func.grad(objective)
         params, memory = optimiser(state[0], gradient, state[1], *rates)
-        return (params, memory), model(params, q)
+        o = model(params if read == "after" else state[0], q)
+        return (params, memory), o
 
     return step
+
+
+def learn(
+    learner: Learner, state: tuple[Params, Any], *inputs: Any
+) -> tuple[Float[Tensor, "B T H V"], tuple[Params, Any]]:
+    """:func:`fastweights.reference.steps.scan`, for inputs that are nests.
+
+    A rate may be a nest of tensors [B, T, ...], one per weight.
+    """
+    leaves, spec = tree_flatten(inputs)
+
+    def step(state: Any, *at_t: Tensor) -> tuple[Any, Tensor]:
+        return learner(state, *tree_unflatten(list(at_t), spec))
+
+    return steps.scan(step, state, *leaves)

@@ -134,8 +134,8 @@ MUTANTS = {
     ),
     "learner-reads-before-it-learns": (
         FAST_WEIGHTS,
-        "return (params, memory), model(params, q)",
-        "return (params, memory), model(state[0], q)",
+        'o = model(params if read == "after" else state[0], q)',
+        "o = model(state[0], q)",
     ),
     "values-are-not-looked-at": (
         VALUES,

@@ -21,9 +21,11 @@ from fastweights.layers.deltanet import DeltaNet
 from fastweights.layers.gated_deltanet import GatedDeltaNet
 from fastweights.layers.gla import GatedLinearAttention
 from fastweights.layers.kda import KimiDeltaAttention
+from fastweights.layers.lact import LaCT
 from fastweights.layers.linear_recurrence import LinearRecurrence
 from fastweights.layers.mamba import Mamba
 from fastweights.layers.mamba2 import Mamba2
+from fastweights.layers.mesanet import MesaNet
 from fastweights.layers.mlstm import MLSTM
 from fastweights.layers.parts import Decay, OutputNorm, parameter_groups
 from fastweights.layers.retention import (
@@ -31,23 +33,30 @@ from fastweights.layers.retention import (
     MultiScaleRetention,
 )
 from fastweights.layers.state import LayerState
+from fastweights.layers.titans import TitansMemory
+from fastweights.layers.ttt import TTTMLP, TTTLinear
 
 __all__ = [
     "MLSTM",
+    "TTTMLP",
     "Decay",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "HeadsConvolution",
     "KimiDeltaAttention",
+    "LaCT",
     "LayerState",
     "LightningAttention",
     "LinearRecurrence",
     "Mamba",
     "Mamba2",
+    "MesaNet",
     "MultiScaleRetention",
     "OutputNorm",
     "ShortConvolution",
     "SoftmaxAttention",
+    "TTTLinear",
+    "TitansMemory",
     "parameter_groups",
 ]

@@ -27,13 +27,15 @@ class LayerState:
     """
 
     S: Float[Tensor, "N HV K V"] | None = None
-    """The recurrence's state (Mamba: [N, D, state])."""
+    """The recurrence's state (Mamba: [N, D, state]; a network: [N, HV, ...],
+    what its weights have learned since the sequence began)."""
 
     m: Float[Tensor, "N HV"] | None = None
     """mLSTM's stabilizer."""
 
     convolution: Float[Tensor, "N W-1 C"] | None = None
-    """The last inputs of the short convolution, oldest first."""
+    """The last inputs of the short convolution, oldest first (LaCT: the last
+    keys and values, of its window)."""
 
     keys: Float[Tensor, "N capacity H K"] | None = None
     """Softmax attention's keys, by position in the sequence."""

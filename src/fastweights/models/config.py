@@ -20,13 +20,18 @@ LAYERS: dict[str, type[nn.Module]] = {
     "gated_deltanet": layers.GatedDeltaNet,
     "gla": layers.GatedLinearAttention,
     "kda": layers.KimiDeltaAttention,
+    "lact": layers.LaCT,
     "lightning": layers.LightningAttention,
     "mamba": layers.Mamba,
     "mamba2": layers.Mamba2,
+    "mesanet": layers.MesaNet,
     "mlstm": layers.MLSTM,
     "recurrence": layers.LinearRecurrence,
     "retention": layers.MultiScaleRetention,
     "softmax": layers.SoftmaxAttention,
+    "titans": layers.TitansMemory,
+    "ttt_linear": layers.TTTLinear,
+    "ttt_mlp": layers.TTTMLP,
 }
 """The kinds of layer that a pattern may name. Yours may join them."""
 

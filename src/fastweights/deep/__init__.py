@@ -1,0 +1,27 @@
+"""Layers whose fast weights are a network, or solve an equation.
+
+    o, state = ttt(q, k, v, rate, start, norm, rows)
+    o, state = titans(q, k, v, rate, momentum, g, start)
+    o, state = lact(q, k, v, rates, start, momentum)
+    o, state = mesa(q, k, v, g, beta, ridge)
+
+Each is an instance of :func:`fastweights.fast_weights.online_learner`, with
+an optimiser of :mod:`fastweights.deep.optimisers`, and gives what that loop
+over tokens gives; here the tokens of a chunk go together, in products of
+matrices. The code is PyTorch's own, for any device, and torch.compile takes
+it in one graph.
+
+q, k and v are [B, T, H, .] as everywhere in this library; start holds the
+weights with which every sequence begins, learned by the outer model. A state
+is [B, H, ...] and starts at zero: it holds what the weights have learned
+*since*, and what a chunk that is not complete needs. ``position`` says how
+many tokens each row has read before, and ``lengths`` how many it has now.
+"""
+
+from fastweights.deep.lact import lact
+from fastweights.deep.mesa import mesa
+from fastweights.deep.newton_schulz import newton_schulz
+from fastweights.deep.titans import titans
+from fastweights.deep.ttt import ttt
+
+__all__ = ["lact", "mesa", "newton_schulz", "titans", "ttt"]

@@ -1,0 +1,142 @@
+"""Gradients of a network at many tokens, without ever writing them down.
+
+The gradient of a layer z = W^T x + b at one token is an outer product of what
+the layer has read and of the loss's slope at z, its error. So weights after
+token t that are combinations
+
+    W_t = keep_t M + carry_t S - sum_s share_ts x_s error_s^T
+
+of two given sets of weights and of the gradients of the chunk answer a query
+with products of C x C scores, as linear attention does: nobody forms one W_t
+per token (the dual form of Sun et al. 2024, section 2.5; there keep is 1).
+
+Here x is [B, H, C, .], weights are ((W, b), ...) with W [B, H, K, N] and b
+[B, H, N], keep and carry [B, H, C], share [B, H, C, C], its lower triangle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights.deep.models import gelu
+
+Layer = tuple[Tensor, Tensor]
+Layers = list[Layer]
+Norm = tuple[Tensor, Tensor]
+Rows = Float[Tensor, "B H C"]
+EPS = 1e-6
+
+
+class Gradients(NamedTuple):
+    """Of every layer, its inputs [B, H, C, K] and its errors [B, H, C, N]."""
+
+    inputs: list[Tensor]
+    errors: list[Tensor]
+
+
+def apply(layers: Layers, x: Tensor) -> list[Tensor]:
+    """What every layer puts out, before any activation."""
+    outputs: list[Tensor] = []
+    for W, b in layers:
+        x = gelu(outputs[-1]) if outputs else x
+        outputs.append(x @ W + b[..., None, :])
+    return outputs
+
+
+def gelu_slope(z: Tensor) -> Tensor:
+    """The derivative of the GELU with tanh."""
+    root, cubic, square = math.sqrt(2 / math.pi), 0.044715, z.square()
+    t = (root * z * (1 + cubic * square)).tanh()
+    change = root * (1 + 3 * cubic * square)
+    return (1 + t + z * (1 - t.square()) * change) / 2
+
+
+def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """LN(z), z without mean and in units of its spread, and 1 / spread."""
+    z = z - z.mean(-1, keepdim=True)
+    scale = (z.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    weight, bias = norm
+    unit = z * scale
+    return unit * weight[:, None] + bias[:, None], unit, scale
+
+
+def slope(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
+    """Of |y - target|^2 / 2 at z, where y is z or the LayerNorm of z."""
+    if norm is None:
+        return z - target
+    y, unit, scale = layer_norm(z, norm)
+    d = (y - target) * norm[0][:, None]
+    d = d - d.mean(-1, keepdim=True)
+    return (d - unit * (d * unit).mean(-1, keepdim=True)) * scale
+
+
+def gradients(
+    layers: Layers, k: Tensor, target: Tensor, norm: Norm | None = None
+) -> Gradients:
+    """The chunk's gradients, all at the same weights."""
+    outputs = apply(layers, k)
+    errors = [slope(outputs[-1], target, norm)]
+    for (W, _), z in zip(layers[:0:-1], outputs[-2::-1], strict=True):
+        errors.append((errors[-1] @ W.mT) * gelu_slope(z))
+    return Gradients([k, *map(gelu, outputs[:-1])], errors[::-1])
+
+
+def read(
+    q: Tensor,
+    M: Layers,
+    S: Layers | None,
+    found: Gradients,
+    keep: Rows | None,
+    carry: Rows,
+    share: Float[Tensor, "B H C C"],
+) -> Tensor:
+    """Each query's answer by its own token's weights.
+
+    keep None is 1, S None is 0.
+    """
+    x = z = q
+    for i, (W, b) in enumerate(M):
+        x = gelu(z) if i else q
+        z = x @ W + b[..., None, :]
+        z = z if keep is None else keep[..., None] * z
+        if S is not None:
+            dW, db = S[i]
+            z = z + carry[..., None] * (x @ dW + db[..., None, :])
+        # The bias is a weight whose input is always 1: hence the 1.
+        scores = share * (x @ found.inputs[i].mT + 1)
+        z = z - scores @ found.errors[i]
+    return z
+
+
+def gather(found: Gradients, share: Rows) -> Layers:
+    """The sum of the chunk's gradients, each times its share, written down."""
+    sums = []
+    for inputs, errors in zip(*found, strict=True):
+        weighted = share[..., None] * errors
+        sums.append((inputs.mT @ weighted, weighted.sum(-2)))
+    return sums
+
+
+def each(function: Callable[..., Tensor], *layers: Layers) -> Layers:
+    """A function of the weights at the same place, place by place."""
+    pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
+    return [(function(*W), function(*b)) for W, b in pairs]
+
+
+def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
+    """All the weights of a head as one row of numbers."""
+    return torch.cat([x.flatten(2) for layer in layers for x in layer], -1)
+
+
+def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
+    """:func:`flatten`'s inverse; like has weights [H, ...] of these shapes."""
+    shapes = [w.shape[1:] for layer in like for w in layer]
+    parts = x.split([s.numel() for s in shapes], -1)
+    found = [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
+    return list(zip(found[::2], found[1::2], strict=True))

@@ -1,0 +1,162 @@
+"""LaCT: one large step per large chunk (Zhang et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.deep.arguments import (
+    check_chunk,
+    check_shapes,
+    check_tokens,
+)
+from fastweights.deep.chunks import Layout, Part
+from fastweights.deep.newton_schulz import newton_schulz
+from fastweights.deep.optimisers import unit_columns
+from fastweights.ops import without_autocast
+from fastweights.reference.backend import wide
+
+Weights = Sequence[Tensor]
+"""W0, W1 and W2."""
+
+
+def answer(w: Weights, x: Tensor) -> Tensor:
+    """W1^T (silu(W0^T x) * W2^T x) of x [B, H, C, K], in x's dtype."""
+    w0, w1, w2 = (W.to(x.dtype) for W in w)
+    return (F.silu(x @ w0) * (x @ w2)) @ w1
+
+
+def ascent(w: Weights, k: Tensor, v: Tensor, rates: Tensor) -> Weights:
+    """The chunk's sums of rate * gradient of f(k) . v, per matrix.
+
+    Products are in k's dtype; rates [B, H, C, 3] are for W0, W1 and W2.
+    """
+    dtype, full = k.dtype, rates.dtype
+    w0, w1, w2 = (W.to(dtype) for W in w)
+    gate, up = k @ w0, k @ w2
+    s = torch.sigmoid(gate)
+    silu = gate * s
+    hidden = v @ w1.mT
+    eta = rates.to(dtype)[..., None].unbind(-2)
+    d0 = hidden * up * s * (1 + gate * (1 - s))
+    return (
+        ((eta[0] * k).mT @ d0).to(full),
+        ((eta[1] * silu * up).mT @ v).to(full),
+        ((eta[2] * k).mT @ (hidden * silu)).to(full),
+    )
+
+
+def lact(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    rates: Float[Tensor, "B T H 3"],
+    start: Weights,
+    momentum: Float[Tensor, "B T H"] | None = None,
+    *,
+    chunk_size: int = 2048,
+    muon: bool = True,
+    initial_state: Float[Tensor, "B H P"] | None = None,
+    position: Int[Tensor, " B"] | None = None,
+    lengths: Int[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P"]]:
+    """A SwiGLU network that learns v from k once per chunk, read before.
+
+    With w the weights W0, W2 [K, N] and W1 [N, V] of a chunk's start, read by
+    all its tokens, o_t = f(q_t; w), and then, after its last,
+
+        G = sum_t rate_t * gradient of f(k_t; w) . v_t, per matrix
+        M <- G + mean_t(momentum_t) M
+        w <- w + newton_schulz(M), columns brought back to their first norms
+
+    A chunk that is not complete teaches nothing: its tokens are for another
+    layer, in the paper attention in a window. See
+    :mod:`fastweights.deep.optimisers` for the same as a learner.
+
+    Args:
+        q, k, v: of one dtype. Products with tokens and Newton-Schulz's are in
+            that dtype, sums and weights in fp32 (fp64).
+        rates: per token, head and matrix W0, W1, W2.
+        start: W0 [H, K, N], W1 [H, N, V] and W2 [H, K, N].
+        momentum: per token and head; None: there is none.
+        chunk_size: tokens per step.
+        muon: whether M is orthogonalised.
+        initial_state: per matrix what the weights have learned since
+            ``start``, M, and the chunk's G so far; its momentum so far; fp32.
+        position, lengths: as in :func:`fastweights.deep.ttt`.
+
+    Returns:
+        o, in q's dtype, and the state after each row's last token.
+    """
+    given = {"rates": rates}
+    given |= {} if momentum is None else {"momentum": momentum}
+    check_tokens(q, k, v, given, position, lengths, matrices=3)
+    check_chunk(chunk_size)
+    dtype, full = q.dtype, wide(q.dtype)
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    N = start[0].shape[-1]
+    shapes = [torch.Size(s) for s in ((K, N), (N, V), (K, N))]
+    numbers = sum(s.numel() for s in shapes)
+    check_shapes(
+        {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
+        | {"initial_state": (initial_state, (B, H, 3 * numbers + 1))}
+    )
+    with without_autocast(q):
+        rates = rates.to(full)
+        if momentum is None:
+            momentum = torch.zeros_like(rates[..., 0])
+        momentum = momentum.to(full)
+        start = [W.to(full) for W in start]
+        norms = [W.norm(dim=-2, keepdim=True) for W in start]
+        if initial_state is None:
+            initial_state = rates.new_zeros(B, H, 3 * numbers + 1)
+        *state, mean = _unpack(initial_state.to(full), shapes)
+        since, memory, total = state[:3], state[3:6], state[6:]
+        layout = Layout(chunk_size, T, q.device, position, lengths)
+        outputs = []
+        for part in layout:
+            w = [W + d for W, d in zip(start, since, strict=True)]
+            q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
+            outputs.append(answer(w, q_).transpose(1, 2))
+            eta = part.take(rates, 0.0).transpose(1, 2)
+            found = ascent(w, k_, v_, eta)
+            total = [G + more for G, more in zip(total, found, strict=True)]
+            mean = mean + part.take(momentum, 0.0).sum(1)[..., None]
+            if not _any_ends(part):
+                continue
+            keep = (mean / chunk_size)[..., None]
+            for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
+                M = total[i] + keep * memory[i]
+                step = newton_schulz(M.to(dtype)).to(full) if muon else M
+                after = unit_columns(w[i] + step) * norm - W
+                since[i] = part.choose(after, since[i])
+                memory[i] = part.choose(M, memory[i])
+                total[i] = part.choose(torch.zeros_like(M), total[i])
+            mean = part.choose(torch.zeros_like(mean), mean)
+        flat = [x.flatten(2) for x in (*since, *memory, *total)]
+        return layout.join(outputs), torch.cat([*flat, mean], -1)
+
+
+def _unpack(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """Three times the three matrices, and one number."""
+    shapes = [*3 * shapes, torch.Size([1])]
+    parts = x.split([s.numel() for s in shapes], -1)
+    return [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
+
+
+def _any_ends(part: Part) -> bool:
+    """Whether a step is due; rows of a batch may differ.
+
+    Newton-Schulz costs thousands of times what a token costs. So one number
+    is read back from the device, which a compiled graph cannot do: there
+    every part computes the step.
+    """
+    if isinstance(part.ends, bool):
+        return part.ends
+    if torch.compiler.is_compiling() or part.ends.is_meta:
+        return True
+    return bool(part.ends.any())

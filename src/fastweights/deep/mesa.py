@@ -1,0 +1,138 @@
+"""MesaNet: weights that are the optimum so far (von Oswald et al. 2025)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.deep.arguments import check_shapes, check_tokens
+from fastweights.ops import FORWARD, linear_recurrence, without_autocast
+from fastweights.reference.backend import wide
+
+
+def mesa(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H"],
+    beta: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
+    *,
+    steps: int = 30,
+    initial_state: Float[Tensor, "N H K K+V"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K K+V"]]:
+    """The matrix that fits all decayed tokens best, read by q.
+
+        H_t = e^{g_t} H_{t-1} + beta_t k_t k_t^T
+        G_t = e^{g_t} G_{t-1} + beta_t k_t v_t^T
+        o_t = G_t^T (H_t + Diag(ridge))^{-1} q_t
+
+    S_t = (H_t + Diag(ridge))^{-1} G_t is where the decayed
+    squared errors plus sum_d ridge_d |S_d|^2 / 2 are least. The equations are
+    solved by conjugate gradients, of all tokens together: a product with
+    every token's H_t is gated linear attention whose values are its keys.
+
+    Gradients are those of the exact solution: the backward solves the same
+    equations for the gradient that comes in, and keeps no iteration.
+
+    Args:
+        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
+        g, beta: log decay and weight of each token, per head.
+        ridge: > 0, per head and key channel.
+        steps: of conjugate gradients. Rounding apart K are enough, and far
+            fewer where ridge is not small beside H.
+        initial_state: [H | G], in fp32.
+        cu_seqlens: where packed sequences begin and end; B is 1 then.
+
+    Returns:
+        o, in q's dtype, and the state after each sequence's last token.
+    """
+    check_tokens(q, k, v, {"g": g, "beta": beta})
+    dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
+    H, V = v.shape[2:]
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    check_shapes(
+        {"ridge": (ridge, (H, K))}
+        | {"initial_state": (initial_state, (N, H, K, K + V))}
+    )
+    with without_autocast(q):
+        q, k, v, g, beta = (
+            x.to(full).contiguous() for x in (q, k, v, g, beta)
+        )
+        ridge, S0 = ridge.to(full), initial_state
+        weighted = beta[..., None] * k
+        H0 = None if S0 is None else S0[..., :K].contiguous()
+        attend = partial(linear_recurrence, scale=1.0, cu_seqlens=cu_seqlens)
+        matrices = (k, weighted, g, ridge, H0, cu_seqlens)
+        with torch.no_grad():
+            x = solve(q, steps, *matrices)
+        # One more correction, which is 0 up to rounding: its gradients are
+        # those of the solution by q, and by all that is in the product.
+        Hx, _ = attend(x, weighted, k, g, initial_state=H0)
+        x = x + _Solve.apply(q - Hx - ridge * x, steps, *matrices)
+        both = torch.cat([k, v], -1)
+        o, state = attend(x, weighted, both, g, initial_state=S0)
+        return o[..., K:].to(dtype), state
+
+
+class _Solve(torch.autograd.Function):
+    """The matrices' inverses on a residual, which it takes for 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, steps: int, *matrices: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*matrices)
+        ctx.steps = steps
+        return torch.zeros_like(residual)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        """The matrices are symmetric: the same equations once more."""
+        nothing = (None,) * (1 + len(ctx.saved_tensors))
+        dx = solve(dx.contiguous(), ctx.steps, *ctx.saved_tensors)
+        return dx, *nothing
+
+
+def solve(
+    b: Float[Tensor, "B T H K"],
+    steps: int,
+    k: Float[Tensor, "B T H K"],
+    weighted: Float[Tensor, "B T H K"],
+    g: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
+    H0: Float[Tensor, "N H K K"] | None,
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+) -> Float[Tensor, "B T H K"]:
+    """(H_t + Diag(ridge)) x_t = b_t for every t, by conjugate gradients.
+
+    Rows that are done stay: a quotient of 0 and 0 counts as 0. Without
+    gradients. A single token's matrices are written down; those of many are
+    not, and a product with them is linear attention.
+    """
+    H: Tensor | None = None
+    if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
+        kept = g[:, 0, :, None, None].exp() * H0
+        H = kept + weighted[:, 0, :, :, None] * k[:, 0, :, None, :]
+
+    def product(x: Tensor) -> Tensor:
+        if H is not None:
+            return torch.einsum("bhkj,bthk->bthj", H, x)
+        arguments = (None, H0, cu_seqlens, 1.0, None, "auto")
+        return FORWARD(x, weighted, k, g, *arguments)[0]
+
+    x, r, p = torch.zeros_like(b), b, b
+    size = (r * r).sum(-1, keepdim=True)
+    tiny = torch.finfo(b.dtype).tiny
+    for _ in range(steps):
+        Ap = product(p) + ridge * p
+        step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
+        x, r = x + step * p, r - step * Ap
+        size, before = (r * r).sum(-1, keepdim=True), size
+        p = r + size / before.clamp_min(tiny) * p
+    return x

@@ -1,0 +1,138 @@
+"""Titans' memory (Behrouz et al. 2025), a chunk at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.deep import dual
+from fastweights.deep.arguments import (
+    check_chunk,
+    check_layers,
+    check_shapes,
+    check_tokens,
+)
+from fastweights.deep.chunks import Layout
+from fastweights.deep.dual import Layers, Norm
+from fastweights.fast_weights import factor
+from fastweights.ops import without_autocast
+from fastweights.reference.backend import wide
+
+
+def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
+    """[t, s]: the product of a_{s+1} to a_t; 0 where s > t.
+
+    Products of factors, not quotients of running products: a factor may be 0.
+    """
+    C = a.shape[-1]
+    later = torch.ones(C, C, dtype=torch.bool, device=a.device).tril(-1)
+    factors = a[..., :, None].where(later, 1.0)
+    return factors.cumprod(-2).tril()
+
+
+def titans(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    rate: Float[Tensor, "B T H"],
+    momentum: Float[Tensor, "B T H"],
+    g: Float[Tensor, "B T H"],
+    start: Layers,
+    norm: Norm | None = None,
+    *,
+    chunk_size: int = 16,
+    initial_state: Float[Tensor, "B H 3 P"] | None = None,
+    position: Int[Tensor, " B"] | None = None,
+    lengths: Int[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H 3 P"]]:
+    """A network that learns v from k, with momentum and decay, read by q.
+
+    With W' the weights at a chunk's start, and S as the paper has it:
+
+        S_t = momentum_t S_{t-1} - rate_t grad_t(W')
+        W_t = e^{g_t} W_{t-1} + S_t
+        grad_t = gradient of |f(k_t; W') - v_t|^2 / 2,  o_t = f(q_t; W_t)
+
+    The paper's loss has no half: its theta is rate / 2, its alpha is
+    1 - e^g, its eta the momentum (eqs. 11 to 14). This is
+    ``online_learner(network(), squared_error, stale(momentum_sgd, C))``.
+    Momentum and decay are two linear recurrences, one reading the other; both
+    are solved by products inside the chunk (the paper's eqs. 16 to 18).
+
+    Args:
+        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
+        rate, momentum, g: per token and head; g is the log of the decay.
+        start: the model's layers (W [H, K, N], b [H, N]), with GELU (tanh)
+            between them.
+        norm: weight and bias [H, V] of a LayerNorm behind the model, or None.
+        chunk_size: tokens whose gradients are taken at the same weights.
+        initial_state: what the weights have learned since ``start``, S, and
+            what the weights of the chunk's start had learned; in fp32.
+        position, lengths: as in :func:`fastweights.deep.ttt`.
+
+    Returns:
+        o, in q's dtype, and the state after each row's last token.
+    """
+    rates = {"rate": rate, "momentum": momentum, "g": g}
+    check_tokens(q, k, v, rates, position, lengths)
+    check_chunk(chunk_size)
+    dtype, full = q.dtype, wide(q.dtype)
+    B, T, H, K = q.shape
+    check_layers(start, H, K, v.shape[-1])
+    P = sum(x[0].numel() for layer in start for x in layer)
+    check_shapes({"initial_state": (initial_state, (B, H, 3, P))})
+    for i, x in enumerate(norm or ()):
+        check_shapes({f"norm[{i}]": (x, (H, v.shape[-1]))})
+    with without_autocast(q):
+        q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
+        momentum, decay = momentum.to(full), g.to(full).exp()
+        start = [(W.to(full), b.to(full)) for W, b in start]
+        if norm is not None:
+            norm = (norm[0].to(full), norm[1].to(full))
+        first = dual.flatten([(W[None], b[None]) for W, b in start])
+        if initial_state is None:
+            initial_state = q.new_zeros(B, H, 3, P)
+        since, speed, began = initial_state.to(full).unbind(2)
+        M = dual.unflatten(first + since, start)
+        S = dual.unflatten(speed, start)
+        base = dual.unflatten(first + began, start)
+        outputs = []
+        layout = Layout(chunk_size, T, q.device, position, lengths)
+        for part in layout:
+            # [B, H, C]; a token that is not there keeps W and S.
+            theta = part.take(rate, 0.0).mT
+            eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
+            moves = part.take(torch.ones_like(rate), 0.0).mT
+            q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
+            found = dual.gradients(base, k_, v_, norm)
+            slow, fast = products(alpha), products(eta)
+            # How much of S at token s is in W at token t, [B, H, C, C].
+            reach = slow * moves[..., None, :]
+            share = (reach @ fast) * theta[..., None, :]
+            keep = alpha.cumprod(-1)
+            carry = (reach @ eta.cumprod(-1)[..., None])[..., 0]
+            z = dual.read(q_, M, S, found, keep, carry, share)
+            if norm is not None:
+                z = dual.layer_norm(z, norm)[0]
+            outputs.append(z.transpose(1, 2))
+            # The weights and S after the part's last token.
+            moved = dual.gather(found, share[..., -1, :])
+            surprise = dual.gather(found, fast[..., -1, :] * theta)
+            kept, reached = keep[..., -1], carry[..., -1]
+            M = dual.each(partial(_blend, kept, reached), M, S, moved)
+            S = dual.each(partial(_blend, eta.prod(-1), None), S, S, surprise)
+            base = dual.each(part.choose, M, base)
+        since, began = dual.flatten(M) - first, dual.flatten(base) - first
+        state = torch.stack([since, dual.flatten(S), began], 2)
+        return layout.join(outputs).to(dtype), state
+
+
+def _blend(
+    keep: Tensor, carry: Tensor | None, M: Tensor, S: Tensor, moved: Tensor
+) -> Tensor:
+    """keep M + carry S - moved, with keep and carry per head [B, H]."""
+    M = factor(keep, M) * M - moved
+    return M if carry is None else M + factor(carry, M) * S

@@ -1,0 +1,193 @@
+"""LaCT: fast weights that step once per large chunk (Zhang et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.arguments import check_number
+from fastweights.deep import lact
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    head_size,
+    scaled,
+)
+from fastweights.layers.parts import Factory, OutputNorm, full, rotary
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, positions, updated
+from fastweights.layers.window import window_attention
+
+
+class LaCT(nn.Module):
+    """A SwiGLU network as memory, and attention in a window beside it.
+
+        q, k, v = W_qkv x, q and k normed, RMS over all channels
+        a = attention of q, k, v in a window, with rotary positions
+        q', k', v' = silu(q s_q + o_q), silu(k s_k + o_k), silu(v),
+            q' and k' of unit length per head, with rotary positions
+        rates = softplus(W_r x + b_r + softplus^-1(base_lr)), per matrix
+        o by fastweights.deep.lact
+        y = W_o (a + norm(o) * silu(W_s x + b_s))
+
+    the last factor per head (arXiv 2505.23884, its language model). The
+    memory is read with the weights of the chunk's start: what a token can
+    know of its own chunk comes from the window, which should be as long.
+
+    Weights of the authors' layer_lact_swiglu.py: qkv_proj is qkv, rates_proj
+    is lr_proj, w0, w1 and w2 are their transposes, momentum_proj is
+    momentum_proj.0, scale_proj is ttt_scale_proj, norm is ttt_norm, and the
+    columns of qk_scale and qk_offset are rows here. Their language models
+    make w0 and w2 of two factors of rank 32 plus half the identity, to save
+    parameters; these start as full matrices, their other option.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H of the memory, of size dim / num_heads.
+        num_attention_heads: heads of the attention; num_heads if None.
+            Rotary positions turn heads of their size.
+        expansion: width of the memory's hidden layer over its heads' size.
+        chunk_size: tokens per step.
+        window: tokens that one attends to, with itself; chunk_size if None.
+        muon: whether gradients are orthogonalised.
+        momentum: whether they are added up over chunks.
+        base_lr: where the rates start.
+        theta: base of the rotary positions.
+        norm_eps: of the norms.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_attention_heads: int | None = None,
+        expansion: float = 1.0,
+        chunk_size: int = 2048,
+        window: int | None = None,
+        muon: bool = True,
+        momentum: bool = True,
+        base_lr: float = 1e-3,
+        theta: float = 5e5,
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        window = chunk_size if window is None else window
+        check_sizes(dim=dim, num_heads=num_heads)
+        check_sizes(chunk_size=chunk_size, window=window)
+        check_number("base_lr", base_lr, "> 0")
+        check_number("theta", theta, "> 0")
+        H, K = num_heads, head_size(None, dim, num_heads)
+        near = H if num_attention_heads is None else num_attention_heads
+        check_sizes(num_attention_heads=near)
+        if dim % near:
+            raise ValueError(
+                f"num_attention_heads: got {near}, need a divisor of dim = "
+                f"{dim}"
+            )
+        self.attention_heads = near
+        hidden = scaled("expansion", expansion, head_dim=K)
+        self.dim, self.heads, self.theta = dim, H, theta
+        self.chunk_size, self.window, self.muon = chunk_size, window, muon
+        self.base = math.log(math.expm1(base_lr))
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **to)
+        self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
+        self.k_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
+        self.qk_scale = nn.Parameter(torch.empty(2, dim, **to))
+        self.qk_offset = nn.Parameter(torch.empty(2, dim, **to))
+        self.w0 = nn.Parameter(torch.empty(H, K, hidden, **to))
+        self.w1 = nn.Parameter(torch.empty(H, hidden, K, **to))
+        self.w2 = nn.Parameter(torch.empty(H, K, hidden, **to))
+        self.rates_proj = nn.Linear(dim, 3 * H, **to)
+        self.momentum_proj = nn.Linear(dim, H, **to) if momentum else None
+        self.scale_proj = nn.Linear(dim, H, **to)
+        self.norm = OutputNorm(K, None, eps=norm_eps, **to)
+        self.o_proj = nn.Linear(dim, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Units of variance 1 in the memory; q and k as they come."""
+        for W in (self.w0, self.w1, self.w2):
+            W.normal_(std=1 / math.sqrt(W.shape[1]))
+        self.qk_scale.fill_(1)
+        self.qk_offset.zero_()
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, position, convolution) after the last tokens.
+
+        S [N, H, 3 P + 1] holds what a head's P weights have learned, their
+        momentum, and the sums of the chunk so far; ``convolution`` the keys
+        and values of the window. Without gradients the state that came in is
+        changed in place and returned.
+        """
+        fields = ("S", "position", "convolution")
+        check_input(x, self.dim, state, cu_seqlens, *fields)
+        q, k, v = self.qkv_proj(x).chunk(3, -1)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        at = positions(x.shape[1], x.device, state, cu_seqlens)
+        rows = Rows(x, state, cu_seqlens)
+        heads = (self.attention_heads, -1)
+
+        def turned(t: Tensor) -> Tensor:
+            return rotary(t.unflatten(-1, heads), at, self.theta)
+
+        near, past = window_attention(
+            rows.spread(turned(q)),
+            rows.spread(turned(k)),
+            rows.spread(v.unflatten(-1, heads)),
+            self.window,
+            None if state is None else state.get("convolution"),
+            rows.position,
+            rows.lengths,
+        )
+        scales, offsets = self.qk_scale, self.qk_offset
+        split = (self.heads, -1)
+        q, k = (
+            turned(self.unit(F.silu(t * scales[i] + offsets[i])))
+            .to(v.dtype)
+            .flatten(2)
+            .unflatten(-1, split)
+            for i, t in enumerate((q, k))
+        )
+        rates = F.softplus(full(self.rates_proj(x)) + self.base)
+        momentum = None
+        if self.momentum_proj is not None:
+            momentum = rows.spread(full(self.momentum_proj(x)).sigmoid())
+        o, S = lact(
+            rows.spread(q),
+            rows.spread(k),
+            rows.spread(F.silu(v).unflatten(-1, split)),
+            rows.spread(rates.unflatten(-1, split)),
+            (self.w0, self.w1, self.w2),
+            momentum,
+            chunk_size=self.chunk_size,
+            muon=self.muon,
+            initial_state=None if state is None else state.get("S"),
+            position=rows.position,
+            lengths=rows.lengths,
+        )
+        far = self.norm(rows.pack(o)).unflatten(-1, split)
+        far = far * F.silu(self.scale_proj(x))[..., None]
+        y = self.o_proj(rows.pack(near).flatten(2) + far.flatten(2))
+        return y, updated(state, S=S, position=rows.after(), convolution=past)
+
+    def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Of length 1 per head of the memory, as x / (|x| + 1e-5)."""
+        heads = full(x).unflatten(-1, (self.heads, -1))
+        size = heads.square().sum(-1, keepdim=True)
+        # The root of 0 has no gradient.
+        size = size.where(size > 0, 1.0).sqrt()
+        return (heads / (size + 1e-5)).flatten(2).to(x.dtype)

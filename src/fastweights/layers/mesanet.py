@@ -1,0 +1,110 @@
+"""MesaNet (von Oswald et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.arguments import check_number
+from fastweights.deep import mesa
+from fastweights.layers.arguments import check_input, check_sizes
+from fastweights.layers.convolution import ShortConvolution, unit
+from fastweights.layers.parts import Factory, OutputNorm, full
+from fastweights.layers.state import LayerState, Offsets, updated
+
+
+class MesaNet(nn.Module):
+    """The matrix that fits all decayed tokens best (arXiv 2506.05233).
+
+        q, k = silu(convolution(W_qk x)), of unit length, v = W_v x
+        g = logsigmoid(a), beta = sigmoid(b), a, b = W_ab x + bias
+        ridge = min_ridge + softplus(lam), per head and key channel
+        y = W_o norm(o), o by fastweights.deep.mesa
+
+    as in flash-linear-attention. There v is neither convolved nor gated
+    either, and its conjugate gradients add 1e-5 to denominators, which these
+    do not.
+
+    Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
+    one below the other, convolution is q_conv1d and k_conv1d, ab_proj is
+    a_proj and b_proj, lam is lambda_params, norm is o_norm.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H.
+        head_dim: their size K; v has the same.
+        conv_size: taps of the convolution of q and k, 2 to 4.
+        min_ridge: lower bound of the ridge, > 0; it starts at 0.75 more.
+        steps: of conjugate gradients.
+        norm_eps: of the output norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        conv_size: int = 4,
+        min_ridge: float = 0.25,
+        steps: int = 30,
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(steps=steps)
+        check_number("min_ridge", min_ridge, "> 0")
+        H, K = num_heads, head_dim
+        self.dim, self.heads, self.steps = dim, H, steps
+        self.min_ridge = min_ridge
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
+        self.convolution = ShortConvolution(2 * H * K, conv_size, **to)
+        self.ab_proj = nn.Linear(dim, 2 * H, **to)
+        self.lam = nn.Parameter(torch.empty(H * K, **to))
+        self.norm = OutputNorm(K, None, eps=norm_eps, **to)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A ridge of 0.75 above its least."""
+        self.lam.fill_(math.log(math.expm1(0.75)))
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, convolution) after each sequence's last token.
+
+        S is [N, H, K, 2 K], sums of k k^T beside those of k v^T. Without
+        gradients the state that came in is changed in place and returned.
+        """
+        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
+        H = self.heads
+        qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
+        qk, inputs = self.convolution(qk, state, cu_seqlens)
+        q, k = (unit(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))
+        a, b = full(self.ab_proj(x)).chunk(2, -1)
+        ridge = self.min_ridge + F.softplus(full(self.lam))
+        o, S = mesa(
+            q,
+            k,
+            v.unflatten(-1, (H, -1)),
+            F.logsigmoid(a),
+            b.sigmoid(),
+            ridge.unflatten(0, (H, -1)),
+            steps=self.steps,
+            initial_state=None if state is None else state.get("S"),
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.o_proj(self.norm(o))
+        return y, updated(state, S=S, convolution=inputs)

@@ -1,0 +1,63 @@
+"""Packed sequences as rows of a batch, for layers that have no other way."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    lengths,
+    sequence_of,
+)
+
+
+class Rows:
+    """The sequences of a call, one per row, and back.
+
+    Without ``cu_seqlens`` they are rows already. With it each gets a row as
+    long as the longest, whose length is read back from the device: unlike
+    the recurrences these layers need one number on the host then.
+
+    Attributes:
+        position: tokens that each row has read before; None without a state.
+        lengths: tokens of each row now; None: all that x has.
+    """
+
+    def __init__(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.count = lengths(x, cu_seqlens)
+        self.position: Int[Tensor, " N"] | None = None
+        self.lengths: Int[Tensor, " N"] | None = None
+        if state is not None:
+            self.position = state.get("position")
+        if cu_seqlens is not None:
+            self.lengths = self.count
+            self.longest = int(self.count.max())
+            token = torch.arange(x.shape[1], device=x.device)
+            self.row = sequence_of(cu_seqlens, x.shape[1])
+            self.place = token - cu_seqlens[self.row].to(token.dtype)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, T, ...] -> [N, longest, ...]; past a row's end it is 0."""
+        if self.cu_seqlens is None:
+            return x
+        shape = len(self.count), self.longest, *x.shape[2:]
+        at = (self.row, self.place)
+        return x.new_zeros(shape).index_put(at, x[0])
+
+    def pack(self, y: Tensor) -> Tensor:
+        """[N, longest, ...] -> [1, T, ...]."""
+        if self.cu_seqlens is None:
+            return y
+        return y[self.row, self.place][None]
+
+    def after(self) -> Int[Tensor, " N"]:
+        """How many tokens each row has read after the call."""
+        if self.position is None:
+            return self.count
+        return self.position + self.count

@@ -1,0 +1,139 @@
+"""Titans' long-term memory (Behrouz et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.arguments import check_number
+from fastweights.deep import titans
+from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.parts import Factory, OutputNorm, full
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, updated
+
+
+class TitansMemory(nn.Module):
+    """A network that learns v from k, with momentum and weight decay.
+
+        q, k, v = silu(convolution(W_qkv x)), q and k of unit length
+        theta = max_rate sigmoid(a), eta = sigmoid(b), alpha = sigmoid(c)
+        a, b, c = W_rates x + bias, per head
+        y = W_o (norm(o) * silu(W_g x)), o by fastweights.deep.titans
+
+    The memory alone of arXiv 2501.00663, without attention beside it, with
+    per-token rates as in its eqs. 11 to 14. There is no code by the authors.
+    The paper leaves the memory's activation and the rates' bounds open; here
+    they are GELU and max_rate, and a LayerNorm stands behind the memory, as
+    in TTT: without one the gradients of a chunk whose keys are alike, all
+    taken at the same weights, add up to steps that grow without bound.
+    titans-pytorch, which most people use, has it too, with a residual; it
+    takes one rate of momentum and decay per chunk, steps once per chunk, and
+    has no convolution.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H, each with a memory of its own.
+        head_dim: their size K; q, k and v have the same.
+        depth: layers of the memory; 1: a matrix and a bias.
+        expansion: width of the memory's hidden layers over head_dim.
+        chunk_size: tokens whose gradients are taken at the same weights.
+        max_rate: the bound of theta.
+        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        norm_eps: of the output norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        depth: int = 2,
+        expansion: float = 4.0,
+        chunk_size: int = 16,
+        max_rate: float = 0.1,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(depth=depth, chunk_size=chunk_size)
+        check_number("max_rate", max_rate, "> 0")
+        H, K = num_heads, head_dim
+        hidden = scaled("expansion", expansion, head_dim=head_dim)
+        self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
+        self.convolution = HeadsConvolution((H, H), (K, K), conv_size, **to)
+        self.rates_proj = nn.Linear(dim, 3 * H, **to)
+        widths = [K, *[hidden] * (depth - 1), K]
+        self.weights = nn.ParameterList(
+            torch.empty(H, widths[i], widths[i + 1], **to)
+            for i in range(depth)
+        )
+        self.biases = nn.ParameterList(
+            torch.empty(H, widths[i + 1], **to) for i in range(depth)
+        )
+        self.memory_norm_weight = nn.Parameter(torch.empty(H, K, **to))
+        self.memory_norm_bias = nn.Parameter(torch.empty(H, K, **to))
+        self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
+        self.norm = OutputNorm(K, "silu", eps=norm_eps, **to)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A memory of which a unit has variance 1, that keeps 98 %."""
+        for W, b in zip(self.weights, self.biases, strict=True):
+            W.normal_(std=1 / math.sqrt(W.shape[1]))
+            b.zero_()
+        self.memory_norm_weight.fill_(1)
+        self.memory_norm_bias.zero_()
+        self.rates_proj.bias.zero_()
+        self.rates_proj.bias.chunk(3)[2].fill_(-4)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, position, convolution) after the last tokens.
+
+        S [N, H, 3, P] holds what a head's P weights have learned, their
+        momentum, and what they had learned when the chunk began. Without
+        gradients the state that came in is changed in place and returned.
+        """
+        fields = ("S", "position", *self.convolution.fields)
+        check_input(x, self.dim, state, cu_seqlens, *fields)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        a, b, c = full(self.rates_proj(x)).chunk(3, -1)
+        # The paper's loss has no half: its theta counts twice.
+        rate = 2 * self.max_rate * a.sigmoid()
+        rows = Rows(x, state, cu_seqlens)
+        q, k, v = (rows.spread(t) for t in (q, k, v))
+        o, S = titans(
+            q,
+            k,
+            v,
+            rows.spread(rate),
+            rows.spread(b.sigmoid()),
+            rows.spread(F.logsigmoid(-c)),
+            list(zip(self.weights, self.biases, strict=True)),
+            (self.memory_norm_weight, self.memory_norm_bias),
+            chunk_size=self.chunk_size,
+            initial_state=None if state is None else state.get("S"),
+            position=rows.position,
+            lengths=rows.lengths,
+        )
+        y = self.o_proj(self.norm(rows.pack(o), self.g_proj(x)))
+        position = rows.after()
+        return y, updated(state, S=S, position=position, convolution=inputs)

@@ -1,0 +1,168 @@
+"""TTT-Linear and TTT-MLP (Sun et al. 2024)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.arguments import check_number
+from fastweights.deep import ttt
+from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.parts import Factory, full, rotary, split_heads
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, positions, updated
+
+
+class TTTLinear(nn.Module):
+    """Weights trained on v - k from k, by mini-batches (arXiv 2407.04620).
+
+        q, k, v = W_qkv x, q and k turned by their place in the mini-batch
+        rate = base_lr sigmoid(W_rate x + b) / head_dim, per head
+        y = W_o norm(o), o by fastweights.deep.ttt
+
+    with an affine model per head and a LayerNorm behind it, whose first
+    weights are learned, and norm a LayerNorm over all heads together. Token t
+    of a mini-batch steps by max(1 / (t + 1) + rows_t, 0), rows learned from
+    0. This is the authors' layer for a Transformer's backbone; for Mamba's it
+    shares one projection of q and k, convolves them, and has a gate. Rotary
+    positions turn neighbouring channels.
+
+    Weights of the authors' ttt.py: qkv_proj is q_proj, k_proj and v_proj one
+    below the other, rate_proj is learnable_ttt_lr_weight and _bias, rows is
+    learnable_token_idx, W1, b1, W2 and b2 are their namesakes (b without its
+    second dimension), model_norm is ttt_norm.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H.
+        head_dim: their size, even; dim / num_heads if None.
+        mini_batch: tokens whose gradients are taken at the same weights.
+        base_lr: bound of the learning rate times head_dim; None: 1 for
+            TTT-Linear, 0.1 for TTT-MLP, which the authors start at 0.01.
+        theta: base of the rotary positions.
+        norm_eps: of the LayerNorm before W_o.
+    """
+
+    hidden: int | None = None
+    """Width of the model's hidden layer over head_dim; None: there is none."""
+
+    default_lr = 1.0
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        mini_batch: int = 16,
+        base_lr: float | None = None,
+        theta: float = 1e4,
+        norm_eps: float = 1e-6,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads, mini_batch=mini_batch)
+        base_lr = self.default_lr if base_lr is None else base_lr
+        check_number("base_lr", base_lr, "> 0")
+        check_number("theta", theta, "> 0")
+        check_number("norm_eps", norm_eps, ">= 0")
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        if K % 2:
+            raise ValueError(f"head_dim: got {K}, need an even number")
+        self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
+        self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
+        to: Factory = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
+        self.rate_proj = nn.Linear(dim, H, **to)
+        self.rows = nn.Parameter(torch.empty(mini_batch, **to))
+        widths = [K, K] if self.hidden is None else [K, self.hidden * K, K]
+        self.depth = len(widths) - 1
+        for i in range(self.depth):
+            W = torch.empty(H, widths[i], widths[i + 1], **to)
+            b = torch.empty(H, widths[i + 1], **to)
+            self.register_parameter(f"W{i + 1}", nn.Parameter(W))
+            self.register_parameter(f"b{i + 1}", nn.Parameter(b))
+        self.model_norm_weight = nn.Parameter(torch.empty(H, K, **to))
+        self.model_norm_bias = nn.Parameter(torch.empty(H, K, **to))
+        self.post_norm = nn.LayerNorm(H * K, eps=norm_eps, **to)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Small first weights; steps of 1 / (t + 1)."""
+        for W, b in self.start:
+            W.normal_(std=0.02)
+            b.zero_()
+        self.rate_proj.weight.normal_(std=0.02)
+        self.rate_proj.bias.zero_()
+        self.rows.zero_()
+        self.model_norm_weight.fill_(1)
+        self.model_norm_bias.zero_()
+
+    @property
+    def start(self) -> list[tuple[Tensor, Tensor]]:
+        """The weights with which every sequence begins, layer by layer."""
+        numbers = range(1, self.depth + 1)
+        return [
+            (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
+        ]
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the state (S, position) after each sequence's last token.
+
+        S [N, H, 2, P] holds what a head's P weights have learned, and the
+        gradients of a mini-batch that is not complete. Without gradients the
+        state that came in is changed in place and returned.
+        """
+        check_input(x, self.dim, state, cu_seqlens, "S", "position")
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        at = positions(x.shape[1], x.device, state, cu_seqlens)
+        at = at % self.mini_batch
+        q, k = (neighbours(t, at, self.theta) for t in (q, k))
+        rate = full(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
+        rows = Rows(x, state, cu_seqlens)
+        learned = full(self.rows)
+        places = torch.arange(1, len(learned) + 1).to(learned)
+        q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
+        o, S = ttt(
+            q,
+            k,
+            v,
+            rate,
+            self.start,
+            (self.model_norm_weight, self.model_norm_bias),
+            (1 / places + learned).clamp_min(0),
+            initial_state=None if state is None else state.get("S"),
+            position=rows.position,
+            lengths=rows.lengths,
+        )
+        y = self.o_proj(self.post_norm(rows.pack(o).flatten(2)))
+        return y, updated(state, S=S, position=rows.after())
+
+
+class TTTMLP(TTTLinear):
+    """TTT-Linear with a hidden layer, four times as wide, in its model.
+
+    f(z) = W2^T gelu(W1^T z + b1) + b2 in place of W1^T z + b1; all else is
+    :class:`TTTLinear`, its arguments too.
+    """
+
+    hidden = 4
+    default_lr = 0.1
+
+
+def neighbours(
+    x: Float[Tensor, "B T H K"], position: Tensor, theta: float
+) -> Float[Tensor, "B T H K"]:
+    """Rotary positions for pairs of neighbouring channels."""
+    halves = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    turned = rotary(halves, position, theta)
+    return turned.unflatten(-1, (2, -1)).mT.flatten(-2)

@@ -1,0 +1,186 @@
+"""One step of layers that came after the family, or stand beside it.
+
+As in :mod:`fastweights.reference.steps`: S is [..., K, V], g the log of a
+decay, per head [...] or per key channel [..., K], and every step reads what
+it has written. Papers keep the transpose of S. What the library's recurrence
+would need to serve each of them stands in its docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights.reference.steps import (
+    Key,
+    PerHead,
+    State,
+    Value,
+    deltanet,
+    outer,
+    read,
+    softmax,
+)
+
+
+def rwkv7(
+    S: State, q: Key, k: Key, v: Value, g: Key, kappa: Key, a: Key
+) -> tuple[State, Value]:
+    """RWKV-7 (Peng et al. 2025): decay and erase the same old state.
+
+    kappa is a key of unit length of its own, a in [0, 1]^K how much of it is
+    erased. Needs a second key, and the decay beside the erasing, not before.
+    """
+    erased = outer(a * kappa, read(S, kappa))
+    S = g.exp()[..., None] * S - erased + outer(k, v)
+    return S, read(S, q)
+
+
+def delta_product(
+    S: State,
+    q: Key,
+    k: Float[Tensor, "*lead n K"],
+    v: Float[Tensor, "*lead n V"],
+    g: PerHead,
+    beta: Float[Tensor, "*lead n"],
+) -> tuple[State, Value]:
+    """DeltaProduct (Siems et al. 2025): n delta steps per token.
+
+    Needs nothing: n tokens for each, the gate on the first, read at the last.
+    """
+    S = g.exp()[..., None, None] * S
+    for i in range(k.shape[-2]):
+        S, o = deltanet(S, q, k[..., i, :], v[..., i, :], beta[..., i])
+    return S, o
+
+
+def gdn2(
+    S: State, q: Key, k: Key, v: Value, g: Key, b: Key, w: Value
+) -> tuple[State, Value]:
+    """Gated DeltaNet-2 (2026): erase and write by strengths per channel.
+
+    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. Needs a
+    second key, b * k, for what is erased.
+    """
+    S = g.exp()[..., None] * S
+    S = S + outer(k, w * v - read(S, b * k))
+    return S, read(S, q)
+
+
+def comba(
+    S: State, q: Key, k: Key, v: Value, p: Key, g: PerHead, beta: PerHead
+) -> tuple[State, Value]:
+    """Comba (Hu et al. 2025): what is erased is what another key reads.
+
+    p is a fraction of k in the paper. Needs p as a second key.
+    """
+    S = g.exp()[..., None, None] * S
+    S = S + outer(k, beta[..., None] * (v - read(S, p)))
+    return S, read(S, q)
+
+
+def mamba3(
+    state: tuple[State, Key, Value],
+    q: Key,
+    k: Key,
+    v: Value,
+    dt: PerHead,
+    g: PerHead,
+    share: PerHead,
+) -> tuple[tuple[State, Key, Value], Value]:
+    """Mamba-3 (2026): a step writes between the last token and this one.
+
+    The trapezoidal rule, with dt the step size, g = A dt and a learned share
+    in [0, 1] of the new end; 1 is Mamba-2. q and k come turned by the running
+    sum of their angles, as rotary positions turn them. Needs two writes per
+    token: tokens k, v once more, one later, with other strengths.
+    """
+    S, k_last, v_last = state
+    old, new = (1 - share) * dt * g.exp(), share * dt
+    S = g.exp()[..., None, None] * S + outer(k_last, old[..., None] * v_last)
+    S = S + outer(k, new[..., None] * v)
+    return (S, k, v), read(S, q)
+
+
+def log_linear(
+    state: tuple[Float[Tensor, "*lead L K V"], int],
+    q: Key,
+    k: Key,
+    v: Value,
+    g: PerHead,
+    weights: Float[Tensor, "*lead L"],
+) -> tuple[tuple[Float[Tensor, "*lead L K V"], int], Value]:
+    """Log-linear attention (Guo et al. 2025): a state per bucket of the past.
+
+    Level 0 is the token itself, level l the 2^(l-1) tokens of the l-th bit
+    of its number t, as in a Fenwick tree: near ones finely, far ones
+    coarsely. Each level has a weight of the token's own. L levels do for
+    2^(L-1) tokens. The state starts at zeros and t = 0. Needs a state per
+    level: the prefix scan's tree, kept.
+    """
+    S, t = state
+    low = (t & -t).bit_length()  # the lowest bit of t that is 1, from 1 on
+    merged = S[..., :low, :, :].sum(-3, keepdim=True)
+    rest = S[..., low + 1 :, :, :] if low else S[..., 1:, :, :]
+    empty = torch.zeros_like(S[..., : max(low - 1, 0), :, :])
+    now = outer(k, v)[..., None, :, :]
+    older = torch.cat([empty, merged, rest] if low else [rest], -3)
+    S = torch.cat([now, g.exp()[..., None, None, None] * older], -3)
+    return (S, t + 1), (weights[..., None] * read(S, q[..., None, :])).sum(-2)
+
+
+def path(
+    cache: tuple[Tensor, Tensor],
+    q: Key,
+    k: Key,
+    v: Value,
+    w: Key,
+    beta: PerHead,
+) -> tuple[tuple[Tensor, Tensor], Value]:
+    """PaTH attention (Yang et al. 2025): keys turned by what comes after.
+
+    Softmax attention in which token t multiplies all keys before it by
+    I - beta_t w_t w_t^T: positions that depend on the data. ``cache`` is that
+    of :func:`fastweights.reference.steps.softmax`; scale q beforehand. Needs
+    chapter 8's inverse, in softmax attention.
+    """
+    keys, values = cache
+    along = torch.einsum("...nk,...k->...n", keys, w)
+    keys = keys - (beta[..., None] * along)[..., None] * w[..., None, :]
+    return softmax((keys, values), q, k, v)
+
+
+def atlas(
+    state: tuple[State, State, Tensor, Tensor, Tensor],
+    q: Key,
+    k: Key,
+    v: Value,
+    strength: PerHead,
+    momentum: PerHead,
+    g: PerHead,
+    rate: PerHead,
+    *,
+    window: int,
+    orthogonal: Callable[[Tensor], Tensor] = lambda M: M,
+) -> tuple[tuple[State, State, Tensor, Tensor, Tensor], Value]:
+    """Atlas (Behrouz et al. 2025): learn the last tokens again, every token.
+
+    The gradient of sum_i strength_i |S^T k_i - v_i|^2 / 2 over the window
+    goes into a running sum, and that, orthogonalised, into the weights
+    (signs as in the paper's appendix; here the model is a matrix, there a
+    network of polynomials of k). Without ``orthogonal`` it is OmegaNet. The
+    state is S, the sum M, and the window's keys, values and strengths, which
+    start empty. Needs a window of tokens beside S.
+    """
+    S, M, keys, values, strengths = state
+    keys = torch.cat([keys, k[..., None, :]], -2)[..., -window:, :]
+    values = torch.cat([values, v[..., None, :]], -2)[..., -window:, :]
+    strengths = torch.cat([strengths, strength[..., None]], -1)[..., -window:]
+    errors = strengths[..., None] * (keys @ S - values)
+    M = momentum[..., None, None] * M + keys.mT @ errors
+    step = rate[..., None, None] * orthogonal(M)
+    S = g.exp()[..., None, None] * S - step
+    return (S, M, keys, values, strengths), read(S, q)

@@ -1,0 +1,216 @@
+"""Record what public code computes, for tests/test_deep_published.py.
+
+    PYTHONPATH= python tests/recorded/deep.py FOLDER
+
+with these repositories in FOLDER, at these commits, all under MIT:
+
+    ttt-lm-pytorch (test-time-training)           cd831db
+    LaCT (a1600012888)                            1f84d47
+    titans-pytorch (lucidrains)                   cc016eb
+    flash-linear-attention (fla-org)              bc3b101
+
+and transformers, einops, einx, tensordict and assoc-scan installed. Inputs
+and weights are drawn in fp32, and everything is computed from them in fp64:
+where the code asks for fp32 or bf16 the line is changed as it is loaded.
+Outputs and gradients become one JSON file each beside this script.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch
+from layers import HERE, packed
+
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+B, H = 2, 2
+
+
+def loaded(path: str, **changes: str) -> types.ModuleType:
+    """The module in this file, with some of its text replaced."""
+    text = (FOLDER / path).read_text()
+    for old, new in changes.values():
+        assert old in text, old
+        text = text.replace(old, new)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(text)
+        file.flush()
+        spec = importlib.util.spec_from_file_location("public", file.name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["public"] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def drawn(*shape: int, low: float | None = None) -> torch.Tensor:
+    """Numbers that fp32 holds, in fp64; uniform from low to 1 if given."""
+    x = torch.randn(shape) if low is None else torch.rand(shape)
+    x = x if low is None else low + (1 - low) * x
+    return x.double().requires_grad_()
+
+
+def saved(name: str, source: str, o, inputs: dict, **more) -> None:
+    """Output, and the gradients of the sum of its squares."""
+    slopes = ()
+    if o.requires_grad:
+        slopes = torch.autograd.grad(o.square().sum(), [*inputs.values()])
+    record = {
+        "source": source,
+        "versions": f"torch {torch.__version__}",
+        "command": "python tests/recorded/deep.py FOLDER",
+        **more,
+        "inputs": {k: packed(x) for k, x in inputs.items()},
+        "o": packed(o),
+        "gradients": {
+            k: packed(d) for k, d in zip(inputs, slopes, strict=False)
+        },
+    }
+    text = json.dumps(record, indent=1)
+    (HERE / f"{name}.json").write_text(text + "\n")
+    print(f"{name:20} {len(text) / 1000:.1f} kB, |o| {o.std():.2f}")
+
+
+def ttt(kind: str) -> None:
+    """A whole layer, with a mini-batch of 3 at the end."""
+    module = loaded("ttt-lm-pytorch/ttt.py")
+    config = module.TTTConfig(
+        hidden_size=8,
+        num_attention_heads=H,
+        mini_batch_size=4,
+        ttt_base_lr=1.0 if kind == "linear" else 0.1,
+        ttt_layer_type=kind,
+    )
+    torch.manual_seed(0)
+    make = module.TTTLinear if kind == "linear" else module.TTTMLP
+    layer = make(config, 0)
+    with torch.no_grad():
+        for key, p in layer.named_parameters():
+            scale = 0.05 if key == "learnable_token_idx" else 0.4
+            p.copy_(scale * torch.randn_like(p) + ("norm_w" in key))
+    layer.double()
+    x = drawn(B, 11, 8)
+    at = torch.arange(11)[None].expand(B, 11)
+    saved(
+        f"ttt_{kind}",
+        f"ttt-lm-pytorch cd831db, ttt.py, {make.__name__}",
+        layer(x, position_ids=at),
+        {"x": x, **dict(layer.named_parameters())},
+    )
+
+
+def lact(name: str, muon: bool, momentum: bool, prenorm: bool = False):
+    module = loaded(
+        "LaCT/lact_llm/lact_model/ttt_operation.py",
+        newton_schulz=("G.bfloat16()", "G"),
+        in_place=("inplace=True", "inplace=False"),
+    )
+    torch.manual_seed(0)
+    K, N, V, T, C = 4, 5, 3, 11, 4
+    inputs = {
+        "w0": drawn(B, N, K),
+        "w1": drawn(B, V, N),
+        "w2": drawn(B, N, K),
+        "q": drawn(B, T, K),
+        "k": drawn(B, T, K),
+        "v": drawn(B, T, V),
+        "lr0": drawn(B, T, 1, low=0.0),
+        "lr1": drawn(B, T, 1, low=0.0),
+        "lr2": drawn(B, T, 1, low=0.0),
+    }
+    m = drawn(B, T, 1, low=0.0)
+    more = {"momentum": m} if momentum else {}
+    run = (
+        module.prenorm_block_causal_lact_swiglu
+        if prenorm
+        else module.block_causal_lact_swiglu
+    )
+    o = run(*inputs.values(), chunk_size=C, use_muon=muon, **more)
+    source = f"LaCT 1f84d47, lact_model/ttt_operation.py, {run.__name__}"
+    saved(name, source, o, inputs | more, chunk=C)
+
+
+def titans() -> None:
+    """NeuralMemory as it comes: a LayerNorm and a residual, xavier, GELU."""
+    sys.path.insert(0, str(FOLDER / "titans-pytorch"))
+    from titans_pytorch.neural_memory import NeuralMemory
+
+    torch.manual_seed(0)
+    layer = NeuralMemory(
+        4, chunk_size=3, default_model_kwargs={"depth": 2}, batch_size=None
+    ).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(p.float())
+    x = drawn(B, 11, 4)
+    named = {k: p for k, p in layer.named_parameters() if p.requires_grad}
+    used = {k: p for k, p in named.items() if "memory_model." not in k}
+    o, _ = layer(x)
+    source = "titans-pytorch cc016eb, neural_memory.py, NeuralMemory"
+    saved("titans_lucidrains", source, o, {"x": x, **used}, chunk=3)
+
+
+def fla_ttt() -> None:
+    """The reference of another library, which differs: see the test."""
+    module = loaded(
+        "flash-linear-attention/fla/ops/ttt/naive.py",
+        fp64=("torch.float32", "torch.float64"),
+    )
+    torch.manual_seed(0)
+    T, K = 8, 4
+    inputs = {
+        "q": drawn(B, T, H, K),
+        "k": drawn(B, T, H, K),
+        "v": drawn(B, T, H, K),
+        "w": drawn(H, K, low=0.5),
+        "b": drawn(H, K),
+        "eta": drawn(B, T, H, 1, low=0.0),
+    }
+    with torch.no_grad():
+        o, *_ = module.chunk_ttt_linear_ref(
+            *(x.clone() for x in inputs.values()), scale=1.0, mini_batch_size=4
+        )
+    saved(
+        "ttt_flash_linear_attention",
+        "flash-linear-attention bc3b101, ops/ttt/naive.py",
+        o,
+        inputs,
+    )
+
+
+def mesa() -> None:
+    module = loaded(
+        "flash-linear-attention/fla/ops/mesa_net/naive.py",
+        fp64=(".float()", ".double()"),
+        zeros=("device=q.device", "device=q.device, dtype=q.dtype"),
+    )
+    torch.manual_seed(0)
+    T, K = 11, 4
+    inputs = {
+        "q": drawn(B, T, H, K),
+        "k": drawn(B, T, H, K),
+        "v": drawn(B, T, H, K),
+        "g": drawn(B, T, H, low=-1.0),
+        "lamb": drawn(H, K, low=0.25),
+        "beta": drawn(B, T, H, low=0.0),
+    }
+    with torch.no_grad():
+        inputs["g"].clamp_(max=-0.01)
+    o, _, _ = module.naive_mesa_net_exact(*inputs.values())
+    source = "flash-linear-attention bc3b101, ops/mesa_net/naive.py, exact"
+    saved("mesa_exact", source, o, inputs)
+
+
+if __name__ == "__main__":
+    ttt("linear")
+    ttt("mlp")
+    lact("lact_muon", muon=True, momentum=True)
+    lact("lact_plain", muon=False, momentum=False)
+    titans()
+    fla_ttt()
+    mesa()
