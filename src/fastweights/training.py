@@ -19,7 +19,7 @@ import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -187,11 +187,32 @@ class Settings:
 
     def learning_rate(self, step: int) -> float:
         """Of a step, the first being 0: up in a line, down in a cosine."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        low = self.lr * self.final_lr
-        return low + (self.lr - low) * (1 + math.cos(math.pi * done)) / 2
+        return learning_rate(self, step)
+
+
+class Schedule(Protocol):
+    """The settings that say a step's learning rate."""
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def final_lr(self) -> float: ...
+
+
+def learning_rate(of: Schedule, step: int) -> float:
+    """Of a step, the first being 0: up in a line, down in a cosine."""
+    if step < of.warmup:
+        return of.lr * (step + 1) / of.warmup
+    done = (step - of.warmup) / max(1, of.steps - of.warmup)
+    low = of.lr * of.final_lr
+    return low + (of.lr - low) * (1 + math.cos(math.pi * done)) / 2
 
 
 class Training:
@@ -388,21 +409,28 @@ class Training:
 
     def record(self) -> dict[str, Any]:
         """What ran: settings, corpus, model, versions, device."""
-        name = platform.processor() or platform.machine()
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
         return {
             "settings": asdict(self.settings),
             "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
             "parameters": self.model.num_parameters,
             "processes": self.processes,
-            "device": f"{self.device.type}: {name}",
-            "versions": {
-                "fastweights": fw.__version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            **machine(self.device),
         }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a run runs on: the device's name, and versions."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "device": f"{device.type}: {name}",
+        "versions": {
+            "fastweights": fw.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
 
 
 def read_checkpoint(

@@ -1,0 +1,58 @@
+"""Tasks that show what a state can hold: seeded sequences on any device.
+
+    task = OverwritingRecall(pairs=8)
+    batch = task.batch(rows=64, seed=0)
+    logits = model(batch.tokens)[0]
+    F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+| task | what it asks |
+|---|---|
+| :class:`AssociativeRecall` | the value of a key (zoology's MQAR) |
+| :class:`OverwritingRecall` | the last of several values of a key |
+| :class:`RepeatedRecall` | the value of a key, after several readings |
+| :class:`Needles` | one fact from far back, and many local ones |
+| :class:`Scope` | the value of a key, unless a reset came between |
+| :class:`Sections` | the last of two values, unless a reset came between |
+| :class:`StateTracking` | the running product of a group's elements |
+| :class:`SelectiveCopying` | values in their order, without the blanks |
+"""
+
+from fastweights.tasks.batch import ASK, BLANK, IGNORE, Batch, Task
+from fastweights.tasks.copying import SelectiveCopying
+from fastweights.tasks.needles import Needles
+from fastweights.tasks.recall import AssociativeRecall
+from fastweights.tasks.rewriting import OverwritingRecall, RepeatedRecall
+from fastweights.tasks.scope import Scope, Sections
+from fastweights.tasks.states import StateTracking
+
+TASKS: dict[str, type[Task]] = {
+    task.__name__: task
+    for task in (
+        AssociativeRecall,
+        OverwritingRecall,
+        RepeatedRecall,
+        Needles,
+        Scope,
+        Sections,
+        StateTracking,
+        SelectiveCopying,
+    )
+}
+"""The tasks by name."""
+
+__all__ = [
+    "ASK",
+    "BLANK",
+    "IGNORE",
+    "TASKS",
+    "AssociativeRecall",
+    "Batch",
+    "Needles",
+    "OverwritingRecall",
+    "RepeatedRecall",
+    "Scope",
+    "Sections",
+    "SelectiveCopying",
+    "StateTracking",
+    "Task",
+]

@@ -1,0 +1,124 @@
+"""Pairs, then their keys again: multi-query associative recall."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastweights.layers.arguments import check_one_of, check_sizes
+from fastweights.tasks.batch import (
+    IGNORE,
+    Batch,
+    Draws,
+    Task,
+    alternating,
+    check_enough,
+)
+
+
+@dataclass(frozen=True)
+class AssociativeRecall(Task):
+    """Zoology's multi-query associative recall (Arora et al. 2023).
+
+        k1 v1 k2 v2 .. kn vn  . . k2 . . . k1 . k3 . ..
+
+    The first 2 n tokens are the pairs, keys and values each drawn without
+    replacement. The rest of the sequence is slots of two tokens. n of them
+    begin with a key, one key each, and the target there is its value; all
+    other tokens are filler. With s slots the keys are dealt to slots in the
+    order of their pairs: the first key's is drawn with a probability
+    proportional to (1 + slot)^(power - 1), slots counted from 0, the next
+    one's likewise of the slots that are left, and so on. With the small
+    power most questions come soon, and the first pairs' soonest.
+
+    Tokens are 0, keys 1 to V/2 - 1, and values V/2 to V - 1. Filler is 0, or
+    random: any token of the vocabulary, so that a quarter of the filler
+    looks like more pairs.
+
+    A perfect memory holds ``pairs`` pairs. One that knows which values were
+    there and not whose they are is right in 1 of ``pairs`` questions; one
+    that knows nothing in 1 of V - V/2.
+
+    Groups: 0 "recall".
+    """
+
+    kinds = ("recall",)
+
+    pairs: int = 16
+    """Pairs n."""
+
+    length: int = 64
+    """Tokens T, an even number."""
+
+    vocabulary: int = 256
+    """Tokens V that there are, half of them values."""
+
+    filler: Literal["zero", "random"] = "random"
+    """Zoology's default is random; its ICLR figure 2 has zero."""
+
+    passes: int = 1
+    """How often the list of pairs is told (Arora et al. 2024: JRT)."""
+
+    power: float = 0.01
+    """Exponent a of the slots: 1 would make them uniform."""
+
+    def __post_init__(self) -> None:
+        check_sizes(
+            pairs=self.pairs,
+            length=self.length,
+            vocabulary=self.vocabulary,
+            passes=self.passes,
+        )
+        check_one_of("filler", self.filler, ("zero", "random"))
+        need = 2 * self.pairs * (self.passes + 1)
+        check_enough("length", self.length, need, "pairs and questions")
+        if self.length % 2:
+            raise ValueError(f"length: got {self.length}, need it even")
+        need = 2 * self.pairs + 2
+        check_enough("vocabulary", self.vocabulary, need, "keys and values")
+
+    @property
+    def held(self) -> int:
+        return self.pairs
+
+    @property
+    def bits(self) -> float:
+        values = self.vocabulary - self.vocabulary // 2
+        return math.log2(math.perm(values, self.pairs))
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocabulary - self.vocabulary // 2)
+
+    def draw(self, rows: int, draws: Draws) -> Batch:
+        half, n = self.vocabulary // 2, self.pairs
+        keys = 1 + draws.distinct(n, half - 1, rows)
+        values = half + draws.distinct(n, self.vocabulary - half, rows)
+        pairs = alternating(keys, values).repeat(1, self.passes)
+        start = pairs.shape[1]
+        at = start + 2 * self._slots(rows, (self.length - start) // 2, draws)
+
+        tokens = torch.zeros(
+            rows, self.length, dtype=torch.int64, device=draws.device
+        )
+        if self.filler == "random":
+            tokens = draws.integers(self.vocabulary, rows, self.length)
+        tokens = torch.cat([pairs, tokens[:, start:]], 1).scatter(1, at, keys)
+        targets = torch.full_like(tokens, IGNORE).scatter(1, at, values)
+        groups = torch.full_like(tokens, IGNORE).scatter(1, at, 0)
+        return Batch(tokens, targets, groups)
+
+    def _slots(self, rows: int, slots: int, draws: Draws) -> Tensor:
+        """n different slots per row, [rows, n], in the order drawn.
+
+        The largest of log p + Gumbel noise, the next largest, and so on are
+        draws without replacement, one after the other (Yellott 1977).
+        """
+        place = torch.arange(1, slots + 1, device=draws.device)
+        log_p = (self.power - 1) * place.double().log()
+        noise = -draws.uniform(rows, slots).clamp_min(1e-300).log()
+        return (log_p - noise.log()).topk(self.pairs, -1).indices

@@ -1,0 +1,136 @@
+"""State tracking: which product have we come to?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fastweights.layers.arguments import check_one_of, check_sizes
+from fastweights.tasks.batch import IGNORE, Batch, Draws, Task
+from fastweights.tasks.groups import elements, products, swaps
+
+
+@dataclass(frozen=True)
+class StateTracking(Task):
+    """The running product of a group's elements (Grazzi et al. 2025).
+
+        BOS x1 x2 x3 ..       targets: -  x1  x1 x2  x1 x2 x3  ..
+
+    ``group`` is Z2 (parity: x is 0 or 1), Zm (sums modulo m), S3, S4, S5
+    (all permutations of so many things) or A4, A5 (the even ones). Each x is
+    drawn from all elements, or from the swaps of two things alone, which
+    S3 to S5 have: one reflection of the state each. A product is made from
+    left to right, as things are done: first x1, then x2.
+
+    With ``parts`` = n each element is n tokens, of which each says the same
+    element as its part 1, 2, .., n of it, and the target is at the last. A
+    layer that makes one step per token then has n per element, as in
+    DeltaProduct (Siems et al. 2025).
+
+    Tokens are 0 for BOS, then part 1 of the elements that x can be, in
+    their order in :func:`fastweights.tasks.groups.elements`, then part 2,
+    and so on; then the answers: all elements of the group. Every position
+    but BOS and parts that are not the last counts in the loss.
+
+    A perfect memory holds the one element it has come to.
+
+    Groups: 0 "state".
+    """
+
+    kinds = ("state",)
+
+    group: str = "Z2"
+    """Z2, Z3, .., S2 to S5, A3 to A5."""
+
+    inputs: Literal["all", "swaps"] = "all"
+    """What x is drawn from."""
+
+    elements: int = 32
+    """Elements x in a sequence."""
+
+    parts: int = 1
+    """Tokens per element."""
+
+    def __post_init__(self) -> None:
+        check_sizes(elements=self.elements, parts=self.parts)
+        check_one_of("inputs", self.inputs, ("all", "swaps"))
+        _ = self.drawn
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """Numbers of the elements that x is drawn from."""
+        order = len(elements(self.group))
+        return (
+            swaps(self.group) if self.inputs == "swaps" else (*range(order),)
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        return self._first_answer + len(elements(self.group))
+
+    @property
+    def _first_answer(self) -> int:
+        return 1 + self.parts * len(self.drawn)
+
+    @property
+    def length(self) -> int:
+        return 1 + self.parts * self.elements
+
+    @property
+    def held(self) -> int:
+        return 1
+
+    @property
+    def bits(self) -> float:
+        return math.log2(len(elements(self.group)))
+
+    @property
+    def chance(self) -> float:
+        """Of who says at each position what is likeliest there.
+
+        That is 1 / order for all elements. After t swaps only permutations
+        of t's parity are possible, and at first not all of them.
+        """
+        table = torch.tensor(products(self.group))[:, self.drawn]
+        p = torch.zeros(len(table), dtype=torch.float64)
+        p[0] = 1
+        best = 0.0
+        for _ in range(self.elements):
+            share = (p / len(self.drawn))[:, None].expand_as(table)
+            p = torch.zeros_like(p).index_add(
+                0, table.flatten(), share.flatten()
+            )
+            best += p.max().item()
+        return best / self.elements
+
+    def draw(self, rows: int, draws: Draws) -> Batch:
+        number = draws.integers(len(self.drawn), rows, self.elements)
+        drawn = torch.tensor(self.drawn, device=draws.device)
+        state = running(drawn[number], self.group)
+
+        part = torch.arange(self.parts, device=draws.device)
+        x = 1 + number[..., None] + part * len(self.drawn)
+        tokens = torch.cat([torch.zeros_like(x[:, 0, :1]), x.flatten(1)], 1)
+        targets = torch.full_like(tokens, IGNORE)
+        targets[:, self.parts :: self.parts] = self._first_answer + state
+        groups = torch.where(targets == IGNORE, IGNORE, 0)
+        return Batch(tokens, targets, groups)
+
+
+def running(x: Int[Tensor, "B T"], group: str) -> Int[Tensor, "B T"]:
+    """x1, x1 x2, x1 x2 x3, ..: in ceil(log2 T) products of everything.
+
+    After the step with distance d each place has the product of the 2 d
+    elements up to it, or of all if they are fewer (Hillis and Steele 1986).
+    """
+    table = torch.tensor(products(group), device=x.device)
+    d = 1
+    while d < x.shape[1]:
+        x = torch.cat([x[:, :d], table[x[:, :-d], x[:, d:]]], 1)
+        d *= 2
+    return x
