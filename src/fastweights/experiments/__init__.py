@@ -1,0 +1,31 @@
+"""Small models on small tasks: ``python -m fastweights.experiments NAME``.
+
+An experiment is a grid of runs, and each run a line of JSON in a file:
+
+    grid = EXPERIMENTS["overwriting"].quickly()
+    records = [run(trial) for trial in grid.trials("overwriting")]
+    print(summary(records))
+"""
+
+from fastweights.experiments.grid import Grid, Variant
+from fastweights.experiments.records import Record, append, matching, read
+from fastweights.experiments.registry import EXPERIMENTS
+from fastweights.experiments.softmax import ConvolvedSoftmax
+from fastweights.experiments.table import best, summary
+from fastweights.experiments.trial import Trial, accuracy, run
+
+__all__ = [
+    "EXPERIMENTS",
+    "ConvolvedSoftmax",
+    "Grid",
+    "Record",
+    "Trial",
+    "Variant",
+    "accuracy",
+    "append",
+    "best",
+    "matching",
+    "read",
+    "run",
+    "summary",
+]

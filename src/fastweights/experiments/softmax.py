@@ -71,8 +71,12 @@ class ConvolvedSoftmax(LinearRecurrence):
         if self.theta is not None:
             place = positions(x.shape[1], x.device, None, None)
             q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
-        heads_first = [y.transpose(1, 2) for y in (q, k, v)]
-        o = F.scaled_dot_product_attention(*heads_first, is_causal=True)
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+        )
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o.transpose(1, 2), gate))
         return y, LayerState(keys=k, values=v, convolution=inputs)

@@ -77,9 +77,7 @@ class Trial:
     """Sequences of each test, and of the validation per task trained on."""
 
     def __post_init__(self) -> None:
-        check_sizes(
-            rows=self.rows, steps=self.steps, test_rows=self.test_rows
-        )
+        check_sizes(rows=self.rows, steps=self.steps, test_rows=self.test_rows)
         if self.steps > STEPS:
             raise ValueError(f"steps: got {self.steps}, need <= {STEPS}")
         if not 0 <= self.seed < 4096:
@@ -204,7 +202,12 @@ def answers(model: LanguageModel, batch: Batch) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def accuracy(
-    model: LanguageModel, task: Task, rows: int, seed: int, *, at_once: int = 64
+    model: LanguageModel,
+    task: Task,
+    rows: int,
+    seed: int,
+    *,
+    at_once: int = 64,
 ) -> dict[str, float]:
     """Share of right answers, by kind of question.
 

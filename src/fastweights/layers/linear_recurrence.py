@@ -55,6 +55,8 @@ class LinearRecurrence(nn.Module):
             by one factor per head, or by one per head and key channel.
         expand_v: V / K.
         conv_size: taps of the convolution, 2 to 4; None: there is none.
+        activation: whether q, k and v have SiLU. Without it keys may point
+            anywhere, where SiLU all but keeps them among the positive.
         normalize: whether q and k are brought to unit length.
         gate: whether the output is multiplied by silu(W_g x).
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
@@ -72,6 +74,7 @@ class LinearRecurrence(nn.Module):
         decay: Per | None = "head",
         expand_v: float = 1.0,
         conv_size: int | None = 4,
+        activation: bool = True,
         normalize: bool = True,
         gate: bool = True,
         allow_neg_eigval: bool = False,
@@ -91,7 +94,12 @@ class LinearRecurrence(nn.Module):
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.convolution = HeadsConvolution(
-            (H, H), (K, V), conv_size, normalize=normalize, **to
+            (H, H),
+            (K, V),
+            conv_size,
+            normalize=normalize,
+            activation=activation,
+            **to,
         )
         self.a_proj: nn.Module | None = None
         self.decay: Decay | None = None

@@ -1,0 +1,155 @@
+"""Run experiments: ``python -m fastweights.experiments overwriting``.
+
+Every run of an experiment's grid trains a small model and tests it, and
+adds a line of JSON to OUT/NAME.jsonl. Runs that are there already, with the
+same settings, are not run again: stopped at any point, the same command goes
+on from there. At the end there is a table.
+
+    python -m fastweights.experiments                 what there is
+    python -m fastweights.experiments sections --quick
+    python -m fastweights.experiments needles --seeds 0 1 2 --workers 8
+    python -m fastweights.experiments needles --dry   what is done, and table
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fastweights.experiments.grid import Grid
+from fastweights.experiments.records import append, matching, read
+from fastweights.experiments.registry import EXPERIMENTS
+from fastweights.experiments.side_by_side import each
+from fastweights.experiments.table import summary
+from fastweights.experiments.trial import Trial
+from fastweights.layers.arguments import check_sizes
+from fastweights.train import Progress
+from fastweights.training import chosen_device
+
+PROGRAM = "python -m fastweights.experiments"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the program's options."""
+    what = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = what.add_argument
+    option("names", nargs="*", metavar="NAME", help="experiments")
+    option("--quick", action="store_true", help="what a chapter runs live")
+    option("--out", type=Path, default=Path("experiments"), metavar="FOLDER")
+    option("--only", nargs="+", metavar="VARIANT", help="these variants")
+    option("--seeds", nargs="+", type=int, metavar="N")
+    option("--lrs", nargs="+", type=float, metavar="RATE")
+    option("--steps", type=int, metavar="N", help="of every run")
+    option("--device", default="auto", help="cpu, cuda, ..")
+    option(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="runs at once (default: 1 per core, on a GPU 8 at most)",
+    )
+    option("--dry", action="store_true", help="run nothing, show the table")
+    return what
+
+
+def chosen(name: str, asked: argparse.Namespace) -> Grid:
+    """An experiment's grid as the options change it.
+
+    Raises:
+        ValueError: there is no such experiment or variant.
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(
+            f"name: got {name!r}, need one of {', '.join(EXPERIMENTS)}"
+        )
+    grid = EXPERIMENTS[name]
+    if asked.quick:
+        grid = grid.quickly()
+    if asked.only:
+        grid = grid.only(tuple(asked.only))
+    if asked.seeds:
+        grid = replace(grid, seeds=tuple(asked.seeds))
+    if asked.lrs:
+        grid = replace(grid, lrs=tuple(asked.lrs))
+    if asked.steps is not None:
+        grid = replace(grid, settings={**grid.settings, "steps": asked.steps})
+    return grid
+
+
+def go(trials: Sequence[Trial], file: Path, device: str, workers: int) -> None:
+    """Run those that the file does not hold yet, and show how far it is."""
+    there = matching(trials, read(file))
+    left = [trial for trial, run in zip(trials, there, strict=True) if not run]
+    done = [0] * len(left)
+    steps = sum(trial.steps for trial in left)
+    progress = Progress(steps, quiet=False)
+    progress.say(f"{file}: {len(trials) - len(left)} runs, {len(left)} to go")
+    start = shown = time.monotonic()
+
+    def tell(i: int, step: int, loss: float, accuracy: float) -> None:
+        nonlocal shown
+        done[i] = step
+        if time.monotonic() - shown < (0.2 if progress.live else 10):
+            return
+        shown = time.monotonic()
+        minutes = (shown - start) * (steps / sum(done) - 1) / 60
+        text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
+        progress.show(sum(done), text)
+
+    for i, record in each(left, device, workers, tell):
+        append(file, record)
+        found = f"{record['validation']:.3f} in {record['seconds']:.0f} s"
+        progress.say(f"{_name(left[i])}: {found}")
+
+
+def _name(trial: Trial) -> str:
+    return (
+        f"{trial.variant}, {trial.num_heads} x {trial.head_dim}, "
+        f"lr {trial.lr:g}, seed {trial.seed}"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The program: 0, 1 if a run died, 2 for bad words, 130 for Ctrl-C."""
+    asked = parser().parse_args(words)
+    if not asked.names:
+        for name, grid in EXPERIMENTS.items():
+            print(f"{name:20} {len(grid.trials(name)):3} runs  {grid.about}")
+        return 0
+    try:
+        on = chosen_device(asked.device)
+        cores = os.cpu_count() or 1
+        most = min(cores, 8) if on.type == "cuda" else cores
+        workers = most if asked.workers is None else asked.workers
+        check_sizes(workers=workers)
+        grids = {name: chosen(name, asked) for name in asked.names}
+        trials = {name: grid.trials(name) for name, grid in grids.items()}
+        for name, some in trials.items():
+            file = asked.out / f"{name}.jsonl"
+            if not asked.dry:
+                go(some, file, on.type, workers)
+            runs = [run for run in matching(some, read(file)) if run]
+            print(f"{name}: {grids[name].about}")
+            print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")
+    except (TypeError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

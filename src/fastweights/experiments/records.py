@@ -1,0 +1,64 @@
+"""Runs in a file, one line of JSON each, written as they end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastweights.experiments.trial import Trial
+
+Record = dict[str, Any]
+"""What :func:`fastweights.experiments.run` returns."""
+
+
+def read(file: Path) -> list[Record]:
+    """The runs in it; none if it is not there.
+
+    A last line without an end was being written when the program was killed,
+    and is left out.
+
+    Raises:
+        ValueError: a line is no run.
+    """
+    if not file.is_file():
+        return []
+    *lines, _ = file.read_text("utf-8").split("\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["settings"]["experiment"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"out: got {file}, line {number} of which is no run of an "
+                "experiment"
+            ) from None
+        found.append(record)
+    return found
+
+
+def append(file: Path, record: Record) -> None:
+    """Add a run. It is on the disk when this returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b") as out:
+        out.seek(0)
+        whole = out.read().rfind(b"\n") + 1
+        out.truncate(whole)
+        out.write(json.dumps(record).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def matching(
+    trials: Iterable[Trial], records: Iterable[Record]
+) -> list[Record | None]:
+    """Each trial's run, or None if there is none with its settings."""
+    there = {_key(record["settings"]): record for record in records}
+    return [there.get(_key(trial.settings())) for trial in trials]
+
+
+def _key(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)

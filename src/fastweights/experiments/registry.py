@@ -1,0 +1,225 @@
+"""The experiments, as data: what is compared, on which tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastweights.experiments.grid import Grid, Variant
+from fastweights.tasks import (
+    AssociativeRecall,
+    Needles,
+    OverwritingRecall,
+    RepeatedRecall,
+    Scope,
+    Sections,
+    SelectiveCopying,
+    StateTracking,
+    Task,
+)
+
+
+def recurrence(
+    *, settings: Mapping[str, Any] | None = None, **options: Any
+) -> Variant:
+    """One member of the family; all have the same surroundings."""
+    options = {"recurrence": options}
+    return Variant(("recurrence",), options, settings or {})
+
+
+def softmax(**options: Any) -> Variant:
+    """Softmax attention in these surroundings."""
+    return Variant(("convolved_softmax",), {"convolved_softmax": options})
+
+
+def family(**gate: Any) -> dict[str, Variant]:
+    """All that are compared; ``gate`` is how those with a decay start."""
+    return {
+        "linear": recurrence(rule="additive", decay=None),
+        "decay": recurrence(rule="additive", **gate),
+        "delta": recurrence(decay=None),
+        "gated delta": recurrence(**gate),
+        "GLA": recurrence(rule="additive", decay="channel", **gate),
+        "KDA": recurrence(decay="channel", **gate),
+        "softmax": softmax(),
+        "softmax, rotary": softmax(theta=1e4),
+    }
+
+
+FAMILY = family()
+FOUR = ("linear", "decay", "delta", "gated delta")
+
+SLOW = {"A_range": (0.01, 0.5)}
+"""Half-lives from 14 to 70,000 tokens."""
+
+PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
+"""A half-life of 87 tokens, and A so large that one token can clear all."""
+
+
+def by_pairs(task: Any, *pairs: int, **sizes: Any) -> dict[str, Task]:
+    """One task with several numbers of pairs."""
+    return {f"{n} pairs": task(pairs=n, **sizes) for n in pairs}
+
+
+def recalls(task: Any, *pairs: int, **sizes: Any) -> dict[str, Any]:
+    """A grid's tasks: the same numbers of pairs for training and testing."""
+    tests = by_pairs(task, *pairs, **sizes)
+    return {"train": tuple(tests.values()), "tests": tests}
+
+
+def tracking(
+    group: str, *elements: int, trained: int = 32, **sizes: Any
+) -> dict[str, Any]:
+    """A grid's tasks: trained at one length, tested at several."""
+    return {
+        "train": (StateTracking(group, elements=trained, **sizes),),
+        "tests": {
+            f"{n} elements": StateTracking(group, elements=n, **sizes)
+            for n in elements
+        },
+        "variants": {
+            "beta up to 2": recurrence(
+                decay=None, allow_neg_eigval=True, **BARE
+            ),
+            "beta up to 1": recurrence(decay=None, **BARE),
+            "decay": recurrence(rule="additive", **BARE),
+            "beta up to 2, SiLU": recurrence(
+                decay=None,
+                allow_neg_eigval=True,
+                **{**BARE, "activation": True},
+            ),
+        },
+    }
+
+
+BARE = {"conv_size": None, "activation": False}
+"""No convolution, which would mix neighbours, and keys of any direction: a
+swap is a reflection along a difference, and SiLU leaves keys few of those."""
+
+TRACKS = {"mlp_ratio": 2.0, "weight_decay": 0.0}
+LENGTHS = (32, 64, 128, 256)
+ONE_RUN = {"lrs": (3e-3,), "seeds": (0,)}
+
+EXPERIMENTS: dict[str, Grid] = {
+    "recall": Grid(
+        "Which value belongs to a key? (zoology's MQAR)",
+        **recalls(AssociativeRecall, 4, 8, 16),
+        variants=FAMILY,
+        settings={"steps": 1500},
+        sizes=((2, 16),),
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+    ),
+    "recall-sizes": Grid(
+        "How much is recalled per byte of state?",
+        **recalls(AssociativeRecall, 8, 16, 32, length=128),
+        variants=FAMILY,
+        settings={"steps": 3000},
+        sizes=((2, 8), (2, 16), (2, 32), (2, 64)),
+        quick={**ONE_RUN, "only": FOUR, "sizes": ((2, 8), (2, 16))},
+    ),
+    "overwriting": Grid(
+        "Which of a key's values came last?",
+        **recalls(OverwritingRecall, 4, 8),
+        variants=FAMILY,
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+    ),
+    "reading-once": Grid(
+        "Which value belongs to a key, after one reading?",
+        **recalls(RepeatedRecall, 8, 16, writes=1),
+        variants=FAMILY,
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+    ),
+    "reading-thrice": Grid(
+        "Do three readings of the same pairs help?",
+        **recalls(RepeatedRecall, 8, 16, writes=3),
+        variants=FAMILY,
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+    ),
+    "needles": Grid(
+        "What is kept through 8 times the text trained on?",
+        train=tuple(Needles(level=level) for level in (1, 2, 3)),
+        tests={
+            f"level {level}, {n} segments": Needles(level=level, segments=n)
+            for level in (1, 2, 3)
+            for n in (8, 16, 32, 64)
+        },
+        variants={
+            **family(**SLOW),
+            "decay, published gate": recurrence(rule="additive"),
+            "gated delta, published gate": recurrence(),
+        },
+        settings={"steps": 1800, "rows": 32, "test_rows": 128},
+        sizes=((2, 16),),
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 1200}},
+    ),
+    "scope": Grid(
+        "Is a reset obeyed?",
+        train=(Scope(),),
+        tests={f"{n} segments": Scope(segments=n) for n in (6, 24)},
+        variants=family(**PATIENT),
+        settings={"steps": 1200, "rows": 32},
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
+    ),
+    "sections": Grid(
+        "Can one layer replace a value, and let go of a section?",
+        train=(Sections(),),
+        tests={f"{n} segments": Sections(segments=n) for n in (6, 24)},
+        variants={
+            **family(**PATIENT),
+            "gated delta, published gate": recurrence(),
+        },
+        settings={"steps": 1600, "rows": 32},
+        lrs=(3e-3, 6e-3, 1e-2),
+        quick={**ONE_RUN, "only": FOUR, "lrs": (6e-3,)},
+    ),
+    "parity": Grid(
+        "Is the number of ones even?",
+        **tracking("Z2", *LENGTHS),
+        settings={**TRACKS, "steps": 400, "rows": 128},
+        sizes=((1, 8),),
+        quick=ONE_RUN,
+    ),
+    "modulo-3": Grid(
+        "What is a sum modulo 3, with two steps per number?",
+        **tracking("Z3", 16, *LENGTHS, trained=16, parts=2),
+        settings={**TRACKS, "steps": 800},
+        quick={**ONE_RUN, "only": ("beta up to 2", "beta up to 1")},
+    ),
+    "swaps-of-3": Grid(
+        "Which order are three things in, after swaps?",
+        **tracking("S3", *LENGTHS, inputs="swaps"),
+        settings={**TRACKS, "steps": 800},
+        quick=ONE_RUN,
+    ),
+    "swaps-of-5": Grid(
+        "Which order are five things in, after swaps?",
+        **tracking("S5", *LENGTHS, inputs="swaps"),
+        settings={**TRACKS, "steps": 1200},
+        quick={
+            **ONE_RUN,
+            "only": ("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
+        },
+    ),
+    "orders-of-3": Grid(
+        "The same, after any reordering, with one step for each?",
+        **tracking("S3", 16, *LENGTHS, trained=16),
+        settings={**TRACKS, "steps": 1600},
+        quick={**ONE_RUN, "only": ("beta up to 2",)},
+    ),
+    "orders-of-3-by-two": Grid(
+        "And with two steps for each?",
+        **tracking("S3", 16, *LENGTHS, trained=16, parts=2),
+        settings={**TRACKS, "steps": 1600},
+        quick={**ONE_RUN, "only": ("beta up to 2",), "lrs": (2e-3,)},
+    ),
+    "copying": Grid(
+        "Which values stood among the blanks, in order?",
+        train=(SelectiveCopying(),),
+        tests={
+            f"{n} positions": SelectiveCopying(text=n) for n in (48, 96, 192)
+        },
+        variants=FAMILY,
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+    ),
+}
+"""By name: ``python -m fastweights.experiments NAME``."""
