@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastweights.experiments.grid import Grid, Variant
@@ -19,12 +18,9 @@ from fastweights.tasks import (
 )
 
 
-def recurrence(
-    *, settings: Mapping[str, Any] | None = None, **options: Any
-) -> Variant:
+def recurrence(**options: Any) -> Variant:
     """One member of the family; all have the same surroundings."""
-    options = {"recurrence": options}
-    return Variant(("recurrence",), options, settings or {})
+    return Variant(("recurrence",), {"recurrence": options})
 
 
 def softmax(**options: Any) -> Variant:
@@ -46,11 +42,18 @@ def family(**gate: Any) -> dict[str, Variant]:
     }
 
 
-FAMILY = family()
 FOUR = ("linear", "decay", "delta", "gated delta")
 
 SLOW = {"A_range": (0.01, 0.5)}
 """Half-lives from 14 to 70,000 tokens."""
+
+PUBLISHED = {
+    "decay, published gate": recurrence(rule="additive"),
+    "gated delta, published gate": recurrence(),
+}
+"""Half-lives from 0.4 to 700 tokens: one draw per head, and few heads."""
+
+FAMILY = {**family(**SLOW), **PUBLISHED}
 
 PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
@@ -143,11 +146,7 @@ EXPERIMENTS: dict[str, Grid] = {
             for level in (1, 2, 3)
             for n in (8, 16, 32, 64)
         },
-        variants={
-            **family(**SLOW),
-            "decay, published gate": recurrence(rule="additive"),
-            "gated delta, published gate": recurrence(),
-        },
+        variants=FAMILY,
         settings={"steps": 1800, "rows": 32, "test_rows": 128},
         sizes=((2, 16),),
         quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 1200}},
@@ -156,7 +155,7 @@ EXPERIMENTS: dict[str, Grid] = {
         "Is a reset obeyed?",
         train=(Scope(),),
         tests={f"{n} segments": Scope(segments=n) for n in (6, 24)},
-        variants=family(**PATIENT),
+        variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1200, "rows": 32},
         quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
     ),
@@ -164,10 +163,7 @@ EXPERIMENTS: dict[str, Grid] = {
         "Can one layer replace a value, and let go of a section?",
         train=(Sections(),),
         tests={f"{n} segments": Sections(segments=n) for n in (6, 24)},
-        variants={
-            **family(**PATIENT),
-            "gated delta, published gate": recurrence(),
-        },
+        variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1600, "rows": 32},
         lrs=(3e-3, 6e-3, 1e-2),
         quick={**ONE_RUN, "only": FOUR, "lrs": (6e-3,)},
