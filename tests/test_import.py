@@ -23,10 +23,12 @@ ABOVE = (
     "layers",
     "bench_layer",
     "models",
+    "tasks",
     "corpus",
     "training",
     "train",
     "comparison",
+    "experiments",
 )
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """

@@ -174,7 +174,7 @@ class Task(ABC):
         """Bits of the smallest state that can answer everything.
 
         log2 of how many different tables of answers there are to tell apart
-        when the first question comes, given which keys may be asked about.
+        when most has to be held, given which keys may be asked about.
         """
 
     @property

@@ -1,0 +1,263 @@
+"""Tasks read token by token, with a dictionary for a memory.
+
+Written from what the tasks' docstrings say of their sequences, a token at a
+time: what is asked where, and the answer. Whatever does not fit raises an
+AssertionError.
+"""
+
+from dataclasses import dataclass, field
+
+NO = -100
+
+
+@dataclass
+class Reading:
+    """What a reader found in one sequence."""
+
+    targets: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    held: int = 0  # most entries that the memory had at a question
+    table: frozenset = frozenset()  # the memory then, the first time
+
+    def nothing(self, count=1):
+        self.targets += [NO] * count
+        self.groups += [NO] * count
+
+    def answer(self, target, group, memory):
+        self.targets.append(target)
+        self.groups.append(group)
+        if len(memory) > self.held:
+            self.held, self.table = len(memory), frozenset(memory.items())
+
+
+def pair(task, tokens, first):
+    """The next key and value, of keys that begin with the token first."""
+    key, value = tokens.pop(0), tokens.pop(0)
+    assert first <= key < first + task.keys <= value < task.vocabulary
+    return key, value
+
+
+def associative_recall(task, tokens):
+    """With zeros as filler, which no key is taken for."""
+    found, memory, half = Reading(), {}, task.vocabulary // 2
+    told = 2 * task.pairs
+    for i in range(0, told * task.passes, 2):
+        key, value = tokens[i : i + 2]
+        assert 1 <= key < half <= value < task.vocabulary
+        assert (key in memory) == (i >= told)
+        assert memory.setdefault(key, value) == value
+        found.nothing(2)
+    assert len(set(memory.values())) == len(memory) == task.pairs
+    asked = set()
+    for i in range(told * task.passes, task.length, 2):
+        key, filler = tokens[i : i + 2]
+        assert filler == 0
+        if key:
+            assert key in memory and key not in asked
+            asked.add(key)
+            found.answer(memory[key], 0, memory)
+            found.nothing()
+        else:
+            found.nothing(2)
+    assert asked == set(memory)
+    return found
+
+
+def rewriting(task, tokens):
+    found, memory, written = Reading(), {}, {}
+    tokens = list(tokens)
+    for i in range(task.pairs * task.writes):
+        key, value = pair(task, tokens, 2)
+        values = written.setdefault(key, [])
+        if type(task).__name__ == "OverwritingRecall":
+            assert value not in values
+        else:
+            assert set(values) <= {value}
+            assert len(values) == i // task.pairs  # once per reading
+        values.append(value)
+        memory[key] = value
+        found.nothing(2)
+    assert {len(x) for x in written.values()} == {task.writes}
+    assert len(memory) == task.pairs
+    asked = set()
+    while tokens:
+        ask, key = tokens.pop(0), tokens.pop(0)
+        assert ask == 1 and key not in asked
+        asked.add(key)
+        found.nothing()
+        found.answer(memory[key], 0, memory)
+    assert asked == set(memory)
+    return found
+
+
+def needles(task, tokens):
+    found, tokens, marks, local = Reading(), list(tokens), {}, {}
+    first, segments, marked, at = 3 + task.needles, 0, 0, None
+    while tokens:
+        token = tokens.pop(0)
+        found.nothing()
+        if token == 2:
+            segments += 1
+            local = {}
+            for _ in range(task.pairs):
+                key, value = pair(task, tokens, first)
+                assert key not in local
+                local[key] = value
+                found.nothing(2)
+            questions, left = task.questions, set(local)
+        elif token == 1 and segments == task.segments and not questions:
+            mark = tokens.pop(0)
+            assert mark in marks
+            memory = marks if task.level == 1 else marks | local
+            found.answer(marks[mark], 0, memory)
+            assert [*marks][marked] == mark
+            marked += 1
+        elif token == 1:
+            key = tokens.pop(0)
+            left.remove(key)
+            questions -= 1
+            if task.level == 1:
+                found.nothing()
+            else:
+                found.answer(local[key], 1, marks | local)
+        else:
+            assert token == 3 + len(marks) and (not segments or not questions)
+            assert segments < task.segments
+            assert at in (None, segments)  # all in one place
+            at = segments
+            marks[token] = tokens.pop(0)
+            assert first + task.keys <= marks[token] < task.vocabulary
+            found.nothing()
+    assert segments == task.segments and marked == len(marks)
+    assert len(marks) == (task.needles if task.level == 3 else 1)
+    return found
+
+
+def scope(task, tokens):
+    found, tokens, before = Reading(), list(tokens), set()
+    for _ in range(task.segments):
+        assert tokens.pop(0) == 2
+        found.nothing()
+        memory, written = {}, {}
+        for _ in range(task.pairs * task.writes):
+            key, value = pair(task, tokens, 4)
+            assert value not in written.setdefault(key, [])
+            written[key].append(value)
+            memory[key] = value
+            found.nothing(2)
+        assert [len(x) for x in written.values()] == task.pairs * [task.writes]
+        asked = set()
+        for _ in range(2 * task.questions):
+            assert tokens.pop(0) == 1
+            found.nothing()
+            key = tokens.pop(0)
+            assert 4 <= key < 4 + task.keys and key not in asked
+            asked.add(key)
+            inside = key in memory
+            found.answer(memory.get(key, 3), int(not inside), memory)
+        assert len(asked & set(memory)) == task.questions
+        others = before - set(memory)
+        wanted = min(task.questions, len(others))
+        assert len(asked & others) == wanted
+        before |= set(memory)
+    assert not tokens
+    return found
+
+
+def apply(permutation, things):
+    """What stood at place i goes to place permutation[i]."""
+    after = list(things)
+    for i, x in enumerate(things):
+        after[permutation[i]] = x
+    return after
+
+
+def permutations(kind, n):
+    """In lexicographic order; of kind A those made of an even number of
+    swaps, by sorting."""
+
+    def all_of(left):
+        if not left:
+            return [[]]
+        return [
+            [x, *rest]
+            for x in left
+            for rest in all_of([y for y in left if y != x])
+        ]
+
+    def swaps(p):
+        p, count = list(p), 0
+        for i in range(n):
+            while p[i] != i:
+                j = p[i]
+                p[i], p[j] = p[j], p[i]
+                count += 1
+        return count
+
+    every = all_of(list(range(n)))
+    if kind == "A":
+        every = [p for p in every if swaps(p) % 2 == 0]
+    return every, [i for i, p in enumerate(every) if swaps(p) == 1]
+
+
+def state_tracking(task, tokens):
+    found = Reading()
+    kind, n = task.group[0], int(task.group[1:])
+    if kind == "Z":
+        inputs = list(range(n))
+    else:
+        every, swaps = permutations(kind, n)
+        inputs = swaps if task.inputs == "swaps" else list(range(len(every)))
+    first = 1 + task.parts * len(inputs)
+    assert tokens[0] == 0
+    found.nothing()
+    total, things = 0, list(range(n))
+    for i in range(1, len(tokens), task.parts):
+        parts = tokens[i : i + task.parts]
+        number = parts[0] - 1
+        assert 0 <= number < len(inputs)
+        assert parts == [
+            1 + number + j * len(inputs) for j in range(len(parts))
+        ]
+        x = inputs[number]
+        if kind == "Z":
+            total = (total + x) % n
+            state = total
+        else:
+            things = apply(every[x], things)
+            # The product takes i to where thing i has come.
+            state = every.index([things.index(i) for i in range(n)])
+        found.nothing(task.parts - 1)
+        found.answer(first + state, 0, {"state": state})
+    return found
+
+
+def selective_copying(task, tokens):
+    found, memory = Reading(), []
+    for i, token in enumerate(tokens):
+        if i < task.text:
+            assert token == 0 or 2 <= token < task.vocabulary
+            memory += [token] if token else []
+            found.nothing()
+        else:
+            assert token == 1
+            place = i - task.text
+            found.answer(memory[place], 0, dict(enumerate(memory)))
+    return found
+
+
+READERS = {
+    "AssociativeRecall": associative_recall,
+    "OverwritingRecall": rewriting,
+    "RepeatedRecall": rewriting,
+    "Needles": needles,
+    "Scope": scope,
+    "Sections": scope,
+    "StateTracking": state_tracking,
+    "SelectiveCopying": selective_copying,
+}
+
+
+def read(task, tokens):
+    """One sequence, a list of tokens, as its task's reader reads it."""
+    return READERS[type(task).__name__](task, list(tokens))
