@@ -79,7 +79,14 @@ CASES = {
         D, 2, 4, rule="additive", decay=None, normalize=False, **to
     ),
     "recurrence-decay": lambda **to: LinearRecurrence(
-        D, 2, 3, rule="additive", expand_v=4 / 3, conv_size=None, **to
+        D,
+        2,
+        3,
+        rule="additive",
+        expand_v=4 / 3,
+        conv_size=None,
+        activation=False,
+        **to,
     ),
     "recurrence-channel": lambda **to: LinearRecurrence(
         D, 2, 4, decay="channel", gate=False, allow_neg_eigval=True, **to

@@ -151,10 +151,13 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     return y @ w["o_proj.weight"].T
 
 
-def family(w, x, H, K, V, *, conv=True, unit=True, per="head", most=1):
+def family(
+    w, x, H, K, V, *, conv=True, bend=True, unit=True, per="head", most=1
+):
     """A comparison's layer: what is absent has no weights."""
     c = x @ w["qkv_proj.weight"].T
-    c = silu(convolved(w, c) if conv else c)
+    c = convolved(w, c) if conv else c
+    c = silu(c) if bend else c
     q, k, v = cut(c, (H, K), (H, K), (H, V))
     if unit:
         q, k = of_length_one(q), of_length_one(k)
@@ -317,7 +320,7 @@ EQUATIONS = {
         lightning, H=3, K=4, slopes=SLOPES, layer=1, layers=4
     ),
     "recurrence-linear": partial(family, H=2, K=4, V=4, unit=False),
-    "recurrence-decay": partial(family, H=2, K=3, V=4, conv=False),
+    "recurrence-decay": partial(family, H=2, K=3, V=4, conv=False, bend=False),
     "recurrence-channel": partial(
         family, H=2, K=4, V=4, per="channel", most=2
     ),

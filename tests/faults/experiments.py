@@ -1,0 +1,101 @@
+"""Faults in experiments: runs, grids, files, tables, the program."""
+
+TRIAL = "fastweights/experiments/trial.py"
+GRID = "fastweights/experiments/grid.py"
+RECORDS = "fastweights/experiments/records.py"
+SIDE = "fastweights/experiments/side_by_side.py"
+TABLE = "fastweights/experiments/table.py"
+SOFTMAX = "fastweights/experiments/softmax.py"
+MAIN = "fastweights/experiments/__main__.py"
+RECURRENCE = "fastweights/layers/linear_recurrence.py"
+TESTS = dict.fromkeys(
+    (TRIAL, GRID, RECORDS, SIDE, TABLE, SOFTMAX, MAIN), "test_experiments.py"
+)
+MUTANTS = {
+    "trial-never-steps": (TRIAL, "        optimizer.step()\n", ""),
+    "trial-trains-on-the-tests": (
+        TRIAL,
+        "trial.seed * STEPS + step, on",
+        "TESTS + step, on",
+    ),
+    "trial-one-task-alone": (
+        TRIAL,
+        "trial.train[step % len(trial.train)]",
+        "trial.train[0]",
+    ),
+    "trial-seed-of-the-model": (
+        TRIAL,
+        "torch.manual_seed(trial.seed)",
+        "torch.seed()",
+    ),
+    "trial-asks-everywhere": (
+        TRIAL,
+        "batch.targets != IGNORE\n",
+        "batch.targets == batch.targets\n",
+    ),
+    "accuracy-of-all-kinds-together": (
+        TRIAL,
+        "index_add(0, groups, hits)",
+        "add(hits.sum())",
+    ),
+    "accuracy-of-the-same-sequences": (TRIAL, "seed + 1024 * i", "seed"),
+    "trial-always-an-mlp": (
+        TRIAL,
+        "() if self.mlp_ratio else self.pattern",
+        "()",
+    ),
+    "grid-a-variant-changes-nothing": (
+        GRID,
+        "                    **variant.settings,\n",
+        "",
+    ),
+    "grid-quick-forgets-settings": (
+        GRID,
+        '{**self.settings, **changed.pop("settings", {})}',
+        'changed.pop("settings", {})',
+    ),
+    "records-keep-a-broken-line": (
+        RECORDS,
+        "        out.truncate(whole)\n",
+        "",
+    ),
+    "records-read-a-broken-line": (
+        RECORDS,
+        "*lines, _ = file",
+        "*lines, = file",
+    ),
+    "table-chosen-by-the-tests": (
+        TABLE,
+        'mean(run["validation"] for run in runs)',
+        'mean(run["accuracy"]["pairs"]["recall"] for run in runs)',
+    ),
+    "table-one-seed-may-win": (TABLE, "return len(runs), ", "return 0, "),
+    "table-seeds-unsorted": (
+        TABLE,
+        'lambda r: r["settings"]["seed"]',
+        "lambda r: 0",
+    ),
+    "softmax-sees-what-comes": (SOFTMAX, "is_causal=True", "is_causal=False"),
+    "softmax-values-turn": (
+        SOFTMAX,
+        "            v.transpose(1, 2),",
+        "            k.transpose(1, 2),",
+    ),
+    "program-runs-all-again": (MAIN, "if not run]", "]"),
+    "program-wrong-names": (
+        MAIN,
+        "_name(left[i])}: {found}",
+        "_name(trials[i])}: {found}",
+    ),
+    "program-forgets-steps": (
+        MAIN,
+        '{**grid.settings, "steps": asked.steps}',
+        "grid.settings",
+    ),
+    "recurrence-always-silu": (
+        RECURRENCE,
+        "activation=activation",
+        "activation=True",
+        "test_layers_published.py",
+    ),
+}
