@@ -164,6 +164,7 @@ def test_the_model_has_an_mlp_if_one_is_asked_for():
     ("wrong", "says"),
     [
         ({"steps": 0}, "steps: got 0"),
+        ({"lr": 0.0}, "lr: got 0.0, need > 0"),
         ({"steps": STEPS + 1}, "steps: got 524289, need <= 524288"),
         ({"seed": 4096}, "seed: got 4096, need 0 to 4095"),
         ({"tests": {}}, "train, tests: got none"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastweights.arguments import check_number
 from fastweights.experiments import softmax  # noqa: F401 - a kind of layer
 from fastweights.layers import parameter_groups
 from fastweights.layers.arguments import check_sizes
@@ -78,6 +79,15 @@ class Trial:
 
     def __post_init__(self) -> None:
         check_sizes(rows=self.rows, steps=self.steps, test_rows=self.test_rows)
+        for name, need in (
+            ("lr", "> 0"),
+            ("clip", "> 0"),
+            ("warmup", ">= 0"),
+            ("final_lr", ">= 0"),
+            ("weight_decay", ">= 0"),
+            ("mlp_ratio", ">= 0"),
+        ):
+            check_number(name, getattr(self, name), need)
         if self.steps > STEPS:
             raise ValueError(f"steps: got {self.steps}, need <= {STEPS}")
         if not 0 <= self.seed < 4096:

@@ -111,12 +111,12 @@ class Draws:
         self.device = self.generator.device
 
     def uniform(self, *shape: int) -> Float[Tensor, ...]:
-        """Numbers in [0, 1), fp64: that two are equal is no matter."""
+        """Numbers in [0, 1), fp32, which every device has."""
         return torch.rand(
             shape,
             generator=self.generator,
             device=self.device,
-            dtype=torch.float64,
+            dtype=torch.float32,
         )
 
     def integers(self, high: int, *shape: int) -> Int[Tensor, ...]:

@@ -119,6 +119,6 @@ class AssociativeRecall(Task):
         draws without replacement, one after the other (Yellott 1977).
         """
         place = torch.arange(1, slots + 1, device=draws.device)
-        log_p = (self.power - 1) * place.double().log()
-        noise = -draws.uniform(rows, slots).clamp_min(1e-300).log()
+        log_p = (self.power - 1) * place.log()
+        noise = -draws.uniform(rows, slots).clamp_min(1e-9).log()
         return (log_p - noise.log()).topk(self.pairs, -1).indices
