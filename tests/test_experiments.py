@@ -66,14 +66,15 @@ def same(a, b):
 
 
 def test_a_run_learns_what_its_state_can_hold():
-    trial = replace(TRIAL, steps=80, lr=2e-2, warmup=10, test_rows=64)
+    learn = {"steps": 100, "lr": 2e-2, "warmup": 10, "rows": 64}
+    trial = replace(TRIAL, **learn, test_rows=64)
     shown = []
     record = run(trial, "cpu", every=30, progress=lambda *x: shown.append(x))
     assert record["accuracy"]["pairs"]["recall"] > 0.95
     assert record["validation"] > 0.95
     assert record["chance"] == {"pairs": 0.25}
     assert record["curve"] == shown
-    assert [x[0] for x in shown] == [30, 60, 80]
+    assert [x[0] for x in shown] == [30, 60, 90, 100]
     assert shown[-1][1] < 0.5 and shown[-1][2] > 0.9
     assert record["state bytes"] == 4 * (8 * 8 + 3 * 24)
     assert record["device"].startswith("cpu") and record["seconds"] > 0
@@ -383,7 +384,7 @@ def test_options_of_the_program_change_the_grid(tiny, capsys):
         0.5,
         1,
     )
-    assert tiny("tiny", "--quick", "--dry") == 0
+    assert tiny("tiny", "--quick", "--dry", "--only", "softmax") == 0
     assert "0 of 2 runs" in capsys.readouterr().out
     assert tiny() == 0
     assert "tiny                   8 runs  Does it run?" in (
@@ -450,6 +451,6 @@ def test_a_worker_that_dies_is_an_error_that_says_so():
     dead = {"recurrence": {"A_range": (2.0, 1.0)}}
     trials = [replace(TRIAL, options=dead), replace(TRIAL, steps=10**5)]
     found = side_by_side.each(trials, "cpu", 2, lambda *x: None)
-    with pytest.raises(RuntimeError, match=r"^workers: one died in a run"):
+    with pytest.raises(side_by_side.WorkerDied, match=r"^workers: one died"):
         next(found)
     assert not multiprocessing.active_children()

@@ -24,7 +24,7 @@ from pathlib import Path
 from fastweights.experiments.grid import Grid
 from fastweights.experiments.records import append, matching, read
 from fastweights.experiments.registry import EXPERIMENTS
-from fastweights.experiments.side_by_side import each
+from fastweights.experiments.side_by_side import WorkerDied, each
 from fastweights.experiments.table import summary
 from fastweights.experiments.trial import Trial
 from fastweights.layers.arguments import check_sizes
@@ -74,7 +74,8 @@ def chosen(name: str, asked: argparse.Namespace) -> Grid:
     if asked.quick:
         grid = grid.quickly()
     if asked.only:
-        grid = grid.only(tuple(asked.only))
+        of_all = EXPERIMENTS[name].only(tuple(asked.only))
+        grid = replace(grid, variants=of_all.variants)
     if asked.seeds:
         grid = replace(grid, seeds=tuple(asked.seeds))
     if asked.lrs:
@@ -135,14 +136,14 @@ def main(words: Sequence[str] | None = None) -> int:
         for name, some in trials.items():
             file = asked.out / f"{name}.jsonl"
             if not asked.dry:
-                go(some, file, on.type, workers)
+                go(some, file, str(on), workers)
             runs = [run for run in matching(some, read(file)) if run]
             print(f"{name}: {grids[name].about}")
             print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")
     except (TypeError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except WorkerDied as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

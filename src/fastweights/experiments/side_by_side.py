@@ -15,6 +15,10 @@ Tell = Callable[[int, int, float, float], None]
 """Is told which trial, its steps done, its loss and its accuracy."""
 
 
+class WorkerDied(RuntimeError):
+    """A process ended before its run did."""
+
+
 def each(
     trials: Sequence[Trial], device: str, workers: int, tell: Tell
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -25,7 +29,7 @@ def each(
     processes end when this one does, or when the iterator is closed.
 
     Raises:
-        RuntimeError: a process died.
+        WorkerDied: a process did; what it printed says why.
     """
     if workers == 1:
         for i, trial in enumerate(trials):
@@ -50,7 +54,7 @@ def each(
                 except EOFError:
                     process = running.pop(here)
                     process.join()
-                    raise RuntimeError(
+                    raise WorkerDied(
                         "workers: one died in a run (exit code "
                         f"{process.exitcode}); the same command goes on"
                     ) from None
