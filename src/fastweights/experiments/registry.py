@@ -149,7 +149,7 @@ EXPERIMENTS: dict[str, Grid] = {
         variants=FAMILY,
         settings={"steps": 1800, "rows": 32, "test_rows": 128},
         sizes=((2, 16),),
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 1200}},
+        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
     ),
     "scope": Grid(
         "Is a reset obeyed?",
@@ -166,7 +166,12 @@ EXPERIMENTS: dict[str, Grid] = {
         variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1600, "rows": 32},
         lrs=(3e-3, 6e-3, 1e-2),
-        quick={**ONE_RUN, "only": FOUR, "lrs": (6e-3,)},
+        quick={
+            **ONE_RUN,
+            "only": FOUR,
+            "lrs": (6e-3,),
+            "settings": {"steps": 800},
+        },
     ),
     "parity": Grid(
         "Is the number of ones even?",
