@@ -230,9 +230,9 @@ def test_a_grid_has_every_combination_seed_by_seed():
     sized = replace(GRID, sizes=((1, 4), (2, 8))).only(("delta",))
     assert len(sized.trials("tiny")) == 8
     quick = GRID.quickly().trials("tiny")
-    assert [(t.seed, t.steps, t.lr) for t in quick] == [
-        (5, 2, 1e-3),
-        (5, 2, 1e-2),
+    assert [(t.seed, t.steps, t.rows, t.lr) for t in quick] == [
+        (5, 2, 32, 1e-3),
+        (5, 2, 32, 1e-2),
     ]
     with pytest.raises(ValueError, match=r"^only: got 'rnn', need one of del"):
         GRID.only(("rnn",))
@@ -362,7 +362,12 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
     before = tiny.file.read_text()
     assert tiny("tiny") == 0
     out, err = capsys.readouterr()
-    assert "2 runs, 6 to go" in err and "softmax, 2 x 8, lr 0.01" in err
+    assert "2 runs, 6 to go" in err
+    said = [
+        f"{t.variant}, {t.num_heads} x 8, lr {t.lr:g}, seed {t.seed}: " in err
+        for t in GRID.trials("tiny")
+    ]
+    assert said == 2 * [False] + 6 * [True]
     assert tiny.file.read_text().startswith(before)
     assert None not in matching(GRID.trials("tiny"), read(tiny.file))
     assert out.startswith("tiny: Does it run?\n8 of 8 runs\npairs: ")

@@ -42,11 +42,6 @@ MUTANTS = {
         "order // self.writes",
         "order % n",
     ),
-    "rewriting-questions-in-order": (
-        REWRITING,
-        "question = draws.orders(n, rows)",
-        "question = names.argsort(-1)",
-    ),
     "repeated-readings-in-one-order": (
         REWRITING,
         "draws.orders(self.pairs, rows, self.writes).flatten(1)",
@@ -72,10 +67,10 @@ MUTANTS = {
         "self.marked + (self.pairs if self.level > 1 else 0)",
         "self.marked + self.pairs",
     ),
-    "scope-first-keys-asked": (
+    "scope-one-key-asked": (
         SCOPE,
-        "chosen = draws.distinct(self.questions, n, *shape)",
-        "chosen = torch.arange(self.questions).expand(*shape, -1)",
+        "names[..., some]",
+        "names[..., :1].expand_as(others)",
     ),
     "scope-asks-about-keys-inside": (SCOPE, "- 2 * here", "- 0 * here"),
     "scope-prefers-new-keys": (SCOPE, "+ before", "- 1.0 * before"),

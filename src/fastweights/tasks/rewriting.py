@@ -75,26 +75,18 @@ class _Written(Task):
         """The keys' tokens, [rows, n]."""
         return ASK + 1 + draws.distinct(self.pairs, self.keys, rows)
 
-    def _sequence(
-        self, names: Tensor, order: Tensor, values: Tensor, draws: Draws
-    ) -> Batch:
-        """Writes in an order, then questions in a random one.
+    def _sequence(self, names: Tensor, order: Tensor, values: Tensor) -> Batch:
+        """Writes in an order, then questions in that of the names.
 
         Args:
             names: the keys' tokens, [rows, n].
             order: which of the keys each write is of, [rows, n writes].
             values: tokens written, [rows, n writes].
         """
-        rows, n = names.shape
-        latest = last_times(order, n)
-        question = draws.orders(n, rows)
+        latest = take(values, last_times(order, names.shape[1]))
         return joined(
             told(alternating(take(names, order), values)),
-            asked(
-                take(names, question),
-                take(values, take(latest, question)),
-                torch.zeros_like(question),
-            ),
+            asked(names, latest, torch.zeros_like(names)),
         )
 
 
@@ -133,7 +125,6 @@ class OverwritingRecall(_Written):
             names,
             order // self.writes,
             take(values.flatten(1), order),
-            draws,
         )
 
 
@@ -162,4 +153,4 @@ class RepeatedRecall(_Written):
         values = draws.integers(self.values, rows, self.pairs)
         values = ASK + 1 + self.keys + values
         order = draws.orders(self.pairs, rows, self.writes).flatten(1)
-        return self._sequence(names, order, take(values, order), draws)
+        return self._sequence(names, order, take(values, order))

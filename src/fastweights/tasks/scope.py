@@ -125,15 +125,15 @@ class Scope(Task):
         before = here.cumsum(1) - here > 0
         rank = draws.uniform(*shape, self.keys) + before - 2 * here
         others = rank.topk(self.questions, -1).indices
-        chosen = draws.distinct(self.questions, n, *shape)
 
-        first = NONE + 1
-        keys = torch.cat([take(names, chosen), others], -1) + first
-        inside = take(latest, chosen) + first + self.keys
+        # The first names are any: names and writes are in random orders.
+        first, some = NONE + 1, slice(self.questions)
+        keys = torch.cat([names[..., some], others], -1) + first
+        inside = latest[..., some] + first + self.keys
         answers = torch.cat([inside, torch.full_like(others, NONE)], -1)
         groups = torch.cat(
             [
-                torch.full_like(chosen, INSIDE),
+                torch.full_like(inside, INSIDE),
                 torch.full_like(others, OUTSIDE),
             ],
             -1,
