@@ -115,8 +115,8 @@ MUTANTS = {
     ),
     "train-rate-without-warm-up": (
         TRAINING,
-        "return self.lr * (step + 1) / self.warmup",
-        "return self.lr",
+        "return of.lr * (step + 1) / of.warmup",
+        "return of.lr",
     ),
     "train-goes-on-with-another-text": (
         TRAINING,
