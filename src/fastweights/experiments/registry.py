@@ -124,7 +124,12 @@ EXPERIMENTS: dict[str, Grid] = {
         "Which of a key's values came last?",
         **recalls(OverwritingRecall, 4, 8),
         variants=FAMILY,
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+        quick={
+            **ONE_RUN,
+            "only": FOUR,
+            "lrs": (1e-2,),
+            "settings": {"steps": 600},
+        },
     ),
     "reading-once": Grid(
         "Which value belongs to a key, after one reading?",
