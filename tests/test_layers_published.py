@@ -334,12 +334,16 @@ EQUATIONS = {
 }
 
 
+NETWORKS = ("ttt", "titans", "lact", "mesanet")  # tests/test_deep_published
+
+
 def test_every_case_has_its_equations():
-    assert EQUATIONS.keys() == CASES.keys()
+    there = {n for n in CASES if not n.startswith(NETWORKS)}
+    assert EQUATIONS.keys() == there
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EQUATIONS)
 def test_equations(name):
     layer = made(name, torch.float64)
     x = tokens(2, T, dtype=torch.float64)
