@@ -10,6 +10,11 @@ import torch
 _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import hasten
+
+    hasten()
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
