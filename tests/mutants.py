@@ -56,7 +56,8 @@ def failure(src: Path, tests: str) -> str:
     kernels = tests.startswith("test_kernels")
     settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
     settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
-    options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
+    options = "-x -q --no-header --tb=no -rfE"
+    options += " -p no:cacheprovider -p no:nbval"
     command = [sys.executable, "-m", "pytest", *options.split()]
     run = subprocess.run(
         [*command, "-m", "not full", str(ROOT / "tests" / tests)],

@@ -1,14 +1,19 @@
 """Each kernel as it ships, compiled for each GPU without having one."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from crossed import all_but, crossed, in_turn
 from offline import (
     DTYPES,
+    LEADING,
     LEAVES_UNSET,
+    OTHERS,
     SHARED,
     build,
     cuobjdump,
@@ -50,8 +55,13 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     return build(kernel, capability, dtype, constants, types)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, capability",
+    all_but(
+        in_turn(LEADING, OTHERS, [*KERNELS]),
+        itertools.product(KERNELS, SHARED),
+    ),
+)
 def test_fits(name, capability, tmp_path):
     """Shared memory is there, and registers hold nearly everything."""
     compiled = compile_kernel(name, capability)
@@ -76,10 +86,10 @@ def test_widest_head_fits(name, dtype):
         assert compiled.metadata.shared <= SHARED[capability]
 
 
-@pytest.mark.parametrize("D", [16, 64, 128, 256])
-@pytest.mark.parametrize("products", ["bf16", "tf32", "tf32x3"])
-@pytest.mark.parametrize(
-    "name", ["linear_scan", "chunk_states", "chunk_outputs"]
+@crossed(
+    D=[16, 64, 128, 256],
+    products=["bf16", "tf32", "tf32x3"],
+    name=["linear_scan", "chunk_states", "chunk_outputs"],
 )
 def test_descriptors_are_set(name, products, D, tmp_path):
     """ptxas 12.8 can leave part of a wgmma operand's address unset.
