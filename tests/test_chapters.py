@@ -1,5 +1,6 @@
 """The chapters keep their promises; and each rule notices when one breaks."""
 
+import functools
 import runpy
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from notebooks import script  # noqa: E402
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.md"))
 SAMPLE = ROOT / "tests" / "sample_book" / "01_first.md"
 
+read = functools.cache(rules.Chapter)  # of those of the book, which stay
 chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 
 
@@ -28,13 +30,12 @@ chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
     ids=lambda rule: rule.__name__,
 )
 def test_chapter_keeps(path, rule):
-    assert list(rule(rules.Chapter(path))) == []
+    assert list(rule(read(path))) == []
 
 
 @chapters
 def test_chapter_shows_the_library_instead_of_retyping_it(path):
-    chapter = rules.Chapter(path)
-    assert list(rules.nothing_is_retyped(chapter, ROOT / "src")) == []
+    assert list(rules.nothing_is_retyped(read(path), ROOT / "src")) == []
 
 
 @pytest.mark.script

@@ -11,6 +11,7 @@ and answers. With --interpreted, those that Triton's interpreter runs.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ def changed(commit: str) -> list[str]:
     return found or git("diff", "--name-only", f"{commit}~", commit)
 
 
+@functools.cache
 def imported(file: Path) -> set[str]:
     """Modules of the library, and files of tests/, that a test imports."""
     found = set()
