@@ -50,13 +50,17 @@ def test_bf16(name, capability, tmp_path):
     assert capability != 90 or "wgmma" in compiled.asm["ptx"]
 
 
-@crossed(capability=(86, *LEADING), name=[*KERNELS], D=[64, 256])
+@crossed(
+    seldom=["86"], capability=(86, *LEADING), name=[*KERNELS], D=[64, 256]
+)
 def test_other_head_sizes(name, D, capability, tmp_path):
     """Here 8 bytes spill, with other versions of Triton 24."""
     judge(compile_kernel(name, capability, D), capability, tmp_path, 64)
 
 
-@crossed(capability=(86, *LEADING), name=[*KERNELS], D=[128, 256])
+@crossed(
+    seldom=["86"], capability=(86, *LEADING), name=[*KERNELS], D=[128, 256]
+)
 def test_fp32(name, D, capability, tmp_path):
     """Three tf32 products keep each operand twice, and spill."""
     compiled = compile_kernel(name, capability, D, "fp32")
