@@ -37,8 +37,10 @@ LIBRARY := $(shell find src -name '*.py' -o -name '*.js*')
 LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
-UNIT := $(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
-LIBRARY_TESTS := tests --ignore tests/test_site.py \
+PYTEST := $(PY) -m pytest -q -p no:nbval
+UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal
+BUILT_TESTS := tests/test_answers.py tests/test_site.py
+LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS)) \
 	--ignore-glob 'tests/test_kernels_*'
 KERNEL_TESTS := $(wildcard tests/test_kernels_*.py)
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
@@ -75,26 +77,29 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(TYPES)
 	@$(SAY) "library: unit tests"
-	@OMP_NUM_THREADS=1 $(UNIT) -m "not full" $(LIBRARY_TESTS)
+	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \
+		$(LIBRARY_TESTS)
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
 		$(KERNEL_TESTS)
 	@$(MAKE) --no-print-directory notebooks
-	@$(SAY) "chapters: run each from its first cell to its last"
+	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
-	@OMP_NUM_THREADS=1 $(PY) book/execute.py --fresh --cells build/test/cells
+	@OMP_NUM_THREADS=1 $(PY) book/execute.py --fresh --cells build/test/cells \
+		--then tests/chapter_answers.py
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path=$(CURDIR)/build/test/cells \
 		-d build/test/doctrees chapters build/test/html
-	@$(SAY) "site: links, alt texts, no other host"
-	@$(PY) -m pytest -q tests/test_site.py
+	@$(SAY) "site: answers, links, alt texts, no other host"
+	@$(PYTEST) $(BUILT_TESTS)
 
 test-all: test ## test, all parameters crossed, notebooks, other versions
 	@$(SAY) "library: the combinations that make test leaves out"
 	@OMP_NUM_THREADS=1 $(UNIT) -m full $(LIBRARY_TESTS)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m full $(KERNEL_TESTS)
 	@$(SAY) "notebooks: run each from its first cell to its last"
-	@$(UNIT) --nbval-lax --dist loadscope build/notebooks
+	@$(PY) -m pytest -q -n auto --maxprocesses 8 --nbval-lax \
+		--dist loadscope build/notebooks
 	@$(SAY) "versions: the oldest and the newest PyTorch and Triton"
 	@PYTHONPATH=src $(PY) tests/pairs.py oldest -n auto
 	@PYTHONPATH=src $(PY) tests/pairs.py newest -n auto

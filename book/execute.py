@@ -1,9 +1,13 @@
 """Run the chapters, several at once, and keep what they print for the site.
 
-    python book/execute.py [--cells FOLDER] [--fresh] [CHAPTER ...]
+    python book/execute.py [--cells FOLDER] [--fresh] [--then FILE]
+        [CHAPTER ...]
 
 Each runs in a Jupyter kernel of its own, from its first cell to its last.
-Sphinx finds the results in the cache, and runs nothing itself.
+Sphinx finds the results in the cache, and runs nothing itself. --then names
+a Python file whose ``after(chapter, names)`` is called in the same kernel
+when the last cell has run, with the chapter's path and what its cells
+defined; nothing of that is cached.
 """
 
 from __future__ import annotations
@@ -21,14 +25,20 @@ from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors.utils import single_nb_execution
 from myst_nb.core.read import myst_nb_reader_plugin
+from nbformat.v4 import new_code_cell
 
 BOOK = Path(__file__).resolve().parent
 sys.path.insert(0, str(BOOK))
 
 import conf  # noqa: E402  (it lies beside this file)
 
+# What --then adds to a chapter, for as long as it runs.
+LAST = "import runpy; runpy.run_path({then!r})['after']({path!r}, globals())"
 
-def execute(chapters: list[Path], cells: Path) -> list[str]:
+
+def execute(
+    chapters: list[Path], cells: Path, then: Path | None = None
+) -> list[str]:
     """Run those that the cache does not have; how the failed ones failed."""
     cache = get_cache(cells)
     waiting = {}
@@ -38,6 +48,9 @@ def execute(chapters: list[Path], cells: Path) -> list[str]:
             cache.match_cache_notebook(notebook)
         except KeyError:
             waiting[path] = notebook
+            if then is not None:
+                last = LAST.format(then=str(then), path=str(path))
+                notebook.cells.append(new_code_cell(last))
     failures = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {
@@ -57,6 +70,8 @@ def execute(chapters: list[Path], cells: Path) -> list[str]:
                 failures.append(f"{path.name}:\n{result.exc_string}")
                 continue
             print(f"    {path.stem}: {result.time:.0f} s", flush=True)
+            if then is not None:
+                waiting[path].cells.pop()
             data = {"execution_seconds": result.time}
             bundle = CacheBundleIn(waiting[path], str(path), data=data)
             cache.cache_notebook_bundle(
@@ -74,6 +89,9 @@ def main() -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="run them all, cached or not"
     )
+    parser.add_argument(
+        "--then", type=Path, metavar="FILE", help="what to call after each"
+    )
     arguments = parser.parse_args()
     if arguments.fresh:
         shutil.rmtree(arguments.cells, ignore_errors=True)
@@ -87,7 +105,11 @@ def main() -> int:
         settings = profile / "ipython_kernel_config.py"
         settings.write_text("c.IPKernelApp.log_level = 'ERROR'\n")
         os.environ["IPYTHONDIR"] = home
-        failures = execute([x.resolve() for x in chapters], arguments.cells)
+        failures = execute(
+            [x.resolve() for x in chapters],
+            arguments.cells,
+            arguments.then and arguments.then.resolve(),
+        )
     print("\n".join(failures), file=sys.stderr, end="\n" * bool(failures))
     print(f"    {time.perf_counter() - start:.0f} s in all")
     return len(failures)

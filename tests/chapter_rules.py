@@ -6,14 +6,10 @@ A problem is one line of text; a rule that holds returns none.
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import jupytext
@@ -251,155 +247,23 @@ def bodies(tree: ast.AST) -> dict[str, str]:
     return found
 
 
-def nothing_is_retyped(chapter: Chapter, src: Path) -> Iterator[str]:
-    """No function of a chapter has the body of one in ``src``."""
-    library = {
+@cache
+def functions_of(src: Path) -> dict[str, str]:
+    """Of each body in the folder's files where it stands: file and name."""
+    return {
         body: f"{path.relative_to(src).as_posix()}, {name}"
         for path in sorted(src.rglob("*.py"))
         for name, body in bodies(ast.parse(path.read_text("utf-8"))).items()
     }
+
+
+def nothing_is_retyped(chapter: Chapter, src: Path) -> Iterator[str]:
+    """No function of a chapter has the body of one in ``src``."""
+    library = functions_of(src)
     for cell in chapter.cells:
         for name, body in bodies(cell.tree).items():
             if body in library:
                 yield f"{chapter.at(cell)}: {name} repeats {library[body]}"
-
-
-_RUN = """\
-import json, linecache, runpy, sys
-script, answers, report = sys.argv[1:]
-found = runpy.run_path(script, run_name="__main__")
-from fastweights.checks import exercise_log
-
-def verdict(check, candidate):
-    try:
-        check.raises(candidate)
-    except Exception as error:
-        return check.reason(candidate, error)
-
-log = []
-for attempt in list(exercise_log):
-    raised = verdict(attempt.check, attempt.candidate) is not None
-    log.append([attempt.name, attempt.passed, raised])
-reasons = []
-for check, candidate, source in json.loads(open(answers).read()):
-    names = dict(found)
-    lines = source.splitlines(keepends=True)  # triton.jit reads the source
-    linecache.cache["answer"] = len(source), None, lines, "answer"
-    exec(compile(source, "answer", "exec"), names)
-    reasons.append(verdict(found[check], eval(candidate, names)))
-with open(report, "w") as file:
-    json.dump([log, reasons], file)
-"""
-
-
-@dataclass
-class Answer:
-    """One answer to an exercise, and what its check is to say of it.
-
-    reason is a pattern of what follows 'not yet: '; None: it passes.
-    """
-
-    label: str
-    reason: str | None
-    source: str
-
-
-_ANSWER = re.compile(r"^# %% (ex-\S+) (?:passes|not yet: (.+))$", re.M)
-
-
-def read_answers(path: Path) -> list[Answer]:
-    """The answers in a file, each below its line ``# %% ex-label verdict``.
-
-    The verdict is ``passes`` or ``not yet: pattern``.
-    """
-    _, *parts = _ANSWER.split(path.read_text("utf-8"))
-    parts = [iter(parts)] * 3
-    return [Answer(*part) for part in zip(*parts, strict=True)]
-
-
-def asked(chapter: Chapter, label: str) -> tuple[str, str]:
-    """The name of an exercise's check, and what it is called on."""
-    exercise = next(e for e in chapter.exercises if e.label == label)
-    (name, cell), *_ = exercise.checks.items()
-    call = next(call for called, call in cell.calls() if called == name)
-    return name, ast.unparse(call.args[0])
-
-
-def run(
-    script: Path,
-    chapter: Chapter | None = None,
-    answers: Sequence[Answer] = (),
-) -> tuple[list[tuple[str, bool, bool]], list[str | None]]:
-    """Run a chapter's script, then answers to its exercises.
-
-    Returns each attempt's name, verdict and re-check; and for each answer
-    the reason for which it does not pass yet, or None.
-    """
-    report, given = script.with_suffix(".json"), script.with_suffix(".answers")
-    given.write_text(
-        json.dumps([[*asked(chapter, a.label), a.source] for a in answers])
-    )
-    environment = {**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
-    environment.pop("FASTWEIGHTS_STRICT", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(script), str(given), str(report)],
-        cwd=script.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    attempts, reasons = json.loads(report.read_text())
-    return [tuple(attempt) for attempt in attempts], reasons
-
-
-def verdicts_are_right(
-    answers: Sequence[Answer], reasons: Sequence[str | None]
-) -> Iterator[str]:
-    """Each answer passes or fails as its file says, and for that reason."""
-    for answer, reason in zip(answers, reasons, strict=True):
-        where = f"{answer.label}:\n{answer.source.strip()}\n"
-        if answer.reason is None and reason is not None:
-            yield f"{where}does not pass: {reason}"
-        elif answer.reason is not None and reason is None:
-            yield f"{where}passes, where 'not yet' was to be said"
-        elif reason is not None and not re.search(answer.reason, reason):
-            yield f"{where}says {reason!r}, not {answer.reason!r}"
-
-
-def each_exercise_is_answered(
-    chapter: Chapter, answers: Sequence[Answer]
-) -> Iterator[str]:
-    """Each exercise is given a wrong answer and one in another form."""
-    for exercise in chapter.exercises:
-        given = [a.reason for a in answers if a.label == exercise.label]
-        where = f"{chapter.path.name}: {exercise.label}"
-        if None not in given:
-            yield f"{where} is given no right answer in another form"
-        if not any(given):
-            yield f"{where} is given no wrong answer"
-
-
-def answers_hold(
-    chapter: Chapter, attempts: list[tuple[str, bool, bool]]
-) -> Iterator[str]:
-    """Every stub fails its check, every solution passes it, both twice.
-
-    The verdict in the log is the reader's; the second is what the same
-    check does when it is asked to raise.
-    """
-    for exercise in chapter.exercises:
-        for check in exercise.checks:
-            name = check.removeprefix("check_")
-            own = [attempt[1:] for attempt in attempts if attempt[0] == name]
-            where = f"{chapter.path.name}: {exercise.label}"
-            if not own:
-                yield f"{where}: {check} was never called"
-            elif own[0] != (False, True):
-                yield f"{where}: the stub does not fail {check}"
-            elif own[-1] != (True, False):
-                yield f"{where}: the solution does not pass {check}"
 
 
 RULES = [

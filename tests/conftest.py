@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ import torch
 # Inductor's cache does not see that an operator of ours has changed.
 _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from interpreter import hasten
+
+    hasten()
 
 
 def pytest_collection_modifyitems(items):

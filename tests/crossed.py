@@ -90,5 +90,14 @@ def all_but(chosen: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
+def in_turn(
+    chosen: Iterable[Any], others: Iterable[Any], values: Sequence[Any]
+) -> list[tuple[Any, Any]]:
+    """Each value with what is chosen, and the others with one value each."""
+    turns = itertools.cycle(values)
+    common = list(itertools.product(values, chosen))
+    return [*common, *((next(turns), x) for x in others)]
+
+
 def _id(x: Any) -> str:
     return str(x).removeprefix("torch.")

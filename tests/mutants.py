@@ -11,9 +11,9 @@ one lives.
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +28,11 @@ PARTS = [
 TESTS = {k: v for part in PARTS for k, v in part.TESTS.items()}
 MUTANTS = {k: v for part in PARTS for k, v in part.MUTANTS.items()}
 NOTICED = FAULTS / "noticed.json"
+# Each is the copy of one process that has imported what the library needs.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["hypothesis", "jaxtyping", "pytest", "torch"]
+)
 
 
 def caught_by(
@@ -53,25 +58,35 @@ def caught_by(
 
 def failure(src: Path, tests: str) -> str:
     """The first of these tests that fails with this library, or ""."""
-    kernels = tests.startswith("test_kernels")
-    settings = {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
-    settings |= {"TRITON_INTERPRET": "1"} if kernels else {}
-    options = "-x -q --no-header --tb=no -rfE -p no:cacheprovider"
-    command = [sys.executable, "-m", "pytest", *options.split()]
-    run = subprocess.run(
-        [*command, "-m", "not full", str(ROOT / "tests" / tests)],
-        cwd=src.parent,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode < 0:  # it wrote where it must not, say
-        return f"the process, by signal {-run.returncode}"
-    if run.returncode == 4:  # there is no such test any more
+    said = src.parent / "said"
+    run = PROCESSES.Process(target=judge, args=(src, tests, said))
+    run.start()
+    run.join()
+    if run.exitcode < 0:  # it wrote where it must not, say
+        return f"the process, by signal {-run.exitcode}"
+    if run.exitcode == 4:  # there is no such test any more
         return ""
     failed = ("FAILED", "ERROR")
-    lines = [x for x in run.stdout.splitlines() if x.startswith(failed)]
+    lines = [x for x in said.read_text().splitlines() if x.startswith(failed)]
     return lines[0].split(" - ")[0].split("tests/")[-1] if lines else ""
+
+
+def judge(src: Path, tests: str, said: Path) -> None:
+    """Run the tests, in a process that has not seen the library yet."""
+    os.environ |= {"PYTHONPATH": str(src), "OMP_NUM_THREADS": "1"}
+    if tests.startswith("test_kernels"):
+        os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(src))
+    os.chdir(src.parent)
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pytest
+
+    options = "-x -q --no-header --tb=no -rfE -m"
+    options = [*options.split(), "not full", "-p", "no:cacheprovider"]
+    file = str(ROOT / "tests" / tests)
+    sys.exit(pytest.main([*options, "-p", "no:nbval", file]))
 
 
 def main(names: list[str], record: bool) -> int:

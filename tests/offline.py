@@ -21,6 +21,10 @@ SHARED = {
 # Columns of tensor memory, which holds accumulators on 10.0. Where they do
 # not suffice, Triton compiles a trap.
 TENSOR_MEMORY = 512
+# Hopper and Blackwell's data centre GPU, whose products are their own; and
+# those that differ from one another in memory and registers only.
+LEADING = (90, 100)
+OTHERS = tuple(x for x in SHARED if x not in LEADING)
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

@@ -1,10 +1,15 @@
 """The chapters keep their promises; and each rule notices when one breaks."""
 
+import functools
+import runpy
 import sys
 from pathlib import Path
 
+import chapter_answers as exercises
 import chapter_rules as rules
 import pytest
+
+from fastweights import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book"))
@@ -12,9 +17,9 @@ sys.path.insert(0, str(ROOT / "book"))
 from notebooks import script  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.md"))
-ANSWERS = ROOT / "tests" / "answers"
 SAMPLE = ROOT / "tests" / "sample_book" / "01_first.md"
 
+read = functools.cache(rules.Chapter)  # of those of the book, which stay
 chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 
 
@@ -25,25 +30,23 @@ chapters = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
     ids=lambda rule: rule.__name__,
 )
 def test_chapter_keeps(path, rule):
-    assert list(rule(rules.Chapter(path))) == []
+    assert list(rule(read(path))) == []
 
 
 @chapters
 def test_chapter_shows_the_library_instead_of_retyping_it(path):
-    chapter = rules.Chapter(path)
-    assert list(rules.nothing_is_retyped(chapter, ROOT / "src")) == []
+    assert list(rules.nothing_is_retyped(read(path), ROOT / "src")) == []
 
 
+@pytest.mark.script
 @chapters
 def test_chapter_runs_as_a_script_and_its_answers_hold(path, tmp_path):
     file = tmp_path / f"{path.stem}.py"
     file.write_text(script(path))
     chapter = rules.Chapter(path)
-    answers = rules.read_answers(ANSWERS / f"{path.stem}.py")
-    attempts, reasons = rules.run(file, chapter, answers)
-    assert list(rules.answers_hold(chapter, attempts)) == []
-    assert list(rules.verdicts_are_right(answers, reasons)) == []
-    assert list(rules.each_exercise_is_answered(chapter, answers)) == []
+    answers = exercises.read_answers(exercises.ANSWERS / f"{path.stem}.py")
+    found = exercises.run(file, chapter, answers)
+    assert exercises.problems(chapter, answers, found) == []
 
 
 # The rules themselves, on a sample with one thing broken at a time
@@ -216,6 +219,21 @@ def test_retyping_is_noticed(sample, tmp_path, body, repeats):
     assert not found or "mine repeats steps.py, add" in found[0]
 
 
+@pytest.fixture
+def names_of(tmp_path, monkeypatch):
+    """Runs a chapter in this process, with a log of attempts of its own."""
+    monkeypatch.setattr(checks, "exercise_log", [])
+    monkeypatch.delenv("FASTWEIGHTS_STRICT", raising=False)
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+
+    def run(path):
+        file = tmp_path / "chapter.py"
+        file.write_text(script(path))
+        return runpy.run_path(str(file))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
@@ -226,12 +244,12 @@ def test_retyping_is_noticed(sample, tmp_path, body, repeats):
     ],
     ids=["right", "stub that passes", "wrong solution", "solution unchecked"],
 )
-def test_answers_are_run(sample, tmp_path, old, new, problem):
+def test_answers_are_run(sample, names_of, old, new, problem):
     path = sample(old, new)
-    file = tmp_path / "chapter.py"
-    file.write_text(script(path))
-    found = list(rules.answers_hold(rules.Chapter(path), rules.run(file)[0]))
-    assert (problem is None and not found) or problem in found[0]
+    chapter = rules.Chapter(path)
+    found = exercises.report(names_of(path), [])
+    problems = list(exercises.answers_hold(chapter, found.attempts))
+    assert (problem is None and not problems) or problem in problems[0]
 
 
 ANSWERED = """\
@@ -258,20 +276,26 @@ def total(x):
     ],
     ids=["right", "refused", "evaded", "reason", "no-right", "no-wrong"],
 )
-def test_answers_are_judged(sample, tmp_path, old, new, problem):
-    path = sample()
-    chapter = rules.Chapter(path)
-    file, given = tmp_path / "chapter.py", tmp_path / "answers.py"
-    file.write_text(script(path))
+def test_answers_are_judged(sample, names_of, tmp_path, old, new, problem):
+    path, given = sample(), tmp_path / "answers.py"
     given.write_text(ANSWERED.replace(old, new))
-    answers = rules.read_answers(given)
+    chapter, answers = rules.Chapter(path), exercises.read_answers(given)
     assert len(answers) == 2
-    _, reasons = rules.run(file, chapter, answers)
-    found = [
-        *rules.verdicts_are_right(answers, reasons),
-        *rules.each_exercise_is_answered(chapter, answers),
-    ]
-    assert any(problem in line for line in found) if problem else not found
+    asked = exercises.questions(chapter, answers)
+    found = exercises.report(names_of(path), asked)
+    problems = exercises.problems(chapter, answers, found)
+    assert any(problem in x for x in problems) if problem else not problems
+
+
+def test_a_process_of_its_own_reports_the_same(sample, names_of, tmp_path):
+    path, given = sample(), tmp_path / "answers.py"
+    given.write_text(ANSWERED)
+    chapter, answers = rules.Chapter(path), exercises.read_answers(given)
+    names = names_of(path)  # which writes chapter.py
+    found = exercises.run(tmp_path / "chapter.py", chapter, answers)
+    asked = exercises.questions(chapter, answers)
+    ref = exercises.report(names, asked)
+    assert found == ref and len(found.attempts) == 2
 
 
 def test_a_failing_chapter_is_an_error(sample, tmp_path):
@@ -279,7 +303,7 @@ def test_a_failing_chapter_is_an_error(sample, tmp_path):
     file = tmp_path / "chapter.py"
     file.write_text(script(path))
     with pytest.raises(AssertionError, match="relative error"):
-        rules.run(file)
+        exercises.run(file)
 
 
 def test_every_chapter_of_the_site_is_found():

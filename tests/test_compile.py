@@ -1,14 +1,19 @@
 """Each kernel as it ships, compiled for each GPU without having one."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from crossed import all_but, crossed, in_turn
 from offline import (
     DTYPES,
+    LEADING,
     LEAVES_UNSET,
+    OTHERS,
     SHARED,
     build,
     cuobjdump,
@@ -50,8 +55,13 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     return build(kernel, capability, dtype, constants, types)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, capability",
+    all_but(
+        in_turn(LEADING, OTHERS, [*KERNELS]),
+        itertools.product(KERNELS, SHARED),
+    ),
+)
 def test_fits(name, capability, tmp_path):
     """Shared memory is there, and registers hold nearly everything."""
     compiled = compile_kernel(name, capability)
@@ -62,24 +72,32 @@ def test_fits(name, capability, tmp_path):
     assert not unwaited_products(compiled.asm["ttgir"])
 
 
-WIDEST = {
-    "linear_scan": {"bf16": (86, 90), "fp32": (86, 90)},
-    "chunk_outputs": {"bf16": (80, 90), "fp32": (86, 90)},
-}
+WIDEST = [
+    ("linear_scan", "bf16", 90),
+    ("linear_scan", "fp32", 86),
+    ("chunk_outputs", "bf16", 80),
+    ("chunk_outputs", "fp32", 90),
+]
+WIDEST_TOO = [
+    ("linear_scan", "bf16", 86),
+    ("linear_scan", "fp32", 90),
+    ("chunk_outputs", "bf16", 90),
+    ("chunk_outputs", "fp32", 86),
+]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", WIDEST)
-def test_widest_head_fits(name, dtype):
-    for capability in WIDEST[name][dtype]:
-        compiled = compile_kernel(name, capability, 256, dtype)
-        assert compiled.metadata.shared <= SHARED[capability]
-
-
-@pytest.mark.parametrize("D", [16, 64, 128, 256])
-@pytest.mark.parametrize("products", ["bf16", "tf32", "tf32x3"])
 @pytest.mark.parametrize(
-    "name", ["linear_scan", "chunk_states", "chunk_outputs"]
+    "name, dtype, capability", all_but(WIDEST, WIDEST + WIDEST_TOO)
+)
+def test_widest_head_fits(name, dtype, capability):
+    compiled = compile_kernel(name, capability, 256, dtype)
+    assert compiled.metadata.shared <= SHARED[capability]
+
+
+@crossed(
+    D=[16, 64, 128, 256],
+    products=["bf16", "tf32", "tf32x3"],
+    name=["linear_scan", "chunk_states", "chunk_outputs"],
 )
 def test_descriptors_are_set(name, products, D, tmp_path):
     """ptxas 12.8 can leave part of a wgmma operand's address unset.

@@ -20,10 +20,6 @@ pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
 )
 
-ALL = pytest.mark.parametrize(
-    "width, delta", [(g, rule) for g in (0, 1, "K") for rule in (False, True)]
-)
-
 
 def compile_decode(
     width, delta, T, capability, D=128, dtype="bf16", rows=False
@@ -59,7 +55,11 @@ def test_rows_of_a_pool(tmp_path):
 
 
 @crossed(
-    capability=[*SHARED], width=(0, 1, "K"), delta=(False, True), T=(1, 16)
+    seldom=[str(x) for x in offline.OTHERS],
+    capability=[*SHARED],
+    width=(0, 1, "K"),
+    delta=(False, True),
+    T=(1, 16),
 )
 def test_bf16(width, delta, T, capability, tmp_path):
     compiled = compile_decode(width, delta, T, capability)
@@ -78,8 +78,7 @@ def test_other_dtypes(width, delta, dtype, tmp_path):
     judge(compile_decode(width, delta, 16, 90, dtype=dtype), 90, tmp_path)
 
 
-@ALL
-@pytest.mark.parametrize("T", [1, 16])
+@crossed(width=(0, 1, "K"), delta=(False, True), T=(1, 16))
 def test_all_loads_come_before_any_wait(width, delta, T):
     """A wait between two loads would add a trip to memory to each step.
 

@@ -1,10 +1,13 @@
 """Softmax attention's kernels as they ship, for GPUs that are not here."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
 
-from offline import DTYPES, SHARED, build, judge
+from crossed import all_but, crossed, in_turn
+from offline import DTYPES, LEADING, OTHERS, SHARED, build, judge
 
 from fastweights.kernels import flash
 from fastweights.kernels.tile import INTERPRETED
@@ -31,8 +34,13 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     return build(kernel, capability, dtype, constants, types)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, capability",
+    all_but(
+        in_turn(LEADING, OTHERS, [*KERNELS]),
+        itertools.product(KERNELS, SHARED),
+    ),
+)
 def test_bf16(name, capability, tmp_path):
     compiled = compile_kernel(name, capability)
     # Elsewhere the operands of tl.dot live in registers, and a few spill,
@@ -42,22 +50,21 @@ def test_bf16(name, capability, tmp_path):
     assert capability != 90 or "wgmma" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("D", [64, 256])
-@pytest.mark.parametrize("name", KERNELS)
-def test_other_head_sizes(name, D, tmp_path):
+@crossed(
+    seldom=["86"], capability=(86, *LEADING), name=[*KERNELS], D=[64, 256]
+)
+def test_other_head_sizes(name, D, capability, tmp_path):
     """Here 8 bytes spill, with other versions of Triton 24."""
-    for capability in (86, 90, 100):
-        compiled = compile_kernel(name, capability, D)
-        judge(compiled, capability, tmp_path, 64)
+    judge(compile_kernel(name, capability, D), capability, tmp_path, 64)
 
 
-@pytest.mark.parametrize("D", [128, 256])
-@pytest.mark.parametrize("name", KERNELS)
-def test_fp32(name, D, tmp_path):
+@crossed(
+    seldom=["86"], capability=(86, *LEADING), name=[*KERNELS], D=[128, 256]
+)
+def test_fp32(name, D, capability, tmp_path):
     """Three tf32 products keep each operand twice, and spill."""
-    for capability in (86, 90, 100):
-        compiled = compile_kernel(name, capability, D, "fp32")
-        judge(compiled, capability, tmp_path, 640)
+    compiled = compile_kernel(name, capability, D, "fp32")
+    judge(compiled, capability, tmp_path, 640)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import SHARED, build, judge
+from crossed import crossed
+from offline import OTHERS, SHARED, build, judge
 
 from fastweights.kernels import selective
 from fastweights.kernels.tile import INTERPRETED
@@ -36,20 +37,22 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
     return build(KERNELS[name], capability, dtype, constants, types)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", KERNELS)
+@crossed(
+    seldom=[str(x) for x in OTHERS],
+    capability=[*SHARED],
+    dtype=["bf16", "fp32"],
+    name=[*KERNELS],
+)
 def test_nothing_spills(name, capability, dtype, tmp_path):
     compiled = compile_kernel(name, capability, dtype)
     judge(compiled, capability, tmp_path, spilled=0)
 
 
-@pytest.mark.parametrize(
-    "D, N, G",
-    [(1, 1, None), (48, 5, 3), (768, 64, 1), (2048, 256, None), (2048, 16, 2)],
-)
-@pytest.mark.parametrize("name", KERNELS)
-def test_other_sizes(name, D, N, G, tmp_path):
-    for capability in (86, 90):
-        compiled = compile_kernel(name, capability, "bf16", D, N, G)
-        judge(compiled, capability, tmp_path, spilled=0)
+SIZES = [(1, 1), (48, 5, 3), (768, 64, 1), (2048, 256), (2048, 16, 2)]
+
+
+@crossed(sizes=SIZES, name=[*KERNELS], capability=[86, 90])
+def test_other_sizes(name, sizes, capability, tmp_path):
+    """The tuple is D, N, and G of packed sequences."""
+    compiled = compile_kernel(name, capability, "bf16", *sizes)
+    judge(compiled, capability, tmp_path, spilled=0)

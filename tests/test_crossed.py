@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from crossed import all_but, crossed, pairwise
+from crossed import all_but, crossed, in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (3, 2, 5), (2, 2, 2, 2), (3,)])
@@ -38,3 +38,9 @@ def test_what_is_not_chosen_is_marked():
     found = all_but([("a", 1)], [("a", 1), ("b", 2)])
     assert [p.values for p in found] == [("a", 1), ("b", 2)]
     assert [bool(p.marks) for p in found] == [False, True]
+
+
+def test_others_take_turns():
+    found = in_turn([90], [80, 86, 89], ["fwd", "bwd"])
+    assert found[:2] == [("fwd", 90), ("bwd", 90)]
+    assert found[2:] == [("fwd", 80), ("bwd", 86), ("fwd", 89)]

@@ -25,6 +25,7 @@ def test_a_chapter_is_run_and_no_other():
     found = chosen(["chapters/04_decay.md"], interpreted=False)
     assert found[-1] == "tests/test_chapters.py"
     assert found[3] == "(test_chapters.py and (04_decay))"
+    assert "script" not in found[1]  # its answers too
     same = chosen(["tests/answers/04_decay.py"], interpreted=False)
     assert same == found
 
