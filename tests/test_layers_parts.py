@@ -109,7 +109,7 @@ def test_other_starts():
     for make in CASES.values():
         for name, p in make().named_parameters():
             if "norm" in name:
-                assert (p == 1).all(), name
+                assert (p == (0 if name.endswith("bias") else 1)).all(), name
 
 
 def test_sizes_as_published():
@@ -146,7 +146,8 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     )
     assert not decayed & spared
     assert decayed | spared | {names[id(frozen)]} == set(names.values())
-    kinds = ("A_log", "dt_bias", "D", "bias", "norm.weight")
+    kinds = ("A_log", "dt_bias", "D", "bias", "norm.weight", "norm_weight")
+    kinds += ("rows", "lam", "b1", "b2", "biases.0", "biases.1")
     assert spared == {key for key in decayed | spared if key.endswith(kinds)}
     model[0].o_proj.weight.requires_grad_(True)
     torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)

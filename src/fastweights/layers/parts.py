@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, TypedDict
 
 import torch
@@ -20,6 +21,10 @@ from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference.backend import wide
 
 SMALLEST_STEP = 1e-4
+EXEMPT = re.compile(
+    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|\bbiases\.\d)$"
+)
+"""Names of parameters without weight decay, whatever their shape."""
 
 
 class Factory(TypedDict):
@@ -39,12 +44,14 @@ def parameter_groups(
     Weight decay is for matrices. Exempt are norms and biases, which are all
     the parameters with fewer than two dimensions, and what sets how fast a
     state forgets, A_log and dt_bias: an A_log of 0 is not a small weight.
+    Exempt too are the norms and biases per head [H, n] of networks that are
+    a layer's state.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            exempt = name.rpartition(".")[2] in ("A_log", "dt_bias")
-            groups[parameter.dim() >= 2 and not exempt].append(parameter)
+            matrix = parameter.dim() >= 2 and not EXEMPT.search(name)
+            groups[matrix].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
