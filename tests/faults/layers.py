@@ -113,8 +113,8 @@ MUTANTS = {
     ),
     "layer-weight-decay-pulls-at-A": (
         PARTS,
-        'in ("A_log", "dt_bias")',
-        'in ("dt_bias",)',
+        "(A_log|dt_bias|",
+        "(dt_bias|",
     ),
     "layer-other-rows-unchecked": (
         f"{LAYERS}/arguments.py",
