@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
-from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 
 import fastweights as fw
-from fastweights import corpus
+from fastweights import bench, corpus
 from fastweights.models.files import written
 from fastweights.training import Settings, Training
 
@@ -210,8 +209,7 @@ def by_position(run: Training, length: int) -> list[tuple[int, float]]:
 
 def load() -> list[dict[str, Any]]:
     """The recorded runs that ship with the library."""
-    file = resources.files("fastweights") / "data" / "text.json"
-    return json.loads(file.read_text())["runs"]
+    return bench.load("text")["runs"]
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
