@@ -1,13 +1,17 @@
 """Where a layer's time goes: kernels, told apart by their names."""
 
+import statistics
+from pathlib import Path
+
 import pytest
 import torch
 
-from fastweights import bench_layer, timing
+from fastweights import bench, bench_layer, timing
 from fastweights.bench_layer import by_part, part_of
 from fastweights.kernels import (
     compose,
-    convolution,
+    convolution_backward,
+    convolution_forward,
     intra,
     intra_backward,
     output_norm,
@@ -15,7 +19,7 @@ from fastweights.kernels import (
 )
 
 OURS = {
-    "convolution": [convolution],
+    "convolution": [convolution_backward, convolution_forward],
     "output norm": [output_norm],
     "recurrence": [compose, intra, intra_backward, scan],
 }
@@ -76,3 +80,28 @@ def test_the_parts_are_the_whole(monkeypatch):
     assert all(x > 0 for x in seconds.values())
     total = sum(seconds.values())
     assert 0.8 * whole["seconds"] < total < 1.2 * whole["seconds"]
+
+
+def test_what_the_readme_says_of_a_layer():
+    """And that all else takes less than 0.6 of the recurrence's median."""
+    draws = {}
+    for row in bench.load("h200_layer")["rows"]:
+        if "seed" in row:
+            draws.setdefault(row["seed"], {})[row["part"]] = row["seconds"]
+    assert len(draws) == 5
+    names = ("convolution", "output norm", "rest")
+    found = {"all": [], "projections": [], "recurrence": [], "else": []}
+    for parts in draws.values():
+        beside = sum(parts[name] for name in names)
+        for name, times in found.items():
+            times.append(1e3 * parts.get(name, beside))
+    assert max(found["else"]) < 0.6 * statistics.median(found["recurrence"])
+    text = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    for name, words in {
+        "all": "takes {} ms forward and backward on an H200",
+        "projections": "{} ms are matrix products",
+        "recurrence": "{} ms the recurrence",
+        "else": "{} ms everything else",
+    }.items():
+        low, high = min(found[name]), max(found[name])
+        assert words.format(f"{low:.1f} to {high:.1f}") in text, name

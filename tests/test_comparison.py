@@ -118,6 +118,9 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert comparison.of(record["runs"], "KDA", "seed") == [0, 1]
     assert comparison.best_rate(record["runs"], "KDA") == 2e-3
     assert comparison.best_rate(record["runs"], "delta") is None
+    assert comparison.main([*words, "--each"]) == 0
+    others = [(name, 1, r) for name in ("linear", "KDA") for r in (1e-3, 4e-3)]
+    assert began[-4:] == others
     assert comparison.main([*words, "--dry", "--steps", "9"]) == 0
     assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
 

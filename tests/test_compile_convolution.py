@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import SHARED, build, judge
+from offline import MORE_REGISTERS, SHARED, build, judge
 
 from fastweights.kernels import convolution
 from fastweights.kernels.tile import INTERPRETED
@@ -31,7 +31,9 @@ HEADS = {
 }
 
 
-def compile_kernel(name, capability, dtype="bf16", heads="128", W=4, **given):
+def compile_kernel(
+    name, capability, dtype="bf16", heads="128", W=4, given=None
+):
     """A kernel with its launch settings; the filter is fp32.
 
     Of packed sequences, with a bias and every gradient, unless ``given`` has
@@ -40,7 +42,10 @@ def compile_kernel(name, capability, dtype="bf16", heads="128", W=4, **given):
     H, K, HV, V = HEADS[heads]
     C = 2 * H * K + HV * V
     constants = {"C": C, "H": H, "K": K, "W": W, "SILU": True, "NORM": H > 0}
-    constants |= convolution.options(C, H, K, 2**15, name == "bwd") | given
+    back = name == "bwd"
+    lean = back and given is TRAINED and dtype != "fp32" and capability == 90
+    options = convolution.options(C, H, K, 2**15, back, lean)
+    constants |= options | (given or {})
     types = dict.fromkeys(("weight", "bias", "share"), "*fp32")
     types |= {"T": "i32", "N": "i32", "eps": "fp32", "cu_seqlens": "*i32"}
     return build(KERNELS[name], capability, dtype, constants, types)
@@ -66,11 +71,13 @@ def test_in_training(name, tmp_path):
     """Without what training seldom has: a row is few and wide words.
 
     A thread's four channels are one word of 64 bits (registers have 32: v2
-    of b32), and a multiprocessor has 32 or 12 programs side by side.
+    of b32), and a multiprocessor has 32 or 16 programs side by side. For
+    that the backward spills two registers, before its loop.
     """
-    compiled = compile_kernel(name, 90, "bf16", **TRAINED)
-    registers = judge(compiled, 90, tmp_path, spilled=0)
-    assert registers <= {"fwd": 64, "bwd": 168}[name]
+    compiled = compile_kernel(name, 90, "bf16", given=TRAINED)
+    spilled = {"fwd": 0, "bwd": 8}[name]
+    registers = judge(compiled, 90, tmp_path, spilled=spilled)
+    assert registers <= {"fwd": 64, "bwd": 128}[name] + MORE_REGISTERS
     for operation in ("ld", "st"):
         found = re.findall(rf"{operation}\.global\S*", compiled.asm["ptx"])
         assert all(x.endswith(("v2.b32", "v4.b32")) for x in found), found
@@ -84,7 +91,7 @@ def test_in_training(name, tmp_path):
     ],
 )
 def test_on_other_gpus(name, capability, tmp_path):
-    compiled = compile_kernel(name, capability, **TRAINED)
+    compiled = compile_kernel(name, capability, given=TRAINED)
     judge(compiled, capability, tmp_path, spilled=0)
 
 

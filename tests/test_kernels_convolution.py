@@ -134,9 +134,13 @@ def test_sums_of_any_size(size):
 
 
 @interpreted
-@pytest.mark.parametrize("offsets", [[5, 7, 3, 0], [-9, 99, 2, 1], [30] * 4])
+@pytest.mark.parametrize(
+    "offsets", [[5, 7, 3, 0], [-9, 99, 2, 1], [30] * 4, [0, 0, 3, 20]]
+)
 def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     """On a GPU no host reads them: wrong numbers, but no other memory.
+
+    The last are offsets, of a sequence without a token before all others.
 
     Every tensor lies between guards, which are NaN: they stay so, and none
     gets into a number.

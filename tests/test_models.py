@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import math
 
 import pytest
 import torch
@@ -395,6 +396,13 @@ def test_draws():
 def test_what_cannot_be_generated_is_refused(prompts, options, said):
     with pytest.raises(ValueError, match=said):
         model().generate(prompts, **{"max_new_tokens": 3} | options)
+
+
+def test_nothing_is_drawn_from_what_is_no_probability():
+    m = model()
+    nn.init.constant_(m.embedding.weight, math.nan)
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        m.generate(text(3), 3, temperature=1.0)
 
 
 # Compiling, and computing again.

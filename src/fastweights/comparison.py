@@ -4,9 +4,9 @@
 
 trains the model of 20 million parameters on Python's standard library, with
 each variant, several runs side by side on one GPU: seed 0 with every
-learning rate, the other seeds with the one that was best. Stopped at any
-point it goes on from there. ``--dry`` says what would run. Chapter 10 trains
-the same variants at a size for its reader's CPU:
+learning rate, the other seeds with the one that was best (``--each``: with
+all of them). Stopped at any point it goes on from there. ``--dry`` says what
+would run. Chapter 10 trains the same variants at a size for its reader's CPU:
 
     found = train("delta", 0, SMALL)
     found["bits per byte"]
@@ -148,7 +148,7 @@ def train(
         token), what :meth:`Training.evaluate` finds, ``by position`` (see
         :func:`by_position`), text ``before`` and ``after``, and seconds of
         the steps but the first. A run whose loss is no number any more ends
-        there, and finds nan.
+        there, finds nan and writes nothing.
     """
     run = Training(chosen(variant, seed, base))
     length, losses = run.settings.length, []
@@ -167,6 +167,7 @@ def train(
     if run.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()
+    sample = sample and math.isfinite(losses[-1][1])
     return {
         "variant": variant,
         "seed": seed,
@@ -213,23 +214,34 @@ def load() -> list[dict[str, Any]]:
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
-    """The learning rate with which a variant's seed 0 came lowest."""
-    found = {
-        run["settings"]["lr"]: run["bits per byte"]
-        for run in runs
-        if run["variant"] == variant and run["seed"] == 0
-    }
-    found = {rate: x for rate, x in found.items() if x and x > 0}  # no nan
-    return min(found, key=found.__getitem__) if found else None
+    """The learning rate with which a variant came lowest.
+
+    By the mean over seeds, among the rates that have the most of them; a
+    rate with which a run diverged counts only where there is no other.
+    """
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        if run["variant"] == variant:
+            bits = run["bits per byte"]  # nan is None in a file
+            bits = math.inf if bits is None or math.isnan(bits) else bits
+            found.setdefault(run["settings"]["lr"], []).append(bits)
+    most = max(map(len, found.values()), default=0)
+    means = {lr: sum(x) / most for lr, x in found.items() if len(x) == most}
+    return min(means, key=means.__getitem__) if means else None
 
 
-def of(runs: Sequence[dict[str, Any]], variant: str, what: str) -> list[Any]:
-    """A figure of a variant's runs with its best rate, one per seed."""
-    rate = best_rate(runs, variant)
+def of(
+    runs: Sequence[dict[str, Any]],
+    variant: str,
+    what: str,
+    lr: float | None = None,
+) -> list[Any]:
+    """A figure of a variant's runs with one rate (its best), one per seed."""
+    lr = best_rate(runs, variant) if lr is None else lr
     return [
         run[what]
         for run in sorted(runs, key=lambda run: run["seed"])
-        if run["variant"] == variant and run["settings"]["lr"] == rate
+        if run["variant"] == variant and run["settings"]["lr"] == lr
     ]
 
 
@@ -253,6 +265,9 @@ def main(words: Sequence[str] | None = None) -> int:
     program.add_argument("--json", type=Path, help="file of the results")
     program.add_argument("--seeds", type=int, default=3)
     program.add_argument("--lr", type=float, nargs="+", default=RATES)
+    program.add_argument(
+        "--each", action="store_true", help="every seed with every rate"
+    )
     program.add_argument("--steps", type=int, help="in place of the size's")
     program.add_argument("--small", action="store_true", help="for a CPU")
     program.add_argument("--workers", type=int, default=6, help="at once")
@@ -290,7 +305,8 @@ def main(words: Sequence[str] | None = None) -> int:
             (name, seed, replace(base, lr=lr))
             for seed in range(1, asked.seeds)
             for name in names
-            if (lr := best_rate(runs, name)) is not None
+            for lr in (asked.lr if asked.each else [best_rate(runs, name)])
+            if lr is not None
         ]
     )
     return 0
@@ -299,12 +315,20 @@ def main(words: Sequence[str] | None = None) -> int:
 def _side_by_side(
     waiting: list[tuple[str, int, Settings]], workers: int
 ) -> Iterator[dict[str, Any]]:
-    """The runs as they end, each in a process of its own."""
+    """The runs as they end, each in a process of its own.
+
+    What one of them raised is raised when the others have ended.
+    """
     context = get_context("spawn")
+    failed = None
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         running = [pool.submit(_worker, *one) for one in waiting]
         for future in as_completed(running):
-            yield future.result()
+            if future.exception() is None:
+                yield future.result()
+            failed = failed or future.exception()
+    if failed is not None:
+        raise failed
 
 
 def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """In the short convolution: its arguments, its operator, its kernels."""
 
-CONVOLUTION, OPERATOR, SHIFTS, WALKS = (
+CONVOLUTION, OPERATOR, SHIFTS, WALKS, WALKS_BACK = (
     f"fastweights/{file}.py"
     for file in (
         "convolution",
         "convolution_operator",
         "reference/convolution",
-        "kernels/convolution",
+        "kernels/convolution_forward",
+        "kernels/convolution_backward",
     )
 )
 TESTS = {
@@ -14,6 +15,7 @@ TESTS = {
     OPERATOR: "test_convolution.py",
     SHIFTS: "test_convolution.py",
     WALKS: "test_kernels_convolution.py",
+    WALKS_BACK: "test_kernels_convolution.py",
 }
 MUTANTS = {
     "convolution-norm-without-being-asked": (
@@ -87,33 +89,68 @@ MUTANTS = {
         "        if i_d >= H:\n            y = q\n",
     ),
     "kernel-convolution-norm-forgets-the-length": (
-        WALKS,
+        WALKS_BACK,
         "b_dy = b_r * (b_dy - b_r * b_r * b_yd * b_y)",
         "b_dy = b_r * (b_dy - b_yd * b_y)",
-    ),
-    "kernel-convolution-filter-counts-the-halo": (
-        WALKS,
-        "tl.where(s + 1 < stop, d_5, 0.0)",
-        "d_5",
-    ),
-    "kernel-convolution-walk-ends-with-the-stretch": (
-        WALKS,
-        "(stop - t).to(tl.int32) + W - 1, 4)",
-        "(stop - t).to(tl.int32), 4)",
-    ),
-    "kernel-convolution-each-stretch-has-the-state": (
-        WALKS,
-        "(s < t) & (t == start)",
-        "(s < t)",
-    ),
-    "kernel-convolution-reads-past-the-sequence": (
-        WALKS,
-        "past = tl.minimum(stop + W - 1, end)",
-        "past = stop + W - 1",
     ),
     "kernel-convolution-blocks-leave-gaps": (
         WALKS,
         "o_y = (i_d - 2 * H) * BV",
         "o_y = (i_d - 2 * H) * BV * 2",
+    ),
+    "kernel-convolution-walk-begins-with-the-stretch": (
+        WALKS_BACK,
+        "left = tl.minimum(end - s, 4).to(tl.int32)",
+        "left = tl.minimum(end - s, 0).to(tl.int32)",
+    ),
+    "kernel-convolution-reads-past-the-sequence": (
+        WALKS_BACK,
+        "left = tl.minimum(end - s, 4).to(tl.int32)",
+        "left = 4",
+    ),
+    "kernel-convolution-last-group-is-whole": (
+        WALKS_BACK,
+        "left = length - 4 * groups + 4",
+        "left = 4",
+    ),
+    "kernel-convolution-empty-stretch-has-a-group": (
+        WALKS_BACK,
+        "left = tl.where(groups > 0, left, 0)",
+        "left = tl.where(groups > -1, left, 0)",
+    ),
+    "kernel-convolution-later-tokens-stay": (
+        WALKS_BACK,
+        "d_8, d_9, d_10 = d_4, d_5, d_6",
+        "d_8, d_9, d_10 = d_5, d_6, d_7",
+    ),
+    "kernel-convolution-walk-back-sees-the-sequence-before": (
+        WALKS_BACK,
+        "m = (left >= 0) | ((left == -1) & (t > start))",
+        "m = left >= -1",
+    ),
+    "kernel-convolution-walk-back-forgets-the-stretch-before": (
+        WALKS_BACK,
+        "m = (left >= 0) | ((left == -1) & (t > start))",
+        "m = left >= 0",
+    ),
+    "kernel-convolution-each-stretch-begins-with-the-state": (
+        WALKS_BACK,
+        "m = (left == -1) & (t == start)",
+        "m = left == -1",
+    ),
+    "kernel-convolution-each-stretch-has-the-state": (
+        WALKS_BACK,
+        "m_s = mask_if(t == start, m_d)",
+        "m_s = m_d",
+    ),
+    "kernel-convolution-blocks-are-whole": (
+        WALKS_BACK,
+        "m_d = (o_b < D) & (o_y < R)",
+        "m_d = o_b < D",
+    ),
+    "kernel-convolution-tap-counts-three": (
+        WALKS_BACK,
+        "    b_g += d_4 * b_4\n",
+        "",
     ),
 }

@@ -41,6 +41,11 @@ def stream(
     states = model.new_states(len(rows), capacity)
     x, states = model.hidden(packed, states, cu_seqlens)
     logits = model.logits(x[0, cu_seqlens[1:] - 1])
+    if temperature and not logits.isfinite().all():
+        raise ValueError(
+            "model: got logits that are not finite, need finite ones to draw "
+            "from; its parameters may have diverged in training"
+        )
     ends = None
     if stop is not None:
         stop = [stop] if isinstance(stop, int) else list(stop)
