@@ -22,7 +22,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def compile_decode(
-    width, delta, T, capability, D=128, dtype="bf16", rows=False
+    width,
+    delta,
+    T,
+    capability,
+    D=128,
+    dtype="bf16",
+    rows=False,
+    state="fp32",
 ):
     """The kernel with its launch settings, for head size D = K = V.
 
@@ -34,7 +41,7 @@ def compile_decode(
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
     constants |= {"FIXED": False, "EARLY": capability >= 90}
-    types = dict.fromkeys(("g", "beta", "state"), "*fp32")
+    types = dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
     types |= {"scale": "fp32", "T": "i32", "N": "i32", "rows": "*i64"}
     constants |= decode_options(D)
     return offline.build(decode_kernel, capability, dtype, constants, types)
@@ -52,6 +59,13 @@ def judge(compiled, capability, tmp_path):
 
 def test_rows_of_a_pool(tmp_path):
     judge(compile_decode(1, True, 16, 90, rows=True), 90, tmp_path)
+
+
+@pytest.mark.parametrize("T", [1, 16])
+def test_a_state_in_bf16_is_rounded_to_nearest(T, tmp_path):
+    compiled = compile_decode(1, True, T, 90, state="bf16")
+    judge(compiled, 90, tmp_path)
+    assert "cvt.rn.bf16x2.f32" in compiled.asm["ptx"]
 
 
 @crossed(

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 
 import pytest
@@ -382,6 +383,85 @@ def tokens(T):
 
 # What is changed in a call that is right, and what its error must say. The
 # call has B 1, T 6, H 2, HV 4, K 3, V 5.
+def off_by(half_life, delta):
+    """What a state in bf16 costs: relative, of the last half's outputs.
+
+    One token per call, keys of unit length, K = V = 64, over 8 half-lives.
+    """
+    torch.manual_seed(0)
+    T = 8 * half_life
+    x = {name: torch.randn(1, T, 2, 64) for name in ("q", "k", "v")}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    x["g"] = torch.full((1, T, 2), -math.log(2) / half_life)
+    if delta:
+        x["beta"] = torch.rand(1, T, 2)
+    states = {dtype: torch.zeros(1, 2, 64, 64) for dtype in ("wide", "bf16")}
+    states["bf16"] = states["bf16"].bfloat16()
+    outputs = {
+        name: torch.cat(
+            [
+                fw.decode_step(
+                    **{n: y[:, t : t + 1] for n, y in x.items()}, state=S
+                )
+                for t in range(T)
+            ],
+            1,
+        )[:, T // 2 :]
+        for name, S in states.items()
+    }
+    assert states["bf16"].dtype == torch.bfloat16
+    return relative_error(outputs["bf16"], outputs["wide"])
+
+
+@pytest.mark.parametrize(
+    "half_life, delta, least, most",
+    [
+        (10, False, 0.003, 0.006),
+        (10, True, 0.003, 0.006),
+        (100, False, 0.01, 0.018),
+        (100, True, 0.008, 0.014),
+        pytest.param(1000, False, 0.04, 0.07, marks=pytest.mark.full),
+        pytest.param(1000, True, 0.01, 0.02, marks=pytest.mark.full),
+    ],
+)
+def test_what_a_state_in_bf16_costs(half_life, delta, least, most):
+    assert least < off_by(half_life, delta) < most
+
+
+@pytest.mark.parametrize("half_life, forgets", [(400, False), (170, True)])
+def test_a_state_in_bf16_may_forget_nothing(half_life, forgets):
+    """Where nothing is written and a gate takes less than half a bit."""
+    zero = torch.zeros(1, 1, 1, 8)
+    state = torch.ones(1, 1, 8, 8, dtype=torch.bfloat16)
+    g = torch.full((1, 1, 1), -math.log(2) / half_life)
+    for _ in range(half_life):
+        fw.decode_step(zero, zero, zero, g=g, state=state)
+    assert (state.max() < 0.9) == forgets
+    assert forgets or state.eq(1).all()
+
+
+def test_with_fp64_a_state_is_fp64():
+    x = call("scalar", T=2, dtype=torch.float64)
+    x["state"] = x["state"].bfloat16()
+    with pytest.raises(TypeError, match=r"need torch\.float64"):
+        fw.decode_step(**x)
+
+
+def test_rows_of_a_pool_in_bf16():
+    """Each is rounded once, and the others are as they were."""
+    x = call("vector", T=3, dtype=torch.bfloat16)
+    pool = torch.randn(4, *x["state"].shape[1:]).bfloat16()
+    rows = torch.tensor([2, 0])[: len(x["q"])]
+    alone = {**x, "state": pool[rows].float()}
+    want = fw.decode_step(**alone)
+    before = pool.clone()
+    got = fw.decode_step(**{**x, "state": pool}, rows=rows)
+    assert torch.equal(got, want)
+    assert torch.equal(pool[rows], alone["state"].bfloat16())
+    others = [n for n in range(4) if n not in rows.tolist()]
+    assert torch.equal(pool[others], before[others])
+
+
 REFUSALS = {
     "state-none": (
         {"state": None},
@@ -393,15 +473,15 @@ REFUSALS = {
         TypeError,
         "state: got list, need a Tensor",
     ),
-    "state-bf16": (
-        {"state": ones(1, 4, 3, 5, dtype=torch.bfloat16)},
+    "state-fp16": (
+        {"state": ones(1, 4, 3, 5, dtype=torch.float16)},
         TypeError,
-        "state: got torch.bfloat16, need torch.float32",
+        "state: got torch.float16, need torch.float32 or torch.bfloat16",
     ),
     "state-fp64": (
         {"state": ones(1, 4, 3, 5, dtype=torch.float64)},
         TypeError,
-        "state: got torch.float64, need torch.float32",
+        "state: got torch.float64, need torch.float32 or torch.bfloat16",
     ),
     "state-transposed": (
         {"state": ones(1, 4, 5, 3)},

@@ -131,6 +131,39 @@ def test_half_precision(gate, rule):
     judge(call(gate, rule, T=3, H=1, HV=2, K=20, V=33, dtype=dtype))
 
 
+def of_a_state_in_bf16(rounding, device="cpu"):
+    """Read as it is, and rounded when it is written."""
+    x = call(
+        "vector",
+        "delta",
+        device,
+        T=3,
+        HV=2,
+        K=20,
+        V=33,
+        dtype=torch.float32,
+    )
+    x["state"] = x["state"].bfloat16()
+    full = x | {"state": x["state"].float()}
+    o_ref = fw.decode_step(**full, backend="loop")
+    o = fw.decode_step(**x, backend="triton")
+    assert x["state"].dtype == torch.bfloat16
+    assert relative_error(o, o_ref) <= 1e-5
+    step = (x["state"].float() - full["state"]).abs() / full["state"].abs()
+    assert step.max() <= rounding
+
+
+@interpreted
+def test_a_state_in_bf16():
+    of_a_state_in_bf16(2**-7)  # the interpreter rounds towards zero
+
+
+@compiled
+@pytest.mark.gpu
+def test_a_state_in_bf16_on_gpu():
+    of_a_state_in_bf16(2**-8, "cuda")  # to nearest
+
+
 @interpreted
 @crossed(strength=STRENGTHS, gate=["fixed", "scalar", "vector"], rule=RULES)
 def test_constant_gates(gate, rule, strength):

@@ -722,6 +722,10 @@ def test_what_has_passed_does_not_let_others_pass():
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             fw.linear_recurrence(**x | {"chunk_size": 16} | changes)
+    state = x.pop("initial_state").bfloat16()
+    fw.decode_step(**x, state=state)
+    with pytest.raises(TypeError, match=r"got torch\.bfloat16, need torch"):
+        fw.linear_recurrence(**x, initial_state=state)
 
 
 @backends

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastweights.models import LAYERS, LanguageModel, ModelConfig, StatePool
+from fastweights.models.pool import NARROWED
 
 
 def model(pattern, **options):
@@ -14,7 +15,7 @@ def model(pattern, **options):
         ModelConfig(
             vocabulary=31,
             dim=16,
-            num_layers=2,
+            num_layers=max(2, len(pattern)),
             pattern=pattern,
             num_heads=2,
             head_dim=8,
@@ -22,6 +23,32 @@ def model(pattern, **options):
             **options,
         )
     ).double()
+
+
+@pytest.mark.parametrize("kind", sorted(NARROWED))
+def test_states_in_bf16(kind):
+    """Half the bytes, after a prompt, after steps; near to what it was."""
+    m, text = model((kind,)).float(), torch.arange(27) % 31
+    pools = [StatePool(m, 2, 40, dtype=x) for x in (None, torch.bfloat16)]
+    found = []
+    for pool in pools:
+        row = pool.take()
+        with torch.no_grad():
+            for part in text.split([20, 3, 4]):
+                logits, _ = m(part[None], pool.at([row], len(part)))
+        found.append(logits)
+    wide, narrow = (pool.states[0].S for pool in pools)
+    assert narrow.dtype == torch.bfloat16 and 2 * narrow.nbytes == wide.nbytes
+    assert 0 < (narrow - wide).norm() < 0.02 * wide.norm()
+    assert 0 < (found[1] - found[0]).norm() < 0.02 * found[0].norm()
+
+
+def test_states_that_bf16_cannot_hold():
+    with pytest.raises(ValueError, match="for a model with mamba, mlstm"):
+        m = model(("mlstm", "mamba", "gla"))
+        StatePool(m, 2, 40, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"got torch\.float16, need"):
+        StatePool(model(("gla",)), 2, 40, dtype=torch.float16)
 
 
 def alone(m, prompt, new):

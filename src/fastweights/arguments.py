@@ -31,12 +31,13 @@ def check_arguments(
     chunk_size: int | None,
     *,
     state_name: str = "initial_state",
+    state_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise for the first argument that does not fit the others.
 
-    ``state_name`` is what the caller calls ``initial_state``. Only types,
-    dtypes, layouts, shapes and devices count, and such as have passed once
-    pass.
+    ``state_name`` is what the caller calls ``initial_state``, which may have
+    ``state_dtypes`` besides its own. Only types, dtypes, layouts, shapes and
+    devices count, and such as have passed once pass.
     """
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
     key = None
@@ -52,13 +53,14 @@ def check_arguments(
                 type(scale),
                 type(chunk_size),
                 chunk_size,
+                state_dtypes,
             )
             if key in _fitting:
                 return
         except (AttributeError, TypeError, RuntimeError):
             # no tensor; no hash; a nested tensor, which has no shape
             key = None
-    _check(*tensors, scale, chunk_size, state_name)
+    _check(*tensors, scale, chunk_size, state_name, state_dtypes)
     if key is not None:
         if len(_fitting) == MAX_KINDS:
             _fitting.clear()
@@ -76,6 +78,7 @@ def _check(
     scale: float | None,
     chunk_size: int | None,
     state_name: str,
+    state_dtypes: tuple[torch.dtype, ...],
 ) -> None:
     tensors = {"q": q, "k": k, "v": v}
     optional = {
@@ -94,7 +97,7 @@ def _check(
         "v": (q.dtype,),
         "g": (torch.float32, q.dtype),
         "beta": (torch.float32, q.dtype),
-        state_name: (full,),
+        state_name: (full, *state_dtypes),
         "cu_seqlens": (torch.int32, torch.int64),
     }
     check_kinds(tensors, dtypes)
@@ -183,13 +186,20 @@ def check_number(name: str, x: float, need: str) -> None:
 
 
 def check_states(
-    q: Tensor, states: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+    q: Tensor,
+    states: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    besides: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise unless they have these shapes, and the dtype of q's states."""
+    """Raise unless they have these shapes, and the dtype of q's states.
+
+    Or one of the dtypes ``besides``.
+    """
     check_tensors(states)
     full = torch.promote_types(q.dtype, torch.float32)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": (q.dtype,)}
-    check_kinds({"q": q} | states, dtypes | dict.fromkeys(states, (full,)))
+    dtypes |= dict.fromkeys(states, (full, *besides))
+    check_kinds({"q": q} | states, dtypes)
     for name, shape in shapes.items():
         if states[name].shape != shape:
             wrong_shape(name, states[name], f"{list(shape)}")

@@ -23,11 +23,23 @@ from fastweights.ops import (
     choose_backend,
     past_dispatcher,
     ran,
+    wide,
     without_autocast,
 )
 from fastweights.reference.backend import advance, widen
 
 MAX_TOKENS = 16
+
+NARROW = (torch.bfloat16,)
+"""What else a state may be kept in than fp32.
+
+A call rounds it once, to 8 bits, and that adds up over what a state holds.
+One token per call, keys of unit length, K = V = 64, a gate per head: outputs
+are off by 0.4 % where half is forgotten in 10 tokens, by 1.4 % in 100 and by
+5 % in 1,000, and with the delta rule, which corrects its own errors, by 0.4,
+1.1 and 1.5 %. While nothing is written, a gate that takes less than one part
+in 512, a half-life of 355 tokens or more, forgets nothing at all.
+"""
 
 
 def decode_step(
@@ -64,7 +76,8 @@ def decode_step(
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous, and may come from
-            torch.inference_mode.
+            torch.inference_mode. In bf16 it has half the bytes, and is
+            rounded once per call: :data:`NARROW` says what that costs.
         rows: [B] int32 or int64, for a state [N, HV, K, V] that is a pool:
             sequence b has row rows[b] of it, and the other rows stay as they
             are. No two sequences may have the same row, which is not
@@ -120,8 +133,12 @@ def _check(
     if state is None:
         raise TypeError("state: got NoneType, need a Tensor")
     own = state if rows is None else None
+    fp64 = isinstance(q, Tensor) and q.dtype == torch.float64
+    narrow = () if fp64 else NARROW
     check_arguments(
-        q, k, v, g, beta, scale, own, None, None, state_name="state"
+        *(q, k, v, g, beta, scale, own, None, None),
+        state_name="state",
+        state_dtypes=narrow,
     )
     if rows is not None:
         check_tensors({"state": state, "rows": rows})
@@ -131,7 +148,7 @@ def _check(
             wrong_shape("rows", rows, f"[{q.shape[0]}]")
         N = state.shape[0] if state.dim() else 0
         shape = (max(N, 1), v.shape[2], q.shape[3], v.shape[3])
-        check_states(q, {"state": state}, {"state": shape})
+        check_states(q, {"state": state}, {"state": shape}, narrow)
     if q.shape[1] > MAX_TOKENS:
         raise ValueError(
             f"q: got shape {list(q.shape)}, need [B, T, H, K] with "
@@ -191,15 +208,19 @@ def _decode(
     with without_autocast(q):
         x = widen(q, k, v, g, beta)
         if rows is None:
-            return advance(state, *x, scale=scale).to(v.dtype)
+            S = state.to(wide(q.dtype))
+            o = advance(S, *x, scale=scale).to(v.dtype)
+            if S is not state:
+                state.copy_(S)
+            return o
         at = rows.to(torch.int64)
         there = (at >= 0) & (at < state.shape[0])
         at = at[there]
-        some = state[at]
+        some = state[at].to(wide(q.dtype))
         o = torch.zeros_like(v)
         own: list[Any] = [None if t is None else t[there] for t in x]
         o[there] = advance(some, *own, scale=scale).to(v.dtype)
-        state[at] = some
+        state[at] = some.to(state.dtype)
     return o
 
 

@@ -28,7 +28,12 @@ TESTS = {
 MUTANTS = {
     "what-has-passed-forgets-the-chunk-size": (
         ARGUMENTS,
-        "                chunk_size,\n            )\n            if key",
+        "                chunk_size,\n                state_dtypes,\n",
+        "                state_dtypes,\n",
+    ),
+    "what-has-passed-in-decoding-passes": (
+        ARGUMENTS,
+        "                state_dtypes,\n            )\n            if key",
         "            )\n            if key",
     ),
     "what-has-passed-forgets-the-layout": (
@@ -53,12 +58,22 @@ MUTANTS = {
     ),
     "decode-continues-from-nothing": (
         DECODING,
-        "return advance(state, *x",
-        "return advance(0 * state, *x",
+        "o = advance(S, *x",
+        "o = advance(0 * S, *x",
+    ),
+    "decode-bf16-state-stays": (
+        DECODING,
+        "state.copy_(S)",
+        "pass",
+    ),
+    "decode-fp64-takes-bf16-states": (
+        DECODING,
+        "narrow = () if fp64 else NARROW",
+        "narrow = NARROW",
     ),
     "decode-rows-keep-their-state": (
         DECODING,
-        "state[at] = some",
+        "state[at] = some.to(state.dtype)",
         "pass",
         "test_serving.py",
     ),

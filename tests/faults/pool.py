@@ -5,6 +5,11 @@ STATE = "fastweights/layers/state.py"
 ATTENTION = "fastweights/layers/attention.py"
 TESTS = {POOL: "test_pool.py"}
 MUTANTS = {
+    "pool-in-bf16-of-any-kind": (
+        POOL,
+        'sorted(kinds - NARROWED - {"softmax"})',
+        "sorted(kinds - kinds)",
+    ),
     "pool-rows-are-not-cleared": (
         POOL,
         "self._clear(row)\n        self.free",

@@ -71,6 +71,7 @@ def decode_kernel(
         is_there = (i_n >= 0) & (i_n < N)
         m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
+    b_S = b_S.to(tl.float32)
 
     i_key, i_value = i_b * T * H + i_h, i_b * T * HV + i_hv
     for _ in range(T):

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.decoding import MAX_TOKENS, decode_step
-from fastweights.ops import linear_recurrence
+from fastweights.ops import linear_recurrence, wide
 from fastweights.serving import inside, put
 
 Offsets = Int[Tensor, " N+1"]
@@ -23,7 +23,7 @@ class LayerState:
     A layer fills the fields that it has; the others are None. Floating
     point fields other than ``convolution``, ``keys`` and ``values`` are fp32
     (fp64 in an fp64 layer) whatever the layer's dtype is: a state in half
-    precision loses small writes.
+    precision loses small writes. A pool may have S in bf16 all the same.
     """
 
     S: Float[Tensor, "N HV K V"] | None = None
@@ -194,7 +194,7 @@ def recur(
             q, k, v, g=g, beta=beta, state=S, rows=state.rows, scale=scale
         )
         return o, S
-    first = None if state is None else state.get("S")
+    first = None if state is None else state.get("S").to(wide(q.dtype))
     return linear_recurrence(
         q,
         k,

@@ -9,10 +9,25 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from fastweights.decoding import NARROW
 from fastweights.layers import LayerState
 
 if TYPE_CHECKING:
     from fastweights.models.model import LanguageModel
+
+NARROWED = frozenset(
+    {
+        "deltanet",
+        "gated_deltanet",
+        "gla",
+        "kda",
+        "lightning",
+        "mamba2",
+        "recurrence",
+        "retention",
+    }
+)
+"""Kinds of layer whose steps are :func:`fastweights.decode_step`."""
 
 
 class StatePool:
@@ -34,19 +49,48 @@ class StatePool:
         model: whose states they are.
         size: rows.
         capacity: tokens per row that softmax attention has room for.
+        dtype: of the recurrences' states S; None is theirs, fp32. bf16 is
+            half the memory, for layers of the family, at an error that
+            :data:`fastweights.decoding.NARROW` states.
+
+    Raises:
+        ValueError: S of some layer cannot have that dtype.
     """
 
-    def __init__(self, model: LanguageModel, size: int, capacity: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         device = model.embedding.weight.device
         token = torch.zeros(size, 1, dtype=torch.int64, device=device)
         with torch.no_grad():
             _, states = model(token, model.new_states(size, capacity))
         self.states: list[LayerState] = [s for s in states if s is not None]
+        if dtype is not None:
+            self._keep_in(dtype, {*model.config.kinds})
         self.device, self.capacity = device, capacity
         self.free = list(range(size))[::-1]
         self.read = [0] * size
         for row in range(size):
             self._clear(row)
+
+    def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
+        if other := sorted(kinds - NARROWED - {"softmax"}):
+            raise ValueError(
+                f"dtype: got {dtype} for a model with {', '.join(other)}, "
+                f"need None, or layers of {', '.join(sorted(NARROWED))}"
+            )
+        if dtype not in (torch.float32, *NARROW):
+            raise ValueError(
+                f"dtype: got {dtype}, need torch.float32 or torch.bfloat16"
+            )
+        for state in self.states:
+            if state.S is not None:
+                state.S = state.S.to(dtype)
 
     def _clear(self, row: int) -> None:
         for state in self.states:
