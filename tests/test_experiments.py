@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights import experiments
+from fastweights import bench, experiments
 from fastweights.experiments import (
     EXPERIMENTS,
     Grid,
@@ -21,13 +21,16 @@ from fastweights.experiments import (
     __main__,
     accuracy,
     append,
+    at_edge,
     best,
     matching,
     read,
+    recorded,
     run,
     side_by_side,
     summary,
 )
+from fastweights.experiments.recording import packed, unpacked, write
 from fastweights.experiments.trial import STEPS, TESTS, VALIDATION, answers
 from fastweights.models import LanguageModel
 from fastweights.tasks import IGNORE, Needles, RepeatedRecall, Scope
@@ -312,6 +315,81 @@ def test_the_best_rate_is_that_of_the_validation_over_all_seeds():
     assert summary([]) == "no runs yet"
 
 
+def test_a_best_rate_at_the_end_of_the_rates_is_named():
+    def rates(variant, *validations):
+        return [
+            record(lr, seed, x, 0.5, variant)
+            for lr, x in zip((1e-3, 1e-2, 1e-1), validations, strict=False)
+            for seed in (0, 1)
+        ]
+
+    runs = [
+        *rates("rises", 0.1, 0.2, 0.3),
+        *rates("falls", 0.3, 0.2, 0.1),
+        *rates("within", 0.1, 0.3, 0.2),
+        *rates("tied", 0.1, 0.3, 0.3),
+        *rates("alone", 0.1),
+    ]
+    assert at_edge(runs) == {("rises", 1, 8): 1e-1, ("falls", 1, 8): 1e-3}
+
+
+# Recorded runs.
+
+
+def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
+    runs = [
+        {
+            **record(lr, 0, 0.123456, 0.98765432),
+            "curve": [(20 * i, 1.23456 / i, 0.5) for i in range(1, n + 1)],
+            "device": "cpu",
+            "parameters": n,
+            "seconds": 12.3456,
+        }
+        for lr, n in ((1e-3, 50), (1e-2, 51), (1e-1, 3))
+    ]
+    file = tmp_path / "recall.json"
+    write(file, {"tiny": runs, "other": runs[:1]})
+    text = json.loads(file.read_text())
+    assert text["tiny"]["all"] == {
+        "accuracy": {"pairs": {"recall": 0.9877}},
+        "chance": {"pairs": 0.25},
+        "device": "cpu",
+        "seconds": 12.3,
+        "validation": 0.1235,
+    }
+    assert [set(run) for run in text["tiny"]["runs"]] == 3 * [
+        {"settings", "curve", "parameters"}
+    ]
+    assert [run["settings"] for run in text["tiny"]["runs"]] == [
+        {"lr": 1e-3},
+        {"lr": 1e-2},
+        {"lr": 1e-1},
+    ]
+    monkeypatch.setattr(bench, "load", {"recall": text}.__getitem__)
+    found = recorded("tiny")
+    assert [run["settings"] for run in found] == [
+        run["settings"] for run in runs
+    ]
+    assert [len(run["curve"]) for run in found] == [25, 17, 3]
+    for short, whole in zip(found, runs, strict=True):
+        losses = {step: loss for step, loss, _ in whole["curve"]}
+        kept = {step: loss for step, loss, _ in short["curve"]}
+        assert max(kept) == max(losses)
+        assert kept == pytest.approx({i: losses[i] for i in kept}, rel=5e-3)
+        assert short["parameters"] == whole["parameters"]
+    assert recorded("other")[0]["settings"] == runs[0]["settings"]
+    assert unpacked(packed(found)) == found
+    with pytest.raises(ValueError, match=r"^experiment: got 'x', need one of"):
+        recorded("x")
+
+
+@pytest.mark.parametrize("name", ["overwriting", "sections", "parity"])
+def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
+    trials, runs = EXPERIMENTS[name].trials(name), recorded(name)
+    assert len(runs) == len(trials) and None not in matching(trials, runs)
+    assert all(run["versions"]["torch"] and run["device"] for run in runs)
+
+
 # Processes, and the program.
 
 
@@ -397,9 +475,42 @@ def test_options_of_the_program_change_the_grid(tiny, capsys):
     )
 
 
+def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
+    both = {"tiny": GRID, "half": replace(GRID, seeds=(0, 1, 2))}
+    monkeypatch.setattr(__main__, "EXPERIMENTS", both)
+    for name in both:
+        for t in GRID.trials(name):
+            for one in (t, replace(t, steps=7)):  # the second is no part
+                found = {
+                    **record(t.lr, t.seed, t.lr, 0.5),
+                    "settings": one.settings(),
+                    "curve": [(1, 1.0, 0.0)],
+                    "seconds": 1.0,
+                }
+                append(tiny.file.with_name(f"{name}.jsonl"), found)
+    file = tiny.file.with_name("recall.json")
+    assert tiny("--record", str(file)) == 0
+    assert capsys.readouterr().out.split("\n") == [
+        "tiny: 8 runs",
+        "  delta, 1 x 8: best at the end of the rates, 0.01",
+        "  softmax, 2 x 8: best at the end of the rates, 0.01",
+        "half: 8 runs, 4 to go: left out",
+        "",
+    ]
+    text = json.loads(file.read_text())
+    assert list(text) == ["tiny"]
+    assert None not in matching(GRID.trials("tiny"), unpacked(text["tiny"]))
+    assert len(text["tiny"]["runs"]) == 8
+    file.unlink()
+    assert tiny("half", "--record", str(file)) == 2
+    assert "in which no grid is done" in capsys.readouterr().err
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["rnn", "--record", "x"], "name: got 'rnn', need one of tiny"),
         (["rnn"], "name: got 'rnn', need one of tiny"),
         (["tiny", "--only", "rnn"], "only: got 'rnn'"),
         (["tiny", "--steps", "0"], "steps: got 0"),

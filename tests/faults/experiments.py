@@ -6,10 +6,12 @@ RECORDS = "fastweights/experiments/records.py"
 SIDE = "fastweights/experiments/side_by_side.py"
 TABLE = "fastweights/experiments/table.py"
 SOFTMAX = "fastweights/experiments/softmax.py"
+RECORDING = "fastweights/experiments/recording.py"
 MAIN = "fastweights/experiments/__main__.py"
 RECURRENCE = "fastweights/layers/linear_recurrence.py"
 TESTS = dict.fromkeys(
-    (TRIAL, GRID, RECORDS, SIDE, TABLE, SOFTMAX, MAIN), "test_experiments.py"
+    (TRIAL, GRID, RECORDS, RECORDING, SIDE, TABLE, SOFTMAX, MAIN),
+    "test_experiments.py",
 )
 MUTANTS = {
     "trial-never-steps": (TRIAL, "        optimizer.step()\n", ""),
@@ -80,6 +82,33 @@ MUTANTS = {
         SOFTMAX,
         "            v.transpose(1, 2),",
         "            k.transpose(1, 2),",
+    ),
+    "table-edge-of-one-rate": (TABLE, "if len(merits) > 1 and", "if"),
+    "table-edge-where-tied": (
+        TABLE,
+        "if x == max(merits.values())]",
+        "if x == max(merits.values())][-1:]",
+    ),
+    "recorded-first-run-for-all": (
+        RECORDING,
+        "if all(record[key] == value for record in records)",
+        "if True",
+    ),
+    "recorded-curve-without-its-end": (
+        RECORDING,
+        "curve[::-every][::-1]",
+        "curve[::every]",
+    ),
+    "recorded-whole-curve": (RECORDING, "[::-every][::-1]", ""),
+    "recorded-settings-of-the-run-lost": (
+        RECORDING,
+        '{**found["settings"], **run["settings"]}',
+        'found["settings"]',
+    ),
+    "program-records-half-a-grid": (
+        MAIN,
+        "        if not left:\n",
+        "        if runs:\n",
     ),
     "program-runs-all-again": (MAIN, "if not run]", "]"),
     "program-wrong-names": (

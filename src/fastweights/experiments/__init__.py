@@ -8,10 +8,11 @@ An experiment is a grid of runs, and each run a line of JSON in a file:
 """
 
 from fastweights.experiments.grid import Grid, Variant
+from fastweights.experiments.recording import recorded
 from fastweights.experiments.records import Record, append, matching, read
 from fastweights.experiments.registry import EXPERIMENTS
 from fastweights.experiments.softmax import ConvolvedSoftmax
-from fastweights.experiments.table import best, summary
+from fastweights.experiments.table import at_edge, best, summary
 from fastweights.experiments.trial import Trial, accuracy, run
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "Variant",
     "accuracy",
     "append",
+    "at_edge",
     "best",
     "matching",
     "read",
+    "recorded",
     "run",
     "summary",
 ]

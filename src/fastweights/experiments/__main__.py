@@ -9,6 +9,7 @@ on from there. At the end there is a table.
     python -m fastweights.experiments sections --quick
     python -m fastweights.experiments needles --seeds 0 1 2 --workers 8
     python -m fastweights.experiments needles --dry   what is done, and table
+    python -m fastweights.experiments --record FILE   all that is done, short
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastweights.experiments.grid import Grid
-from fastweights.experiments.records import append, matching, read
+from fastweights.experiments.recording import write
+from fastweights.experiments.records import Record, append, matching, read
 from fastweights.experiments.registry import EXPERIMENTS
 from fastweights.experiments.side_by_side import WorkerDied, each
-from fastweights.experiments.table import summary
+from fastweights.experiments.table import at_edge, summary
 from fastweights.experiments.trial import Trial
 from fastweights.layers.arguments import check_sizes
 from fastweights.train import Progress
@@ -57,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         help="runs at once (default: 1 per core, on a GPU 8 at most)",
     )
     option("--dry", action="store_true", help="run nothing, show the table")
+    option(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="run nothing: write the runs of all whole grids, or of those "
+        "named, to this file, which the library reads as its data/recall.json",
+    )
     return what
 
 
@@ -105,10 +114,37 @@ def go(trials: Sequence[Trial], file: Path, device: str, workers: int) -> None:
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    for i, record in each(left, device, workers, tell):
-        append(file, record)
-        found = f"{record['validation']:.3f} in {record['seconds']:.0f} s"
+    for i, run in each(left, device, workers, tell):
+        append(file, run)
+        found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
         progress.say(f"{_name(left[i])}: {found}")
+
+
+def record(names: Sequence[str], folder: Path, file: Path) -> None:
+    """Write the runs in a folder to the file that ships with the library.
+
+    Of an experiment whose grid is not done to its last run there is nothing
+    in the file: half a grid would be read as a whole one.
+
+    Raises:
+        ValueError: no grid is done.
+    """
+    whole: dict[str, list[Record]] = {}
+    for name in names:
+        trials = EXPERIMENTS[name].trials(name)
+        there = matching(trials, read(folder / f"{name}.jsonl"))
+        runs = [run for run in there if run]
+        left = len(trials) - len(runs)
+        print(f"{name}: {len(runs)} runs", end="")
+        print(f", {left} to go: left out" if left else "")
+        if not left:
+            whole[name] = runs
+            for (variant, heads, size), lr in at_edge(runs).items():
+                where = f"{variant}, {heads} x {size}"
+                print(f"  {where}: best at the end of the rates, {lr:g}")
+    if not whole:
+        raise ValueError(f"out: got {folder}, in which no grid is done")
+    write(file, whole)
 
 
 def _name(trial: Trial) -> str:
@@ -121,11 +157,16 @@ def _name(trial: Trial) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """The program: 0, 1 if a run died, 2 for bad words, 130 for Ctrl-C."""
     asked = parser().parse_args(words)
-    if not asked.names:
+    if not asked.names and asked.record is None:
         for name, grid in EXPERIMENTS.items():
             print(f"{name:20} {len(grid.trials(name)):3} runs  {grid.about}")
         return 0
     try:
+        if asked.record is not None:
+            for name in asked.names:
+                chosen(name, asked)
+            record(asked.names or [*EXPERIMENTS], asked.out, asked.record)
+            return 0
         on = chosen_device(asked.device)
         cores = os.cpu_count() or 1
         most = min(cores, 8) if on.type == "cuda" else cores

@@ -18,16 +18,37 @@ def best(records: Iterable[Record]) -> dict[Place, list[Record]]:
     rate has the highest mean over its seeds of ``validation``, of those
     rates that were run with the most seeds: tests play no part in it.
     """
+    found = {}
+    for place, by_lr in _by_rate(records).items():
+        chosen = max(by_lr.values(), key=_merit)
+        found[place] = sorted(chosen, key=lambda r: r["settings"]["seed"])
+    return found
+
+
+def at_edge(records: Iterable[Record]) -> dict[Place, float]:
+    """Where the lowest or the highest of several learning rates is best.
+
+    By variant, heads and size: that rate. One beyond it might have been
+    better still. Not where another of the rates did as well.
+    """
+    found = {}
+    for place, by_lr in _by_rate(records).items():
+        merits = {lr: _merit(runs) for lr, runs in by_lr.items()}
+        winners = [lr for lr, x in merits.items() if x == max(merits.values())]
+        if len(merits) > 1 and winners in ([min(merits)], [max(merits)]):
+            found[place] = winners[0]
+    return found
+
+
+def _by_rate(
+    records: Iterable[Record],
+) -> dict[Place, dict[float, list[Record]]]:
     runs: dict[Place, dict[float, list[Record]]] = defaultdict(dict)
     for record in records:
         of = record["settings"]
         place = (of["variant"], of["num_heads"], of["head_dim"])
         runs[place].setdefault(of["lr"], []).append(record)
-    found = {}
-    for place, by_lr in runs.items():
-        chosen = max(by_lr.values(), key=_merit)
-        found[place] = sorted(chosen, key=lambda r: r["settings"]["seed"])
-    return found
+    return runs
 
 
 def _merit(runs: list[Record]) -> tuple[int, float]:
