@@ -384,7 +384,8 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["overwriting", "sections", "parity", "swaps-of-5"]
+    "name",
+    ["overwriting", "sections", "parity", "swaps-of-5", "orders-of-3-by-two"],
 )
 def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
     trials, runs = EXPERIMENTS[name].trials(name), recorded(name)
