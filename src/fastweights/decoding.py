@@ -208,10 +208,11 @@ def _decode(
     with without_autocast(q):
         x = widen(q, k, v, g, beta)
         if rows is None:
+            if state.dtype not in NARROW:
+                return advance(state, *x, scale=scale).to(v.dtype)
             S = state.to(wide(q.dtype))
             o = advance(S, *x, scale=scale).to(v.dtype)
-            if S is not state:
-                state.copy_(S)
+            state.copy_(S)
             return o
         at = rows.to(torch.int64)
         there = (at >= 0) & (at < state.shape[0])

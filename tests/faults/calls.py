@@ -58,8 +58,8 @@ MUTANTS = {
     ),
     "decode-continues-from-nothing": (
         DECODING,
-        "o = advance(S, *x",
-        "o = advance(0 * S, *x",
+        "return advance(state, *x",
+        "return advance(0 * state, *x",
     ),
     "decode-bf16-state-stays": (
         DECODING,
