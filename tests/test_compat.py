@@ -107,6 +107,16 @@ def modeling(name):
     )
 
 
+def with_spread_gates(made):
+    """The same model: its gates forget over many tokens, or over few."""
+    for key, x in made.named_parameters():
+        if key.endswith("A_log"):
+            x.data.uniform_(-6, 0)
+        elif key.endswith("dt_bias"):
+            x.data.normal_()
+    return made
+
+
 @functools.cache
 def model(name, layers=3):
     """A random model whose gates forget over many tokens, or over few."""
@@ -119,12 +129,7 @@ def model(name, layers=3):
     made = getattr(module, f"{prefix}ForCausalLM")(
         config(**SIZES | options | sizes)
     )
-    for key, x in made.named_parameters():
-        if key.endswith("A_log"):
-            x.data.uniform_(-6, 0)
-        elif key.endswith("dt_bias"):
-            x.data.normal_()
-    return made.eval()
+    return with_spread_gates(made).eval()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from fastweights.checks import relative_error
 from fastweights.ops import record_backends
 
 pytest.importorskip("transformers")
-from test_compat import GDN, MODELS, SIZES, modeling
+from test_compat import GDN, MODELS, SIZES, modeling, with_spread_gates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,12 +49,7 @@ def model(name):
         options = options | {"linear_head_dim": 128}
     made = getattr(modeling(name), f"{prefix}ForCausalLM")
     m = made(made.config_class(**SIZES | options | WIDER)).cuda()
-    for key, x in m.named_parameters():
-        if key.endswith("A_log"):
-            x.data.uniform_(-6, 0)
-        elif key.endswith("dt_bias"):
-            x.data.normal_()
-    return m
+    return with_spread_gates(m)
 
 
 def errors_of(found, wanted):
