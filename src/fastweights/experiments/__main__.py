@@ -58,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs at once (default: 1 per core, on a GPU 8 at most)",
     )
+    option(
+        "--streams",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs that take turns in each worker, for a GPU",
+    )
     option("--dry", action="store_true", help="run nothing, show the table")
     option(
         "--record",
@@ -94,14 +101,21 @@ def chosen(name: str, asked: argparse.Namespace) -> Grid:
     return grid
 
 
-def go(trials: Sequence[Trial], file: Path, device: str, workers: int) -> None:
-    """Run those that the file does not hold yet, and show how far it is."""
-    there = matching(trials, read(file))
-    left = [trial for trial, run in zip(trials, there, strict=True) if not run]
+def go(
+    trials: Sequence[Trial],
+    folder: Path,
+    device: str,
+    workers: int,
+    streams: int,
+) -> None:
+    """Run those that the folder does not hold yet, and show how far it is."""
+    left = missing(trials, folder)
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
     progress = Progress(steps, quiet=False)
-    progress.say(f"{file}: {len(trials) - len(left)} runs, {len(left)} to go")
+    progress.say(
+        f"{folder}: {len(trials) - len(left)} runs, {len(left)} to go"
+    )
     start = shown = time.monotonic()
 
     def tell(i: int, step: int, loss: float, accuracy: float) -> None:
@@ -114,10 +128,22 @@ def go(trials: Sequence[Trial], file: Path, device: str, workers: int) -> None:
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    for i, run in each(left, device, workers, tell):
-        append(file, run)
+    for i, run in each(left, device, workers, tell, streams):
+        append(_file(folder, left[i].experiment), run)
         found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
         progress.say(f"{_name(left[i])}: {found}")
+
+
+def missing(trials: Sequence[Trial], folder: Path) -> list[Trial]:
+    """Those without a run in the folder."""
+    names = dict.fromkeys(trial.experiment for trial in trials)
+    there = [run for name in names for run in read(_file(folder, name))]
+    found = zip(trials, matching(trials, there), strict=True)
+    return [trial for trial, run in found if run is None]
+
+
+def _file(folder: Path, experiment: str) -> Path:
+    return folder / f"{experiment}.jsonl"
 
 
 def record(names: Sequence[str], folder: Path, file: Path) -> None:
@@ -132,7 +158,7 @@ def record(names: Sequence[str], folder: Path, file: Path) -> None:
     whole: dict[str, list[Record]] = {}
     for name in names:
         trials = EXPERIMENTS[name].trials(name)
-        there = matching(trials, read(folder / f"{name}.jsonl"))
+        there = matching(trials, read(_file(folder, name)))
         runs = [run for run in there if run]
         left = len(trials) - len(runs)
         print(f"{name}: {len(runs)} runs", end="")
@@ -148,10 +174,9 @@ def record(names: Sequence[str], folder: Path, file: Path) -> None:
 
 
 def _name(trial: Trial) -> str:
-    return (
-        f"{trial.variant}, {trial.num_heads} x {trial.head_dim}, "
-        f"lr {trial.lr:g}, seed {trial.seed}"
-    )
+    size = f"{trial.num_heads} x {trial.head_dim}"
+    which = f"{trial.experiment}: {trial.variant}, {size}"
+    return f"{which}, lr {trial.lr:g}, seed {trial.seed}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -171,14 +196,15 @@ def main(words: Sequence[str] | None = None) -> int:
         cores = os.cpu_count() or 1
         most = min(cores, 8) if on.type == "cuda" else cores
         workers = most if asked.workers is None else asked.workers
-        check_sizes(workers=workers)
+        check_sizes(workers=workers, streams=asked.streams)
         grids = {name: chosen(name, asked) for name in asked.names}
         trials = {name: grid.trials(name) for name, grid in grids.items()}
+        if not asked.dry:
+            every = [trial for some in trials.values() for trial in some]
+            go(every, asked.out, str(on), workers, asked.streams)
         for name, some in trials.items():
-            file = asked.out / f"{name}.jsonl"
-            if not asked.dry:
-                go(some, file, str(on), workers)
-            runs = [run for run in matching(some, read(file)) if run]
+            there = read(_file(asked.out, name))
+            runs = [run for run in matching(some, there) if run]
             print(f"{name}: {grids[name].about}")
             print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")
     except (TypeError, ValueError) as error:

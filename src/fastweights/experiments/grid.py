@@ -46,7 +46,7 @@ class Grid:
     sizes: tuple[tuple[int, int], ...] = ((1, 16),)
     """Heads, and size K = V of a head."""
 
-    lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
     """Learning rates: the best one counts, per variant and size."""
 
     seeds: tuple[int, ...] = (0, 1, 2)

@@ -101,6 +101,22 @@ swap is a reflection along a difference, and SiLU leaves keys few of those."""
 
 TRACKS = {"mlp_ratio": 2.0, "weight_decay": 0.0}
 LENGTHS = (32, 64, 128, 256)
+LOW = (1e-3, 3e-3, 1e-2)
+LOWER = (3e-4, *LOW)
+
+
+def hybrids(name: str, **options: Any) -> dict[str, Variant]:
+    """Four layers of this recurrence, of which none, 1 or 2 are softmax."""
+    return {
+        f"{name}, {n} softmax": Variant(
+            (4 // (n or 4) - bool(n)) * ("recurrence",)
+            + bool(n) * ("convolved_softmax",),
+            {"recurrence": options},
+        )
+        for n in (0, 1, 2)
+    }
+
+
 ONE_RUN = {"lrs": (3e-3,), "seeds": (0,)}
 
 EXPERIMENTS: dict[str, Grid] = {
@@ -118,7 +134,19 @@ EXPERIMENTS: dict[str, Grid] = {
         variants=FAMILY,
         settings={"steps": 3000},
         sizes=((2, 8), (2, 16), (2, 32), (2, 64)),
+        lrs=(3e-3, 1e-2, 3e-2),
         quick={**ONE_RUN, "only": FOUR, "sizes": ((2, 8), (2, 16))},
+    ),
+    "hybrid": Grid(
+        "How many softmax layers of four buy back recall?",
+        **recalls(AssociativeRecall, 16, 32, 48, length=192),
+        variants={
+            **hybrids("linear", rule="additive", decay=None),
+            **hybrids("gated delta", **SLOW),
+            "4 softmax": softmax(),
+        },
+        settings={"num_layers": 4, "steps": 2000},
+        quick={**ONE_RUN, "settings": {"steps": 300}},
     ),
     "overwriting": Grid(
         "Which of a key's values came last?",
@@ -170,7 +198,7 @@ EXPERIMENTS: dict[str, Grid] = {
         tests={f"{n} segments": Sections(segments=n) for n in (6, 24)},
         variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1600, "rows": 32},
-        lrs=(3e-3, 6e-3, 1e-2),
+        lrs=(3e-3, 6e-3, 1e-2, 2e-2),
         quick={**ONE_RUN, "only": FOUR[1:], "lrs": (6e-3,)},
     ),
     "parity": Grid(
@@ -178,24 +206,28 @@ EXPERIMENTS: dict[str, Grid] = {
         **tracking("Z2", *LENGTHS),
         settings={**TRACKS, "steps": 400, "rows": 128},
         sizes=((1, 8),),
+        lrs=LOW,
         quick=ONE_RUN,
     ),
     "modulo-3": Grid(
         "What is a sum modulo 3, with two steps per number?",
         **tracking("Z3", 16, *LENGTHS, trained=16, parts=2),
         settings={**TRACKS, "steps": 800},
+        lrs=LOWER,
         quick={**ONE_RUN, "only": ("beta up to 2", "beta up to 1")},
     ),
     "swaps-of-3": Grid(
         "Which order are three things in, after swaps?",
         **tracking("S3", *LENGTHS, inputs="swaps"),
         settings={**TRACKS, "steps": 800},
+        lrs=LOW,
         quick=ONE_RUN,
     ),
     "swaps-of-5": Grid(
         "Which order are five things in, after swaps?",
         **tracking("S5", *LENGTHS, inputs="swaps"),
         settings={**TRACKS, "steps": 1200},
+        lrs=LOW,
         quick={
             **ONE_RUN,
             "only": ("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
@@ -205,12 +237,14 @@ EXPERIMENTS: dict[str, Grid] = {
         "The same, after any reordering, with one step for each?",
         **tracking("S3", 16, *LENGTHS, trained=16),
         settings={**TRACKS, "steps": 1600},
+        lrs=LOWER,
         quick={**ONE_RUN, "only": ("beta up to 2",)},
     ),
     "orders-of-3-by-two": Grid(
         "And with two steps for each?",
         **tracking("S3", 16, *LENGTHS, trained=16, parts=2),
         settings={**TRACKS, "steps": 1600},
+        lrs=LOWER,
         quick={**ONE_RUN, "only": ("beta up to 2",), "lrs": (2e-3,)},
     ),
     "copying": Grid(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any, cast
 
 import torch
 
-from fastweights.experiments.trial import Trial, run
+from fastweights.experiments.trial import Trial, a_stream, run, stages
 
 Tell = Callable[[int, int, float, float], None]
 """Is told which trial, its steps done, its loss and its accuracy."""
+
+
+Stages = Generator[None, None, dict[str, Any]]
+Stream = AbstractContextManager[Any]
 
 
 class WorkerDied(RuntimeError):
@@ -20,32 +27,43 @@ class WorkerDied(RuntimeError):
 
 
 def each(
-    trials: Sequence[Trial], device: str, workers: int, tell: Tell
+    trials: Sequence[Trial],
+    device: str,
+    workers: int,
+    tell: Tell,
+    streams: int = 1,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Run them all: yields which one ended, and what came of it.
 
-    One worker runs them in this process, in their order. More run in
-    processes of their own, each with one thread, and end in any order; these
-    processes end when this one does, or when the iterator is closed.
+    One worker with one stream runs them in this process, in their order.
+    Else they run in processes of their own, each with one thread and with
+    so many runs that take turns, and end in any order; these processes end
+    when this one does, or when the iterator is closed.
 
     Raises:
         WorkerDied: a process did; what it printed says why.
     """
-    if workers == 1:
+    if workers == streams == 1:
         for i, trial in enumerate(trials):
             yield i, run(trial, device, progress=_about(i, tell))
         return
     context = get_context("spawn")
     waiting = list(enumerate(trials))[::-1]
-    running = {}
+    running: dict[Connection, SpawnProcess] = {}
+    busy: dict[Connection, int] = {}
     try:
         for _ in range(min(workers, len(trials))):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, device))
+            process = context.Process(
+                target=_work, args=(there, device, streams)
+            )
             process.start()
             there.close()
-            here.send(waiting.pop())
-            running[here] = process
+            running[here], busy[here] = process, 0
+        for here in [*running] * streams:
+            if waiting:
+                here.send(waiting.pop())
+                busy[here] += 1
         while running:
             for ready in wait([*running]):
                 here = cast(Connection, ready)
@@ -64,8 +82,10 @@ def each(
                 if waiting:
                     here.send(waiting.pop())
                 else:
-                    here.send(None)
-                    running.pop(here).join()
+                    busy[here] -= 1
+                    if not busy[here]:
+                        here.send(None)
+                        running.pop(here).join()
                 yield about
     finally:
         for process in running.values():
@@ -77,20 +97,36 @@ def _about(i: int, tell: Tell) -> Callable[[int, float, float], None]:
     return lambda *figures: tell(i, *figures)
 
 
-def _work(pipe: Connection, device: str) -> None:
+def _work(pipe: Connection, device: str, streams: int) -> None:
     """What a process does: the trials that come, until None comes.
 
     Or until nobody listens any more.
     """
     torch.set_num_threads(1)
+    # Streams that share one of the (8) queues to a GPU wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     def tell(*about: Any) -> None:
         pipe.send((False, about))
 
+    free = [a_stream(device) for _ in range(streams)]
+    running: list[tuple[int, Stages, Stream]] = []
     try:
-        while (given := pipe.recv()) is not None:
-            i, trial = given
-            record = run(trial, device, progress=_about(i, tell))
-            pipe.send((True, (i, record)))
+        while True:
+            while free and (not running or pipe.poll()):
+                given = pipe.recv()
+                if given is None:
+                    return
+                i, trial = given
+                going = stages(trial, device, progress=_about(i, tell))
+                running.append((i, going, free.pop()))
+            i, going, stream = running.pop(0)
+            try:
+                with stream:
+                    next(going)
+                running.append((i, going, stream))
+            except StopIteration as end:
+                free.append(stream)
+                pipe.send((True, (i, end.value)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return

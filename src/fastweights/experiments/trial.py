@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastweights.arguments import check_number
 from fastweights.experiments import softmax  # noqa: F401 - a kind of layer
-from fastweights.layers import parameter_groups
+from fastweights.experiments.step import STEPS, Step
 from fastweights.layers.arguments import check_sizes
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.tasks import IGNORE, Batch, Task
-from fastweights.training import chosen_device, learning_rate, machine
-
-STEPS = 2**19
-"""Steps that a run may have at most; their seeds are numbered so."""
+from fastweights.training import chosen_device, machine
 
 VALIDATION, TESTS = 2**32 - 2**21, 2**32 - 2**20
 """The first seeds of sequences that no run trains on."""
@@ -151,30 +148,38 @@ def run(
         training batches; ``parameters``; ``state bytes`` after the
         first test's sequence; ``device``, ``versions``, ``seconds``.
     """
+    going = stages(trial, device, progress=progress, every=every)
+    with a_stream(device):
+        while True:
+            try:
+                next(going)
+            except StopIteration as end:
+                return end.value
+
+
+def stages(
+    trial: Trial,
+    device: str = "auto",
+    *,
+    progress: Progress | None = None,
+    every: int = 20,
+) -> Generator[None, None, dict[str, Any]]:
+    """:func:`run`, with a pause before each point where it would wait.
+
+    So one process can keep a GPU busy with several runs: each goes on in a
+    stream of its own while the others wait.
+    """
     on, start = chosen_device(device), time.perf_counter()
     torch.manual_seed(trial.seed)
     model = LanguageModel(trial.model_config, device=on)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, trial.weight_decay),
-        lr=trial.lr,
-        betas=(0.9, 0.95),
-        fused=on.type == "cuda",
-    )
+    step = Step(trial, model)
     curve = []
-    for step in range(trial.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(trial, step)
-        task = trial.train[step % len(trial.train)]
-        batch = task.batch(trial.rows, trial.seed * STEPS + step, on)
-        logits, targets, _ = answers(model, batch)
-        loss = F.cross_entropy(logits, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % every == 0 or step + 1 == trial.steps:
-            right = (logits.argmax(-1) == targets).float().mean()
-            curve.append((step + 1, loss.item(), right.item()))
+    for i in range(1, trial.steps + 1):
+        found = step(i - 1)
+        if i % every == 0 or i == trial.steps:
+            yield
+            loss, right = found.tolist()
+            curve.append((i, loss, right))
             if progress is not None:
                 progress(*curve[-1])
 
@@ -198,6 +203,14 @@ def run(
         **machine(on),
         "seconds": time.perf_counter() - start,
     }
+
+
+def a_stream(device: str) -> AbstractContextManager[Any]:
+    """A new stream, in which a step can be recorded; on a CPU nothing."""
+    on = chosen_device(device)
+    if on.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(on))
 
 
 def answers(model: LanguageModel, batch: Batch) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -110,7 +111,7 @@ class StateTracking(Task):
 
     def draw(self, rows: int, draws: Draws) -> Batch:
         number = draws.integers(len(self.drawn), rows, self.elements)
-        drawn = torch.tensor(self.drawn, device=draws.device)
+        drawn = _drawn(self, draws.device)
         state = running(drawn[number], self.group)
 
         part = torch.arange(self.parts, device=draws.device)
@@ -128,9 +129,22 @@ def running(x: Int[Tensor, "B T"], group: str) -> Int[Tensor, "B T"]:
     After the step with distance d each place has the product of the 2 d
     elements up to it, or of all if they are fewer (Hillis and Steele 1986).
     """
-    table = torch.tensor(products(group), device=x.device)
+    table = _products(group, x.device)
     d = 1
     while d < x.shape[1]:
         x = torch.cat([x[:, :d], table[x[:, :-d], x[:, d:]]], 1)
         d *= 2
     return x
+
+
+# Copied to a device once each: a CUDA graph could not wait for them.
+
+
+@functools.cache
+def _drawn(task: StateTracking, device: torch.device) -> Tensor:
+    return torch.tensor(task.drawn, device=device)
+
+
+@functools.cache
+def _products(group: str, device: torch.device) -> Tensor:
+    return torch.tensor(products(group), device=device)

@@ -1,0 +1,62 @@
+"""Experiments on a GPU: a recorded step is the step, beside others too."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastweights.experiments import EXPERIMENTS, Trial, run, side_by_side
+from fastweights.experiments.step import EAGER, Step
+from fastweights.experiments.trial import a_stream
+from fastweights.models import LanguageModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+STEPS = 12
+
+
+def trial(name: str, variant: str, **changed) -> Trial:
+    grid = EXPERIMENTS[name].only((variant,))
+    first = grid.trials(name)[0]
+    return replace(first, steps=STEPS, warmup=2, lr=1e-2, **changed)
+
+
+def losses(of: Trial, eager: int, monkeypatch) -> list[float]:
+    monkeypatch.setattr("fastweights.experiments.step.EAGER", eager)
+    torch.manual_seed(0)
+    with a_stream("cuda"):
+        step = Step(of, LanguageModel(of.model_config, device="cuda"))
+        return [step(i)[0].item() for i in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("needles", "gated delta"),
+        ("recall", "softmax, rotary"),
+        ("parity", "beta up to 2"),
+        ("recall", "KDA"),
+    ],
+)
+def test_recorded_steps_are_the_steps(name, variant, monkeypatch):
+    of = trial(name, variant)
+    want = losses(of, STEPS, monkeypatch)
+    got = losses(of, EAGER, monkeypatch)
+    assert len(set(want)) == STEPS
+    assert got == pytest.approx(want, rel=2e-3)
+
+
+def test_runs_beside_each_other_are_those_alone():
+    of = trial("recall", "delta", test_rows=32)
+    trials = [replace(of, seed=seed) for seed in range(4)]
+    alone = [run(one, "cuda", every=1)["curve"] for one in trials]
+    found = dict(
+        side_by_side.each(trials, "cuda", 1, lambda *x: None, streams=4)
+    )
+    for i, curve in enumerate(alone):
+        for mine, wanted in zip(found[i]["curve"], [curve[-1]], strict=True):
+            assert mine == pytest.approx(wanted, rel=2e-3, abs=0.02)
+    assert len({curve[-1][1] for curve in alone}) == 4
