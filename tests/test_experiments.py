@@ -383,10 +383,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
         recorded("x")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["overwriting", "sections", "parity", "swaps-of-5", "orders-of-3-by-two"],
-)
+@pytest.mark.parametrize("name", bench.load("recall"))
 def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
     trials, runs = EXPERIMENTS[name].trials(name), recorded(name)
     assert len(runs) == len(trials) and None not in matching(trials, runs)

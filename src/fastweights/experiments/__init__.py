@@ -12,6 +12,7 @@ from fastweights.experiments.recording import recorded
 from fastweights.experiments.records import Record, append, matching, read
 from fastweights.experiments.registry import EXPERIMENTS
 from fastweights.experiments.softmax import ConvolvedSoftmax
+from fastweights.experiments.step import Step
 from fastweights.experiments.table import at_edge, best, summary
 from fastweights.experiments.trial import Trial, accuracy, run
 
@@ -20,6 +21,7 @@ __all__ = [
     "ConvolvedSoftmax",
     "Grid",
     "Record",
+    "Step",
     "Trial",
     "Variant",
     "accuracy",
