@@ -370,7 +370,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
     assert [run["settings"] for run in found] == [
         run["settings"] for run in runs
     ]
-    assert [len(run["curve"]) for run in found] == [25, 17, 3]
+    assert [len(run["curve"]) for run in found] == [13, 13, 3]
     for short, whole in zip(found, runs, strict=True):
         losses = {step: loss for step, loss, _ in whole["curve"]}
         kept = {step: loss for step, loss, _ in short["curve"]}

@@ -18,7 +18,7 @@ from fastweights import bench
 from fastweights.experiments.records import Record
 from fastweights.models.files import written
 
-POINTS = 25
+POINTS = 16
 """Points of a curve that are kept, at most."""
 
 
