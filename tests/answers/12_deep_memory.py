@@ -87,7 +87,7 @@ def impulse(alpha, mu, n):  # alpha = mu was forgotten
     return weight, max(math.ceil(where - 1), 0)
 
 
-# %% ex-peak not yet: a closed form, please
+# %% ex-peak not yet: alpha = 1 - 1e-6
 def impulse(alpha, mu, n):  # all of them, and the largest
     M, W, weights = 0.0 * alpha, 0.0 * alpha, []
     for t in range(4000):
@@ -97,6 +97,31 @@ def impulse(alpha, mu, n):  # all of them, and the largest
     most = max(weights)
     peak = next(i for i, x in enumerate(weights) if x > most * (1 - 1e-9))
     return weights[n], peak
+
+
+# %% ex-peak not yet: and largest after 3999
+def impulse(alpha, mu, n):  # all of them, as numbers
+    a, m = float(alpha), float(mu)
+    M, W, weights = 0.0, 0.0, []
+    for t in range(4000):
+        M = m * M + (t == 0)
+        W = a * W + M
+        weights.append(W)
+    most = max(weights)
+    peak = next(i for i, x in enumerate(weights) if x > most * (1 - 1e-9))
+    return weights[n], peak
+
+
+# %% ex-peak not yet: that many numbers
+def impulse(alpha, mu, n):  # a table, and its largest entry
+    alpha, mu = (torch.as_tensor(x, **double) for x in (alpha, mu))
+    i = torch.arange(10**6, **double)
+    if alpha == mu:
+        weights = (i + 1) * alpha**i
+    else:
+        weights = (alpha ** (i + 1) - mu ** (i + 1)) / (alpha - mu)
+    most = weights > weights.max() * (1 - 1e-13)
+    return weights[n].item(), most.int().argmax().item()
 
 
 # %% ex-peak not yet: largest after
