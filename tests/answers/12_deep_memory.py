@@ -1,0 +1,328 @@
+"""Answers to chapter 12's exercises, and what their checks are to say."""
+
+
+# %% ex-stale passes
+def largest_rates(C):
+    """By search: the factor of the error is 1 - rate * row * C."""
+    found = []
+    for row in (1.0, 1 / C):
+        low, high = 0.0, 100.0
+        for _ in range(60):
+            rate = (low + high) / 2
+            low, high = (
+                (rate, high) if abs(1 - rate * row * C) < 1 else (low, rate)
+            )
+        found.append(low)
+    return tuple(found)
+
+
+# %% ex-stale not yet: C = 2, sum: with 0.999 of the rate 2 the error grows
+def largest_rates(C):  # as for the delta rule
+    return 2.0, 2.0
+
+
+# %% ex-stale not yet: sum: with 1.001 of the rate 1 the error does not grow
+def largest_rates(C):  # where one chunk makes it right
+    return 1 / C, 1.0
+
+
+# %% ex-rms-norm passes
+def rms_slope(z, v, gamma, eps):
+    """With the matrix of derivatives."""
+    V = z.shape[-1]
+    sigma = (z.square().sum(-1, keepdim=True) / V + eps).sqrt()[..., None]
+    eye = torch.eye(V, dtype=z.dtype)
+    outer = z[..., :, None] * z[..., None, :]
+    jacobian = eye / sigma - outer / (V * sigma**3)
+    d = gamma * (gamma * z / sigma[..., 0] - v)
+    return (jacobian @ d[..., None])[..., 0]
+
+
+# %% ex-rms-norm not yet: automatic differentiation was asked for
+def rms_slope(z, v, gamma, eps):
+    def loss(z):
+        y = gamma * z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
+        return squared_error(y, v).sum()
+
+    return torch.func.grad(loss)(z)
+
+
+# %% ex-rms-norm not yet: relative error
+def rms_slope(z, v, gamma, eps):  # LayerNorm's
+    return norm_slope(z, v, gamma, 0.0)
+
+
+# %% ex-rms-norm not yet: relative error
+def rms_slope(z, v, gamma, eps):  # no parentheses: right where sigma is 1
+    sigma = (z.square().mean(-1, keepdim=True) + eps).sqrt()
+    u = z / sigma
+    d = gamma * (gamma * u - v)
+    return d - u * (d * u).mean(-1, keepdim=True) / sigma
+
+
+# %% ex-rms-norm not yet: relative error
+def rms_slope(z, v, gamma, eps):  # eps does not matter, does it?
+    sigma = z.square().mean(-1, keepdim=True).sqrt()
+    u = z / sigma
+    d = gamma * (gamma * u - v)
+    return (d - u * (d * u).mean(-1, keepdim=True)) / sigma
+
+
+# %% ex-peak passes
+def impulse(alpha, mu, n):
+    """By the ratio of the two, and by rounding the peak."""
+    a, m = float(alpha), float(mu)
+    if abs(a - m) < 1e-12:
+        return (n + 1) * a**n, max(math.ceil(a / (1 - a) - 1 - 1e-9), 0)
+    where = math.log((1 - m) / (1 - a)) / (math.log(a) - math.log(m))
+    weight = a**n * (1 - (m / a) ** (n + 1)) / (1 - m / a)
+    return weight, max(math.ceil(where - 1 - 1e-9), 0)
+
+
+# %% ex-peak not yet: float division by zero
+def impulse(alpha, mu, n):  # alpha = mu was forgotten
+    a, m = float(alpha), float(mu)
+    weight = (a ** (n + 1) - m ** (n + 1)) / (a - m)
+    where = math.log((1 - m) / (1 - a)) / math.log(a / m)
+    return weight, max(math.ceil(where - 1), 0)
+
+
+# %% ex-peak not yet: alpha = 1 - 1e-6
+def impulse(alpha, mu, n):  # all of them, and the largest
+    M, W, weights = 0.0 * alpha, 0.0 * alpha, []
+    for t in range(4000):
+        M = mu * M + (t == 0)
+        W = alpha * W + M
+        weights.append(float(W))
+    most = max(weights)
+    peak = next(i for i, x in enumerate(weights) if x > most * (1 - 1e-9))
+    return weights[n], peak
+
+
+# %% ex-peak not yet: and largest after 3999
+def impulse(alpha, mu, n):  # all of them, as numbers
+    a, m = float(alpha), float(mu)
+    M, W, weights = 0.0, 0.0, []
+    for t in range(4000):
+        M = m * M + (t == 0)
+        W = a * W + M
+        weights.append(W)
+    most = max(weights)
+    peak = next(i for i, x in enumerate(weights) if x > most * (1 - 1e-9))
+    return weights[n], peak
+
+
+# %% ex-peak not yet: that many numbers
+def impulse(alpha, mu, n):  # a table, and its largest entry
+    alpha, mu = (torch.as_tensor(x, **double) for x in (alpha, mu))
+    i = torch.arange(10**6, **double)
+    if alpha == mu:
+        weights = (i + 1) * alpha**i
+    else:
+        weights = (alpha ** (i + 1) - mu ** (i + 1)) / (alpha - mu)
+    most = weights > weights.max() * (1 - 1e-13)
+    return weights[n].item(), most.int().argmax().item()
+
+
+# %% ex-peak not yet: largest after
+def impulse(alpha, mu, n):  # one too late
+    a, m = max(alpha, mu), min(alpha, mu)
+    if a == m:
+        return (n + 1) * a**n, round(a / (1 - a))
+    weight = (a ** (n + 1) - m ** (n + 1)) / (a - m)
+    return weight, math.ceil(math.log((1 - m) / (1 - a)) / math.log(a / m))
+
+
+# %% ex-dual-momentum passes
+def titans_chunk(q, k, v, beta, mu, alpha, S):
+    """The two scans by a loop over rows of scores."""
+    C = len(q)
+    scores, errors, rows = q @ k.T, k @ S - v, []
+    carried, shares = 0 * beta, 0 * beta
+    for t in range(C):
+        carried = mu[t] * carried
+        carried[t] = beta[t]
+        shares = alpha[t] * shares + carried
+        rows.append(shares)
+    kept = alpha.log().cumsum(0).exp()[:, None]
+    o = kept * (q @ S) - (torch.stack(rows) * scores) @ errors
+    return o, kept[-1] * S - (shares[:, None] * k).T @ errors
+
+
+# %% ex-dual-momentum not yet: no loop over states
+def titans_chunk(q, k, v, beta, mu, alpha, S):
+    errors, M, outputs = k @ S - v, torch.zeros_like(S), []
+    for t in range(len(q)):
+        M = mu[t] * M + beta[t] * torch.outer(k[t], errors[t])
+        S = alpha[t] * S - M
+        outputs.append(q[t] @ S)
+    return torch.stack(outputs), S
+
+
+# %% ex-dual-momentum not yet: a tensor of \d+ numbers
+def titans_chunk(q, k, v, beta, mu, alpha, S):
+    later = torch.ones(len(q), len(q), dtype=torch.bool).tril(-1)
+    F_, A = (
+        torch.where(later, a[:, None], 1.0).cumprod(0).tril()
+        for a in (mu, alpha)
+    )
+    steps = k[:, :, None] * (beta[:, None] * (k @ S - v))[:, None]
+    W = torch.einsum("ts,skv->tkv", A @ F_, steps)
+    W = alpha.cumprod(0)[:, None, None] * S - W
+    return torch.einsum("tk,tkv->tv", q, W), W[-1]
+
+
+# %% ex-dual-momentum not yet: outputs: relative error nan
+def titans_chunk(q, k, v, beta, mu, alpha, S):  # quotients, and mu_9 = 0
+    F_, A = (
+        (a.cumprod(0)[:, None] / a.cumprod(0)).tril() for a in (mu, alpha)
+    )
+    R = A @ F_ * beta
+    errors, kept = k @ S - v, alpha.cumprod(0)
+    o = kept[:, None] * (q @ S) - (R * (q @ k.T)) @ errors
+    return o, kept[-1] * S - k.T @ (R[-1, :, None] * errors)
+
+
+# %% ex-dual-momentum not yet: outputs: relative error
+def titans_chunk(q, k, v, beta, mu, alpha, S):  # a decay of the gradients
+    later = torch.ones(len(q), len(q), dtype=torch.bool).tril(-1)
+    F_, A = (
+        torch.where(later, a[:, None], 1.0).cumprod(0).tril()
+        for a in (mu, alpha)
+    )
+    R = A * F_ * beta  # entry by entry
+    errors, kept = k @ S - v, alpha.cumprod(0)
+    o = kept[:, None] * (q @ S) - (R * (q @ k.T)) @ errors
+    return o, kept[-1] * S - k.T @ (R[-1, :, None] * errors)
+
+
+# %% ex-flat passes
+def flat_step():
+    """By solving the equations."""
+    A = torch.tensor([[1.0, 1, 1], [1, 3, 5], [0, 6, 20]], **double)
+    return torch.linalg.solve(A, torch.tensor([1.0, 0, 0], **double)).tolist()
+
+
+def steps_from(low, tol):
+    a, b, c = flat_step()
+    left = 1 - low
+    for count in range(1000):
+        if left < tol:
+            return count
+        s = 1 - left
+        left = 1 - s * (a + s * s * (b + s * s * c))
+
+
+# %% ex-flat not yet: p''\(1\) is -3, need 0
+def flat_step():  # the cubic
+    return 1.5, -0.5, 0.0
+
+
+def steps_from(low, tol):
+    return 5
+
+
+# %% ex-flat not yet: p\(1\) is
+def flat_step():  # Muon's
+    return MUON[0]
+
+
+def steps_from(low, tol):
+    return 5
+
+
+# %% ex-flat not yet: from 0.5 to within 0.01: got 5 steps
+def flat_step():
+    return 15 / 8, -10 / 8, 3 / 8
+
+
+def steps_from(low, tol):  # always five
+    return 5
+
+
+# %% ex-leak passes
+def leaks(layer, T, D):
+    """By derivatives: no output may depend on later inputs."""
+    x = torch.randn(3, 1, T, 1, D, **double)
+    J = torch.autograd.functional.jacobian(lambda x: layer(*x), x)
+    J = J[0, :, 0][:, :, :, 0, :, 0]  # [T out, D, 3, T in, D]
+    size = J.abs().amax((1, 2, 4))
+    return bool((size.triu(1) > 1e-12).any())
+
+
+# %% ex-leak not yet: chunk_after, 7 tokens: got False, need True
+def leaks(layer, T, D):  # the last token changed, the first looked at
+    x = torch.randn(3, 1, T, 1, D, **double)
+    y = x.clone()
+    y[:, :, -1] += 1.0
+    return not torch.allclose(layer(*x)[:, 0], layer(*y)[:, 0])
+
+
+# %% ex-leak not yet: chunk_after, \d+ tokens: got False, need True
+def leaks(layer, T, D):  # the last token, which may be alone in its chunk
+    x = torch.randn(3, 1, 6, 1, D, **double)
+    y = x.clone()
+    y[:, :, -1] += 1.0
+    return not torch.allclose(layer(*x)[:, :-1], layer(*y)[:, :-1])
+
+
+# %% ex-leak not yet: by_queries, 7 tokens: got False, need True
+def leaks(layer, T, D):  # keys and values only
+    x, z = torch.randn(2, 3, 1, T, 1, D, **double).unbind()
+    for t in range(1, T):
+        y = x.clone()
+        y[1:, :, t:] = z[1:, :, t:]
+        if not torch.allclose(layer(*y)[:, :t], layer(*x)[:, :t]):
+            return True
+    return False
+
+
+# %% ex-leak not yet: causal, 7 tokens: got True, need False
+def leaks(layer, T, D):  # its own token is no leak
+    x, z = torch.randn(2, 3, 1, T, 1, D, **double).unbind()
+    for t in range(1, T):
+        y = x.clone()
+        y[:, :, t:] = z[:, :, t:]
+        if not torch.allclose(layer(*y)[:, : t + 1], layer(*x)[:, : t + 1]):
+            return True
+    return False
+
+
+# %% ex-leak not yet: need
+def leaks(layer, T, D):
+    return True
+
+
+# %% ex-optimiser passes
+def rms_sgd(params, gradient, memory, rate, eps=1e-3):
+    """Leaf by leaf."""
+    W, spec = tree_flatten(params)
+    d, m = tree_leaves(gradient(params)), tree_leaves(memory)
+    for i in range(len(W)):
+        m[i] = m[i].lerp(d[i].square(), 0.1)
+        eta = rate[(...,) + (None,) * (W[i].dim() - 2)]
+        W[i] = W[i] - eta * d[i] / (eps + m[i] ** 0.5)
+    return tree_unflatten(W, spec), tree_unflatten(m, spec)
+
+
+# %% ex-optimiser not yet: TypeError
+def rms_sgd(params, gradient, memory, rate, eps=1e-3):  # a matrix only
+    d = gradient(params)
+    memory = 0.9 * memory + 0.1 * d.square()
+    return params - factor(rate, d) * d / (memory.sqrt() + eps), memory
+
+
+# %% ex-optimiser not yet: a matrix: relative error
+def rms_sgd(params, gradient, memory, rate, eps=1e-3):  # before it is updated
+    slope = gradient(params)
+    new = tree_map(lambda m, d: 0.9 * m + 0.1 * d**2, memory, slope)
+
+    def step(W, d, m):
+        return W - factor(rate, W) * d / (m.sqrt() + eps)
+
+    return tree_map(step, params, slope, memory), new
+
+
+# %% ex-optimiser not yet: a matrix: relative error
+def rms_sgd(params, gradient, memory, rate, eps=1e-3):  # plain
+    return sgd(params, gradient, memory, rate)
