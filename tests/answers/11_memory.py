@@ -57,6 +57,31 @@ def gates(roles):
     return cut, 1.0 * (roles == 1)
 
 
+# %% ex-two-stories passes
+def two_stories(n):
+    """A round of values and the next one, and the other way round."""
+    one = [(i, 10 * i) for i in range(n)]
+    two = [(i, 10 * i + 1) for i in range(n)]
+    return one + two, two + one
+
+
+# %% ex-two-stories not yet: linear attention tells them apart
+def two_stories(n):
+    one = [(i, v) for v in (0, 1) for i in range(n)]
+    return one, [(i, v) for v in (0, 2) for i in range(n)]
+
+
+# %% ex-two-stories not yet: ends with 0 in both
+def two_stories(n):  # a value that comes back
+    one = [(i, v) for v in (0, 1, 0) for i in range(n)]
+    return one, one[::-1]
+
+
+# %% ex-two-stories not yet: key 0 is written 1 x
+def two_stories(n):
+    return [(i, 0) for i in range(n)], [(i, 1) for i in range(n)]
+
+
 # %% ex-steps passes
 def reflections(p):
     """Circle by circle; keys of another length, with their beta."""
