@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fastweights import bench, experiments
 from fastweights.experiments import (
     EXPERIMENTS,
     Grid,
+    Step,
     Trial,
     Variant,
     __main__,
@@ -34,6 +37,7 @@ from fastweights.experiments.recording import packed, unpacked, write
 from fastweights.experiments.trial import STEPS, TESTS, VALIDATION, answers
 from fastweights.models import LanguageModel
 from fastweights.tasks import IGNORE, Needles, RepeatedRecall, Scope
+from fastweights.training import learning_rate
 
 TASK = RepeatedRecall(pairs=2, writes=1, keys=4, values=4)
 TINY = {
@@ -120,6 +124,31 @@ def test_trained_validated_and_tested_sequences_have_seeds_of_their_own():
         (1, 8, TESTS + 1),
     )
     assert 4095 * STEPS + STEPS - 1 < VALIDATION < TESTS < 2**32
+
+
+def test_a_step_has_its_own_learning_rate_and_gradients_of_its_own():
+    trial = replace(TRIAL, steps=40, warmup=4)
+    torch.manual_seed(0)
+    model = LanguageModel(trial.model_config)
+    step = Step(trial, model)
+    for i in range(3):
+        before = torch.cat([x.flatten() for x in model.parameters()])
+        batch = TASK.batch(trial.rows, i)
+        logits, targets, _ = answers(model, batch)
+        wanted = F.cross_entropy(logits, targets)
+        grads = torch.autograd.grad(wanted, [*model.parameters()])
+        loss, right = step(i)
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        hits = (logits.argmax(-1) == targets).float().mean()
+        assert right.item() == pytest.approx(hits.item())
+        norm = nn.utils.get_total_norm(grads)
+        part = min(1.0, trial.clip / norm.item())
+        for x, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(x.grad, part * grad)
+        after = torch.cat([x.flatten() for x in model.parameters()])
+        assert not torch.equal(after, before)
+        (rate,) = {group["lr"] for group in step.optimizer.param_groups}
+        assert rate == learning_rate(trial, i)
 
 
 def test_accuracy_is_the_share_of_right_answers_per_kind():
@@ -393,20 +422,26 @@ def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
 # Processes, and the program.
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_runs_in_processes_come_out_as_one_after_another(runs):
-    trials = [replace(TRIAL, seed=seed) for seed in range(runs)]
+@pytest.mark.parametrize(
+    ("workers", "streams"),
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.full)],
+)
+def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
+    trials = [replace(TRIAL, seed=seed, steps=45) for seed in range(3)]
     told = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = dict(side_by_side.each(trials, "cpu", 1, lambda *x: None))
     torch.set_num_threads(threads)
-    found = dict(
-        side_by_side.each(trials, "cpu", 2, lambda *x: told.append(x[:2]))
+    runs = side_by_side.each(
+        trials, "cpu", workers, lambda *x: told.append(x[:2]), streams
     )
-    assert sorted(found) == [*range(runs)]
-    assert sorted(told) == [(i, 3) for i in range(runs)]
-    assert all(same(found[i], alone[i]) for i in range(runs))
+    found = dict(runs)
+    assert sorted(found) == [0, 1, 2]
+    assert sorted(told) == [(i, n) for i in range(3) for n in (20, 40, 45)]
+    assert all(same(found[i], alone[i]) for i in range(3))
+    if streams == 2:  # they take turns
+        assert told[:4] == [(0, 20), (1, 20), (0, 40), (1, 40)]
 
 
 @pytest.fixture

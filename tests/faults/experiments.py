@@ -1,6 +1,7 @@
 """Faults in experiments: runs, grids, files, tables, the program."""
 
 TRIAL = "fastweights/experiments/trial.py"
+STEP = "fastweights/experiments/step.py"
 GRID = "fastweights/experiments/grid.py"
 RECORDS = "fastweights/experiments/records.py"
 SIDE = "fastweights/experiments/side_by_side.py"
@@ -10,20 +11,41 @@ RECORDING = "fastweights/experiments/recording.py"
 MAIN = "fastweights/experiments/__main__.py"
 RECURRENCE = "fastweights/layers/linear_recurrence.py"
 TESTS = dict.fromkeys(
-    (TRIAL, GRID, RECORDS, RECORDING, SIDE, TABLE, SOFTMAX, MAIN),
+    (TRIAL, STEP, GRID, RECORDS, RECORDING, SIDE, TABLE, SOFTMAX, MAIN),
     "test_experiments.py",
 )
 MUTANTS = {
-    "trial-never-steps": (TRIAL, "        optimizer.step()\n", ""),
+    "trial-never-steps": (STEP, "        self.optimizer.step()\n", ""),
     "trial-trains-on-the-tests": (
-        TRIAL,
-        "trial.seed * STEPS + step, on",
-        "TESTS + step, on",
+        STEP,
+        "(self.trial.seed * STEPS + i)",
+        "(2**32 - 2**20 + i)",
     ),
     "trial-one-task-alone": (
-        TRIAL,
-        "trial.train[step % len(trial.train)]",
-        "trial.train[0]",
+        STEP,
+        "self.tasks[i % len(self.tasks)]",
+        "self.tasks[0]",
+    ),
+    "step-one-rate": (STEP, "self.rates[i]", "self.rates[0]"),
+    "step-adds-gradients-up": (
+        STEP,
+        "        self.optimizer.zero_grad()\n",
+        "",
+    ),
+    "step-asks-everywhere": (
+        STEP,
+        "(targets != IGNORE).nonzero_static",
+        "(targets == targets).nonzero_static",
+    ),
+    "turns-one-run-at-a-time": (
+        SIDE,
+        "                running.append((i, going, stream))\n",
+        "                running.insert(0, (i, going, stream))\n",
+    ),
+    "turns-lost-stream": (
+        SIDE,
+        "                free.append(stream)\n",
+        "",
     ),
     "trial-seed-of-the-model": (
         TRIAL,
@@ -110,7 +132,7 @@ MUTANTS = {
         "        if not left:\n",
         "        if runs:\n",
     ),
-    "program-runs-all-again": (MAIN, "if not run]", "]"),
+    "program-runs-all-again": (MAIN, "if run is None]", "]"),
     "program-wrong-names": (
         MAIN,
         "_name(left[i])}: {found}",
