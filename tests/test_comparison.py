@@ -58,6 +58,8 @@ def test_a_run_says_what_it_was_and_found(little_text):
     assert run["losses"][0][1] == pytest.approx(math.log(257), abs=0.3)
     assert run["before"].startswith("def ") and run["after"] != run["before"]
     assert [place for place, _ in run["by position"]] == [0, 64]
+    assert [x["distance"] for x in run["planted"]] == [16, 64]
+    assert all(0 < x["bits"] < 20 for x in run["planted"])
     share = run["share"]
     parts = share * run["repeated"] + (1 - share) * run["new"]
     assert parts == pytest.approx(run["bits per byte"])

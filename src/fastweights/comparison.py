@@ -33,6 +33,7 @@ import torch
 import fastweights as fw
 from fastweights import bench, corpus
 from fastweights.models.files import written
+from fastweights.planted import recalled
 from fastweights.training import Settings, Training
 
 Progress = Callable[[int, float], None]
@@ -104,6 +105,7 @@ SMALL = Settings(
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 PROMPT = "def "
+PLANTED = (16, 64, 256, 1024, 4096)  # bytes back, at most LONG windows
 LONG = 4  # evaluated on windows this many times as long as those trained on
 
 
@@ -146,9 +148,10 @@ def train(
         variant, seed, settings, parameters, ``state bytes`` after a window,
         ``flops`` of a forward per token, ``losses`` as pairs (step, nats per
         token), what :meth:`Training.evaluate` finds, ``by position`` (see
-        :func:`by_position`), text ``before`` and ``after``, and seconds of
-        the steps but the first. A run whose loss is no number any more ends
-        there, finds nan and writes nothing.
+        :func:`by_position`), ``planted`` (see
+        :func:`fastweights.planted.recalled`), text ``before`` and ``after``,
+        and seconds of the steps but the first. A run whose loss is no number
+        any more ends there, finds nan and writes nothing.
     """
     run = Training(chosen(variant, seed, base))
     length, losses = run.settings.length, []
@@ -177,6 +180,7 @@ def train(
         "losses": losses,
         **run.evaluate(),
         "by position": by_position(run, LONG * length),
+        "planted": planted(run, LONG * length),
         "before": before,
         "after": run.sample(PROMPT, 400) if sample else None,
         "seconds": end - since,
@@ -206,6 +210,16 @@ def by_position(run: Training, length: int) -> list[tuple[int, float]]:
     return [
         (a, bits[a:b].mean().item()) for a, b in zip(edges, ends, strict=True)
     ]
+
+
+def planted(run: Training, length: int) -> list[dict[str, Any]]:
+    """What the model knows of a planted number, by how far back it is."""
+    with run.autocast():
+        return [
+            recalled(run.model, run.held_out, distance)
+            for distance in PLANTED
+            if distance < length
+        ]
 
 
 def load() -> list[dict[str, Any]]:

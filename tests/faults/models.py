@@ -6,6 +6,7 @@ SAMPLING, FILES = f"{MODELS}/sampling.py", f"{MODELS}/files.py"
 CONFIG = f"{MODELS}/config.py"
 CORPUS, TRAINING = "fastweights/corpus.py", "fastweights/training.py"
 TRAIN = "fastweights/train.py"
+PLANTED = "fastweights/planted.py"
 TESTS = {
     LOSS: "test_models.py",
     MODEL: "test_models.py",
@@ -15,8 +16,30 @@ TESTS = {
     CORPUS: "test_train.py",
     TRAINING: "test_train.py",
     TRAIN: "test_train.py",
+    PLANTED: "test_planted.py",
 }
 MUTANTS = {
+    "planted-the-same-number-in-both": (
+        PLANTED,
+        "for told in (number, other)",
+        "for told in (number, number)",
+    ),
+    "planted-some-digits-the-same": (
+        PLANTED,
+        "torch.randint(1, 10,",
+        "torch.randint(0, 10,",
+    ),
+    "planted-nearer-than-said": (
+        PLANTED,
+        "text[:, BEFORE + 1 :]",
+        "text[:, BEFORE + 2 :]",
+    ),
+    "planted-one-digit-is-enough": (PLANTED, ".all(1)", ".any(1)"),
+    "planted-digits-one-place-off": (
+        PLANTED,
+        "some[:, :-1].to(device)",
+        "some.to(device)",
+    ),
     "model-loss-learns-from-what-is-ignored": (
         LOSS,
         "error = (error * there).to(x.dtype)",
