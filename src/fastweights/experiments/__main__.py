@@ -3,11 +3,13 @@
 Every run of an experiment's grid trains a small model and tests it, and
 adds a line of JSON to OUT/NAME.jsonl. Runs that are there already, with the
 same settings, are not run again: stopped at any point, the same command goes
-on from there. At the end there is a table.
+on from there. At the end there is a table. On a GPU a few workers with many
+streams each are fastest: a step is a CUDA graph there, and those of one
+process run side by side.
 
     python -m fastweights.experiments                 what there is
     python -m fastweights.experiments sections --quick
-    python -m fastweights.experiments needles --seeds 0 1 2 --workers 8
+    python -m fastweights.experiments needles --workers 3 --streams 10
     python -m fastweights.experiments needles --dry   what is done, and table
     python -m fastweights.experiments --record FILE   all that is done, short
 """

@@ -55,6 +55,29 @@ PUBLISHED = {
 
 FAMILY = {**family(**SLOW), **PUBLISHED}
 
+
+def network(kind: str, **options: Any) -> Variant:
+    """A layer whose fast weights are a network, with its own surroundings."""
+    return Variant((kind,), {kind: options})
+
+
+DEEP = {
+    "delta": recurrence(decay=None),
+    "gated delta": recurrence(**SLOW),
+    **{
+        f"{name}, {size}": network(kind, **{argument: size})
+        for size in (4, 16)
+        for name, kind, argument in (
+            ("TTT-Linear", "ttt_linear", "mini_batch"),
+            ("TTT-MLP", "ttt_mlp", "mini_batch"),
+            ("Titans", "titans", "chunk_size"),
+        )
+    },
+    "LaCT, 16": network("lact", num_heads=4, chunk_size=16),
+    "MesaNet": network("mesanet"),
+}
+"""Chapter 12's layers: mini-batches or chunks of so many tokens."""
+
 PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
 
@@ -159,6 +182,16 @@ EXPERIMENTS: dict[str, Grid] = {
             "settings": {"steps": 600},
         },
     ),
+    "overwriting-deep": Grid(
+        "And with weights that are a network?",
+        **recalls(OverwritingRecall, 4, 8),
+        variants=DEEP,
+        quick={
+            **ONE_RUN,
+            "only": ("delta", "TTT-MLP, 4", "Titans, 4", "MesaNet"),
+            "settings": {"steps": 600},
+        },
+    ),
     "reading-once": Grid(
         "Which value belongs to a key, after one reading?",
         **recalls(RepeatedRecall, 8, 16, writes=1),
@@ -183,6 +216,20 @@ EXPERIMENTS: dict[str, Grid] = {
         settings={"steps": 1800, "rows": 32, "test_rows": 128},
         sizes=((2, 16),),
         quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
+    ),
+    "needles-deep": Grid(
+        "And what does a network keep through 4 times the text?",
+        train=(Needles(level=2),),
+        tests={
+            f"{n} segments": Needles(level=2, segments=n) for n in (8, 16, 32)
+        },
+        variants=DEEP,
+        settings={"steps": 1200, "rows": 32, "test_rows": 128},
+        quick={
+            **ONE_RUN,
+            "only": ("delta", "TTT-Linear, 4", "TTT-MLP, 4", "MesaNet"),
+            "settings": {"steps": 600},
+        },
     ),
     "scope": Grid(
         "Is a reset obeyed?",
