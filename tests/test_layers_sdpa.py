@@ -126,6 +126,20 @@ def test_what_a_gpu_is_asked_for(shared, monkeypatch):
         same([o], [alone(*one, [0, 1])], 1e-13)
 
 
+@pytest.mark.parametrize("HK", [4, 2, 1])
+def test_pytorchs_kernels_take_what_they_are_given(HK, monkeypatch):
+    """Traced without numbers: nothing reads the offsets on the way."""
+    monkeypatch.setattr(sdpa, "reads_offsets", lambda *given: True)
+    torch._dynamo.reset()
+    x = heads(HK=HK, K=64, dtype=torch.bfloat16, device="meta")
+    run = torch.compile(packed_attention, fullgraph=True, backend="aot_eager")
+    for call in (packed_attention, run):
+        o = call(*x, OFFSETS.to("meta"))
+        grads = torch.autograd.grad(o.sum(), x)
+        for found, given in zip((o, *grads), (x[0], *x), strict=True):
+            assert found.shape == given.shape and found.dtype == given.dtype
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_under_autocast_it_is_in_half_precision(kernels, monkeypatch):
     if kernels:

@@ -122,6 +122,16 @@ MUTANTS = {
         "offsets = cu_seqlens.to(torch.int32)",
         "offsets = cu_seqlens",
     ),
+    "layer-packed-kernels-without-shared-heads": (
+        SDPA,
+        "q.shape[2] != k.shape[2]} if",
+        "False} if",
+    ),
+    "layer-packed-kernels-read-the-longest": (
+        SDPA,
+        "longest = max(q.shape[1], 2)",
+        "longest = max(int(offsets.diff().max()), 2)",
+    ),
     "layer-packed-kernels-in-fp32": (SDPA, "or not half or", "or"),
     "layer-packed-kernels-before-ampere": (SDPA, ">= (8, 0)", ">= (7, 0)"),
     "layer-packed-in-fp32-under-autocast": (
