@@ -85,7 +85,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(MAKE) --no-print-directory notebooks
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
-	@OMP_NUM_THREADS=1 $(PY) book/execute.py --fresh --cells build/test/cells \
+	@$(PY) book/execute.py --fresh --cells build/test/cells \
 		--then tests/chapter_answers.py
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path=$(CURDIR)/build/test/cells \
@@ -98,8 +98,8 @@ test-all: test ## test, all parameters crossed, notebooks, other versions
 	@OMP_NUM_THREADS=1 $(UNIT) -m full $(LIBRARY_TESTS)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m full $(KERNEL_TESTS)
 	@$(SAY) "notebooks: run each from its first cell to its last"
-	@$(PY) -m pytest -q -n auto --maxprocesses 8 --nbval-lax \
-		--dist loadscope build/notebooks
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 \
+		--nbval-lax --dist loadscope build/notebooks
 	@$(SAY) "versions: the oldest and the newest PyTorch and Triton"
 	@PYTHONPATH=src $(PY) tests/pairs.py oldest -n auto
 	@PYTHONPATH=src $(PY) tests/pairs.py newest -n auto

@@ -105,6 +105,9 @@ def main() -> int:
         settings = profile / "ipython_kernel_config.py"
         settings.write_text("c.IPKernelApp.log_level = 'ERROR'\n")
         os.environ["IPYTHONDIR"] = home
+        # As many kernels as cores: with several threads each, they wait for
+        # one another, and a chapter of 40 s took 12 minutes.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures = execute(
             [x.resolve() for x in chapters],
             arguments.cells,

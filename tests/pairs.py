@@ -32,6 +32,7 @@ COMPILED = (
     "test_decode.py",
     "test_family.py",
     "test_launch.py",
+    "test_layers_sdpa.py",
     "test_mlstm.py",
     "test_ops.py",
     "test_output_norm.py",

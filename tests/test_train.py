@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -335,6 +337,28 @@ def test_two_processes_take_the_steps_of_one(folder, tmp_path):
         assert rows[0]["processes"] == number
     assert runs[2] == pytest.approx(runs[1], abs=1e-4)
     assert read_checkpoint(tmp_path / "2" / "checkpoint.pt")["step"] == 3
+
+
+def test_the_model_is_gone_before_the_process_group(
+    folder, tmp_path, monkeypatch
+):
+    """Else gloo and DDP may wait for each other at the end."""
+    made, gone = [], []
+
+    class Watched(Training):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+    @contextmanager
+    def group(device):
+        yield
+        gone.append(made[-1]() is None)
+
+    monkeypatch.setattr(train, "Training", Watched)
+    monkeypatch.setattr(train, "process_group", group)
+    assert not train.main(words(folder, tmp_path / "run", "--steps", "1"))
+    assert gone == [True]
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,18 @@ def main(words: Sequence[str] | None = None) -> int:
         settings, path = from_words(sys.argv[1:] if words is None else words)
     except (TypeError, ValueError) as error:
         return refuse(error)
-    with process_group(settings.device), ctrl_c() as stopped:
+    with process_group(settings.device):
+        return attempt(settings, path)
+
+
+def attempt(settings: Settings, path: Path | None) -> int:
+    """What main does within the process group.
+
+    When it returns nothing holds the model any more. Gloo's group would
+    otherwise end with the last of DDP's parts, which wait with Python's lock
+    for a thread that waits for the lock.
+    """
+    with ctrl_c() as stopped:
         try:
             training = Training(settings, path)
         except (TypeError, ValueError) as error:

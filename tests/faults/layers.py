@@ -2,12 +2,13 @@
 
 LAYERS = "fastweights/layers"
 PARTS, STATE = f"{LAYERS}/parts.py", f"{LAYERS}/state.py"
-ATTENTION = f"{LAYERS}/attention.py"
+ATTENTION, SDPA = f"{LAYERS}/attention.py", f"{LAYERS}/sdpa.py"
 PIECES, PUBLISHED = "test_layers.py", "test_layers_published.py"
 TESTS = {
     PARTS: "test_layers_parts.py",
     STATE: "test_layers_state.py",
     ATTENTION: "test_layers_state.py",
+    SDPA: "test_layers_sdpa.py",
     f"{LAYERS}/arguments.py": "test_layers_arguments.py",
     f"{LAYERS}/convolution.py": PUBLISHED,
     f"{LAYERS}/kda.py": PUBLISHED,
@@ -96,10 +97,47 @@ MUTANTS = {
         "if x.shape[1] > capacity:",
     ),
     "layer-packed-sequences-see-each-other": (
-        ATTENTION,
-        "mask=same.tril()",
-        "mask=torch.ones_like(same).tril()",
-        PIECES,
+        SDPA,
+        "same = own[:, None] == row",
+        "same = own[:, None] >= row",
+    ),
+    "layer-packed-tiles-look-ahead": (
+        SDPA,
+        "same.tril(len(row) - len(own))",
+        "same.tril(len(row))",
+    ),
+    "layer-packed-tiles-keep-their-masks": (
+        SDPA,
+        "checkpoint(\n            tile,",
+        "(lambda f, *x, **_: f(*x))(\n            tile,",
+    ),
+    "layer-packed-by-one-mask": (SDPA, "if T <= TILE:", "if True:"),
+    "layer-packed-kernels-look-ahead": (
+        SDPA,
+        '"window_size": (-1, 0)',
+        '"window_size": (-1, -1)',
+    ),
+    "layer-packed-kernels-by-sequence-numbers": (
+        SDPA,
+        "offsets = cu_seqlens.to(torch.int32)",
+        "offsets = cu_seqlens",
+    ),
+    "layer-packed-kernels-without-shared-heads": (
+        SDPA,
+        "q.shape[2] != k.shape[2]} if",
+        "False} if",
+    ),
+    "layer-packed-kernels-read-the-longest": (
+        SDPA,
+        "longest = max(q.shape[1], 2)",
+        "longest = max(int(offsets.diff().max()), 2)",
+    ),
+    "layer-packed-kernels-in-fp32": (SDPA, "or not half or", "or"),
+    "layer-packed-kernels-before-ampere": (SDPA, ">= (8, 0)", ">= (7, 0)"),
+    "layer-packed-in-fp32-under-autocast": (
+        SDPA,
+        "    q, k, v = autocast(q, k, v)\n",
+        "",
     ),
     "layer-A-drawn-narrow": (
         PARTS,

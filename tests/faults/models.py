@@ -151,4 +151,9 @@ MUTANTS = {
         "step == settings.steps or stop:",
         "step == settings.steps:",
     ),
+    "train-holds-the-model-to-the-end": (
+        TRAIN,
+        "try:\n            training = Training(",
+        "global training\n        try:\n            training = Training(",
+    ),
 }

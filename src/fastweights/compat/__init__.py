@@ -2,7 +2,8 @@
 
 :mod:`fastweights.compat.fla` has flash-linear-attention's functions,
 :mod:`fastweights.compat.causal_conv1d` that package's, and
-:func:`accelerate` puts both into transformers' models.
+:func:`accelerate` puts both into transformers' models;
+:mod:`fastweights.compat.hub` hands them to the package ``kernels``.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
+from fastweights.layers.sdpa import Heads, attention, packed_attention
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -20,8 +20,6 @@ from fastweights.layers.state import (
     whole,
 )
 from fastweights.serving import inside, writes
-
-Heads = Float[Tensor, "B T H K"]
 
 
 class SoftmaxAttention(nn.Module):
@@ -130,7 +128,8 @@ class SoftmaxAttention(nn.Module):
         Without gradients the state that came in is changed in place, enlarged
         where it is too small, and returned. With gradients, packed sequences
         and no state, as in training, none is made, which would wait for the
-        device: None is returned in its place.
+        device: None is returned in its place, and memory grows with T
+        (:func:`fastweights.layers.sdpa.packed_attention`).
         """
         fields = ("keys", "values", "position")
         check_input(x, self.dim, state, cu_seqlens, *fields)
@@ -149,30 +148,13 @@ class SoftmaxAttention(nn.Module):
         if cu_seqlens is None:
             o, after = attend(q, k, v, state)
         elif state is None and torch.is_grad_enabled():
-            row = sequence_of(cu_seqlens, x.shape[1])
-            same = row[:, None] == row
-            o, after = attention(q, k, v, mask=same.tril()), None
+            o, after = packed_attention(q, k, v, cu_seqlens), None
         else:
             o, after = attend_packed(q, k, v, state, cu_seqlens)
         o = o.flatten(2)
         if self.g_proj is not None:
             o = o * self.g_proj(x).sigmoid()
         return self.o_proj(o), after
-
-
-def attention(
-    q: Heads, k: Heads, v: Heads, mask: Tensor | None = None
-) -> Heads:
-    """Causal, or where ``mask`` is true; heads of k and v are shared."""
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return o.transpose(1, 2)
 
 
 def attend(
