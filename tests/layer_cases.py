@@ -140,7 +140,9 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The layer, with random numbers for what starts as a constant.
 
     Ones and zeros would hide where a weight is used, and gates that start
-    almost closed what they let through.
+    almost closed what they let through. TTT's first weights are so small
+    that a network of two layers puts out next to nothing, 1e-4: a LayerNorm
+    behind it bends within such steps as finite differences take.
     """
     torch.manual_seed(sum(map(ord, name)))
     layer = CASES[name](dtype=dtype)
@@ -157,6 +159,10 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
                 p.uniform_(-3.0, 0.0)
             elif key == "gates.weight":
                 p.normal_(0, 0.5)
+            elif name.startswith("ttt-") and last in ("W1", "W2"):
+                p.normal_(0, p.shape[1] ** -0.5)
+            elif name.startswith("ttt-") and last in ("b1", "b2", "rows"):
+                p.normal_(0, 0.3)
     return layer
 
 

@@ -46,6 +46,8 @@ _is_tracing: Callable | None = _found("torch.jit", "is_tracing")
 _profiler_enabled: Callable | None = _found(
     "torch.autograd", "_profiler_enabled"
 )
+SCAN: Callable | None = _found("torch._higher_order_ops.scan", "scan")
+"""A loop that torch.compile keeps as one, with gradients; a prototype."""
 _CAN_TELL = None not in (
     _dispatch_mode,
     _transforms_active,

@@ -17,7 +17,7 @@ Here x is [B, H, C, .], weights are ((W, b), ...) with W [B, H, K, N] and b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,14 +129,25 @@ def each(function: Callable[..., Tensor], *layers: Layers) -> Layers:
     return [(function(*W), function(*b)) for W, b in pairs]
 
 
+def leaves(layers: Layers) -> list[Tensor]:
+    """The weights one by one."""
+    return [x for layer in layers for x in layer]
+
+
+def pairs(tensors: Sequence[Tensor]) -> Layers:
+    """:func:`leaves`' inverse."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
 def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
     """All the weights of a head as one row of numbers."""
-    return torch.cat([x.flatten(2) for layer in layers for x in layer], -1)
+    return torch.cat([x.flatten(2) for x in leaves(layers)], -1)
 
 
 def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
     """:func:`flatten`'s inverse; like has weights [H, ...] of these shapes."""
-    shapes = [w.shape[1:] for layer in like for w in layer]
+    shapes = [w.shape[1:] for w in leaves(like)]
     parts = x.split([s.numel() for s in shapes], -1)
-    found = [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
-    return list(zip(found[::2], found[1::2], strict=True))
+    return pairs(
+        [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
+    )

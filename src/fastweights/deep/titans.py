@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from fastweights.deep.arguments import (
 )
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.whole import State, fold
 from fastweights.fast_weights import factor
 from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
@@ -99,35 +101,90 @@ def titans(
         M = dual.unflatten(first + since, start)
         S = dual.unflatten(speed, start)
         base = dual.unflatten(first + began, start)
-        outputs = []
+        tokens = (q, k, v, rate, momentum, decay)
+        outputs, done = [], 0
         layout = Layout(chunk_size, T, q.device, position, lengths)
+        if layout.regular and (done := T // chunk_size * chunk_size):
+            cut = [x[:, :done] for x in tokens]
+            M, S, o = _whole(M, S, cut, norm, chunk_size)
+            outputs.append(o)
+            base = M
+            layout = Layout(chunk_size, T - done, q.device)
+        q, k, v, rate, momentum, decay = (x[:, done:] for x in tokens)
+        rest = []
         for part in layout:
             # [B, H, C]; a token that is not there keeps W and S.
             theta = part.take(rate, 0.0).mT
             eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
             moves = part.take(torch.ones_like(rate), 0.0).mT
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            found = dual.gradients(base, k_, v_, norm)
-            slow, fast = products(alpha), products(eta)
-            # How much of S at token s is in W at token t, [B, H, C, C].
-            reach = slow * moves[..., None, :]
-            share = (reach @ fast) * theta[..., None, :]
-            keep = alpha.cumprod(-1)
-            carry = (reach @ eta.cumprod(-1)[..., None])[..., 0]
-            z = dual.read(q_, M, S, found, keep, carry, share)
-            if norm is not None:
-                z = dual.layer_norm(z, norm)[0]
-            outputs.append(z.transpose(1, 2))
-            # The weights and S after the part's last token.
-            moved = dual.gather(found, share[..., -1, :])
-            surprise = dual.gather(found, fast[..., -1, :] * theta)
-            kept, reached = keep[..., -1], carry[..., -1]
-            M = dual.each(partial(_blend, kept, reached), M, S, moved)
-            S = dual.each(partial(_blend, eta.prod(-1), None), S, S, surprise)
+            M, S, z = _chunk(
+                M, S, base, q_, k_, v_, theta, eta, alpha, moves, norm
+            )
+            rest.append(z.transpose(1, 2))
             base = dual.each(part.choose, M, base)
+        if rest:
+            outputs.append(layout.join(rest))
         since, began = dual.flatten(M) - first, dual.flatten(base) - first
         state = torch.stack([since, dual.flatten(S), began], 2)
-        return layout.join(outputs).to(dtype), state
+        return torch.cat(outputs, 1).to(dtype), state
+
+
+def _chunk(
+    M: Layers,
+    S: Layers,
+    base: Layers,
+    q: Float[Tensor, "B H C K"],
+    k: Float[Tensor, "B H C K"],
+    v: Float[Tensor, "B H C V"],
+    theta: Float[Tensor, "B H C"],
+    eta: Float[Tensor, "B H C"],
+    alpha: Float[Tensor, "B H C"],
+    moves: Float[Tensor, "B H C"] | None = None,
+    norm: Norm | None = None,
+) -> tuple[Layers, Layers, Float[Tensor, "B H C V"]]:
+    """The weights and S after the last of some tokens, and what they read.
+
+    Gradients are those of the weights ``base``. ``moves`` is 1 for a token
+    that there is, else 0; None: there are all.
+    """
+    found = dual.gradients(base, k, v, norm)
+    slow, fast = products(alpha), products(eta)
+    # How much of S at token s is in W at token t, [B, H, C, C].
+    reach = slow if moves is None else slow * moves[..., None, :]
+    share = (reach @ fast) * theta[..., None, :]
+    keep = alpha.cumprod(-1)
+    carry = (reach @ eta.cumprod(-1)[..., None])[..., 0]
+    z = dual.read(q, M, S, found, keep, carry, share)
+    if norm is not None:
+        z = dual.layer_norm(z, norm)[0]
+    moved = dual.gather(found, share[..., -1, :])
+    surprise = dual.gather(found, fast[..., -1, :] * theta)
+    kept, reached = keep[..., -1], carry[..., -1]
+    M = dual.each(partial(_blend, kept, reached), M, S, moved)
+    S = dual.each(partial(_blend, eta.prod(-1), None), S, S, surprise)
+    return M, S, z
+
+
+def _whole(
+    M: Layers,
+    S: Layers,
+    tokens: Sequence[Tensor],
+    norm: Norm | None,
+    chunk_size: int,
+) -> tuple[Layers, Layers, Float[Tensor, "B T H V"]]:
+    """Complete chunks of q, k, v and of the three rates, [B, T, H, ...]."""
+    number = 2 * len(M)
+
+    def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
+        M, S = dual.pairs(state[:number]), dual.pairs(state[number:])
+        q, k, v, theta, eta, alpha = chunk
+        M, S, z = _chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
+        return [*dual.leaves(M), *dual.leaves(S)], z
+
+    state: State = [*dual.leaves(M), *dual.leaves(S)]
+    state, o = fold(step, state, tokens, chunk_size)
+    return dual.pairs(state[:number]), dual.pairs(state[number:]), o
 
 
 def _blend(

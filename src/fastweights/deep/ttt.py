@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -14,6 +17,8 @@ from fastweights.deep.arguments import (
 )
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.ttt_operator import FORWARD, takes
+from fastweights.deep.whole import State, fold
 from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
 
@@ -30,6 +35,7 @@ def ttt(
     initial_state: Float[Tensor, "B H 2 P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
+    backend: str = "auto",
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B H 2 P"]]:
     """Weights that learn v from k by mini-batches, read by q.
 
@@ -55,6 +61,10 @@ def ttt(
         position: tokens that each row has read before; needed, like
             ``initial_state``, to go on.
         lengths: tokens of each row; None: T.
+        backend: "triton" (a kernel for whole mini-batches of one layer,
+            without position and lengths: K <= 128, C <= 64, CUDA, compute
+            capability 8.0 or higher, not fp64; its products are in q's
+            dtype), "chunkwise" (PyTorch) or "auto" (the first that runs).
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
@@ -68,6 +78,7 @@ def ttt(
     full = wide(dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
+    by_kernel = takes(backend, q, size, len(start))
     P = sum(x[0].numel() for layer in start for x in layer)
     check_shapes(
         {
@@ -78,7 +89,7 @@ def ttt(
         }
     )
     with without_autocast(q):
-        q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
+        tokens = (q, k, v)
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = (norm[0].to(full), norm[1].to(full))
         rows = rows.to(full)
@@ -87,33 +98,91 @@ def ttt(
             initial_state = q.new_zeros(B, H, 2, P)
         since, total = initial_state.to(full).unbind(2)
         weights = dual.unflatten(first + since, start)
+        outputs, done = [], 0
+        layout = Layout(size, T, q.device, position, lengths)
+        if layout.regular and (done := T // size * size):
+            cut = [x[:, :done] for x in (*tokens, rate)]
+            whole = _kernel if by_kernel else _whole
+            weights, o = whole(weights, cut, norm, rows)
+            outputs.append(o)
+            layout = Layout(size, T - done, q.device)
+            total = torch.zeros_like(since)
         # Nothing, where every part begins a chunk.
         sums: Layers | None = None
-        layout = Layout(size, T, q.device, position, lengths)
         if not layout.regular:
             sums = dual.unflatten(total, start)
-        outputs = []
+        q, k, v, rate = (x[:, done:].to(full) for x in (*tokens, rate))
+        rest = []
         for part in layout:
             eta = part.take(rate, 0.0).mT
             # [B, H, C, K]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            found = dual.gradients(weights, k_, v_ - k_, norm)
-            # [B, 1, C], then share [B, H, C, C]
-            row = rows[part.place][:, None]
-            share = (row[..., None] * eta[:, :, None]).tril()
-            z = dual.read(q_, weights, sums, found, None, -row, share)
-            o = q_ + dual.layer_norm(z, norm)[0]
-            outputs.append(o.transpose(1, 2))
+            found, o = _read(
+                weights, sums, q_, k_, v_, eta, norm, rows[part.place]
+            )
+            rest.append(o.transpose(1, 2))
             more = dual.gather(found, eta)
             more = more if sums is None else dual.each(torch.add, sums, more)
-            stepped = dual.each(lambda W, G: W - rows[-1] * G, weights, more)
+            stepped = dual.each(partial(_stepped, rows[-1]), weights, more)
             weights = dual.each(part.choose, stepped, weights)
             if layout.regular:
-                total = 0 * total if part.ends else dual.flatten(more)
+                total = dual.flatten(more)
             else:
                 nothing = dual.each(torch.zeros_like, more)
                 sums = dual.each(part.choose, nothing, more)
                 total = dual.flatten(sums)
+        if rest:
+            outputs.append(layout.join(rest).to(dtype))
         since = dual.flatten(weights) - first
-        o = layout.join(outputs).to(dtype)
-        return o, torch.stack([since, total], 2)
+        return torch.cat(outputs, 1), torch.stack([since, total], 2)
+
+
+def _stepped(row: Tensor, W: Tensor, G: Tensor) -> Tensor:
+    return W - row * G
+
+
+def _read(
+    weights: Layers,
+    sums: Layers | None,
+    q: Float[Tensor, "B H C K"],
+    k: Float[Tensor, "B H C K"],
+    v: Float[Tensor, "B H C K"],
+    eta: Float[Tensor, "B H C"],
+    norm: Norm,
+    row: Float[Tensor, "#B C"],
+) -> tuple[dual.Gradients, Float[Tensor, "B H C K"]]:
+    """A mini-batch's gradients, and what its queries read."""
+    found = dual.gradients(weights, k, v - k, norm)
+    row = row[:, None]
+    # [B, H, C, C]
+    share = (row[..., None] * eta[:, :, None]).tril()
+    z = dual.read(q, weights, sums, found, None, -row, share)
+    return found, q + dual.layer_norm(z, norm)[0]
+
+
+def _whole(
+    weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
+) -> tuple[Layers, Float[Tensor, "B T H K"]]:
+    """Complete mini-batches of q, k, v and rates, [B, T, H, ...]."""
+
+    def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
+        W = dual.pairs(state)
+        q, k, v, eta = (x.to(rows.dtype) for x in chunk)
+        found, o = _read(W, None, q, k, v, eta, norm, rows[None])
+        more = dual.gather(found, eta)
+        W = dual.each(partial(_stepped, rows[-1]), W, more)
+        return dual.leaves(W), o.to(chunk[0].dtype)
+
+    state, o = fold(step, dual.leaves(weights), tokens, len(rows))
+    return dual.pairs(state), o
+
+
+def _kernel(
+    weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
+) -> tuple[Layers, Float[Tensor, "B T H K"]]:
+    """The same of one layer, by Triton."""
+    *qkv, rate = tokens
+    inputs = (*qkv, rate.to(rows.dtype), *weights[0], *norm, rows)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    o, W, b, _ = FORWARD(*(x.contiguous() for x in inputs), keep)
+    return [(W, b)], o

@@ -1,0 +1,97 @@
+"""Complete chunks, one behind the other: a loop in time, three ways.
+
+Eager PyTorch runs the chunks' step as often as there are chunks. What a
+backward needs of a step is several times the weights, so that with gradients
+it is kept of some steps only and computed again for the others. torch.compile
+would write the step down once per chunk; as a ``scan`` it compiles it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastweights import private
+
+GROUP = 16
+"""Chunks between two whose weights a backward finds; of n, n / 16 + 16."""
+
+FEW = 2
+"""So many chunks torch.compile writes down one by one."""
+
+State = Sequence[Tensor]
+Step = Callable[..., tuple[State, Tensor]]
+
+
+def fold(
+    step: Step,
+    state: State,
+    tokens: Sequence[Float[Tensor, "B T H *rest"]],
+    size: int,
+) -> tuple[State, Float[Tensor, "B T H V"]]:
+    """The state after all chunks, and what they put out.
+
+    Args:
+        step: (state, *tokens of a chunk [B, H, C, ...]) -> state, output
+            [B, H, C, V]; a new state of the same shapes.
+        state: tensors.
+        tokens: T is a multiple of ``size``, and not 0.
+        size: tokens C per chunk.
+    """
+    count = tokens[0].shape[1] // size
+    # [N, B, H, C, ...]
+    chunks = [
+        x.unflatten(1, (count, size)).movedim(1, 0).transpose(2, 3)
+        for x in tokens
+    ]
+    if count > FEW and torch.compiler.is_compiling() and private.SCAN:
+        first = [x.clone(memory_format=torch.contiguous_format) for x in state]
+        given = [x.contiguous() for x in chunks]
+        state, outputs = private.SCAN(
+            lambda state, xs: step(state, *xs), first, given
+        )
+    elif torch.is_grad_enabled() and count > 2 * GROUP:
+        state, outputs = _checkpointed(step, state, chunks)
+    else:
+        state, outputs = _looped(step, state, chunks)
+    return state, outputs.transpose(2, 3).movedim(0, 1).flatten(1, 2)
+
+
+def _looped(
+    step: Step, state: State, chunks: Sequence[Tensor]
+) -> tuple[State, Tensor]:
+    """The outputs one behind the other, [N, B, H, C, V]."""
+    outputs = []
+    for xs in zip(*chunks, strict=True):
+        state, output = step(state, *xs)
+        outputs.append(output)
+    return state, torch.stack(outputs)
+
+
+def _checkpointed(
+    step: Step, state: State, chunks: Sequence[Tensor]
+) -> tuple[State, Tensor]:
+    """The same, keeping for a backward what enters each group of chunks."""
+
+    def run(number: int, *tensors: Tensor) -> tuple[Any, ...]:
+        state, outputs = _looped(step, tensors[:number], tensors[number:])
+        return (*state, outputs)
+
+    collected = []
+    groups = ([*x.split(GROUP)] for x in chunks)
+    for group in zip(*groups, strict=True):
+        *state, outputs = checkpoint(
+            run,
+            len(state),
+            *state,
+            *group,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        collected.append(outputs)
+    return state, torch.cat(collected)

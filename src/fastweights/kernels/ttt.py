@@ -1,0 +1,365 @@
+"""TTT-Linear by mini-batches: one program per head and sequence.
+
+The weights W [K, K] and b [K] stay in registers, in fp32, from mini-batch to
+mini-batch; products are in q's dtype. Of the forward nothing is kept but the
+steps' factors X = rate * error, as they were multiplied, in q's dtype: the
+backward walks from the last weights to the first by adding back the very
+products k^T X that were subtracted, and needs no weights in between.
+
+Letters are those of :func:`fastweights.deep.ttt`: LN(z) = u weight + bias
+with u = (z - mean) s, the error E is the loss's slope at z = k W + b, and
+rows are the factors of a mini-batch's tokens. What has K channels is in tiles
+BK wide, mini-batches of C tokens in BC rows; past the end all is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.kernels import dot_precision
+from fastweights.kernels.tile import load_row, load_rows, row_at, store_rows
+
+EPS = tl.constexpr(1e-6)
+MAX_K, MAX_C = 128, 64
+FP32 = torch.float32
+
+
+@triton.jit
+def mean(b_x, K: tl.constexpr):
+    """Over the K channels of b_x [BC, BK], 0 past them: [BC, 1]."""
+    return tl.sum(b_x, axis=1)[:, None] * (1.0 / K)
+
+
+@triton.jit
+def within(b_x, K: tl.constexpr):
+    """b_x [BC, BK], 0 past the K channels."""
+    if b_x.shape[1] == K:
+        return b_x
+    else:
+        return tl.where(tl.arange(0, b_x.shape[1])[None, :] < K, b_x, 0.0)
+
+
+@triton.jit
+def unit(b_z, K: tl.constexpr):
+    """b_z without its mean in units of its spread, and 1 / spread."""
+    b_z = within(b_z - mean(b_z, K), K)
+    b_s = tl.rsqrt(mean(b_z * b_z, K) + EPS)
+    return b_z * b_s, b_s
+
+
+@triton.jit
+def across(b_d, b_u, K: tl.constexpr):
+    """b_d without what moves LN's mean or spread, and mean(b_d b_u)."""
+    b_m = mean(b_d * b_u, K)
+    return within(b_d - mean(b_d, K) - b_u * b_m, K), b_m
+
+
+@triton.jit
+def tile_of(
+    K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+):
+    """Offsets and mask of [BK, BN] in a contiguous [K, N]."""
+    o_k, o_n = tl.arange(0, BK)[:, None], tl.arange(0, BN)[None, :]
+    return o_k * N + o_n, (o_k < K) & (o_n < N)
+
+
+@triton.jit
+def scores(b_q, b_k, b_rows, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T + 1, and the same where s <= t times t's factor, both [BC, BC].
+
+    TURNED: with t along the columns, from k and q in place of q and k.
+    """
+    b_S = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) + 1.0
+    o_t = tl.arange(0, b_q.shape[0])
+    if TURNED:
+        m_s = o_t[:, None] <= o_t[None, :]
+        return b_S, tl.where(m_s, b_rows[None, :], 0.0)
+    else:
+        m_s = o_t[:, None] >= o_t[None, :]
+        return b_S, tl.where(m_s, b_rows[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ttt_fwd_kernel(
+    q,
+    k,
+    v,
+    rate,
+    W,
+    b,
+    weight,
+    bias,
+    rows,
+    o,
+    X,
+    W_after,
+    b_after,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Outputs and last weights of one head of one sequence.
+
+    And, unless X is None, what the backward walks back by. T is a multiple
+    of C.
+    """
+    i_n = tl.program_id(0).to(tl.int64)
+    i_h, t, end = i_n % H, i_n // H * T, i_n // H * T + T
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, BC)
+    o_W, m_W = tile_of(K, K, BK, BK)
+    b_W = tl.load(W + i_n * K * K + o_W, mask=m_W, other=0.0)  # [BK, BK]
+    b_b = tl.load(b + i_n * K + o_k, mask=o_k < K, other=0.0)  # [BK]
+    b_w = tl.load(weight + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
+    last = tl.load(rows + C - 1)
+    b_k = load_rows(k, t, t + C, i_h, 0, H, K, BC, BK)  # [BC, BK]
+    b_q = load_rows(q, t, t + C, i_h, 0, H, K, BC, BK)
+    b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
+    b_r = load_row(rate, t, t + C, i_h, H, BC)  # [BC]
+    for _ in range(T // C):
+        # The next mini-batch's tokens are on their way while this one's
+        # products wait for each other.
+        t_n = t + C
+        e_n = tl.minimum(t_n + C, end)
+        n_k = load_rows(k, t_n, e_n, i_h, 0, H, K, BC, BK)
+        n_q = load_rows(q, t_n, e_n, i_h, 0, H, K, BC, BK)
+        n_v = load_rows(v, t_n, e_n, i_h, 0, H, K, BC, BK)
+        n_r = load_row(rate, t_n, e_n, i_h, H, BC)
+
+        b_Wd = b_W.to(b_k.dtype)
+        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
+        b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
+        b_h, _ = across((b_u * b_w + b_c - b_t) * b_w, b_u, K)
+        b_X = (b_r[:, None] * b_h * b_s).to(b_k.dtype)  # [BC, BK]
+
+        b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
+        b_A = (b_S * b_m).to(b_k.dtype)
+        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
+        b_u, _ = unit(b_z, K)
+        b_o = b_q.to(tl.float32) + b_u * b_w + b_c
+        store_rows(o, b_o, t, t + C, i_h, 0, H, K, BC, BK)
+        if X is not None:
+            store_rows(X, b_X, t, t + C, i_h, 0, H, K, BC, BK)
+
+        b_kT = tl.trans(b_k)  # [BK, BC]
+        b_W -= last * tl.dot(b_kT, b_X, input_precision=PRECISION)
+        b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)
+        b_k, b_q, b_v, b_r, t = n_k, n_q, n_v, n_r, t_n
+    tl.store(W_after + i_n * K * K + o_W, b_W, mask=m_W)
+    tl.store(b_after + i_n * K + o_k, b_b, mask=o_k < K)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ttt_bwd_kernel(
+    q,
+    k,
+    v,
+    rate,
+    W_after,
+    b_after,
+    weight,
+    bias,
+    rows,
+    X,
+    do,
+    dW_after,
+    db_after,
+    dq,
+    dk,
+    dv,
+    drate,
+    dW,
+    db,
+    dweight,
+    dbias,
+    drows,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of one head of one sequence, last mini-batch first.
+
+    dweight and dbias [B, H, K] and drows [B, H, C] are this program's share,
+    in fp32: torch adds them up.
+    """
+    i_n = tl.program_id(0).to(tl.int64)
+    i_h, end = i_n % H, i_n // H * T + T
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, BC)
+    m_k = o_k < K
+    o_W, m_W = tile_of(K, K, BK, BK)
+    b_W = tl.load(W_after + i_n * K * K + o_W, mask=m_W, other=0.0)
+    b_b = tl.load(b_after + i_n * K + o_k, mask=m_k, other=0.0)  # [BK]
+    b_dW = tl.load(dW_after + i_n * K * K + o_W, mask=m_W, other=0.0)
+    b_db = tl.load(db_after + i_n * K + o_k, mask=m_k, other=0.0)
+    b_w = tl.load(weight + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
+    b_c = tl.load(bias + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
+    b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
+    last = tl.load(rows + C - 1)
+    b_dw, b_dc = tl.zeros_like(b_db), tl.zeros_like(b_db)
+    b_drows = tl.zeros_like(b_rows)
+    for i in range(T // C):
+        t = end - (i + 1) * C
+        b_k = load_rows(k, t, t + C, i_h, 0, H, K, BC, BK)  # [BC, BK]
+        b_q = load_rows(q, t, t + C, i_h, 0, H, K, BC, BK)
+        b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
+        b_X = load_rows(X, t, t + C, i_h, 0, H, K, BC, BK)
+        b_do = load_rows(do, t, t + C, i_h, 0, H, K, BC, BK).to(tl.float32)
+        b_r = load_row(rate, t, t + C, i_h, H, BC)[:, None]  # [BC, 1]
+        b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
+
+        # The weights with which the mini-batch began, and what it computed.
+        b_W += last * tl.dot(b_kT, b_X, input_precision=PRECISION)
+        b_b += last * tl.sum(b_X.to(tl.float32), axis=0)
+        b_Wd = b_W.to(b_k.dtype)
+        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
+        b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
+        b_e = b_u * b_w + b_c - b_t
+        b_d = b_e * b_w
+        b_h, b_hu = across(b_d, b_u, K)  # E = h s
+        b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
+        b_A = (b_S * b_m).to(b_k.dtype)
+        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)
+
+        # Through the output's LN to z = q W + b - A X.
+        b_y, b_sy = unit(b_z, K)
+        b_dw += tl.sum(b_do * b_y, axis=0)
+        b_dc += tl.sum(b_do, axis=0)
+        b_dz, _ = across(b_do * b_w, b_y, K)
+        b_dz *= b_sy  # [BC, BK]
+        b_db_z = tl.sum(b_dz, axis=0)
+        b_dz = b_dz.to(b_k.dtype)
+        b_dA = -tl.dot(b_dz, b_XT, input_precision=PRECISION)  # [BC, BC]
+        m_s = o_c[:, None] >= o_c[None, :]
+        b_drows += tl.sum(tl.where(m_s, b_dA * b_S, 0.0), axis=1)
+        b_WT = tl.trans(b_Wd)
+        b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
+        b_dS = (b_dA * b_m).to(b_k.dtype)
+        b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
+        store_rows(dq, b_dq, t, t + C, i_h, 0, H, K, BC, BK)
+
+        # To X = rate E: from z, and from the step W - last k^T X.
+        b_dWd = b_dW.to(b_k.dtype)
+        b_g = tl.dot(b_k, b_dWd, input_precision=PRECISION) + b_db[None, :]
+        b_xg = tl.sum(tl.sum(b_X.to(tl.float32) * b_g, axis=1), axis=0)
+        b_drows -= tl.where(o_c == C - 1, b_xg, 0.0)
+        b_S, b_m = scores(b_k, b_q, b_rows, True, PRECISION)  # transposed
+        b_A = (b_S * b_m).to(b_k.dtype)
+        b_dX = -tl.dot(b_A, b_dz, input_precision=PRECISION) - last * b_g
+        b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
+        p_r, m_r = row_at(drate, t, t + C, i_h, H, BC)
+        tl.store(p_r, b_dr, mask=m_r)
+        b_dS = -tl.dot(b_X, tl.trans(b_dz), input_precision=PRECISION) * b_m
+        b_dk = tl.dot(b_dS.to(b_k.dtype), b_q, input_precision=PRECISION)
+        b_dWT = tl.trans(b_dWd)
+        b_dk -= last * tl.dot(b_X, b_dWT, input_precision=PRECISION)
+
+        # Through E = h s, h = d - mean(d) - u mean(d u), to z = k W + b.
+        b_dE = b_r * b_dX  # [BC, BK]
+        b_dh = b_dE * b_s
+        b_dd, b_dhu = across(b_dh, b_u, K)
+        b_dy = b_dd * b_w
+        b_dw += tl.sum(b_dd * b_e + b_dy * b_u, axis=0)
+        b_dc += tl.sum(b_dy, axis=0)
+        store_rows(dv, -b_dy, t, t + C, i_h, 0, H, K, BC, BK)
+        b_du, _ = across(b_dy * b_w - b_dh * b_hu - b_d * b_dhu, b_u, K)
+        b_ds = b_s * mean(b_dE * b_h, K)  # [BC, 1]
+        b_du = (b_s * (b_du - b_u * b_ds)).to(tl.float32)
+        b_db += b_db_z + tl.sum(b_du, axis=0)
+        b_du = b_du.to(b_k.dtype)
+        b_dk += b_dy + tl.dot(b_du, b_WT, input_precision=PRECISION)
+        store_rows(dk, b_dk, t, t + C, i_h, 0, H, K, BC, BK)
+        b_dW += tl.dot(b_kT, b_du, input_precision=PRECISION)
+        b_qT = tl.trans(b_q)  # [BK, BC]
+        b_dW += tl.dot(b_qT, b_dz, input_precision=PRECISION)
+    tl.store(dW + i_n * K * K + o_W, b_dW, mask=m_W)
+    tl.store(db + i_n * K + o_k, b_db, mask=m_k)
+    tl.store(dweight + i_n * K + o_k, b_dw, mask=m_k)
+    tl.store(dbias + i_n * K + o_k, b_dc, mask=m_k)
+    tl.store(drows + i_n * C + o_c, b_drows, mask=o_c < C)
+
+
+def options(K: int, C: int) -> dict[str, int]:
+    """Tiles, and warps by the size of the weights that they share."""
+    BK = max(16, triton.next_power_of_2(K))
+    sizes = {"BK": BK, "BC": max(16, triton.next_power_of_2(C))}
+    return sizes | {"num_warps": 8 if BK > 64 else 4, "num_stages": 1}
+
+
+def launch(kernel: Any, q: Tensor, C: int, *tensors: Tensor | None) -> None:
+    """One program per sequence and head."""
+    B, T, H, K = q.shape
+    precision = dot_precision(q.dtype, K)
+    sizes = {"H": H, "K": K, "C": C} | options(K, C)
+    with torch.cuda.device_of(q):
+        kernel[(B * H,)](*tensors, T, **sizes, PRECISION=precision)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    W: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rows: Tensor,
+    X: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, and W and b after the last mini-batch; X is filled if it is there.
+
+    All contiguous: q, k, v and X [B, T, H, K], T a multiple of the number of
+    rows, rate [B, T, H], W [B, H, K, K], b [B, H, K], weight and bias [H, K];
+    all but q, k, v and X in fp32.
+    """
+    o, after = torch.empty_like(q), (torch.empty_like(W), torch.empty_like(b))
+    inputs = (q, k, v, rate, W, b, weight, bias, rows)
+    launch(ttt_fwd_kernel, q, len(rows), *inputs, o, X, *after)
+    return o, *after
+
+
+def backward(
+    do: Tensor,
+    dW_after: Tensor,
+    db_after: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rows: Tensor,
+    W_after: Tensor,
+    b_after: Tensor,
+    X: Tensor,
+) -> list[Tensor]:
+    """Gradients of what forward reads, in its order, each as its input."""
+    B, _, H, K = q.shape
+    dq, dk, dv = (torch.empty_like(q) for _ in "qkv")
+    drate, dW, db = (torch.empty_like(x) for x in (rate, W_after, b_after))
+    dweight, dbias = (q.new_empty(B, H, K, dtype=FP32) for _ in "wb")
+    drows = q.new_empty(B, H, len(rows), dtype=FP32)
+    last = (W_after, b_after, weight, bias, rows, X)
+    after = (do, dW_after, db_after)
+    found = (dq, dk, dv, drate, dW, db, dweight, dbias, drows)
+    inputs = (q, k, v, rate)
+    launch(ttt_bwd_kernel, q, len(rows), *inputs, *last, *after, *found)
+    return [*found[:6], dweight.sum(0), dbias.sum(0), drows.sum((0, 1))]
