@@ -1,0 +1,243 @@
+"""How long networks as fast weights take.
+
+    python -m fastweights.bench_deep [NAME ...] [--json FILE]
+
+ttt         TTT-Linear's fast weights, heads of 64 and of 128, B 1 and 8
+lact        LaCT's, chunks of 2048, under torch.compile
+layers      whole layers of width 2048, in one graph each: TTT-Linear,
+            TTT-MLP, Titans, LaCT and MesaNet
+
+At T 4096, forward (as in training, which keeps what the backward needs) and
+forward with backward, beside the floor: the more of what
+:mod:`fastweights.deep.cost` counts, at the rates of this machine's copies
+and products of matrices, which are measured first. A layer's floor is that
+of its fast weights and of its projections together. "of_ceiling" is the
+share of the rate of products that a call reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastweights import bench, deep
+from fastweights.deep import cost
+from fastweights.deep.cost import Cost
+from fastweights.layers import (
+    TTTMLP,
+    LaCT,
+    MesaNet,
+    TitansMemory,
+    TTTLinear,
+)
+from fastweights.timing import DEVICE, DTYPE, ON_GPU, Row, ceilings, timeit
+
+T, DIM = (4096, 2048) if ON_GPU else (64, 64)
+BATCHES = (1, 8) if ON_GPU else (1,)
+HEADS = ((32, 64), (16, 128)) if ON_GPU else ((2, 32),)
+CHUNK = 2048 if ON_GPU else 32
+LACT_HEADS = 4
+TO: Any = {"device": DEVICE, "dtype": DTYPE}
+
+
+def rates() -> tuple[list[Row], tuple[float, float]]:
+    """This machine's ceilings, and from them FLOPs and bytes per second."""
+    rows = [*ceilings()]
+    copy, product = rows
+    flops = product["flops"] / product["seconds"]
+    return rows, (flops, copy["moved"] / copy["seconds"])
+
+
+def timed(
+    row: Row,
+    call: Callable[[], tuple[Tensor, object]],
+    inputs: list[Tensor],
+    costs: dict[bool, Cost],
+    best: tuple[float, float],
+) -> Iterator[Row]:
+    """Forward, and forward with backward, beside their floors.
+
+    "first" is what the first call took, compiling it.
+    """
+    start = time.perf_counter()
+    dy = torch.randn_like(call()[0])
+
+    def both() -> object:
+        return torch.autograd.grad(call()[0], inputs, dy)
+
+    both()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    for training, fn in ((False, call), (True, both)):
+        seconds = timeit(fn, repeats=10 if ON_GPU else 2, warmup=1)
+        flops, _ = costs[training]
+        yield {
+            **row,
+            "pass": "forward+backward" if training else "forward",
+            "first": round(first, 1),
+            "of_ceiling": round(flops / seconds / best[0], 3),
+            "seconds": seconds,
+            "floor": costs[training].seconds(*best),
+            "flops": flops,
+        }
+
+
+def ttt(best: tuple[float, float]) -> Iterator[Row]:
+    """TTT-Linear's fast weights, by whatever backend "auto" is here."""
+    for B in BATCHES:
+        for H, K in HEADS:
+            torch.manual_seed(0)
+            q, k, v = torch.randn(3, B, T, H, K, **TO) / K**0.5
+            rate = torch.rand(B, T, H, device=DEVICE) / K
+            W = 0.02 * torch.randn(H, K, K, device=DEVICE)
+            b = torch.zeros(H, K, device=DEVICE)
+            norm = torch.ones_like(b), torch.zeros_like(b)
+            rows = 1 / torch.arange(1, 17, device=DEVICE)
+            x = [q, k, v, rate, W, b, *norm, rows]
+            for t in x:
+                t.requires_grad_()
+            call = functools.partial(
+                deep.ttt, q, k, v, rate, [(W, b)], norm, rows
+            )
+            yield from timed(
+                {"what": "ttt-linear", "B": B, "T": T, "H": H, "K": K},
+                call,
+                x,
+                {f: cost.ttt(B, T, H, K, training=f) for f in (False, True)},
+                best,
+            )
+
+
+def lact(best: tuple[float, float]) -> Iterator[Row]:
+    """LaCT's fast weights, momentum and Muon as in its language models."""
+    B, H = BATCHES[-1], LACT_HEADS
+    K = DIM // H
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, K, **TO) / K**0.5
+    rates = 1e-3 * torch.rand(B, T, H, 3, device=DEVICE)
+    momentum = torch.rand(B, T, H, device=DEVICE)
+    start = [torch.randn(H, K, K, device=DEVICE) / K**0.5 for _ in range(3)]
+    x = [q, k, v, rates, *start, momentum]
+    for t in x:
+        t.requires_grad_()
+    run = torch.compile(deep.lact, fullgraph=True)
+    call = functools.partial(
+        run, q, k, v, rates, start, momentum, chunk_size=CHUNK
+    )
+    of = functools.partial(cost.lact, B, T, H, K, K, CHUNK)
+    yield from timed(
+        {"what": "lact", "B": B, "T": T, "H": H, "K": K, "C": CHUNK},
+        call,
+        x,
+        {f: of(training=f) for f in (False, True)},
+        best,
+    )
+
+
+def layers(best: tuple[float, float]) -> Iterator[Row]:
+    """Layers of one width; those that learn networks at the small batch."""
+    H, K = HEADS[0]
+    M, N = HEADS[-1]
+    few, many = BATCHES[0], BATCHES[-1]
+    F = DIM // LACT_HEADS
+    window = Cost(2 * 2 * CHUNK * T * DIM, 0)
+    cases: dict[str, tuple[int, Callable, Callable]] = {
+        "TTTLinear": (
+            many,
+            lambda: TTTLinear(DIM, H, **TO),
+            functools.partial(cost.ttt, many, T, H, K),
+        ),
+        "TTTMLP": (
+            few,
+            lambda: TTTMLP(DIM, H, **TO),
+            functools.partial(cost.ttt, few, T, H, K, hidden=4 * K),
+        ),
+        "TitansMemory": (
+            few,
+            lambda: TitansMemory(DIM, M, N, **TO),
+            functools.partial(cost.titans, few, T, M, N, 4 * N),
+        ),
+        "LaCT": (
+            many,
+            lambda: LaCT(DIM, LACT_HEADS, chunk_size=CHUNK, **TO),
+            functools.partial(cost.lact, many, T, LACT_HEADS, F, F, CHUNK),
+        ),
+        "MesaNet": (
+            many,
+            lambda: MesaNet(DIM, M, N, **TO),
+            functools.partial(cost.mesa, many, T, M, N),
+        ),
+    }
+    for name, (B, make, of) in cases.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = make()
+        x = torch.randn(B, T, DIM, **TO).requires_grad_()
+        run = torch.compile(layer, fullgraph=True)
+        costs = {f: of(training=f) for f in (False, True)}
+        for training in costs:
+            costs[training] += projections(layer, B, training)
+            if name == "LaCT":
+                flops = B * window.flops * (3 if training else 1)
+                costs[training] += (flops, 0)
+        yield from timed(
+            {"what": name, "B": B, "T": T, "D": DIM},
+            functools.partial(run, x),
+            [x, *layer.parameters()],
+            costs,
+            best,
+        )
+        del layer, x, run
+
+
+def projections(layer: nn.Module, B: int, training: bool) -> Cost:
+    """Of a layer's linear maps: products, x, y, and the weights themselves."""
+    linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
+    weights = sum(m.weight.numel() for m in linear)
+    size = linear[0].weight.element_size()
+    times = 3 if training else 1
+    moved = size * (2 * B * T * DIM + weights) * times
+    return Cost(2 * B * T * weights * times, moved)
+
+
+CASES = {"ttt": ttt, "lact": lact, "layers": layers}
+
+
+def measured(names: list[str]) -> Iterator[Row]:
+    """The ceilings' rows, then those of the cases."""
+    rows, best = rates()
+    yield from rows
+    for name in names:
+        yield from CASES[name](best)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastweights.bench_deep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="default: all"
+    )
+    parser.add_argument("--json", type=Path, help="write the record here")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - {*CASES}:
+        parser.error(f"NAME: got {sorted(unknown)}, need some of {[*CASES]}")
+    names = arguments.names or [*CASES]
+    case = functools.partial(measured, names)
+    given = shlex.join(arguments.names)
+    bench.run(case, given, arguments.json, program="bench_deep")
+
+
+if __name__ == "__main__":
+    main()
