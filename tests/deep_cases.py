@@ -134,7 +134,19 @@ def titans(depth: int, norm: bool = False) -> Case:
     return Case(draw, chunked, learner)
 
 
-def lact(with_muon: bool, momentum: bool) -> Case:
+def prenormed(optimiser, project):
+    """Of (kept, used): used is ``project`` of what the optimiser makes."""
+
+    def step(params, gradient, memory, *rates):
+        kept, memory = optimiser(
+            params[0], lambda _: gradient(params)[1], memory, *rates
+        )
+        return (kept, project(kept)), memory
+
+    return step
+
+
+def lact(with_muon: bool, momentum: bool, prenorm: bool = False) -> Case:
     def draw(T):
         found = tokens(T, q=K, k=K, v=V, rate=0, rate1=0, rate2=0)
         if momentum:
@@ -147,7 +159,8 @@ def lact(with_muon: bool, momentum: bool) -> Case:
     def chunked(x, **options):
         rates = torch.stack([x["rate"], x["rate1"], x["rate2"]], -1)
         given = x["q"], x["k"], x["v"], rates, start(x), x.get("momentum")
-        return deep.lact(*given, chunk_size=C, muon=with_muon, **options)
+        options = {"muon": with_muon, "prenorm": prenorm, **options}
+        return deep.lact(*given, chunk_size=C, **options)
 
     def plain(params, gradient, memory, momentum):
         one = torch.ones_like(momentum)
@@ -156,9 +169,10 @@ def lact(with_muon: bool, momentum: bool) -> Case:
 
     def learner(x):
         first = rows_of(start(x))
-        step = projected(muon if with_muon else plain, norms_of(first))
+        wrap = prenormed if prenorm else projected
+        step = wrap(muon if with_muon else plain, norms_of(first))
         step = online_learner(
-            swiglu,
+            (lambda w, x: swiglu(w[1], x)) if prenorm else swiglu,
             inner_product,
             summed(step, C, every="chunk"),
             read="before",
@@ -169,8 +183,11 @@ def lact(with_muon: bool, momentum: bool) -> Case:
             means = (m.mean(1, keepdim=True).expand_as(m) for m in parts)
             mean = torch.cat([*means], 1)
         rates = x["rate"], x["rate1"], x["rate2"]
+        memory = zeros(start(x))
+        if prenorm:
+            first, rates = (first, first), (rates, rates)
         given = x["q"], x["k"], x["v"], rates, mean
-        return learn(step, (first, zeros(start(x))), *given)
+        return learn(step, (first, memory), *given)
 
     return Case(draw, chunked, learner)
 
@@ -207,6 +224,7 @@ CASES = {
     "lact": lact(True, True),
     "lact-plain": lact(False, False),
     "lact-momentum": lact(False, True),
+    "lact-prenorm": lact(True, True, prenorm=True),
     "mesa": mesa(),
 }
 

@@ -114,6 +114,7 @@ CASES = {
         window=7,
         muon=False,
         momentum=False,
+        prenorm=True,
         base_lr=0.1,
         **to,
     ),

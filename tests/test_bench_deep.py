@@ -1,5 +1,6 @@
 """What networks as fast weights cost, counted and timed."""
 
+import itertools
 import json
 
 import pytest
@@ -22,7 +23,7 @@ B, T, H, K, C = 2, 32, 3, 4, 8
 
 
 def weights(*widths):
-    pairs = zip(widths, widths[1:], strict=False)
+    pairs = itertools.pairwise(widths)
     return [(torch.randn(H, i, o), torch.randn(H, o)) for i, o in pairs]
 
 

@@ -104,11 +104,43 @@ def lact_of(w, **options):
     return o[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("name", ["muon", "plain"])
+@pytest.mark.parametrize("name", ["muon", "plain", "prenorm"])
 def test_lact_of_its_authors(name):
     """With Newton-Schulz in fp64, where the code has bf16."""
     w, want, slopes = recorded(f"lact_{name}")
-    judge(lact_of(w, muon=name == "muon"), want, w, slopes, 1e-6)
+    options = {"muon": name != "plain", "prenorm": name == "prenorm"}
+    judge(lact_of(w, **options), want, w, slopes, 1e-6)
+
+
+def test_lact_layer_of_its_authors():
+    """Pre-norm, momentum and Muon: outputs, gradients of every weight."""
+    w, want, slopes = recorded("lact_layer")
+    layer = LaCT(
+        8,
+        2,
+        num_attention_heads=4,
+        expansion=1.5,
+        chunk_size=4,
+        window=5,
+        prenorm=True,
+        theta=100.0,
+        **DOUBLE,
+    )
+    same = ("o_proj.weight", "q_norm.weight", "k_norm.weight")
+    ours = {name: w[name] for name in same}
+    ours |= {f"qk_{n}": w[f"qk_{n}"].mT for n in ("scale", "offset")}
+    ours |= {f"w{i}": w[f"w{i}"].mT for i in range(3)}
+    ours |= {
+        "qkv_proj.weight": w["qkv.weight"],
+        "norm.weight": w["ttt_norm.weight"],
+    }
+    for n in ("weight", "bias"):
+        ours[f"rates_proj.{n}"] = w[f"lr_proj.{n}"]
+        ours[f"momentum_proj.{n}"] = w[f"momentum_proj.0.{n}"]
+        ours[f"scale_proj.{n}"] = w[f"ttt_scale_proj.{n}"]
+    assert ours.keys() == layer.state_dict().keys()
+    y, _ = torch.func.functional_call(layer, ours, (w["x"],))
+    judge(y, want, w, slopes, 1e-6)
 
 
 def test_lact_in_single_precision():

@@ -9,7 +9,9 @@ with these repositories in FOLDER, at these commits, all under MIT:
     titans-pytorch (lucidrains)                   cc016eb
     flash-linear-attention (fla-org)              bc3b101
 
-and transformers, einops, einx, tensordict and assoc-scan installed. Inputs
+(LaCT's layer with a norm, rotary positions and an attention of PyTorch in
+place of flash-linear-attention's and flash-attn's, which need a GPU) and
+transformers, einops, einx, tensordict and assoc-scan installed. Inputs
 and weights are drawn in fp32, and everything is computed from them in fp64:
 where the code asks for fp32 or bf16 the line is changed as it is loaded.
 Outputs and gradients become one JSON file each beside this script.
@@ -135,6 +137,100 @@ def lact(name: str, muon: bool, momentum: bool, prenorm: bool = False):
     saved(name, source, o, inputs | more, chunk=C)
 
 
+def window_attention(q, k, v, causal, window_size):
+    """flash_attn_func's, written out: [B, T, H, K]."""
+    T, (before, after) = q.shape[1], window_size
+    assert causal and after == 0
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    mask = (distance >= 0) & (distance <= before)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    return o.transpose(1, 2)
+
+
+class Rotary(torch.nn.Module):
+    """flash-linear-attention's: pairs half a head apart."""
+
+    def __init__(self, dim: int, base: float) -> None:
+        super().__init__()
+        self.rates = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def forward(self, q, k, seqlen_offset, max_seqlen, cu_seqlens):
+        angle = torch.arange(q.shape[1])[:, None, None] * self.rates
+
+        def turned(x):
+            a, b = x.chunk(2, -1)
+            cos, sin = angle.cos(), angle.sin()
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        return turned(q), turned(k)
+
+
+class Norm(torch.nn.RMSNorm):
+    def __init__(self, size: int, elementwise_affine: bool = True) -> None:
+        super().__init__(size, eps=1e-5)
+
+
+def lact_layer() -> None:
+    """The whole layer, pre-norm, with momentum and Muon in fp64."""
+    operation = loaded(
+        "LaCT/lact_llm/lact_model/ttt_operation.py",
+        newton_schulz=("G.bfloat16()", "G"),
+        in_place=("inplace=True", "inplace=False"),
+    )
+    nothing = types.SimpleNamespace()
+    for name in ("postnorm", "prenorm"):
+        fused = f"{name}_block_causal_lact_swiglu_fused_kernel_triton"
+        setattr(nothing, fused, None)
+    stubs = {
+        "lact_operation": operation,
+        "lact_fused": nothing,
+        "fla": types.SimpleNamespace(),
+        "fla.models": types.SimpleNamespace(),
+        "fla.models.utils": types.SimpleNamespace(Cache=None),
+        "fla.modules": types.SimpleNamespace(
+            RMSNorm=Norm, RotaryEmbedding=Rotary
+        ),
+    }
+    sys.modules.update(stubs)
+    module = loaded(
+        "LaCT/lact_llm/lact_model/layer_lact_swiglu.py",
+        operation=("from .ttt_operation import", "from lact_operation import"),
+        fused=(
+            "from .ttt_operation_fused_kernel import",
+            "from lact_fused import",
+        ),
+        fp64=("lr.float()", "lr"),
+        momentum=("(hidden_states).float()", "(hidden_states)"),
+    )
+    module.flash_attn_func = window_attention
+    torch.manual_seed(0)
+    layer = module.LaCTSWIGLULayer(
+        hidden_size=8,
+        num_attn_heads=4,
+        num_lact_heads=2,
+        inter_multi=1.5,
+        window_size=5,
+        lact_chunk_size=4,
+        use_muon=True,
+        learnable_ttt_scale=True,
+        ttt_prenorm=True,
+        rope_theta=100.0,
+        use_momentum=True,
+    )
+    with torch.no_grad():
+        for key, p in layer.named_parameters():
+            p.copy_(0.5 * torch.randn_like(p) + ("norm.weight" in key))
+    layer.double()
+    x = drawn(B, 11, 8)
+    saved(
+        "lact_layer",
+        "LaCT 1f84d47, lact_model/layer_lact_swiglu.py, LaCTSWIGLULayer",
+        layer(x)[0],
+        {"x": x, **dict(layer.named_parameters())},
+    )
+
+
 def titans() -> None:
     """NeuralMemory as it comes: a LayerNorm and a residual, xavier, GELU."""
     sys.path.insert(0, str(FOLDER / "titans-pytorch"))
@@ -211,6 +307,8 @@ if __name__ == "__main__":
     ttt("mlp")
     lact("lact_muon", muon=True, momentum=True)
     lact("lact_plain", muon=False, momentum=False)
+    lact("lact_prenorm", muon=True, momentum=True, prenorm=True)
+    lact_layer()
     titans()
     fla_ttt()
     mesa()

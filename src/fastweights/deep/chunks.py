@@ -43,9 +43,7 @@ class Part(NamedTuple):
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
         """``then`` [B, ...] where the chunk is complete, else ``other``."""
-        if isinstance(self.ends, bool):
-            return then if self.ends else other
-        return then.where(_like(self.ends, then), other)
+        return chosen(self.ends, then, other)
 
 
 class Layout:
@@ -113,6 +111,15 @@ class Layout:
         token = torch.arange(self.T, device=self.device)
         index = self.first[:, None] + token
         return torch.take_along_dim(y, _like(index, y), 1)
+
+
+def chosen(
+    rows: bool | Bool[Tensor, " B"], then: Tensor, other: Tensor
+) -> Tensor:
+    """``then`` [B, ...] in these rows, in all or in none; else ``other``."""
+    if isinstance(rows, bool):
+        return then if rows else other
+    return then.where(_like(rows, then), other)
 
 
 def _like(x: Tensor, y: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from fastweights.deep.arguments import (
     check_shapes,
     check_tokens,
 )
-from fastweights.deep.chunks import Layout, Part
+from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.ops import without_autocast
@@ -60,6 +61,7 @@ def lact(
     *,
     chunk_size: int = 2048,
     muon: bool = True,
+    prenorm: bool = False,
     initial_state: Float[Tensor, "B H P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
@@ -73,6 +75,8 @@ def lact(
         M <- G + mean_t(momentum_t) M
         w <- w + newton_schulz(M), columns brought back to their first norms
 
+    With ``prenorm`` what is added up keeps its norms, w' <- w' + ..., and w
+    is w' with columns of the first norms, from the first step on.
     A chunk that is not complete teaches nothing: its tokens are for another
     layer, in the paper attention in a window. See
     :mod:`fastweights.deep.optimisers` for the same as a learner.
@@ -85,6 +89,8 @@ def lact(
         momentum: per token and head; None: there is none.
         chunk_size: tokens per step.
         muon: whether M is orthogonalised.
+        prenorm: whether weights are brought back to their norms where they
+            are used, not where they are kept.
         initial_state: per matrix what the weights have learned since
             ``start``, M, and the chunk's G so far; its momentum so far; fp32.
         position, lengths: as in :func:`fastweights.deep.ttt`.
@@ -118,8 +124,18 @@ def lact(
         since, memory, total = state[:3], state[3:6], state[6:]
         layout = Layout(chunk_size, T, q.device, position, lengths)
         outputs = []
+        # The rows whose weights have taken a step.
+        stepped: bool | Tensor = False
+        if position is not None:
+            stepped = position >= chunk_size
         for part in layout:
             w = [W + d for W, d in zip(start, since, strict=True)]
+            if prenorm:
+                normed = [
+                    unit_columns(W) * norm
+                    for W, norm in zip(w, norms, strict=True)
+                ]
+                w = [*map(partial(chosen, stepped), normed, w)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             outputs.append(answer(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)
@@ -132,11 +148,14 @@ def lact(
             for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
                 M = total[i] + keep * memory[i]
                 step = newton_schulz(M.to(dtype)).to(full) if muon else M
-                after = unit_columns(w[i] + step) * norm - W
+                after = since[i] + step
+                if not prenorm:
+                    after = unit_columns(w[i] + step) * norm - W
                 since[i] = part.choose(after, since[i])
                 memory[i] = part.choose(M, memory[i])
                 total[i] = part.choose(torch.zeros_like(M), total[i])
             mean = part.choose(torch.zeros_like(mean), mean)
+            stepped = stepped | part.ends
         flat = [x.flatten(2) for x in (*since, *memory, *total)]
         return layout.join(outputs), torch.cat([*flat, mean], -1)
 

@@ -55,6 +55,8 @@ class LaCT(nn.Module):
         window: tokens that one attends to, with itself; chunk_size if None.
         muon: whether gradients are orthogonalised.
         momentum: whether they are added up over chunks.
+        prenorm: whether weights are normed where they are used, and not
+            where they are kept; the authors' ttt_prenorm.
         base_lr: where the rates start.
         theta: base of the rotary positions.
         norm_eps: of the norms.
@@ -71,6 +73,7 @@ class LaCT(nn.Module):
         window: int | None = None,
         muon: bool = True,
         momentum: bool = True,
+        prenorm: bool = False,
         base_lr: float = 1e-3,
         theta: float = 5e5,
         norm_eps: float = 1e-5,
@@ -95,6 +98,7 @@ class LaCT(nn.Module):
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.heads, self.theta = dim, H, theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
+        self.prenorm = prenorm
         self.base = math.log(math.expm1(base_lr))
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **to)
@@ -175,6 +179,7 @@ class LaCT(nn.Module):
             momentum,
             chunk_size=self.chunk_size,
             muon=self.muon,
+            prenorm=self.prenorm,
             initial_state=None if state is None else state.get("S"),
             position=rows.position,
             lengths=rows.lengths,
