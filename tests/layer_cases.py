@@ -15,6 +15,9 @@ from fastweights.layers import (
     LinearRecurrence,
     Mamba,
     Mamba2,
+    MemoryAsContext,
+    MemoryAsGate,
+    MemoryAsLayer,
     MesaNet,
     MultiScaleRetention,
     SoftmaxAttention,
@@ -103,6 +106,24 @@ CASES = {
     "titans-linear": lambda **to: TitansMemory(
         D, 2, 8, depth=1, chunk_size=4, conv_size=None, max_rate=0.02, **to
     ),
+    "titans-gate": lambda **to: MemoryAsGate(
+        D, 2, window=5, persistent=2, chunk_size=4, max_rate=0.02, **to
+    ),
+    "titans-layer": lambda **to: MemoryAsLayer(
+        D,
+        2,
+        8,
+        window=3,
+        persistent=3,
+        depth=1,
+        chunk_size=3,
+        conv_size=None,
+        max_rate=0.01,
+        **to,
+    ),
+    "titans-context": lambda **to: MemoryAsContext(
+        D, 2, 3, window=6, persistent=2, expansion=2, theta=100.0, **to
+    ),
     "lact": lambda **to: LaCT(D, 2, chunk_size=6, muon=False, **to),
     "lact-muon": lambda **to: LaCT(D, 2, chunk_size=20, **to),
     "lact-options": lambda **to: LaCT(
@@ -152,7 +173,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
             last = key.rpartition(".")[2]
             if "norm" in key:
                 p.uniform_(0.5, 1.5)
-            elif last in ("D", "bias"):
+            elif last in ("D", "bias", "persistent"):
                 p.normal_()
             elif last == "A_log":
                 p.uniform_(-1.0, 1.0)

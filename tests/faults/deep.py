@@ -59,13 +59,13 @@ MUTANTS = {
     ),
     "ttt-residual-of-the-output": (
         f"{DEEP}/ttt.py",
-        "o = q_ + dual.layer_norm(z, norm)[0]",
-        "o = z + dual.layer_norm(z, norm)[0]",
+        "return found, q + dual.layer_norm(z, norm)[0]",
+        "return found, z + dual.layer_norm(z, norm)[0]",
     ),
     "ttt-target-without-the-key": (
         f"{DEEP}/ttt.py",
-        "v_ - k_, norm",
-        "v_, norm",
+        "v - k, norm",
+        "v, norm",
     ),
     "ttt-reads-before-it-writes": (
         f"{DEEP}/ttt.py",
@@ -79,8 +79,8 @@ MUTANTS = {
     ),
     "ttt-last-row-for-the-first": (
         f"{DEEP}/ttt.py",
-        "W - rows[-1] * G",
-        "W - rows[0] * G",
+        "partial(_stepped, rows[-1]), W, more",
+        "partial(_stepped, rows[0]), W, more",
     ),
     "titans-momentum-flipped": (
         f"{DEEP}/titans.py",

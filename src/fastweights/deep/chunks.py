@@ -37,9 +37,13 @@ class Part(NamedTuple):
                 *self.tokens.shape, *[1] * (x.dim() - 2)
             )
             y = torch.take_along_dim(x, index, 1)
-        if empty is None or self.valid is None:
-            return y
-        return y.where(_like(self.valid, x), empty)
+        return y if empty is None else self.only(y, empty)
+
+    def only(self, y: Tensor, empty: Tensor | float) -> Tensor:
+        """y [B, C, ...] of these tokens, ``empty`` where there are none."""
+        return (
+            y if self.valid is None else y.where(_like(self.valid, y), empty)
+        )
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
         """``then`` [B, ...] where the chunk is complete, else ``other``."""

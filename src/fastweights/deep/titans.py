@@ -94,13 +94,9 @@ def titans(
         start = [(W.to(full), b.to(full)) for W, b in start]
         if norm is not None:
             norm = (norm[0].to(full), norm[1].to(full))
-        first = dual.flatten([(W[None], b[None]) for W, b in start])
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 3, P)
-        since, speed, began = initial_state.to(full).unbind(2)
-        M = dual.unflatten(first + since, start)
-        S = dual.unflatten(speed, start)
-        base = dual.unflatten(first + began, start)
+        M, S, base = unpacked(initial_state, start)
         tokens = (q, k, v, rate, momentum, decay)
         outputs, done = [], 0
         layout = Layout(chunk_size, T, q.device, position, lengths)
@@ -118,19 +114,45 @@ def titans(
             eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
             moves = part.take(torch.ones_like(rate), 0.0).mT
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            M, S, z = _chunk(
+            M, S, z = chunk(
                 M, S, base, q_, k_, v_, theta, eta, alpha, moves, norm
             )
             rest.append(z.transpose(1, 2))
             base = dual.each(part.choose, M, base)
         if rest:
             outputs.append(layout.join(rest))
-        since, began = dual.flatten(M) - first, dual.flatten(base) - first
-        state = torch.stack([since, dual.flatten(S), began], 2)
-        return torch.cat(outputs, 1).to(dtype), state
+        return torch.cat(outputs, 1).to(dtype), packed(M, S, base, start)
 
 
-def _chunk(
+def unpacked(
+    state: Float[Tensor, "B H 3 P"], start: Layers
+) -> tuple[Layers, Layers, Layers]:
+    """The weights, S, and the weights with which the chunk began."""
+    first = dual.flatten([(W[None], b[None]) for W, b in start])
+    since, speed, began = state.to(first.dtype).unbind(2)
+    parts = first + since, speed, first + began
+    M, S, base = (dual.unflatten(x, start) for x in parts)
+    return M, S, base
+
+
+def packed(
+    M: Layers, S: Layers, base: Layers, start: Layers
+) -> Float[Tensor, "B H 3 P"]:
+    """:func:`unpacked`'s inverse."""
+    first = dual.flatten([(W[None], b[None]) for W, b in start])
+    since, began = dual.flatten(M) - first, dual.flatten(base) - first
+    return torch.stack([since, dual.flatten(S), began], 2)
+
+
+def recall(
+    q: Float[Tensor, "B H C K"], weights: Layers, norm: Norm | None
+) -> Float[Tensor, "B H C V"]:
+    """What these weights answer, all queries by the same."""
+    z = dual.apply(weights, q)[-1]
+    return z if norm is None else dual.layer_norm(z, norm)[0]
+
+
+def chunk(
     M: Layers,
     S: Layers,
     base: Layers,
@@ -176,10 +198,10 @@ def _whole(
     """Complete chunks of q, k, v and of the three rates, [B, T, H, ...]."""
     number = 2 * len(M)
 
-    def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
+    def step(state: State, *xs: Tensor) -> tuple[State, Tensor]:
         M, S = dual.pairs(state[:number]), dual.pairs(state[number:])
-        q, k, v, theta, eta, alpha = chunk
-        M, S, z = _chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
+        q, k, v, theta, eta, alpha = xs
+        M, S, z = chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
         return [*dual.leaves(M), *dual.leaves(S)], z
 
     state: State = [*dual.leaves(M), *dual.leaves(S)]

@@ -34,6 +34,11 @@ from fastweights.layers.retention import (
 )
 from fastweights.layers.state import LayerState
 from fastweights.layers.titans import TitansMemory
+from fastweights.layers.titans_attention import (
+    MemoryAsContext,
+    MemoryAsGate,
+    MemoryAsLayer,
+)
 from fastweights.layers.ttt import TTTMLP, TTTLinear
 
 __all__ = [
@@ -51,6 +56,9 @@ __all__ = [
     "LinearRecurrence",
     "Mamba",
     "Mamba2",
+    "MemoryAsContext",
+    "MemoryAsGate",
+    "MemoryAsLayer",
     "MesaNet",
     "MultiScaleRetention",
     "OutputNorm",

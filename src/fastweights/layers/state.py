@@ -21,9 +21,10 @@ class LayerState:
     """What a layer needs of the past, one row per sequence.
 
     A layer fills the fields that it has; the others are None. Floating
-    point fields other than ``convolution``, ``keys`` and ``values`` are fp32
-    (fp64 in an fp64 layer) whatever the layer's dtype is: a state in half
-    precision loses small writes. A pool may have S in bf16 all the same.
+    point fields other than ``convolution``, ``window``, ``keys`` and
+    ``values`` are fp32 (fp64 in an fp64 layer) whatever the layer's dtype is:
+    a state in half precision loses small writes. A pool may have S in bf16
+    all the same.
     """
 
     S: Float[Tensor, "N HV K V"] | None = None
@@ -36,6 +37,9 @@ class LayerState:
     convolution: Float[Tensor, "N W-1 C"] | None = None
     """The last inputs of the short convolution, oldest first (LaCT: the last
     keys and values, of its window)."""
+
+    window: Float[Tensor, "N W C"] | None = None
+    """The last keys and values of attention in a window beside a memory."""
 
     keys: Float[Tensor, "N capacity H K"] | None = None
     """Softmax attention's keys, by position in the sequence."""

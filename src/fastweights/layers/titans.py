@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import titans
+from fastweights.deep.dual import Layers, Norm
 from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.parts import Factory, OutputNorm, full
@@ -114,26 +115,51 @@ class TitansMemory(nn.Module):
         """
         fields = ("S", "position", *self.convolution.fields)
         check_input(x, self.dim, state, cu_seqlens, *fields)
+        y, after = self.remember(x, state, cu_seqlens)
+        return y, updated(state, **after)
+
+    def remember(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None,
+        cu_seqlens: Offsets | None,
+    ) -> tuple[Float[Tensor, "B T D"], dict[str, Tensor | None]]:
+        """y, and the state's fields, of a state that may have others too."""
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        a, b, c = full(self.rates_proj(x)).chunk(3, -1)
-        # The paper's loss has no half: its theta counts twice.
-        rate = 2 * self.max_rate * a.sigmoid()
         rows = Rows(x, state, cu_seqlens)
         q, k, v = (rows.spread(t) for t in (q, k, v))
+        rate, momentum, g = (rows.spread(t) for t in self.rates(x))
         o, S = titans(
             q,
             k,
             v,
-            rows.spread(rate),
-            rows.spread(b.sigmoid()),
-            rows.spread(F.logsigmoid(-c)),
-            list(zip(self.weights, self.biases, strict=True)),
-            (self.memory_norm_weight, self.memory_norm_bias),
+            rate,
+            momentum,
+            g,
+            *self.weighed,
             chunk_size=self.chunk_size,
             initial_state=None if state is None else state.get("S"),
             position=rows.position,
             lengths=rows.lengths,
         )
-        y = self.o_proj(self.norm(rows.pack(o), self.g_proj(x)))
-        position = rows.after()
-        return y, updated(state, S=S, position=position, convolution=inputs)
+        after = {"S": S, "position": rows.after(), "convolution": inputs}
+        return self.put_out(rows.pack(o), x), after
+
+    @property
+    def weighed(self) -> tuple[Layers, Norm]:
+        """The weights that every sequence begins with, and the norm's."""
+        layers = zip(self.weights, self.biases, strict=True)
+        return [*layers], (self.memory_norm_weight, self.memory_norm_bias)
+
+    def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
+        """Rate, momentum and log decay, [B, T, H] each."""
+        a, b, c = full(self.rates_proj(x)).chunk(3, -1)
+        # The paper's loss has no half: its theta counts twice.
+        rate = 2 * self.max_rate * a.sigmoid()
+        return rate, b.sigmoid(), F.logsigmoid(-c)
+
+    def put_out(
+        self, o: Float[Tensor, "B T H K"], x: Float[Tensor, "B T D"]
+    ) -> Float[Tensor, "B T D"]:
+        """y of what the memory has answered to x."""
+        return self.o_proj(self.norm(o, self.g_proj(x)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -16,6 +16,7 @@ def window_attention(
     past: Float[Tensor, "N W-1 C"] | None = None,
     position: Int[Tensor, " N"] | None = None,
     lengths: Int[Tensor, " N"] | None = None,
+    always: Float[Tensor, "2 P H K"] | None = None,
 ) -> tuple[Float[Tensor, "N L H K"], Float[Tensor, "N W-1 C"]]:
     """Each token attends to itself and the window - 1 tokens before it.
 
@@ -28,6 +29,7 @@ def window_attention(
         past: [k | v] of the W - 1 tokens before, all heads side by side.
         position: tokens that each row has read before; None: none.
         lengths: tokens of each row; None: L.
+        always: keys and values that every token attends to besides.
 
     Returns:
         o, and the past of the tokens that follow.
@@ -58,9 +60,28 @@ def window_attention(
     there = (start >= first).expand(N, count, -1)
     mask = (near & there[..., None, :]).flatten(0, 1)[:, None]
     queries = q.flatten(0, 1).transpose(1, 2)
+    keys, values, mask = seen_always(keys, values, mask, always)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     o = o.transpose(1, 2).unflatten(0, (N, count)).flatten(1, 2)[:, :L]
     if lengths is None:
         return o, both[:, L:]
     at = lengths[:, None] + torch.arange(before, device=q.device)
     return o, torch.take_along_dim(both, at[..., None], 1)
+
+
+def seen_always(
+    keys: Float[Tensor, "N H J K"],
+    values: Float[Tensor, "N H J K"],
+    mask: Bool[Tensor, "N 1 I J"],
+    always: Float[Tensor, "2 P H K"] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With P more keys and values in front, the same for all rows."""
+    if always is None:
+        return keys, values, mask
+    more = always.transpose(1, 2).to(keys.dtype)[:, None]
+    k, v = more.expand(-1, len(keys), -1, -1, -1)
+    return (
+        torch.cat([k, keys], 2),
+        torch.cat([v, values], 2),
+        F.pad(mask, (k.shape[2], 0), value=True),
+    )

@@ -1,0 +1,214 @@
+"""In whole chunks, TTT-Linear's kernels, and memories beside attention."""
+
+DEEP, LAYERS = "fastweights/deep", "fastweights/layers"
+KERNEL, BESIDE = "fastweights/kernels/ttt.py", f"{LAYERS}/titans_attention.py"
+OPERATOR, COST = f"{DEEP}/ttt_operator.py", f"{DEEP}/cost.py"
+WHOLE = "test_deep_whole.py"
+TESTS = {
+    f"{DEEP}/whole.py": WHOLE,
+    OPERATOR: "test_kernels_ttt.py",
+    KERNEL: "test_kernels_ttt.py",
+    COST: "test_bench_deep.py",
+    BESIDE: "test_titans_attention.py",
+}
+MUTANTS = {
+    "whole-groups-begin-anew": (
+        f"{DEEP}/whole.py",
+        "        *state, outputs = checkpoint(",
+        "        *_, outputs = checkpoint(",
+    ),
+    "whole-nothing-is-computed-again": (
+        f"{DEEP}/whole.py",
+        "count > 2 * GROUP",
+        "count > 2 * GROUP * count",
+    ),
+    "whole-never-scans": (
+        f"{DEEP}/whole.py",
+        "and private.SCAN:",
+        "and not private.SCAN:",
+    ),
+    "ttt-first-row-for-the-last": (
+        f"{DEEP}/ttt.py",
+        "partial(_stepped, rows[-1]), weights, more",
+        "partial(_stepped, rows[0]), weights, more",
+        "test_deep.py",
+    ),
+    "ttt-old-sums-stay": (
+        f"{DEEP}/ttt.py",
+        "total = torch.zeros_like(since)",
+        "pass",
+        WHOLE,
+    ),
+    "titans-chunk-begins-where-the-last-began": (
+        f"{DEEP}/titans.py",
+        "            base = M\n",
+        "",
+        "test_deep.py",
+    ),
+    "ttt-kernel-reads-before-it-writes": (
+        KERNEL,
+        "m_s = o_t[:, None] >= o_t[None, :]\n        return",
+        "m_s = o_t[:, None] > o_t[None, :]\n        return",
+    ),
+    "ttt-kernel-adds-the-step": (
+        KERNEL,
+        "b_W -= last * tl.dot(b_kT, b_X",
+        "b_W += last * tl.dot(b_kT, b_X",
+    ),
+    "ttt-kernel-forgets-the-bias": (
+        KERNEL,
+        "b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)",
+        "b_b -= 0 * tl.sum(b_X.to(tl.float32), axis=0)",
+    ),
+    "ttt-kernel-adds-the-chunk": (
+        KERNEL,
+        "b_z -= tl.dot(b_A, b_X",
+        "b_z += tl.dot(b_A, b_X",
+    ),
+    "ttt-kernel-target-without-the-key": (
+        KERNEL,
+        "b_t = b_v.to(tl.float32) - b_k.to(tl.float32)",
+        "b_t = b_v.to(tl.float32)",
+    ),
+    "ttt-kernel-norm-of-padding": (
+        KERNEL,
+        "    b_z = within(b_z - mean(b_z, K), K)",
+        "    b_z = b_z - mean(b_z, K)",
+    ),
+    "ttt-kernel-walks-back-the-wrong-way": (
+        KERNEL,
+        "b_W += last * tl.dot(b_kT, b_X",
+        "b_W -= last * tl.dot(b_kT, b_X",
+    ),
+    "ttt-kernel-step-without-its-gradient": (
+        KERNEL,
+        "- last * b_g",
+        "- 0 * b_g",
+    ),
+    "ttt-kernel-key-of-the-step": (
+        KERNEL,
+        "b_dk -= last * tl.dot(b_X, b_dWT",
+        "b_dk += last * tl.dot(b_X, b_dWT",
+    ),
+    "ttt-kernel-spread-without-its-gradient": (
+        KERNEL,
+        "b_ds = b_s * mean(b_dE * b_h, K)",
+        "b_ds = 0 * mean(b_dE * b_h, K)",
+    ),
+    "ttt-kernel-target-without-its-gradient": (
+        KERNEL,
+        "b_dk += b_dy + tl.dot(b_du",
+        "b_dk += tl.dot(b_du",
+    ),
+    "ttt-kernel-last-row-of-the-step": (
+        KERNEL,
+        "b_drows -= tl.where(o_c == C - 1",
+        "b_drows += tl.where(o_c == C - 1",
+    ),
+    "ttt-kernel-weights-of-the-output-only": (
+        KERNEL,
+        "b_dw += tl.sum(b_dd * b_e + b_dy * b_u, axis=0)",
+        "b_dw += tl.sum(b_dd * b_e, axis=0)",
+    ),
+    "ttt-operator-keeps-nothing": (
+        OPERATOR,
+        "inputs.append(X if keep else None)",
+        "inputs.append(None)",
+    ),
+    "ttt-operator-gradient-of-nothing": (
+        OPERATOR,
+        "torch.zeros_like(x) if dx is None else",
+        "torch.ones_like(x) if dx is None else",
+    ),
+    "ttt-operator-takes-two-layers": (OPERATOR, "depth == 1 and", ""),
+    "lact-prenorm-kept-normed": (
+        f"{DEEP}/lact.py",
+        "if not prenorm:",
+        "if True:",
+        "test_deep.py",
+    ),
+    "lact-prenorm-from-the-start": (
+        f"{DEEP}/lact.py",
+        "stepped: bool | Tensor = False",
+        "stepped: bool | Tensor = True",
+        "test_deep.py",
+    ),
+    "lact-prenorm-forgotten-between-calls": (
+        f"{DEEP}/lact.py",
+        "stepped = position >= chunk_size",
+        "stepped = position < 0",
+        "test_deep.py",
+    ),
+    "layer-lact-never-prenorm": (
+        f"{LAYERS}/lact.py",
+        "prenorm=self.prenorm",
+        "prenorm=False",
+        "test_deep_published.py",
+    ),
+    "cost-one-product-fewer": (
+        COST,
+        "(2 + reads) * weights",
+        "(1 + reads) * weights",
+    ),
+    "cost-bytes-read-once": (
+        COST,
+        "once + training * (once + more)",
+        "once + training * more",
+    ),
+    "cost-floor-of-both": (COST, "return max(times)", "return sum(times)"),
+    "beside-no-persistent-tokens": (
+        f"{LAYERS}/window.py",
+        "    if always is None:",
+        "    if True:",
+        "test_titans_attention.py",
+    ),
+    "beside-gate-without-its-sigmoid": (
+        BESIDE,
+        "self.memory_norm(m).sigmoid()",
+        "self.memory_norm(m)",
+    ),
+    "beside-layer-attends-to-tokens": (
+        BESIDE,
+        "a, past = self.attend(m, state, cu_seqlens)",
+        "a, past = self.attend(x, state, cu_seqlens)",
+    ),
+    "context-sees-its-segment": (
+        BESIDE,
+        "before = torch.arange(C, device=q.device) <= place[..., None]",
+        "before = torch.arange(C, device=q.device) < place[..., None] + 2",
+    ),
+    "context-recalls-by-the-latest-weights": (
+        BESIDE,
+        "h = self.recalled(x_, base, norm)",
+        "h = self.recalled(x_, M, norm)",
+        "test_layers.py",
+    ),
+    "context-learns-its-input": (
+        BESIDE,
+        "self.learned(M, S, base, a, part, norm)",
+        "self.learned(M, S, base, x_, part, norm)",
+    ),
+    "context-gradients-of-the-latest-weights": (
+        BESIDE,
+        "base = each(part.choose, M, base)",
+        "base = M",
+        "test_layers.py",
+    ),
+    "context-segment-never-ends": (
+        BESIDE,
+        "base = each(part.choose, M, base)",
+        "pass",
+    ),
+    "context-writes-tokens-that-are-not-there": (
+        BESIDE,
+        "part.only(values, seen.gather(1, at))",
+        "values",
+        "test_layers.py",
+    ),
+    "context-tokens-that-are-not-there-move": (
+        BESIDE,
+        "moves = part.only(torch.ones_like(rate), 0.0).mT",
+        "moves = torch.ones_like(rate).mT",
+        "test_layers.py",
+    ),
+}

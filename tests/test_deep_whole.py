@@ -1,0 +1,137 @@
+"""Many chunks: as a few at a time, with less memory, compiled once."""
+
+import pytest
+import torch
+from deep_cases import CASES, WEIGHTS, B, C, H, drawn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastweights.checks import relative_error
+from fastweights.deep import whole
+from fastweights.deep.whole import GROUP, fold
+
+WITH_CHUNKS = ["ttt-linear", "ttt-mlp", "titans-mlp"]
+LONG = (2 * GROUP + 3) * C + 2
+
+
+def inputs(name, T):
+    return {k: t.requires_grad_() for k, t in drawn(name, T).items()}
+
+
+def results(run, x, **options):
+    """Outputs, the state, and the gradients of both."""
+    o, state = run(x, **options)
+    loss = o.sin().sum() + state.cos().sum()
+    return [o, state, *torch.autograd.grad(loss, x.values())]
+
+
+@pytest.mark.parametrize("name", WITH_CHUNKS)
+def test_computed_again_for_a_backward(name, monkeypatch):
+    """To the digit, with a group that is not full; and from fewer tensors."""
+    kept = []
+
+    def pack(t):
+        kept[-1] += t.numel()
+        return t
+
+    found = []
+    for group in (GROUP, LONG):
+        monkeypatch.setattr(whole, "GROUP", group)
+        kept.append(0)
+        x = inputs(name, LONG)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            found.append(results(CASES[name].chunked, x))
+    for again, once in zip(*found, strict=True):
+        assert relative_error(again, once) < 1e-12
+    assert kept[0] < 0.4 * kept[1]
+
+
+@pytest.mark.parametrize("name", ["ttt-linear", "titans-linear"])
+def test_goes_on_after_whole_chunks(name):
+    """A call that ends with a chunk leaves no sum of an unfinished one."""
+    case, x = CASES[name], drawn(name, 5 * C)
+    want, last = case.chunked(x)
+    cut, state, outputs = 3 * C, None, []
+    for part in (slice(0, cut), slice(cut, 5 * C)):
+        given = {k: t if k in WEIGHTS else t[:, part] for k, t in x.items()}
+        if state is not None:
+            # The sum of a chunk that is complete means nothing.
+            state = state.clone()
+            if name == "ttt-linear":
+                state[:, :, 1] = 3.0
+        o, state = case.chunked(given, initial_state=state)
+        outputs.append(o)
+    assert relative_error(torch.cat(outputs, 1), want) < 1e-12
+    assert relative_error(state, last) < 1e-12
+
+
+def scans(graph):
+    return [n for n in graph.graph.nodes if "scan" in str(n.target)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ttt-linear",
+        *(
+            pytest.param(n, marks=pytest.mark.full)
+            for n in ("ttt-mlp", "titans-mlp", "titans-norm")
+        ),
+    ],
+)
+def test_compiled_once_however_long(name):
+    """One graph, with a step and not with steps; the same numbers."""
+    sizes, found = [], []
+
+    def backend(graph, example):
+        sizes.append(len(graph.graph.nodes))
+        assert len(scans(graph)) == 1
+        return graph
+
+    for length in (4 * C + 2, 9 * C + 2):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        run = torch.compile(
+            CASES[name].chunked, fullgraph=True, backend=counter
+        )
+        found = results(run, inputs(name, length))
+        want = results(CASES[name].chunked, inputs(name, length))
+        for a, b in zip(found, want, strict=True):
+            assert relative_error(a, b) < 1e-11
+        assert counter.frame_count == 1
+        (graph,) = counter.graphs
+        assert len(scans(graph)) == 1
+        sizes.append(len(graph.graph.nodes))
+    assert sizes[0] == sizes[1]
+    torch._dynamo.reset()
+
+
+def test_few_chunks_and_no_scan(monkeypatch):
+    """Without a scan PyTorch writes down every step."""
+    monkeypatch.setattr(whole.private, "SCAN", None)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(
+        CASES["ttt-linear"].chunked, fullgraph=True, backend=counter
+    )
+    x = drawn("ttt-linear", 4 * C)
+    torch.testing.assert_close(run(x), CASES["ttt-linear"].chunked(x))
+    assert not scans(counter.graphs[0])
+    torch._dynamo.reset()
+
+
+def test_a_fold_is_a_loop():
+    """A running sum over chunks, of two kinds of tokens."""
+    x = torch.randn(B, 3 * C, H, 2, dtype=torch.float64)
+    y = torch.randn(B, 3 * C, H, dtype=torch.float64)
+
+    def step(state, x, y):
+        total = state[0] + x.sum(2) * y.sum(2)[..., None]
+        return [total], x + total[:, :, None]
+
+    state, o = fold(step, [torch.zeros(B, H, 2).double()], [x, y], C)
+    parts = x.unflatten(1, (3, C)), y.unflatten(1, (3, C))
+    sums = parts[0].sum(2) * parts[1].sum(2)[..., None]
+    totals = sums.cumsum(1)
+    torch.testing.assert_close(state[0], totals[:, -1])
+    want = parts[0] + totals[:, :, None]
+    torch.testing.assert_close(o, want.flatten(1, 2))
