@@ -55,9 +55,11 @@ def poison(monkeypatch):
         def call(*args, **kwargs):
             x = empty(*args, **kwargs)
             if x.is_floating_point():
-                return x.fill_(float("nan"))
+                x.detach().fill_(float("nan"))
             # of a buffer every byte, so that all floats in it are NaN
-            return x.fill_(255) if x.dtype == torch.uint8 else x
+            elif x.dtype == torch.uint8:
+                x.fill_(255)
+            return x
 
         return call
 

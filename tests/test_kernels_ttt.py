@@ -164,6 +164,16 @@ def test_what_the_kernel_does_not_take():
         call(drawn(B=1, T=1, H=1, K=130, C=4), "triton")
     with pytest.raises(ValueError, match=message):
         call(drawn(T=1, K=4, C=65), "triton")
+    two = 2 * [(x["W"], x["b"])]
+    tokens = (x[name] for name in ("q", "k", "v", "rate"))
+    with pytest.raises(ValueError, match=message):
+        ttt(
+            *tokens,
+            two,
+            (x["weight"], x["bias"]),
+            x["rows"],
+            backend="triton",
+        )
     with pytest.raises(ValueError, match="backend: got 'loop', need 'auto'"):
         call(x, "loop")
     with pytest.raises(ValueError, match="float64"):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -47,7 +48,13 @@ _profiler_enabled: Callable | None = _found(
     "torch.autograd", "_profiler_enabled"
 )
 SCAN: Callable | None = _found("torch._higher_order_ops.scan", "scan")
-"""A loop that torch.compile keeps as one, with gradients; a prototype."""
+"""A loop that torch.compile keeps as one, with gradients; a prototype.
+
+None before PyTorch 2.13: of 2.11 some gradients are wrong, silently, and
+others an error (tests/test_deep_whole.py).
+"""
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    SCAN = None
 _CAN_TELL = None not in (
     _dispatch_mode,
     _transforms_active,
