@@ -156,6 +156,22 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
             lambda: TTTLinear(DIM, H, **TO),
             functools.partial(cost.ttt, many, T, H, K),
         ),
+        "LaCT": (
+            many,
+            lambda: LaCT(
+                DIM,
+                LACT_HEADS,
+                num_attention_heads=H,
+                chunk_size=CHUNK,
+                **TO,
+            ),
+            functools.partial(cost.lact, many, T, LACT_HEADS, F, F, CHUNK),
+        ),
+        "MesaNet": (
+            many,
+            lambda: MesaNet(DIM, M, N, **TO),
+            functools.partial(cost.mesa, many, T, M, N),
+        ),
         "TTTMLP": (
             few,
             lambda: TTTMLP(DIM, H, **TO),
@@ -166,19 +182,9 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
             lambda: TitansMemory(DIM, M, N, **TO),
             functools.partial(cost.titans, few, T, M, N, 4 * N),
         ),
-        "LaCT": (
-            many,
-            lambda: LaCT(DIM, LACT_HEADS, chunk_size=CHUNK, **TO),
-            functools.partial(cost.lact, many, T, LACT_HEADS, F, F, CHUNK),
-        ),
-        "MesaNet": (
-            many,
-            lambda: MesaNet(DIM, M, N, **TO),
-            functools.partial(cost.mesa, many, T, M, N),
-        ),
     }
     for name, (B, make, of) in cases.items():
-        torch._dynamo.reset()
+        torch.compiler.reset()
         torch.manual_seed(0)
         layer = make()
         x = torch.randn(B, T, DIM, **TO).requires_grad_()

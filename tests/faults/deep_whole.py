@@ -82,8 +82,8 @@ MUTANTS = {
     ),
     "ttt-kernel-step-without-its-gradient": (
         KERNEL,
-        "- last * b_g",
-        "- 0 * b_g",
+        "b_dX *= -last",
+        "b_dX *= 0",
     ),
     "ttt-kernel-key-of-the-step": (
         KERNEL,
@@ -92,13 +92,13 @@ MUTANTS = {
     ),
     "ttt-kernel-spread-without-its-gradient": (
         KERNEL,
-        "b_ds = b_s * mean(b_dE * b_h, K)",
-        "b_ds = 0 * mean(b_dE * b_h, K)",
+        "b_ds = mean(b_dX * b_h, K)",
+        "b_ds = 0 * mean(b_dX * b_h, K)",
     ),
     "ttt-kernel-target-without-its-gradient": (
         KERNEL,
-        "b_dk += b_dy + tl.dot(b_du",
-        "b_dk += tl.dot(b_du",
+        "b_dk += b_dy + tl.dot(b_du_",
+        "b_dk += tl.dot(b_du_",
     ),
     "ttt-kernel-last-row-of-the-step": (
         KERNEL,
@@ -107,8 +107,8 @@ MUTANTS = {
     ),
     "ttt-kernel-weights-of-the-output-only": (
         KERNEL,
-        "b_dw += tl.sum(b_dd * b_e + b_dy * b_u, axis=0)",
-        "b_dw += tl.sum(b_dd * b_e, axis=0)",
+        "b_dw += tl.sum(b_dy * b_u, axis=0)",
+        "pass",
     ),
     "ttt-operator-keeps-nothing": (
         OPERATOR,

@@ -62,7 +62,7 @@ def ttt(
             ``initial_state``, to go on.
         lengths: tokens of each row; None: T.
         backend: "triton" (a kernel for whole mini-batches of one layer,
-            without position and lengths: K <= 128, C <= 64, CUDA, compute
+            without position and lengths: K <= 128, C <= 16, CUDA, compute
             capability 8.0 or higher, not fp64; its products are in q's
             dtype), "chunkwise" (PyTorch) or "auto" (the first that runs).
 

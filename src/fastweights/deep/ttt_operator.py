@@ -19,7 +19,7 @@ from fastweights.ops import (
     without_autocast,
 )
 
-MAX_K, MAX_C = 128, 64
+MAX_K, MAX_C = 128, 16
 """The widest head and the longest mini-batch of the kernel."""
 
 INPUTS = (

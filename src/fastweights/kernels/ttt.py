@@ -9,7 +9,7 @@ products k^T X that were subtracted, and needs no weights in between.
 Letters are those of :func:`fastweights.deep.ttt`: LN(z) = u weight + bias
 with u = (z - mean) s, the error E is the loss's slope at z = k W + b, and
 rows are the factors of a mini-batch's tokens. What has K channels is in tiles
-BK wide, mini-batches of C tokens in BC rows; past the end all is 0.
+BK wide, mini-batches of C <= 16 tokens in BC rows; past the end all is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import load_row, load_rows, row_at, store_rows
 
 EPS = tl.constexpr(1e-6)
-MAX_K, MAX_C = 128, 64
 FP32 = torch.float32
 
 
@@ -217,39 +216,33 @@ def ttt_bwd_kernel(
         t = end - (i + 1) * C
         b_k = load_rows(k, t, t + C, i_h, 0, H, K, BC, BK)  # [BC, BK]
         b_q = load_rows(q, t, t + C, i_h, 0, H, K, BC, BK)
-        b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
         b_X = load_rows(X, t, t + C, i_h, 0, H, K, BC, BK)
+        b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
         b_do = load_rows(do, t, t + C, i_h, 0, H, K, BC, BK).to(tl.float32)
         b_r = load_row(rate, t, t + C, i_h, H, BC)[:, None]  # [BC, 1]
         b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
 
-        # The weights with which the mini-batch began, and what it computed.
+        # The weights with which the mini-batch began.
         b_W += last * tl.dot(b_kT, b_X, input_precision=PRECISION)
         b_b += last * tl.sum(b_X.to(tl.float32), axis=0)
         b_Wd = b_W.to(b_k.dtype)
-        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
-        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
-        b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
-        b_e = b_u * b_w + b_c - b_t
-        b_d = b_e * b_w
-        b_h, b_hu = across(b_d, b_u, K)  # E = h s
+        b_WT = tl.trans(b_Wd)
+
+        # Through the output's LN to z = q W + b - A X, and to q.
         b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
         b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b[None, :]
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)
-
-        # Through the output's LN to z = q W + b - A X.
-        b_y, b_sy = unit(b_z, K)
-        b_dw += tl.sum(b_do * b_y, axis=0)
+        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
+        b_dw += tl.sum(b_do * b_u, axis=0)
         b_dc += tl.sum(b_do, axis=0)
-        b_dz, _ = across(b_do * b_w, b_y, K)
-        b_dz *= b_sy  # [BC, BK]
-        b_db_z = tl.sum(b_dz, axis=0)
-        b_dz = b_dz.to(b_k.dtype)
+        b_du, _ = across(b_do * b_w, b_u, K)
+        b_du *= b_s
+        b_db_z = tl.sum(b_du, axis=0)
+        b_dz = b_du.to(b_k.dtype)  # [BC, BK]
         b_dA = -tl.dot(b_dz, b_XT, input_precision=PRECISION)  # [BC, BC]
         m_s = o_c[:, None] >= o_c[None, :]
         b_drows += tl.sum(tl.where(m_s, b_dA * b_S, 0.0), axis=1)
-        b_WT = tl.trans(b_Wd)
         b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
         b_dS = (b_dA * b_m).to(b_k.dtype)
         b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
@@ -257,36 +250,43 @@ def ttt_bwd_kernel(
 
         # To X = rate E: from z, and from the step W - last k^T X.
         b_dWd = b_dW.to(b_k.dtype)
-        b_g = tl.dot(b_k, b_dWd, input_precision=PRECISION) + b_db[None, :]
-        b_xg = tl.sum(tl.sum(b_X.to(tl.float32) * b_g, axis=1), axis=0)
+        b_dX = tl.dot(b_k, b_dWd, input_precision=PRECISION) + b_db[None, :]
+        b_xg = tl.sum(tl.sum(b_X.to(tl.float32) * b_dX, axis=1), axis=0)
         b_drows -= tl.where(o_c == C - 1, b_xg, 0.0)
+        b_dX *= -last
         b_S, b_m = scores(b_k, b_q, b_rows, True, PRECISION)  # transposed
         b_A = (b_S * b_m).to(b_k.dtype)
-        b_dX = -tl.dot(b_A, b_dz, input_precision=PRECISION) - last * b_g
-        b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
-        p_r, m_r = row_at(drate, t, t + C, i_h, H, BC)
-        tl.store(p_r, b_dr, mask=m_r)
-        b_dS = -tl.dot(b_X, tl.trans(b_dz), input_precision=PRECISION) * b_m
+        b_dX -= tl.dot(b_A, b_dz, input_precision=PRECISION)  # [BC, BK]
+        b_dzT = tl.trans(b_dz)  # [BK, BC]
+        b_dS = -tl.dot(b_X, b_dzT, input_precision=PRECISION) * b_m
         b_dk = tl.dot(b_dS.to(b_k.dtype), b_q, input_precision=PRECISION)
         b_dWT = tl.trans(b_dWd)
         b_dk -= last * tl.dot(b_X, b_dWT, input_precision=PRECISION)
 
         # Through E = h s, h = d - mean(d) - u mean(d u), to z = k W + b.
-        b_dE = b_r * b_dX  # [BC, BK]
-        b_dh = b_dE * b_s
-        b_dd, b_dhu = across(b_dh, b_u, K)
-        b_dy = b_dd * b_w
-        b_dw += tl.sum(b_dd * b_e + b_dy * b_u, axis=0)
+        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_u, b_s = unit(b_z, K)
+        b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
+        b_h, b_hu = across(b_e * b_w, b_u, K)
+        b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
+        p_r, m_r = row_at(drate, t, t + C, i_h, H, BC)
+        tl.store(p_r, b_dr, mask=m_r)
+        b_dX *= b_r * b_s  # to h
+        b_ds = mean(b_dX * b_h, K)  # [BC, 1]
+        b_dy, b_dhu = across(b_dX, b_u, K)
+        b_dw += tl.sum(b_dy * b_e, axis=0)
+        b_dy *= b_w
+        b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
         store_rows(dv, -b_dy, t, t + C, i_h, 0, H, K, BC, BK)
-        b_du, _ = across(b_dy * b_w - b_dh * b_hu - b_d * b_dhu, b_u, K)
-        b_ds = b_s * mean(b_dE * b_h, K)  # [BC, 1]
-        b_du = (b_s * (b_du - b_u * b_ds)).to(tl.float32)
+        b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
+        b_du, _ = across(b_du, b_u, K)
+        b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
-        b_du = b_du.to(b_k.dtype)
-        b_dk += b_dy + tl.dot(b_du, b_WT, input_precision=PRECISION)
+        b_du_ = b_du.to(b_k.dtype)
+        b_dk += b_dy + tl.dot(b_du_, b_WT, input_precision=PRECISION)
         store_rows(dk, b_dk, t, t + C, i_h, 0, H, K, BC, BK)
-        b_dW += tl.dot(b_kT, b_du, input_precision=PRECISION)
+        b_dW += tl.dot(b_kT, b_du_, input_precision=PRECISION)
         b_qT = tl.trans(b_q)  # [BK, BC]
         b_dW += tl.dot(b_qT, b_dz, input_precision=PRECISION)
     tl.store(dW + i_n * K * K + o_W, b_dW, mask=m_W)
@@ -296,18 +296,18 @@ def ttt_bwd_kernel(
     tl.store(drows + i_n * C + o_c, b_drows, mask=o_c < C)
 
 
-def options(K: int, C: int) -> dict[str, int]:
+def options(K: int) -> dict[str, int]:
     """Tiles, and warps by the size of the weights that they share."""
     BK = max(16, triton.next_power_of_2(K))
-    sizes = {"BK": BK, "BC": max(16, triton.next_power_of_2(C))}
-    return sizes | {"num_warps": 8 if BK > 64 else 4, "num_stages": 1}
+    warps = 8 if BK > 64 else 4
+    return {"BK": BK, "BC": 16, "num_warps": warps, "num_stages": 1}
 
 
 def launch(kernel: Any, q: Tensor, C: int, *tensors: Tensor | None) -> None:
     """One program per sequence and head."""
     B, T, H, K = q.shape
     precision = dot_precision(q.dtype, K)
-    sizes = {"H": H, "K": K, "C": C} | options(K, C)
+    sizes = {"H": H, "K": K, "C": C} | options(K)
     with torch.cuda.device_of(q):
         kernel[(B * H,)](*tensors, T, **sizes, PRECISION=precision)
 
