@@ -223,7 +223,7 @@ SELDOM_COMPILED = [
 def test_compiled(name):
     """Training, then steps in place: one graph each, and the same numbers."""
     torch._dynamo.reset()
-    layer, x = made(name), tokens(2, 20)
+    layer, x = made(name), tokens(2, 24)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []
     for call in (layer, run):

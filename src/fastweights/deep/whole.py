@@ -55,6 +55,8 @@ def fold(
         state, outputs = private.SCAN(
             lambda state, xs: step(state, *xs), first, given
         )
+        # Gradients of one memory, which a scan refuses, become several.
+        state = [1.0 * x for x in state]
     elif torch.is_grad_enabled() and count > 2 * GROUP:
         state, outputs = _checkpointed(step, state, chunks)
     else:
