@@ -10,7 +10,7 @@ from kernel_judge import compiled, interpreted
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import ops
-from fastweights.deep import ttt
+from fastweights.deep import ttt, ttt_operator
 from fastweights.deep.ttt_operator import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -169,7 +169,7 @@ def test_what_the_kernel_does_not_take():
     x = drawn(T=8, K=8, C=4)
     message = "backend: got 'triton', which needs one layer, heads of at most"
     with pytest.raises(ValueError, match=message):
-        call(drawn(B=1, T=1, H=1, K=130, C=4), "triton")
+        call(drawn(B=1, T=1, H=1, K=65, C=4), "triton")
     with pytest.raises(ValueError, match=message):
         call(drawn(T=1, K=4, C=17), "triton")
     two = 2 * [(x["W"], x["b"])]
@@ -186,6 +186,27 @@ def test_what_the_kernel_does_not_take():
         call(x, "loop")
     with pytest.raises(ValueError, match="float64"):
         call({name: t.double() for name, t in x.items()}, "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "want"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((10, 0), torch.float16, True),
+        ((9, 0), torch.float32, False),
+        ((8, 0), torch.bfloat16, False),
+    ],
+)
+def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
+    monkeypatch.setattr(ttt_operator, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda _: capability
+    )
+    there = torch.device("cuda")
+    assert ttt_operator.chosen("auto", there, dtype) == want
+    assert ttt_operator.chosen("triton", there, dtype)
+    monkeypatch.setattr(ttt_operator, "choose_backend", lambda *_: "loop")
+    assert not ttt_operator.chosen("auto", there, dtype)
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]
@@ -208,6 +229,7 @@ ON_GPU += [(99, 100, 7), (260, 64, 1)]
     ],
 )
 def test_chunks_on_gpu(T, K, C, dtype):
+    K = min(K, 64) if dtype == torch.float32 else K
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
 
 

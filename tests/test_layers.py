@@ -223,7 +223,8 @@ SELDOM_COMPILED = [
 def test_compiled(name):
     """Training, then steps in place: one graph each, and the same numbers."""
     torch._dynamo.reset()
-    layer, x = made(name), tokens(2, 24)
+    layer = made(name, torch.float64)
+    x = tokens(2, 24, dtype=torch.float64)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []
     for call in (layer, run):
@@ -242,7 +243,7 @@ def test_compiled(name):
         other = state.clone()
         places = {k: t.data_ptr() for k, t in other.tensors().items()}
         for n in range(3):
-            new = tokens(2, 1, seed=n)
+            new = tokens(2, 1, seed=n, dtype=torch.float64)
             want, _ = layer(new, state)
             y, after = run(new, other)
             agree(y, want)

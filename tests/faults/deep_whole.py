@@ -121,6 +121,12 @@ MUTANTS = {
         "torch.ones_like(x) if dx is None else",
     ),
     "ttt-operator-takes-two-layers": (OPERATOR, "depth == 1 and", ""),
+    "ttt-operator-takes-any-gpu": (OPERATOR, "and major in LEADING", ""),
+    "ttt-operator-takes-fp32": (
+        OPERATOR,
+        "return dtype != torch.float32 and",
+        "return",
+    ),
     "lact-prenorm-kept-normed": (
         f"{DEEP}/lact.py",
         "if not prenorm:",

@@ -62,9 +62,10 @@ def ttt(
             ``initial_state``, to go on.
         lengths: tokens of each row; None: T.
         backend: "triton" (a kernel for whole mini-batches of one layer,
-            without position and lengths: K <= 128, C <= 16, CUDA, compute
-            capability 8.0 or higher, not fp64; its products are in q's
-            dtype), "chunkwise" (PyTorch) or "auto" (the first that runs).
+            without position and lengths, whose products are in q's dtype:
+            K <= 128, 64 in fp32, C <= 16, CUDA), "chunkwise" (PyTorch) or
+            "auto" (on compute capability 9.x and 10.x the kernel in half
+            precision, else PyTorch).
 
     Returns:
         o, in q's dtype, and the state after each row's last token.

@@ -20,7 +20,10 @@ from fastweights.ops import (
 )
 
 MAX_K, MAX_C = 128, 16
-"""The widest head and the longest mini-batch of the kernel."""
+"""The widest head and the longest mini-batch of the kernel; fp32: half K."""
+
+LEADING = (9, 10)
+"""Major compute capabilities whose registers it does not exceed by much."""
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor rate, Tensor W, Tensor b, "
@@ -38,8 +41,23 @@ LIBRARY.define(
 )
 
 
+def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel runs there, and for "auto" whether it is worth it.
+
+    It is in half precision on Hopper and on Blackwell's data centre GPU. On
+    others, and in fp32, it would keep kilobytes per thread outside of the
+    registers (tests/test_compile_ttt.py).
+    """
+    if choose_backend(backend, device, dtype) != "triton":
+        return False
+    if backend == "triton":
+        return True
+    major, _ = torch.cuda.get_device_capability(device)
+    return dtype != torch.float32 and major in LEADING
+
+
 # A question that torch.compile asks once, while it traces.
-_choice = torch.compiler.assume_constant_result(choose_backend)
+_asked = torch.compiler.assume_constant_result(chosen)
 
 
 def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
@@ -53,18 +71,19 @@ def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
         raise ValueError(
             "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"
         )
-    fits = depth == 1 and q.shape[-1] <= MAX_K and size <= MAX_C
+    K, most = q.shape[-1], MAX_K // (2 if q.dtype == torch.float32 else 1)
+    fits = depth == 1 and most >= K and size <= MAX_C
     if backend == "triton" and not fits:
         raise ValueError(
             f"backend: got 'triton', which needs one layer, heads of at most "
-            f"{MAX_K} and mini-batches of at most {MAX_C} tokens, not "
-            f"{depth}, {q.shape[-1]} and {size}"
+            f"{most} and mini-batches of at most {MAX_C} tokens, not "
+            f"{depth}, {K} and {size}"
         )
     if backend == "chunkwise" or not fits:
         return False
     if backend == "auto" and q.device.type != "cuda":
         return False
-    return _choice(backend, q.device, q.dtype) == "triton"
+    return _asked(backend, q.device, q.dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
