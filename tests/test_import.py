@@ -22,6 +22,7 @@ HEAVY = (
 ABOVE = (
     "layers",
     "bench_layer",
+    "bench_deep",
     "models",
     "tasks",
     "corpus",

@@ -110,6 +110,16 @@ def leave_graphs_whole() -> None:
         config.optimize_ddp = False
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose answer torch.compile takes as it traces.
+
+    What torch.compiler.assume_constant_result does, which imports a compiler
+    for it; where PyTorch does not know the mark, it traces the function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def storage_of(t: Tensor) -> int:
     """A number that tensors share if, and only if, they share memory.
 

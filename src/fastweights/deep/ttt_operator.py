@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweights import private
 from fastweights.ops import (
     LIBRARY,
     check_name,
@@ -41,6 +42,7 @@ LIBRARY.define(
 )
 
 
+@private.constant_in_graphs
 def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a kernel runs there, and for "auto" whether it is worth it.
 
@@ -54,10 +56,6 @@ def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
         return True
     major, _ = torch.cuda.get_device_capability(device)
     return dtype != torch.float32 and major in LEADING
-
-
-# A question that torch.compile asks once, while it traces.
-_asked = torch.compiler.assume_constant_result(chosen)
 
 
 def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
@@ -83,7 +81,7 @@ def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
         return False
     if backend == "auto" and q.device.type != "cuda":
         return False
-    return _asked(backend, q.device, q.dtype)
+    return chosen(backend, q.device, q.dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
