@@ -2,6 +2,7 @@
 
 DEEP, LAYERS = "fastweights/deep", "fastweights/layers"
 KERNEL, BESIDE = "fastweights/kernels/ttt.py", f"{LAYERS}/titans_attention.py"
+CONTEXT = f"{LAYERS}/titans_context.py"
 OPERATOR, COST = f"{DEEP}/ttt_operator.py", f"{DEEP}/cost.py"
 WHOLE = "test_deep_whole.py"
 TESTS = {
@@ -10,6 +11,7 @@ TESTS = {
     KERNEL: "test_kernels_ttt.py",
     COST: "test_bench_deep.py",
     BESIDE: "test_titans_attention.py",
+    CONTEXT: "test_titans_attention.py",
 }
 MUTANTS = {
     "whole-groups-begin-anew": (
@@ -179,40 +181,40 @@ MUTANTS = {
         "a, past = self.attend(x, state, cu_seqlens)",
     ),
     "context-sees-its-segment": (
-        BESIDE,
+        CONTEXT,
         "before = torch.arange(C, device=q.device) <= place[..., None]",
         "before = torch.arange(C, device=q.device) < place[..., None] + 2",
     ),
     "context-recalls-by-the-latest-weights": (
-        BESIDE,
+        CONTEXT,
         "h = self.recalled(x_, base, norm)",
         "h = self.recalled(x_, M, norm)",
         "test_layers.py",
     ),
     "context-learns-its-input": (
-        BESIDE,
+        CONTEXT,
         "self.learned(M, S, base, a, part, norm)",
         "self.learned(M, S, base, x_, part, norm)",
     ),
     "context-gradients-of-the-latest-weights": (
-        BESIDE,
+        CONTEXT,
         "base = each(part.choose, M, base)",
         "base = M",
         "test_layers.py",
     ),
     "context-segment-never-ends": (
-        BESIDE,
+        CONTEXT,
         "base = each(part.choose, M, base)",
         "pass",
     ),
     "context-writes-tokens-that-are-not-there": (
-        BESIDE,
+        CONTEXT,
         "part.only(values, seen.gather(1, at))",
         "values",
         "test_layers.py",
     ),
     "context-tokens-that-are-not-there-move": (
-        BESIDE,
+        CONTEXT,
         "moves = part.only(torch.ones_like(rate), 0.0).mT",
         "moves = torch.ones_like(rate).mT",
         "test_layers.py",

@@ -34,11 +34,8 @@ from fastweights.layers.retention import (
 )
 from fastweights.layers.state import LayerState
 from fastweights.layers.titans import TitansMemory
-from fastweights.layers.titans_attention import (
-    MemoryAsContext,
-    MemoryAsGate,
-    MemoryAsLayer,
-)
+from fastweights.layers.titans_attention import MemoryAsGate, MemoryAsLayer
+from fastweights.layers.titans_context import MemoryAsContext
 from fastweights.layers.ttt import TTTMLP, TTTLinear
 
 __all__ = [
