@@ -109,6 +109,24 @@ def test_compiled_once_however_long(name):
     torch._dynamo.reset()
 
 
+@scanning
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_CHUNKS)
+def test_compiled_once_on_gpu(name):
+    """By Inductor, in fp32: kernels in place of a step's operations."""
+    torch._dynamo.reset()
+    case = CASES[name]
+    x = {
+        k: t.detach().float().cuda().requires_grad_()
+        for k, t in drawn(name, 20 * C + 2).items()
+    }
+    run = torch.compile(case.chunked, fullgraph=True)
+    found, want = results(run, x), results(case.chunked, x)
+    for a, b in zip(found, want, strict=True):
+        assert relative_error(a, b) < 1e-4
+    torch._dynamo.reset()
+
+
 def test_few_chunks_and_no_scan(monkeypatch):
     """Without a scan PyTorch writes down every step."""
     monkeypatch.setattr(private, "SCAN", None)
