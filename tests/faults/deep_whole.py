@@ -59,8 +59,8 @@ MUTANTS = {
     ),
     "ttt-kernel-forgets-the-bias": (
         KERNEL,
-        "b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)",
-        "b_b -= 0 * tl.sum(b_X.to(tl.float32), axis=0)",
+        "b_b -= last * tl.sum",
+        "b_b -= 0 * tl.sum",
     ),
     "ttt-kernel-adds-the-chunk": (
         KERNEL,
@@ -72,10 +72,15 @@ MUTANTS = {
         "b_t = b_v.to(tl.float32) - b_k.to(tl.float32)",
         "b_t = b_v.to(tl.float32)",
     ),
-    "ttt-kernel-norm-of-padding": (
+    "ttt-kernel-mean-of-padding": (
         KERNEL,
-        "    b_z = within(b_z - mean(b_z, K), K)",
-        "    b_z = b_z - mean(b_z, K)",
+        "return within(b_W - mean(b_W, K), K)",
+        "return b_W - mean(b_W, K)",
+    ),
+    "ttt-kernel-means-of-the-weights-forgotten": (
+        KERNEL,
+        "b_W + b_Wm, mask=m_W",
+        "b_W, mask=m_W",
     ),
     "ttt-kernel-walks-back-the-wrong-way": (
         KERNEL,

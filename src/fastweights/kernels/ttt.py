@@ -44,18 +44,34 @@ def within(b_x, K: tl.constexpr):
 
 
 @triton.jit
+def centred(b_W, K: tl.constexpr):
+    """b_W [BK, BK] without the means over its columns.
+
+    LN takes no notice of them, and no step changes them, since errors sum to
+    0: without them z has no mean, and LN one sum less to wait for.
+    """
+    return within(b_W - mean(b_W, K), K)
+
+
+@triton.jit
 def unit(b_z, K: tl.constexpr):
-    """b_z without its mean in units of its spread, and 1 / spread."""
-    b_z = within(b_z - mean(b_z, K), K)
+    """b_z, which has no mean, in units of its spread, and 1 / spread."""
     b_s = tl.rsqrt(mean(b_z * b_z, K) + EPS)
     return b_z * b_s, b_s
 
 
 @triton.jit
+def both(a_1, b_1, a_2, b_2):
+    """Two sums at once."""
+    return a_1 + a_2, b_1 + b_2
+
+
+@triton.jit
 def across(b_d, b_u, K: tl.constexpr):
     """b_d without what moves LN's mean or spread, and mean(b_d b_u)."""
-    b_m = mean(b_d * b_u, K)
-    return within(b_d - mean(b_d, K) - b_u * b_m, K), b_m
+    b_m, b_mu = tl.reduce((b_d, b_d * b_u), 1, both)
+    b_m, b_mu = b_m[:, None] * (1.0 / K), b_mu[:, None] * (1.0 / K)
+    return within(b_d - b_m - b_u * b_mu, K), b_mu
 
 
 @triton.jit
@@ -116,7 +132,9 @@ def ttt_fwd_kernel(
     o_k, o_c = tl.arange(0, BK), tl.arange(0, BC)
     o_W, m_W = tile_of(K, K, BK, BK)
     b_W = tl.load(W + i_n * K * K + o_W, mask=m_W, other=0.0)  # [BK, BK]
-    b_b = tl.load(b + i_n * K + o_k, mask=o_k < K, other=0.0)  # [BK]
+    b_b = tl.load(b + i_n * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    b_Wm, b_bm = mean(b_W, K), mean(b_b, K)  # [BK, 1], [1, 1]
+    b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
     b_w = tl.load(weight + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
@@ -136,7 +154,7 @@ def ttt_fwd_kernel(
         n_r = load_row(rate, t_n, e_n, i_h, H, BC)
 
         b_Wd = b_W.to(b_k.dtype)
-        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
         b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
         b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
         b_h, _ = across((b_u * b_w + b_c - b_t) * b_w, b_u, K)
@@ -144,7 +162,7 @@ def ttt_fwd_kernel(
 
         b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
-        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
         b_u, _ = unit(b_z, K)
         b_o = b_q.to(tl.float32) + b_u * b_w + b_c
@@ -154,10 +172,11 @@ def ttt_fwd_kernel(
 
         b_kT = tl.trans(b_k)  # [BK, BC]
         b_W -= last * tl.dot(b_kT, b_X, input_precision=PRECISION)
-        b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)
+        b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)[None, :]
         b_k, b_q, b_v, b_r, t = n_k, n_q, n_v, n_r, t_n
-    tl.store(W_after + i_n * K * K + o_W, b_W, mask=m_W)
-    tl.store(b_after + i_n * K + o_k, b_b, mask=o_k < K)
+    tl.store(W_after + i_n * K * K + o_W, b_W + b_Wm, mask=m_W)
+    p_b = b_after + i_n * K + o_k[None, :]
+    tl.store(p_b, b_b + b_bm, mask=o_k[None, :] < K)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -203,7 +222,8 @@ def ttt_bwd_kernel(
     m_k = o_k < K
     o_W, m_W = tile_of(K, K, BK, BK)
     b_W = tl.load(W_after + i_n * K * K + o_W, mask=m_W, other=0.0)
-    b_b = tl.load(b_after + i_n * K + o_k, mask=m_k, other=0.0)  # [BK]
+    b_b = tl.load(b_after + i_n * K + o_k, mask=m_k, other=0.0)[None, :]
+    b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
     b_dW = tl.load(dW_after + i_n * K * K + o_W, mask=m_W, other=0.0)
     b_db = tl.load(db_after + i_n * K + o_k, mask=m_k, other=0.0)
     b_w = tl.load(weight + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
@@ -224,14 +244,14 @@ def ttt_bwd_kernel(
 
         # The weights with which the mini-batch began.
         b_W += last * tl.dot(b_kT, b_X, input_precision=PRECISION)
-        b_b += last * tl.sum(b_X.to(tl.float32), axis=0)
+        b_b += last * tl.sum(b_X.to(tl.float32), axis=0)[None, :]
         b_Wd = b_W.to(b_k.dtype)
         b_WT = tl.trans(b_Wd)
 
         # Through the output's LN to z = q W + b - A X, and to q.
         b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
-        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)
         b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
         b_dw += tl.sum(b_do * b_u, axis=0)
@@ -264,7 +284,7 @@ def ttt_bwd_kernel(
         b_dk -= last * tl.dot(b_X, b_dWT, input_precision=PRECISION)
 
         # Through E = h s, h = d - mean(d) - u mean(d u), to z = k W + b.
-        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b[None, :]
+        b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
         b_u, b_s = unit(b_z, K)
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
         b_h, b_hu = across(b_e * b_w, b_u, K)

@@ -1,4 +1,4 @@
-"""Titans' three ways to put a memory beside attention (section 4)."""
+"""Titans' memory as a gate of attention, and as a layer before it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Beside(nn.Module):
 
     Keys and values of the persistent tokens p [N, D], which are learned, are
     W_k p and W_v p, at position 0. The paper puts p before every sequence,
-    for the memory to read too: that amounts to other first weights, which
-    are learned here anyway.
+    so that the memory reads it too: every memory then starts from the same
+    other weights, and here the weights that it starts from are learned.
 
     Args:
         dim: width D of x and y.
