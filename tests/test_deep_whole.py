@@ -110,6 +110,23 @@ def test_compiled_once_however_long(name):
 
 
 @scanning
+@pytest.mark.full
+def test_one_graph_for_many_lengths():
+    """The second is taken for any, as long as it leaves the same rest."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    case = CASES["ttt-linear"]
+    run = torch.compile(case.chunked, fullgraph=True, backend=counter)
+    for chunks in (4, 5, 7, 11):
+        x = inputs("ttt-linear", chunks * C + 2)
+        found, want = results(run, x), results(case.chunked, x)
+        for a, b in zip(found, want, strict=True):
+            assert relative_error(a, b) < 1e-11
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@scanning
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WITH_CHUNKS)
 def test_compiled_once_on_gpu(name):
