@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import private
 from fastweights.deep.arguments import check_shapes, check_tokens
+from fastweights.flops import tell_counters
 from fastweights.ops import FORWARD, linear_recurrence, without_autocast
 from fastweights.reference.backend import wide
 
@@ -115,6 +117,8 @@ def solve(
     gradients. A single token's matrices are written down; those of many are
     not, and a product with them is linear attention.
     """
+    if not torch.compiler.is_compiling() and private.watched():
+        tell_counters()  # of FLOPs, past whom the operator goes below
     H: Tensor | None = None
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
         kept = g[:, 0, :, None, None].exp() * H0
