@@ -30,6 +30,7 @@ COMPILED = (
     "test_compile_selective.py",
     "test_convolution.py",
     "test_decode.py",
+    "test_deep_whole.py",
     "test_family.py",
     "test_launch.py",
     "test_layers_sdpa.py",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastweights import bench_deep, deep, timing
+from fastweights import bench_deep, deep, private, timing
 from fastweights.deep import cost
 from fastweights.deep.cost import Cost
 
@@ -113,6 +113,18 @@ def test_a_record(small, tmp_path, monkeypatch):
     for forward, both in zip(rows[::2], rows[1::2], strict=True):
         assert forward["pass"] == "forward" != both["pass"]
         assert 2 < both["flops"] / forward["flops"] <= 3
+
+
+def test_steps_are_not_written_down_one_by_one(small, monkeypatch):
+    """Where there is no scan, PyTorch runs these layers as they are."""
+    monkeypatch.setattr(private, "SCAN", None)
+    compiled = []
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **_: compiled.append(type(f)) or f
+    )
+    rows = [*bench_deep.layers((1.0, 1.0))]
+    assert len(compiled) == 3
+    assert [row["compiled"] for row in rows] == 6 * [True] + 4 * [False]
 
 
 def test_a_name_that_is_none(monkeypatch, capsys):

@@ -5,7 +5,8 @@
 ttt         TTT-Linear's fast weights, heads of 64 and of 128, B 1 and 8
 lact        LaCT's, chunks of 2048, under torch.compile
 layers      whole layers of width 2048, in one graph each: TTT-Linear,
-            TTT-MLP, Titans, LaCT and MesaNet
+            LaCT, MesaNet, TTT-MLP and Titans, the last two without
+            torch.compile before PyTorch 2.13, which has no scan for them
 
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights import bench, deep
+from fastweights import bench, deep, private
 from fastweights.deep import cost
 from fastweights.deep.cost import Cost
 from fastweights.layers import (
@@ -45,6 +46,7 @@ BATCHES = (1, 8) if ON_GPU else (1,)
 HEADS = ((32, 64), (16, 128)) if ON_GPU else ((2, 32),)
 CHUNK = 2048 if ON_GPU else 32
 LACT_HEADS = 4
+SCANNED = ("TTTMLP", "TitansMemory")  # step by step, without a kernel
 TO: Any = {"device": DEVICE, "dtype": DTYPE}
 
 
@@ -188,7 +190,9 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
         torch.manual_seed(0)
         layer = make()
         x = torch.randn(B, T, DIM, **TO).requires_grad_()
-        run = torch.compile(layer, fullgraph=True)
+        # Step after step written down, 256 would take an hour to compile.
+        compiled = private.SCAN is not None or name not in SCANNED
+        run = torch.compile(layer, fullgraph=True) if compiled else layer
         costs = {f: of(training=f) for f in (False, True)}
         for training in costs:
             costs[training] += projections(layer, B, training)
@@ -196,7 +200,7 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
                 flops = B * window.flops * (3 if training else 1)
                 costs[training] += (flops, 0)
         yield from timed(
-            {"what": name, "B": B, "T": T, "D": DIM},
+            {"what": name, "compiled": compiled, "B": B, "T": T, "D": DIM},
             functools.partial(run, x),
             [x, *layer.parameters()],
             costs,
