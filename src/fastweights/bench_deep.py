@@ -80,7 +80,7 @@ def timed(
         torch.cuda.synchronize()
     first = time.perf_counter() - start
     for training, fn in ((False, call), (True, both)):
-        seconds = timeit(fn, repeats=10 if ON_GPU else 2, warmup=1)
+        seconds = timeit(fn, repeats=6 if ON_GPU else 2, warmup=1)
         flops, _ = costs[training]
         yield {
             **row,
