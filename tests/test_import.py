@@ -27,6 +27,7 @@ ABOVE = (
     "tasks",
     "corpus",
     "training",
+    "planted",
     "train",
     "comparison",
     "experiments",

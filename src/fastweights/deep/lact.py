@@ -120,8 +120,9 @@ def lact(
         norms = [W.norm(dim=-2, keepdim=True) for W in start]
         if initial_state is None:
             initial_state = rates.new_zeros(B, H, 3 * numbers + 1)
-        *state, mean = _unpack(initial_state.to(full), shapes)
-        since, memory, total = state[:3], state[3:6], state[6:]
+        state = _unpack(initial_state.to(full), shapes)
+        since, memory, total = (state[i : i + 3] for i in (0, 3, 6))
+        mean = state[9]
         layout = Layout(chunk_size, T, q.device, position, lengths)
         outputs = []
         # The rows whose weights have taken a step.
