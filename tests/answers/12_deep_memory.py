@@ -36,7 +36,7 @@ def rms_slope(z, v, gamma, eps):
     return d / squares.sqrt() - through * z
 
 
-# %% ex-rms-norm not yet: one run per entry
+# %% ex-rms-norm not yet: a formula of plain tensors
 def rms_slope(z, v, gamma, eps):  # forward derivatives
     def loss(z):
         y = gamma * z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -63,7 +63,7 @@ def rms_slope(z, v, gamma, eps):  # complex steps
     return torch.stack(slopes, -1)
 
 
-# %% ex-rms-norm not yet: does not require grad
+# %% ex-rms-norm not yet: a formula of plain tensors
 from torch.autograd import grad as by_machine
 
 
@@ -342,7 +342,7 @@ def leaks(layer, T, D):  # the last token changed, the first looked at
     return not torch.allclose(layer(*x)[:, 0], layer(*y)[:, 0])
 
 
-# %% ex-leak not yet: first_peeks, 7 tokens: got False, need True
+# %% ex-leak not yet: chunk_after, 6 tokens: got False, need True
 def leaks(layer, T, D):  # the last token only, of another length
     x = torch.randn(3, 1, T, 1, D, **double)
     y = x.clone()
@@ -480,7 +480,7 @@ def composed(C):  # a chunk of one token
     return linear_model, huber, momentum_sgd, "before"
 
 
-# %% ex-compose not yet: takes
+# %% ex-compose not yet: missing 1 required
 def composed(C):  # steps on the chunk's sum
     def huber(prediction, target):
         r2 = (prediction - target).square().sum(-1)
