@@ -1,5 +1,6 @@
 """Experiments on a GPU: a recorded step is the step, beside others too."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -39,6 +40,11 @@ def losses(of: Trial, eager: int, monkeypatch) -> list[float]:
         ("recall", "softmax, rotary"),
         ("parity", "beta up to 2"),
         ("recall", "KDA"),
+        ("overwriting-deep", "TTT-Linear, 16"),
+        ("overwriting-deep", "TTT-MLP, 4"),
+        ("overwriting-deep", "Titans, 16"),
+        ("overwriting-deep", "LaCT, 16"),
+        ("overwriting-deep", "MesaNet"),
     ],
 )
 def test_recorded_steps_are_the_steps(name, variant, monkeypatch):
@@ -60,3 +66,23 @@ def test_runs_beside_each_other_are_those_alone():
         for mine, wanted in zip(found[i]["curve"], [curve[-1]], strict=True):
             assert mine == pytest.approx(wanted, rel=2e-3, abs=0.02)
     assert len({curve[-1][1] for curve in alone}) == 4
+
+
+def test_what_a_run_leaves_behind_does_not_spoil_a_recording(monkeypatch):
+    """Its graph is in a cycle: a collection destroys it, at any time."""
+    of = trial("recall", "delta", test_rows=32)
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def collecting(graph, **options):
+        begin(graph, **options)
+        gc.set_threshold(1, 1, 1)
+
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(0)
+        alone = run(of, "cuda")["curve"]
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", collecting)
+        again = run(of, "cuda")["curve"]
+    finally:
+        gc.set_threshold(*thresholds)
+    assert again[-1][1] == pytest.approx(alone[-1][1], rel=2e-3)

@@ -218,16 +218,7 @@ ON_GPU += [(99, 100, 7), (260, 64, 1)]
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
-@pytest.mark.parametrize(
-    "T, K, C",
-    [
-        (16, 16, 16),
-        (250, 64, 16),
-        (1000, 128, 16),
-        (99, 100, 7),
-        (260, 64, 64),
-    ],
-)
+@pytest.mark.parametrize("T, K, C", ON_GPU)
 def test_chunks_on_gpu(T, K, C, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))

@@ -31,8 +31,22 @@ def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
     """
     C = a.shape[-1]
     later = torch.ones(C, C, dtype=torch.bool, device=a.device).tril(-1)
-    factors = a[..., :, None].where(later, 1.0)
-    return factors.cumprod(-2).tril()
+    factors = a[..., None, :].where(later.mT, 1.0)
+    return running(factors).mT.tril()
+
+
+def running(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+    """``a.cumprod(-1)``, whose own backward would wait for the device.
+
+    PyTorch's asks there whether a factor is 0. In round r each product takes
+    in the one 2^r places before it.
+    """
+    reach = 1
+    while reach < a.shape[-1]:
+        longer = a[..., reach:] * a[..., :-reach]
+        a = torch.cat([a[..., :reach], longer], -1)
+        reach *= 2
+    return a
 
 
 def titans(
@@ -175,8 +189,8 @@ def chunk(
     # How much of S at token s is in W at token t, [B, H, C, C].
     reach = slow if moves is None else slow * moves[..., None, :]
     share = (reach @ fast) * theta[..., None, :]
-    keep = alpha.cumprod(-1)
-    carry = (reach @ eta.cumprod(-1)[..., None])[..., 0]
+    keep, speed = running(alpha), running(eta)
+    carry = (reach @ speed[..., None])[..., 0]
     z = dual.read(q, M, S, found, keep, carry, share)
     if norm is not None:
         z = dual.layer_norm(z, norm)[0]
@@ -184,7 +198,7 @@ def chunk(
     surprise = dual.gather(found, fast[..., -1, :] * theta)
     kept, reached = keep[..., -1], carry[..., -1]
     M = dual.each(partial(_blend, kept, reached), M, S, moved)
-    S = dual.each(partial(_blend, eta.prod(-1), None), S, S, surprise)
+    S = dual.each(partial(_blend, speed[..., -1], None), S, S, surprise)
     return M, S, z
 
 

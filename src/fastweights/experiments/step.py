@@ -6,6 +6,9 @@ time than the host. As a CUDA graph it is one.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,11 +122,24 @@ class _Recorded(_Eager):
             return super().__call__(seed)
         self.draws.generator.manual_seed(seed)
         if self.found is None:
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                batch = self.task.draw(self.step.trial.rows, self.draws)
-                self.found = self.step.learn(batch, self.questions)
-            finally:
-                self.graph.capture_end()
+            with _nothing_collected():
+                self.graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    batch = self.task.draw(self.step.trial.rows, self.draws)
+                    self.found = self.step.learn(batch, self.questions)
+                finally:
+                    self.graph.capture_end()
         self.graph.replay()
         return self.found
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No graph of a run that is over is destroyed: a recording would fail."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()

@@ -130,7 +130,7 @@ class TTTLinear(nn.Module):
         rate = full(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
         rows = Rows(x, state, cu_seqlens)
         learned = full(self.rows)
-        places = torch.arange(1, len(learned) + 1).to(learned)
+        places = torch.ones_like(learned).cumsum(0)
         q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
         o, S = ttt(
             q,
