@@ -222,9 +222,14 @@ def planted(run: Training, length: int) -> list[dict[str, Any]]:
         ]
 
 
-def load() -> list[dict[str, Any]]:
-    """The recorded runs that ship with the library."""
-    return bench.load("text")["runs"]
+def load(name: str = "text") -> list[dict[str, Any]]:
+    """Recorded runs that ship with the library.
+
+    Args:
+        name: ``text``, or ``text_again``: twelve of these runs a second time,
+            from the same seeds. Only they have ``planted``.
+    """
+    return bench.load(name)["runs"]
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
