@@ -35,7 +35,7 @@ from fastweights.experiments import (
 )
 from fastweights.experiments.recording import packed, unpacked, write
 from fastweights.experiments.trial import STEPS, TESTS, VALIDATION, answers
-from fastweights.models import LanguageModel
+from fastweights.models import LAYERS, LanguageModel
 from fastweights.tasks import IGNORE, Needles, RepeatedRecall, Scope
 from fastweights.training import learning_rate
 
@@ -605,3 +605,23 @@ def test_a_worker_that_dies_is_an_error_that_says_so():
     with pytest.raises(side_by_side.WorkerDied, match=r"^workers: one died"):
         next(found)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kind", ["ttt_linear", "ttt_mlp", "lact"])
+def test_a_convolution_stands_in_front_of_layers_without_one(kind):
+    torch.manual_seed(0)
+    plain, layer = LAYERS[kind], LAYERS[f"convolved_{kind}"]
+    found = layer(16, num_heads=2)
+    alone = plain(16, num_heads=2)
+    own = {k: x for k, x in found.state_dict().items() if "before" not in k}
+    alone.load_state_dict(own)
+    x = torch.randn(2, 20, 16)
+    taps = found.before.weight
+    padded = F.pad(x, (0, 0, taps.shape[1] - 1, 0))
+    mixed = x + torch.stack(
+        [(padded[:, t : t + 4].mT * taps).sum(-1) for t in range(20)], 1
+    )
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found(x)[0], alone(mixed)[0], **close)
+    with pytest.raises(ValueError, match="cu_seqlens: got one"):
+        found(x, cu_seqlens=torch.tensor([0, 20]))

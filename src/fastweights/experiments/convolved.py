@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers import LaCT, LayerState, TTTLinear, TTTMLP
+from fastweights.layers import TTTMLP, LaCT, LayerState, TTTLinear
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.state import Offsets
 from fastweights.models import LAYERS
@@ -27,8 +27,12 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
         @wraps(layer.__init__)
         def __init__(self, dim: int, *arguments: Any, **options: Any) -> None:
             super().__init__(dim, *arguments, **options)
-            to = {name: options.get(name) for name in ("device", "dtype")}
-            self.before = ShortConvolution(dim, activation=False, **to)
+            self.before = ShortConvolution(
+                dim,
+                activation=False,
+                device=options.get("device"),
+                dtype=options.get("dtype"),
+            )
 
         def forward(
             self,

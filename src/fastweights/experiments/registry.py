@@ -64,17 +64,18 @@ def network(kind: str, **options: Any) -> Variant:
 DEEP = {
     "delta": recurrence(decay=None),
     "gated delta": recurrence(**SLOW),
-    "TTT-Linear, 16": network("ttt_linear", mini_batch=16),
-    "TTT-MLP, 16": network("ttt_mlp", mini_batch=16),
+    "TTT-Linear, 16": network("convolved_ttt_linear", mini_batch=16),
+    "TTT-MLP, 16": network("convolved_ttt_mlp", mini_batch=16),
     "Titans, 16": network("titans", chunk_size=16),
-    "LaCT, 16": network("lact", num_heads=4, chunk_size=16),
+    "LaCT, 16": network("convolved_lact", num_heads=4, chunk_size=16),
     "MesaNet": network("mesanet"),
 }
-"""Chapter 12's layers: mini-batches or chunks of 16 tokens."""
+"""Chapter 12's layers: mini-batches or chunks of 16 tokens. Those that have
+no convolution of their own get one in front."""
 
 SHORT = {
-    "TTT-Linear, 4": network("ttt_linear", mini_batch=4),
-    "TTT-MLP, 4": network("ttt_mlp", mini_batch=4),
+    "TTT-Linear, 4": network("convolved_ttt_linear", mini_batch=4),
+    "TTT-MLP, 4": network("convolved_ttt_mlp", mini_batch=4),
 }
 """And of 4, which take a step more often, and longer to train."""
 
@@ -186,6 +187,7 @@ EXPERIMENTS: dict[str, Grid] = {
         "And with weights that are a network?",
         **recalls(OverwritingRecall, 4, 8),
         variants={**DEEP, **SHORT},
+        settings={"steps": 4000},
         lrs=LOW,
         quick={
             **ONE_RUN,
@@ -226,7 +228,7 @@ EXPERIMENTS: dict[str, Grid] = {
         },
         variants=DEEP,
         lrs=LOW,
-        settings={"steps": 1200, "rows": 32, "test_rows": 128},
+        settings={"steps": 4000, "rows": 32, "test_rows": 128},
         quick={
             **ONE_RUN,
             "only": ("delta", "TTT-Linear, 16", "MesaNet"),

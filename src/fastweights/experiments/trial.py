@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import check_number
-from fastweights.experiments import softmax  # noqa: F401 - a kind of layer
+from fastweights.experiments import (  # noqa: F401 - kinds of layer
+    convolved,
+    softmax,
+)
 from fastweights.experiments.step import STEPS, Step
 from fastweights.layers.arguments import check_sizes
 from fastweights.models import LanguageModel, ModelConfig
