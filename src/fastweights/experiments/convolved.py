@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+import inspect
 from typing import Any
 
 from jaxtyping import Float
@@ -24,7 +24,6 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
     """
 
     class Convolved(layer):  # type: ignore[misc, valid-type]
-        @wraps(layer.__init__)
         def __init__(self, dim: int, *arguments: Any, **options: Any) -> None:
             super().__init__(dim, *arguments, **options)
             self.before = ShortConvolution(
@@ -44,6 +43,7 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
                 raise ValueError("state, cu_seqlens: got one, need whole rows")
             return super().forward(x + self.before(x)[0])
 
+    Convolved.__signature__ = inspect.signature(layer)  # type: ignore
     return Convolved
 
 
