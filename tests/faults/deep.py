@@ -32,6 +32,21 @@ MUTANTS = {
         "d = d - d.mean(-1, keepdim=True)",
         "pass",
     ),
+    "titans-products-of-four-factors-at-most": (
+        f"{DEEP}/titans.py",
+        "while reach < a.shape[-1]:",
+        "while reach < min(a.shape[-1], 4):",
+    ),
+    "titans-products-beyond-the-token": (
+        f"{DEEP}/titans.py",
+        "return running(factors).mT.tril()",
+        "return running(factors).mT",
+    ),
+    "ttt-places-from-zero": (
+        f"{LAYERS}/ttt.py",
+        "places = torch.ones_like(learned).cumsum(0)",
+        "places = torch.ones_like(learned).cumsum(0) - 1 + 1e-6",
+    ),
     "deep-gelu-slope-flipped": (
         f"{DEEP}/dual.py",
         "return (1 + t + z * (1 - t.square()) * change) / 2",

@@ -7,14 +7,23 @@ RECORDS = "fastweights/experiments/records.py"
 SIDE = "fastweights/experiments/side_by_side.py"
 TABLE = "fastweights/experiments/table.py"
 SOFTMAX = "fastweights/experiments/softmax.py"
+CONVOLVED = "fastweights/experiments/convolved.py"
 RECORDING = "fastweights/experiments/recording.py"
 MAIN = "fastweights/experiments/__main__.py"
 RECURRENCE = "fastweights/layers/linear_recurrence.py"
 TESTS = dict.fromkeys(
-    (TRIAL, STEP, GRID, RECORDS, RECORDING, SIDE, TABLE, SOFTMAX, MAIN),
+    (
+        *(TRIAL, STEP, GRID, RECORDS, RECORDING, SIDE, TABLE, MAIN),
+        *(SOFTMAX, CONVOLVED),
+    ),
     "test_experiments.py",
 )
 MUTANTS = {
+    "convolved-without-the-token": (
+        CONVOLVED,
+        "return super().forward(x + self.before(x)[0])",
+        "return super().forward(self.before(x)[0])",
+    ),
     "trial-never-steps": (STEP, "        self.optimizer.step()\n", ""),
     "trial-trains-on-the-tests": (
         STEP,
