@@ -302,7 +302,7 @@ def kda(
     beta: PerHead,
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
-    """Kimi Delta Attention (Kimi Team 2025): a gate a key channel and step."""
+    """Kimi Delta Attention (Kimi Team 2025): a gate per key channel."""
     need("g", g, 4, "[B, T, HV, K]")
     need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)

@@ -53,7 +53,7 @@ def squared_error(
 
 
 def factor(rate: Rate, W: Tensor) -> Tensor:
-    """A rate a head [B, H] or channel [B, H, K], for weights [B, H, ...]."""
+    """A rate per head [B, H] or channel [B, H, K], for weights [B, H, ...]."""
     return rate.reshape(rate.shape + (1,) * (W.dim() - rate.dim()))
 
 

@@ -73,7 +73,7 @@ def linear_recurrence(
             offsets that do not rise from 0 to T give wrong numbers, but reach
             no other memory. On a CPU, and by PyTorch's backends, it is read
             and checked on the host.
-        chunk_size: tokens a chunk, 16, 32 or 64; None chooses.
+        chunk_size: tokens per chunk, 16, 32 or 64; None chooses.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
             not fp64), "chunkwise" (the same matrix products in PyTorch),
             "loop" (one token at a time, PyTorch) or "auto" (the first that
@@ -246,7 +246,7 @@ def _explain(lack: str) -> None:
 def _implementation(
     asked: str, q: Tensor, chunk_size: int | None
 ) -> tuple[str, ModuleType, int]:
-    """A backend's name, where its functions stand, and tokens a chunk."""
+    """A backend's name, where its functions stand, and tokens per chunk."""
     backend = choose_backend(asked, q.device, q.dtype)
     module: ModuleType = chunkwise
     if backend == "triton":
@@ -434,7 +434,7 @@ def refuse_transforms(name: str, *inputs: Tensor | None) -> None:
 def past_dispatcher(
     operator: Callable, function: Callable, tensors: Iterable[Any]
 ) -> Callable:
-    """The function behind an operator, which spares the host 50 us a call.
+    """The function behind an operator, which spares the host 50 us per call.
 
     But the operator itself where anything looks at operators: a mode (fake
     tensors, a FLOP counter, selective checkpointing), a transform, a trace,

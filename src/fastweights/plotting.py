@@ -115,7 +115,7 @@ def show_html(text: str) -> None:
 
 
 def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
-    """TFLOP/s of each member over its FLOPs a byte, under the roof.
+    """TFLOP/s of each member over its FLOPs per byte, under the roof.
 
     ``record`` is one of :func:`fastweights.bench.load`'s, of the case
     ``members``; its own ceilings are the roof. Forward (filled) and forward
@@ -168,7 +168,7 @@ def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
     ]
     roof = [min(bandwidth * i, peak) / 1e12 for i in ends]
     ax.plot(ends, roof, color=INK)
-    ax.set(xscale="log", yscale="log", xlabel="FLOPs a byte")
+    ax.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
     ax.set_ylabel("TFLOP/s")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")

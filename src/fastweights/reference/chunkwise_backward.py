@@ -293,7 +293,7 @@ def chunkwise_backward(
 
     Aqk and P are those that :func:`.chunkwise.chunkwise_forward` returned;
     without them they are computed again. The states always are, as in the
-    kernels: kept, they would be K V numbers a chunk.
+    kernels: kept, they would be K V numbers per chunk.
     """
     T = q.shape[1]
     q, k, v, do = (to_chunks(x, chunk_size) for x in (q, k, v, scale * do))

@@ -137,7 +137,7 @@ def decayed_scores(
     """A_ij = sum_d q_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
     G is the running sum of the log decay g, whose width DG is 1 (a gate a
-    head) or K (a gate a key channel).
+    head) or K (a gate per key channel).
     """
     T = q.shape[1]
     if g is None:

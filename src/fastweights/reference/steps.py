@@ -5,7 +5,7 @@ The state S is a matrix of fast weights [..., K, V], read by a query as
 step writes first and reads the new state: ``o_t`` comes from ``S_t``.
 
 Shapes in this file: q, k [..., K]; v, o [..., V]; a gate g is the natural
-log of a decay, [...] (one a head) or [..., K] (one a key channel); beta
+log of a decay, [...] (one per head) or [..., K] (one per key channel); beta
 [...]. The leading dimensions are whatever the caller has, usually [B, H].
 """
 
@@ -84,7 +84,7 @@ def mlstm(
 
 
 def gla(S: State, q: Key, k: Key, v: Value, g: Key) -> tuple[State, Value]:
-    """Gated linear attention (Yang et al. 2024, eq. 3): a decay a channel."""
+    """Gated linear attention (Yang et al. 2024, eq. 3): decay per channel."""
     S = g.exp()[..., :, None] * S + outer(k, v)
     return S, read(S, q)
 
@@ -123,7 +123,7 @@ def recurrence(
 ) -> tuple[State, Value]:
     """Every member above in one step: forget if gated, correct if beta.
 
-    g is [..., 1] for a gate a head and [..., K] for a gate a key channel.
+    g is [..., 1] for a gate per head and [..., K] for a gate per key channel.
     """
     if g is not None:
         S = g.exp()[..., None] * S
@@ -140,7 +140,7 @@ def selective(
     B: Float[Tensor, "*lead N"],
     C: Float[Tensor, "*lead N"],
 ) -> tuple[Float[Tensor, "*lead D N"], Float[Tensor, "*lead D"]]:
-    """Mamba's selective scan (Gu and Dao 2023): N numbers a channel of x.
+    """Mamba's selective scan (Gu and Dao 2023): N numbers per channel of x.
 
     Here values come first in the state, as in the paper. Each of its
     entries decays on its own, by e^{dt A} with A < 0.
