@@ -77,13 +77,10 @@ def cut(monkeypatch):
 
     And for the delta rule's maps into so many ranges, at most.
     """
-    from fastweights.kernels.backend import planned
 
     def cut(S, R=None):
         for name, number in (("segments", S), ("ranges", R or S)):
-            target = f"fastweights.kernels.call.num_{name}"
+            target = f"fastweights.kernels.lengths.num_{name}"
             monkeypatch.setattr(target, lambda *_, n=number: n)
-        planned.cache_clear()
 
-    yield cut
-    planned.cache_clear()
+    return cut

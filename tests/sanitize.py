@@ -19,7 +19,7 @@ from inputs import GATES, RULES, member
 
 import fastweights as fw
 from fastweights.convolution import convolve_heads
-from fastweights.kernels import backend, call, flash, linear, prefix
+from fastweights.kernels import flash, lengths, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
@@ -50,8 +50,7 @@ def main() -> None:
         ):
             if gate == "none" and strength == "mixed":
                 continue
-            call.num_segments = lambda *_, number=segments: number
-            backend.planned.cache_clear()
+            lengths.num_segments = lambda *_, number=segments: number
             run(gate, rule, dtype, strength)
             torch.cuda.synchronize()
             print(dtype, gate, rule, segments, strength, flush=True)

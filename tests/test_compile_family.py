@@ -16,7 +16,8 @@ from fastweights.kernels.intra_backward import (
     intra_bwd_kernel,
 )
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import launch_options, uses_tma
+from fastweights.kernels.settings import GPU, Kind
+from fastweights.kernels.settings import constants as constants_of
 from fastweights.kernels.tile import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -123,16 +124,18 @@ def compile_stage(
     V = D - 8 if ragged else D
     channel = DG > 1
     shared = SHARED[capability]
-    options = launch_options(
-        LAUNCHED.get(stage, stage),
+    gpu = GPU(shared, 132, divmod(capability, 10))
+    kind = Kind(
+        gpu,
+        DTYPES[dtype],
+        4,
+        4 * group,
         D,
         V,
-        DTYPES[dtype],
-        gate=DG,
-        delta=delta,
-        shared=shared,
-        chunk_size=chunk_size,
-        capability=divmod(capability, 10),
+        DG,
+        delta,
+        chunk_size,
+        precision,
     )
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
@@ -164,18 +167,7 @@ def compile_stage(
             ("errors", "dbeta", "dv", "dh", "dinitial_state"), False
         )
     constants = {name: None for name in there if not there[name]}
-    H = 4 * group if channel and not stage.startswith("intra") else 4
-    constants |= {"H": H, "HV": 4 * group, "K": D, "V": V, "BT": chunk_size}
-    constants |= {
-        "DG": DG,
-        "LOOK": 16,
-        "BACK": stage.endswith("backward"),
-        "DELTA": delta,
-        "PRECISION": precision,
-    } | options
-    if stage in SCANS:
-        sizes = {"shared": shared, "chunk_size": chunk_size}
-        constants["TMA"] = uses_tma(options, D, V, DTYPES[dtype], **sizes)
+    constants |= constants_of(LAUNCHED.get(stage, stage), kind)
     types = dict.fromkeys(FULL, "*fp32")
     types |= {
         "G": "*fp64",

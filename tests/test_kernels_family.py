@@ -30,14 +30,10 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import backend as kernels
-from fastweights.kernels import dot_precision, launch
-from fastweights.kernels.call import Call
-from fastweights.kernels.settings import (
-    maps_at_once,
-    num_ranges,
-    num_segments,
-)
-from fastweights.kernels.tile import narrowest
+from fastweights.kernels import dot_precision, lengths
+from fastweights.kernels.lengths import lengths_of, num_segments
+from fastweights.kernels.plan import Room
+from fastweights.kernels.settings import Kind, constants, properties
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 
@@ -523,12 +519,12 @@ def switch(where, value):
 def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     """Whichever of PyTorch's switches was used, and however often."""
     x = cast(member("scalar", "delta"), torch.float32)
-    names = ("q", "k", "v", "g", "beta")
+    names = ("q", "v", "g", "beta")
     found = []
     for value in values:
         switch(where, value)
-        call = Call(*(x[n] for n in names), None, None, 1.0, 16)
-        found.append(call.constants("scan")["PRECISION"])
+        kind, _ = kernels.measured(*(x[n] for n in names), None, 16)
+        found.append(constants("scan", kind)["PRECISION"])
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
     assert found == ["tf32", "tf32x3"] * 2
@@ -601,7 +597,7 @@ def test_tiles_by_descriptors(gate, rule, cut):
 @interpreted
 def test_lengths_that_are_symbols(monkeypatch):
     """In one segment and in four: torch.compile allocates for both."""
-    monkeypatch.setattr("fastweights.kernels.settings.SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr("fastweights.kernels.lengths.SEGMENT_CHUNKS", 1)
     torch._dynamo.reset()
     compiled = torch.compile(
         fw.linear_recurrence, backend="aot_eager", fullgraph=True
@@ -623,15 +619,14 @@ def test_lengths_that_are_symbols(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_how_many_ranges():
+def test_how_many_ranges(monkeypatch):
     """One round: three programs a multiprocessor, or what takes their room."""
-    cpu, half = torch.device("cpu"), torch.bfloat16  # taken for an H200
+    gpu, half = properties(torch.device("cpu")), torch.bfloat16  # an H200
+    monkeypatch.setattr(lengths, "num_segments", lambda *_: 10**6)
 
     def rule(heads, K=128, V=128, dtype=half, gate=1, chunk_size=64):
-        BV = narrowest(dtype)
-        programs, maps = heads * -(-V // BV), heads * -(-K // BV)
-        at_once = maps_at_once(K, V, dtype, gate, chunk_size, cpu)
-        return num_ranges(programs, maps, at_once)
+        kind = Kind(gpu, dtype, 1, heads, K, V, gate, True, chunk_size, "tf32")
+        return lengths_of(kind, 1, 10**9, 1, packed=False).NR
 
     # Of 396 programs; the first range has but those for its values.
     assert [rule(n) for n in (1, 16, 32, 66, 67, 200)] == [99, 6, 3, 2, 1, 1]
@@ -645,12 +640,11 @@ def test_how_many_ranges():
 
 def test_how_many_segments():
     """Two programs a multiprocessor; no segment under eight chunks."""
-    cpu = torch.device("cpu")  # taken for an H200: 264 programs
-    rule = num_segments
-    assert [rule(n, 10**6, cpu) for n in (1, 32, 88, 132)] == [264, 8, 3, 2]
-    assert [rule(n, 10**6, cpu) for n in (133, 264, 265, 10**6)] == [1] * 4
+    rule = num_segments  # of an H200: 264 programs
+    assert [rule(n, 10**6, 132) for n in (1, 32, 88, 132)] == [264, 8, 3, 2]
+    assert [rule(n, 10**6, 132) for n in (133, 264, 265, 10**6)] == [1] * 4
     chunks = (0, 7, 8, 15, 16, 63, 64, 65)
-    assert [rule(32, n, cpu) for n in chunks] == [1, 1, 1, 1, 2, 7, 8, 8]
+    assert [rule(32, n, 132) for n in chunks] == [1, 1, 1, 1, 2, 7, 8, 8]
 
 
 def scattered(x):
@@ -764,12 +758,11 @@ def test_a_gate_above_zero_is_no_other(gate):
 @interpreted
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
-def test_each_stage_is_its_twin(gate, rule):
+def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     """Each stage of the kernels against the one of its name in PyTorch."""
     C, T, scale = 16, 40, 0.3
     x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
     names = ("q", "k", "v", "g", "beta", "initial_state")
-    call = Call(*(x.get(n) for n in names), None, scale, C)
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
@@ -801,37 +794,38 @@ def test_each_stage_is_its_twin(gate, rule):
         ref = ref if found.dim() == 4 else ref[..., 0]
         assert relative_error(found, ref) < 1e-5
 
-    chunked, A_found, R_found = launch.intra(call)
-    exits, maps = launch.segments(call, chunked, R_found)
-    for found, ref in ((A_found, Aqk), (R_found, R)):
-        if found is not None:
-            agree(found, ref)
-    o_found, state_found = launch.scan(call, chunked, A_found, R_found, exits)
-    agree(o_found, o)
-    assert relative_error(state_found, state) < 1e-5
-    saved = launch.kept(call, chunked, A_found, R_found, exits, maps)
-    chunked, *_ = launch.found_again(call, saved)
-    h_found, e_found = launch.chunk_states(call, chunked, R_found, exits)
-    assert (e_found is None) == (errors is None)
-    dv_found, dbeta_found, dh_found, dinitial_found = launch.scan_backward(
-        call, chunked, A_found, R_found, e_found, do, dstate, maps
-    )
-    assert relative_error(dinitial_found, dinitial) < 1e-5
-    for found, ref in ((h_found, h), (dh_found, dh)):
-        assert relative_error(found[:3, 0], ref[0, :, 0]) < 1e-5
-    dq_found, dk_found, dg_found, dbeta_found = launch.intra_backward(
-        call, chunked, do, e_found, dv_found, h_found, dh_found, dbeta_found
-    )
-    for found, ref in (
-        (e_found, errors),
-        (dq_found, dq),
-        (dk_found, dk),
-        (dv_found, dv),
-        (dg_found, dg),
-        (dbeta_found, dbeta),
+    # Every tensor of a forward and backward, those between stages too.
+    found = {}
+    empty = Room.empty
+
+    def remembered(room, q, lengths):
+        found[room.name] = empty(room, q, lengths)
+        return found[room.name]
+
+    monkeypatch.setattr(Room, "empty", remembered)
+    inputs = (*(x.get(n) for n in names), None)
+    *_, saved = kernels.forward(*inputs, scale, C)
+    kernels.backward(do, dstate, *inputs, saved, scale, C)
+    for name, ref in (
+        ("Aqk", Aqk),
+        ("R", R),
+        ("o", o),
+        ("errors", errors),
+        ("dq", dq),
+        ("dk", dk),
+        ("dv", dv),
+        ("dg", dg),
+        ("dbeta", dbeta),
     ):
-        if found is not None:
-            agree(found, ref)
+        if name in found:
+            agree(found[name], ref)
+    for name, ref in (("state", state), ("dinitial_state", dinitial)):
+        assert relative_error(found[name], ref) < 1e-5
+    for name, ref in (("h", h), ("dh", dh)):
+        assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
+    expected = {"Aqk": gate == "vector", "dg": gate != "none"}
+    expected |= dict.fromkeys(("R", "errors", "dbeta"), rule == "delta")
+    assert all((name in found) == there for name, there in expected.items())
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""A call by its plan: the bits of the launches that it would make at once."""
+"""Calls by addresses: the bits of those that hand the kernels tensors."""
 
 import ctypes
 import itertools
@@ -13,50 +13,52 @@ from inputs import GATES, RULES, member, results
 from kernel_judge import interpreted
 
 import fastweights as fw
-from fastweights.kernels import backend
-from fastweights.kernels.plan import Plan
+from fastweights.kernels import backend, launch, plan
+from fastweights.kernels.plan import Room, Schedule
 
 
-def tensor_at(address, like):
-    """The tensor of this shape and dtype at an address."""
-    if like.numel() == 0:
-        return torch.empty_like(like, device="cpu")
-    data = (ctypes.c_byte * (like.numel() * like.itemsize)).from_address
-    return torch.frombuffer(data(address), dtype=like.dtype).view(like.shape)
+class ByAddress:
+    """A launch of compiled code, which is given addresses, interpreted."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        def run(*values):
+            arguments = [
+                start_of(x.dtype, value) if isinstance(x, Room) else value
+                for x, value in zip(self.launch.arguments, values, strict=True)
+            ]
+            self.launch.kernel[grid](*arguments)
+
+        return run
+
+
+def start_of(dtype, address):
+    """A tensor that begins at an address; kernels know no end of it."""
+    data = (ctypes.c_byte * dtype.itemsize).from_address(address)
+    return torch.frombuffer(data, dtype=dtype)
 
 
 @pytest.fixture
 def by_plan(monkeypatch):
     """Calls go by their plans, whose launches Triton's interpreter makes."""
 
-    def load(plan, shared):
-        def by_address(launch):
-            def run(*values):
-                arguments = [
-                    tensor_at(value, like)
-                    if isinstance(like, torch.Tensor)
-                    else value
-                    for value, like in zip(
-                        values, launch.arguments, strict=False
-                    )
-                ]
-                constants = values[len(arguments) :]
-                names = launch.kernel.arg_names[len(arguments) :]
-                assert constants == tuple(launch.constants[n] for n in names)
-                grid = (launch.programs,)
-                launch.kernel[grid](*arguments, **launch.constants)
-
-            return run
-
-        plan.runs = [by_address(launch) for launch in plan.launches]
+    def load(schedule, shared):
+        schedule.kernels = [ByAddress(x) for x in schedule.launches]
 
     def begin():
+        launch.forward.cache_clear()
+        launch.backward.cache_clear()
+        monkeypatch.setattr(plan, "INTERPRETED", False)
         monkeypatch.setattr(backend, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
-        monkeypatch.setattr(Plan, "load", load)
+        monkeypatch.setattr(plan, "with_scratch", lambda run, *x: run(*x))
+        monkeypatch.setattr(Schedule, "load", load)
 
     yield begin
-    backend.planned.cache_clear()
+    launch.forward.cache_clear()
+    launch.backward.cache_clear()
 
 
 @interpreted
@@ -99,4 +101,4 @@ def test_a_plan_is_the_call(gate, rule, by_plan, poison, cut):
         assert found.keys() == ref.keys()
         for name in ref:
             assert torch.equal(found[name], ref[name]), name
-    assert backend.planned.cache_info().hits > 0
+    assert launch.forward.cache_info().currsize == 3

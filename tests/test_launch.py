@@ -17,22 +17,26 @@ from inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, _async_compile
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import MockTensor, create_function_from_signature
 
 import fastweights as fw
 from fastweights.kernels import backend, launch
-from fastweights.kernels.call import INPUTS, Call
+from fastweights.kernels.launch import GIVEN
+from fastweights.kernels.lengths import Lengths
 from fastweights.kernels.plan import (
+    SCALE,
+    Count,
     Launch,
-    Plan,
+    Room,
+    Schedule,
     _allocate,
     compile_together,
     places,
-    sizes,
 )
+from fastweights.kernels.settings import Kind, constants, properties
 from fastweights.kernels.tile import INTERPRETED
 
-RUN = Call.run
+T = Count("T")
 rules = pytest.mark.parametrize("rule", RULES)
 compiled = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
@@ -47,55 +51,77 @@ def low(x):
     }
 
 
-def specialization(kernel, arguments, constants):
+def specialization(kernel, arguments):
     """What Triton compiles a kernel for, by its arguments."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(
         kernel.signature, kernel.params, backend
     )
-    return bind(*arguments, **constants)[1]
+    return bind(*arguments)[1]
+
+
+def schedules(x, ends, chunk_size=64):
+    """The kernels' forward and backward of a call, and its lengths."""
+    given = [*(x.get(name) for name in GIVEN[:5]), *ends]
+    q, _, v, g, beta, _, offsets = given
+    kind, lengths = backend.measured(q, v, g, beta, offsets, chunk_size)
+    kinds, cut = backend.dtypes(given), min(lengths.NS, 3)
+    last = (v.dtype, (ends[0] is not None and torch.float32) or None)
+    forward = launch.forward(kind, kinds, cut)
+    return forward, launch.backward(kind, kinds + last, cut), lengths
 
 
 @compiled
 @rules
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
-def test_a_plan_has_the_kernels_of_the_call(gate, rule, monkeypatch):
-    """All that Triton looks at is that of the tensors with data."""
-    launches, cut = [], False
-    monkeypatch.setattr(
-        Call, "run", lambda call, *launch: launches.append(launch)
-    )
+def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
+    """All that Triton looks at is that of the call's tensors and numbers."""
+    q = torch.empty(0, device="meta")
+    found, cuts = {}, set()
     for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
         x = low(member(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
         ends = [(x["initial_state"], None), (None, None)]
         if B == 1:
             ends.append((None, torch.tensor([0, T // 2, T])))
         for end in ends:
-            inputs = [*(x.get(name) for name in INPUTS[:5]), *end]
-            call = Call(*inputs, 1.0, 64)
-            cut |= call.segments > 1
-            launches.clear()
-            o, state, saved = launch.forward(call)
-            call.others = (o, state, *saved)
-            launch.backward(call)
-            with monkeypatch.context() as undone:
-                undone.setattr(Call, "run", RUN)
-                of = sizes(inputs)
-                rest = (64, o.device, "tf32")
-                planned = [
-                    *backend.planned(of, None, *rest).launches,
-                    *backend.planned(of, sizes((o, state)), *rest).launches,
-                ]
-            assert len(planned) == len(launches)
-            for found, expected in zip(planned, launches, strict=True):
-                stage, kernel, programs, *arguments = expected
-                assert programs > 0
-                assert found.kernel is kernel and found.programs == programs
-                constants = call.constants(stage)
-                assert found.constants == constants
-                now = specialization(kernel, found.arguments, constants)
-                assert now == specialization(kernel, arguments, constants)
-    assert cut
+            *both, lengths = schedules(x, end)
+            cuts.add(min(lengths.NS, 3))
+            for schedule in both:
+                found[id(schedule)] = schedule
+                for step in schedule.launches:
+                    assert step.programs.at(lengths) > 0
+                    stand_ins, seen = [], []
+                    for t in step.arguments:
+                        if isinstance(t, Room):
+                            stand_ins.append(MockTensor(t.dtype))
+                            seen.append(t.empty(q, lengths))
+                            assert seen[-1].dtype == t.dtype
+                        elif t == SCALE:
+                            stand_ins.append(1.0)
+                            seen.append(0.3)
+                        elif isinstance(t, Count):
+                            stand_ins.append(2)
+                            seen.append(t.at(lengths))
+                        else:
+                            stand_ins.append(t)
+                            seen.append(t)
+                    now = specialization(step.kernel, stand_ins)
+                    assert now == specialization(step.kernel, seen)
+    assert len(cuts) > 1
+    assert len(found) <= 2 * 2 * 3 * len(cuts)  # K, ends: not one a length
+
+
+@rules
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+def test_a_new_length_is_of_a_known_kind(gate, rule):
+    """Nothing is traced again, and no length is a key."""
+    launch.forward.cache_clear()
+    launch.backward.cache_clear()
+    for T in range(65, 500, 29):
+        x = low(member(gate, rule, T=T, H=1, HV=1, K=16, V=16))
+        schedules(x, (None, None))
+    assert launch.forward.cache_info().misses == 1
+    assert launch.backward.cache_info().misses == 1
 
 
 class Kernel:
@@ -105,7 +131,6 @@ class Kernel:
     is, and its result is kept. Of ``stages`` it takes 100 bytes each.
     """
 
-    arg_names = ("x", "y", "scale", "n", "BT", "TMA")
     __name__ = "some_kernel"
 
     def __init__(self):
@@ -145,35 +170,55 @@ class Kernel:
 
 
 SHARED = 1000  # bytes of shared memory, plenty
+LENGTHS = Lengths(*[2] * 12)._replace(T=3, tokens=6, slots=7)
 
 
-def two_launches(kernel, tma=False, **settings):
+def two_launches(kernel, tma=False, **options):
     """From x to y, and from there to z."""
-    x, y, z = (torch.empty(n, device="meta") for n in (3, 50, 4))
-    scale, constants = float("nan"), {"num_warps": 4, "BT": 16, "TMA": tma}
-    constants |= settings
+    x, y, z = (
+        Room(name, of, row, torch.float32)
+        for name, of, row in (
+            ("x", "tokens", (5,)),
+            ("y", "slots", (50,)),
+            ("z", "N", (4,)),
+        )
+    )
+    kernel.arg_names = ("x", "y", "scale", "n", "BT", *["TMA"] * tma)
+    rest, settings = (16, *[True] * tma), {"num_warps": 4} | options
     launches = [
-        Launch(kernel, 7, (x, y, None, 5), constants),
-        Launch(kernel, 8, (y, z, scale, 6), constants),
+        Launch(kernel, Count("slots"), (x, y, None, T, *rest), settings),
+        Launch(
+            kernel, Count("slots", 3, 2), (y, z, SCALE, 6, *rest), settings
+        ),
     ]
-    return Plan(launches, [[x], []], [z], None, scale)
+    return Schedule(launches, ["x", "absent"], [z], [])
+
+
+def run(schedule, scale=1.0):
+    given = [torch.ones(2, 3, 5), None]
+    ((z,), _) = schedule(given, LENGTHS, scale, [torch.empty(0)])
+    return given[0], z
 
 
 def test_addresses_and_constants():
     kernel = Kernel()
-    plan = two_launches(kernel)
-    compile_together(plan)
-    assert kernel.notes == ["compiled"] and not plan.runs
-    plan.load(SHARED)
-    x = torch.ones(3)
-    (z,) = plan([x, None], 0.5)
-    assert z.shape == (4,) and z.dtype == torch.float32
+    schedule = two_launches(kernel)
+    compile_together(schedule)
+    assert kernel.notes == ["compiled"] and not schedule.kernels
+    schedule.load(SHARED)
+    x, z = run(schedule, 0.5)
+    assert z.shape == (2, 4) and z.dtype == torch.float32
     (first, _, (at_x, at_y, none, *one)), (then, _, others) = kernel.notes[1:]
-    assert first == (7, 1, 1) and then == (8, 1, 1)
-    assert at_x == x.data_ptr() and none is None and one == [5, 16, False]
-    assert others == (at_y, z.data_ptr(), 0.5, 6, 16, False)
-    assert plan([x, None], 2.0)[0] is not z
+    assert first == (7, 1, 1) and then == (11, 1, 1)
+    assert at_x == x.data_ptr() and none is None and one == [3, 16]
+    assert others == (at_y, z.data_ptr(), 0.5, 6, 16)
+    assert run(schedule, 2.0)[1] is not z
     assert kernel.notes[-1][2][2] == 2.0
+    longer = LENGTHS._replace(T=9, slots=70, N=3)
+    ((z,), _) = schedule([x, None], longer, 1.0, [torch.empty(0)])
+    assert z.shape == (3, 4)
+    assert [note[0][0] for note in kernel.notes[-2:]] == [70, 105]
+    assert kernel.notes[-2][2][3] == 9
 
 
 def test_what_another_thread_compiles_is_waited_for():
@@ -181,67 +226,67 @@ def test_what_another_thread_compiles_is_waited_for():
     key = lambda kernel: None  # noqa: E731
     takes = len(signature(_async_compile.FutureKernel).parameters)
     kernel.made[1] = _async_compile.FutureKernel(*[key] * (takes - 1), made)
-    plan = two_launches(kernel)
-    compile_together(plan)
+    schedule = two_launches(kernel)
+    compile_together(schedule)
     made.set_result(kernel)
-    plan.load(SHARED)
-    plan([torch.ones(3), None], 1.0)
-    assert [note[0] for note in kernel.notes] == [(7, 1, 1), (8, 1, 1)]
+    schedule.load(SHARED)
+    run(schedule)
+    assert [note[0] for note in kernel.notes] == [(7, 1, 1), (11, 1, 1)]
 
 
 def test_what_cannot_be_compiled_says_so_and_may_be_later():
     """By the kernel's name, and in the compiler's words."""
     kernel = Kernel()
-    plan = two_launches(kernel)
+    schedule = two_launches(kernel)
     kernel.error = ValueError("no ptxas")
-    compile_together(plan)
+    compile_together(schedule)
     message = "some_kernel does not compile: no ptxas"
     with pytest.raises(RuntimeError, match=message) as caught:
-        plan.load(SHARED)
+        schedule.load(SHARED)
     assert caught.value.__cause__ is kernel.error
-    assert not plan.runs
+    assert not schedule.kernels
     kernel.error = None
     kernel.made.clear()
-    compile_together(plan)
-    plan.load(SHARED)
-    plan([torch.ones(3), None], 1.0)
+    compile_together(schedule)
+    schedule.load(SHARED)
+    run(schedule)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_compilation_leaves_no_mode_behind(error):
     """What is compiled afterwards is compiled as ever."""
     kernel = Kernel()
-    plan = two_launches(kernel)
+    schedule = two_launches(kernel)
     kernel.error = error()
     with pytest.raises(error):
-        compile_together(plan)
+        compile_together(schedule)
     assert _async_compile.active_mode.get() is None
     kernel.error = None
     kernel.made.clear()
-    compile_together(plan)
-    plan.load(SHARED)
-    assert len(plan.runs) == 2
+    compile_together(schedule)
+    schedule.load(SHARED)
+    assert len(schedule.kernels) == 2
 
 
 def test_a_mode_of_the_callers_is_left_alone():
     kernel = Kernel()
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool) as mode:
-        plan = two_launches(kernel)
-        compile_together(plan)
+        schedule = two_launches(kernel)
+        compile_together(schedule)
         assert _async_compile.active_mode.get() is mode
         assert not mode.raw_futures
-        plan.load(SHARED)
-    assert len(plan.runs) == 2
+        schedule.load(SHARED)
+    assert len(schedule.kernels) == 2
 
 
 def test_without_the_mode_kernels_are_compiled_one_by_one(monkeypatch):
     monkeypatch.delattr(triton, "AsyncCompileMode")
     kernel = Kernel()
-    plan = two_launches(kernel)
-    compile_together(plan)
+    schedule = two_launches(kernel)
+    compile_together(schedule)
     assert not kernel.notes
-    plan.load(SHARED)
-    assert kernel.notes == ["compiled"] and len(plan.runs) == 2
+    schedule.load(SHARED)
+    assert kernel.notes == ["compiled"] and len(schedule.kernels) == 2
 
 
 @pytest.mark.parametrize(
@@ -250,28 +295,18 @@ def test_without_the_mode_kernels_are_compiled_one_by_one(monkeypatch):
 def test_fewer_stages_where_shared_memory_is_short(shared, stages):
     """As many as fit by what the compiler says."""
     kernel = Kernel()
-    plan = two_launches(kernel, num_stages=3)
-    compile_together(plan)
-    plan.load(shared)
+    schedule = two_launches(kernel, num_stages=3)
+    compile_together(schedule)
+    schedule.load(shared)
     assert [*kernel.made] == stages
-    (z,) = plan([torch.ones(3), None], 0.5)
-    assert z.shape == (4,)
+    assert run(schedule)[1].shape == (2, 4)
 
 
 def test_what_does_not_fit_is_named():
-    plan = two_launches(Kernel(), num_stages=2)
+    schedule = two_launches(Kernel(), num_stages=2)
     message = "some_kernel takes 100 bytes of shared memory, .* GPU has 99;"
     with pytest.raises(RuntimeError, match=message):
-        plan.load(99)
-
-
-def test_a_launch_takes_whole_buffers():
-    """Of a view the address would be the one of the buffer it is in."""
-    x = torch.empty(3, device="meta")
-    constants = {"num_warps": 4, "BT": 16, "TMA": False}
-    view = Launch(Kernel(), 7, (x[1:], x, None, 5), constants)
-    with pytest.raises(AssertionError, match="whole buffers"):
-        Plan([view], [[x]], [], None, 1.0)
+        schedule.load(99)
 
 
 def test_memory_for_descriptors():
@@ -279,10 +314,10 @@ def test_memory_for_descriptors():
     kernel, theirs = Kernel(), object()
 
     def launch(tma):
-        plan = two_launches(kernel, tma)
-        compile_together(plan)
-        plan.load(SHARED)
-        plan([torch.ones(3), None], 1.0)
+        schedule = two_launches(kernel, tma)
+        compile_together(schedule)
+        schedule.load(SHARED)
+        run(schedule)
 
     def copied():
         triton.set_allocator(theirs)
@@ -298,9 +333,11 @@ def test_memory_for_descriptors():
 
 
 def test_tensors_of_a_buffer_are_aligned():
-    tensors = [torch.empty(n, dtype=torch.uint8) for n in (1, 128, 0, 129, 5)]
-    assert places(tensors) == [0, 128, 256, 256, 512, 640]
-    assert places([]) == [0]
+    sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("NS", 129), ("T", 5)
+    rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
+    lengths = Lengths(*[1] * 12)._replace(N=2)
+    assert places(rooms, lengths) == [0, 128, 256, 256, 512, 640]
+    assert places([], lengths) == [0]
 
 
 def test_a_call_aligns_its_inputs():
@@ -310,15 +347,11 @@ def test_a_call_aligns_its_inputs():
     v = torch.empty(x[2].numel() + 1, dtype=x[2].dtype)[1:]
     v = v.view_as(x[2]).copy_(x[2])
     assert v.is_contiguous() and v.data_ptr() % 16
-    call = Call(*x[:2], v, None, None, None, None, 1.0, 64, others=(v, None))
-    assert call.q is x[0] and torch.equal(call.v, v)
-    copies = (call.v, call.others[0])
-    assert not any(t.data_ptr() % 16 for t in copies)
-    assert call.others[1] is None and torch.equal(call.others[0], v)
-    offsets = torch.tensor([0, 0, 30, 64], dtype=torch.int32)[1:]
-    call = Call(*x, None, None, None, offsets, 1.0, 64)
-    assert call.cu_seqlens.tolist() == [0, 30, 64]
-    assert call.cu_seqlens.data_ptr() % 16 == 0
+    assert backend.aligned(None) is None and backend.aligned(x[0]) is x[0]
+    copy = backend.aligned(v)
+    assert torch.equal(copy, v) and copy.data_ptr() % 16 == 0
+    columns = backend.aligned(x[0].mT)
+    assert torch.equal(columns, x[0].mT) and columns.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -328,11 +361,11 @@ def test_a_call_aligns_its_inputs():
 @rules
 def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     """A descriptor has no mask for columns: tiles are whole."""
-    inputs = low(member("vector", rule, T=64, H=1, K=128, V=V))
-    x = [inputs.get(name) for name in INPUTS[:5]]
-    constants = Call(*x, None, None, 1.0, 64).constants("scan_backward")
-    assert constants["TMA"] is tma
-    assert constants["BV"] == BV
+    gpu, gate = properties(torch.device("cpu")), 128
+    sizes = (torch.bfloat16, 1, 1, 128, V, gate, rule == "delta")
+    found = constants("scan_backward", Kind(gpu, *sizes, 64, "tf32"))
+    assert found["TMA"] is tma
+    assert found["BV"] == BV
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ def test_a_module_has_the_tests_that_import_it():
     found = names("src/fastweights/mlstm.py")
     assert "test_mlstm.py" in found and "test_bench.py" not in found
     found = names("src/fastweights/kernels/settings.py")
-    assert {"test_settings.py", "test_compile_family.py"} <= found
+    assert {"test_launch.py", "test_compile_family.py"} <= found
 
 
 def test_a_helper_has_the_tests_that_use_it():

@@ -2,8 +2,6 @@
 
 members     every member, forward and backward, in multiples of the floor
             (:mod:`fastweights.speed`); with --peer fla beside its own
-tune        every stage of the kernels under other launch settings; with
-            --write the library uses the fastest from then on
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 decode      one more token: softmax over its cache, linear over its state
@@ -229,15 +227,9 @@ def main() -> None:
         "case",
         nargs="?",
         default="members",
-        choices=["members", "tune", *CASES],
+        choices=["members", *CASES],
     )
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="tune: keep this GPU's best settings in the user's cache, or in "
-        "the file that FASTWEIGHTS_LAUNCH names, where the library finds them",
-    )
     group = parser.add_argument_group("members")
     group.add_argument(
         "--members",
@@ -276,8 +268,6 @@ def main() -> None:
         help="leave out the first call, which compiles on an empty cache",
     )
     arguments = parser.parse_args()
-    if arguments.write and arguments.case != "tune":
-        parser.error(f"--write: got the case {arguments.case}, need tune")
     case = CASES.get(
         arguments.case,
         functools.partial(
@@ -289,10 +279,6 @@ def main() -> None:
             first=not arguments.no_first,
         ),
     )
-    if arguments.case == "tune":
-        case = functools.partial(
-            speed.tune, arguments.members, arguments.shapes
-        )
     given = [x for x in sys.argv[1:] if not x.startswith("--json=")]
     if "--json" in given:
         at = given.index("--json")
@@ -300,14 +286,7 @@ def main() -> None:
     known: dict[str, Any] = {}
     if arguments.peer:
         known["peers"] = speed.peer_versions(arguments.peer)
-    rows = run(case, shlex.join(given), arguments.json, **known)
-    if arguments.write:
-        from fastweights.kernels import settings
-        from fastweights.kernels.tune import write
-
-        file = settings.tuned_table()
-        write(rows, torch.cuda.get_device_name(), file)
-        print(f"the best settings are in {file}")
+    run(case, shlex.join(given), arguments.json, **known)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """In what is refused, in decoding, and in how kernels are called."""
 
-from faults.family import ARGUMENTS, CHUNKWISE, INTRA, OPS, TILE
+from faults.family import ARGUMENTS, CHUNKWISE, INTRA, LAUNCH, OPS, TILE
 
-(DECODING, FAST_WEIGHTS, PRIVATE, VALUES, PLAN, CALL, SETTINGS, KERNELS) = (
+(DECODING, FAST_WEIGHTS, PRIVATE, VALUES, PLAN, LENGTHS, SETTINGS, KERNELS) = (
     f"fastweights/{file}.py"
     for file in (
         "decoding",
@@ -10,7 +10,7 @@ from faults.family import ARGUMENTS, CHUNKWISE, INTRA, OPS, TILE
         "private",
         "values",
         "kernels/plan",
-        "kernels/call",
+        "kernels/lengths",
         "kernels/settings",
         "kernels/__init__",
     )
@@ -21,7 +21,7 @@ TESTS = {
     PRIVATE: "test_ops.py",
     VALUES: "test_values.py",
     PLAN: "test_kernels_plan.py",
-    CALL: "test_kernels_family.py",
+    LENGTHS: "test_kernels_family.py",
     SETTINGS: "test_kernels_family.py",
     KERNELS: "test_kernels_family.py",
 }
@@ -164,18 +164,62 @@ MUTANTS = {
     ),
     "plan-has-one-buffer-for-all": (
         PLAN,
-        "values += [starts[i] + place for i, place in self.addresses]",
-        "values += [starts[i] for i, place in self.addresses]",
+        "values += [first + place for place in at[:-1]]",
+        "values += [first for place in at[:-1]]",
     ),
-    "plan-keeps-the-scale-of-its-trace": (
+    "plan-takes-a-number-for-the-scale": (
         PLAN,
-        "return int(x is scale)",
-        "return 0",
+        "order = [SCALE, *self.given",
+        "order = [Count('T'), *self.given",
+    ),
+    "plan-keeps-the-numbers-of-its-first-length": (
+        PLAN,
+        "return -(-getattr(lengths, self.of) * self.times // self.per)",
+        "return -(-lengths.T * self.times // self.per)",
+    ),
+    "plan-has-one-program-too-few": (
+        PLAN,
+        "return -(-getattr(lengths, self.of) * self.times // self.per)",
+        "return getattr(lengths, self.of) * self.times // self.per",
+        "test_launch.py",
+    ),
+    "plan-knows-no-later-length": (
+        PLAN,
+        "runs, kept, between, numbers = self.cached(lengths)",
+        "runs, kept, between, numbers = self.cached(lengths._replace(T=1))",
+        "test_launch.py",
+    ),
+    "a-length-is-a-kind": (
+        "fastweights/kernels/backend.py",
+        "        chunk_size,\n        dot_precision",
+        "        chunk_size + 0 * T + T % 2,\n        dot_precision",
+        "test_launch.py",
+    ),
+    "lengths-of-packed-sequences-have-no-slot-more": (
+        LENGTHS,
+        "-(-B * T // C) + N if packed",
+        "-(-B * T // C) if packed",
+    ),
+    "lengths-count-no-ranges-among-the-pieces": (
+        LENGTHS,
+        "P = NS - 1 + (NR - 1) * least(NS - 1 - NR, 1)",
+        "P = NS - 1",
+    ),
+    "backward-computes-no-row-again": (
+        LAUNCH,
+        'Count("slots", HV), "Aqk R")',
+        'Count("slots", HV), "Aqk R rounded")',
+    ),
+    "first-pass-writes-outputs": (
+        LAUNCH,
+        '"o state h errors Aqk")',
+        '"h errors Aqk")',
     ),
     "call-takes-a-gate-a-channel-for-one-a-head": (
-        CALL,
-        "self.gate_width = self.K if self.g.dim() == 4 else 1",
-        "self.gate_width = 1",
+        "fastweights/kernels/backend.py",
+        "gate = 0 if g is None else 1 if g.dim() == 3 else int(K)",
+        "gate = 0 if g is None else 1",
+        "test_kernels_family.py",
     ),
     "settings-of-a-gate-a-channel-by-key-heads": (
         SETTINGS,

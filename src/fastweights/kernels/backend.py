@@ -1,14 +1,12 @@
 """The kernels as a backend of :func:`fastweights.linear_recurrence`.
 
 As :mod:`fastweights.reference.backend`: ``default_chunk_size``,
-``empty_saved``, ``forward`` and ``backward``. A call's launches are those of
-its :class:`fastweights.kernels.plan.Plan`, but in Triton's interpreter, which
-makes them at once.
+``empty_saved``, ``forward`` and ``backward``. What a call launches is written
+in the :class:`fastweights.kernels.plan.Schedule` of its kind.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,23 +14,48 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets
 from fastweights.kernels import dot_precision, launch
-from fastweights.kernels.call import INPUTS, Call, aligned
-from fastweights.kernels.plan import (
-    Plan,
-    Sizes,
-    buffers,
-    compile_together,
-    nowhere,
-    places,
-    sizes,
-)
-from fastweights.kernels.settings import properties
+from fastweights.kernels.lengths import Lengths, lengths_of
+from fastweights.kernels.plan import Schedule, compile_together, places
+from fastweights.kernels.settings import Kind, properties
 from fastweights.kernels.tile import INTERPRETED
 
 
 def default_chunk_size(q: Tensor) -> int:
     """Tokens a chunk where the caller leaves that open."""
     return 64
+
+
+def measured(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Kind, Lengths]:
+    """What kind of call that is, and how long.
+
+    Of a traced call the lengths may be symbols; heads and widths are numbers.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    gate = 0 if g is None else 1 if g.dim() == 3 else int(K)
+    kind = Kind(
+        properties(q.device),
+        q.dtype,
+        int(H),
+        int(HV),
+        int(K),
+        int(V),
+        gate,
+        beta is not None,
+        chunk_size,
+        dot_precision(q.dtype, K),
+    )
+    if cu_seqlens is None:
+        return kind, lengths_of(kind, B, T, B, packed=False)
+    N = cu_seqlens.shape[0] - 1
+    return kind, lengths_of(kind, B, T, N, packed=True)
 
 
 def empty_saved(
@@ -44,61 +67,50 @@ def empty_saved(
     chunk_size: int,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps."""
-    inputs = (q, q, v, g, beta, None, cu_seqlens)
-    saved = launch.empty_kept(Call(*inputs, 1.0, chunk_size, on=q.device))
+    kind, lengths = measured(q, v, g, beta, cu_seqlens, chunk_size)
+    kept = launch.kept(kind, launch.rooms(kind, dtypes((q, q, v, g, beta))))
     if INTERPRETED:
-        return saved
-    return [q.new_empty(places(saved)[-1], dtype=torch.uint8)]
+        return [x.empty(q, lengths) for x in kept]
+    return [q.new_empty(places(kept, lengths)[-1], dtype=torch.uint8)]
 
 
-@functools.lru_cache(maxsize=4096)
-def planned(
-    inputs: Sizes,
-    gradients: Sizes | None,
-    chunk_size: int,
-    device: torch.device,
-    precision: str,
-) -> Plan:
-    """What a forward launches; given the sizes of do and dstate, a backward.
+def dtypes(tensors: Sequence[Tensor | None]) -> launch.Dtypes:
+    return tuple([None if x is None else x.dtype for x in tensors])
 
-    ``precision`` is part of what its kernels are compiled for.
+
+def scheduled(
+    given: Sequence[Tensor | None], chunk_size: int
+) -> tuple[Schedule, Lengths]:
+    """The schedule of a forward or, of nine tensors, a backward; loaded.
+
+    With a forward's are compiled the kernels of the backward that its inputs
+    will need, if they require a gradient, and only the outputs have one.
     """
-    scale = float("nan")
-    given = nowhere(inputs)
-    named = dict(zip(INPUTS, given, strict=True))
-    x = Call(**named, scale=scale, chunk_size=chunk_size, on=device)
-    if gradients is None:
-        *results, saved = launch.forward(x)
-        return Plan(x.traced, buffers(given), results, saved, scale)
-    last, saved = nowhere(gradients), launch.empty_kept(x)
-    x.others = (*last, *saved)
-    grads = launch.backward(x)
-    there = [*buffers(given + last), saved]
-    return Plan(x.traced, there, grads, None, scale)
+    q, _, v, g, beta, _, cu_seqlens, *last = given
+    assert q is not None and v is not None
+    kind, lengths = measured(q, v, g, beta, cu_seqlens, chunk_size)
+    of, cut = dtypes(given), min(lengths.NS, 3)
+    find = launch.backward if last else launch.forward
+    found = find(kind, of, cut)
+    if not found.kernels:
+        together = [found]
+        if not last and any(x.requires_grad for x in given if x is not None):
+            together.append(launch.backward(kind, (*of, v.dtype, None), cut))
+        compile_together(*together)
+        found.load(kind.gpu.shared)
+    return found, lengths
 
 
-def plan(
-    inputs: Sequence[Tensor | None],
-    gradients: Sequence[Tensor | None] | None,
-    chunk_size: int,
-) -> Plan:
-    """The plan of a forward or backward, compiled and loaded.
+def aligned(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy, contiguous and at an address divisible by 16.
 
-    With a forward's also the kernels of the backward that its inputs will
-    need, if they require a gradient, and only the outputs have one.
+    As Triton's wide loads and tensor descriptors need it, and all that
+    PyTorch allocates is; a slice of a tensor may be neither.
     """
-    q, of = inputs[0], sizes(inputs)
-    assert q is not None
-    last = None if gradients is None else sizes(gradients)
-    rest = (chunk_size, q.device, dot_precision(q.dtype, q.shape[3]))
-    found = planned(of, last, *rest)
-    if not found.runs:
-        plans = [found]
-        if any(t.requires_grad for t in inputs if t is not None):
-            plans.append(planned(of, (of[2], None), *rest))
-        compile_together(*plans)
-        found.load(properties(q.device).shared)
-    return found
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def forward(
@@ -114,18 +126,16 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is kept.
 
-    In Triton's interpreter that is the tensors of :func:`launch.kept`, else
-    one buffer with all of them.
+    That is one buffer, but in Triton's interpreter a tensor each.
     """
     if cu_seqlens is not None and not cu_seqlens.is_cuda:
         check_offsets(cu_seqlens.tolist(), q.shape[1])
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    if INTERPRETED:
-        return launch.forward(Call(*inputs, scale, chunk_size))
-    given = [aligned(t) for t in inputs]
+    given = [aligned(x) for x in inputs]
     with torch.cuda.device_of(q):
-        o, state, saved = plan(given, None, chunk_size)(given, scale)
-    return o, state, [saved]
+        schedule, lengths = scheduled(given, chunk_size)
+        (o, state), saved = schedule(given, lengths, scale)
+    return o, state, saved
 
 
 def backward(
@@ -149,16 +159,11 @@ def backward(
     """
     if do is None:
         do = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    others = (do, dstate, *saved)
-    if INTERPRETED:
-        grads = launch.backward(
-            Call(*inputs, scale, chunk_size, others=others)
-        )
-    else:
-        given = [aligned(t) for t in (*inputs, *others)]
-        with torch.cuda.device_of(q):
-            grads = plan(given[:7], given[7:9], chunk_size)(given, scale)
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
+    given = [aligned(x) for x in inputs]
+    with torch.cuda.device_of(q):
+        schedule, lengths = scheduled(given, chunk_size)
+        grads, _ = schedule(given, lengths, scale, saved)
     if beta is not None:
         at = 3 + (g is not None)
         if grads[at].dim() > beta.dim():  # of each value tile

@@ -1,18 +1,18 @@
-"""The family on the host: what each stage allocates and launches.
+"""The family's schedules: what each stage launches, and on which tensors.
 
-Most stages have the names that :mod:`fastweights.reference.chunkwise` and
-:mod:`fastweights.reference.chunkwise_backward` give them.
+The stages have the names that :mod:`fastweights.reference.chunkwise` and
+:mod:`fastweights.reference.chunkwise_backward` give them. A kernel is given
+its arguments by their names: tensors are those of :func:`rooms`, numbers the
+call's lengths, the rest its constants (``settings.constants``).
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastweights.kernels.call import Call
 from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
@@ -20,444 +20,216 @@ from fastweights.kernels.intra_backward import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
 )
+from fastweights.kernels.plan import SCALE, Count, Launch, Room, Schedule
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import MARKS
+from fastweights.kernels.settings import MARKS, Kind, constants
+
+Dtypes = tuple[torch.dtype | None, ...]
+Rooms = dict[str, Room | None]
+GIVEN = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+GIVEN += ("do", "dstate")  # of a backward
+NUMBERS = {x: Count(x) for x in ("T", "N", "NS", "NR")} | {"scale": SCALE}
 
 
-class Chunked(NamedTuple):
-    """What the states meet, in place of q, k and the gate.
+def tiles(kind: Kind, stage: str, columns: int, block: str = "BV") -> int:
+    """Of so many columns in a stage."""
+    return -(-columns // constants(stage, kind)[block])
 
-    q_in, k_in, k_out are q, k, k, but for a gate a channel with their decays
-    in them, [B, T, HV, K] (k_in is k for the additive rule). A number a row,
-    [slots, HV, C]: of a gate a head G in fp64, row_in = e^G and row_undo =
-    e^{-G}, or 1 where the chunk decays below LEAST; and row_beta, 0 past a
-    sequence's end. total is the decay of a chunk, [slots, HV] or [slots, HV,
-    K], and rounded, for the backward, its log2 from the gates as q_in, k_in
-    and k_out have them. far marks the chunks in which a channel's decay fails
-    is_near, [slots, HV].
+
+def writes_by_tiles(kind: Kind) -> bool:
+    """Whether the scan back writes dbeta, a part for each value tile.
+
+    In fp16, where too little of it is left in dv, of which intra_bwd_kernel
+    finds it otherwise.
+    """
+    return kind.delta and kind.dtype == torch.float16
+
+
+def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
+    """Every tensor of a forward and backward: rows of what, how wide, of what.
+
+    ``dtypes`` are those of the GIVEN tensors, or None; None too is what this
+    kind of call does not have.
+
+    * q_in, k_in, k_out: what the states meet. q, k, k, but for a gate a
+      channel with their decays in them (k_in is k for the additive rule).
+    * A number a row: of a gate a head its running sum G, row_in = e^G and
+      row_undo = e^{-G}, or 1 where the chunk decays below LEAST; and
+      row_beta, 0 past a sequence's end.
+    * total, the decay of a chunk, and rounded, for the backward, its log2
+      from the gates as q_in, k_in and k_out have them. far marks the chunks
+      in which a channel's decay fails is_near.
+    * exits, the states that leave the pieces of all segments but the last,
+      and maps of the pieces but the first: M, or the channels' decays.
+      entrances, the gradients of the states that enter the segments.
+    * h, the state that enters each chunk, and the errors: beta times that is
+      what the delta rule writes. dh, the gradient of what leaves the chunk.
+    * parts and dkept, of which gate_bwd_kernel sums dg of a gate a head.
+    """
+    H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
+    low, fp32, delta = kind.dtype, torch.float32, kind.delta
+    gated, channel = kind.gate > 0, kind.gate > 1
+    head = gated and not channel
+    of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
+    NK = tiles(kind, "intra_backward", K, "BK")
+    dbeta: tuple[Any, ...] = ((HV,), of["beta"])
+    if writes_by_tiles(kind):
+        dbeta = ((HV, tiles(kind, "scan_backward", V)), fp32)
+    gates = (HV, K) if channel else (HV,)
+    maps = (HV, K, K if delta else 1), (gated or delta) and fp32
+    layout: dict[str, tuple[Any, ...]] = {
+        "q": ("tokens", (H, K), of["q"]),
+        "k": ("tokens", (H, K), of["k"]),
+        "v": ("tokens", (HV, V), of["v"]),
+        "g": ("tokens", gates, of["g"]),
+        "beta": ("tokens", (HV,), of["beta"]),
+        "initial_state": ("N", (HV, K, V), of["initial_state"]),
+        "cu_seqlens": ("N", (), of["cu_seqlens"]),  # and one more
+        "do": ("tokens", (HV, V), of["do"]),
+        "dstate": ("N", (HV, K, V), of["dstate"]),
+        "q_in": ("tokens", (HV, K), channel and low),
+        "k_in": ("tokens", (HV, K), channel and delta and low),
+        "k_out": ("tokens", (HV, K), channel and low),
+        "row_in": ("slots", (HV, C), head and fp32),
+        "row_beta": ("slots", (HV, C), delta and fp32),
+        "total": ("slots", gates, gated and fp32),
+        "G": ("slots", (HV, C), head and torch.float64),
+        "row_undo": ("slots", (HV, C), head and fp32),
+        "rounded": ("slots", (HV, K), channel and fp32),
+        "far": ("slots", (HV,), channel and torch.int32),
+        "Aqk": ("tokens", (HV, C), channel and low),
+        "R": ("tokens", (HV, C), delta and low),
+        "exits": ("pieces", (HV, K, V), fp32),
+        "maps": ("mapped", *maps),
+        "o": ("tokens", (HV, V), low),
+        "state": ("N", (HV, K, V), fp32),
+        "h": ("slots", (HV, K, V), low),
+        "errors": ("tokens", (HV, V), delta and low),
+        "entrances": ("segments", (HV, K, V), fp32),
+        "dh": ("slots", (HV, K, V), low),
+        "dkept": ("slots", (HV, NK), head and fp32),
+        "parts": ("slots", (HV, NK, 2, C), head and fp32),
+        "dq": ("tokens", (H, K), of["q"]),
+        "dk": ("tokens", (H, K), of["k"]),
+        "dv": ("tokens", (HV, V), of["v"]),
+        "dg": ("tokens", gates, of["g"]),
+        "dbeta": ("tokens", *dbeta),
+        "dinitial_state": ("N", (HV, K, V), of["initial_state"]),
+    }
+    found: Rooms = {
+        name: Room(name, *room) if room[-1] else None
+        for name, room in layout.items()
+    }
+    for name, bare in (("q_in", "q"), ("k_in", "k"), ("k_out", "k")):
+        found[name] = found[name] or found[bare]
+    return found
+
+
+def kept(kind: Kind, found: Rooms) -> list[Room]:
+    """What the forward keeps for the backward.
+
+    But not what a gate a channel makes of q and k, which is large, nor the
+    rows beside it: the backward computes that again.
+    """
+    names = ["Aqk", "R", "exits", "maps"]
+    if not kind.has_scores:
+        names += ["row_in", "row_beta", "total", "G", "row_undo"]
+    return [x for name in names if (x := found[name])]
+
+
+class Trace:
+    """A forward or backward, as its launches are written down.
+
+    ``cut`` is into how many segments sequences are cut: 1, 2, or 3 for more.
     """
 
-    q_in: Tensor
-    k_in: Tensor
-    k_out: Tensor
-    row_in: Tensor | None = None
-    row_beta: Tensor | None = None
-    total: Tensor | None = None
-    G: Tensor | None = None
-    row_undo: Tensor | None = None
-    rounded: Tensor | None = None
-    far: Tensor | None = None
+    def __init__(self, kind: Kind, dtypes: Dtypes, cut: int) -> None:
+        self.kind, self.rooms = kind, rooms(kind, dtypes)
+        self.launches: list[Launch] = []
+        self.given = GIVEN[: len(dtypes)]
+        self.kept = kept(kind, self.rooms)
+        if cut == 1:
+            self.rooms |= {"exits": None, "entrances": None}
 
-    @property
-    def for_states(self) -> tuple[Tensor | None, ...]:
-        """What the scans take."""
-        return self[:7]
+    def run(
+        self,
+        stage: str,
+        kernel: Any,
+        programs: Count,
+        without: str = "",
+        **names: str,
+    ) -> None:
+        """Launch a kernel, with arguments by their names.
 
-    @property
-    def rows(self) -> tuple[Tensor | None, ...]:
-        """What there is of beta and a gate a head."""
-        return self[3:8]
+        But ``without`` those named there; ``names`` says which of them go by
+        another name in :func:`rooms`.
+        """
+        constant = constants(stage, self.kind)
+        known: dict[str, Any] = self.rooms | NUMBERS | constant
+        known["marks"] = programs._replace(per=1)
+        known |= {name: self.rooms[other] for name, other in names.items()}
+        known |= dict.fromkeys(without.split())
+        arguments = tuple(known[name] for name in kernel.arg_names)
+        options = {x: constant[x] for x in constant.keys() - kernel.arg_names}
+        self.launches.append(Launch(kernel, programs, arguments, options))
 
-
-def empty_chunked(x: Call, *, again: bool = False) -> Chunked:
-    """Room for what :func:`intra` finds."""
-    B, T, HV, K, C = len(x.q), x.T, x.HV, x.K, x.chunk_size
-    chunked = Chunked(x.q, x.k, x.k)
-    if x.gate_width == 0 and x.beta is None:
-        return chunked
-    new = functools.partial(x.q.new_empty, dtype=torch.float32)
-    rows = (x.slots, HV, C)
-    if x.gate_width == 1:
-        chunked = chunked._replace(
-            row_in=new(rows),
-            total=new(x.slots, HV),
-            G=new(rows, dtype=torch.float64),
-            row_undo=new(rows),
-        )
-    elif x.gate_width > 1:
-        q_in, k_out = (x.q.new_empty(B, T, HV, K) for _ in range(2))
-        chunked = Chunked(
-            q_in,
-            x.k if x.beta is None else torch.empty_like(q_in),
-            k_out,
-            total=new(x.slots, HV, K),
-            rounded=new(x.slots, HV, K) if again else None,
-            far=new(x.slots, HV, dtype=torch.int32),
-        )
-    if x.beta is not None:
-        chunked = chunked._replace(row_beta=new(rows))
-    return chunked
+    def schedule(self, results: str) -> Schedule:
+        found = [x for name in results.split() if (x := self.rooms[name])]
+        return Schedule(self.launches, self.given, found, self.kept)
 
 
-def intra(
-    x: Call, *, again: bool = False
-) -> tuple[Chunked, Tensor | None, Tensor | None]:
-    """Inside each chunk: :class:`Chunked`, Aqk and R [B, T, HV, C].
-
-    Aqk is None but for a gate a channel, R but for the delta rule. Neither
-    is computed ``again``, by a backward, which has kept them.
-    """
-    B, T, HV, C = len(x.q), x.T, x.HV, x.chunk_size
-    chunked = empty_chunked(x, again=again)
-    if x.gate_width == 0 and x.beta is None:
-        return chunked, None, None
-    Aqk, R = (
-        x.q.new_empty(B, T, HV, C) if there and not again else None
-        for there in (x.has_scores, x.beta is not None)
-    )
-    x.run(
-        "intra",
-        intra_fwd_kernel,
-        x.slots * HV,
-        x.q,
-        x.k,
-        x.g,
-        x.beta,
-        Aqk,
-        R,
-        *chunked,
-        x.cu_seqlens,
-        x.num_sequences,
-        T,
-    )
-    if x.has_scores and not again:
-        x.run(
-            "intra_far",
-            intra_fwd_far_kernel,
-            -(-x.slots * HV // MARKS),
-            x.q,
-            x.k,
-            x.g,
-            chunked.row_beta,
-            chunked.far,
-            Aqk,
-            R,
-            x.cu_seqlens,
-            x.slots * HV,
-            x.num_sequences,
-            T,
-        )
-    return chunked, Aqk, R
-
-
-def _scan(
-    stage: str,
-    x: Call,
-    chunked: Chunked,
-    Aqk: Tensor | None,
-    R: Tensor | None,
-    exits: Tensor,
-    maps: Tensor | None = None,
-    **to: Tensor,
-) -> None:
-    """The forward scan, into those of its results that are asked for."""
-    sizes = x.constants(stage)
-    N, parts = x.num_sequences, x.segments
-    tiles = -(-x.V // sizes["BV"])
-    if not to:  # the maps
-        parts = x.ranges
-        tiles += -(-x.K // sizes["BV"]) if sizes["DELTA"] else 0
-    results = (to.get(n) for n in ("state", "h", "errors"))
-    x.run(
-        stage,
-        scan_fwd_kernel,
-        parts * N * x.HV * tiles,
-        *chunked.for_states,
-        x.v,
-        Aqk,
-        R,
-        to.get("o"),
-        x.initial_state,
-        *results,
-        exits if x.segments > 1 else None,
-        maps,
-        x.cu_seqlens,
-        x.scale,
-        x.T,
-        N,
-        x.segments,
-        x.ranges,
-    )
-
-
-def segment_rooms(x: Call) -> tuple[Tensor, Tensor]:
-    """Room for what :func:`segments` finds; empty if there is one segment.
-
-    The states that leave the P pieces of all segments but the last, [P, N HV,
-    K, V]; and the maps of the pieces but the first, [P - 1, N HV, K, K] for
-    the delta rule, else the decays, [P - 1, N HV, K, 1], if there are any.
-    """
-    S, rows, columns = x.segments, x.num_sequences * x.HV, x.K
-    # As compose.piece_at counts them: the borders of ranges on top of those
-    # of segments, unless they are the same.
-    P = S - 1 + (x.ranges - 1) * torch.sym_min(S - 1 - x.ranges, 1)
-    between = torch.sym_max(P - 1, 0)
-    if x.beta is None:
-        columns = 1
-        between = between if x.gate_width else 0
-    exits = x.new_states(P * x.num_sequences)
-    maps = exits.new_empty(between, rows, x.K, columns)
-    return exits.view(P, rows, x.K, x.V), maps
-
-
-def compose(x: Call, stage: str, states: Tensor, maps: Tensor) -> None:
-    """From each piece's own result the state that leaves it.
-
-    Or, in "compose_backward", from each segment's the gradient of the state
-    that enters it. In place; see compose_kernel.
-    """
-    if x.segments < 3:
-        return
-    tiles = -(-x.V // x.constants(stage)["BV"])
-    programs = x.num_sequences * x.HV * tiles
-    factors = maps if len(maps) else None
-    x.run(
-        stage,
-        compose_kernel,
-        programs,
-        states,
-        factors,
-        x.cu_seqlens,
-        x.segments,
-        x.ranges,
-        x.T,
-        x.num_sequences,
-    )
-
-
-def segments(
-    x: Call, chunked: Chunked, R: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A first pass over all segments but the last: see segment_rooms."""
-    exits, maps = segment_rooms(x)
-    if x.segments > 1:
-        _scan("segments", x, chunked, None, R, exits, maps)
-        compose(x, "compose", exits, maps)
-    return exits, maps
-
-
-def scan(
-    x: Call,
-    chunked: Chunked,
-    Aqk: Tensor | None,
-    R: Tensor | None,
-    exits: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Across chunks: outputs [B, T, HV, V], final states [N, HV, K, V]."""
-    o, state = torch.empty_like(x.v), x.new_states(x.num_sequences)
-    _scan("scan", x, chunked, Aqk, R, exits, o=o, state=state)
-    return o, state
-
-
-def chunk_states(
-    x: Call, chunked: Chunked, R: Tensor | None, exits: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The scan again: h, the state that enters each chunk, and the errors.
-
-    Of the delta rule, [B, T, HV, V]: beta times that is what it writes.
-    """
-    kept = {"h": x.new_states(x.slots, x.v.dtype)}
-    if x.beta is not None:
-        kept["errors"] = torch.empty_like(x.v)
-    _scan("chunk_states", x, chunked, None, R, exits, **kept)
-    return kept["h"], kept.get("errors")
-
-
-def scan_backward(
-    x: Call,
-    chunked: Chunked,
-    Aqk: Tensor | None,
-    R: Tensor | None,
-    errors: Tensor | None,
-    do: Tensor,
-    dstate: Tensor | None,
-    maps: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """From the last chunk to the first: dv, dbeta, dh and dinitial_state.
-
-    dh is the gradient of the state that leaves each chunk. dbeta, in fp16,
-    is what each value tile adds to it, [B, T, HV, tiles] in fp32; else None.
-    """
-    sizes = x.constants("scan_backward")
-    N, S = x.num_sequences, x.segments
-    tiles = -(-x.V // sizes["BV"])
-    dinitial = None
-    if x.initial_state is not None:
-        dinitial = torch.empty_like(x.initial_state)
-
-    if x.v.dtype != torch.float16:
-        errors = None  # intra_backward finds dbeta
-
-    def launch(S: int, errors: Tensor | None, *results: Tensor | None) -> None:
-        x.run(
-            "scan_backward",
-            scan_bwd_kernel,
-            S * N * x.HV * tiles,
-            *chunked.for_states,
-            Aqk,
-            R,
-            errors,
-            do,
-            dstate,
-            *results,
-            x.cu_seqlens,
-            x.scale,
-            x.T,
-            N,
-            x.segments,
-            x.ranges,
-        )
-
-    entrances = None
-    if S > 1:
-        entrances = x.new_states(S * N)
-        launch(S - 1, None, None, None, None, None, entrances)
-        compose(x, "compose_backward", entrances, maps)
-    dv, dh = torch.empty_like(x.v), x.new_states(x.slots, do.dtype)
-    dbeta = None
-    if errors is not None and x.beta is not None:
-        dbeta = errors.new_empty(*x.beta.shape, tiles, dtype=torch.float32)
-    launch(S, errors, dv, dbeta, dh, dinitial, entrances)
-    return dv, dbeta, dh, dinitial
-
-
-def intra_backward(
-    x: Call,
-    chunked: Chunked,
-    do: Tensor,
-    errors: Tensor | None,
-    dv: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    dbeta: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Inside each chunk: dq, dk, dg and, unless it is there, dbeta."""
-    C, NK = x.chunk_size, -(-x.K // x.constants("intra_backward")["BK"])
-    dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
-    dg = None if x.g is None else torch.empty_like(x.g)
-    parts, dkept = dg, None
-    if dg is not None and x.gate_width == 1:
-        dkept = x.q.new_empty(x.slots, x.HV, NK, dtype=torch.float32)
-        parts = dkept.new_empty(x.slots, x.HV, NK, 2, C)
-    found = None
-    if dbeta is None and x.beta is not None:
-        found = dbeta = torch.empty_like(x.beta)
-    written = x.v if errors is None else errors
-    inputs = (x.g, do, written, dv, h, dh, dq, dk)
-    rest = (x.cu_seqlens, x.scale)
-    sequences = (x.num_sequences, x.T)
-    x.run(
-        "intra_backward",
-        intra_bwd_kernel,
-        x.slots * x.H * NK,
-        *chunked[:-1],
-        *inputs,
-        parts,
-        dkept,
-        found,
-        *rest,
-        *sequences,
-    )
-    if x.gate_width == 1:
-        x.run(
-            "gate_backward",
-            gate_bwd_kernel,
-            x.slots * x.HV,
-            parts,
-            dkept,
-            dg,
-            x.cu_seqlens,
-            *sequences,
-        )
-    if x.gate_width > 1:
-        marks = x.slots * x.H
-        x.run(
-            "intra_backward_far",
-            intra_bwd_far_kernel,
-            -(-marks // MARKS),
-            x.q,
-            x.k,
-            chunked.row_beta,
-            chunked.total,
-            chunked.far,
-            *inputs,
-            dg,
-            found,
-            *rest,
-            marks,
-            *sequences,
-        )
-    return dq, dk, dg, dbeta
-
-
-def empty_kept(x: Call) -> list[Tensor]:
-    """Room for the tensors of :func:`kept`."""
-    Aqk, R = (
-        x.q.new_empty(*x.v.shape[:3], x.chunk_size) if there else None
-        for there in (x.has_scores, x.beta is not None)
-    )
-    return kept(x, empty_chunked(x), Aqk, R, *segment_rooms(x))
-
-
-def kept(
-    x: Call,
-    chunked: Chunked,
-    Aqk: Tensor | None,
-    R: Tensor | None,
-    exits: Tensor,
-    maps: Tensor,
-) -> list[Tensor]:
-    """What the backward is handed, those of it that there are.
-
-    Aqk and R; the rows of beta and of a gate a head, 20 bytes a token and
-    head. What a gate a channel makes of q and k is large, and found again.
-    Of the segments the exits and maps, which are empty if there is one.
-    """
-    rows = () if x.has_scores else chunked.rows
-    return [t for t in (Aqk, R, *rows, exits, maps) if t is not None]
-
-
-def found_again(
-    x: Call, saved: list[Tensor]
-) -> tuple[Chunked, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """The arguments of :func:`kept`, from its result."""
-    *others, exits, maps = saved
-    rest = iter(others)
-
-    def take(*there: bool) -> list[Tensor | None]:
-        return [next(rest) if it else None for it in there]
-
-    gate, delta = x.gate_width == 1, x.beta is not None
-    Aqk, R = take(x.has_scores, delta)
-    if x.has_scores:
-        chunked, _, _ = intra(x, again=True)
-    else:
-        rows = take(gate, delta, gate, gate, gate)
-        chunked = Chunked(x.q, x.k, x.k, *rows)
-    return chunked, Aqk, R, exits, maps
-
-
-def forward(x: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+@lru_cache(maxsize=4096)
+def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
-    chunked, Aqk, R = intra(x)
-    exits, maps = segments(x, chunked, R)
-    o, state = scan(x, chunked, Aqk, R, exits)
-    return o, state, kept(x, chunked, Aqk, R, exits, maps)
+    x, HV = Trace(kind, dtypes, cut), kind.HV
+    if kind.gate or kind.delta:
+        x.run("intra", intra_fwd_kernel, Count("slots", HV), "rounded")
+    if kind.has_scores:
+        x.run("intra_far", intra_fwd_far_kernel, Count("slots", HV, MARKS))
+    if cut > 1:
+        NV = tiles(kind, "segments", kind.V)
+        NV += tiles(kind, "segments", kind.K) if kind.delta else 0
+        programs = Count("ranges", HV * NV)
+        x.run("segments", scan_fwd_kernel, programs, "o state h errors Aqk")
+    if cut > 2:
+        programs = Count("N", HV * tiles(kind, "compose", kind.V))
+        x.run("compose", compose_kernel, programs, states="exits")
+    programs = Count("segments", HV * tiles(kind, "scan", kind.V))
+    x.run("scan", scan_fwd_kernel, programs, "h errors maps")
+    return x.schedule("o state")
 
 
-def backward(x: Call) -> list[Tensor]:
-    """Gradients of q, k, v and of g, beta, initial_state where given.
+@lru_cache(maxsize=4096)
+def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
+    """Gradients of the inputs that there are but cu_seqlens, in their order.
 
-    That of beta in fp16 as :func:`scan_backward` leaves it.
+    That of beta in fp16 as what each value tile adds to it.
     """
-    do, dstate, *saved = x.others
-    chunked, Aqk, R, exits, maps = found_again(x, saved)
-    h, errors = chunk_states(x, chunked, R, exits)
-    dv, dbeta, dh, dinitial = scan_backward(
-        x, chunked, Aqk, R, errors, do, dstate, maps
-    )
-    dq, dk, dg, dbeta = intra_backward(
-        x, chunked, do, errors, dv, h, dh, dbeta
-    )
-    found = (dq, dk, dv, dg, dbeta, dinitial)
-    return [dx for dx in found if dx is not None]
+    x, HV = Trace(kind, dtypes, cut), kind.HV
+    by_tiles = writes_by_tiles(kind)
+    if kind.has_scores:
+        x.run("intra", intra_fwd_kernel, Count("slots", HV), "Aqk R")
+    programs = Count("segments", HV * tiles(kind, "chunk_states", kind.V))
+    x.run("chunk_states", scan_fwd_kernel, programs, "o state maps Aqk")
+    stage, NV = "scan_backward", HV * tiles(kind, "scan_backward", kind.V)
+    if cut > 1:
+        alone = "errors dv dbeta dh dinitial_state"
+        x.run(stage, scan_bwd_kernel, Count("borders", NV), alone)
+    if cut > 2:
+        programs = Count("N", HV * tiles(kind, "compose_backward", kind.V))
+        x.run("compose_backward", compose_kernel, programs, states="entrances")
+    without = "" if by_tiles else "errors dbeta"
+    x.run(stage, scan_bwd_kernel, Count("segments", NV), without)
+    without = "dbeta" if by_tiles else ""
+    names = {"x": "errors" if kind.delta else "v"}
+    parts = {"dg": "parts"} if kind.gate == 1 else {}
+    stage, NK = "intra_backward", tiles(kind, "intra_backward", kind.K, "BK")
+    programs = Count("slots", kind.H * NK)
+    x.run(stage, intra_bwd_kernel, programs, without, **names, **parts)
+    if parts:
+        x.run("gate_backward", gate_bwd_kernel, Count("slots", HV))
+    if kind.has_scores:
+        programs = Count("slots", kind.H, MARKS)
+        stage = "intra_backward_far"
+        x.run(stage, intra_bwd_far_kernel, programs, without, **names)
+    return x.schedule("dq dk dv dg dbeta dinitial_state")

@@ -1,17 +1,21 @@
-"""The launches of a call, found once for all calls of its sizes.
+"""A schedule: what a forward or backward launches, whatever its lengths.
 
-Which kernels a call launches, on what, and in which memory follows from the
-shapes and dtypes of its arguments, and takes hundreds of microseconds of
-Python to find. So a call is traced once, on tensors without data
-(:class:`fastweights.kernels.call.Call`), and its launches are repeated on
-addresses.
+Which kernels a call launches, and on what, follows from its dtypes, its
+widths and which arguments it has. To find that takes Python hundreds of
+microseconds, so it is done once per kind of call. Each call then multiplies:
+every tensor is :class:`Room` for so many rows, and every grid and number a
+:class:`Count`, in proportion to one of the call's
+:class:`fastweights.kernels.lengths.Lengths`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,24 +24,89 @@ import triton
 from torch import Tensor
 
 from fastweights import private
+from fastweights.kernels.lengths import IntLike, Lengths
+from fastweights.kernels.tile import INTERPRETED
 
-Sizes = tuple[tuple[torch.Size, torch.dtype] | None, ...]
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
 
 
+@dataclass(frozen=True)
+class Room:
+    """Room for a tensor: a row for each of one of the call's lengths.
+
+    Of "tokens" the first dimensions are B and T. Two of the same name in a
+    schedule are the same memory.
+    """
+
+    name: str
+    of: str
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return prod(self.row) * self.dtype.itemsize
+
+    def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
+        first: tuple[IntLike, ...] = lengths[:2]
+        if self.of != "tokens":
+            first = (getattr(lengths, self.of),)
+        return q.new_empty(first + self.row, dtype=self.dtype)
+
+
+class Count(NamedTuple):
+    """A number: ``times`` one of the call's lengths, over ``per``, up."""
+
+    of: str
+    times: int = 1
+    per: int = 1
+
+    def at(self, lengths: Lengths) -> int:
+        return -(-getattr(lengths, self.of) * self.times // self.per)
+
+
+SCALE = Count("scale")  # the number that no length decides
+
+
+def places(rooms: Iterable[Room], lengths: Lengths) -> list[Any]:
+    """Where each begins in a buffer of them all; at last, the buffer's bytes.
+
+    SymInts where lengths are symbols.
+    """
+    lines = [
+        -(-getattr(lengths, x.of) * x.row_bytes // ALIGNMENT) for x in rooms
+    ]
+    return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
+
+
 class Launch(NamedTuple):
-    """A kernel, its number of programs, and the arguments it is given."""
+    """A kernel, its number of programs, and all that it is given, in order.
+
+    Of the arguments a :class:`Room` is an address and a :class:`Count` a
+    number of the call; all others are constants.
+    """
 
     kernel: Any
-    programs: int
+    programs: Count
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    options: dict[str, int]  # num_warps and the like
 
     def compile(self) -> Any:
-        """The kernel for such arguments, or what Triton has of it by now."""
-        return self.kernel.warmup(
-            *self.arguments, grid=(self.programs,), **self.constants
-        )
+        """The kernel for such arguments, or what Triton has of it by now.
+
+        Of a pointer Triton looks at the dtype and at whether 16 divides it,
+        which it does here; of a number only at its type, for the kernels are
+        not specialised on lengths.
+        """
+        of = [
+            x.dtype
+            if isinstance(x, Room)
+            else (1.0 if x == SCALE else 2)
+            if isinstance(x, Count)
+            else x
+            for x in self.arguments
+        ]
+        return self.kernel.warmup(*of, grid=(1,), **self.options)
 
     def fitting(self, shared: int) -> Any:
         """The compiled kernel, in at most so many bytes of shared memory.
@@ -50,129 +119,78 @@ class Launch(NamedTuple):
             RuntimeError: it does not compile, or does not fit with one
                 stage; by the kernel's name, and from the compiler's error.
         """
-        launch, name = self, self.kernel.__name__
-        while True:
-            try:
-                kernel = private.compiled(launch.compile)
-            except Exception as error:
-                raise RuntimeError(
-                    f"{name} does not compile: {error}"
-                ) from error
-            taken = private.shared_bytes(kernel)
-            if taken <= shared:
-                return kernel
-            stages = launch.constants.get("num_stages", 1)
-            if stages == 1:
-                raise RuntimeError(
-                    f"{name} takes {taken} bytes of shared memory, and the "
-                    f'GPU has {shared}; backend="chunkwise" needs none'
-                )
-            fewer = launch.constants | {"num_stages": stages - 1}
-            launch = launch._replace(constants=fewer)
+        name, stages = self.kernel.__name__, self.options.get("num_stages", 1)
+        try:
+            kernel = private.compiled(self.compile)
+        except Exception as error:
+            raise RuntimeError(f"{name} does not compile: {error}") from error
+        taken = private.shared_bytes(kernel)
+        if taken <= shared:
+            return kernel
+        if stages == 1:
+            raise RuntimeError(
+                f"{name} takes {taken} bytes of shared memory, and the GPU "
+                f'has {shared}; backend="chunkwise" needs none'
+            )
+        fewer = self.options | {"num_stages": stages - 1}
+        return self._replace(options=fewer).fitting(shared)
 
 
-def sizes(tensors: Iterable[Tensor | None]) -> Sizes:
-    return tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
-
-
-def nowhere(of: Sizes) -> list[Any]:
-    """Tensors of these sizes, without data."""
-    return [
-        None if x is None else torch.empty(x[0], dtype=x[1], device="meta")
-        for x in of
-    ]
-
-
-def buffers(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
-    """Each tensor as a buffer of its own, empty where it is None."""
-    return [[] if t is None else [t] for t in tensors]
-
-
-def places(tensors: Sequence[Tensor]) -> list[Any]:
-    """Where each begins in a buffer of them all; at last, the buffer's bytes.
-
-    SymInts where shapes are symbols.
-    """
-    lines = [-(-t.numel() * t.itemsize // ALIGNMENT) for t in tensors]
-    return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
-
-
-def compile_together(*plans: Plan) -> None:
-    """Compile all that these plans launch and is not compiled yet, at once.
+def compile_together(*schedules: Schedule) -> None:
+    """Compile all that these launch and is not compiled yet, at once.
 
     One kernel at a time, as they are met, takes a few times as long. What
     cannot be compiled raises where it is loaded.
     """
-    launches = [launch for plan in plans for launch in plan.launches]
+    launches = [launch for x in schedules for launch in x.launches]
     private.compile_each(Launch.compile, launches)
 
 
-class Plan:
-    """Launches, to repeat on other data.
+@dataclass
+class Schedule:
+    """The launches of one kind of call, and where their tensors lie.
 
     Args:
-        launches: in their order, on tensors without data.
-        given: the buffers that a call hands over, each with the tensors that
-            are in it; none for an argument that is None.
-        results: the tensors that it returns.
-        kept: the tensors in one more buffer that it returns, if it does.
-        scale: the argument in place of which each call has its own.
+        launches: in their order.
+        given: names of the tensors that a call hands over, q first.
+        results: those that it returns, each in memory of its own.
+        kept: those that the forward keeps for the backward, in one buffer,
+            which the first makes and the second is handed.
 
-    All other tensors between launches share a buffer that is freed after
-    the last one.
+    All other tensors share a buffer that is freed after the last launch.
     """
 
-    def __init__(
-        self,
-        launches: Sequence[Launch],
-        given: Sequence[Sequence[Tensor]],
-        results: Sequence[Tensor],
-        kept: Sequence[Tensor] | None,
-        scale: float,
-    ) -> None:
-        self.launches = launches
-        self.returned = [(tuple(t.shape), t.dtype) for t in results]
-        buffers = [*given, *([t] for t in results)]
-        if kept is not None:
-            buffers.append(kept)
-            self.returned.append(((places(kept)[-1],), torch.uint8))
-        found = {private.storage_of(t) for buffer in buffers for t in buffer}
-        between = {
-            private.storage_of(t): t
-            for launch in launches
-            for t in launch.arguments
-            if isinstance(t, Tensor) and private.storage_of(t) not in found
-        }
-        buffers.append([*between.values()])
-        self.between = places(buffers[-1])[-1]
+    launches: Sequence[Launch]
+    given: Sequence[str]
+    results: Sequence[Room]
+    kept: Sequence[Room]
+    kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
-        # What launches take: None, a call's scale, addresses, and numbers
-        # that are the same for all calls.
-        self.addresses: list[tuple[int, int]] = []  # buffer, and where in it
-        indices: dict[int, int] = {}
-        for i, buffer in enumerate(buffers):
-            for t, place in zip(buffer, places(buffer), strict=False):
-                indices[private.storage_of(t)] = 2 + len(self.addresses)
-                self.addresses.append((i, place))
-        self.numbers: list[Any] = []
+    def __post_init__(self) -> None:
+        taken = [x for launch in self.launches for x in launch.arguments]
+        there = {*self.given, *(x.name for x in (*self.results, *self.kept))}
+        rooms = {x.name: x for x in taken if isinstance(x, Room)}
+        self.between = [x for x in rooms.values() if x.name not in there]
+        counts = {x for x in taken if isinstance(x, Count)} - {SCALE}
+        self.counts = sorted(counts)
+        # A call's values: its scale, addresses, numbers, then constants.
+        made = (*self.results, *self.kept, *self.between)
+        order = [SCALE, *self.given, *(x.name for x in made), *self.counts]
+        indices = {x: i for i, x in enumerate(order)}
+        self.constants: list[Any] = []
 
         def index(x: Any) -> int:
-            if isinstance(x, Tensor):
-                assert x.storage_offset() == 0, "a launch takes whole buffers"
-                return indices[private.storage_of(x)]
-            if x is None or x is scale:
-                return int(x is scale)
-            self.numbers.append(x)
-            return 1 + len(self.addresses) + len(self.numbers)
+            if isinstance(x, (Room, Count)):
+                return indices[x.name if isinstance(x, Room) else x]
+            self.constants.append(x)
+            return len(order) + len(self.constants) - 1
 
-        self.takes: list[Callable[[list[Any]], tuple[Any, ...]]] = []
-        for launch in launches:
-            names = launch.kernel.arg_names[len(launch.arguments) :]
-            constants = [launch.constants[name] for name in names]
-            takes = map(index, (*launch.arguments, *constants))
-            self.takes.append(itemgetter(*takes))
-        self.tma = any(launch.constants.get("TMA") for launch in launches)
-        self.runs: list[Callable[..., None]] = []  # once they are loaded
+        self.cached = lru_cache(maxsize=256)(self.sized)
+        self.tma = any("TMA" in x.kernel.arg_names for x in self.launches)
+        self.steps: list[tuple[Count, Callable[[list[Any]], tuple]]] = [
+            (x.programs, itemgetter(*map(index, x.arguments)))
+            for x in self.launches
+        ]
 
     def load(self, shared: int) -> None:
         """Load its kernels, into so many bytes of shared memory a program.
@@ -180,36 +198,63 @@ class Plan:
         Compiled if they are not yet, or awaited if some thread compiles them.
         What cannot be compiled raises, and may be compiled again.
         """
-        self.runs = [
-            launch.fitting(shared)[launch.programs, 1, 1]
-            for launch in self.launches
+        self.kernels = [
+            x.kernel if INTERPRETED else x.fitting(shared)
+            for x in self.launches
         ]
+
+    def sized(self, lengths: Lengths) -> tuple[list, list, list, list]:
+        """What a call of these lengths runs, its places, and its numbers."""
+        runs = [
+            (kernel[programs.at(lengths), 1, 1], takes)
+            for kernel, (programs, takes) in zip(
+                self.kernels, self.steps, strict=True
+            )
+        ]
+        numbers = [x.at(lengths) for x in self.counts] + self.constants
+        at = (places(x, lengths) for x in (self.kept, self.between))
+        return runs, *at, numbers
 
     def __call__(
-        self, given: Sequence[Tensor | None], scale: float
-    ) -> list[Tensor]:
-        """Its results for these tensors, the first of which is not None."""
+        self,
+        given: Sequence[Tensor | None],
+        lengths: Lengths,
+        scale: float,
+        saved: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Its results for these tensors, and what is kept, if not ``saved``.
+
+        The kernels are given addresses, but in Triton's interpreter tensors.
+        """
         q = given[0]
         assert q is not None
-        made = [
-            q.new_empty(shape, dtype=dtype) for shape, dtype in self.returned
-        ]
-        buffers = [*given, *made]
-        if self.between:
-            buffers.append(q.new_empty(self.between, dtype=torch.uint8))
-        starts = [0 if t is None else t.data_ptr() for t in buffers]
-        values = [None, scale]
-        values += [starts[i] + place for i, place in self.addresses]
-        values += self.numbers
-        if self.tma:
-            with_scratch(self.launch, values)
+        runs, kept, between, numbers = self.cached(lengths)
+        made = [x.empty(q, lengths) for x in self.results]
+        if INTERPRETED:
+            saved = saved or [x.empty(q, lengths) for x in self.kept]
+            own = [x.empty(q, lengths) for x in self.between]
+            values = [scale, *given, *made, *saved, *own, *numbers]
         else:
-            self.launch(values)
-        return made
+            if saved is None:
+                saved = [q.new_empty(kept[-1], dtype=torch.uint8)]
+            buffer = q.new_empty(between[-1], dtype=torch.uint8)
+            values = [0 if x is None else x.data_ptr() for x in given]
+            values += [x.data_ptr() for x in made]
+            for x, at in ((saved[0], kept), (buffer, between)):
+                first = x.data_ptr()
+                values += [first + place for place in at[:-1]]
+            values = [scale, *values, *numbers]
+        if self.tma and not INTERPRETED:
+            with_scratch(launch, runs, values)
+        else:
+            launch(runs, values)
+        return made, saved
 
-    def launch(self, values: list[Any]) -> None:
-        for run, takes in zip(self.runs, self.takes, strict=True):
-            run(*takes(values))
+
+def launch(runs: list, values: list[Any]) -> None:
+    """The one place from which the family's kernels are launched."""
+    for run, takes in runs:
+        run(*takes(values))
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -217,9 +262,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def with_scratch(
-    launch: Callable[..., Any], *arguments: Any, **constants: Any
-) -> Any:
+def with_scratch(launch: Callable[..., Any], *arguments: Any) -> Any:
     """Run ``launch`` where a kernel that makes descriptors has memory for it.
 
     Triton's allocator is a context variable: ours is set in a copy of the
@@ -227,4 +270,4 @@ def with_scratch(
     """
     context = copy_context()
     context.run(triton.set_allocator, _allocate)
-    return context.run(launch, *arguments, **constants)
+    return context.run(launch, *arguments)
