@@ -519,11 +519,12 @@ def switch(where, value):
 def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     """Whichever of PyTorch's switches was used, and however often."""
     x = cast(member("scalar", "delta"), torch.float32)
-    names = ("q", "v", "g", "beta")
+    names = ("q", "k", "v", "g", "beta")
     found = []
     for value in values:
         switch(where, value)
-        kind, _ = kernels.measured(*(x[n] for n in names), None, 16)
+        inputs = (*(x[n] for n in names), None, None)
+        kind, _ = kernels.kind_of(inputs, 16)
         found.append(constants("scan", kind)["PRECISION"])
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
@@ -626,7 +627,7 @@ def test_how_many_ranges(monkeypatch):
 
     def rule(heads, K=128, V=128, dtype=half, gate=1, chunk_size=64):
         kind = Kind(gpu, dtype, 1, heads, K, V, gate, True, chunk_size, "tf32")
-        return lengths_of(kind, 1, 10**9, 1, packed=False).NR
+        return lengths_of(kind, 1, 10**9, 1, False).NR
 
     # Of 396 programs; the first range has but those for its values.
     assert [rule(n) for n in (1, 16, 32, 66, 67, 200)] == [99, 6, 3, 2, 1, 1]

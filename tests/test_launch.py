@@ -22,7 +22,7 @@ from triton.runtime.jit import MockTensor, create_function_from_signature
 import fastweights as fw
 from fastweights.kernels import backend, launch
 from fastweights.kernels.launch import GIVEN
-from fastweights.kernels.lengths import Lengths
+from fastweights.kernels.lengths import Lengths, lengths_of
 from fastweights.kernels.plan import (
     SCALE,
     Count,
@@ -63,10 +63,10 @@ def specialization(kernel, arguments):
 def schedules(x, ends, chunk_size=64):
     """The kernels' forward and backward of a call, and its lengths."""
     given = [*(x.get(name) for name in GIVEN[:5]), *ends]
-    q, _, v, g, beta, _, offsets = given
-    kind, lengths = backend.measured(q, v, g, beta, offsets, chunk_size)
+    kind, sizes = backend.kind_of(given, chunk_size)
+    lengths = lengths_of(kind, *sizes)
     kinds, cut = backend.dtypes(given), min(lengths.NS, 3)
-    last = (v.dtype, (ends[0] is not None and torch.float32) or None)
+    last = (given[2].dtype, (ends[0] is not None and torch.float32) or None)
     forward = launch.forward(kind, kinds, cut)
     return forward, launch.backward(kind, kinds + last, cut), lengths
 

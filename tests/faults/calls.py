@@ -191,8 +191,8 @@ MUTANTS = {
     ),
     "a-length-is-a-kind": (
         "fastweights/kernels/backend.py",
-        "        chunk_size,\n        dot_precision",
-        "        chunk_size + 0 * T + T % 2,\n        dot_precision",
+        "rule = (gate, beta is not None, chunk_size, precision)",
+        "rule = (gate, beta is not None, chunk_size + T % 2, precision)",
         "test_launch.py",
     ),
     "lengths-of-packed-sequences-have-no-slot-more": (
@@ -202,7 +202,7 @@ MUTANTS = {
     ),
     "lengths-count-no-ranges-among-the-pieces": (
         LENGTHS,
-        "P = NS - 1 + (NR - 1) * least(NS - 1 - NR, 1)",
+        "P = NS - 1 + (NR - 1) * smaller(NS - 1 - NR, 1)",
         "P = NS - 1",
     ),
     "backward-computes-no-row-again": (

@@ -427,8 +427,8 @@ MUTANTS = {
     ),
     "kernel-segments-are-not-composed": (
         LAUNCH,
-        "if x.segments < 3:",
-        "if x.segments < 9:",
+        "if cut > 2:",
+        "if cut > 8:",
     ),
     "kernel-segments-composed-forward-in-the-backward": (
         COMPOSE,

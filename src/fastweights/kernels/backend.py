@@ -19,43 +19,34 @@ from fastweights.kernels.plan import Schedule, compile_together, places
 from fastweights.kernels.settings import Kind, properties
 from fastweights.kernels.tile import INTERPRETED
 
+Given = Sequence[Tensor | None]  # in the order of launch.GIVEN
+
 
 def default_chunk_size(q: Tensor) -> int:
     """Tokens a chunk where the caller leaves that open."""
     return 64
 
 
-def measured(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Kind, Lengths]:
-    """What kind of call that is, and how long.
+def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
+    """What kind of call that is; and B, T, sequences and whether packed.
 
-    Of a traced call the lengths may be symbols; heads and widths are numbers.
+    Of a traced call these may be symbols; heads and widths are numbers.
     """
+    q, _, v, g, beta, _, offsets, *_ = given
+    assert q is not None and v is not None
     B, T, H, K = q.shape
-    HV, V = v.shape[2:]
     gate = 0 if g is None else 1 if g.dim() == 3 else int(K)
-    kind = Kind(
-        properties(q.device),
-        q.dtype,
-        int(H),
-        int(HV),
-        int(K),
-        int(V),
-        gate,
-        beta is not None,
-        chunk_size,
-        dot_precision(q.dtype, K),
-    )
-    if cu_seqlens is None:
-        return kind, lengths_of(kind, B, T, B, packed=False)
-    N = cu_seqlens.shape[0] - 1
-    return kind, lengths_of(kind, B, T, N, packed=True)
+    precision = dot_precision(q.dtype, int(K))
+    heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
+    rule = (gate, beta is not None, chunk_size, precision)
+    kind = Kind(properties(q.device), q.dtype, *heads, *rule)
+    if offsets is None:
+        return kind, (B, T, B, False)
+    return kind, (B, T, offsets.shape[0] - 1, True)
+
+
+def dtypes(given: Given) -> launch.Dtypes:
+    return tuple([None if x is None else x.dtype for x in given])
 
 
 def empty_saved(
@@ -67,35 +58,30 @@ def empty_saved(
     chunk_size: int,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps."""
-    kind, lengths = measured(q, v, g, beta, cu_seqlens, chunk_size)
-    kept = launch.kept(kind, launch.rooms(kind, dtypes((q, q, v, g, beta))))
+    given = (q, q, v, g, beta, None, cu_seqlens)
+    kind, sizes = kind_of(given, chunk_size)
+    lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
+    kept = launch.kept(kind, launch.rooms(kind, dtypes(given)))
     if INTERPRETED:
         return [x.empty(q, lengths) for x in kept]
     return [q.new_empty(places(kept, lengths)[-1], dtype=torch.uint8)]
 
 
-def dtypes(tensors: Sequence[Tensor | None]) -> launch.Dtypes:
-    return tuple([None if x is None else x.dtype for x in tensors])
-
-
-def scheduled(
-    given: Sequence[Tensor | None], chunk_size: int
-) -> tuple[Schedule, Lengths]:
+def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:
     """The schedule of a forward or, of nine tensors, a backward; loaded.
 
     With a forward's are compiled the kernels of the backward that its inputs
     will need, if they require a gradient, and only the outputs have one.
     """
-    q, _, v, g, beta, _, cu_seqlens, *last = given
-    assert q is not None and v is not None
-    kind, lengths = measured(q, v, g, beta, cu_seqlens, chunk_size)
-    of, cut = dtypes(given), min(lengths.NS, 3)
-    find = launch.backward if last else launch.forward
-    found = find(kind, of, cut)
+    kind, sizes = kind_of(given, chunk_size)
+    lengths, of = lengths_of(kind, *sizes), dtypes(given)
+    cut, back = min(lengths.NS, 3), len(given) > 7
+    found = (launch.backward if back else launch.forward)(kind, of, cut)
     if not found.kernels:
         together = [found]
-        if not last and any(x.requires_grad for x in given if x is not None):
-            together.append(launch.backward(kind, (*of, v.dtype, None), cut))
+        if not back and any(x.requires_grad for x in given if x is not None):
+            of = (*of, of[2], None)
+            together.append(launch.backward(kind, of, cut))
         compile_together(*together)
         found.load(kind.gpu.shared)
     return found, lengths

@@ -26,8 +26,9 @@ from fastweights.kernels.settings import MARKS, Kind, constants
 
 Dtypes = tuple[torch.dtype | None, ...]
 Rooms = dict[str, Room | None]
-GIVEN = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-GIVEN += ("do", "dstate")  # of a backward
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+GIVEN = (*INPUTS, "do", "dstate")  # the last two to a backward
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NUMBERS = {x: Count(x) for x in ("T", "N", "NS", "NR")} | {"scale": SCALE}
 
 
@@ -170,7 +171,7 @@ class Trace:
         known |= {name: self.rooms[other] for name, other in names.items()}
         known |= dict.fromkeys(without.split())
         arguments = tuple(known[name] for name in kernel.arg_names)
-        options = {x: constant[x] for x in constant.keys() - kernel.arg_names}
+        options = {x: constant[x] for x in OPTIONS if x in constant}
         self.launches.append(Launch(kernel, programs, arguments, options))
 
     def schedule(self, results: str) -> Schedule:

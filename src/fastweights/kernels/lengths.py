@@ -35,8 +35,9 @@ class Lengths(NamedTuple):
     mapped: IntLike  # those of them that have a map: not a sequence's first
 
 
+@functools.lru_cache(maxsize=4096)
 def lengths_of(
-    kind: Kind, B: IntLike, T: IntLike, N: IntLike, *, packed: bool
+    kind: Kind, B: IntLike, T: IntLike, N: IntLike, packed: bool
 ) -> Lengths:
     """The lengths of a call of N sequences, ``packed`` or of T tokens each."""
     C = kind.chunk_size
@@ -44,13 +45,13 @@ def lengths_of(
     BV = scan_values(kind)
     programs = N * kind.HV * -(-kind.V // BV)
     NS = num_segments(programs, B * T // (N * C), kind.gpu.multiprocessors)
-    NR = most(NS - 1, 1)
+    NR = larger(NS - 1, 1)
     if kind.delta:
         maps = N * kind.HV * -(-kind.K // BV)
-        NR = least(NR, num_ranges(programs, maps, maps_at_once(kind)))
+        NR = smaller(NR, num_ranges(programs, maps, maps_at_once(kind)))
     # The borders of ranges on top of those of segments, but if they are the
     # same.
-    P = NS - 1 + (NR - 1) * least(NS - 1 - NR, 1)
+    P = NS - 1 + (NR - 1) * smaller(NS - 1 - NR, 1)
     return Lengths(
         B,
         T,
@@ -63,22 +64,18 @@ def lengths_of(
         ranges=NR * N,
         borders=(NS - 1) * N,
         pieces=P * N,
-        mapped=most(P - 1, 0) * N,
+        mapped=larger(P - 1, 0) * N,
     )
 
 
-def most(a: IntLike, b: IntLike) -> IntLike:
-    """The larger one; of ints at once, since this is part of every call."""
-    if type(a) is type(b) is int:
-        return a if a > b else b
-    return torch.sym_max(a, b)
+def larger(a: IntLike, b: IntLike) -> IntLike:
+    """torch.sym_max, which takes a microsecond, where one is a symbol."""
+    return max(a, b) if type(a) is type(b) is int else torch.sym_max(a, b)
 
 
-def least(a: IntLike, b: IntLike) -> IntLike:
-    """The smaller one, likewise."""
-    if type(a) is type(b) is int:
-        return a if a < b else b
-    return torch.sym_min(a, b)
+def smaller(a: IntLike, b: IntLike) -> IntLike:
+    """Likewise torch.sym_min."""
+    return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
 def num_segments(
@@ -91,8 +88,8 @@ def num_segments(
     them; but none of fewer than SEGMENT_CHUNKS of the ``chunks`` of a
     sequence, on average.
     """
-    number = least(2 * multiprocessors // programs, chunks // SEGMENT_CHUNKS)
-    return most(number, 1)
+    number = smaller(2 * multiprocessors // programs, chunks // SEGMENT_CHUNKS)
+    return larger(number, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,4 +110,4 @@ def num_ranges(programs: IntLike, maps: IntLike, at_once: int) -> IntLike:
     first, however few it is of. A range has ``programs`` for its values and
     ``maps`` for M, the first range next to none of these.
     """
-    return most((at_once + maps) // (programs + maps), 1)
+    return larger((at_once + maps) // (programs + maps), 1)

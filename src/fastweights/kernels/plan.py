@@ -47,6 +47,11 @@ class Room:
     def row_bytes(self) -> int:
         return prod(self.row) * self.dtype.itemsize
 
+    @property
+    def stand_in(self) -> torch.dtype:
+        """As Triton takes it for a pointer in a compilation."""
+        return self.dtype
+
     def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
         first: tuple[IntLike, ...] = lengths[:2]
         if self.of != "tokens":
@@ -60,6 +65,11 @@ class Count(NamedTuple):
     of: str
     times: int = 1
     per: int = 1
+
+    @property
+    def stand_in(self) -> float:
+        """Any number of its type."""
+        return 1.0 if self.of == "scale" else 2
 
     def at(self, lengths: Lengths) -> int:
         return -(-getattr(lengths, self.of) * self.times // self.per)
@@ -98,14 +108,7 @@ class Launch(NamedTuple):
         which it does here; of a number only at its type, for the kernels are
         not specialised on lengths.
         """
-        of = [
-            x.dtype
-            if isinstance(x, Room)
-            else (1.0 if x == SCALE else 2)
-            if isinstance(x, Count)
-            else x
-            for x in self.arguments
-        ]
+        of = [getattr(x, "stand_in", x) for x in self.arguments]
         return self.kernel.warmup(*of, grid=(1,), **self.options)
 
     def fitting(self, shared: int) -> Any:
@@ -187,9 +190,8 @@ class Schedule:
 
         self.cached = lru_cache(maxsize=256)(self.sized)
         self.tma = any("TMA" in x.kernel.arg_names for x in self.launches)
-        self.steps: list[tuple[Count, Callable[[list[Any]], tuple]]] = [
-            (x.programs, itemgetter(*map(index, x.arguments)))
-            for x in self.launches
+        self.takes = [
+            itemgetter(*map(index, x.arguments)) for x in self.launches
         ]
 
     def load(self, shared: int) -> None:
@@ -206,14 +208,17 @@ class Schedule:
     def sized(self, lengths: Lengths) -> tuple[list, list, list, list]:
         """What a call of these lengths runs, its places, and its numbers."""
         runs = [
-            (kernel[programs.at(lengths), 1, 1], takes)
-            for kernel, (programs, takes) in zip(
-                self.kernels, self.steps, strict=True
+            (kernel[x.programs.at(lengths), 1, 1], takes)
+            for kernel, x, takes in zip(
+                self.kernels, self.launches, self.takes, strict=True
             )
         ]
+        kept, between = (
+            places(self.kept, lengths),
+            places(self.between, lengths),
+        )
         numbers = [x.at(lengths) for x in self.counts] + self.constants
-        at = (places(x, lengths) for x in (self.kept, self.between))
-        return runs, *at, numbers
+        return runs, kept, between, numbers
 
     def __call__(
         self,
@@ -237,10 +242,13 @@ class Schedule:
         else:
             if saved is None:
                 saved = [q.new_empty(kept[-1], dtype=torch.uint8)]
-            buffer = q.new_empty(between[-1], dtype=torch.uint8)
+            buffers = [(saved[0], kept)]
+            if self.between:
+                room = q.new_empty(between[-1], dtype=torch.uint8)
+                buffers.append((room, between))
             values = [0 if x is None else x.data_ptr() for x in given]
             values += [x.data_ptr() for x in made]
-            for x, at in ((saved[0], kept), (buffer, between)):
+            for x, at in buffers:
                 first = x.data_ptr()
                 values += [first + place for place in at[:-1]]
             values = [scale, *values, *numbers]

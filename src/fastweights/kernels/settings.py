@@ -66,18 +66,16 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     has less shared memory for one program keeps the operands of its products
     in registers: smaller tiles, more warps.
 
-    On capability 10.x nothing is loaded ahead. There Triton may start a
-    product before the one of the last iteration is done that it adds to, or
-    whose sum it reads, as the scans do: two products into one sum (triton
-    issue 10821), a sum that decays and is read (triton PR 10993), and below
-    3.8 any that is read (issues 9871, 10590). All report that one stage is
-    right; none of it has been run here, for want of such a GPU.
+    On capability 10.x nothing is loaded ahead: there Triton may start a
+    product before that of the last iteration is done (TUNING.md).
     """
     K, V, gate, delta = kind.K, kind.V, kind.gate, kind.delta
     narrow = narrowest(kind.dtype)
     large, power = kind.gpu.shared > LARGE, triton.next_power_of_2(K)
     ahead = large and kind.dtype != torch.float32 and K <= 128
     waits = kind.gpu.capability[0] == 10  # for products of its own iteration
+    if stage == "gate_backward":
+        return {"num_warps": 1}
     if stage in ("intra", "intra_far"):
         BK = (64 if gate > 1 else narrow) if large else 32
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
@@ -136,10 +134,10 @@ def uses_tma(options: dict[str, int], kind: Kind) -> bool:
     On GPUs that have one, in half precision, where loads go ahead of the
     products, and no tile has columns of the next head.
     """
-    ahead = kind.gpu.shared > LARGE and options["num_stages"] > 1
+    if kind.gpu.shared <= LARGE or options["num_stages"] == 1:
+        return False
     whole = options["BK"] == kind.K and kind.V % options["BV"] == 0
-    half = kind.dtype.itemsize == 2
-    return ahead and whole and half and kind.chunk_size == 64
+    return whole and kind.dtype.itemsize == 2 and kind.chunk_size == 64
 
 
 def scan_values(kind: Kind) -> int:
@@ -149,29 +147,23 @@ def scan_values(kind: Kind) -> int:
 
 
 def constants(stage: str, kind: Kind) -> dict[str, Any]:
-    """Compile-time constants and launch settings of a stage's kernel."""
+    """What a stage's kernel may take at compile time, and launch settings."""
     options = launch_options(stage, kind)
-    H, HV, C = kind.H, kind.HV, kind.chunk_size
-    if stage == "gate_backward":
-        NK = -(-kind.K // launch_options("intra_backward", kind)["BK"])
-        return {"HV": HV, "NK": NK, "BT": C, "num_warps": 1}
-    if stage.startswith("compose"):
-        found = {"HV": HV, "K": kind.K, "V": kind.V, "BT": C, **options}
-        found["DELTA"] = kind.delta
-        return {**found, "BACK": stage.endswith("backward")}
-    if kind.gate > 1 and not stage.startswith("intra"):
-        H = HV  # intra's own q and k, a value head each
-    found = {"H": H, "HV": HV, "K": kind.K, "BT": C}
-    if stage.endswith("far"):
-        found["LOOK"] = MARKS
-        # What the other kernel leaves to it.
-        near = launch_options(stage.removesuffix("_far"), kind)
-        options["BK"] = near["BK"]
-    else:
-        found["DG"] = kind.gate
-    if stage not in ("intra", "intra_far"):
-        found["V"] = kind.V
-    found |= {"DELTA": kind.delta, **options}
-    if not stage.startswith("intra"):
-        found["TMA"] = uses_tma(options, kind)
-    return {**found, "PRECISION": kind.precision}
+    inside = stage.startswith(("intra", "gate"))
+    near = launch_options("intra_backward", kind)
+    return {
+        # Past intra a gate a channel has q and k of its own, per value head.
+        "H": kind.H if inside or kind.gate <= 1 else kind.HV,
+        "HV": kind.HV,
+        "K": kind.K,
+        "V": kind.V,
+        "BT": kind.chunk_size,
+        "NK": -(-kind.K // near["BK"]),
+        "LOOK": MARKS,
+        "DG": kind.gate,
+        "DELTA": kind.delta,
+        "BACK": stage.endswith("backward"),
+        "PRECISION": kind.precision,
+        "TMA": not inside and uses_tma(options, kind),
+        **options,
+    }
