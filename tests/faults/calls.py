@@ -223,8 +223,8 @@ MUTANTS = {
     ),
     "settings-of-a-gate-a-channel-by-key-heads": (
         SETTINGS,
-        "H = HV  # intra's own",
-        "H = H  # intra's own",
+        "kind.H if inside or kind.gate <= 1 else kind.HV",
+        "kind.H",
     ),
     "settings-of-the-backward-compose-forward": (
         SETTINGS,

@@ -1,5 +1,8 @@
 """Triton kernels. Importing this package does not import Triton.
 
+``README.md`` beside this file shows how they work together, ``TUNING.md``
+why they are as they are.
+
 What stands here is what the wrappers of one kernel do on the host before a
 launch (linear, prefix, flash): they check their arguments, and name the one
 that does not fit.
