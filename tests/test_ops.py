@@ -722,6 +722,21 @@ def test_what_has_passed_does_not_let_others_pass():
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             fw.linear_recurrence(**x | {"chunk_size": 16} | changes)
+    # Of another length what depends on it is looked at again.
+    few = {n: t[:, :5] if n != "initial_state" else t for n, t in x.items()}
+    none = {n: t[:, :0] if n != "initial_state" else t for n, t in x.items()}
+    for other, message in (
+        (few | {"beta": x["beta"]}, "beta: got shape"),
+        (few | {"k": x["k"]}, "k: got shape"),
+        (none, "q: got shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            fw.linear_recurrence(**other, chunk_size=16)
+    fixed = x | {"g": torch.zeros(x["v"].shape[2])}
+    fw.linear_recurrence(**fixed)
+    with pytest.raises(ValueError, match=r"^g: got shape"):
+        fw.linear_recurrence(**fixed | {"g": fixed["g"][:, None]})
+    fw.linear_recurrence(**few, chunk_size=16)
     state = x.pop("initial_state").bfloat16()
     fw.decode_step(**x, state=state)
     with pytest.raises(TypeError, match=r"got torch\.bfloat16, need torch"):

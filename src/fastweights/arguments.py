@@ -37,7 +37,7 @@ def check_arguments(
 
     ``state_name`` is what the caller calls ``initial_state``, which may have
     ``state_dtypes`` besides its own. Only types, dtypes, layouts, shapes and
-    devices count, and such as have passed once pass.
+    devices count, and such as have passed once pass, at any length.
     """
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
     key = None
@@ -57,14 +57,29 @@ def check_arguments(
             )
             if key in _fitting:
                 return
+            short = of_any_length(key)
         except (AttributeError, TypeError, RuntimeError):
             # no tensor; no hash; a nested tensor, which has no shape
             key = None
-    _check(*tensors, scale, chunk_size, state_name, state_dtypes)
+    if key is None or short not in _fitting:
+        _check(*tensors, scale, chunk_size, state_name, state_dtypes)
     if key is not None:
-        if len(_fitting) == MAX_KINDS:
+        if len(_fitting) >= MAX_KINDS:
             _fitting.clear()
-        _fitting.add(key)
+        _fitting.update((key, short))
+
+
+def of_any_length(key: tuple) -> tuple:
+    """What is left of a kind of arguments if q's T may be any from 1 on.
+
+    Of q, k, v, g and beta their second dimension: whether it is that T.
+    """
+    T = key[0][0][1:2]
+    tokens = [
+        x and (len(x[0]), x[0][:1], x[0][1:2] == T, x[0][2:], *x[1:])
+        for x in key[:5]
+    ]
+    return (0 in T, *tokens, *key[5:])
 
 
 def _check(

@@ -41,6 +41,21 @@ MUTANTS = {
         "(x.shape, x.dtype, x.device, x.layout)",
         "(x.shape, x.dtype, x.device)",
     ),
+    "what-has-passed-passes-without-a-token": (
+        ARGUMENTS,
+        "return (0 in T, *tokens, *key[5:])",
+        "return (*tokens, *key[5:])",
+    ),
+    "what-has-passed-passes-at-lengths-of-two-kinds": (
+        ARGUMENTS,
+        "x[0][1:2] == T, x[0][2:]",
+        "x[0][2:]",
+    ),
+    "what-has-passed-forgets-how-many-dimensions": (
+        ARGUMENTS,
+        "(len(x[0]), x[0][:1]",
+        "(x[0][:1]",
+    ),
     "fixed-gate-goes-by-tokens": (
         OPS,
         "g.to(wide(q.dtype)).expand(v.shape[:3])",
