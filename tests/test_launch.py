@@ -1,6 +1,8 @@
 """A call's plan: it takes the kernels Triton would, with what they need."""
 
 import itertools
+import statistics
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from copy import copy
@@ -366,6 +368,30 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     found = constants("scan_backward", Kind(gpu, *sizes, 64, "tf32"))
     assert found["TMA"] is tma
     assert found["BV"] == BV
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize(
+    "gate, rule",
+    [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
+)
+def test_a_new_length_costs_the_host_no_more(gate, rule, grad):
+    """Within 20 us of the same length again, by the median of 100."""
+    times = {"new": [], "known": []}
+    for T in range(3000, 3110):
+        x = low(member(gate, rule, T=T, H=4, HV=4, K=128, V=128))
+        x = {n: t.cuda().requires_grad_(grad) for n, t in x.items()}
+        for which in ("new", "known"):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            o, _ = fw.linear_recurrence(**x)
+            if grad:
+                torch.autograd.grad(o, [*x.values()], o)
+            times[which].append(time.perf_counter() - start)
+    new, known = (statistics.median(t[10:]) for t in times.values())
+    print(f"{gate} {rule}: known {1e6 * known:.1f}, new {1e6 * new:.1f} us")
+    assert new - known < 20e-6 * (1 + grad)
 
 
 @pytest.mark.gpu

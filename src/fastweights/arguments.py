@@ -74,11 +74,13 @@ def of_any_length(key: tuple) -> tuple:
 
     Of q, k, v, g and beta their second dimension: whether it is that T.
     """
-    T = key[0][0][1:2]
-    tokens = [
-        x and (len(x[0]), x[0][:1], x[0][1:2] == T, x[0][2:], *x[1:])
-        for x in key[:5]
-    ]
+    T = tuple(key[0][0])[1:2]
+    tokens = []
+    for x in key[:5]:
+        shape = x and tuple(x[0])  # slices of a Size take four times as long
+        tokens.append(
+            x and (len(shape), shape[:1], shape[1:2] == T, shape[2:], *x[1:])
+        )
     return (0 in T, *tokens, *key[5:])
 
 

@@ -48,13 +48,13 @@ MUTANTS = {
     ),
     "what-has-passed-passes-at-lengths-of-two-kinds": (
         ARGUMENTS,
-        "x[0][1:2] == T, x[0][2:]",
-        "x[0][2:]",
+        "shape[1:2] == T, shape[2:]",
+        "shape[2:]",
     ),
     "what-has-passed-forgets-how-many-dimensions": (
         ARGUMENTS,
-        "(len(x[0]), x[0][:1]",
-        "(x[0][:1]",
+        "(len(shape), shape[:1]",
+        "(shape[:1]",
     ),
     "fixed-gate-goes-by-tokens": (
         OPS,
