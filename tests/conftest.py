@@ -78,9 +78,13 @@ def cut(monkeypatch):
     And for the delta rule's maps into so many ranges, at most.
     """
 
+    from fastweights.kernels.lengths import lengths_of
+
     def cut(S, R=None):
         for name, number in (("segments", S), ("ranges", R or S)):
             target = f"fastweights.kernels.lengths.num_{name}"
             monkeypatch.setattr(target, lambda *_, n=number: n)
+        lengths_of.cache_clear()
 
-    return cut
+    yield cut
+    lengths_of.cache_clear()

@@ -51,6 +51,7 @@ def main() -> None:
             if gate == "none" and strength == "mixed":
                 continue
             lengths.num_segments = lambda *_, number=segments: number
+            lengths.lengths_of.cache_clear()
             run(gate, rule, dtype, strength)
             torch.cuda.synchronize()
             print(dtype, gate, rule, segments, strength, flush=True)

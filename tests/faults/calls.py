@@ -179,8 +179,19 @@ MUTANTS = {
     ),
     "plan-has-one-buffer-for-all": (
         PLAN,
-        "values += [first + place for place in at[:-1]]",
-        "values += [first for place in at[:-1]]",
+        "values += [first + place for place in kept[:-1]]",
+        "values += [first for place in kept[:-1]]",
+    ),
+    "plan-has-one-place-for-all-between": (
+        PLAN,
+        "values += [first + place for place in between[:-1]]",
+        "values += [first for place in between[:-1]]",
+    ),
+    "plan-lends-no-memory-for-descriptors": (
+        PLAN,
+        '("TMA", True) in zip',
+        '("TMA", None) in zip',
+        "test_launch.py",
     ),
     "plan-takes-a-number-for-the-scale": (
         PLAN,

@@ -189,7 +189,10 @@ class Schedule:
             return len(order) + len(self.constants) - 1
 
         self.cached = lru_cache(maxsize=256)(self.sized)
-        self.tma = any("TMA" in x.kernel.arg_names for x in self.launches)
+        self.tma = any(
+            ("TMA", True) in zip(x.kernel.arg_names, x.arguments, strict=True)
+            for x in self.launches
+        )
         self.takes = [
             itemgetter(*map(index, x.arguments)) for x in self.launches
         ]
@@ -213,10 +216,8 @@ class Schedule:
                 self.kernels, self.launches, self.takes, strict=True
             )
         ]
-        kept, between = (
-            places(self.kept, lengths),
-            places(self.between, lengths),
-        )
+        kept = places(self.kept, lengths)
+        between = places(self.between, lengths)
         numbers = [x.at(lengths) for x in self.counts] + self.constants
         return runs, kept, between, numbers
 
@@ -236,22 +237,23 @@ class Schedule:
         runs, kept, between, numbers = self.cached(lengths)
         made = [x.empty(q, lengths) for x in self.results]
         if INTERPRETED:
-            saved = saved or [x.empty(q, lengths) for x in self.kept]
+            if saved is None:
+                saved = [x.empty(q, lengths) for x in self.kept]
             own = [x.empty(q, lengths) for x in self.between]
             values = [scale, *given, *made, *saved, *own, *numbers]
         else:
             if saved is None:
                 saved = [q.new_empty(kept[-1], dtype=torch.uint8)]
-            buffers = [(saved[0], kept)]
+            values = [scale]
+            values += [0 if x is None else x.data_ptr() for x in given]
+            values += [x.data_ptr() for x in made]
+            first = saved[0].data_ptr()
+            values += [first + place for place in kept[:-1]]
             if self.between:
                 room = q.new_empty(between[-1], dtype=torch.uint8)
-                buffers.append((room, between))
-            values = [0 if x is None else x.data_ptr() for x in given]
-            values += [x.data_ptr() for x in made]
-            for x, at in buffers:
-                first = x.data_ptr()
-                values += [first + place for place in at[:-1]]
-            values = [scale, *values, *numbers]
+                first = room.data_ptr()
+                values += [first + place for place in between[:-1]]
+            values += numbers
         if self.tma and not INTERPRETED:
             with_scratch(launch, runs, values)
         else:
