@@ -10,7 +10,7 @@ from crossed import all_but
 from offline import DTYPES, SHARED, build, judge, unwaited_products
 
 from fastweights.kernels.compose import compose_kernel
-from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
+from fastweights.kernels.intra import intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     intra_bwd_far_kernel,
     intra_bwd_kernel,
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(
 KERNELS = {
     "intra": intra_fwd_kernel,
     "intra_again": intra_fwd_kernel,
-    "intra_far": intra_fwd_far_kernel,
     "scan": scan_fwd_kernel,
     "chunk_states": scan_fwd_kernel,
     "scan_backward": scan_bwd_kernel,
@@ -82,6 +81,7 @@ def on_each(values, *, whole=(), step=1, launches=LAUNCHES):
 
 
 OF_SCANS = [x for x in LAUNCHES if x[0] in SCANS]
+OF_FAR = [x for x in LAUNCHES if x[0].endswith("far")]
 FULL = (
     "g",
     "beta",
@@ -140,7 +140,7 @@ def compile_stage(
     there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
     there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
     there |= dict.fromkeys(("G", "row_in"), DG == 1)
-    there["far"], there["dkept"] = channel, DG == 1
+    there["far"], there["dkept"] = channel and stage != "intra", DG == 1
     there["rounded"] = channel and stage != "intra"
     there["row_undo"], there["row_beta"] = DG == 1, delta
     there["cu_seqlens"] = False
@@ -236,7 +236,7 @@ def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
 
 @pytest.mark.parametrize(
     "stage, width, delta, D",
-    on_each([128, 256], whole=(128,), launches=OF_SCANS),
+    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_FAR]),
 )
 def test_no_product_is_computed_twice(stage, width, delta, D):
     """Of 64 rows each group of four warps has columns of its own."""

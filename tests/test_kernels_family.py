@@ -378,6 +378,31 @@ def test_one_strong_gate_a_channel(rule):
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
+FOLDS = (-0.7, -1.2, -2.5, -5.0, -10.0, -20.0, -60.0)  # at ever later levels
+
+
+def gates_of_all_levels(rule, T):
+    """Chunks as strong as FOLDS in turns, and shut where they are -60.
+
+    Of 70 channels the last six, a key tile of their own, hardly decay in the
+    even chunks, and the others hardly in the odd ones.
+    """
+    x = member("vector", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
+    for i, strength in enumerate(FOLDS):
+        own = slice(0, 64) if i % 2 == 0 else slice(64, 70)
+        x["g"][:, 64 * i : 64 * (i + 1), :, own] = strength
+    x["g"][:, 64 * 6 + 9 : 64 * 6 + 20 : 4, :, ::3] = -torch.inf
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", all_but(["delta"], RULES))
+def test_a_gate_a_channel_at_all_levels(rule):
+    """Each key tile at its own, and what is next to a border as the rest."""
+    x = gates_of_all_levels(rule, 64 * len(FOLDS))
+    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
+
+
 def one_head_forgets(rule):
     """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
     x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
@@ -925,6 +950,16 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
 def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
     x = cast(one_strong_gate(rule, strongest), torch.bfloat16, "cuda")
     judge(x, budget_of(torch.bfloat16))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
+    x = cast(gates_of_all_levels(rule, 64 * len(FOLDS)), dtype, "cuda")
+    budget = budget_of(dtype)
+    judge_gates(*judge(x, budget, record_property, "all levels"), budget)
 
 
 @pytest.mark.gpu

@@ -367,8 +367,8 @@ MUTANTS = {
     ),
     "kernel-pairs-of-the-other-half": (
         TILE,
-        "m_block & ((level == 0) | (m_own == 0))",
-        "m_block & ((level == 0) | m_own)",
+        "m_block & ((level == first) | (m_own == 0))",
+        "m_block & ((level == first) | m_own)",
     ),
     "kernel-decays-untransposed": (
         TILE,
@@ -462,8 +462,33 @@ MUTANTS = {
     ),
     "kernel-far-is-not-marked": (
         INTRA,
-        "tl.where(is_near(tl.min(b_least), k, DG), 0, 1)",
-        "tl.where(is_near(tl.min(b_least), k, DG), 0, 0)",
+        "strong |= tl.where(near, 0, 1 << i_k)",
+        "strong |= tl.where(near, 0, 0)",
+    ),
+    "kernel-one-tile-for-another": (
+        INTRA,
+        "strong |= tl.where(near, 0, 1 << i_k)",
+        "strong = tl.where(near, 0, 1 << i_k)",
+    ),
+    "kernel-folds-whatever-the-decay": (
+        TILE,
+        "0, LEVELS - deepest)",
+        "0, LEVELS)",
+    ),
+    "kernel-folds-pairs-of-rows": (
+        TILE,
+        "tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)",
+        "LEVELS - deepest",
+    ),
+    "kernel-does-not-undo-at-the-fold": (
+        TILE,
+        "b_far = tl.where(level == first, -b_D, b_D)",
+        "b_far = b_D",
+    ),
+    "kernel-folds-again": (
+        TILE,
+        "m_block & ((level == first) | (m_own == 0))",
+        "m_block",
     ),
     "kernel-dk-of-the-correction": (
         GRADIENTS,
@@ -477,8 +502,8 @@ MUTANTS = {
     ),
     "kernel-far-columns-gain-from-the-gate": (
         GRADIENTS,
-        "b_pairs -= b_kd * b_c",
-        "b_pairs += b_kd * b_c",
+        "b_pairs -= b_kc * b_y",
+        "b_pairs += b_kc * b_y",
     ),
     "kernel-near-is-not-divided": (
         GRADIENTS,

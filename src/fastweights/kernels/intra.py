@@ -11,6 +11,7 @@ from fastweights.kernels.tile import (
     clamped,
     decay_matrix,
     decays_of_pairs,
+    first_level,
     is_near,
     load_row,
     load_rows,
@@ -22,6 +23,50 @@ from fastweights.kernels.tile import (
     summed_gates,
     time_order,
 )
+
+
+@triton.jit
+def add_scores(
+    b_Aqk,
+    b_Akk,
+    q,
+    k,
+    g,
+    t,
+    end,
+    i_h,
+    i_hv,
+    i_k,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the scores [BT, BT] of key tile i_k, however strong its gates are.
+
+    Level by level: see tile.decays_of_pairs. Moderate gates need one level.
+    """
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
+    b_high, b_low = split_gates(b_g)  # [BT, BK]
+    first = first_level(b_high, k)
+    for level in range(first, num_levels(BT) + 1):
+        b_r, b_c, m_A = decays_of_pairs(b_high, b_low, level, first, EXACT)
+        b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+        b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
+        b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+        b_x = (b_q * b_r).to(dtype)  # [BT, BK]
+        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
+        b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+        if DELTA:
+            b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+            b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
+            b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+    return b_Aqk, b_Akk
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -62,22 +107,23 @@ def intra_fwd_kernel(
     entrance, row_in = e^G, and back to it, row_undo. G is fp64: where chunks
     decay below LEAST it is differenced, and a weak gate after strong ones
     would drown in fp32. beta as a row in fp32, row_beta. The state's own
-    decay, total = e^{G_C}. A gate a
-    channel: Aqk, and what the state meets, q_in = e^G q, k_in = e^G k and
-    k_out = e^{G_C - G} k, all pairs at once, from j back to the entrance, then
-    to i. Chunks that decay too far for that are marked in far, and
-    intra_fwd_far_kernel writes their Aqk and R. What is None is not computed:
-    the backward has kept Aqk and R, and it alone needs rounded, G_C in log2
-    units of the gates as they are rounded in q_in, k_in and k_out.
+    decay, total = e^{G_C}. A gate per channel: Aqk, and what the state meets,
+    q_in = e^G q, k_in = e^G k and k_out = e^{G_C - G} k. Where every channel
+    of a key tile is_near, one product has the scores of all its pairs, which
+    lead from j back to the entrance, then to i; add_scores has those of the
+    other tiles. What is None is not computed: the backward has kept Aqk and
+    R, and it alone needs rounded, G_C in log2 units of the gates as they are
+    rounded in q_in, k_in and k_out, and far, whether a tile is not near.
     """
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
-        if DG > 1:
+        if far is not None:
             tl.store(far + tl.program_id(0), 0)
         return
-    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
     o_t = time_order(BT)
     if DELTA:
         b_beta = load_row(beta, t, end, i_hv, HV, BT).to(tl.float32)  # [BT]
@@ -87,8 +133,7 @@ def intra_fwd_kernel(
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-    if DG > 1:
-        b_least = tl.full([BK], 1.0, dtype=tl.float32)
+    strong = 0
     NK: tl.constexpr = (K + BK - 1) // BK if DG > 1 or R is not None else 0
     for i_k in range(NK):
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
@@ -99,14 +144,6 @@ def intra_fwd_kernel(
             b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
-            b_G = summed_gates(o_t >= 0, b_high, b_low, EXACT)  # [BT, BK]
-            b_in = tl.exp2(b_G)
-            b_qi, b_ki = (b_q * b_in).to(b_q.dtype), (b_k * b_in).to(b_k.dtype)
-            store_rows(q_in, b_qi, t, end, i_hv, i_k, HV, K, BT, BK)
-            if DELTA:
-                store_rows(k_in, b_ki, t, end, i_hv, i_k, HV, K, BT, BK)
-            o_k = i_k * BK + tl.arange(0, BK)
-            p_total = (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             if rounded is None:
                 b_total = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
             else:
@@ -115,19 +152,41 @@ def intra_fwd_kernel(
                 )
                 if EXACT:
                     b_last += tl.sum(b_low.to(tl.float32), axis=0)
-                tl.store(rounded + p_total, b_last, mask=o_k < K)
             b_total = tl.exp(b_total)
-            tl.store(total + p_total, b_total, mask=o_k < K)
-            b_least = tl.minimum(b_least, b_total)
-            b_kT = tl.trans((b_k * tl.exp2(-b_G)).to(b_k.dtype))  # [BK, BT]
-            if Aqk is not None:
-                b_Aqk = tl.dot(b_qi, b_kT, b_Aqk, input_precision=PRECISION)
-            if R is not None:
-                b_Akk = tl.dot(b_ki, b_kT, b_Akk, input_precision=PRECISION)
+            o_k = i_k * BK + tl.arange(0, BK)
+            o_total = (i_c.to(tl.int64) * HV + i_hv) * K + o_k
+            tl.store(total + o_total, b_total, mask=o_k < K)
+            near = is_near(tl.min(b_total), k, DG)
+            strong |= tl.where(near, 0, 1 << i_k)
+            if rounded is not None:
+                tl.store(rounded + o_total, b_last, mask=o_k < K)
+            # The exit first: ptxas then has registers for the products.
             b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
-            b_k *= tl.exp2(b_G)
-            store_rows(k_out, b_k, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
+            store_rows(k_out, b_x, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_G = summed_gates(o_t >= 0, b_high, b_low, EXACT)
+            b_undo = tl.exp2(tl.where(near, -b_G, -1000.0))  # else 0
+            b_kT = tl.trans((b_k * b_undo).to(dtype))  # [BK, BT]
+            b_in = tl.exp2(b_G)
+            b_x = (b_q * b_in).to(dtype)  # [BT, BK]
+            store_rows(q_in, b_x, t, end, i_hv, i_k, HV, K, BT, BK)
+            if Aqk is not None:
+                b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
+            b_x = (b_k * b_in).to(dtype)  # [BT, BK]
+            if DELTA:
+                store_rows(k_in, b_x, t, end, i_hv, i_k, HV, K, BT, BK)
+            if R is not None:
+                b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
 
+    if far is not None:
+        tl.store(far + tl.program_id(0), strong)
+    if Aqk is not None:
+        for i_k in range(NK):
+            if (strong >> i_k) % 2 == 1:
+                b_Aqk, b_Akk = add_scores(
+                    b_Aqk, b_Akk, q, k, g, t, end, i_h, i_hv, i_k,
+                    H, HV, K, BT, BK, DELTA, PRECISION,
+                )  # fmt: skip
     if DG == 1:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
@@ -143,9 +202,6 @@ def intra_fwd_kernel(
         tl.store(slot_row(row_in, i_c, i_hv, HV, BT), b_in)
         tl.store(slot_row(row_undo, i_c, i_hv, HV, BT), b_undo)
         tl.store(total + (i_c.to(tl.int64) * HV + i_hv), b_total)
-    if DG > 1:
-        b_far = tl.where(is_near(tl.min(b_least), k, DG), 0, 1)
-        tl.store(far + tl.program_id(0), b_far)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
@@ -180,71 +236,3 @@ def store_inverse(
     else:
         b_R = rest_of_inverse(b_Akk, b_beta, PRECISION)
     store_rows(R, b_R, t, end, i_hv, 0, HV, BT, BT, BT)
-
-
-@triton.jit(do_not_specialize=["marks", "N", "T"])
-def intra_fwd_far_kernel(
-    q,
-    k,
-    g,
-    row_beta,
-    far,
-    Aqk,
-    R,
-    cu_seqlens,
-    marks,
-    N,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    LOOK: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """intra_fwd_kernel for a gate a channel, in chunks that fail is_near.
-
-    There e^{-G} is out of range. Factors lead from both sides to a border
-    between two tokens, level by level (tile.decays_of_pairs). A program looks
-    at LOOK marks, since there may be none at all.
-    """
-    LEVELS: tl.constexpr = num_levels(BT)
-    NK: tl.constexpr = (K + BK - 1) // BK
-    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
-    o_t = time_order(BT)
-    first = tl.program_id(0) * LOOK
-    o_x = first + tl.arange(0, LOOK)
-    if tl.max(tl.load(far + o_x, mask=o_x < marks, other=0)) == 0:
-        return
-    for i in range(LOOK):
-        i_x = first + i
-        i_c, i_hv = i_x // HV, i_x % HV
-        i_h = i_hv // (HV // H)
-        if tl.load(far + i_x, mask=i_x < marks, other=0) > 0:
-            t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
-            b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
-            b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-            for i_k in range(NK):
-                b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)
-                b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)
-                b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)
-                b_high, b_low = split_gates(b_g)  # [BT, BK]
-                for level in range(LEVELS + 1):
-                    b_c, m_A = decays_of_pairs(
-                        b_high, b_low, level, EXACT
-                    )  # [BT, BK], [BT, BT]
-                    b_kc = (b_k * b_c).to(b_k.dtype)  # [BT, BK]
-                    b_kT = tl.trans(b_kc)  # [BK, BT]
-                    b_x = (b_q * b_c).to(b_q.dtype)  # [BT, BK]
-                    b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-                    b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-                    if DELTA:
-                        b_A = tl.dot(b_kc, b_kT, input_precision=PRECISION)
-                        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-            b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
-            store_rows(Aqk, b_Aqk, t, end, i_hv, 0, HV, BT, BT, BT)
-            if DELTA:
-                b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))
-                store_inverse(R, b_Akk, b_beta, t, end, i_hv, HV, PRECISION)

@@ -10,6 +10,7 @@ from fastweights.kernels.tile import (
     decay_matrix,
     decay_to_exit,
     decays_of_pairs,
+    first_level,
     is_near,
     load_rows,
     nonzero,
@@ -21,6 +22,7 @@ from fastweights.kernels.tile import (
     summed_rows,
     tile_at,
     time_order,
+    unchained,
 )
 
 
@@ -381,10 +383,12 @@ def intra_bwd_far_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """intra_bwd_kernel for a gate a channel, and the chunks it leaves out.
+    """intra_bwd_kernel for a gate per channel, and the tiles it leaves out.
 
-    Without a bound on the decays: their factors lead from both sides to a
-    border between two tokens, level by level (tile.decays_of_pairs).
+    Those in which a channel's decay fails is_near. The scores' gradients
+    pass level by level (tile.decays_of_pairs), and moderate gates need one
+    level. With 8 warps: whatever leads to a product is unchained, or it would
+    be computed twice.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     LEVELS: tl.constexpr = num_levels(BT)
@@ -420,6 +424,9 @@ def intra_bwd_far_kernel(
                     do, x, dv, h, dh, t, end, i_ch, i_hv, i_k,
                     HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
                 )  # fmt: skip
+                b_dA, b_dE = unchained(b_dA, True), unchained(b_dE, True)
+                b_row, b_col = unchained(b_row, True), unchained(b_col, True)
+                b_err = unchained(b_err, True)
                 if DELTA:
                     b_beta = tl.load(
                         slot_row(row_beta, i_c, i_hv, HV, BT)
@@ -433,11 +440,15 @@ def intra_bwd_far_kernel(
                     g, t, end, i_hv, i_k, HV, K, BT, BK
                 )  # [BT, BK]
                 b_high, b_low = split_gates(b_g)  # [BT, BK]
-                b_in = tl.exp2(summed_gates(o_t >= 0, b_high, b_low, EXACT))
+                b_in = tl.exp2(
+                    summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+                )
                 b_dA *= scale
                 b_row *= scale * b_in
                 b_err *= -b_in
-                b_col *= tl.exp2(summed_gates(o_t < 0, b_high, b_low, EXACT))
+                b_col *= tl.exp2(
+                    summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+                )
                 b_w = b_k * b_col  # [BT, BK]
 
                 # Through the scores, the diagonal by itself.
@@ -445,30 +456,38 @@ def intra_bwd_far_kernel(
                 b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
                 b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
                 b_pairs = b_q * b_row + b_k * b_err
-                for level in range(1, LEVELS + 1):
-                    b_d, m_A = decays_of_pairs(b_high, b_low, level, EXACT)
-                    b_qd, b_kd = (b_q * b_d).to(dtype), (b_k * b_d).to(dtype)
+                lowest = first_level(b_high, do, True)
+                for level in range(tl.maximum(lowest, 1), LEVELS + 1):
+                    b_r, b_c, m_A = decays_of_pairs(
+                        b_high, b_low, level, lowest, EXACT, True
+                    )  # [BT, BK], [BT, BK], [BT, BT]
+                    b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
+                    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dA, 0.0)
-                    b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
-                    b_qT = tl.trans(b_qd)  # [BK, BT]
-                    b_c = tl.dot(b_qT, b_A, input_precision=PRECISION)
-                    b_row += b_d * b_r
-                    b_pairs += b_qd * b_r
+                    b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
+                    b_x = unchained(b_x, True)  # [BT, BK]
+                    b_qT = tl.trans(b_qr)  # [BK, BT]
+                    b_y = tl.dot(b_qT, b_A, input_precision=PRECISION)
+                    b_y = unchained(b_y, True)  # [BK, BT]
+                    b_row += b_r * b_x
+                    b_pairs += b_qr * b_x
                     if DELTA:
+                        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
                         b_A = tl.where(m_A, b_dE, 0.0)
-                        b_r = tl.dot(b_A, b_kd, input_precision=PRECISION)
-                        b_kT = tl.trans(b_kd)  # [BK, BT]
-                        b_c = tl.dot(b_kT, b_A, b_c, input_precision=PRECISION)
-                        b_err += b_d * b_r
-                        b_pairs += b_kd * b_r
-                    b_c = tl.trans(b_c)  # [BT, BK]
-                    b_col += b_d * b_c
-                    b_pairs -= b_kd * b_c
+                        b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
+                        b_x = unchained(b_x, True)  # [BT, BK]
+                        b_kT = tl.trans(b_kr)  # [BK, BT]
+                        b_y = tl.dot(b_kT, b_A, b_y, input_precision=PRECISION)
+                        b_err += b_r * b_x
+                        b_pairs += b_kr * b_x
+                    b_y = tl.trans(unchained(b_y, True))  # [BT, BK]
+                    b_col += b_c * b_y
+                    b_pairs -= b_kc * b_y
 
                 b_dq += b_row + b_own * b_k
                 b_dk += b_col + b_err + b_own * b_q
-                b_dg = summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
-                b_dg += summed_rows(o_t > 0, b_w, HALVES)
+                b_dg = summed_rows(o_t <= 0, b_pairs, HALVES, True)  # [BT, BK]
+                b_dg += summed_rows(o_t > 0, b_w, HALVES, True)
                 b_dg += (
                     tl.exp(tl.sum(b_g.to(tl.float32), axis=0))
                     * b_kept[None, :]

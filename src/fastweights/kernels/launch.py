@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastweights.kernels.compose import compose_kernel
-from fastweights.kernels.intra import intra_fwd_far_kernel, intra_fwd_kernel
+from fastweights.kernels.intra import intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_far_kernel,
@@ -58,8 +58,8 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
       row_undo = e^{-G}, or 1 where the chunk decays below LEAST; and
       row_beta, 0 past a sequence's end.
     * total, the decay of a chunk, and rounded, for the backward, its log2
-      from the gates as q_in, k_in and k_out have them. far marks the chunks
-      in which a channel's decay fails is_near.
+      from the gates as q_in, k_in and k_out have them. far, for the backward
+      too, is not 0 for the chunks in which a channel's decay fails is_near.
     * exits, the states that leave the pieces of all segments but the last,
       and maps of the pieces but the first: M, or the channels' decays.
       entrances, the gradients of the states that enter the segments.
@@ -184,9 +184,7 @@ def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
     x, HV = Trace(kind, dtypes, cut), kind.HV
     if kind.gate or kind.delta:
-        x.run("intra", intra_fwd_kernel, Count("slots", HV), "rounded")
-    if kind.has_scores:
-        x.run("intra_far", intra_fwd_far_kernel, Count("slots", HV, MARKS))
+        x.run("intra", intra_fwd_kernel, Count("slots", HV), "rounded far")
     if cut > 1:
         NV = tiles(kind, "segments", kind.V)
         NV += tiles(kind, "segments", kind.K) if kind.delta else 0

@@ -76,7 +76,7 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     waits = kind.gpu.capability[0] == 10  # for products of its own iteration
     if stage == "gate_backward":
         return {"num_warps": 1}
-    if stage in ("intra", "intra_far"):
+    if stage == "intra":
         BK = (64 if gate > 1 else narrow) if large else 32
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
         if ahead and gate <= 1:

@@ -404,23 +404,25 @@ def ones_where(mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def summed_gates(m_sum, b_high, b_low, EXACT: tl.constexpr):
+def summed_gates(
+    m_sum, b_high, b_low, EXACT: tl.constexpr, WIDE: tl.constexpr = False
+):
     """Row i adds up the gates of the rows j with m_sum[i, j].
 
     m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
     gate after strong ones does not drown. Unless EXACT without b_low, which
     misses a decay e^G by a factor 2^(+-2^-11 |G|), so by 2^-12 at most:
-    enough for half precision.
+    enough for half precision. WIDE, with 8 warps: see unchained.
     """
     b_sum = ones_where(m_sum, tl.float16)
-    b_G = tl.dot(b_sum, b_high)  # [BT, BK]
+    b_G = unchained(tl.dot(b_sum, b_high), WIDE)  # [BT, BK]
     if EXACT:
-        b_G = tl.dot(b_sum, b_low, b_G)
+        b_G = unchained(tl.dot(b_sum, b_low, b_G), WIDE)
     return b_G
 
 
 @triton.jit
-def summed_rows(m_sum, b_x, HALVES: tl.constexpr):
+def summed_rows(m_sum, b_x, HALVES: tl.constexpr, WIDE: tl.constexpr = False):
     """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
 
     In tf32x3, or with HALVES to 16 bits, as sums of two numbers in bf16,
@@ -430,18 +432,53 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr):
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
     b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(b_sum, b_low, tl.dot(b_sum, b_high))
+    b_x = unchained(tl.dot(b_sum, b_high), WIDE)
+    return tl.dot(b_sum, b_low, b_x)
 
 
 @triton.jit
-def decays_of_pairs(b_high, b_low, level, EXACT: tl.constexpr):
-    """Factors for the rows i and the columns j of scores, and a mask [BT, BT].
+def first_level(b_high, x, WIDE: tl.constexpr = False):
+    """The level of the largest blocks that may be folded at their middles.
 
-    From j to i decays what the gates of j + 1 to i add up to. A block of
-    2^level rows has two halves. A pair with one in each meets at the border:
-    what is left of the first half after j, and of the second up to and with
-    i, both at most 1, and each a row's of [BT, BK]. One row alone, level 0,
-    needs neither.
+    Of 2^level rows, where every channel of half a block is_near. The log
+    decays b_high [BT, BK] are added up over the nodes of a tree, one per row
+    of a product: node 1 is the whole chunk, 2 and 3 are its halves, 4 to 7
+    its quarters. The last nodes have two rows each. Where one of these decays
+    too far, the level is 0, that of single rows.
+    """
+    BT: tl.constexpr = b_high.shape[0]
+    LEVELS: tl.constexpr = num_levels(BT)
+    o_c = tl.arange(0, BT)
+    o_depth = tl.zeros([BT], dtype=tl.int32)
+    for depth in tl.static_range(1, LEVELS):
+        o_depth += tl.where(o_c >= 2**depth, 1, 0)
+    o_shift = LEVELS - o_depth
+    o_node = (o_c + BT)[None, :] >> o_shift[:, None]
+    m_sum = o_node == o_c[:, None]
+    b_sum = summed_gates(m_sum, b_high, b_high, False, WIDE)  # [BT, BK]
+    b_least = tl.exp2(tl.min(b_sum, axis=1))  # [BT]
+    deepest = tl.max(tl.where(is_near(b_least, x, BT), 0, o_depth))
+    return tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)
+
+
+@triton.jit
+def decays_of_pairs(
+    b_high,
+    b_low,
+    level,
+    first,
+    EXACT: tl.constexpr,
+    WIDE: tl.constexpr = False,
+):
+    """Factors of the rows i and of the columns j of scores, and a mask.
+
+    [BT, BK] each, and [BT, BT]. From j to i decays what the gates of j + 1 to
+    i add up to. A block of 2^level rows is folded at its middle, the border
+    of its two halves: one factor is the decay between a row and the border,
+    the other, on the far side of it, its inverse. At the first level all
+    pairs of a block are taken, and its halves' decays must have a bound
+    (first_level). At those after it, pairs with one token in each half: they
+    need no inverse, and both factors are that decay. Level 0 has no border.
     """
     o_c = tl.arange(0, b_high.shape[0])
     half = tl.maximum(level - 1, 0)
@@ -449,9 +486,12 @@ def decays_of_pairs(b_high, b_low, level, EXACT: tl.constexpr):
     m_second = (o_half % 2 == 1)[:, None]
     m_own = o_half[:, None] == o_half[None, :]
     m_sum = m_own & ((o_c[None, :] <= o_c[:, None]) == m_second)
-    b_G = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT)
+    b_D = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT, WIDE)
+    b_far = tl.where(level == first, -b_D, b_D)
+    b_r = tl.exp2(tl.where(m_second, b_D, b_far))
+    b_c = tl.exp2(tl.where(m_second, b_far, b_D))
     m_block = (o_c >> level)[:, None] == (o_c >> level)[None, :]
-    return tl.exp2(b_G), m_block & ((level == 0) | (m_own == 0))
+    return b_r, b_c, m_block & ((level == first) | (m_own == 0))
 
 
 @triton.jit
