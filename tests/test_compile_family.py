@@ -7,7 +7,15 @@ import pytest
 pytest.importorskip("triton")
 
 from crossed import all_but
-from offline import DTYPES, SHARED, build, judge, unwaited_products
+from offline import (
+    AS_RECORDED,
+    DTYPES,
+    SHARED,
+    build,
+    cuobjdump,
+    judge,
+    unwaited_products,
+)
 
 from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_kernel
@@ -248,6 +256,18 @@ def test_no_product_is_computed_twice(stage, width, delta, D):
     used = re.findall(r"warp_group_dot .*-> tensor<64x\d+xf32, (#\w+)>", ttgir)
     assert used or not delta
     assert {by_rows[layout] for layout in used} <= {4}
+
+
+@pytest.mark.skipif(not AS_RECORDED, reason="registers are Triton 3.7's")
+@pytest.mark.parametrize("delta", [False, True], ids=["additive", "delta"])
+@pytest.mark.parametrize(
+    "stage", ["intra", "intra_backward", "intra_backward_far"]
+)
+def test_products_do_not_wait_for_each_other(stage, delta, tmp_path):
+    """ptxas waits after each instruction where registers do not suffice."""
+    compiled = compile_stage(stage, "K", delta, 90)
+    sass = cuobjdump(compiled.asm["cubin"], "-sass", tmp_path)
+    assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 2
 
 
 @pytest.mark.parametrize(

@@ -475,6 +475,11 @@ MUTANTS = {
         "0, LEVELS - deepest)",
         "0, LEVELS)",
     ),
+    "kernel-folds-by-the-first-half": (
+        INTRA,
+        "tl.exp(tl.minimum(b_y, b_total - b_y))",
+        "tl.exp(b_y)",
+    ),
     "kernel-folds-pairs-of-rows": (
         TILE,
         "tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)",

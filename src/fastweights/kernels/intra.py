@@ -37,6 +37,7 @@ def add_scores(
     i_h,
     i_hv,
     i_k,
+    folds,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -47,25 +48,38 @@ def add_scores(
 ):
     """Add the scores [BT, BT] of key tile i_k, however strong its gates are.
 
-    Level by level: see tile.decays_of_pairs. Moderate gates need one level.
+    In one product if the chunk ``folds`` at its middle, else level by level:
+    see tile.decays_of_pairs.
     """
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
+    LEVELS: tl.constexpr = num_levels(BT)
     b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
     b_high, b_low = split_gates(b_g)  # [BT, BK]
-    first = first_level(b_high, k)
-    for level in range(first, num_levels(BT) + 1):
-        b_r, b_c, m_A = decays_of_pairs(b_high, b_low, level, first, EXACT)
+    if folds:
+        b_r, b_c, _ = decays_of_pairs(b_high, b_low, LEVELS, LEVELS, EXACT)
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
         b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
         b_x = (b_q * b_r).to(dtype)  # [BT, BK]
-        b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-        b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+        b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
         if DELTA:
             b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+            b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
+    else:
+        first = first_level(b_high, k)
+        for level in range(first, LEVELS + 1):
+            b_r, b_c, m_A = decays_of_pairs(b_high, b_low, level, first, EXACT)
+            b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
+            b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+            b_x = (b_q * b_r).to(dtype)  # [BT, BK]
             b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
-            b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            if DELTA:
+                b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+                b_A = tl.dot(b_x, b_kT, input_precision=PRECISION)
+                b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     return b_Aqk, b_Akk
 
 
@@ -133,7 +147,8 @@ def intra_fwd_kernel(
         b_g = load_row(g, t, end, i_hv, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-    strong = 0
+    m_first = (tl.arange(0, BT) < BT // 2)[:, None]  # half of the chunk
+    strong, folds = 0, 0  # a bit per key tile
     NK: tl.constexpr = (K + BK - 1) // BK if DG > 1 or R is not None else 0
     for i_k in range(NK):
         b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
@@ -144,22 +159,29 @@ def intra_fwd_kernel(
             b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
             b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
             b_high, b_low = split_gates(b_g)  # [BT, BK]
-            if rounded is None:
-                b_total = tl.sum(b_g.to(tl.float32), axis=0)  # [BK]
+            b_x = b_g.to(tl.float32)
+            if Aqk is not None:
+                b_y = tl.where(m_first, b_x, 0.0)
             else:
-                b_total, b_last = tl.reduce(
-                    (b_g.to(tl.float32), b_high.to(tl.float32)), 0, add_pairs
-                )
-                if EXACT:
-                    b_last += tl.sum(b_low.to(tl.float32), axis=0)
+                b_y = b_high.to(tl.float32)
+            b_total, b_y = tl.reduce((b_x, b_y), 0, add_pairs)  # [BK]
+            if Aqk is not None:
+                b_total = clamped(b_total, -1e30)  # of -inf none is a part
+                b_y = clamped(b_y, -1e30)
+                b_y = tl.exp(tl.minimum(b_y, b_total - b_y))
+                half_near = is_near(tl.min(b_y), k, DG)
             b_total = tl.exp(b_total)
             o_k = i_k * BK + tl.arange(0, BK)
             o_total = (i_c.to(tl.int64) * HV + i_hv) * K + o_k
             tl.store(total + o_total, b_total, mask=o_k < K)
             near = is_near(tl.min(b_total), k, DG)
             strong |= tl.where(near, 0, 1 << i_k)
+            if Aqk is not None:
+                folds |= tl.where(half_near, 1 << i_k, 0)
             if rounded is not None:
-                tl.store(rounded + o_total, b_last, mask=o_k < K)
+                if EXACT:
+                    b_y += tl.sum(b_low.to(tl.float32), axis=0)
+                tl.store(rounded + o_total, b_y, mask=o_k < K)
             # The exit first: ptxas then has registers for the products.
             b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
@@ -185,6 +207,7 @@ def intra_fwd_kernel(
             if (strong >> i_k) % 2 == 1:
                 b_Aqk, b_Akk = add_scores(
                     b_Aqk, b_Akk, q, k, g, t, end, i_h, i_hv, i_k,
+                    (folds >> i_k) % 2 == 1,
                     H, HV, K, BT, BK, DELTA, PRECISION,
                 )  # fmt: skip
     if DG == 1:
