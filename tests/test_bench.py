@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import fastweights as fw
 from fastweights import bench, speed, timing
+from fastweights.layers import Decay
 
 
 def test_timeit_is_the_median():
@@ -73,7 +74,7 @@ def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
         f"python -m fastweights.bench {command} --no-first"
     )
     copy, matmul, *rows = record["rows"]
-    steps = [rows.pop(7), rows.pop(0)]
+    steps = [rows.pop(9), rows.pop(0)]
     assert all(row["shape"] == "decode" for row in steps)
     assert steps[1]["floor"] == pytest.approx(
         steps[1]["moved"] * copy["seconds"] / copy["moved"]
@@ -85,6 +86,7 @@ def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
             ("gated_deltanet", "mild"),
             ("gated_deltanet", "kept"),
             ("gated_deltanet", "strong"),
+            ("gated_deltanet", "model"),
             ("linear_attention", "mild"),
         )
         for what in ("forward", "forward+backward")
@@ -104,6 +106,54 @@ def test_inputs_suit_their_member(member, monkeypatch):
     o, _ = getattr(fw, member)(**x)
     assert o.shape == (1, 20, 2, 4)
     assert "g" not in x or (x["g"] == -1e-3).all()
+
+
+@pytest.mark.parametrize("member", speed.MEMBERS)
+def test_gates_as_models_start(member):
+    """As those of the library's layer, by their quantiles."""
+    if speed.MEMBERS[member][0] is None:
+        return
+    shape = speed.Shape(1, 512, 1, 8, 16, 4)
+    mild, g = (speed.inputs(member, shape, x)["g"] for x in ("mild", "model"))
+    assert g.shape == mild.shape and g.max() < 0
+    if member == "retention":
+        assert torch.equal(g, fw.retnet_decay(8))
+    elif member == "gla":
+        assert torch.equal(g, mild)
+    else:
+        n = 16 if member == "kda" else 1
+        layer = Decay(4096, n)
+        theirs = layer(torch.randn(1, 64, 4096 * n))
+        ours = speed.inputs(
+            member, speed.Shape(1, 64, 1, 4096, n, 1), "model"
+        )["g"]
+        at = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
+        want, got = (
+            (-x.detach().flatten()).log10().quantile(at)
+            for x in (theirs, ours)
+        )
+        assert (want - got).abs().max() < 0.1
+
+
+def test_shapes_hold_their_sequences():
+    for shape in speed.SHAPES.values():
+        assert sum(shape.sequences) in (0, shape.T)
+        assert shape.HV % shape.H == 0 and shape.most in (1, 2)
+    even, skewed = speed.SHAPES["packed"], speed.SHAPES["skewed"]
+    assert even.sizes == skewed.sizes
+    assert len(even.sequences) == len(skewed.sequences) == 16
+    assert 0.9 <= skewed.sequences[0] / skewed.T < 0.901
+
+
+def test_packed_calls_have_gradients():
+    shape = speed.Shape(1, 40, 1, 2, 8, 4, (30, 10), 2.0)
+    x = speed.inputs("kda", shape, "model")
+    assert x["cu_seqlens"].tolist() == [0, 30, 40]
+    assert 1 < x["beta"].max() <= 2
+    grads = speed.passes(fw.kda, x)["forward+backward"]()
+    assert [t.shape for t in grads] == [
+        t.shape for name, t in x.items() if name != "cu_seqlens"
+    ]
 
 
 @pytest.mark.parametrize("member", speed.MEMBERS)

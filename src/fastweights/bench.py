@@ -252,7 +252,8 @@ def main() -> None:
         choices=speed.GATES,
         default=[*speed.GATES],
         help="mild, kept (g = -1e-3: nothing may be skipped), strong (half "
-        "forgotten at every step); all by default",
+        "forgotten at every step), model (as published layers start); all "
+        "by default",
         **several,
     )
     group.add_argument(

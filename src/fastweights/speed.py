@@ -50,6 +50,15 @@ class Shape:
     HV: int
     K: int
     V: int
+    sequences: tuple[int, ...] = ()
+    """Lengths of the sequences that T packs; none: one per row."""
+    most: float = 1.0
+    """What beta is at most."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """B, T, H, HV, K, V."""
+        return self.B, self.T, self.H, self.HV, self.K, self.V
 
 
 SHAPES = {
@@ -58,7 +67,15 @@ SHAPES = {
     "gva": Shape(1, 32768, 16, 32, 128, 128),
     "d64": Shape(8, 4096, 32, 32, 64, 64),
     "short": Shape(8, 512, 16, 16, 128, 128),
+    "packed": Shape(1, 32768, 16, 16, 128, 128, 16 * (2048,)),
+    "skewed": Shape(1, 32768, 16, 16, 128, 128, (29498, *15 * (218,))),
+    "kimi": Shape(4, 4096, 32, 32, 128, 128),
+    "olmo": Shape(4, 4096, 30, 30, 96, 192, most=2.0),
+    "mamba2": Shape(4, 4096, 1, 64, 128, 64),
 }
+"""gva has the heads of Qwen3-Next, the last three those of Kimi Linear, of
+OLMo-Hybrid and of Mamba-2 1.3B. In skewed one sequence of 16 holds 90 % of
+the tokens of packed."""
 ON_CPU = Shape(1, 512, 2, 2, 64, 64)
 DECODE = "decode"  # the shape of one token for each of a batch
 DECODED, DECODED_ON_CPU = (
@@ -86,17 +103,19 @@ PEERS = {
     "flash_qla": ("flash-qla", "as it comes"),
 }
 # mild forgetting, half of it after some 14 steps; next to none, so that
-# nothing may be skipped; and strong, half at every step
-GATES = ("mild", "kept", "strong")
+# nothing may be skipped; strong, half at every step; and as the layers of
+# published models start
+GATES = ("mild", "kept", "strong", "model")
 
 
 def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
-    """q, k of unit length, v normal, beta uniform in (0, 1), and gates.
+    """q, k of unit length, v normal, beta uniform up to shape.most, and gates.
 
     q, k, v have the dtype of :data:`fastweights.timing.DTYPE`; g, beta fp32.
+    A shape of packed sequences comes with its cu_seqlens.
     """
     torch.manual_seed(0)
-    B, T, H, HV, K, V = vars(shape).values()
+    B, T, H, HV, K, V = shape.sizes
     make = functools.partial(torch.randn, device=DEVICE)
     width, delta = MEMBERS[member]
     x = {
@@ -108,17 +127,38 @@ def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
     if width is not None:
         x["g"] = F.logsigmoid(make(sizes[width]))
         if gate != "strong":
-            x["g"] /= 16
+            x["g"] /= 16  # GLA's own
         if gate == "kept":
             x["g"].fill_(-1e-3)
+        if gate == "model" and member != "gla":
+            x["g"] = published(shape, width)
     if delta:
-        x["beta"] = torch.rand(B, T, HV, device=DEVICE)
+        x["beta"] = shape.most * torch.rand(B, T, HV, device=DEVICE)
+    if shape.sequences:
+        lengths = torch.tensor((0, *shape.sequences), device=DEVICE)
+        x["cu_seqlens"] = lengths.cumsum(0)
     return x
+
+
+def published(shape: Shape, width: str) -> Tensor:
+    """RetNet's gates; or Mamba-2's as they start, with inputs from N(0, 1).
+
+    Gated DeltaNet has the latter too, and KDA, one per channel.
+    """
+    B, T, _, HV, K, _ = shape.sizes
+    if width == "fixed":
+        return fw.retnet_decay(HV).to(DEVICE)
+    each = (HV, K) if width == "channel" else (HV,)
+    draw = functools.partial(torch.rand, device=DEVICE)
+    A = 1 + 15 * draw(HV, *[1] * (len(each) - 1))
+    dt = 10 ** (2 * draw(each) - 3)
+    start = dt + (-torch.expm1(-dt)).log()  # softplus of it is dt
+    return -A * F.softplus(torch.randn(B, T, *each, device=DEVICE) + start)
 
 
 def work(member: str, shape: Shape) -> tuple[int, int]:
     """Bytes that a forward must move, and its FLOPs in chunks of 64."""
-    B, T, H, HV, K, V = vars(shape).values()
+    B, T, H, HV, K, V = shape.sizes
     width, delta = MEMBERS[member]
     size = torch.finfo(DTYPE).bits // 8
     moved = size * (2 * H * K + 2 * HV * V)
@@ -194,7 +234,11 @@ def passes(
     function: Callable[..., tuple[Tensor, Tensor]], x: dict[str, Tensor]
 ) -> dict[str, Callable[[], object]]:
     """A forward without gradients, and a forward with its backward."""
-    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    leaves = {
+        name: t.detach().requires_grad_()
+        for name, t in x.items()
+        if t.is_floating_point()
+    }
     do = torch.randn_like(x["v"])
 
     def forward() -> object:
@@ -202,7 +246,7 @@ def passes(
             return function(**x)
 
     def both() -> object:
-        o, _ = function(**leaves)
+        o, _ = function(**{**x, **leaves})
         return torch.autograd.grad(o, [*leaves.values()], do)
 
     return {"forward": forward, "forward+backward": both}
@@ -242,7 +286,7 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     output. On a GPU a graph is replayed: no host between the steps.
     """
     x: dict[str, Any] = inputs(name, shape, GATES[0])
-    B, _, _, HV, K, V = vars(shape).values()
+    B, _, _, HV, K, V = shape.sizes
     size = (B, HV, K, V)
     states = [torch.zeros(size, device=DEVICE) for _ in range(STATES)]
 
