@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 
 from fastweights import checks
 
@@ -44,6 +45,40 @@ def test_close_prints_what_it_found(capsys):
     checks.close(torch.ones(2), torch.ones(2), 1e-6, "the claim")
     printed = capsys.readouterr().out
     assert printed == "the claim: relative error 0.0e+00, allowed 1e-06\n"
+
+
+def test_close_in_a_notebook_prints_a_line_for_each_tolerance(capsys):
+    shell = InteractiveShell.instance()
+    try:
+        shell.run_cell(
+            "import torch\n"
+            "from fastweights.checks import close\n"
+            "one = torch.ones(1)\n"
+            "close(one + 0.1, one, 0.2, 'a')\n"
+            "close(one, one, 0.2, 'b')\n"
+            "close(one, one, 1e-6, 'alone')\n"
+            "print('between')\n"
+            "for i in range(30):\n"
+            "    close(one, one, 0.5, f'number {i}')\n"
+        )
+        cell = capsys.readouterr().out.splitlines()
+        shell.run_cell("close(one, one, 1e-3)")
+        after = capsys.readouterr().out.splitlines()
+        failed = shell.run_cell("close(one, one, 1e-3); close(one, 2*one, 0)")
+        capsys.readouterr()
+        shell.run_cell("close(one, one, 1e-4)")
+        last = capsys.readouterr().out.splitlines()
+    finally:
+        InteractiveShell.clear_instance()
+    assert cell == [
+        "between",
+        "a; b: relative errors up to 1.0e-01, allowed 2e-01",
+        "alone: relative error 0.0e+00, allowed 1e-06",
+        "30 comparisons: relative errors up to 0.0e+00, allowed 5e-01",
+    ]
+    assert after == ["relative error 0.0e+00, allowed 1e-03"]
+    assert isinstance(failed.error_in_exec, AssertionError)
+    assert last == ["relative error 0.0e+00, allowed 1e-04"]
 
 
 def test_close_fails_above_its_tolerance(capsys):

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,12 +39,53 @@ def relative_error(x: Tensor, ref: Tensor) -> float:
 
 
 def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> None:
-    """Assert that ``relative_error(x, ref) <= tol``, and print it."""
+    """Assert that ``relative_error(x, ref) <= tol``, and print it.
+
+    In a notebook a cell's calls are printed together when it ends, a line
+    for each tolerance.
+    """
     error = relative_error(x, ref)
     name = f"{label}: " if label else ""
     message = f"{name}relative error {error:.1e}, allowed {tol:.0e}"
     assert error <= tol, message
-    print(message)
+    shell = _notebook()
+    if shell is None:
+        print(message)
+        return
+    if not _held:
+        shell.events.register("post_run_cell", _print_held)
+    _held.append((label, error, tol, message))
+
+
+_held: list[tuple[str, float, float, str]] = []
+"""What :func:`close` has found in the cell that runs."""
+
+LINE = 79
+
+
+def _notebook() -> Any:
+    """IPython's shell, or None."""
+    if "IPython" not in sys.modules:
+        return None
+    return sys.modules["IPython"].get_ipython()
+
+
+def _print_held(*_: Any) -> None:
+    """A line for each tolerance; a comparison on its own as it stands."""
+    _notebook().events.unregister("post_run_cell", _print_held)
+    found = _held[:]
+    _held.clear()
+    for tol in dict.fromkeys(tol for _, _, tol, _ in found):
+        those = [one for one in found if one[2] == tol]
+        if len(those) == 1:
+            print(those[0][3])
+            continue
+        largest = max(error for _, error, _, _ in those)
+        text = f": relative errors up to {largest:.1e}, allowed {tol:.0e}"
+        labels = "; ".join(dict.fromkeys(label for label, *_ in those))
+        short = all(label for label, *_ in those)
+        short = short and len(labels + text) <= LINE
+        print((labels if short else f"{len(those)} comparisons") + text)
 
 
 def raises(
