@@ -45,6 +45,9 @@ LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS)) \
 KERNEL_TESTS := $(wildcard tests/test_kernels_*.py)
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
 	&& $(PY) -m ruff format --check --quiet
+SCRIPTS = import sysconfig; print(sysconfig.get_path("scripts"))
+SPELLING = $(SAY) "spelling: typos" \
+	&& "$$($(PY) -c '$(SCRIPTS)')/typos" --format brief
 TYPES = $(SAY) "types: mypy" && $(PY) -m mypy
 
 help: ## list what can be made
@@ -67,6 +70,7 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 
 check: $(READY) ## in 90 seconds: style, types, tests of what you changed
 	@$(STYLE)
+	@$(SPELLING)
 	@$(TYPES)
 	@$(SAY) "library: the tests of what the change touches"
 	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
@@ -75,6 +79,7 @@ check: $(READY) ## in 90 seconds: style, types, tests of what you changed
 
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
+	@$(SPELLING)
 	@$(TYPES)
 	@$(SAY) "library: unit tests"
 	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \

@@ -39,7 +39,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("part", OURS)
-def test_the_librarys_kernels(part):
+def test_kernels_of_the_library(part):
     for module in OURS[part]:
         names = [
             name
