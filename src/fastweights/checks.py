@@ -8,7 +8,6 @@ import inspect
 import itertools
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fastweights.show import notebook
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
@@ -48,7 +49,7 @@ def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> None:
     name = f"{label}: " if label else ""
     message = f"{name}relative error {error:.1e}, allowed {tol:.0e}"
     assert error <= tol, message
-    shell = _notebook()
+    shell = notebook()
     if shell is None:
         print(message)
         return
@@ -63,16 +64,9 @@ _held: list[tuple[str, float, float, str]] = []
 LINE = 79
 
 
-def _notebook() -> Any:
-    """IPython's shell, or None."""
-    if "IPython" not in sys.modules:
-        return None
-    return sys.modules["IPython"].get_ipython()
-
-
 def _print_held(*_: Any) -> None:
     """A line for each tolerance; a comparison on its own as it stands."""
-    _notebook().events.unregister("post_run_cell", _print_held)
+    notebook().events.unregister("post_run_cell", _print_held)
     found = _held[:]
     _held.clear()
     for tol in dict.fromkeys(tol for _, _, tol, _ in found):

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fastweights import bench
+from fastweights.show import notebook
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,12 +106,9 @@ def draw(fig: Figure, alt: str) -> None:
 
 def show_html(text: str) -> None:
     """Show ``text`` as a cell's HTML output; outside IPython nothing."""
-    try:
-        from IPython import get_ipython
+    if notebook() is not None:
         from IPython.display import HTML, display
-    except ImportError:
-        return
-    if get_ipython() is not None:
+
         display(HTML(text))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -36,13 +37,15 @@ def show(*objects: Callable[..., Any] | type) -> None:
             previous = where
         text += source(obj) + "\n\n\n"
     text = text.rstrip()
-    try:
-        from IPython import get_ipython
-        from IPython.display import Markdown, display
-    except ImportError:
+    if notebook() is None:
         print(text)
         return
-    if get_ipython() is None:
-        print(text)
-    else:
-        display(Markdown(f"```python\n{text}\n```"))
+    from IPython.display import Markdown, display
+
+    display(Markdown(f"```python\n{text}\n```"))
+
+
+def notebook() -> Any:
+    """IPython's shell, or None: a program without one has not imported it."""
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()

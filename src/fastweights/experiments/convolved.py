@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.experiments.softmax import check_whole_rows
 from fastweights.layers import TTTMLP, LaCT, LayerState, TTTLinear
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.state import Offsets
@@ -39,8 +40,7 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
             state: LayerState | None = None,
             cu_seqlens: Offsets | None = None,
         ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-            if state is not None or cu_seqlens is not None:
-                raise ValueError("state, cu_seqlens: got one, need whole rows")
+            check_whole_rows(state, cu_seqlens)
             return super().forward(x + self.before(x)[0])
 
     Convolved.__signature__ = inspect.signature(layer)  # type: ignore

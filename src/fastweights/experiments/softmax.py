@@ -64,8 +64,7 @@ class ConvolvedSoftmax(LinearRecurrence):
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the keys and values of all tokens."""
-        if state is not None or cu_seqlens is not None:
-            raise ValueError("state, cu_seqlens: got one, need whole rows")
+        check_whole_rows(state, cu_seqlens)
         check_input(x, self.dim, state, cu_seqlens)
         q, k, v, inputs = self.convolution(self.qkv_proj(x))
         if self.theta is not None:
@@ -80,6 +79,14 @@ class ConvolvedSoftmax(LinearRecurrence):
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o.transpose(1, 2), gate))
         return y, LayerState(keys=k, values=v, convolution=inputs)
+
+
+def check_whole_rows(
+    state: LayerState | None, cu_seqlens: Offsets | None
+) -> None:
+    """A layer that goes on from no state is given none."""
+    if state is not None or cu_seqlens is not None:
+        raise ValueError("state, cu_seqlens: got one, need whole rows")
 
 
 LAYERS["convolved_softmax"] = ConvolvedSoftmax
