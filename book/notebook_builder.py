@@ -261,6 +261,8 @@ def _title(
         return f"Check of equation{plural} {', '.join(names)}"
     if "@exercise" in source:
         return f"Check of {piece.exercise}"
+    if source.startswith(("import ", "from ")):
+        return "Imports"
     return "Figure" if "draw(" in source else "Code"
 
 

@@ -24,6 +24,8 @@ def _prompt(cell: nodes.container, labels: list[str]) -> str:
         return "the check of this exercise"
     if labels:
         return "the check"
+    if source.startswith(("import ", "from ")):
+        return "the imports"
     if "draw(" in source:
         return "the code of this figure"
     return "the code"

@@ -30,7 +30,10 @@ PALETTE: dict[str, dict[str, str]] = {
     "grid": {"light": "#d9dce1", "dark": "#3a3f47", "any": "#9a9ea6"},
 }
 
-Q, K, V, S, INK, GRID = (PALETTE[name]["any"] for name in PALETTE)
+QUERY, KEY, VALUE, STATE, INK, GRID = (
+    PALETTE[name]["any"] for name in PALETTE
+)
+Q, K, V, S = QUERY, KEY, VALUE, STATE
 
 _VARIABLE = {PALETTE[name]["any"]: name.lower() for name in PALETTE}
 
