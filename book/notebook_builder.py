@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jupytext
 import nbformat
 from docutils import nodes
+from folded import holds
 from inline_markdown import MarkupError, where
 from macros import SYMBOLS
 from run_links import colab_url
@@ -259,11 +260,8 @@ def _title(
         names = [f"({'.'.join(map(str, number))})" for number in found]
         plural = "s" if len(names) > 1 else ""
         return f"Check of equation{plural} {', '.join(names)}"
-    if "@exercise" in source:
-        return f"Check of {piece.exercise}"
-    if source.startswith(("import ", "from ")):
-        return "Imports"
-    return "Figure" if "draw(" in source else "Code"
+    held = holds(source)
+    return f"Check of {piece.exercise}" if held == "exercise" else held.title()
 
 
 def _with_ids(

@@ -277,7 +277,7 @@ def test_folded_cells_say_what_they_hold(sample):
     )
     assert titles == [
         "Install the library (in Colab)",
-        "Code",
+        "Imports",
         "Figure",
         "Check of Exercise 1.1",
         "Solution to Exercise 1.1",

@@ -8,27 +8,28 @@ them: a notebook is made from the same chapter without.
 from typing import Any
 
 from docutils import nodes
+from folded import holds
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx_proof.nodes import proof_node
 
 _TAG = "check:"
+PROMPTS = {
+    "exercise": "the check of this exercise",
+    "figure": "the code of this figure",
+    "imports": "the imports",
+    "code": "the code",
+}
 _REPEATED = {"proof-content", "exercise-content", "solution-content"}
 
 
 def _prompt(cell: nodes.container, labels: list[str]) -> str:
     """What a folded cell holds, in the reader's words."""
-    source = cell[0].astext()
-    if "@exercise" in source:
-        return "the check of this exercise"
-    if labels:
+    held = holds(cell[0].astext())
+    if labels and held != "exercise":
         return "the check"
-    if source.startswith(("import ", "from ")):
-        return "the imports"
-    if "draw(" in source:
-        return "the code of this figure"
-    return "the code"
+    return PROMPTS[held]
 
 
 def _caption(labels: list[str], docname: str) -> nodes.paragraph:
