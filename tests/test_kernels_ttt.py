@@ -94,6 +94,23 @@ def test_chunks(T, K, C, dtype):
     judge(drawn(T=T, K=K, C=C, dtype=dtype))
 
 
+def starting(dtype=torch.float32, T=128, K=64, **where):
+    """Weights as small as a layer's at its start: LN's slope is large."""
+    x = drawn(B=1, T=T, K=K, C=16, dtype=dtype, initial=False, **where)
+    x["W"] *= 0.02 * K**0.5
+    x["v"] /= K**0.5
+    x["b"], x["bias"] = 0 * x["b"], 0 * x["bias"]
+    x["weight"] = torch.ones_like(x["weight"])
+    x["rate"] /= K**0.5
+    return x
+
+
+@interpreted
+def test_weights_of_a_layer_at_its_start():
+    """Where a mean that a step's rounding leaves in z would grow."""
+    judge(starting())
+
+
 @interpreted
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_one_result_from_nothing_learned(use):
@@ -222,6 +239,13 @@ ON_GPU += [(99, 100, 7), (260, 64, 1)]
 def test_chunks_on_gpu(T, K, C, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_a_layer_at_its_start_on_gpu(dtype):
+    judge(starting(dtype, T=2048, device="cuda"))
 
 
 @pytest.mark.gpu

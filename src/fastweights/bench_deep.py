@@ -1,12 +1,17 @@
 """How long networks as fast weights take.
 
     python -m fastweights.bench_deep [NAME ...] [--json FILE]
+        [--ttt-video-dit FOLDER]
 
 ttt         TTT-Linear's fast weights, heads of 64 and of 128, B 1 and 8
 lact        LaCT's, chunks of 2048, under torch.compile
 layers      whole layers of width 2048, in one graph each: TTT-Linear,
             LaCT, MesaNet, TTT-MLP and Titans, the last two without
             torch.compile before PyTorch 2.13, which has no scan for them
+
+--ttt-video-dit names a clone of test-time-training/ttt-video-dit, in which
+TTT's authors train TTT-Linear by Triton kernels of their own: it is timed on
+the same tokens.
 
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
@@ -21,6 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights import bench, deep, private
+from fastweights import bench, checks, deep, private
 from fastweights.deep import cost
 from fastweights.deep.cost import Cost
 from fastweights.layers import (
@@ -93,8 +99,11 @@ def timed(
         }
 
 
-def ttt(best: tuple[float, float]) -> Iterator[Row]:
-    """TTT-Linear's fast weights, by whatever backend "auto" is here."""
+def ttt(best: tuple[float, float], clone: Path | None = None) -> Iterator[Row]:
+    """TTT-Linear's fast weights, by whatever backend "auto" is here.
+
+    And by the kernels of its authors, if there is a ``clone``.
+    """
     for B in BATCHES:
         for H, K in HEADS:
             torch.manual_seed(0)
@@ -110,13 +119,52 @@ def ttt(best: tuple[float, float]) -> Iterator[Row]:
             call = functools.partial(
                 deep.ttt, q, k, v, rate, [(W, b)], norm, rows
             )
-            yield from timed(
-                {"what": "ttt-linear", "B": B, "T": T, "H": H, "K": K},
-                call,
-                x,
-                {f: cost.ttt(B, T, H, K, training=f) for f in (False, True)},
-                best,
-            )
+            row = {"what": "ttt-linear", "B": B, "T": T, "H": H, "K": K}
+            costs = {
+                f: cost.ttt(B, T, H, K, training=f) for f in (False, True)
+            }
+            yield from timed(row, call, x, costs, best)
+            if clone:
+                o, C = call()[0].detach(), len(rows)
+                for group in GROUPS:
+                    more = {"peer": clone.name, "checkpoint_group_size": group}
+                    call, y = by_authors(clone, x, group)
+                    # They read a mini-batch when all of it is written, we
+                    # each token when those up to it are: the last is alike.
+                    read = call()[0].flatten(2, 3).transpose(1, 2)
+                    last = slice(C - 1, None, C)
+                    checks.close(read[:, last], o[:, last], 2e-2)
+                    yield from timed(row | more, call, y, costs, best)
+
+
+GROUPS = (4, 16, 64)
+"""Mini-batches between the weights that the authors' backward starts from."""
+
+
+def by_authors(
+    clone: Path, x: list[Tensor], group: int
+) -> tuple[Callable[[], tuple[Tensor]], list[Tensor]]:
+    """The authors' forward of our tokens, and what has gradients in it.
+
+    Their q, k and v lie mini-batch by mini-batch, [B, H, T / C, C, K], and
+    rates are a matrix per mini-batch, of which they take the last row.
+    """
+    sys.path.insert(0, str(clone))
+    from ttt.models.ssm.linear_triton import TritonLinear
+
+    q, k, v, rate, W, b, weight, bias, rows = (t.detach() for t in x)
+    C = len(rows)
+    q, k, v = (
+        t.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4).contiguous()
+        for t in (q, k, v)
+    )
+    rate = rate.unflatten(1, (-1, C)).permute(0, 3, 1, 2)  # [B, H, T / C, C]
+    eta = (rows[:, None] * rate[..., None, :]).to(q.dtype).contiguous()
+    start = (W.expand(len(q), *W.shape), b[:, None].expand(len(q), -1, 1, -1))
+    y = [weight, bias, *(t.contiguous() for t in start), q, v, k, eta]
+    for t in y:
+        t.requires_grad_()
+    return lambda: (TritonLinear.apply(*y, group),), y
 
 
 def lact(best: tuple[float, float]) -> Iterator[Row]:
@@ -219,15 +267,20 @@ def projections(layer: nn.Module, B: int, training: bool) -> Cost:
     return Cost(2 * B * T * weights * times, moved)
 
 
-CASES = {"ttt": ttt, "lact": lact, "layers": layers}
+CASES: dict[str, Callable[..., Iterator[Row]]] = {
+    "ttt": ttt,
+    "lact": lact,
+    "layers": layers,
+}
 
 
-def measured(names: list[str]) -> Iterator[Row]:
+def measured(names: list[str], clone: Path | None = None) -> Iterator[Row]:
     """The ceilings' rows, then those of the cases."""
     rows, best = rates()
     yield from rows
     for name in names:
-        yield from CASES[name](best)
+        more = (clone,) if name == "ttt" else ()
+        yield from CASES[name](best, *more)
 
 
 def main() -> None:
@@ -240,13 +293,22 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help="default: all"
     )
     parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument(
+        "--ttt-video-dit",
+        type=Path,
+        metavar="FOLDER",
+        help="time its TTT-Linear beside ours",
+    )
     arguments = parser.parse_args()
+    clone = arguments.ttt_video_dit
     if unknown := set(arguments.names) - {*CASES}:
         parser.error(f"NAME: got {sorted(unknown)}, need some of {[*CASES]}")
     names = arguments.names or [*CASES]
-    case = functools.partial(measured, names)
-    given = shlex.join(arguments.names)
-    bench.run(case, given, arguments.json, program="bench_deep")
+    case = functools.partial(measured, names, clone)
+    given = arguments.names + (
+        ["--ttt-video-dit", clone.name] if clone else []
+    )
+    bench.run(case, shlex.join(given), arguments.json, program="bench_deep")
 
 
 if __name__ == "__main__":

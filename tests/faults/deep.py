@@ -22,6 +22,17 @@ TESTS = {
     BEYOND: "reference/test_beyond.py",
 }
 MUTANTS = {
+    "lact-second-matrix-not-turned": (
+        f"{DEEP}/lact.py",
+        "found = (m0, m1.mT, m2)",
+        "found = (m0, m1, m2)",
+        PUBLIC,
+    ),
+    "newton-schulz-without-the-matrix-itself": (
+        f"{DEEP}/newton_schulz.py",
+        "a * one + b * A",
+        "one + b * A",
+    ),
     "deep-norm-slope-without-its-parentheses": (
         f"{DEEP}/dual.py",
         "return (d - unit * (d * unit).mean(-1, keepdim=True)) * scale",

@@ -77,6 +77,11 @@ MUTANTS = {
         "return within(b_W - mean(b_W, K), K)",
         "return b_W - mean(b_W, K)",
     ),
+    "ttt-kernel-spread-with-the-mean": (
+        KERNEL,
+        "return within((b_z - b_m) * b_s, K), b_s",
+        "return within(b_z * b_s, K), b_s",
+    ),
     "ttt-kernel-means-of-the-weights-forgotten": (
         KERNEL,
         "b_W + b_Wm, mask=m_W",

@@ -45,10 +45,25 @@ def ascent(w: Weights, k: Tensor, v: Tensor, rates: Tensor) -> Weights:
     eta = rates.to(dtype)[..., None].unbind(-2)
     d0 = hidden * up * s * (1 + gate * (1 - s))
     return (
-        ((eta[0] * k).mT @ d0).to(full),
+        (k.mT @ (eta[0] * d0)).to(full),
         ((eta[1] * silu * up).mT @ v).to(full),
-        ((eta[2] * k).mT @ (hidden * silu)).to(full),
+        (k.mT @ (eta[2] * hidden * silu)).to(full),
     )
+
+
+def orthogonal(M: Weights, dtype: torch.dtype) -> Weights:
+    """newton_schulz of W0's, W1's and W2's, each in its own dtype.
+
+    Products are in ``dtype``. W1 has the others' shape turned if K = V: then
+    the three are one batch, which fills a GPU better than a third of it.
+    """
+    m0, m1, m2 = (m.to(dtype) for m in M)
+    if m0.shape == m1.mT.shape:
+        m0, m1, m2 = newton_schulz(torch.stack([m0, m1.mT, m2])).unbind()
+        found = (m0, m1.mT, m2)
+    else:
+        found = tuple(map(newton_schulz, (m0, m1, m2)))
+    return [x.to(m.dtype) for x, m in zip(found, M, strict=True)]
 
 
 def lact(
@@ -119,7 +134,8 @@ def lact(
         start = [W.to(full) for W in start]
         norms = [W.norm(dim=-2, keepdim=True) for W in start]
         if initial_state is None:
-            initial_state = rates.new_zeros(B, H, 3 * numbers + 1)
+            # One zero, which is read wherever it is needed.
+            initial_state = rates.new_zeros(()).expand(B, H, 3 * numbers + 1)
         state = _unpack(initial_state.to(full), shapes)
         since, memory, total = (state[i : i + 3] for i in (0, 3, 6))
         mean = state[9]
@@ -146,15 +162,15 @@ def lact(
             if not _any_ends(part):
                 continue
             keep = (mean / chunk_size)[..., None]
+            M = [G + keep * m for G, m in zip(total, memory, strict=True)]
+            steps = orthogonal(M, dtype) if muon else M
             for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
-                M = total[i] + keep * memory[i]
-                step = newton_schulz(M.to(dtype)).to(full) if muon else M
-                after = since[i] + step
+                after = since[i] + steps[i]
                 if not prenorm:
-                    after = unit_columns(w[i] + step) * norm - W
+                    after = unit_columns(w[i] + steps[i]) * norm - W
                 since[i] = part.choose(after, since[i])
-                memory[i] = part.choose(M, memory[i])
-                total[i] = part.choose(torch.zeros_like(M), total[i])
+                memory[i] = part.choose(M[i], memory[i])
+                total[i] = part.choose(torch.zeros_like(M[i]), total[i])
             mean = part.choose(torch.zeros_like(mean), mean)
             stepped = stepped | part.ends
         flat = [x.flatten(2) for x in (*since, *memory, *total)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,7 +37,8 @@ def newton_schulz(
     # The root of 0 has no gradient: an empty G stays 0, with gradients too.
     norm = norm.where(norm > 0, 1.0).sqrt()
     X = X / (norm + eps)
+    one = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
     for a, b, c in coefficients:
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
+        X = (a * one + b * A + c * (A @ A)) @ X
     return X.mT if tall else X

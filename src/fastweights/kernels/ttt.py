@@ -47,23 +47,30 @@ def within(b_x, K: tl.constexpr):
 def centred(b_W, K: tl.constexpr):
     """b_W [BK, BK] without the means over its columns.
 
-    LN takes no notice of them, and no step changes them, since errors sum to
-    0: without them z has no mean, and LN one sum less to wait for.
+    LN takes no notice of them, and no step changes them but by rounding,
+    since errors sum to 0. Without them z has next to no mean, and the spread
+    can be found from the sums of z and of z^2, which are there at once.
     """
     return within(b_W - mean(b_W, K), K)
-
-
-@triton.jit
-def unit(b_z, K: tl.constexpr):
-    """b_z, which has no mean, in units of its spread, and 1 / spread."""
-    b_s = tl.rsqrt(mean(b_z * b_z, K) + EPS)
-    return b_z * b_s, b_s
 
 
 @triton.jit
 def both(a_1, b_1, a_2, b_2):
     """Two sums at once."""
     return a_1 + a_2, b_1 + b_2
+
+
+@triton.jit
+def unit(b_z, K: tl.constexpr):
+    """b_z less its mean, in units of its spread, and 1 / spread.
+
+    Small as the mean of a centred z is, it may not stay: errors would then
+    not sum to 0, and the next mean would be larger.
+    """
+    b_m, b_zz = tl.reduce((b_z, b_z * b_z), 1, both)
+    b_m, b_zz = b_m[:, None] * (1.0 / K), b_zz[:, None] * (1.0 / K)
+    b_s = tl.rsqrt(tl.maximum(b_zz - b_m * b_m, 0.0) + EPS)
+    return within((b_z - b_m) * b_s, K), b_s
 
 
 @triton.jit
