@@ -26,6 +26,46 @@ def one_query(q, k, v):
     )[0, 0]
 
 
+# %% ex-three-keys passes
+three_keys = [
+    (0.6931, 1, 21),
+    (1.3863, 1.5, 17.5),
+    (1.3863, 1.75, 21),
+    (2.0794, 2.375, 17.5),
+    7.3684,
+]
+
+
+# %% ex-three-keys not yet: after key 2: l = 2 is wrong; against which
+three_keys = [
+    (math.log(2), 1, 21),
+    (math.log(4), 2, 28),
+    (math.log(4), 2.25, 31.5),
+    (math.log(8), 3.75, 38.5),
+    38.5 / 3.75,
+]
+
+
+# %% ex-three-keys not yet: merged: l = 3.25 is wrong
+three_keys = [
+    (math.log(2), 1, 21),
+    (math.log(4), 1.5, 17.5),
+    (math.log(4), 1.75, 21),
+    (math.log(8), 3.25, 28),
+    28 / 3.25,
+]
+
+
+# %% ex-three-keys not yet: is not the mean of the five values
+three_keys = [
+    (math.log(2), 1, 21),
+    (math.log(4), 1.5, 17.5),
+    (math.log(4), 1.75, 21),
+    (math.log(8), 2.375, 17.5),
+    (12 + 7 / 1.5) / 2,
+]
+
+
 # %% ex-merge passes
 def merge_parts(a, b):
     if a[0] < b[0]:
@@ -100,26 +140,50 @@ def longest_context(memory, weights, users, layers, kv_heads, width, b):
     return (memory - weights) / (users * b * layers * kv_heads * 2 * width)
 
 
+# %% ex-draft passes
+drafted = (200, 25, 13)
+
+
+# %% ex-draft not yet: r = 8, b = 2: 199 tokens are enough
+drafted = (200, 200, 200)
+
+
+# %% ex-draft not yet: r = 1, b = 2: with 100 tokens the traffic still
+drafted = (100, 13, 7)
+
+
+# %% ex-draft not yet: r = 8, b = 1: 12.5 is not a whole number
+drafted = (200, 25, 12.5)
+
+
 # %% ex-decoding-speed passes
-def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+def decoding_speed(
+    P, b, users, n, layers, q_heads, kv_heads, width, flop_rate, byte_rate
+):
     moved = P * b + users * layers * kv_heads * n * 2 * width * b
     flops = 2 * P * users + users * layers * q_heads * n * 4 * width
-    rate = min(pi, flops / moved * beta)
-    return rate / flops, "arithmetic" if rate == pi else "memory"
+    rate = min(flop_rate, flops / moved * byte_rate)
+    return rate / flops, "arithmetic" if rate == flop_rate else "memory"
 
 
 # %% ex-decoding-speed not yet: but 'memory' was answered
-def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+def decoding_speed(
+    P, b, users, n, layers, q_heads, kv_heads, width, flop_rate, byte_rate
+):
     moved = b * (P + users * layers * kv_heads * 2 * width * n)
-    return beta / moved, "memory"
+    return byte_rate / moved, "memory"
 
 
 # %% ex-decoding-speed not yet: longer of the two is the time
-def decoding_speed(P, b, users, n, layers, q_heads, kv_heads, width, pi, beta):
+def decoding_speed(
+    P, b, users, n, layers, q_heads, kv_heads, width, flop_rate, byte_rate
+):
     flops = users * (2 * P + layers * q_heads * 4 * width * n)
     moved = b * (P + users * layers * kv_heads * 2 * width * n)
-    decides = "memory" if moved / beta > flops / pi else "arithmetic"
-    return 1 / (flops / pi + moved / beta), decides
+    decides = (
+        "memory" if moved / byte_rate > flops / flop_rate else "arithmetic"
+    )
+    return 1 / (flops / flop_rate + moved / byte_rate), decides
 
 
 # %% ex-backward passes
@@ -134,10 +198,24 @@ def softmax_backward(a, da):
     return (jacobian @ da[..., None])[..., 0]
 
 
-# %% ex-backward not yet: PyTorch's own .*softmax.* derive it
+# %% ex-backward not yet: automatic differentiation was asked for
 def softmax_backward(a, da):
     s = a.log().requires_grad_()
     return torch.autograd.grad(torch.softmax(s, -1), s, da)[0]
+
+
+# %% ex-backward not yet: automatic differentiation was asked for
+def softmax_backward(a, da):
+    s = a.log().requires_grad_()
+    with torch.enable_grad():
+        p = s.exp() / s.exp().sum(-1, keepdim=True)
+        (p * da).sum().backward()
+    return s.grad
+
+
+# %% ex-backward not yet: PyTorch's own _softmax_backward_data was called
+def softmax_backward(a, da):
+    return torch.ops.aten._softmax_backward_data(da, a, -1, a.dtype)
 
 
 # %% ex-backward not yet: relative error

@@ -9,10 +9,18 @@ def bidirectional(q, k, v):
     return o[:, :-1] / o[:, -1:]
 
 
-# %% ex-two-products not yet: all pairs of a query and a key
+# %% ex-two-products not yet: let keys and values meet first
 def bidirectional(q, k, v):
     weights = feature_maps.elu1(q) @ feature_maps.elu1(k).T
     return weights @ v / weights.sum(-1, keepdim=True)
+
+
+# %% ex-two-products not yet: let keys and values meet first
+def bidirectional(q, k, v):
+    k, parts = feature_maps.elu1(k), []
+    for q_b in feature_maps.elu1(q).split(10):
+        parts.append((q_b @ k.T) @ v / (q_b @ k.T).sum(-1, keepdim=True))
+    return torch.cat(parts)
 
 
 # %% ex-two-products not yet: operations for 60 queries: a loop
@@ -24,6 +32,31 @@ def bidirectional(q, k, v):
 # %% ex-two-products not yet: relative error
 def bidirectional(q, k, v):
     return feature_maps.elu1(q) @ (feature_maps.elu1(k).T @ v)
+
+
+# %% ex-by-hand passes
+taken_back = (
+    torch.tensor([[11.0, 3, 5], [8, 4, 0]]),
+    (13, 5, 3),
+    (0, 5 / 4),
+    (1.6, 0),
+)
+
+
+# %% ex-by-hand not yet: \(a\) S_4.* add 0 and -1 times the value
+taken_back = [[[11, 3, 5], [8, 14, 20]], [13, 5, 3], [0, 1.25], [1.6, 0]]
+
+
+# %% ex-by-hand not yet: \(b\) the answer.* weigh the rows by k_3
+taken_back = [[[11, 3, 5], [8, 4, 0]], [10, 5, 0], [0, 1.25], [1.6, 0]]
+
+
+# %% ex-by-hand not yet: your query: \[13.*right angles to k_1
+taken_back = [[[11, 3, 5], [8, 4, 0]], [13, 5, 3], [0.6, 0.8], [1.6, 0]]
+
+
+# %% ex-by-hand not yet: the denominators.* sum of all four keys
+taken_back = [[[11, 3, 5], [8, 4, 0]], [13, 5, 3], [0, 1.25], [2.4, -2]]
 
 
 # %% ex-squares passes
@@ -204,13 +237,24 @@ def linear_backward(q, k, v, do):
     for a, b in zip(k, v):
         S_t = S_t + torch.outer(a, b)
         states.append(S_t)
-    R_t = torch.zeros_like(S_t)
+    dS_t = torch.zeros_like(S_t)
     for a, b in zip(q.flip(0), do.flip(0)):
-        R_t = R_t + torch.outer(a, b)
-        later.insert(0, R_t)
+        dS_t = dS_t + torch.outer(a, b)
+        later.insert(0, dS_t)
     dq = torch.stack([S @ x for S, x in zip(states, do)])
-    dk = torch.stack([R @ x for R, x in zip(later, v)])
-    return dq, dk, torch.stack([R.T @ x for R, x in zip(later, k)])
+    dk = torch.stack([dS @ x for dS, x in zip(later, v)])
+    return dq, dk, torch.stack([dS.T @ x for dS, x in zip(later, k)])
+
+
+# %% ex-linear-backward not yet: automatic differentiation was asked for
+def linear_backward(q, k, v, do):
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        S_t, loss = 0.0, 0.0
+        for a, b, c, d in zip(*inputs, do):
+            S_t = S_t + torch.outer(b, c)
+            loss = loss + (a @ S_t) @ d
+    return torch.autograd.grad(loss, inputs)
 
 
 # %% ex-linear-backward not yet: form no scores of all 4900 pairs
