@@ -1,6 +1,54 @@
 """Answers to chapter 7's exercises, and what their checks are to say."""
 
 
+# %% ex-two-keys passes
+def after_rounds(v1, v2, rho, n):
+    """By the eigenvalue of a round, from the state both keys agree on."""
+    first = (1 - rho**2) * v1 + rho * v2
+    return v1 + rho ** (2 * (n - 1)) * (first - v1), v2.clone()
+
+
+# %% ex-two-keys not yet: find a formula
+def after_rounds(v1, v2, rho, n):
+    k = torch.tensor([[1, 0], [rho, math.sqrt(1 - rho**2)]], **double)
+    keys = k.repeat(n, 1)[None, :, None]
+    values = torch.stack([v1, v2]).repeat(n, 1)[None, :, None]
+    _, S = fw.deltanet(keys, keys, values, torch.ones(1, 2 * n, 1, **double))
+    return k @ S[0, 0]
+
+
+# %% ex-two-keys not yet: find a formula
+def after_rounds(v1, v2, rho, n):
+    one, two = 0 * v1, 0 * v2
+    for _ in range(n):
+        one, two = v1, two + rho * (v1 - one)
+        one, two = one + rho * (v2 - two), v2
+    return one, two
+
+
+# %% ex-two-keys not yet: n = 2: the answer to k1
+def after_rounds(v1, v2, rho, n):
+    return v1 + rho**n * (v2 - rho * v1), v2  # an error per round, not two
+
+
+# %% ex-growth passes
+def squared_norm(t, beta, K):
+    """By summing what is left of each write."""
+    kept = 1 - (1 - (1 - beta) ** 2) / K
+    return sum(beta**2 * kept**age for age in range(t))
+
+
+# %% ex-growth not yet: after 2 tokens
+def squared_norm(t, beta, K):
+    return beta**2 * t  # nothing is ever erased
+
+
+# %% ex-growth not yet: beta = 0\.3, K = 4: .* after 2 tokens
+def squared_norm(t, beta, K):
+    c = 1 - beta / K  # what a projection leaves, scaled
+    return beta**2 * (t if c == 1 else (1 - c**t) / (1 - c))
+
+
 # %% ex-dictionary passes
 def run_dictionary(commands, width):
     T = len(commands)

@@ -205,6 +205,47 @@ def segment_map(k, v, beta):
     return Phi, B[0]
 
 
+# %% ex-dk passes
+def key_gradients(Q, K, beta, S, new, Y, dO, dS):
+    """By sums over pairs of tokens, in indices."""
+    C = len(K)
+    later = torch.ones(C, C, **double).tril(-1)
+    dA = torch.einsum("iv,jv->ij", dO, new) * (later + torch.eye(C, **double))
+    N = -torch.einsum("ix,iv,jv->ij", beta, Y, new) * later
+    overlaps = torch.einsum("ij,jk->ik", N, K)
+    overlaps = overlaps + torch.einsum("ij,ik->jk", N, K)
+    lacking = -torch.einsum("iv,kv->ik", beta * Y, S)
+    return (
+        torch.einsum("ij,ik->jk", dA, Q),
+        torch.einsum("iv,kv->ik", new, dS),
+        lacking,
+        overlaps,
+    )
+
+
+# %% ex-dk not yet: the overlaps: relative error
+def key_gradients(Q, K, beta, S, new, Y, dO, dS):
+    dAqk, N = (dO @ new.T).tril(), -beta * (Y @ new.T).tril(-1)
+    return dAqk.T @ Q, new @ dS.T, -beta * Y @ S.T, N @ K  # one side only
+
+
+# %% ex-dk not yet: the scores: relative error
+def key_gradients(Q, K, beta, S, new, Y, dO, dS):
+    """The sum is right, its parts are not."""
+    dAqk, N = (dO @ new.T).tril(), -beta * (Y @ new.T).tril(-1)
+    whole = dAqk.T @ Q + new @ dS.T - beta * Y @ S.T + (N + N.T) @ K
+    return whole / 4, whole / 4, whole / 4, whole / 4
+
+
+# %% ex-dk not yet: automatic differentiation
+def key_gradients(Q, K, beta, S, new, Y, dO, dS):
+    with torch.enable_grad():
+        k = K.clone().requires_grad_()
+        loss = ((Q @ k.T).tril() @ new * dO).sum()
+        (one,) = torch.autograd.grad(loss, k)
+    return one, new @ dS.T, -beta * Y @ S.T, 0 * K
+
+
 # %% ex-full-backward passes
 def deltanet_backward(q, k, v, beta, S0, do, dS, C):
     """The states in one loop with the inverse; lists filled from the end."""
