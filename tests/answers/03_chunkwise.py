@@ -242,3 +242,83 @@ def chunkwise_backward(q, k, v, do, C):
         grads.append((d @ S.T + dA @ b, dA.T @ a, A.T @ d))
         S = S + b.T @ c
     return tuple(torch.cat(x) for x in zip(*grads))
+
+
+# %% ex-blank not yet: is this a loop over tokens
+def linear_chunkwise(q, k, v, S0, C):
+    outputs = []
+    for a, b, c in zip(q.unbind(), k.unbind(), v.unbind()):
+        S0 = torch.addr(S0, b, c)
+        outputs.append(a @ S0)
+    return torch.stack(outputs), S0
+
+
+# %% ex-six-tokens passes
+def six_tokens():
+    scores = torch.tensor([[1, 0, 0], [3, 6, 0], [1, 2, 3]])
+    return 5.0, 12.0, scores.tolist(), (7, 27, 12)
+
+
+# %% ex-six-tokens not yet: the scores: row i holds
+def six_tokens():
+    return 5, 12, [[1, 2, 3], [3, 6, 9], [1, 2, 3]], [7, 27, 12]
+
+
+# %% ex-six-tokens not yet: the outputs
+def six_tokens():
+    return 5, 12, [[1, 0, 0], [3, 6, 0], [1, 2, 3]], [2, 12, 7]
+
+
+# %% ex-six-tokens not yet: S_2 = 7
+def six_tokens():
+    return 5, 7, [[1, 0, 0], [3, 6, 0], [1, 2, 3]], [7, 27, 12]
+
+
+# %% ex-six-tokens not yet: S_1 = 4
+def six_tokens():
+    return 4, 12, [[1, 0, 0], [3, 6, 0], [1, 2, 3]], [7, 27, 12]
+
+
+# %% ex-carry-or-keep passes
+def carry_or_keep():
+    return [32, 32 * 512], [512, 1792], 0.1249, "keep"
+
+
+# %% ex-carry-or-keep not yet: one per head, strip and chunk
+def carry_or_keep():
+    return (32, 512), (512, 1792), 0.125, "keep"
+
+
+# %% ex-carry-or-keep not yet: put K, V and C
+def carry_or_keep():
+    return (32, 16384), (1024, 5632), 0.125, "keep"
+
+
+# %% ex-carry-or-keep not yet: which of them decides
+def carry_or_keep():
+    return (32, 16384), (512, 1792), 0.044, "keep"
+
+
+# %% ex-carry-or-keep not yet: of the multiprocessors busy
+def carry_or_keep():
+    return (32, 16384), (512, 1792), 0.125, "carry"
+
+
+# %% ex-carry-or-keep not yet: 'carry' or 'keep'
+def carry_or_keep():
+    return (32, 16384), (512, 1792), 0.125, "both"
+
+
+# %% ex-chunk-backward not yet: is this a loop over tokens
+def chunkwise_backward(q, k, v, do, C):
+    S, R = torch.zeros(2, k.shape[1], v.shape[1]).to(k)
+    tokens = list(zip(*(x.unbind() for x in (q, k, v, do))))
+    dq, dk, dv = [], [], []
+    for a, b, c, d in tokens:
+        S = torch.addr(S, b, c)
+        dq.append(S @ d)
+    for a, b, c, d in reversed(tokens):
+        R = torch.addr(R, a, d)
+        dk.append(R @ c)
+        dv.append(b @ R)
+    return tuple(map(torch.stack, (dq, dk[::-1], dv[::-1])))

@@ -210,3 +210,76 @@ def states_by_doubling(a, b):
         a[reach:] *= a[:-reach].clone()
         reach *= 2
     return h
+
+
+# %% ex-one-head passes
+def one_head():
+    return 19.5, 100, 9, 0.388, 15.6
+
+
+# %% ex-one-head not yet: its decay is gamma, not gamma squared
+def one_head():
+    return 10, 100, 9, 0.388, 15.6
+
+
+# %% ex-one-head not yet: size squared 10.*limit of eq-decay-growth
+def one_head():
+    return 19.5, 10, 9, 0.388, 15.6
+
+
+# %% ex-one-head not yet: solve 0.9 = r
+def one_head():
+    return 19.5, 100, 19.5, 0.388, 15.6
+
+
+# %% ex-one-head not yet: put r into eq-best-decay
+def one_head():
+    return 19.5, 100, 9, math.e * 10 / 64, 15.6
+
+
+# %% ex-one-head not yet: all other tokens count
+def one_head():
+    return 19.5, 100, 9, 0.388, 1.0
+
+
+# %% ex-one-recurrence passes
+def gate_and_weight(model, *given):
+    if model in ("retnet", "lightning"):
+        T = given[-1]
+        if model == "retnet":
+            g = torch.log(1 - torch.tensor(2.0, **double) ** (-5 - given[0]))
+        else:
+            h, H, layer, L, _ = given
+            g = fw.lightning_decay(H, layer, L, dtype=torch.float64)[h - 1]
+        return g.expand(T), torch.ones(T, **double)
+    if model == "gated retention":
+        decay = given[0].sigmoid() ** 0.0625
+        return decay.log(), torch.ones_like(decay)
+    if model == "mamba2":
+        return given[0] * given[1], given[0]
+    return given[0].sigmoid().log(), given[1].exp()
+
+
+# %% ex-one-recurrence not yet: retnet: shapes
+def gate_and_weight(model, *given):
+    return torch.tensor(math.log(1 - 2.0**-8)), torch.tensor(1.0)
+
+
+# %% ex-one-recurrence not yet: retnet: a log decay is at most 0
+def gate_and_weight(model, *given):
+    return (torch.ones(7, **double) * (1 - 2.0**-8),) * 2
+
+
+# %% ex-one-recurrence not yet: mamba2, weight of a write
+def gate_and_weight(model, *given):
+    one = torch.ones(7, **double)
+    if model == "retnet":
+        return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
+    if model == "lightning":
+        h, H, layer, L, _ = given
+        return fw.lightning_decay(H, layer, L, **double)[h - 1] * one, one
+    if model == "gated retention":
+        return F.logsigmoid(given[0]) / 16, one
+    if model == "mamba2":
+        return given[0] * given[1], one
+    return F.logsigmoid(given[0]), given[1].exp()
