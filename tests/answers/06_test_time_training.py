@@ -1,6 +1,32 @@
 """Answers to chapter 6's exercises, and what their checks are to say."""
 
 
+# %% ex-step-by-hand passes
+def by_hand():
+    first = torch.tensor(2.2), 2.7, torch.tensor([2.4, 1.3]), 3.8
+    return first, [2.0, -1.0], [8.0, 6.0, 2.0, 8.0]
+
+
+# %% ex-step-by-hand not yet: 1: the answer after it is not 3.2
+def by_hand():
+    return (2.2, 3.2, (2.8, 1.6), 3.8), (2, -1), (8, 6, 2, 8)
+
+
+# %% ex-step-by-hand not yet: 1: the inner product's answer is not 2.7
+def by_hand():
+    return (2.2, 2.7, (2.4, 1.3), 2.7), (2, -1), (8, 6, 2, 8)
+
+
+# %% ex-step-by-hand not yet: 2: both at once does not give 2
+def by_hand():
+    return (2.2, 2.7, (2.4, 1.3), 3.8), (2, 2), (8, 6, 2, 8)
+
+
+# %% ex-step-by-hand not yet: 3: the sum's cold answer is not 8
+def by_hand():
+    return (2.2, 2.7, (2.4, 1.3), 3.8), (2, -1), (8, 6, 8, 10)
+
+
 # %% ex-nlms passes
 def normalised_step(S, k, v, rate, eps):
     share = rate / (k.square().sum() + eps)
@@ -86,32 +112,32 @@ def implicit_step(S, k, v, eta):
 
 
 # %% ex-rls passes
-def recursive_step(S, R, k, v):
-    Rk = (R * k).sum(1)
-    gain = Rk / (1 + k.dot(Rk))  # R_n k_n
+def recursive_step(S, inverse, k, v):
+    x = (inverse * k).sum(1)
+    gain = x / (1 + k.dot(x))  # the new inverse times k
     S = S + gain[:, None] * (v - k @ S)[None, :]
-    return S, R - gain[:, None] * Rk[None, :]
+    return S, inverse - gain[:, None] * x[None, :]
 
 
 # %% ex-rls not yet: a system is solved
-def recursive_step(S, R, k, v):
-    A = torch.linalg.inv(R)
-    B = A @ S + torch.outer(k, v)
-    A = A + torch.outer(k, k)
-    return torch.linalg.solve(A, B), torch.linalg.inv(A)
+def recursive_step(S, inverse, k, v):
+    H = torch.linalg.inv(inverse)
+    Y = H @ S + torch.outer(k, v)
+    H = H + torch.outer(k, k)
+    return torch.linalg.solve(H, Y), torch.linalg.inv(H)
 
 
-# %% ex-rls not yet: S after 1 pairs: off
-def recursive_step(S, R, k, v):
-    Rk = R @ k
-    S = S + torch.outer(Rk, v - S.T @ k)  # along R_{n-1} k_n
-    return S, R - torch.outer(Rk, Rk) / (1 + k @ Rk)
+# %% ex-rls not yet: the state after 1 pairs: off
+def recursive_step(S, inverse, k, v):
+    x = inverse @ k
+    S = S + torch.outer(x, v - S.T @ k)  # along the old inverse times k
+    return S, inverse - torch.outer(x, x) / (1 + k @ x)
 
 
-# %% ex-rls not yet: R after 1 pairs: off
-def recursive_step(S, R, k, v):
-    Rk = R @ k
-    return S + torch.outer(Rk, v - S.T @ k) / (1 + k @ Rk), R
+# %% ex-rls not yet: the inverse after 1 pairs: off
+def recursive_step(S, inverse, k, v):
+    x = inverse @ k
+    return S + torch.outer(x, v - S.T @ k) / (1 + k @ x), inverse
 
 
 # %% ex-epochs passes
