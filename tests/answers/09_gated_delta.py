@@ -1,6 +1,46 @@
 """Answers to chapter 9's exercises, and what their checks are to say."""
 
 
+# %% ex-orders-by-hand passes
+def orders_by_hand():
+    """With fractions, and the other axis."""
+    return {
+        "KDA": ((4 + 27 / 25, 1 + 36 / 25), 5),
+        "error first": ((11 / 5, -7 / 5), 1 / 5),
+        "forget last": ((31 / 10, 2 / 5), 109 / 50),
+        "gate outside": ((23 / 5, 17 / 5), 137 / 25),
+    }, (0.0, -1.0)
+
+
+# %% ex-orders-by-hand not yet: error first: the state
+def orders_by_hand():
+    """Each of them taken for KDA."""
+    return {
+        name: ((5.08, 2.44), 5.0)
+        for name in ("KDA", "error first", "forget last", "gate outside")
+    }, (1.0, 0.0)
+
+
+# %% ex-orders-by-hand not yet: forget last: the state is right, its answer
+def orders_by_hand():
+    return {
+        "KDA": ((5.08, 2.44), 5.0),
+        "error first": ((2.2, -1.4), 0.2),
+        "forget last": ((3.1, 0.4), 5.0),
+        "gate outside": ((4.6, 3.4), 5.48),
+    }, (1.0, 0.0)
+
+
+# %% ex-orders-by-hand not yet: the two differ
+def orders_by_hand():
+    return {
+        "KDA": ((5.08, 2.44), 5.0),
+        "error first": ((2.2, -1.4), 0.2),
+        "forget last": ((3.1, 0.4), 2.18),
+        "gate outside": ((4.6, 3.4), 5.48),
+    }, (0.6, 0.8)
+
+
 # %% ex-one-step passes
 def step_in_place(state, q, k, v, g=None, beta=None):
     """Head by head, with outer products added in place."""

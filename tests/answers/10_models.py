@@ -1,6 +1,23 @@
 """Answers to chapter 10's exercises, and what their checks are to say."""
 
 
+# %% ex-head-on-paper passes
+def head_on_paper():
+    """With a calculator."""
+    life = math.log(2) / 0.014
+    return life, life * math.log2(1000), 0.014, (-2) ** 3, 9 + 192
+
+
+# %% ex-head-on-paper not yet: number 4
+def head_on_paper():  # the length for its square
+    return 50, 500, 0.014, (1 - 0.5 * 6**0.5) ** 3, 201
+
+
+# %% ex-head-on-paper not yet: number 5
+def head_on_paper():  # all blocks alike
+    return 50, 500, 0.014, -8, 24 * 0.5
+
+
 # %% ex-taps passes
 def taps(distance):
     """With four taps always."""
@@ -179,6 +196,100 @@ def packed_convolution(x, weight, offsets):
             activation=None,
         ).result()
     return y[0]
+
+
+# %% ex-kda-layer passes
+def kda_layer(w, x, heads):
+    """PyTorch's own functions."""
+    B, T, _ = x.shape
+    taps = w["convolution.taps.weight"]
+    y = F.conv1d(
+        F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
+        taps[:, None],
+        groups=len(taps),
+    )
+    q, k, v = F.silu(y).mT.reshape(B, T, 3, heads, -1).unbind(2)
+    q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    f = x @ (w["f_proj.1.weight"] @ w["f_proj.0.weight"]).T
+    dt = F.softplus(f + w["decay.dt_bias"]).view(B, T, heads, -1)
+    g = -w["decay.A_log"].exp().view(-1, 1) * dt
+    o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
+    o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
+    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    return (o * z.sigmoid()) @ w["o_proj.weight"].T
+
+
+# %% ex-kda-layer not yet: the first token is off
+def kda_layer(w, x, heads):
+    """With the gate of Gated DeltaNet."""
+    B, T, _ = x.shape
+    taps = w["convolution.taps.weight"]
+    y = F.conv1d(
+        F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
+        taps[:, None],
+        groups=len(taps),
+    )
+    q, k, v = F.silu(y).mT.reshape(B, T, 3, heads, -1).unbind(2)
+    q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    f = x @ (w["f_proj.1.weight"] @ w["f_proj.0.weight"]).T
+    dt = F.softplus(f + w["decay.dt_bias"]).view(B, T, heads, -1)
+    g = -w["decay.A_log"].exp().view(-1, 1) * dt
+    o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
+    o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
+    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    return (o * F.silu(z)) @ w["o_proj.weight"].T
+
+
+# %% ex-kda-layer not yet: the first token is off
+def kda_layer(w, x, heads):
+    """Without unit keys."""
+    B, T, _ = x.shape
+    taps = w["convolution.taps.weight"]
+    y = F.conv1d(
+        F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
+        taps[:, None],
+        groups=len(taps),
+    )
+    q, k, v = F.silu(y).mT.reshape(B, T, 3, heads, -1).unbind(2)
+    q = F.normalize(q, dim=-1)
+    f = x @ (w["f_proj.1.weight"] @ w["f_proj.0.weight"]).T
+    dt = F.softplus(f + w["decay.dt_bias"]).view(B, T, heads, -1)
+    g = -w["decay.A_log"].exp().view(-1, 1) * dt
+    o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
+    o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
+    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    return (o * z.sigmoid()) @ w["o_proj.weight"].T
+
+
+# %% ex-kda-layer not yet: the first token is right, later ones are off
+def kda_layer(w, x, heads):
+    """Without the rate."""
+    B, T, _ = x.shape
+    taps = w["convolution.taps.weight"]
+    y = F.conv1d(
+        F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
+        taps[:, None],
+        groups=len(taps),
+    )
+    q, k, v = F.silu(y).mT.reshape(B, T, 3, heads, -1).unbind(2)
+    q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    f = x @ (w["f_proj.1.weight"] @ w["f_proj.0.weight"]).T
+    dt = F.softplus(f + w["decay.dt_bias"]).view(B, T, heads, -1)
+    g = -1.0 * dt
+    o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
+    o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
+    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    return (o * z.sigmoid()) @ w["o_proj.weight"].T
+
+
+# %% ex-kda-layer not yet: library did it
+def kda_layer(w, x, heads):
+    layer = layers.KimiDeltaAttention(24, heads, 8, **double)
+    layer.load_state_dict(w)
+    return layer(x)[0]
 
 
 # %% ex-count passes
