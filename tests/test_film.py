@@ -371,6 +371,15 @@ def test_the_code_on_the_page_makes_the_state_on_screen(gate, rule, decay, t):
 
 
 @needs_node
+def test_the_code_has_floats_where_the_page_has_whole_numbers():
+    """A tensor of integers is none that the library takes."""
+    x = {"k": torch.eye(3), "v": 2 * torch.eye(3), "beta": torch.ones(3)}
+    names = {}
+    exec(json.loads(said("code(data, 1, 3)", data=carried(x))), names)
+    assert torch.equal(names["S"], 2 * torch.eye(3))
+
+
+@needs_node
 def test_the_code_of_a_large_film_stays_as_narrow():
     x = {
         "k": -torch.rand(64, 16),

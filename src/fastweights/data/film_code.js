@@ -2,11 +2,12 @@
 // film's tensors as the page carries them, and one call of the library.
 function code(data, decay, t) {
   const [T, K, V] = [data.k.length, data.k[0].length, data.v[0].length];
-  // [1, 2, 3] on lines of at most 79 characters.
+  const float = (x) => (/[.e]/.test(`${x}`) ? `${x}` : `${x}.0`);
+  // [1.0, 2.5] on lines of at most 79 characters.
   const list = (x, start) => {
     const lines = [start + "["];
     x.forEach((number, i) => {
-      const word = `${number}${i + 1 < x.length ? ", " : "]"}`;
+      const word = `${float(number)}${i + 1 < x.length ? ", " : "]"}`;
       const last = lines.length - 1;
       if ((lines[last] + word).length < 79) lines[last] += word;
       else lines.push(start + " " + word);
@@ -26,7 +27,7 @@ function code(data, decay, t) {
     tensor("k", data.k, `[T, K] = [${T}, ${K}]`),
     tensor("v", data.v, `[T, V] = [${T}, ${V}]`),
   ];
-  if (decay !== null) text.push(`g = torch.full((${T},), ${decay}).log()\n`);
+  if (decay !== null) text.push(`g = torch.full((${T},), ${float(decay)}).log()\n`);
   else if (gated) text.push(tensor("g", data.g, "log of the decay"));
   if (data.beta) text.push(tensor("beta", data.beta, "write strength"));
   const additive = channels ? "gla" : gated ? "mamba2" : "linear_attention";
