@@ -33,6 +33,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 SAY := printf '==> %s\n'
 MATHJAX := book/node_modules/.package-lock.json
 CHAPTERS := $(wildcard chapters/*)
+TEXTS := $(wildcard chapters/*.md) README.md
 LIBRARY := $(shell find src -name '*.py' -o -name '*.js*')
 LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
@@ -48,6 +49,8 @@ STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
 SCRIPTS = import sysconfig; print(sysconfig.get_path("scripts"))
 SPELLING = $(SAY) "spelling: typos" \
 	&& "$$($(PY) -c '$(SCRIPTS)')/typos" --format brief
+PROSE = $(SAY) "prose: 'per' for 'a', and grammar: harper" \
+	&& $(PY) tests/prose.py && $(MAKE) --no-print-directory build/grammar
 TYPES = $(SAY) "types: mypy" && $(PY) -m mypy
 
 help: ## list what can be made
@@ -68,9 +71,10 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 	@$(SAY) "http://localhost:$(PORT) (stop: Ctrl-C)"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory build/html $(PORT)
 
-check: $(READY) ## in 90 seconds: style, types, tests of what you changed
+check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you changed
 	@$(STYLE)
 	@$(SPELLING)
+	@$(PROSE)
 	@$(TYPES)
 	@$(SAY) "library: the tests of what the change touches"
 	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
@@ -80,6 +84,7 @@ check: $(READY) ## in 90 seconds: style, types, tests of what you changed
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
+	@$(PROSE)
 	@$(TYPES)
 	@$(SAY) "library: unit tests"
 	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \
@@ -129,6 +134,13 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
 	@$(PY) book/notebooks.py --out build/notebooks
 	@touch $@
 
+# Those that changed; all of them if the checker or its words did.
+build/grammar: $(MATHJAX) book/grammar.mjs book/words.txt $(TEXTS)
+	@mkdir -p build
+	@node book/grammar.mjs \
+		$(if $(filter-out %.md,$?),$(TEXTS),$(filter %.md,$?))
+	@touch $@
+
 build/environment: pyproject.toml constraints.txt
 	@mkdir -p build
 	@$(SAY) "environment: the active one, $(ENV), has what is needed"
@@ -156,10 +168,11 @@ build/environment: pyproject.toml constraints.txt
 
 $(MATHJAX): book/package.json book/package-lock.json
 	@command -v npm >/dev/null || { \
-		echo "node and npm are needed once, to fetch MathJax for the" \
-			"site's equations: install nodejs and npm"; \
+		echo "node and npm are needed, for the site's equations" \
+			"(MathJax) and its grammar (harper): install nodejs" \
+			"and npm"; \
 		exit 1; \
 	}
-	@$(SAY) "site: fetching MathJax with npm"
+	@$(SAY) "site: fetching MathJax and harper with npm"
 	@cd book && npm ci --ignore-scripts --loglevel error
 	@touch $@

@@ -8,6 +8,7 @@ from pathlib import Path
 import chapter_answers as exercises
 import chapter_rules as rules
 import pytest
+import reading_time
 
 from fastweights import checks
 
@@ -36,6 +37,11 @@ def test_chapter_keeps(path, rule):
 @chapters
 def test_chapter_shows_the_library_instead_of_retyping_it(path):
     assert list(rules.nothing_is_retyped(read(path), ROOT / "src")) == []
+
+
+@chapters
+def test_chapter_states_how_long_it_takes_to_read(path):
+    assert reading_time.problem(path.read_text("utf-8")) == ""
 
 
 @pytest.mark.script
@@ -304,6 +310,69 @@ def test_a_failing_chapter_is_an_error(sample, tmp_path):
     file.write_text(script(path))
     with pytest.raises(AssertionError, match="relative error"):
         exercises.run(file)
+
+
+PAGE = """---
+kernelspec: python
+---
+
+# A title
+
+{head}
+
+## The picture
+
+{body}
+
+## Exercises
+
+{body}
+"""
+CELL = "```{{code-cell}} python3\n{tags}{lines}```\n"
+
+
+@pytest.mark.parametrize(
+    "body, takes",
+    [
+        ("two words\n" * 1100, 10),
+        ("It's `a b` $x + y$ {ref}`ex-a` well-known.\n" * 440, 10),
+        ("```{math}\n:label: eq-a\n" + "x \\\\\n" * 40 + "```\n", 10),
+        ("$$\n\\begin{aligned}\n" + "x\n" * 40 + "$$\n", 10),
+        (CELL.format(tags="", lines="x = 1\n\n" * 300), 10),
+        (CELL.format(tags=":tags: [hide-input]\n", lines="x\n" * 300), 0),
+    ],
+    ids=["words", "inline", "math", "dollars", "code", "folded"],
+)
+def test_reading_time_is_counted(body, takes):
+    page = PAGE.format(head="", body=body)
+    assert abs(reading_time.minutes(page) - takes) < 0.1
+
+
+@pytest.mark.parametrize(
+    "head, says",
+    [
+        (reading_time.FORM, 25),
+        ("**Reading takes** about 35\nminutes, exercises apart.", 35),
+        ("**To read it** takes about 30 minutes", 30),
+        ("**Reading it** takes about 30 minutes, **running it** one", 30),
+        ("Reading takes about 45 minutes, twenty more with the last "
+         "section, which", 65),
+        ("**To run it** takes about 2 minutes", None),
+    ],
+)  # fmt: skip
+def test_reading_time_is_read(head, says):
+    assert reading_time.stated(PAGE.format(head=head, body="")) == says
+    assert reading_time.stated(PAGE.format(head="", body=head)) is None
+
+
+@pytest.mark.parametrize(
+    "number, wrong", [(8, False), (12, False), (7, True), (13, True)]
+)
+def test_a_wrong_reading_time_is_noticed(number, wrong):
+    head = f"**Reading** takes about {number} minutes."
+    page = PAGE.format(head=head, body="word " * 2190)
+    assert bool(reading_time.problem(page)) == wrong
+    assert "states no minutes" in reading_time.problem("# A title\n")
 
 
 def test_every_chapter_of_the_site_is_found():

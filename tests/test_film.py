@@ -19,6 +19,7 @@ from fastweights import film
 from fastweights.reference import steps
 
 SCRIPT = resources.files("fastweights") / "data" / "film.js"
+CODE = resources.files("fastweights") / "data" / "film_code.js"
 GATES = ("none", "scalar", "vector")
 T, K, V = 7, 4, 3
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
@@ -87,7 +88,7 @@ def test_a_still_with_words_stands_where_no_script_runs():
     alt = 'it says "a" < b & c'
     svg = root(to_html(alt)).select_one(".fw-film-still > svg")
     assert svg["role"] == "img"
-    assert svg["aria-label"] == alt
+    assert svg["aria-label"].startswith(alt + " Stills after tokens 2, 4, ")
     assert "var(--fw-s, #" in str(svg)
     assert len(svg.select('g[id*="-axes_"]')) == 4
 
@@ -103,6 +104,37 @@ def test_moments_may_be_named_by_their_tokens():
     still = root(to_html(moments=(2, 3, 6))).select_one(".fw-film-still")
     titles = re.findall(r"after token \d", str(still))
     assert titles == ["after token 2", "after token 3", "after token 6"]
+
+
+@pytest.mark.parametrize(
+    "moments, told",
+    [
+        (
+            (1, 3, 5),
+            "Stills after tokens 1, 3 and 5. Values of which the state then "
+            "answers more than half: 1; 1 to 3; 2, 3 and 5.",
+        ),
+        (2, "tokens 3 and 6. Values of which the state then answers more"),
+        ((2,), "Still after token 2. Values of which the state then"),
+    ],
+    ids=str,
+)
+def test_the_alt_tells_the_stills_that_are_drawn(moments, told):
+    """Orthogonal keys, and token 4 writes nothing over the key of 1."""
+    x = {"k": torch.eye(4)[[0, 1, 2, 0, 3, 1]], "v": torch.eye(6)}
+    x["v"][3] = 0
+    x["beta"] = torch.ones(6)
+    still = root(film.to_html(**x, alt="A film", moments=moments))
+    label = still.select_one(".fw-film-still svg")["aria-label"]
+    assert told in label
+    titles = re.findall(r"after token (\d+) -->", str(still))
+    named = re.findall(r"\d+", label.partition("after ")[2].split(".")[0])
+    assert titles == named
+
+
+def test_the_stills_bars_stand_for_the_tokens_so_far():
+    one, all_ = (str(root(to_html(moments=(t,)))) for t in (1, T))
+    assert all_.count("FillBetween") - one.count("FillBetween") == T - 1
 
 
 def test_ids_are_the_same_every_time_and_differ_between_films():
@@ -221,6 +253,8 @@ def test_wrong_types_are_refused(bad, message):
         ({"g": torch.full((T,), -torch.inf)}, "g: got inf or nan, need"),
         ({"v": torch.full((T, V), torch.nan)}, "v: got inf or nan, need"),
         ({"alt": " "}, "alt: got an empty string, need a description"),
+        ({"alt": "S after token 6", "moments": (1, 7)}, "alt: got '6', need"),
+        ({"alt": "after tokens 1, 6 and 7", "moments": (1, 7)}, "alt: got '1"),
         ({"moments": 0}, "moments: got 0, need 1 <= moments <= 8"),
         ({"moments": 9}, "moments: got 9, need 1 <= moments <= 8"),
         ({"moments": (0, 7)}, "moments: got (0, 7), need tokens from 1 to 7"),
@@ -253,6 +287,10 @@ def test_show_displays_the_film_in_a_notebook_alone(monkeypatch, capsys):
 def test_the_script_is_small_and_asks_for_nothing():
     code = SCRIPT.read_text("utf-8")
     assert len(code.encode()) < 20_000
+    python = CODE.read_text("utf-8")
+    assert len(python.encode()) < 3_000
+    assert "://" not in python
+    code += python.replace("import torch\\nimport fastweights as fw", "")
     assert "</script" not in code.lower()
     assert re.findall(r"https?://[^\"]*", code) == [
         "http://www.w3.org/2000/svg"
@@ -264,21 +302,31 @@ def test_the_script_is_small_and_asks_for_nothing():
 
 
 def node(call, **arguments):
-    """What `call` gives, in node, of film.js as `film` and the arguments."""
+    """What `call` gives, in node, of film.js as `film` and the arguments.
+
+    `call` may also be a call of `code`, that of film_code.js.
+    """
+    made = json.loads(said(call, **arguments))
+    return torch.tensor(made, dtype=torch.float64)
+
+
+def said(call, **arguments):
+    """The same as JSON."""
     names = ", ".join(arguments)
     code = (
         "const film = require(process.argv[1]);"
+        "const {code} = require(process.argv[2]);"
         f"const {{{names}}} = JSON.parse(require('fs').readFileSync(0));"
         f"console.log(JSON.stringify({call}))"
     )
     ran = subprocess.run(
-        ["node", "-e", code, str(SCRIPT)],
+        ["node", "-e", code, str(SCRIPT), str(CODE)],
         input=json.dumps(arguments),
         capture_output=True,
         text=True,
         check=True,
     )
-    return torch.tensor(json.loads(ran.stdout), dtype=torch.float64)
+    return ran.stdout
 
 
 def states_of(x):
@@ -296,6 +344,51 @@ def states_of(x):
 def as_data(x):
     names = ("k", "v", "g", "beta")
     return {n: x[n].tolist() if n in x else None for n in names}
+
+
+def carried(x):
+    """The film's data as its page carries it."""
+    return json.loads(root(film.to_html(**x, alt="a"))["data-film"])
+
+
+@needs_node
+@pytest.mark.parametrize("t", [0, 5])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("decay", [None, 0.7])
+def test_the_code_on_the_page_makes_the_state_on_screen(gate, rule, decay, t):
+    """The listing runs by itself, and its S is the script's."""
+    data = carried(inputs(gate, rule))
+    listing = json.loads(
+        said("code(data, decay, t)", data=data, decay=decay, t=t)
+    )
+    assert max(map(len, listing.splitlines())) <= 79
+    names = {}
+    exec(listing, names)
+    screen = node("film.run(data, decay)", data=data, decay=decay)[t]
+    assert names["S"].shape == (K, V)
+    assert (names["S"] - screen).abs().max() < 1e-5
+
+
+@needs_node
+def test_the_code_has_floats_where_the_page_has_whole_numbers():
+    """A tensor of integers is none that the library takes."""
+    x = {"k": torch.eye(3), "v": 2 * torch.eye(3), "beta": torch.ones(3)}
+    names = {}
+    exec(json.loads(said("code(data, 1, 3)", data=carried(x))), names)
+    assert torch.equal(names["S"], 2 * torch.eye(3))
+
+
+@needs_node
+def test_the_code_of_a_large_film_stays_as_narrow():
+    x = {
+        "k": -torch.rand(64, 16),
+        "v": torch.rand(64, 16),
+        "beta": torch.rand(64),
+    }
+    listing = json.loads(said("code(d, null, 64)", d=carried(x)))
+    assert max(map(len, listing.splitlines())) <= 79
+    compile(listing, "film", "exec")
 
 
 @needs_node
@@ -389,6 +482,7 @@ def test_lines_are_what_decay_left(gate):
         expected = answer @ x["v"][j]
         expected /= x["k"][j].square().sum() * x["v"][j].square().sum()
         assert abs(made[j] - expected) < 1e-9
+    assert (film.lines(x["k"], x.get("g"))[-1] - made).abs().max() < 1e-9
     if gate == "scalar":
         after = x["g"].flip(0).cumsum(0).flip(0) - x["g"]
         assert (made - after.exp()).abs().max() < 1e-9

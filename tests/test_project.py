@@ -148,9 +148,10 @@ def test_every_make_target_named_elsewhere_exists(file: str) -> None:
 def test_the_lock_file_names_no_host() -> None:
     lock = (ROOT / "book" / "package-lock.json").read_text("utf-8")
     wanted = json.loads((ROOT / "book" / "package.json").read_text("utf-8"))
-    locked = json.loads(lock)["packages"]["node_modules/mathjax"]
     assert "://" not in lock
-    assert locked["version"] == wanted["dependencies"]["mathjax"]
+    for name, version in wanted["dependencies"].items():
+        locked = json.loads(lock)["packages"][f"node_modules/{name}"]
+        assert locked["version"] == version
 
 
 def test_hooks_need_no_network() -> None:

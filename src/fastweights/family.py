@@ -202,7 +202,7 @@ def retention(
     g: Float[Tensor, " HV"] | None = None,
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
-    """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g a head (Sun et al. 2023).
+    """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
 
     g is [HV]; None takes RetNet's own, :func:`retnet_decay`, in fp64 if q
     is. Lightning Attention is this with :func:`lightning_decay`.
@@ -220,7 +220,7 @@ def retention(
 def mamba2(
     q: Keys, k: Keys, v: Values, g: PerHead, **options: Unpack[Options]
 ) -> tuple[Values, State]:
-    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g a head and step.
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g per head and step.
 
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
     v its dt * x, and g its dt * A. Its own scale is 1: pass scale=1.0,
@@ -318,7 +318,7 @@ def check_heads(num_heads: int) -> None:
 def check_gate(
     name: str, x: PerHead, q: Keys, v: Values, *others: torch.dtype
 ) -> None:
-    """Refuse what is no number a head and step, in fp32 or q's dtype.
+    """Refuse what is not one number per head and step, in fp32 or q's dtype.
 
     Or in one of the ``others``.
     """

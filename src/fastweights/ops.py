@@ -60,7 +60,7 @@ def linear_recurrence(
         v: [B, T, HV, V]; HV is a multiple of H, and value head h uses key
             head h // (HV // H).
         g: natural log of the decay, finite and <= 0: [HV] fixed,
-            [B, T, HV] a head and step, or [B, T, HV, K] a key channel and
+            [B, T, HV] per head and step, or [B, T, HV, K] per key channel and
             step. fp32 or q's dtype. None: nothing is forgotten.
         beta: [B, T, HV] write strength of the delta rule, fp32 or q's
             dtype. None: the additive rule (which is not beta = 1).
@@ -83,7 +83,7 @@ def linear_recurrence(
         o [B, T, HV, V] in v's dtype, and the state after the last token of
         each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
         backends compute in fp32 (fp64 if q is). The kernels multiply in q's
-        dtype, which in fp16 the state's entries must fit (and with a gate a
+        dtype, which in fp16 the state's entries must fit (and with a gate per
         channel 256 times k's), and fp32 as PyTorch multiplies it on CUDA: in
         TF32 where ``torch.backends.cuda.matmul.fp32_precision`` is "tf32",
         which is also what ``torch.set_float32_matmul_precision`` makes of

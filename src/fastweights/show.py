@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import inspect
 import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from fastweights.specialise import WIDTH, source, specialise
+
+__all__ = ["notebook", "show", "source"]
 
 _ROOT = Path(__file__).parent
 
 
-def source(obj: Callable[..., Any] | type) -> str:
-    """The source text of a function, class or Triton kernel, dedented."""
-    raw = getattr(obj, "fn", obj)  # a triton.jit function wraps its own
-    return textwrap.dedent(inspect.getsource(raw)).rstrip()
-
-
-def show(*objects: Callable[..., Any] | type) -> None:
+def show(
+    *objects: Callable[..., Any] | type,
+    given: Mapping[str, Any] | None = None,
+    docstring: bool | str = True,
+    checks: bool = True,
+) -> None:
     """Display the source of each object under the name of its file.
 
     In a notebook the text is highlighted Python; without IPython it is
-    printed.
+    printed. ``given``, ``docstring`` and ``checks`` leave lines out, as
+    :func:`fastweights.specialise.specialise` says: ``given={"g": None}``
+    shows a function as it is without gates.
     """
     if not objects:
         raise TypeError("show: got no objects, need at least one")
+    texts = specialise(
+        *objects, given=given, docstring=docstring, checks=checks
+    )
+    about = _about(given or {})
     text = ""
     previous = None
-    for obj in objects:
+    for obj, listing in zip(objects, texts, strict=True):
         raw = getattr(obj, "fn", obj)
         path = Path(inspect.getsourcefile(raw) or "")
         where = path.relative_to(_ROOT).as_posix()
         if where != previous:
-            text += f"# fastweights/{where}\n\n"
+            title = f"# fastweights/{where}"
+            if about:
+                wide = len(title) + len(about) + 2 > WIDTH
+                title += f"\n# {about}" if wide else f", {about}"
+            text += title + "\n\n"
             previous = where
-        text += source(obj) + "\n\n\n"
+        text += listing + "\n\n\n"
     text = text.rstrip()
     if notebook() is None:
         print(text)
@@ -43,6 +55,34 @@ def show(*objects: Callable[..., Any] | type) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown(f"```python\n{text}\n```"))
+
+
+def _about(given: Mapping[str, Any]) -> str:
+    """What the listing holds for: "for g = beta = None"."""
+    parts: dict[str, list[str]] = {}
+    for name, value in given.items():
+        parts.setdefault(repr(value), []).append(name)
+    said = []
+    for value, names in parts.items():
+        plain = [name for name in names if " " not in name]
+        if plain:
+            said.append(" = ".join([*plain, value]))
+        for test in names:
+            if " " in test:
+                said.append(_stated(test, value))
+    return f"for {' and '.join(said)}" if said else ""
+
+
+def _stated(test: str, value: str) -> str:
+    """A test as a statement: "g is not None" for "g is None" and False."""
+    if value == "True":
+        return test
+    for positive, negative in ((" is not ", " is "), (" != ", " == ")):
+        if positive in test:
+            return test.replace(positive, negative)
+        if negative in test:
+            return test.replace(negative, positive)
+    return f"{test} = {value}"
 
 
 def notebook() -> Any:

@@ -101,6 +101,7 @@ function film(root) {
   let states = run(data, decay);
   let t = T;
   let chosen = null; // {row, column} of S, or {token}
+  let follows = false; // the scrolling, until the reader takes over
   let playing = 0;
 
   const full = { k: peak(data.k), v: peak(data.v), s: peak(states) };
@@ -187,9 +188,11 @@ function film(root) {
   const unit = data.k.every((k) => Math.abs(dot(k, k) - 1) < 1e-3);
   const answer = `${symbol("S")}<sup>\u22a4</sup>${symbol("k", "j")}` +
     (unit ? "" : `/|${symbol("k", "j")}|<sup>2</sup>`);
-  const line = data.beta ? "" : "; line: what decay has left of it";
-  const meaning = `What ${symbol("S")} answers to each key: share of ` +
-    `${symbol("v", "j")} in ${answer}${line}`;
+  const dash = '<span class="fw-film-rule" aria-hidden="true"></span>';
+  const line = data.beta ? "" : ` The line ${dash} is what decay alone has ` +
+    "left of it; other tokens with similar keys have added or taken the rest.";
+  const meaning = `A bar per token: how much of ${symbol("v", "j")} is in ` +
+    `what ${symbol("S")} answers to its key, ${answer}.${line}`;
   add(under, "p", { class: "fw-film-note" }, meaning);
   const chart = add(under, "div", { class: "fw-film-bars", role: "img" });
   const height = (x) => `${(100 * (x - low)) / (high - low)}%`;
@@ -233,10 +236,16 @@ function film(root) {
     keep = range("decay e<sup>g</sup>", { ...steps, value });
     given = button("As given", panel);
   }
+  const shows = button("Show the code", panel);
+  shows.setAttribute("aria-expanded", "false");
   const said = add(panel, "p", { class: "fw-film-said" });
   const keys = "Keys: \u2190 \u2192 step, space plays, Home and End jump, " +
     "Shift and arrows choose a cell.";
   add(panel, "p", { class: "fw-film-note fw-film-keys" }, keys);
+
+  const listing = add(live, "div", { class: "fw-film-code", hidden: "" });
+  const copies = button("Copy", listing);
+  const python = add(add(listing, "pre", { tabindex: "0" }), "code");
 
   const between = least.toFixed(2) === most.toFixed(2)
     ? figure(least)
@@ -259,6 +268,9 @@ function film(root) {
   const when = () => (t ? `after token ${t}` : "before the first token");
 
   function sentence() {
+    if (!chosen && follows) {
+      return "Scroll on: the film follows, until you use its controls.";
+    }
     if (!chosen) {
       return "Point at a cell of S, or at a bar, to read its number.";
     }
@@ -339,13 +351,43 @@ function film(root) {
       keep.input.setAttribute("aria-valuetext", value);
       given.setAttribute("aria-pressed", String(decay === null));
     }
-    said.setAttribute("aria-live", playing ? "off" : "polite");
+    said.setAttribute("aria-live", playing || follows ? "off" : "polite");
+    if (!listing.hidden) python.textContent = code(data, decay, t);
     tell();
   }
 
   function pause() {
     clearInterval(playing);
     playing = 0;
+  }
+
+  // The first pass: from token 0, where the film comes into sight, to the
+  // last, where it is about to leave.
+  function follow() {
+    if (!follows) return;
+    if (!root.isConnected) return release();
+    const seen = innerHeight;
+    const { top, height: tall } = live.getBoundingClientRect();
+    const [first, last] = [0.6 * seen, Math.min(0.1, 0.9 - tall / seen) * seen];
+    const to = Math.round((T * (first - top)) / (first - last));
+    if (clamp(to, 0, T) !== t) go(to);
+    if (to >= T) release();
+  }
+
+  function release() {
+    follows = false;
+    document.removeEventListener("scroll", follow, { capture: true });
+    if (root.isConnected) draw();
+  }
+
+  function copy() {
+    const done = () => (copies.textContent = "Copied");
+    const select = () => {
+      getSelection().selectAllChildren(python);
+      if (document.execCommand("copy")) done();
+    };
+    if (!navigator.clipboard) return select();
+    navigator.clipboard.writeText(python.textContent).then(done, select);
   }
 
   function go(to) {
@@ -391,6 +433,7 @@ function film(root) {
 
   function press(event) {
     if (event.ctrlKey || event.altKey || event.metaKey) return;
+    if (listing.contains(event.target)) return;
     const own = event.target.tagName;
     const arrow = /^Arrow(.*)$/.exec(event.key);
     if (arrow && event.shiftKey) move(arrow[1]);
@@ -401,6 +444,7 @@ function film(root) {
     else if (event.key === "Home") pause(), go(0);
     else if (event.key === "End") pause(), go(T);
     else return;
+    if (follows) release();
     event.preventDefault();
     event.stopPropagation();
   }
@@ -408,6 +452,17 @@ function film(root) {
   live.addEventListener("keydown", press);
   live.addEventListener("pointerover", choose);
   live.addEventListener("click", choose);
+  for (const kind of ["keydown", "input", "click"]) {
+    panel.addEventListener(kind, () => follows && release(), true);
+  }
+  shows.addEventListener("click", () => {
+    listing.hidden = !listing.hidden;
+    shows.textContent = listing.hidden ? "Show the code" : "Hide the code";
+    shows.setAttribute("aria-expanded", String(!listing.hidden));
+    copies.textContent = "Copy";
+    draw();
+  });
+  copies.addEventListener("click", copy);
   back.addEventListener("click", () => (pause(), go(t - 1)));
   forward.addEventListener("click", () => (pause(), go(t + 1)));
   play.addEventListener("click", toggle);
@@ -421,6 +476,13 @@ function film(root) {
   }
   live.hidden = false;
   root.classList.add("fw-film-on");
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (!still && live.getBoundingClientRect().top > innerHeight) {
+    follows = true; // it begins out of sight, below
+    t = 0;
+    const how = { capture: true, passive: true };
+    document.addEventListener("scroll", follow, how);
+  }
   draw();
 }
 

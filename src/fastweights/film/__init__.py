@@ -9,7 +9,8 @@ and the film shows S with the token's k and v, and below them, for each
 earlier token j, the share of v_j in the answer to its key, S^T k_j / |k_j|^2:
 1 where the state still answers v_j alone. The reader may put one constant
 decay in the place of every gate. The arithmetic runs in the browser
-(data/film.js, with the looks of data/film.css); without a script, and on
+(data/film.js, with the looks of data/film.css; data/film_code.js writes the
+library's call that makes the state on screen); without a script, and on
 paper, a few moments of the film stand side by side instead.
 
 states.py computes states and shares, page.py writes the page, still.py draws
@@ -20,12 +21,13 @@ or [T, K] (one per key channel); beta [T].
 """
 
 from fastweights.film.page import MAX_MOMENTS, MAX_T, MAX_WIDTH, show, to_html
-from fastweights.film.states import shares, states
+from fastweights.film.states import lines, shares, states
 
 __all__ = [
     "MAX_MOMENTS",
     "MAX_T",
     "MAX_WIDTH",
+    "lines",
     "shares",
     "show",
     "states",

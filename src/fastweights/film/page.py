@@ -15,11 +15,20 @@ from torch import Tensor
 
 from fastweights import plotting
 from fastweights.arguments import check_tensors, wrong_shape
-from fastweights.film.still import draw
+from fastweights.film.still import draw, moments_of, told
 
 MAX_T = 64
 MAX_WIDTH = 16
 MAX_MOMENTS = 8
+PANELS = (
+    "Each panel: the token's value v above the state S, its key k beside it; "
+    "a dark cell with a minus is negative. Below, a bar per token: how much "
+    "of its value the state answers to its key, from 0 to 1."
+)
+LINES = (
+    " The line across a bar is what decay alone has left; what differs from "
+    "it was added by the other tokens."
+)
 DIGITS = 4  # significant ones, of the numbers that the page carries
 
 
@@ -39,26 +48,34 @@ def to_html(
     k is [T, K] and v [T, V], with T at most 64, K and V at most 16. g is
     None, [T] or [T, K]: the natural log of the decay that token t applies
     before it writes. beta is None (the additive rule) or [T] (the delta
-    rule). ``alt`` says what the film shows, to who cannot see it; ``caption``
-    is plain text below it. With ``decay_slider`` the reader may put one
-    constant decay in the place of g. ``moments`` states stand on paper, and
-    wherever no script runs: so many (1 to 8) at equal distances, the last of
-    them S_T, or those after the tokens given, which count from 1.
+    rule). ``alt`` says what the film shows, to who cannot see it, and the
+    tokens of the stills and what the state knows after each are told behind
+    it; ``caption`` is plain text below it. With ``decay_slider`` the reader
+    may put one constant decay in the place of g. ``moments`` states stand on
+    paper, and wherever no script runs: so many (1 to 8) at equal distances,
+    the last of them S_T, or those after the tokens given, which count from
+    1. A button shows the call of the library that makes the state on screen.
 
     Numbers are carried to 4 significant digits. The id of the element is
     made from its content: the same film twice on a page has the same id.
 
     Raises TypeError for what is no floating-point tensor (``alt``,
     ``caption``: no string; ``decay_slider``: no bool; ``moments``: no ints),
-    ValueError for a wrong shape or size, a number that is not finite, and
-    an empty ``alt``.
+    ValueError for a wrong shape or size, a number that is not finite,
+    an empty ``alt``, and one that says "after token 3" if no still stands
+    there.
     """
     _check(k, v, g, beta, alt, caption, decay_slider, moments)
     given = {"k": k, "v": v, "g": g, "beta": beta}
     rounded = {name: _rounded(x) for name, x in given.items()}
     data = json.dumps(rounded, separators=(",", ":"))
-    code, looks = (_resource(name) for name in ("film.js", "film.css"))
-    still = draw(k, v, g, beta, alt, moments)
+    names = ("film_code.js", "film.js", "film.css")
+    call, code, looks = (_resource(name) for name in names)
+    times = moments_of(len(k), moments)
+    _check_words(alt, times)
+    words = f"{alt.strip()} {told(k, v, g, beta, times)}"
+    still = draw(k, v, g, beta, words, times)
+    lines = "" if beta is not None else LINES
     texts = [data, str(decay_slider), alt, caption, still]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     name = f"fw-film-{digest[:12]}"
@@ -72,11 +89,12 @@ def to_html(
         f'data-film="{html.escape(data)}" '
         f'data-decay="{str(decay_slider).lower()}">\n'
         f"<style>{_colours()}\n{looks}\n</style>\n"
-        f'<div class="fw-film-still">{still.strip()}</div>\n'
+        f'<div class="fw-film-still">{still.strip()}\n'
+        f"<p>{PANELS}{lines}</p></div>\n"
         f'<div class="fw-film-live" role="group" aria-label="{label}" '
         'tabindex="0" hidden></div>\n'
         f"{below if caption else ''}"
-        f"<script>\n(function () {{\n{code}\n\n"
+        f"<script>\n(function () {{\n{call}\n\n{code}\n\n"
         f'begin("{name}");\n}})();\n</script>\n'
         "</figure>"
     )
@@ -146,6 +164,17 @@ def _check_kinds(moments: Any) -> None:
         if not isinstance(x, int) or isinstance(x, bool):
             kind = type(x).__name__
             raise TypeError(f"moments: got {kind}, need an int, or ints")
+
+
+def _check_words(alt: str, times: Sequence[int]) -> None:
+    """What alt calls a still must be one."""
+    for found in re.findall(r"\bafter tokens? ([\d, and]*\d)", alt):
+        for token in map(int, re.findall(r"\d+", found)):
+            if token not in times:
+                raise ValueError(
+                    f"alt: got {found.strip()!r}, need tokens of the stills, "
+                    f"which stand after {times}"
+                )
 
 
 def _resource(name: str) -> str:

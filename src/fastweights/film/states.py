@@ -33,6 +33,27 @@ def states(
     return torch.stack(found)
 
 
+def lines(
+    k: Float[Tensor, "T K"],
+    g: Float[Tensor, " T"] | Float[Tensor, "T K"] | None = None,
+) -> Float[Tensor, "T T"]:
+    """The lines across the bars, in fp64: what decay alone has left.
+
+    Row t, column j: the share of v_j in the answer to k_j after token t if
+    only token j had written, sum_i k_ji^2 e^(G_ti - G_ji) / |k_j|^2 with G
+    the running sum of g. 0 where k_j is zero, and for tokens to come.
+    """
+    k = k.detach().double().cpu()
+    T = len(k)
+    G = torch.zeros(T, 1, dtype=k.dtype)
+    if g is not None:
+        G = g.detach().double().cpu().reshape(T, -1).cumsum(0)
+    after = (G[:, None] - G[None]).exp()  # [t, j, 1 or K]
+    size = k.square().sum(-1)
+    left = (k.square() * after).sum(-1) / torch.where(size > 0, size, 1)
+    return left.tril()
+
+
 def shares(
     k: Float[Tensor, "T K"],
     v: Float[Tensor, "T V"],

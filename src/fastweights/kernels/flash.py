@@ -3,7 +3,7 @@
 A program owns one tile of tokens and meets the others tile by tile. Forward:
 queries meet keys, and what they gathered so far is scaled down whenever a
 larger score turns up (Dao et al. 2022, algorithm 1). Backward: scores are
-computed again, and one number a query, the log-sum-exp of its scores, makes
+computed again, and one number per query, the log-sum-exp of its scores, makes
 them weights (Dao 2023, algorithm 2). This is FlashAttention to be read;
 ``torch.nn.functional.scaled_dot_product_attention`` is the one to use.
 """
@@ -67,9 +67,9 @@ def weights(
 ):
     """The weights p of a tile, and the scores' gradient p (dp - delta).
 
-    x, y, dx, dy are q, k, do, v: one row a query. Or they are k, q, v, do:
-    one column a query, so that no product is transposed in registers. b_lse
-    and b_delta, one number a query, come as a column or as a row.
+    x, y, dx, dy are q, k, do, v: one row per query. Or they are k, q, v, do:
+    one column per query, so that no product is transposed in registers. b_lse
+    and b_delta, one number per query, come as a column or as a row.
     """
     b_p = tl.exp2(scores(b_x, b_y, scale, m_s, PRECISION) - b_lse)
     b_dp = tl.broadcast_to(-b_delta, b_p.shape)  # frees delta's registers
@@ -247,10 +247,10 @@ def flash_bwd_dkv_kernel(
 def flash_options(
     K: int, V: int, dtype: torch.dtype, *, backward: bool
 ) -> dict[str, int]:
-    """Tile sizes and launch settings: BT tokens a program, BS at a time.
+    """Tile sizes and launch settings: BT tokens per program, BS at a time.
 
     Nothing here asks which GPU it is: the smallest offer 99 KiB of shared
-    memory a program. In fp32, and for heads wider than 128, tiles have
+    memory per program. In fp32, and for heads wider than 128, tiles have
     fewer than 64 rows, and every GPU keeps the operands in registers.
     """
     D, single = max(K, V), dtype == torch.float32
@@ -278,7 +278,7 @@ def constants(q: Tensor, v: Tensor, *, backward: bool) -> dict[str, Any]:
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps o and a number a query for the backward, never the weights."""
+    """Keeps o and a number per query for the backward, never the weights."""
 
     @staticmethod
     def forward(

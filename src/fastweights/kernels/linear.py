@@ -90,7 +90,7 @@ def scan(
             Products are in that dtype, so that fp16 needs |S| < 65504.
         scale: factor on the outputs.
         initial_state: fp32; zeros if None.
-        chunk_size: tokens a chunk, 16, 32 or 64.
+        chunk_size: tokens per chunk, 16, 32 or 64.
 
     Returns:
         o in v's dtype, and the final state in fp32.

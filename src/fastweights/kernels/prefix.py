@@ -222,8 +222,8 @@ def parallel_scan(
     """Linear attention by a parallel prefix scan: what ``scan`` computes.
 
     Arguments, results and errors are those of
-    :func:`fastweights.kernels.linear.scan`. Keeps one fp32 state a chunk in
-    memory, (T / chunk_size + 1) K V numbers a head. In half precision
+    :func:`fastweights.kernels.linear.scan`. Keeps one fp32 state per chunk in
+    memory, (T / chunk_size + 1) K V numbers per head. In half precision
     K > 128 with chunk_size 64 needs 104 KiB of shared memory, more than
     compute capabilities 8.6, 8.9 and 12.0 have.
     """

@@ -99,7 +99,7 @@ def decays(b_dt, b_A):
 
 @triton.jit
 def outer(b_x, b_B):
-    """x B^T a token of b_x [BT, BD] and b_B [BT, BN]: [BT, BD, BN]."""
+    """x B^T per token, of b_x [BT, BD] and b_B [BT, BN]: [BT, BD, BN]."""
     return b_x[:, :, None] * b_B[:, None, :]
 
 

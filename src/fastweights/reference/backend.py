@@ -138,7 +138,7 @@ def first_states(
 
 
 def default_chunk_size(q: Tensor) -> int:
-    """Tokens a chunk where the caller leaves that open."""
+    """Tokens per chunk where the caller leaves that open."""
     return 64
 
 

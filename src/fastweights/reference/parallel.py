@@ -99,7 +99,7 @@ def softmax_attention_online(
 def linear_attention_bidirectional(
     q: Queries, k: Keys, v: Values, *, scale: float | None = None
 ) -> Outputs:
-    """Every query reads every key: one K^T V, then one product a query.
+    """Every query reads every key: one K^T V, then one product per query.
 
     The sum of value times similarity, without the normaliser; for a
     normalised answer append a column of ones to v and divide by it. scale
@@ -136,7 +136,7 @@ def decayed_scores(
 ) -> Float[Tensor, "B H T T"]:
     """A_ij = sum_d q_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    G is the running sum of the log decay g, whose width DG is 1 (a gate a
+    G is the running sum of the log decay g, whose width DG is 1 (a gate per
     head) or K (a gate per key channel).
     """
     T = q.shape[1]
@@ -160,7 +160,7 @@ def parallel(
     """The additive members, S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T, at once.
 
     scale is K**-0.5 unless given. Costs O(T^2) time and memory, with a gate
-    a channel O(T^2 K); it is here to be compared with.
+    per channel O(T^2 K); it is here to be compared with.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     A = decayed_scores(q, k, g)

@@ -43,7 +43,7 @@ def linear(S: State, q: Key, k: Key, v: Value) -> tuple[State, Value]:
 def retention(
     S: State, q: Key, k: Key, v: Value, g: PerHead
 ) -> tuple[State, Value]:
-    """RetNet (Sun et al. 2023, eq. 6): one fixed decay e^g a head."""
+    """RetNet (Sun et al. 2023, eq. 6): one fixed decay e^g per head."""
     S = g.exp()[..., None, None] * S + outer(k, v)
     return S, read(S, q)
 
@@ -155,7 +155,7 @@ def softmax(
     """Softmax attention, for contrast: its state is all keys and values.
 
     ``cache`` holds keys [..., n, K] and values [..., n, V] and grows by one
-    row a step; scale q beforehand.
+    row per step; scale q beforehand.
     """
     keys = torch.cat([cache[0], k[..., None, :]], dim=-2)
     values = torch.cat([cache[1], v[..., None, :]], dim=-2)
