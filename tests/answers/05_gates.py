@@ -1,27 +1,27 @@
 """Answers to chapter 5's exercises, and what their checks are to say."""
 
 
-# %% ex-by-hand passes
+# %% ex-gates-by-hand passes
 def two_channels():
     return ((10.0, 5.5), 15.5), (1.5, 2.5, 1.0), (0.7071, 0.8333), -11.0904
 
 
-# %% ex-by-hand not yet: the state is not
+# %% ex-gates-by-hand not yet: the state is not
 def two_channels():
     return ([8, 5.5], 13.5), [1.5, 2.5, 1], (0.7071, 0.8333), -11.09
 
 
-# %% ex-by-hand not yet: the scores are not
+# %% ex-gates-by-hand not yet: the scores are not
 def two_channels():
     return ([10, 5.5], 15.5), [0.75, 1.5, 1], (0.7071, 0.8333), -11.09
 
 
-# %% ex-by-hand not yet: with a decay of 0.5 per token A_31 is 0.75
+# %% ex-gates-by-hand not yet: with a decay of 0.5 per token A_31 is 0.75
 def two_channels():
     return ([10, 5.5], 15.5), [1.5, 2.5, 1], (0.5, 0.5), -11.09
 
 
-# %% ex-by-hand not yet: a logit of 0 makes a decay of
+# %% ex-gates-by-hand not yet: a logit of 0 makes a decay of
 def two_channels():
     return ([10, 5.5], 15.5), [1.5, 2.5, 1], (0.7071, 0.8333), 0
 
