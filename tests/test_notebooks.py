@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book"))
 
 import notebooks  # noqa: E402
+from folded import holds  # noqa: E402
 from inline_markdown import MarkupError  # noqa: E402
 from macros import MATHJAX, SYMBOLS, expand  # noqa: E402
 from notebook_builder import CODE, RESIDUE  # noqa: E402
@@ -269,6 +270,26 @@ def test_what_the_page_folds_is_folded(book):
 def test_sample_reads(sample, text):
     cells = [c.source for c in sample if c.cell_type == "markdown"]
     assert text in "\n\n".join(cells)
+
+
+@pytest.mark.parametrize(
+    "source, kind",
+    [
+        ("import math", "imports"),
+        ("import math\nimport os\n\nplotting.style()", "imports"),
+        ("import math\nimport os\nif x:\n    a = 1", "imports"),
+        ("import math\n\nx = 1\ny = 2", "code"),
+        ("import math\nimport os\n\ndef f():\n    pass", "code"),
+        ("x = 1", "code"),
+        ("", "code"),
+        ("%pip install x", "code"),
+        ("import math\ndraw(fig)", "figure"),
+        ("import math\nimport os\nfilm.show(k, v)", "film"),
+        ("import math\n@exercise\ndef f():\n    draw(fig)", "exercise"),
+    ],
+)
+def test_what_a_cell_holds(source, kind):
+    assert holds(source) == kind
 
 
 def test_folded_cells_say_what_they_hold(sample):

@@ -18,6 +18,7 @@ _TAG = "check:"
 PROMPTS = {
     "exercise": "the check of this exercise",
     "figure": "the code of this figure",
+    "film": "the code of this film",
     "imports": "the imports",
     "code": "the code",
 }

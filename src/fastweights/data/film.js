@@ -236,7 +236,7 @@ function film(root) {
     keep = range("decay e<sup>g</sup>", { ...steps, value });
     given = button("As given", panel);
   }
-  const shows = button("Show the code", panel);
+  const shows = button("Show the call", panel);
   shows.setAttribute("aria-expanded", "false");
   const said = add(panel, "p", { class: "fw-film-said" });
   const keys = "Keys: \u2190 \u2192 step, space plays, Home and End jump, " +
@@ -457,7 +457,7 @@ function film(root) {
   }
   shows.addEventListener("click", () => {
     listing.hidden = !listing.hidden;
-    shows.textContent = listing.hidden ? "Show the code" : "Hide the code";
+    shows.textContent = listing.hidden ? "Show the call" : "Hide the call";
     shows.setAttribute("aria-expanded", String(!listing.hidden));
     copies.textContent = "Copy";
     draw();
