@@ -250,13 +250,15 @@ def _title(
         return f"Solution to {piece.exercise}"
     if checks:
         numbers = writer.numbers.get("displaymath", {})
-        try:
-            found = [numbers[f"equation-{label}"] for label in checks]
-        except KeyError as error:
-            raise MarkupError(
-                f"{where(piece.node)}: no equation for the tag "
-                f"check:{error.args[0].removeprefix('equation-')}"
-            ) from None
+        found = []
+        for label in checks:
+            number = numbers.get(nodes.make_id(f"equation-{label}"))
+            if number is None:
+                raise MarkupError(
+                    f"{where(piece.node)}: no equation for the tag "
+                    f"check:{label}"
+                )
+            found.append(number)
         names = [f"({'.'.join(map(str, number))})" for number in found]
         plural = "s" if len(names) > 1 else ""
         return f"Check of equation{plural} {', '.join(names)}"

@@ -19,13 +19,14 @@ TEXTS = [*CHAPTERS, ROOT / "README.md", *SOURCES]
 # What may be counted or measured, and so much of it 'a' token.
 COUNTED = (
     r"one|two|three|four|five|six|seven|eight|nine|ten|sixteen|no|"
-    r"twice|half|\d[\d.,]*|(?:\w+ )?gates?|(?:log )?decays?|rates?|"
+    r"twice|\d+(?:[.,]\d+)*|(?:\w+ )?gates?|(?:log )?decays?|rates?|"
     r"products?|heads?|tokens?|bytes?|FLOPs?|[MGT]B|KiB|MiB|exponentials?|"
     r"steps?|numbers?|chunks?|kept|ms|us|errors?|rows?|states?|columns?|"
     r"keys?|queries|values?|entries|entry|elements?|programs?|kernels?|"
     r"scores?|scales?|norms?|weights?|parameters?|vectors?|matrix|matrices|"
     r"terms?|writes|reflections?|slots?|positions?|pairs?|strips?|"
-    r"times?|loads?|stores?|warps?|threads?|blocks?|logits?|biases|bias|"
+    r"(?:three|four|\d+) times|loads?|stores?|warps?|threads?|"
+    r"blocks?|logits?|biases|bias|"
     r"maps?|sums?|updates?|width|memory|work|constants?|factors?|halves|"
     r"instructions?|passes|lines?|questions?|digits?|bits?|strengths?"
 )
@@ -33,9 +34,12 @@ UNITS = (
     "head|token|chunk|channel|step|pair|row|layer|sequence|key|query|"
     "program|segment"
 )
+# What a clause goes on with: "the keys a step erases", "a head can".
+VERBS = "can|could|may|might|must|will|has|had|is|was|needs|erases|sums"
 A_FOR_PER = re.compile(
-    rf"(?:\b(?:{COUNTED})|\$|\]) (an? (?:(?:key|value|query|key-value) )?"
-    rf"(?:{UNITS}))\b(?!'s| of\b)",
+    rf"(?:\b(?:{COUNTED})|\$[^$=<>]+\$|\]) "
+    rf"(an? (?:(?:key|value|query|key-value) )?(?:{UNITS}))\b"
+    rf"(?!'s| of\b| (?:{VERBS})\b)",
     re.IGNORECASE,
 )
 
@@ -43,7 +47,6 @@ A_FOR_PER = re.compile(
 ARTICLES = (
     "10 A layer, a model",
     "head a program owns",
-    "half a head apart",
     "however few tokens a sequence has",
 )
 
