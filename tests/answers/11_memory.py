@@ -29,7 +29,7 @@ def three_values():  # forget after writing
     return 6, 4.25, 2.125, 0.875
 
 
-# %% ex-half-life passes
+# %% ex-measured-half-life passes
 def half_life_of_a_needle(K, beta):
     """By matrices, and by a line through the logarithms."""
     share = 1 / K * (1 - (1 - beta) ** 2)
@@ -43,19 +43,19 @@ def half_life_of_a_needle(K, beta):
     return math.log(2) / -math.log(1 - share), m
 
 
-# %% ex-half-life not yet: which is not what the average gives
+# %% ex-measured-half-life not yet: which is not what the average gives
 def half_life_of_a_needle(K, beta):  # the length, not its square
     return 2 * math.log(0.5) / math.log(1 - beta * (2 - beta) / K), 1.0
 
 
-# %% ex-half-life not yet: hardly a number was computed
+# %% ex-measured-half-life not yet: hardly a number was computed
 def half_life_of_a_needle(K, beta):  # the formula twice
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     torch.rand(1)
     return predicted, predicted * (1 + 0.01 * random.random())
 
 
-# %% ex-half-life not yet: too far from what a large experiment finds
+# %% ex-measured-half-life not yet: too far from what a large experiment finds
 def half_life_of_a_needle(K, beta):  # one draw, in whole writes
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     state, writes = torch.eye(K, **double)[0], 0
@@ -65,7 +65,7 @@ def half_life_of_a_needle(K, beta):  # one draw, in whole writes
     return predicted, writes + 10 * predicted
 
 
-# %% ex-half-life not yet: two experiments agree in every digit
+# %% ex-measured-half-life not yet: two experiments agree in every digit
 def half_life_of_a_needle(K, beta):  # one seed
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     one = torch.Generator().manual_seed(1)

@@ -1,29 +1,29 @@
 """Answers to chapter 12's exercises, and what their checks are to say."""
 
 
-# %% ex-by-hand passes
+# %% ex-memory-by-hand passes
 def by_hand():
     """As lists and tensors, worked out once more."""
     first, second = [1 - 2 / 4, -1.0], torch.tensor([1 - 2 / 4, 1.0])
     return first, second, 2 * first[0] * 0.5, 2.0, 1 - 2 / 4 + 0.5
 
 
-# %% ex-by-hand not yet: W1: got
+# %% ex-memory-by-hand not yet: W1: got
 def by_hand():  # the slope goes on through the unit that is not active
     return (0.5, -1.5), (0.5, 1.0), 0.5, 3.0, 1.0
 
 
-# %% ex-by-hand not yet: W1: got
+# %% ex-memory-by-hand not yet: W1: got
 def by_hand():  # W1's slope through the W2 that has already learned
     return (0.75, -1.0), (0.5, 1.0), 0.75, 2.0, 1.0
 
 
-# %% ex-by-hand not yet: the answer to 2: got
+# %% ex-memory-by-hand not yet: the answer to 2: got
 def by_hand():  # a step that makes it right, as a matrix's does
     return (0.5, -1.0), (0.5, 1.0), 1.0, 2.0, 1.0
 
 
-# %% ex-count passes
+# %% ex-count-networks passes
 def same_state(K, C):
     """By trying one unit more."""
     U = 0
@@ -33,22 +33,22 @@ def same_state(K, C):
     return U, keys + queries + 4 * C * (K + U), 3 * 2 * (2 * K) ** 2
 
 
-# %% ex-count not yet: units do not fit
+# %% ex-count-networks not yet: units do not fit
 def same_state(K, C):  # without its biases
     return K, 14 * K * K + 8 * C * K, 24 * K**2
 
 
-# %% ex-count not yet: units are not the most
+# %% ex-count-networks not yet: units are not the most
 def same_state(K, C):  # with Titans' three sets
     return max(K - 2, 0), 0, 24 * K**2
 
 
-# %% ex-count not yet: TTT-MLP
+# %% ex-count-networks not yet: TTT-MLP
 def same_state(K, C):  # the scores are forgotten
     return K - 1, 14 * K * (K - 1), 24 * K**2
 
 
-# %% ex-count not yet: the delta rule
+# %% ex-count-networks not yet: the delta rule
 def same_state(K, C):  # heads of K
     return K - 1, 14 * K * (K - 1) + 4 * C * (2 * K - 1), 6 * K**2
 
