@@ -550,7 +550,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
         switch(where, value)
         inputs = (*(x[n] for n in names), None, None)
         kind, _ = kernels.kind_of(inputs, 16)
-        found.append(constants("scan", kind)["PRECISION"])
+        found.append(constants("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
     assert found == ["tf32", "tf32x3"] * 2

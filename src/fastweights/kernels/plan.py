@@ -47,10 +47,10 @@ class Room:
     def row_bytes(self) -> int:
         return prod(self.row) * self.dtype.itemsize
 
-    @property
-    def stand_in(self) -> torch.dtype:
-        """As Triton takes it for a pointer in a compilation."""
-        return self.dtype
+    @staticmethod
+    def data_ptr() -> int:
+        """Triton takes it for a tensor as it compiles: 16 divides this."""
+        return 0
 
     def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
         first: tuple[IntLike, ...] = lengths[:2]
@@ -65,11 +65,6 @@ class Count(NamedTuple):
     of: str
     times: int = 1
     per: int = 1
-
-    @property
-    def stand_in(self) -> float:
-        """Any number of its type."""
-        return 1.0 if self.of == "scale" else 2
 
     def at(self, lengths: Lengths) -> int:
         return -(-getattr(lengths, self.of) * self.times // self.per)
@@ -89,6 +84,21 @@ def places(rooms: Iterable[Room], lengths: Lengths) -> list[Any]:
     return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
 
 
+def stand_in(x: Any) -> Any:
+    """An argument as Triton takes it to compile a kernel.
+
+    In place of a number one that it makes no kernel of its own for.
+    """
+    if type(x) is tuple:
+        return tuple(map(stand_in, x))
+    return x if not isinstance(x, Count) else 1.0 if x == SCALE else 2
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments, and instead of tuples what is in them."""
+    return [y for x in arguments for y in (x if type(x) is tuple else (x,))]
+
+
 class Launch(NamedTuple):
     """A kernel, its number of programs, and all that it is given, in order.
 
@@ -105,10 +115,10 @@ class Launch(NamedTuple):
         """The kernel for such arguments, or what Triton has of it by now.
 
         Of a pointer Triton looks at the dtype and at whether 16 divides it,
-        which it does here; of a number only at its type, for the kernels are
-        not specialised on lengths.
+        which it does here; of a number, where it is not 1 and 16 does not
+        divide it, at its type.
         """
-        of = [getattr(x, "stand_in", x) for x in self.arguments]
+        of = [stand_in(x) for x in self.arguments]
         return self.kernel.warmup(*of, grid=(1,), **self.options)
 
     def fitting(self, shared: int) -> Any:
@@ -170,31 +180,33 @@ class Schedule:
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
-        taken = [x for launch in self.launches for x in launch.arguments]
+        taken = flat(x for launch in self.launches for x in launch.arguments)
         there = {*self.given, *(x.name for x in (*self.results, *self.kept))}
         rooms = {x.name: x for x in taken if isinstance(x, Room)}
         self.between = [x for x in rooms.values() if x.name not in there]
         counts = {x for x in taken if isinstance(x, Count)} - {SCALE}
         self.counts = sorted(counts)
-        # A call's values: its scale, addresses, numbers, then constants.
+        # A call's values: its scale, addresses, numbers, constants, groups.
         made = (*self.results, *self.kept, *self.between)
         order = [SCALE, *self.given, *(x.name for x in made), *self.counts]
-        indices = {x: i for i, x in enumerate(order)}
-        self.constants: list[Any] = []
-
-        def index(x: Any) -> int:
-            if isinstance(x, (Room, Count)):
-                return indices[x.name if isinstance(x, Room) else x]
-            self.constants.append(x)
-            return len(order) + len(self.constants) - 1
-
+        indices: dict[Any, int] = {x: i for i, x in enumerate(order)}
+        self.constants = [
+            x for x in dict.fromkeys(taken) if not isinstance(x, (Room, Count))
+        ]
+        for x in self.constants:
+            indices[x] = len(indices)
+        arguments = [x for launch in self.launches for x in launch.arguments]
+        self.groups = []
+        for x in arguments:
+            if type(x) is tuple and x not in indices:
+                members = [getattr(y, "name", y) for y in x]
+                self.groups.append(itemgetter(*(indices[y] for y in members)))
+                indices[x] = len(indices)
         self.cached = lru_cache(maxsize=256)(self.sized)
-        self.tma = any(
-            ("TMA", True) in zip(x.kernel.arg_names, x.arguments, strict=True)
-            for x in self.launches
-        )
+        self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.takes = [
-            itemgetter(*map(index, x.arguments)) for x in self.launches
+            itemgetter(*(indices[getattr(x, "name", x)] for x in y.arguments))
+            for y in self.launches
         ]
 
     def load(self, shared: int) -> None:
@@ -254,6 +266,7 @@ class Schedule:
                 first = room.data_ptr()
                 values += [first + place for place in between[:-1]]
             values += numbers
+        values += [members(values) for members in self.groups]
         if self.tma and not INTERPRETED:
             with_scratch(launch, runs, values)
         else:

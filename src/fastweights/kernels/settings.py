@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from fastweights.kernels.tile import narrowest
+from fastweights.kernels.tile import Tiles, narrowest
 
-MARKS = 16  # entries of far that one program of a far kernel looks at
 LARGE = 200_000  # bytes of shared memory a program may have, from Hopper on
 
 
@@ -41,6 +41,57 @@ class Kind(NamedTuple):
     def has_scores(self) -> bool:
         """Whether there is an Aqk: else the scans multiply it out again."""
         return self.gate > 1
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What one kernel is compiled for: its argument META."""
+
+    H: int
+    HV: int
+    K: int
+    V: int  # 0 where no value is looked at
+    BT: int  # tokens per chunk
+    DG: int  # width of the gate
+    DELTA: bool
+    PRECISION: str
+    TMA: bool
+    BACK: bool  # whether states are composed from the last
+    BK: int
+    BV: int = 1
+    BJ: int = 1
+
+    @property
+    def NK(self) -> int:
+        return -(-self.K // self.BK)
+
+    @property
+    def keys(self) -> Tiles:
+        return Tiles(self.H, self.K, self.BT, self.BK, self.TMA)
+
+    @property
+    def gates(self) -> Tiles:
+        return Tiles(self.HV, self.K, self.BT, self.BK)
+
+    @property
+    def values(self) -> Tiles:
+        return Tiles(self.HV, self.V, self.BT, self.BV, self.TMA)
+
+    @property
+    def scores(self) -> Tiles:
+        return Tiles(self.HV, self.BT, self.BT, self.BT, self.TMA)
+
+    @property
+    def numbers(self) -> Tiles:
+        return Tiles(self.HV, 1, self.BT, 1)
+
+    @property
+    def states(self) -> Tiles:
+        return Tiles(1, self.V, self.BK, self.BV)
+
+    @property
+    def maps(self) -> Tiles:
+        return Tiles(1, self.K, self.BK, self.BV)
 
 
 @functools.cache
@@ -75,7 +126,8 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     ahead = large and kind.dtype != torch.float32 and K <= 128
     waits = kind.gpu.capability[0] == 10  # for products of its own iteration
     if stage == "gate_backward":
-        return {"num_warps": 1}
+        BK = launch_options("intra_backward", kind)["BK"]
+        return {"BK": BK, "num_warps": 1}
     if stage == "intra":
         BK = (64 if gate > 1 else narrow) if large else 32
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
@@ -87,7 +139,7 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
         # In shorter chunks some products would be Hopper's, of 64 rows, and
         # some not, and both read rows under 128 bytes: see TUNING.md. With
         # key tiles of 32 none is.
-        ahead &= kind.chunk_size == 64 and stage != "intra_backward_far"
+        ahead &= kind.chunk_size == 64 and stage != "intra_backward_strong"
         short = kind.chunk_size < 64 or not large
         options = {
             "BK": 32 if short else 64 if gate > 1 else narrow,
@@ -95,7 +147,7 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
             "num_warps": 4 if ahead else 8,
             "num_stages": 2 if ahead and not waits else 1,
         }
-        if stage == "intra_backward_far" and kind.gpu.capability[0] != 9:
+        if stage == "intra_backward_strong" and kind.gpu.capability[0] != 9:
             # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
             # 10.0. On 9.0 it spills less so.
             options["maxnreg"] = 255
@@ -147,24 +199,23 @@ def scan_values(kind: Kind) -> int:
     return BV if kind.gpu.shared > LARGE else BV // 2
 
 
-def constants(stage: str, kind: Kind) -> dict[str, Any]:
-    """What a stage's kernel may take at compile time, and launch settings."""
+def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
+    """What a stage's kernel is compiled for, and its launch settings."""
     options = launch_options(stage, kind)
     inside = stage.startswith(("intra", "gate"))
-    near = launch_options("intra_backward", kind)
-    return {
-        # Past intra a gate a channel has q and k of its own, per value head.
-        "H": kind.H if inside or kind.gate <= 1 else kind.HV,
-        "HV": kind.HV,
-        "K": kind.K,
-        "V": kind.V,
-        "BT": kind.chunk_size,
-        "NK": -(-kind.K // near["BK"]),
-        "LOOK": MARKS,
-        "DG": kind.gate,
-        "DELTA": kind.delta,
-        "BACK": stage.endswith("backward"),
-        "PRECISION": kind.precision,
-        "TMA": not inside and uses_tma(options, kind),
-        **options,
-    }
+    sizes = {x: options.pop(x) for x in ("BK", "BV", "BJ") if x in options}
+    meta = Meta(
+        # Past intra a gate per channel has q and k of its own per value head.
+        H=kind.H if inside or kind.gate <= 1 else kind.HV,
+        HV=kind.HV,
+        K=kind.K,
+        V=kind.V if "BV" in sizes else 0,
+        BT=kind.chunk_size,
+        DG=kind.gate,
+        DELTA=kind.delta,
+        PRECISION=kind.precision,
+        TMA=not inside and uses_tma(sizes | options, kind),
+        BACK=stage.endswith("backward"),
+        **sizes,
+    )
+    return meta, options
