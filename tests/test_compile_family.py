@@ -18,7 +18,8 @@ from offline import (
 )
 
 from fastweights.kernels import launch
-from fastweights.kernels.settings import GPU, Kind
+from fastweights.kernels.gpu import GPU
+from fastweights.kernels.settings import Kind
 from fastweights.kernels.tile import INTERPRETED
 
 FP32 = DTYPES["fp32"]

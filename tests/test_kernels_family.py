@@ -31,9 +31,10 @@ from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import backend as kernels
 from fastweights.kernels import dot_precision, lengths
+from fastweights.kernels.gpu import properties
 from fastweights.kernels.lengths import lengths_of, num_segments
 from fastweights.kernels.plan import Room
-from fastweights.kernels.settings import Kind, constants, properties
+from fastweights.kernels.settings import Kind, constants
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 

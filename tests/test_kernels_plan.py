@@ -54,7 +54,6 @@ def by_plan(monkeypatch):
         launch.forward.cache_clear()
         launch.backward.cache_clear()
         monkeypatch.setattr(plan, "INTERPRETED", False)
-        monkeypatch.setattr(backend, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
         monkeypatch.setattr(plan, "with_scratch", lambda run, *x: run(*x))
         monkeypatch.setattr(Schedule, "load", load)

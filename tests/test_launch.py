@@ -24,6 +24,7 @@ from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
 from fastweights.kernels import backend, launch
+from fastweights.kernels.gpu import properties
 from fastweights.kernels.launch import GIVEN
 from fastweights.kernels.lengths import Lengths, lengths_of
 from fastweights.kernels.plan import (
@@ -38,7 +39,7 @@ from fastweights.kernels.plan import (
     places,
     stand_in,
 )
-from fastweights.kernels.settings import Kind, constants, properties
+from fastweights.kernels.settings import Kind, constants
 from fastweights.kernels.tile import INTERPRETED
 
 T = Count("T")

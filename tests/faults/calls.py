@@ -179,13 +179,13 @@ MUTANTS = {
     ),
     "plan-has-one-buffer-for-all": (
         PLAN,
-        "values += [first + place for place in kept[:-1]]",
-        "values += [first for place in kept[:-1]]",
+        "values += [theirs + place for place in kept[:-1]]",
+        "values += [theirs for place in kept[:-1]]",
     ),
     "plan-has-one-place-for-all-between": (
         PLAN,
-        "values += [first + place for place in between[:-1]]",
-        "values += [first for place in between[:-1]]",
+        "values += [ours + place for place in between[:-1]]",
+        "values += [ours for place in between[:-1]]",
     ),
     "plan-lends-no-memory-for-descriptors": (
         PLAN,
@@ -211,8 +211,8 @@ MUTANTS = {
     ),
     "plan-knows-no-later-length": (
         PLAN,
-        "runs, kept, between, numbers = self.cached(lengths)",
-        "runs, kept, between, numbers = self.cached(lengths._replace(T=1))",
+        "= self.cached(lengths)",
+        "= self.cached(lengths._replace(T=1))",
         "test_launch.py",
     ),
     "a-length-is-a-kind": (
@@ -255,7 +255,7 @@ MUTANTS = {
     "settings-of-the-backward-compose-forward": (
         SETTINGS,
         'BACK=stage.endswith("backward")',
-        'BACK=False',
+        "BACK=False",
     ),
     "precision-from-the-old-switch": (
         KERNELS,

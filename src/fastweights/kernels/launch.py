@@ -63,23 +63,14 @@ def writes_by_tiles(kind: Kind) -> bool:
 def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     """Every tensor of a forward and backward: rows of what, how wide, of what.
 
-    ``dtypes`` are those of the GIVEN tensors, or None; None too is what this
-    kind of call does not have.
-
-    * q_in, k_in, k_out: what the states meet. q, k, k, but for a gate a
-      channel with their decays in them (k_in is k for the additive rule).
-    * A number a row: of a gate a head its running sum G, row_in = e^G and
-      row_inverse = e^{-G}, or 1 where the chunk decays below LEAST; and
-      row_beta, 0 past a sequence's end.
-    * total, the decay of a chunk, and rounded, for the backward, its log2
-      from the gates as q_in, k_in and k_out have them. far, for the backward
-      too, is not 0 for the chunks in which a channel's decay fails is_near.
-    * exits, the states that leave the pieces of all segments but the last,
-      and maps of the pieces but the first: M, or the channels' decays.
-      entrances, the gradients of the states that enter the segments.
-    * h, the state that enters each chunk, and the errors: beta times that is
-      what the delta rule writes. dh, the gradient of what leaves the chunk.
-    * parts and dkept, of which gate_bwd_kernel sums dg of a gate a head.
+    What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
+    None is what this kind of call does not have. row_inverse is 1 where the
+    chunk decays below LEAST, row_beta 0 past a sequence's end. For the
+    backward of a gate per channel G is the log2 of the chunk's decay, of the
+    gates as q_in, k_in and k_out have them, and strong has a bit per key tile
+    that decays too far to divide by. border_states leave the pieces of all
+    segments but the last, and maps are those of the pieces but the first: M,
+    or the channels' decays. gate_bwd_kernel sums dg of parts and dkept.
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta

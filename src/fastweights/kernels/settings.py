@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from fastweights.kernels.gpu import GPU, LARGE
 from fastweights.kernels.tile import Tiles, narrowest
-
-LARGE = 200_000  # bytes of shared memory a program may have, from Hopper on
-
-
-class GPU(NamedTuple):
-    """What launch settings depend on, and which one it is."""
-
-    shared: int  # bytes of shared memory that one program may have
-    multiprocessors: int
-    capability: tuple[int, int]
-    device: torch.device = torch.device("cpu")
 
 
 class Kind(NamedTuple):
@@ -61,51 +50,16 @@ class Meta:
     BV: int = 1
     BJ: int = 1
 
-    @property
-    def NK(self) -> int:
-        return -(-self.K // self.BK)
-
-    @property
-    def keys(self) -> Tiles:
-        return Tiles(self.H, self.K, self.BT, self.BK, self.TMA)
-
-    @property
-    def gates(self) -> Tiles:
-        return Tiles(self.HV, self.K, self.BT, self.BK)
-
-    @property
-    def values(self) -> Tiles:
-        return Tiles(self.HV, self.V, self.BT, self.BV, self.TMA)
-
-    @property
-    def scores(self) -> Tiles:
-        return Tiles(self.HV, self.BT, self.BT, self.BT, self.TMA)
-
-    @property
-    def numbers(self) -> Tiles:
-        return Tiles(self.HV, 1, self.BT, 1)
-
-    @property
-    def states(self) -> Tiles:
-        return Tiles(1, self.V, self.BK, self.BV)
-
-    @property
-    def maps(self) -> Tiles:
-        return Tiles(1, self.K, self.BK, self.BV)
-
-
-@functools.cache
-def properties(device: torch.device) -> GPU:
-    """Of a device that is no GPU an H200's."""
-    if device.type != "cuda":
-        return GPU(232_448, 132, (9, 0), device)
-    found: Any = torch.cuda.get_device_properties(device)
-    return GPU(
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
-        (found.major, found.minor),
-        device,
-    )
+    # Key tiles; and how tensors are cut: keys, gates and values per token,
+    # scores, one number per token and head; states and their maps.
+    NK = property(lambda x: -(-x.K // x.BK))
+    keys = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
+    gates = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
+    values = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
+    scores = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
+    numbers = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
+    states = property(lambda x: Tiles(1, x.V, x.BK, x.BV))
+    maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
 
 def launch_options(stage: str, kind: Kind) -> dict[str, int]:
