@@ -23,7 +23,7 @@ Given = Sequence[Tensor | None]  # in the order of launch.GIVEN
 
 
 def default_chunk_size(q: Tensor) -> int:
-    """Tokens a chunk where the caller leaves that open."""
+    """Tokens per chunk where the caller leaves that open."""
     return 64
 
 

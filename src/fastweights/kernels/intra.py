@@ -117,7 +117,7 @@ def intra_fwd_kernel(
 
     Delta rule: R, with which the inverse of I + Diag(beta) Akk is
     I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta). A
-    gate a head: its running sum G, in log2 units, the decays from the chunk's
+    gate per head: its running sum G, in log2 units, the decays from a chunk's
     entrance, row_in = e^G, and back to it, row_undo. G is fp64: where chunks
     decay below LEAST it is differenced, and a weak gate after strong ones
     would drown in fp32. beta as a row in fp32, row_beta. The state's own

@@ -78,7 +78,7 @@ def products_bwd(
     Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
     to q, to k as it is written, and, negated, to k as it reads. -dAkk and
     the last are 0 for the additive rule. And for a gate h . dh, of the
-    gradient of the state's decay, [BK], or for a gate a head its sum: the
+    gradient of the state's decay, [BK], or for a gate per head its sum: the
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
@@ -168,7 +168,7 @@ def intra_bwd_kernel(
     From the states that enter the chunks, h, and the gradients of those
     that leave them, dh. x is v, or for the delta rule the errors, of which
     beta x is written. The value heads of the key head are summed here, in
-    fp32. Of the gradient of a gate a head every key tile writes its parts,
+    fp32. Of the gradient of a gate per head every key tile writes its parts,
     which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of the
     state's decay dkept [slots, HV, NK].
 
@@ -176,7 +176,7 @@ def intra_bwd_kernel(
     between. Rows gain from it what columns lose, and pairs on one side must
     cancel: b_pairs adds up both, from operands that are rounded alike.
 
-    With a gate a channel, e^G q and e^{G_C - G} k as the states meet them
+    With a gate per channel, e^G q and e^{G_C - G} k as the states meet them
     also meet each other, with a factor e^{G_C} of the channel too much,
     which is divided out. That takes a chunk whose decay is bounded;
     intra_bwd_far_kernel has the others.
@@ -233,7 +233,7 @@ def intra_bwd_kernel(
         b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
         b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
 
-        # The states' decays, and who reads them: of a gate a channel, q and
+        # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
         i_x, HX = i_h, H
         b_write = b_weight[:, None]
@@ -324,7 +324,7 @@ def gate_bwd_kernel(
     NK: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """One chunk of one value head: dg of a gate a head [T, HV].
+    """One chunk of one value head: dg of a gate per head [T, HV].
 
     dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and kept. Of
     parts: pairs_i, what row i reads from earlier tokens less what its column

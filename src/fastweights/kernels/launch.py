@@ -52,9 +52,10 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     ``dtypes`` are those of the GIVEN tensors, or None; None too is what this
     kind of call does not have.
 
-    * q_in, k_in, k_out: what the states meet. q, k, k, but for a gate a
-      channel with their decays in them (k_in is k for the additive rule).
-    * A number a row: of a gate a head its running sum G, row_in = e^G and
+    * q_in, k_in, k_out: what the states meet. q, k, k, but for a gate
+      per channel with their decays in them (k_in is k for the additive
+      rule).
+    * A number per row: of a gate per head its running sum G, row_in = e^G and
       row_undo = e^{-G}, or 1 where the chunk decays below LEAST; and
       row_beta, 0 past a sequence's end.
     * total, the decay of a chunk, and rounded, for the backward, its log2
@@ -65,7 +66,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
       entrances, the gradients of the states that enter the segments.
     * h, the state that enters each chunk, and the errors: beta times that is
       what the delta rule writes. dh, the gradient of what leaves the chunk.
-    * parts and dkept, of which gate_bwd_kernel sums dg of a gate a head.
+    * parts and dkept, of which gate_bwd_kernel sums dg of a gate per head.
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
@@ -129,7 +130,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
 def kept(kind: Kind, found: Rooms) -> list[Room]:
     """What the forward keeps for the backward.
 
-    But not what a gate a channel makes of q and k, which is large, nor the
+    But not what a gate per channel makes of q and k, which is large, nor the
     rows beside it: the backward computes that again.
     """
     names = ["Aqk", "R", "exits", "maps"]

@@ -198,7 +198,7 @@ class Schedule:
         ]
 
     def load(self, shared: int) -> None:
-        """Load its kernels, into so many bytes of shared memory a program.
+        """Load its kernels, into so many bytes of shared memory per program.
 
         Compiled if they are not yet, or awaited if some thread compiles them.
         What cannot be compiled raises, and may be compiled again.

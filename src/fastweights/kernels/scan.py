@@ -39,7 +39,7 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 def total_decay(
     total, i_ch, K: tl.constexpr, BK: tl.constexpr, DG: tl.constexpr
 ):
-    """e^{G_C} of a chunk and head: a number, or [BK, 1], one a channel."""
+    """e^{G_C} of a chunk and head: a number, or [BK, 1], one per channel."""
     if DG == 1:
         return tl.load(total + i_ch)
     else:
@@ -87,8 +87,8 @@ def scan_fwd_kernel(
 ):
     """One value tile of one head of one segment, its state in registers.
 
-    q_in, k_in, k_out [T, H, K] are intra's for a gate a channel; else they
-    are q, k, k, and the decays of a gate a head act on the rows of what
+    q_in, k_in, k_out [T, H, K] are intra's for a gate per channel; else they
+    are q, k, k, and the decays of a gate per head act on the rows of what
     these multiply. The delta rule writes beta times its errors, what the
     values are more than what the keys find: (I + Akk Diag(beta))^{-1} r,
     where r is that for the state S at the chunk's entrance. With o the

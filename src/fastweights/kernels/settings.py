@@ -11,7 +11,7 @@ import triton
 from fastweights.kernels.tile import narrowest
 
 MARKS = 16  # entries of far that one program of a far kernel looks at
-LARGE = 200_000  # bytes of shared memory a program may have, from Hopper on
+LARGE = 200_000  # bytes of shared memory per program may have, from Hopper on
 
 
 class GPU(NamedTuple):
@@ -153,7 +153,7 @@ def constants(stage: str, kind: Kind) -> dict[str, Any]:
     inside = stage.startswith(("intra", "gate"))
     near = launch_options("intra_backward", kind)
     return {
-        # Past intra a gate a channel has q and k of its own, per value head.
+        # Past intra a gate per channel has q and k of its own, per value head.
         "H": kind.H if inside or kind.gate <= 1 else kind.HV,
         "HV": kind.HV,
         "K": kind.K,

@@ -95,7 +95,7 @@ def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
 
     Sequences of one length have no slot between them. Of packed ones,
     sequence n, which starts at token t, has the slots t // BT + n onwards:
-    no two share one, and at most one slot a sequence stays empty, so that
+    no two share one, and at most one slot per sequence stays empty, so that
     cdiv(T, BT) + N slots do for any packing. They do for any cu_seqlens: the
     chunks from t to T are cdiv(T, BT) - t // BT at most.
     """
@@ -332,7 +332,7 @@ def is_near(b_total, x, DG: tl.constexpr):
 def decay_to_exit(
     b_in, b_total, G, i_c, i_h, H: tl.constexpr, BT: tl.constexpr
 ):
-    """e^{G_C - G} of a gate a head, [BT, 1]: of what is written, at the exit.
+    """e^{G_C - G} of a gate per head, [BT, 1]: of writes, at the exit.
 
     b_in is e^G and b_total e^{G_C}; from G where that is below LEAST, too
     little to divide by.
@@ -563,7 +563,7 @@ INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 
 
 def narrowest(dtype: torch.dtype) -> int:
-    """Columns of the narrowest tile: 128 bytes a row.
+    """Columns of the narrowest tile: 128 bytes per row.
 
     Then all tiles in shared memory are laid out alike. For Hopper ptxas
     12.8.93 and 13.0.88 mistake the address of a buffer that is read with two
