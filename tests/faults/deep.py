@@ -24,8 +24,8 @@ TESTS = {
 MUTANTS = {
     "lact-second-matrix-not-turned": (
         f"{DEEP}/lact.py",
-        "found = (m0, m1.mT, m2)",
-        "found = (m0, m1, m2)",
+        "found = [m0, m1.mT, m2]",
+        "found = [m0, m1, m2]",
         PUBLIC,
     ),
     "newton-schulz-without-the-matrix-itself": (

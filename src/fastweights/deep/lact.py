@@ -60,9 +60,9 @@ def orthogonal(M: Weights, dtype: torch.dtype) -> Weights:
     m0, m1, m2 = (m.to(dtype) for m in M)
     if m0.shape == m1.mT.shape:
         m0, m1, m2 = newton_schulz(torch.stack([m0, m1.mT, m2])).unbind()
-        found = (m0, m1.mT, m2)
+        found = [m0, m1.mT, m2]
     else:
-        found = tuple(map(newton_schulz, (m0, m1, m2)))
+        found = [newton_schulz(m) for m in (m0, m1, m2)]
     return [x.to(m.dtype) for x, m in zip(found, M, strict=True)]
 
 
