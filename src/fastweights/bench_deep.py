@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import shlex
 import sys
 import time
@@ -128,13 +129,13 @@ def ttt(best: tuple[float, float], clone: Path | None = None) -> Iterator[Row]:
                 o, C = call()[0].detach(), len(rows)
                 for group in GROUPS:
                     more = {"peer": clone.name, "checkpoint_group_size": group}
-                    call, y = by_authors(clone, x, group)
+                    theirs, y = by_authors(clone, x, group)
                     # They read a mini-batch when all of it is written, we
                     # each token when those up to it are: the last is alike.
-                    read = call()[0].flatten(2, 3).transpose(1, 2)
+                    read = theirs()[0].flatten(2, 3).transpose(1, 2)
                     last = slice(C - 1, None, C)
                     checks.close(read[:, last], o[:, last], 2e-2)
-                    yield from timed(row | more, call, y, costs, best)
+                    yield from timed(row | more, theirs, y, costs, best)
 
 
 GROUPS = (4, 16, 64)
@@ -143,15 +144,14 @@ GROUPS = (4, 16, 64)
 
 def by_authors(
     clone: Path, x: list[Tensor], group: int
-) -> tuple[Callable[[], tuple[Tensor]], list[Tensor]]:
+) -> tuple[Callable[[], tuple[Tensor, None]], list[Tensor]]:
     """The authors' forward of our tokens, and what has gradients in it.
 
     Their q, k and v lie mini-batch by mini-batch, [B, H, T / C, C, K], and
     rates are a matrix per mini-batch, of which they take the last row.
     """
     sys.path.insert(0, str(clone))
-    from ttt.models.ssm.linear_triton import TritonLinear
-
+    authors = importlib.import_module("ttt.models.ssm.linear_triton")
     q, k, v, rate, W, b, weight, bias, rows = (t.detach() for t in x)
     C = len(rows)
     q, k, v = (
@@ -164,7 +164,7 @@ def by_authors(
     y = [weight, bias, *(t.contiguous() for t in start), q, v, k, eta]
     for t in y:
         t.requires_grad_()
-    return lambda: (TritonLinear.apply(*y, group),), y
+    return lambda: (authors.TritonLinear.apply(*y, group), None), y
 
 
 def lact(best: tuple[float, float]) -> Iterator[Row]:
