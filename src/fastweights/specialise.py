@@ -22,11 +22,9 @@ Edits = list[tuple[int, int, str | None]]  # None: an item and its comma go
 
 WIDTH = 79
 CONSTANTS = (bool, int, float, str, type(None))
-ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Call)
 HOLDERS = (ast.Assign, ast.Return, ast.Call, ast.keyword, ast.Tuple, ast.If)
 CHECKS = r"raise\b|assert |([\w.]+\.)?_?(check|need|refuse|wrong)(_\w+)?\("
-SETTLED = ("None", "True", "False")
 UNKNOWN = object()
 
 
@@ -47,21 +45,17 @@ def specialise(
     ``given`` has known parameters as constants, ``{"beta": None}``; calls
     between the objects lose the arguments that go with them. ``docstring`` is
     True, False or "summary", the first paragraph. ``checks=False`` leaves out
-    the lines that check arguments. Raises TypeError for a value that is no
-    constant, ValueError for a name that is no parameter and for a call
-    between the objects that gives a lost parameter another value.
+    the lines that check arguments. TypeError for a value that is no constant,
+    ValueError for no parameter's name or a call with another value for one.
     """
     if docstring not in (True, False, "summary"):
         raise ValueError(f"docstring: got {docstring!r}")
     given, raws = given or {}, [getattr(obj, "fn", obj) for obj in objects]
-    cuts = [
-        Cut(source(raw), given, getattr(raw, "__globals__", {}))
-        for raw in raws
-    ]
+    names = [getattr(raw, "__globals__", {}) for raw in raws]
+    cuts = [*map(Cut, map(source, raws), itertools.repeat(given), names)]
     for name, value in given.items():
         if not isinstance(value, CONSTANTS):
-            kind = type(value).__name__
-            raise TypeError(f"given[{name!r}]: got {kind}, need a constant")
+            raise TypeError(f"given[{name!r}]: {type(value)} is no constant")
         if not any(name in cut.given for cut in cuts):
             raise ValueError(f"given: got {name!r}, need a parameter's name")
     lost: dict[Any, dict[str, Edits]] = {}
@@ -75,8 +69,7 @@ def specialise(
             cut = cut.edited(cut.docstrings(docstring == "summary"))
         if cut.text != source(raw):
             cut = cut.edited(cut.joined(source(raw)))
-            text = re.sub(r"\n{3,}", "\n\n", cut.text.rstrip())
-            cut.text = re.sub(r"(:\n)\n+( +)", r"\1\2", text)
+            cut.text = re.sub(r"\n{3,}", "\n\n", cut.text.rstrip())
         compile(cut.text, raw.__qualname__, "exec")
         cuts[i] = cut
     return [cut.text for cut in cuts]
@@ -106,7 +99,6 @@ class Cut:
         self.given = {n: given[n] for n in self.parameters if n in given}
 
     def reduced(self, checks: bool = True) -> Cut:
-        """Apply the rules until none of them applies."""
         rules = [self.unread] if checks else [self.check, self.unread]
         if self.given:
             rules += [self.decided, self.folded, self.known]
@@ -150,26 +142,22 @@ class Cut:
         return start, end
 
     def replaced(self, node: Any, part: Any) -> Edits:
-        """Put a part of an expression in its place."""
         new = self.text[slice(*self.span(part))]
         plain = isinstance(self.parents[node], HOLDERS) and "\n" not in new
         bare = plain or isinstance(part, ATOMS)
         return [(*self.grouped(node), new if bare else f"({new})")]
 
-    def filled(self, name: str, new: str, parts: Any = None) -> Edits:
-        """Put a text where a name is read."""
-        nodes = _reads([self.top] if parts is None else parts, name)
-        return [(*self.span(n), new) for n in nodes if n not in self.quoted]
+    def filled(self, name: str, new: str, parts: list[Any]) -> Edits:
+        nodes = [n for n in _reads(parts, name) if n not in self.quoted]
+        return [(*self.span(n), new) for n in nodes]
 
     def first_row(self, node: Any) -> int:
-        """The first line of a statement or of the comment above it."""
         row, comment = node.lineno, " " * node.col_offset + "#"
         while self.lines[row - 2].startswith(comment):
             row -= 1
         return row
 
     def removed(self, node: Any) -> Edits:
-        """Remove a statement and the comment above it."""
         parent = self.parents[node]
         rest = getattr(parent, "orelse", None)
         if [node] in (getattr(parent, "body", None), rest):
@@ -208,10 +196,11 @@ class Cut:
             cut = 0 if nested else stays[0].col_offset - node.col_offset
             new = " " * node.col_offset + "else:\n" if nested else ""
             new += "".join(r[cut:] if r[:cut].isspace() else r for r in rows)
-            if cut and '"""' in new:
-                raise NotImplementedError(f"a string of lines in {new}")
+            assert not cut or '"""' not in new, "strings are not dedented"
             block = getattr(self.parents.get(node), "body", [])
-            if node in block and isinstance(stays[-1], ENDS):
+            if node in block and isinstance(
+                stays[-1], (ast.Return, ast.Raise)
+            ):
                 last = block[-1].end_lineno  # nothing behind it is reached
         else:
             new = "".join(self.lines[node.body[-1].end_lineno or 0 : last])
@@ -239,7 +228,7 @@ class Cut:
         if len(calls) == 1 and len(calls[0].args) == len(names):
             for name, arg in zip(names, calls[0].args, strict=True):
                 if _constant(arg) is None and self.bound[name.id] == 1:
-                    edits += self.filled(name.id, "None")
+                    edits += self.filled(name.id, "None", [self.top])
                     edits += [(*self.span(n), None) for n in (name, arg)]
         return edits
 
@@ -253,10 +242,12 @@ class Cut:
         elif isinstance(node, ast.Assign):
             new = ast.unparse(node.value)  # None, or in a = b, b
             left = ast.unparse(node) not in self.original.text
-            if new in SETTLED or (left and self.bound[new] == 1):
+            if new in {"None", "True", "False"} or (
+                left and self.bound[new] == 1
+            ):
                 for name in map(ast.unparse, node.targets):
                     if self.bound[name] == 1:
-                        edits += self.filled(name, new)
+                        edits += self.filled(name, new, [self.top])
         return edits
 
     def folded(self, node: Any) -> Edits:
@@ -302,7 +293,6 @@ class Cut:
         return []
 
     def unread_parameters(self) -> dict[str, Edits]:
-        """The given parameters that are not read; how to remove each."""
         gone: dict[str, Edits] = {}
         for name in self.given:
             parts, ended = _reach(self.top.body, name)
@@ -317,37 +307,34 @@ class Cut:
         return gone
 
     def lost_arguments(self, lost: Mapping[Any, Any], given: Given) -> Edits:
-        """Remove the arguments whose parameters the functions lost."""
         edits: Edits = []
         for call in self.nodes:
             function, args = _arguments(call, self.namespace)
             for name in args.keys() & lost.get(function, {}).keys():
                 arg, parent = args[name], self.parents[args[name]]
                 if given[name] != _constant(arg) and ast.unparse(arg) != name:
-                    call = f"{self.top.name} gives {function.__name__}"
-                    raise ValueError(f"given: {name} is lost, but {call} it")
+                    gives = f"{self.top.name} gives {function.__name__} it"
+                    raise ValueError(f"given: {name} is lost, but {gives}")
                 item = parent if isinstance(parent, ast.keyword) else arg
                 edits.append((*self.span(item), None))
         return edits
 
     def docstrings(self, summary: bool) -> Edits:
-        """Cut docstrings to their first paragraph, or leave them out."""
         edits: Edits = []
         for node in self.nodes:
             kind = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            if kind and ast.get_docstring(node) is not None:
-                start, end = self.span(node.body[0])
-                first, *more = self.text[start:end].split("\n\n")
-                if summary and more:
-                    edits.append((start, end, first + '"""'))
-                elif not summary and len(node.body) > 1:
-                    after = self.starts[self.first_row(node.body[1]) - 1]
-                    start = self.starts[node.body[0].lineno - 1]
-                    edits.append((start, after, ""))
+            if not kind or ast.get_docstring(node) is None:
+                continue
+            start, end = self.span(node.body[0])
+            first, *more = self.text[start:end].split("\n\n")
+            if summary and more:
+                edits.append((start, end, first + '"""'))
+            elif not summary and len(node.body) > 1:
+                after = self.starts[self.first_row(node.body[1]) - 1]
+                edits.append((self.starts[node.body[0].lineno - 1], after, ""))
         return edits
 
     def joined(self, original: str) -> Edits:
-        """Join the lines of a statement that became short enough."""
         edits: Edits = []
         old = {line.strip() for line in original.splitlines()}
         for node in (n for n in self.nodes if isinstance(n, ast.stmt)):
@@ -369,8 +356,9 @@ def _reach(block: list[Any], name: str) -> tuple[list[Any], bool]:
     """What reads a parameter's own value, and whether nothing else can."""
     parts: list[Any] = []
     for s in block:
-        if _binds(s, name):
-            if isinstance(s, ast.Assign) and not _binds(s.value, name):
+        if name in map(_binding, ast.walk(s)):
+            inner = map(_binding, ast.walk(getattr(s, "value", s)))
+            if isinstance(s, ast.Assign) and name not in inner:
                 return [*parts, s.value], True
             return [*parts, s.test] if isinstance(s, ast.If) else parts, False
         parts.append(s)
@@ -378,25 +366,18 @@ def _reach(block: list[Any], name: str) -> tuple[list[Any], bool]:
 
 
 def _reads(parts: list[Any], name: str | None = None) -> list[Any]:
-    """Where a name is read, or any name."""
     nodes = itertools.chain(*map(ast.walk, parts))
     loads = [n for n in nodes if isinstance(getattr(n, "ctx", 0), ast.Load)]
     return [n for n in loads if hasattr(n, "id") and name in (None, n.id)]
 
 
 def _binding(node: Any) -> str | None:
-    """The name that a node binds."""
     stores = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
     own = getattr(node, "id", None) if stores else None
     return node.arg if isinstance(node, ast.arg) else own
 
 
-def _binds(node: Any, name: str) -> bool:
-    return any(_binding(n) == name for n in ast.walk(node))
-
-
 def _constant(node: Any) -> Any:
-    """The constant that is written there, or UNKNOWN."""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):
