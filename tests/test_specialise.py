@@ -1,7 +1,6 @@
 """specialise() cuts a source down, and what is left computes the same."""
 
 import inspect
-import itertools
 import re
 from types import ModuleType
 
@@ -16,7 +15,7 @@ from fastweights.reference import (
     parallel,
     steps,
 )
-from fastweights.specialise import answers, source, specialise
+from fastweights.specialise import source, specialise
 
 B, T, H, K, V = 2, 40, 3, 8, 5
 
@@ -52,13 +51,8 @@ CHUNK = ("intra", "scan", "new_values", "next_state", "chunkwise_forward")
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_stages_compute_the_same(gated, corrects):
     q, k, v, g, beta, S = inputs(1, gated, corrects)
-    given = {"initial_state is None": False}
-    for absent, names in ((not gated, "g G rest"), (not corrects, "beta P")):
-        for name in names.split():
-            if absent:
-                given[name] = None
-            elif name in ("g", "beta"):
-                given[f"{name} is None"] = False
+    absent = ["g", "G", "rest"] * (not gated) + ["beta", "P"] * (not corrects)
+    given = dict.fromkeys(absent)
     functions = [getattr(chunkwise, name) for name in CHUNK]
     texts = specialise(*functions, given=given, docstring=False)
     names = run(chunkwise, *texts)
@@ -75,7 +69,6 @@ def test_the_stages_compute_the_same(gated, corrects):
     code = "\n".join(map(body, texts))
     assert ("exp" in code or "decayed(" in code) == gated
     assert ("beta" in code) == corrects
-    assert len(code) < sum(len(source(f)) for f in functions) / 1.3
 
 
 def test_the_scan_without_gates_is_what_chapter_3_derives():
@@ -153,18 +146,6 @@ def test_the_backward_without_gates_computes_the_same(corrects):
     assert "G" not in names["scan_backward"].__code__.co_varnames
 
 
-def test_one_gate_per_head_is_the_second_branch():
-    given = {"G is None": False, "G.shape[-1]": 1}
-    [text] = specialise(
-        chunkwise.decayed_scores, given=given, docstring="summary"
-    )
-    assert text == (
-        "def decayed_scores(x: Chunks, k: Chunks, G: Gates) -> Square:\n"
-        '    """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0."""'
-        "\n    return ((x @ k.mT) * decays(G, x.dtype)[..., 0]).tril_()"
-    )
-
-
 @pytest.mark.parametrize("scale", [None, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax_attention_with_constants(scale, causal):
@@ -194,6 +175,7 @@ OPTIONAL = [
     if inspect.isfunction(function) and function.__module__ == module.__name__
     for name, parameter in inspect.signature(function).parameters.items()
     if "None" in str(parameter.annotation)
+    and parameter.kind is not parameter.VAR_POSITIONAL
 ]
 
 
@@ -247,8 +229,6 @@ CASES = [
     {"g": None, "flag": True},
     {"g": 2, "flag": False},
     {"g": None, "name": "b"},
-    {"g is None": True},
-    {"g is not None": False},
 ]
 
 
@@ -258,9 +238,8 @@ def test_branches(given, docstring):
     [text] = specialise(branches, given=given, docstring=docstring)
     names = {}
     exec(text, names)
-    plain = {n: v for n, v in given.items() if n.isidentifier()}
     for x in (1, 1000):
-        assert names["branches"](x) == branches(x, **plain)
+        assert names["branches"](x) == branches(x, **given)
     assert "    not dedented" in text
     assert ("In more words." in text) == (docstring is True)
     assert ("Says what" in text) == (docstring is not False)
@@ -317,33 +296,15 @@ def test_a_kernel_is_cut_as_its_function_is():
 
 
 @pytest.mark.parametrize(
-    ("function", "constants", "want"),
-    [
-        (chunkwise.decayed, {"G": None}, "x"),
-        (chunkwise.new_values, {"beta": None}, "v"),
-        (chunkwise.new_values, {"G": None}, None),
-        (chunkwise.next_state, {"G": None, "rest": None}, None),
-    ],
-)
-def test_which_calls_return_an_argument(function, constants, want):
-    assert answers(function, tuple(constants.items())) == want
-
-
-def test_which_calls_return_a_constant():
-    assert answers(chunkwise.sum_after, (("g", None),)).value is None
-
-
-@pytest.mark.parametrize(
     ("objects", "options", "message"),
     [
-        ([chunkwise.scan], {"given": {"gate": None}}, "got 'gate'.*scan"),
-        ([chunkwise.scan], {"given": {"g +": None}}, "got 'g \\+'"),
-        ([chunkwise.scan], {"given": {"g.shape[-1]": 1}}, "g.shape"),
+        ([chunkwise.scan], {"given": {"gate": None}}, "got 'gate'"),
+        ([chunkwise.scan], {"given": {"rest": None}}, "got 'rest'"),
         ([chunkwise.scan], {"docstring": "first"}, "docstring: got 'first'"),
         (
             [chunkwise.decayed_scores, chunkwise.intra],
             {"given": {"G": None}},
-            "decayed_scores is shown without G, but intra gives it exact",
+            "G is lost, but intra gives decayed_scores it",
         ),
     ],
 )
@@ -353,14 +314,5 @@ def test_errors_name_what_was_asked_for(objects, options, message):
 
 
 def test_a_given_value_must_be_a_constant():
-    with pytest.raises(TypeError, match=r"g.*got Tensor, need a constant"):
+    with pytest.raises(TypeError, match=r"g.*Tensor.*is no constant"):
         specialise(chunkwise.scan, given={"g": torch.zeros(1)})
-
-
-def test_the_loop_over_chunks_keeps_what_can_be_present():
-    """A target goes only if its tensor is None: G stays, where g is given."""
-    for names in itertools.combinations(("beta", "P", "G"), 2):
-        [text] = specialise(chunkwise.scan, given=dict.fromkeys(names))
-        loop = text[text.index("for ") : text.index(":\n        ")]
-        for name in ("beta", "P", "G"):
-            assert (f" {name}_n" in loop) == (name not in names)

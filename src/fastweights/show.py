@@ -59,30 +59,11 @@ def show(
 
 def _about(given: Mapping[str, Any]) -> str:
     """What the listing holds for: "for g = beta = None"."""
-    parts: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, value in given.items():
-        parts.setdefault(repr(value), []).append(name)
-    said = []
-    for value, names in parts.items():
-        plain = [name for name in names if " " not in name]
-        if plain:
-            said.append(" = ".join([*plain, value]))
-        for test in names:
-            if " " in test:
-                said.append(_stated(test, value))
+        names.setdefault(repr(value), []).append(name)
+    said = [" = ".join([*same, value]) for value, same in names.items()]
     return f"for {' and '.join(said)}" if said else ""
-
-
-def _stated(test: str, value: str) -> str:
-    """A test as a statement: "g is not None" for "g is None" and False."""
-    if value == "True":
-        return test
-    for positive, negative in ((" is not ", " is "), (" != ", " == ")):
-        if positive in test:
-            return test.replace(positive, negative)
-        if negative in test:
-            return test.replace(negative, positive)
-    return f"{test} = {value}"
 
 
 def notebook() -> Any:
