@@ -130,8 +130,8 @@ MUTANTS = {
     ),
     "lact-descends": (
         f"{DEEP}/lact.py",
-        "unit_columns(w[i] + step)",
-        "unit_columns(w[i] - step)",
+        "unit_columns(w[i] + steps[i])",
+        "unit_columns(w[i] - steps[i])",
     ),
     "lact-rates-of-other-matrices": (
         f"{DEEP}/lact.py",
@@ -145,8 +145,8 @@ MUTANTS = {
     ),
     "lact-norms-of-now": (
         f"{DEEP}/lact.py",
-        "unit_columns(w[i] + step) * norm - W",
-        "w[i] + step - W",
+        "unit_columns(w[i] + steps[i]) * norm - W",
+        "w[i] + steps[i] - W",
     ),
     "lact-momentum-summed": (
         f"{DEEP}/lact.py",
@@ -155,7 +155,7 @@ MUTANTS = {
     ),
     "lact-sums-run-on": (
         f"{DEEP}/lact.py",
-        "total[i] = part.choose(torch.zeros_like(M), total[i])",
+        "total[i] = part.choose(torch.zeros_like(M[i]), total[i])",
         "pass",
     ),
     "mesa-without-gradients-of-the-matrices": (

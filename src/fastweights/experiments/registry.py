@@ -227,7 +227,7 @@ EXPERIMENTS: dict[str, Grid] = {
             f"{n} segments": Needles(level=2, segments=n) for n in (8, 16, 32)
         },
         variants=DEEP,
-        lrs=LOW[1:],
+        lrs=LOW,
         settings={"steps": 4000, "rows": 32, "test_rows": 128},
         quick={
             **ONE_RUN,
