@@ -368,7 +368,8 @@ function film(root) {
     if (!root.isConnected) return release();
     const seen = innerHeight;
     const { top, height: tall } = live.getBoundingClientRect();
-    const [first, last] = [0.6 * seen, Math.min(0.1, 0.9 - tall / seen) * seen];
+    const first = 0.6 * seen;
+    const last = Math.min(0.1, 0.9 - tall / seen) * seen;
     const to = Math.round((T * (first - top)) / (first - last));
     if (clamp(to, 0, T) !== t) go(to);
     if (to >= T) release();
