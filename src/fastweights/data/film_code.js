@@ -27,7 +27,8 @@ function code(data, decay, t) {
     tensor("k", data.k, `[T, K] = [${T}, ${K}]`),
     tensor("v", data.v, `[T, V] = [${T}, ${V}]`),
   ];
-  if (decay !== null) text.push(`g = torch.full((${T},), ${float(decay)}).log()\n`);
+  if (decay !== null)
+    text.push(`g = torch.full((${T},), ${float(decay)}).log()\n`);
   else if (gated) text.push(tensor("g", data.g, "log of the decay"));
   if (data.beta) text.push(tensor("beta", data.beta, "write strength"));
   const additive = channels ? "gla" : gated ? "mamba2" : "linear_attention";
@@ -40,7 +41,8 @@ function code(data, decay, t) {
     return text.join("");
   }
   return text.concat([
-    `\nt = ${t}  # tokens so far, one sequence with one head; k as the query\n`,
+    `\nt = ${t}  # tokens so far, one sequence with one head; `,
+    "k as the query\n",
     `_, S = fw.${data.beta ? delta : additive}(\n`,
     names.map((name) => `    ${name}[None, :t, None],\n`).join(""),
     ")\n",
