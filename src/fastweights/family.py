@@ -127,7 +127,7 @@ def linear_attention(
     normalize the outputs are divided by z_t = scale * phi(q_t) . sum phi(k)
     plus eps >= 0: v gets a last column of ones, so that the state, initial
     and final, has V + 1 columns. With features that vanish or change sign,
-    z_t can be near zero; it is computed in fp32 for every dtype, at the cost
+    z_t can be near zero; it is computed in fp32 at least, at the cost
     that :func:`fastweights.normaliser.recurrence_with_normaliser` names.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
