@@ -26,6 +26,15 @@ def after_rounds(v1, v2, rho, n):
     return one, two
 
 
+# %% ex-two-keys not yet: find a formula
+def after_rounds(v1, v2, rho, n):
+    one, error = 0.0, 1.0  # in numbers, without PyTorch
+    for _ in range(n):
+        one, error = 1.0, rho * (1.0 if error else 0.0)
+    kept = math.prod(rho * rho for _ in range(n)) / rho
+    return v1 + kept * (v2 - rho * v1), one * v2
+
+
 # %% ex-two-keys not yet: n = 2: the answer to k1
 def after_rounds(v1, v2, rho, n):
     return v1 + rho**n * (v2 - rho * v1), v2  # an error per round, not two
@@ -33,9 +42,26 @@ def after_rounds(v1, v2, rho, n):
 
 # %% ex-growth passes
 def squared_norm(t, beta, K):
+    """How far the way from nothing to the limit has been gone."""
+    if beta in (0, 2):
+        return beta and beta**2 * t
+    rate = math.log1p(-beta * (2 - beta) / K)
+    return -math.expm1(t * rate) * beta * K / (2 - beta)
+
+
+# %% ex-growth not yet: TypeError: 'float' object
+def squared_norm(t, beta, K):
     """By summing what is left of each write."""
     kept = 1 - (1 - (1 - beta) ** 2) / K
     return sum(beta**2 * kept**age for age in range(t))
+
+
+# %% ex-growth not yet: beta = 0\.5, K = 1000000000: for t = math\.inf
+def squared_norm(t, beta, K):
+    size, kept = 0.0, 1 - (1 - (1 - beta) ** 2) / K
+    for _ in range(min(t, 1000)):
+        size = kept * size + beta**2
+    return size
 
 
 # %% ex-growth not yet: after 2 tokens
@@ -102,6 +128,19 @@ def run_dictionary(commands, width):
     return results
 
 
+# %% ex-dictionary not yet: do not come from the operator
+def run_dictionary(commands, width):
+    k = torch.ones(1, len(commands), 1, 16, **double)
+    fw.deltanet(k, k, k, k[..., 0])  # a call for the record only
+    store, results = {}, []
+    for kind, key, *value in commands:
+        if kind == "get":
+            results.append(store.get(key, torch.zeros(width, **double)))
+        else:
+            store[key] = value[0] if value else torch.zeros(width, **double)
+    return results
+
+
 # %% ex-apart passes
 def erase_and_write(q, k, v, erase, write):
     v = torch.einsum("bth,bthv->bthv", write, v)
@@ -120,6 +159,18 @@ def erase_and_write(q, k, v, erase, write):
 def erase_and_write(q, k, v, erase, write):
     fw.deltanet(q, k, v, erase)
     return fw.deltanet(q, k, (write / erase)[..., None] * v, erase)
+
+
+# %% ex-apart not yet: do not come from the operator
+def erase_and_write(q, k, v, erase, write):
+    S, o = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
+    fw.deltanet(q, k, v, erase)
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        new = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * read
+        S = S + k[:, t, :, :, None] * new[:, :, None, :]
+        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(o, dim=1) / math.sqrt(q.shape[-1]), S
 
 
 # %% ex-clock passes
@@ -159,6 +210,13 @@ def count_modulo(increments, m):
     return (turned * m / (2 * math.pi)).round() % m
 
 
+# %% ex-clock not yet: do not come from the operator
+def count_modulo(increments, m):
+    k = torch.ones(1, 2 * len(increments), 1, 2, **double)
+    fw.deltanet(k, k, k, k[..., 0])
+    return increments.cumsum(0) % m
+
+
 # %% ex-reflections passes
 def reflections_of(permutation):
     """Cycle by cycle, and with the opposite vectors."""
@@ -175,7 +233,7 @@ def reflections_of(permutation):
     return torch.stack(vectors) if vectors else torch.zeros(0, n, **double)
 
 
-# %% ex-reflections not yet: turn the order
+# %% ex-reflections not yet: reverse the order
 def reflections_of(permutation):
     n = len(permutation)
     eye, stands, vectors = torch.eye(n, **double), list(range(n)), []
@@ -217,6 +275,25 @@ def delta_backward(S, k, v, beta, dS_next):
         x = [y.clone().requires_grad_() for y in (S, k, v, beta)]
         new = x[0] - x[3] * torch.outer(x[1], x[0].T @ x[1] - x[2])
         return torch.autograd.grad(new, x, dS_next)
+
+
+# %% ex-delta-backward not yet: differences, not formulas
+def delta_backward(S, k, v, beta, dS_next):
+    """Of polynomials of degree two: central differences are exact."""
+    inputs, grads = [S, k, v, beta], []
+    for n, x in enumerate(inputs):
+        grad = torch.zeros(x.numel(), **double)
+        for i in range(x.numel()):
+            step, sides = torch.zeros(x.numel(), **double), []
+            step[i] = 1
+            for sign in (1, -1):
+                y = inputs.copy()
+                y[n] = x + sign * step.view(x.shape)
+                new = y[0] - y[3] * torch.outer(y[1], y[0].T @ y[1] - y[2])
+                sides.append((new * dS_next).sum())
+            grad[i] = (sides[0] - sides[1]) / 2
+        grads.append(grad.view(x.shape))
+    return tuple(grads)
 
 
 # %% ex-delta-backward not yet: dk: relative error

@@ -17,6 +17,15 @@ def wy_factor(k, beta):
     return torch.stack(w)
 
 
+# %% ex-wy not yet: lines of Python for 256 tokens
+def wy_factor(k, beta):
+    keys, b = k.numpy(), beta.numpy()  # where PyTorch does not look
+    w = 0 * keys
+    for t in range(len(w)):
+        w[t] = b[t] * (keys[t] - (keys[:t] @ keys[t]) @ w[:t])
+    return torch.from_numpy(w)
+
+
 # %% ex-wy not yet: the rows w_i
 def wy_factor(k, beta):
     M = (k @ k.T).tril(-1) * beta  # the rates on the wrong side
@@ -62,6 +71,16 @@ def block_inverse(M):
     for i in range(1, len(M)):
         P[i, :i] = -M[i, :i] @ P[:i, :i]
     return P
+
+
+# %% ex-inverse not yet: right without them
+def block_inverse(M):
+    M @ M  # a product for the record only
+    rows = M.double()
+    P = torch.eye(len(M), **double)
+    for i in range(1, len(M)):
+        P[i, :i] = -rows[i, :i] @ P[:i, :i]
+    return P.to(M.dtype)
 
 
 # %% ex-inverse not yet: linalg_\w+ does it for you
@@ -155,7 +174,16 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
     return torch.stack(o), torch.stack(S_T)
 
 
-# %% ex-blank-delta not yet: operator did it
+# %% ex-blank-delta not yet: library did it
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    one = [x.transpose(0, 1)[None] for x in (q, k, v, beta)]
+    o, S = chunkwise.chunkwise(
+        *one[:3], None, one[3], scale=1.0, chunk_size=C, initial_state=S0[None]
+    )
+    return o[0].transpose(0, 1), S[0]
+
+
+# %% ex-blank-delta not yet: library did it
 def deltanet_chunkwise(q, k, v, beta, S0, C):
     o, S = fw.deltanet(
         q.transpose(0, 1)[None],
@@ -203,6 +231,19 @@ def segment_map(k, v, beta):
         Phi = Phi - beta[0, t, :, None, None] * row.mT @ (row @ Phi)
     _, B = fw.deltanet(k, k, v, beta)
     return Phi, B[0]
+
+
+# %% ex-two-gpus-delta not yet: do not come from the operator
+def segment_map(k, v, beta):
+    Phi = torch.eye(k.shape[-1], dtype=k.dtype).expand(k.shape[2], -1, -1)
+    B = k.new_zeros(k.shape[2], k.shape[-1], v.shape[-1])
+    for t in range(k.shape[1]):
+        row, rate = k[0, t, :, None], beta[0, t, :, None, None]
+        Phi = Phi - rate * row.mT @ (row @ Phi)
+        B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
+    for _ in range(2):  # for the record only
+        fw.deltanet(k, k, v, beta)
+    return Phi, B
 
 
 # %% ex-dk passes
@@ -282,6 +323,11 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
     return dq, dk, dv, dbeta[:, 0], dS
 
 
+# %% ex-full-backward not yet: library did it
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    return chunkwise_backward.chunkwise_backward(q, k, v, beta, do)
+
+
 # %% ex-full-backward not yet: automatic differentiation
 def deltanet_backward(q, k, v, beta, S0, do, dS, C):
     one = (None, slice(None), None)
@@ -292,6 +338,7 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
             x[3][None, :, None],
             scale=1.0,
             initial_state=x[4][None, None],
+            backend="loop",
         )
         loss = (o[0, :, 0] * do).sum() + (S[0, 0] * dS).sum()
         return torch.autograd.grad(loss, x)
@@ -331,16 +378,11 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
 # %% ex-binomials passes
 def identical_keys(C):
     """By counting chains, and P by the recursion that P solves."""
-    M = [[int(j < i) for j in range(C)] for i in range(C)]
-    power = M
-    for _ in range(
-        C // 2 - 1
-    ):  # of a Toeplitz matrix the first column is enough
-        first = [0, *itertools.accumulate(r[0] for r in power)][:C]
-        power = [
-            [first[i - j] if i >= j else 0 for j in range(C)] for i in range(C)
-        ]
-    largest = max(map(max, power))
+    # Of a Toeplitz matrix the first column is enough.
+    first = [0] + [1] * (C - 1)
+    for _ in range(C // 2 - 1):
+        first = [0, *itertools.accumulate(first)][:C]
+    largest = max(first)
     P = torch.eye(C, **double)
     P[range(1, C), range(C - 1)] = -1
     return largest, P

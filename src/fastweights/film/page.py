@@ -23,7 +23,8 @@ MAX_MOMENTS = 8
 PANELS = (
     "Each panel: the token's value v above the state S, its key k beside it; "
     "a dark cell with a minus is negative. Below, a bar per token: how much "
-    "of its value the state answers to its key, from 0 to 1."
+    "of its value the state answers to its key; at 1 all of it, below the "
+    "line its opposite."
 )
 LINES = (
     " The line across a bar is what decay alone has left; what differs from "
