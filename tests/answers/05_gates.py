@@ -78,6 +78,21 @@ def score_matrices(gate, n, width):
     return min(3**n, width) if gate == "either" else 1
 
 
+# %% ex-which not yet: RuntimeError|MemoryError|memory
+def score_matrices(gate, n, width):
+    a, b = torch.rand(2, n, width, **double).unbind()
+    a, b = a[:, :, None], b[:, None, :]
+    every = torch.ones(1, width, width, **double)
+    gates = {
+        "head": a[:, :1] * every,
+        "key": a * every,
+        "value": b * every,
+        "both": a * b,
+        "either": 1 - (1 - a) * (1 - b),
+    }
+    return torch.linalg.matrix_rank(gates[gate].prod(0), rtol=1e-12).item()
+
+
 # %% ex-which not yet: too few
 def score_matrices(gate, n, width):
     return 2 if gate == "either" else 1
@@ -120,6 +135,25 @@ def strip_scores(q, k, g, c):
     pair = parallel.decays(g.cumsum(0))
     (q @ k.T).sum(), (q @ k.T).sum()  # products, to no purpose
     return torch.einsum("id,jd,ijd->ij", q, k, pair)
+
+
+# %% ex-strips not yet: exponentials, where the pairs inside the strips
+def strip_scores(q, k, g, c):
+    (q @ k.T).sum(), (q @ k.T).sum()  # products, to no purpose
+
+    def halves(q, k, G):  # by_halves, for any length
+        C = len(q)
+        if C == 1:
+            return q @ k.T
+        m = C // 2
+        A = torch.zeros(C, C)
+        A[:m, :m] = halves(q[:m], k[:m], G[:m])
+        A[m:, m:] = halves(q[m:], k[m:], G[m:])
+        row, column = (G[m:] - G[m]).exp(), (G[m] - G[:m]).exp()
+        A[m:, :m] = (row * q[m:]) @ (column * k[:m]).T
+        return A
+
+    return halves(q, k, g.cumsum(0))
 
 
 # %% ex-strips not yet: FLOPs in matrix products
@@ -175,6 +209,17 @@ def two_sided(q, k, v, g, b):
     return torch.stack(found, dim=1)
 
 
+# %% ex-outer not yet: the result of fw.gla is not used
+def two_sided(q, k, v, g, b):
+    fw.gla(q, k, v, g)
+    state, found = 0, []
+    for t in range(q.shape[1]):
+        gate = (g[:, t, :, :, None] + b[:, t, :, None, :]).exp()
+        state = gate * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(found, dim=1)
+
+
 # %% ex-outer not yet: \d+ calls of fw.gla, need one
 def two_sided(q, k, v, g, b):
     U = b.cumsum(1)
@@ -200,6 +245,14 @@ def hgrn2(q, v, g):
     one = torch.ones_like(v[..., :1])
     o, state = fw.gla(q, 1 - keep, torch.cat([v, one], -1), g, scale=1.0)
     return o[..., :-1], state[..., :-1], 1 - keep.prod(1)
+
+
+# %% ex-hgrn2 not yet: 2 calls of fw.gla, need one
+def hgrn2(q, v, g):
+    k = 1 - g.exp()
+    o, state = fw.gla(q, k, v, g, scale=1.0)
+    _, totals = fw.gla(q, k, torch.ones_like(v[..., :1]), g, scale=1.0)
+    return o, state, totals[..., 0]
 
 
 # %% ex-hgrn2 not yet: a loop over tokens

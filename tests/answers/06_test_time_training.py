@@ -61,6 +61,20 @@ def normalised_step(S, k, v, rate, eps):
 
 # %% ex-own-layer passes
 def robust_layer(q, k, v, rate):
+    def loss(prediction, target):
+        r = (prediction - target).square().sum(-1)
+        return torch.hypot(r.sqrt(), torch.ones_like(r)) - 1
+
+    step = online_learner(linear_model, loss, sgd)
+    state, outputs = (torch.zeros(2, 2, 5, 4, **double), None), []
+    for t in range(q.shape[1]):
+        state, o = step(state, q[:, t], k[:, t], v[:, t], rate[:, t])
+        outputs.append(o)
+    return torch.stack(outputs, dim=1), state[0]
+
+
+# %% ex-own-layer not yet: online_learner was never called
+def robust_layer(q, k, v, rate):
     W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     outputs = []
     for q_t, k_t, v_t, rate_t in zip(
@@ -95,6 +109,12 @@ def robust_layer(q, k, v, rate):
 
 # %% ex-implicit passes
 def implicit_step(S, k, v, eta):
+    beta = 1 / (1 / eta + k.dot(k))
+    return S + beta * k[:, None] * (v - k @ S)[None, :], beta
+
+
+# %% ex-implicit not yet: a system is solved
+def implicit_step(S, k, v, eta):
     A = torch.eye(len(k), dtype=k.dtype) + eta * k[:, None] * k[None, :]
     new = torch.linalg.solve(A, S + eta * k[:, None] * v[None, :])
     return new, 1 / (1 / eta + k.dot(k))
@@ -125,6 +145,15 @@ def recursive_step(S, inverse, k, v):
     Y = H @ S + torch.outer(k, v)
     H = H + torch.outer(k, k)
     return torch.linalg.solve(H, Y), torch.linalg.inv(H)
+
+
+# %% ex-rls not yet: a system is solved: by NumPy
+def recursive_step(S, inverse, k, v):
+    import numpy as np
+
+    H = np.linalg.inv(inverse.numpy()) + torch.outer(k, k).numpy()
+    new = torch.from_numpy(np.linalg.inv(H))
+    return S + torch.outer(new @ k, v - S.T @ k), new
 
 
 # %% ex-rls not yet: the state after 1 pairs: off
@@ -181,3 +210,16 @@ def readings_needed(k, v, tol):
     keys, values = k[None, :, None], v[None, :, None]
     fw.deltanet(keys, keys, values, beta)
     return 1
+
+
+# %% ex-epochs not yet: 1 calls of fw.deltanet
+def readings_needed(k, v, tol):
+    beta = torch.ones(1, len(k), 1, dtype=k.dtype)
+    keys, values = k[None, :, None], v[None, :, None]
+    fw.deltanet(keys, keys, values, beta)
+    S, count = torch.zeros(k.shape[1], v.shape[1], dtype=k.dtype), 0
+    while relative_error(k @ S, v) > tol:
+        for key, value in zip(k, v, strict=True):
+            S = S + torch.outer(key, value - S.T @ key)
+        count += 1
+    return count
