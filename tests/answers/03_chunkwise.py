@@ -299,7 +299,7 @@ def carry_or_keep():
     return (32, 16384), (512, 1792), 0.044, "keep"
 
 
-# %% ex-carry-or-keep not yet: of the multiprocessors busy
+# %% ex-carry-or-keep not yet: of the multiprocessors idle
 def carry_or_keep():
     return (32, 16384), (512, 1792), 0.125, "carry"
 
@@ -309,7 +309,7 @@ def carry_or_keep():
     return (32, 16384), (512, 1792), 0.125, "both"
 
 
-# %% ex-chunk-backward not yet: is this a loop over tokens
+# %% ex-chunk-backward not yet: are your chunks shorter than C
 def chunkwise_backward(q, k, v, do, C):
     S, R = torch.zeros(2, k.shape[1], v.shape[1]).to(k)
     tokens = list(zip(*(x.unbind() for x in (q, k, v, do))))
@@ -322,3 +322,55 @@ def chunkwise_backward(q, k, v, do, C):
         dk.append(R @ c)
         dv.append(b @ R)
     return tuple(map(torch.stack, (dq, dk[::-1], dv[::-1])))
+
+
+# %% ex-affine-scan not yet: whatever scans.prefix_scan returns
+def affine_scan(a, b):
+    scans.prefix_scan(lambda first, then: then, list(b))
+    x, outputs = torch.zeros_like(b[0]), []
+    for factor, added in zip(a, b):
+        x = factor * x + added
+        outputs.append(x)
+    return torch.stack(outputs)
+
+
+# %% ex-two-gpus not yet: K = 3, V = 5: got 24
+def join_segments(results, queries):
+    S_in, outputs = 0 * results[0][1], []
+    for (o, state), q in zip(results, queries):
+        outputs.append(o + torch.einsum("bthk,bhkv->bthv", q, S_in))
+        S_in = S_in + state
+    return torch.cat(outputs, 1), 24
+
+
+# %% ex-chunk-backward not yet: automatic differentiation was asked for
+def chunkwise_backward(q, k, v, do, C):
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o, _ = chunkwise_by_hand(*inputs, C)
+        return torch.autograd.grad(o, inputs, do)
+
+
+# %% ex-chunk-backward not yet: are your chunks shorter than C
+def chunkwise_backward(q, k, v, do, C):
+    chunks = list(zip(*(x.split(max(8, C // 4)) for x in (q, k, v, do))))
+    S, R = torch.zeros(2, k.shape[1], v.shape[1]).to(k)
+    dq, dk, dv = [], [], []
+    for a, b, c, d in chunks:
+        dq.append(d @ S.T + (d @ c.T).tril() @ b)
+        S = S + b.T @ c
+    for a, b, c, d in reversed(chunks):
+        A, dA = (a @ b.T).tril(), (d @ c.T).tril()
+        dk.append(c @ R.T + dA.T @ a)
+        dv.append(b @ R + A.T @ d)
+        R = R + a.T @ d
+    return torch.cat(dq), torch.cat(dk[::-1]), torch.cat(dv[::-1])
+
+
+# %% ex-blank not yet: are your chunks shorter than C
+def linear_chunkwise(q, k, v, S0, C):
+    outputs = []
+    for a, b, c in zip(*(x.split(max(1, C // 2)) for x in (q, k, v))):
+        outputs.append(a @ S0 + (a @ b.T).tril() @ c)
+        S0 = S0 + b.T @ c
+    return torch.cat(outputs), S0

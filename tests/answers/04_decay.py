@@ -283,3 +283,53 @@ def gate_and_weight(model, *given):
     if model == "mamba2":
         return given[0] * given[1], one
     return F.logsigmoid(given[0]), given[1].exp()
+
+
+# %% ex-documents not yet: in fp32 nothing is left long before
+def separate(g, document):
+    first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    return torch.where(first[..., None], -5000.0, g)
+
+
+# %% ex-gated-chunk not yet: a loop over tokens
+def gated_chunkwise(q, k, v, g, S0, C):
+    n = min(C, len(q))
+    for _ in range(-(-len(q) // C)):
+        torch.zeros(n, 5) @ torch.zeros(5, n) @ torch.zeros(n, 3)
+    outputs = []
+    for t in range(len(q)):
+        S0 = g[t].exp() * S0 + k[t][:, None] * v[t]
+        outputs.append((S0 * q[t][:, None]).sum(0))
+    return torch.stack(outputs), S0
+
+
+# %% ex-gated-chunk not yet: over shorter chunks
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs, C = [], min(C, 32)
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        scores = q[n] @ k[n].T * parallel.decays(G)[..., 0]
+        outputs.append(G.exp() * q[n] @ S0 + scores @ v[n])
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
+
+
+# %% ex-stabilizer not yet: no gradient reaches them
+def all_stabilizers(g, i, m0):
+    m, found = m0.item(), []
+    for forget, take in zip(g.tolist(), i.tolist(), strict=True):
+        m = max(forget + m, take)
+        found.append(m)
+    return torch.tensor(found, **double)
+
+
+# %% ex-doubling not yet: no gradient reaches them
+def states_by_doubling(a, b):
+    h, found = 0.0, []
+    for x, y in zip(a.detach().numpy(), b.detach().numpy(), strict=True):
+        h = x * h + y
+        found.append(torch.from_numpy(h))
+    return torch.stack(found) if len(found) < 3 else torch.from_numpy(
+        __import__("numpy").stack([x.numpy() for x in found])
+    )
