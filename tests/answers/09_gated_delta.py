@@ -73,10 +73,7 @@ def step_in_place(state, q, k, v, g=None, beta=None):
 
 # %% ex-one-step not yet: the state did not change
 def step_in_place(state, q, k, v, g=None, beta=None):
-    groups = v.shape[1] // k.shape[1]
-    q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
-    state, o = steps.recurrence(state, q, k, v, g, beta)
-    return o
+    return torch.zeros_like(v)
 
 
 # %% ex-one-step not yet: state, g of 0, additive: relative error
@@ -103,6 +100,30 @@ def step_in_place(state, q, k, v, g=None, beta=None):
         state *= g.exp()[..., None]
     state.addcmul_(k.mT, new)
     return (q @ state)[..., 0, :]
+
+
+# %% ex-one-step not yet: the library did it
+def step_in_place(state, q, k, v, g=None, beta=None):
+    g = None if g is None else g[:, None]
+    if g is not None and g.shape[-1] == 1:
+        g = g[..., 0]
+    beta = None if beta is None else beta[:, None]
+    return fw.decode_step(
+        *(x[:, None] for x in (q, k, v)),
+        g=g,
+        beta=beta,
+        state=state,
+        scale=1.0,
+    )[:, 0]
+
+
+# %% ex-one-step not yet: the library did it
+def step_in_place(state, q, k, v, g=None, beta=None):
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+    new, o = steps.recurrence(state, q, k, v, g, beta)
+    state.copy_(new)
+    return o
 
 
 # %% ex-blank-gated passes
@@ -149,6 +170,22 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
         S0 = S0 + beta[t] * torch.outer(k[t], v[t] - S0.T @ k[t])
         o.append(S0.T @ q[t])
     return torch.stack(o), S0
+
+
+# %% ex-blank-gated not yet: no gradient of v comes through
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """A loop over tokens in NumPy, and products for the counter."""
+    keep = [x.detach().numpy() for x in (q, k, v, g, beta, S0)]
+    queries, keys, values, gates, rates, S = keep
+    o = []
+    for t in range(len(keys)):
+        S = math.exp(gates[t]) * S
+        missing = values[t] - keys[t] @ S
+        S = S + rates[t] * keys[t][:, None] * missing
+        o.append(torch.from_numpy(queries[t] @ S))
+    for _ in range(2):
+        (q @ k.T) @ v
+    return torch.stack(o), torch.from_numpy(S)
 
 
 # %% ex-blank-gated not yet: operator did it
@@ -232,6 +269,33 @@ def gated_segment(k, v, g, beta, eps):
     _, B = fw.kda(k, k, v, g, beta)
     _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
     return Phi[0, 0], B[0, 0], False  # never sure
+
+
+# %% ex-gated-segment not yet: one channel is kept
+def gated_segment(k, v, g, beta, eps):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    _, B = fw.kda(k, k, v, g, beta)
+    _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
+    small = g[0, :, 0].sort(-1).values[:, -2].sum() < math.log(eps)
+    return Phi[0, 0], B[0, 0], small
+
+
+# %% ex-gated-segment not yet: one channel is kept
+def gated_segment(k, v, g, beta, eps):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    _, B = fw.kda(k, k, v, g, beta)
+    _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
+    small = bool(torch.linalg.matrix_norm(Phi[0, 0], ord=2) < eps)
+    return Phi[0, 0], B[0, 0], small
+
+
+# %% ex-gated-segment not yet: the bound of the norms says
+def gated_segment(k, v, g, beta, eps):
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    _, B = fw.kda(k, k, v, g, beta)
+    _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
+    small = eps > 1e-100 and g[0, :, 0].amax(-1).sum() < -20
+    return Phi[0, 0], B[0, 0], small
 
 
 # %% ex-strong-gates passes
