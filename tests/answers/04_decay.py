@@ -330,6 +330,10 @@ def states_by_doubling(a, b):
     for x, y in zip(a.detach().numpy(), b.detach().numpy(), strict=True):
         h = x * h + y
         found.append(torch.from_numpy(h))
-    return torch.stack(found) if len(found) < 3 else torch.from_numpy(
-        __import__("numpy").stack([x.numpy() for x in found])
+    return (
+        torch.stack(found)
+        if len(found) < 3
+        else torch.from_numpy(
+            __import__("numpy").stack([x.numpy() for x in found])
+        )
     )

@@ -29,7 +29,7 @@ def three_values():  # forget after writing
     return 6, 4.25, 2.125, 0.875
 
 
-# %% ex-measured-half-life passes
+# %% ex-needle-life passes
 def half_life_of_a_needle(K, beta, keys):
     """By matrices, and by a line through the logarithms."""
     share = 1 / K * (1 - (1 - beta) ** 2)
@@ -43,25 +43,25 @@ def half_life_of_a_needle(K, beta, keys):
     return math.log(2) / -math.log(1 - share), m
 
 
-# %% ex-measured-half-life not yet: which is not what the average of the squared
+# %% ex-needle-life not yet: which is not what the average of the squared
 def half_life_of_a_needle(K, beta, keys):  # the length, not its square
     return 2 * math.log(0.5) / math.log(1 - beta * (2 - beta) / K), 1.0
 
 
-# %% ex-measured-half-life not yet: does not follow the keys
+# %% ex-needle-life not yet: does not follow the keys
 def half_life_of_a_needle(K, beta, keys):  # the formula twice
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     return predicted, predicted * (1 + 0.01 * random.random())
 
 
-# %% ex-measured-half-life not yet: does not follow the keys
+# %% ex-needle-life not yet: does not follow the keys
 def half_life_of_a_needle(K, beta, keys):  # the formula, with many draws
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     noise = keys(20_000).mean().item()
     return predicted, predicted * (1 + 0.001 * noise)
 
 
-# %% ex-measured-half-life not yet: too far from what a large experiment finds
+# %% ex-needle-life not yet: too far from what a large experiment finds
 def half_life_of_a_needle(K, beta, keys):  # one draw, in whole writes
     predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
     state, writes = keys(1)[0], 0
