@@ -58,7 +58,7 @@ def figure():
         plotting.style()
         fig, ax = plt.subplots()
         ax.plot([0, 1], [0, 1], label="a line")
-        ax.fill_between([0, 1], [0, 1], alpha=0.2, color=plotting.S)
+        ax.fill_between([0, 1], [0, 1], alpha=0.2, color=plotting.STATE)
         ax.set_xlabel("t")
         ax.legend()
         yield fig
@@ -150,9 +150,9 @@ def test_times_against_the_floor(record):
         and r["what"] == "forward+backward"
         and r["who"] == "fastweights"
     )
-    assert (slowest, 6) in points(both, plotting.Q)
-    assert (2 * slowest, 6) in points(both, plotting.K)
-    assert len(points(forward, plotting.Q)) == len(names) == 7
+    assert (slowest, 6) in points(both, plotting.QUERY)
+    assert (2 * slowest, 6) in points(both, plotting.KEY)
+    assert len(points(forward, plotting.QUERY)) == len(names) == 7
     plt.close(fig)
 
 
@@ -168,8 +168,8 @@ def test_roofline(record):
         == pytest.approx(matmul["flops"] / matmul["seconds"] / 1e12)
     )
     assert y[0] / x[0] == pytest.approx(copy["moved"] / copy["seconds"] / 1e12)
-    ours = points(ax, plotting.Q)
-    assert len(ours) == len(points(ax, plotting.K)) == 14
+    ours = points(ax, plotting.QUERY)
+    assert len(ours) == len(points(ax, plotting.KEY)) == 14
     below = [min(i * y[0] / x[0], y[1]) for i, _ in ours]
     assert all(t <= top for (_, t), top in zip(ours, below, strict=True))
     plt.close(fig)

@@ -33,7 +33,6 @@ PALETTE: dict[str, dict[str, str]] = {
 QUERY, KEY, VALUE, STATE, INK, GRID = (
     PALETTE[name]["any"] for name in PALETTE
 )
-Q, K, V, S = QUERY, KEY, VALUE, STATE
 
 _VARIABLE = {PALETTE[name]["any"]: name.lower() for name in PALETTE}
 
@@ -48,7 +47,7 @@ def style() -> None:
             "axes.edgecolor": INK,
             "axes.grid": True,
             "axes.labelcolor": INK,
-            "axes.prop_cycle": cycler(color=[Q, K, V, S, INK]),
+            "axes.prop_cycle": cycler(color=[QUERY, KEY, VALUE, STATE, INK]),
             "axes.spines.right": False,
             "axes.spines.top": False,
             "axes.titlecolor": INK,
@@ -132,7 +131,7 @@ def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
     peak = matmul["flops"] / matmul["seconds"]
     fig, ax = plt.subplots()
     rows = bench.timed_rows(record, shape)
-    marks = {"fastweights": (Q, "o"), "fla": (K, "s")}
+    marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
     names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
     for row in rows:
         x, y = (
@@ -188,7 +187,10 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
     rows = bench.timed_rows(record, shape)
     members = list(dict.fromkeys(row["member"] for row in rows))
     fig, axes = plt.subplots(1, 2, sharey=True)
-    marks = {"fastweights": (Q, "o", "fastweights"), "fla": (K, "s", "FLA")}
+    marks = {
+        "fastweights": (QUERY, "o", "fastweights"),
+        "fla": (KEY, "s", "FLA"),
+    }
     passes = ("forward", "forward+backward")
     for ax, what in zip(axes, passes, strict=True):
         for who, (colour, marker, label) in marks.items():

@@ -56,14 +56,14 @@ def draw(
             )
             ax.set_title(f"after token {t}", fontsize=9)
             letter = min(9, 130 / (V + 1.8))
-            _cells(ax, matrices[t - 1] / full, 0, 0, plotting.S)
+            _cells(ax, matrices[t - 1] / full, 0, 0, plotting.STATE)
             key = k[t - 1, :, None] / (k.abs().max() or 1)
-            _cells(ax, key, -1.5, 0, plotting.K)
+            _cells(ax, key, -1.5, 0, plotting.KEY)
             value = v[t - 1, None] / (v.abs().max() or 1)
-            _cells(ax, value, 0, -1.5, plotting.V)
+            _cells(ax, value, 0, -1.5, plotting.VALUE)
             for x, y, text, colour in [
-                (-1, -0.4, "k", plotting.K),
-                (-0.5, -1, "v", plotting.V),
+                (-1, -0.4, "k", plotting.KEY),
+                (-0.5, -1, "v", plotting.VALUE),
             ]:
                 ax.text(
                     x,
@@ -159,7 +159,7 @@ def _bars(
             [(j + 0.14) * step, (j + 0.86) * step],
             height(0),
             height(share),
-            color=plotting.INK if negative else plotting.V,
+            color=plotting.INK if negative else plotting.VALUE,
             lw=0,
         )
         if lines is not None:
