@@ -11,7 +11,7 @@ import triton
 from fastweights.kernels.tile import narrowest
 
 MARKS = 16  # entries of far that one program of a far kernel looks at
-LARGE = 200_000  # bytes of shared memory per program may have, from Hopper on
+LARGE = 200_000  # bytes of shared memory for one program, from Hopper on
 
 
 class GPU(NamedTuple):
