@@ -281,32 +281,42 @@ def six_tokens():
 
 # %% ex-carry-or-keep passes
 def carry_or_keep():
-    return [32, 32 * 512], [512, 1792], 0.1249, "keep"
+    return [32, 32 * 512], [512, 1792], 0.1772, "keep"
 
 
 # %% ex-carry-or-keep not yet: one per head, strip and chunk
 def carry_or_keep():
-    return (32, 512), (512, 1792), 0.125, "keep"
+    return (32, 512), (512, 1792), 0.177, "keep"
 
 
 # %% ex-carry-or-keep not yet: put K, V and C
 def carry_or_keep():
-    return (32, 16384), (1024, 5632), 0.125, "keep"
+    return (32, 16384), (1024, 5632), 0.177, "keep"
+
+
+# %% ex-carry-or-keep not yet: how many multiprocessors have a program
+def carry_or_keep():
+    return (32, 16384), (512, 1792), 0.128, "keep"
+
+
+# %% ex-carry-or-keep not yet: how many multiprocessors have a program
+def carry_or_keep():
+    return (32, 16384), (512, 1792), 0.043, "keep"
 
 
 # %% ex-carry-or-keep not yet: which of them decides
 def carry_or_keep():
-    return (32, 16384), (512, 1792), 0.044, "keep"
+    return (32, 16384), (512, 1792), 0.128 + 0.177, "keep"
 
 
 # %% ex-carry-or-keep not yet: of the multiprocessors idle
 def carry_or_keep():
-    return (32, 16384), (512, 1792), 0.125, "carry"
+    return (32, 16384), (512, 1792), 0.177, "carry"
 
 
 # %% ex-carry-or-keep not yet: 'carry' or 'keep'
 def carry_or_keep():
-    return (32, 16384), (512, 1792), 0.125, "both"
+    return (32, 16384), (512, 1792), 0.177, "both"
 
 
 # %% ex-chunk-backward not yet: are your chunks shorter than C
@@ -374,3 +384,27 @@ def linear_chunkwise(q, k, v, S0, C):
         outputs.append(a @ S0 + (a @ b.T).tril() @ c)
         S0 = S0 + b.T @ c
     return torch.cat(outputs), S0
+
+
+# %% ex-affine-scan not yet: the map of token t alone
+def affine_scan(a, b):
+    x, differences = torch.zeros_like(b[0]), []
+    for factor, added in zip(a, b):
+        differences.append(factor * x + added - x)
+        x = factor * x + added
+    return torch.stack(scans.prefix_scan(torch.add, differences))
+
+
+# %% ex-triton not yet: a program has to write its own row
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    o_k = tl.arange(0, K)[:, None]
+    if tl.program_id(0) == 0:
+        for i_t in range(tl.cdiv(T, BT)):
+            o_t = (i_t * BT + tl.arange(0, BT))[:, None]
+            b_k = tl.load(k + o_t * K + tl.arange(0, K), mask=o_t < T, other=0)
+            b_v = tl.load(v + o_t * V + tl.arange(0, V), mask=o_t < T, other=0)
+            b_S = tl.dot(tl.trans(b_k), b_v)
+            tl.store(out + (i_t * K + o_k) * V + tl.arange(0, V), b_S)
