@@ -21,6 +21,16 @@ def two_channels():
     return ([10, 5.5], 15.5), [1.5, 2.5, 1], (0.5, 0.5), -11.09
 
 
+# %% ex-gates-by-hand not yet: two decays, both positive
+def two_channels():
+    return ([10, 5.5], 15.5), [1.5, 2.5, 1], (), -11.09
+
+
+# %% ex-gates-by-hand not yet: two decays, both positive
+def two_channels():
+    return ([10, 5.5], 15.5), [1.5, 2.5, 1], (-0.7071, 0.8333), -11.09
+
+
 # %% ex-gates-by-hand not yet: a logit of 0 makes a decay of
 def two_channels():
     return ([10, 5.5], 15.5), [1.5, 2.5, 1], (0.7071, 0.8333), 0
@@ -192,6 +202,21 @@ def strip_scores(q, k, g, c):
     return A
 
 
+# %% ex-strips not yet: the columns before a strip are no matrix products
+def strip_scores(q, k, g, c):
+    C, decay = len(q), g.exp()
+    torch.zeros(C, 8) @ torch.zeros(8, C)  # to no purpose
+    torch.zeros(C * 8 * (c - 1) // 2).exp()  # nor these
+    rows, left = [], []
+    for i in range(C):
+        left = [x * decay[i] for x in left] + [torch.ones(q.shape[1])]
+        row = torch.stack(
+            [(q[i] * k[j] * left[j]).sum() for j in range(i + 1)]
+        )
+        rows.append(F.pad(row, (0, C - i - 1)))
+    return torch.stack(rows)
+
+
 # %% ex-outer passes
 def two_sided(q, k, v, g, b):
     after = b.sum(1, keepdim=True) - b.cumsum(1)  # decay up to the end
@@ -274,6 +299,17 @@ def hgrn2(q, v, g):
 def hgrn2(q, v, g):
     o, state = fw.gla(q, g.exp(), v, g, scale=1.0)
     return o, state, 1 - g.sum(1).exp()
+
+
+# %% ex-hgrn2 not yet: the result of fw.gla is not used
+def hgrn2(q, v, g):
+    fw.gla(q, q, v, g)
+    G, k = g.cumsum(1), 1 - g.exp()
+    pair = parallel.decays(G.movedim(1, 2))
+    A = torch.einsum("bihd,bjhd,bhijd->bhij", q, k, pair)
+    o = torch.einsum("bhij,bjhv->bihv", A, v)
+    k = k * (G[:, -1:] - G).exp()
+    return o, torch.einsum("bthd,bthv->bhdv", k, v), 1 - G[:, -1].exp()
 
 
 # %% ex-vector-gradient passes
