@@ -75,6 +75,17 @@ def squared_norm(t, beta, K):
     return beta**2 * (t if c == 1 else (1 - c**t) / (1 - c))
 
 
+# %% ex-growth not yet: a loop over the tokens
+def squared_norm(t, beta, K):
+    if t == math.inf:  # the limit by thought, the way to it step by step
+        return (math.inf if beta == 2 else 0.0 if beta == 0 else
+                beta * K / (2 - beta))
+    size = 0.0
+    for _ in range(t):
+        size = (1 - beta * (2 - beta) / K) * size + beta**2
+    return size
+
+
 # %% ex-dictionary passes
 def run_dictionary(commands, width):
     T = len(commands)
@@ -141,6 +152,21 @@ def run_dictionary(commands, width):
     return results
 
 
+# %% ex-dictionary not yet: do not come from the operator
+def run_dictionary(commands, width):
+    k = torch.ones(1, len(commands), 1, 16, **double)
+    o, _ = fw.deltanet(k, k / 4, k[..., :1], k[..., 0])
+    called = (o != 0).any()  # all that is taken from it
+    store, results = {}, []
+    for kind, key, *value in commands:
+        if kind == "get":
+            found = store.get(key, torch.zeros(width, **double))
+            results.append(called * found)
+        else:
+            store[key] = value[0] if value else torch.zeros(width, **double)
+    return results
+
+
 # %% ex-apart passes
 def erase_and_write(q, k, v, erase, write):
     v = torch.einsum("bth,bthv->bthv", write, v)
@@ -171,6 +197,19 @@ def erase_and_write(q, k, v, erase, write):
         S = S + k[:, t, :, :, None] * new[:, :, None, :]
         o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     return torch.stack(o, dim=1) / math.sqrt(q.shape[-1]), S
+
+
+# %% ex-apart not yet: do not come from the operator
+def erase_and_write(q, k, v, erase, write):
+    S, o = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
+    called = fw.deltanet(q, k, v, erase)[0].any()
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        new = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * read
+        S = S + k[:, t, :, :, None] * new[:, :, None, :]
+        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    o = torch.stack(o, dim=1) / math.sqrt(q.shape[-1])
+    return called * o, called * S
 
 
 # %% ex-clock passes
@@ -215,6 +254,13 @@ def count_modulo(increments, m):
     k = torch.ones(1, 2 * len(increments), 1, 2, **double)
     fw.deltanet(k, k, k, k[..., 0])
     return increments.cumsum(0) % m
+
+
+# %% ex-clock not yet: do not come from the operator
+def count_modulo(increments, m):
+    k = torch.ones(1, 2 * len(increments), 1, 2, **double)
+    o, _ = fw.deltanet(k, k / 2, k, k[..., 0])
+    return o.any() * (increments.cumsum(0) % m)
 
 
 # %% ex-reflections passes
