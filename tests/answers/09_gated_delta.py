@@ -126,6 +126,22 @@ def step_in_place(state, q, k, v, g=None, beta=None):
     return o
 
 
+# %% ex-one-step not yet: NumPy is out of sight
+def step_in_place(state, q, k, v, g=None, beta=None):
+    """A second state in NumPy, where no one counts."""
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1).numpy() for x in (q, k))
+    S, new = state.numpy().copy(), v.numpy()
+    if g is not None:
+        S = S * g.exp().numpy()[..., None]
+    if beta is not None:
+        missing = new - (k[..., None, :] @ S)[..., 0, :]
+        new = beta.numpy()[..., None] * missing
+    S = S + k[..., None] * new[..., None, :]
+    state.copy_(torch.from_numpy(S))
+    return torch.from_numpy((q[..., None, :] @ S)[..., 0, :])
+
+
 # %% ex-blank-gated passes
 def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     """Padded; everything but the states for all chunks at once."""
@@ -188,7 +204,7 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     return torch.stack(o), torch.from_numpy(S)
 
 
-# %% ex-blank-gated not yet: operator did it
+# %% ex-blank-gated not yet: the library did it
 def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     o, S = fw.gated_deltanet(
         *(x[None, :, None] for x in (q, k, v, g, beta)),
@@ -198,7 +214,7 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     return o[0, :, 0], S[0, 0]
 
 
-# %% ex-blank-gated not yet: C = 8 is to be the chunk size
+# %% ex-blank-gated not yet: C = 1 is to be the chunk size
 def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     """One chunk, whatever C is."""
     G, rate = g.cumsum(0)[:, None], beta[:, None]
@@ -207,6 +223,68 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     new = P @ (rate * (v - (G.exp() * k) @ S0))
     o = (G.exp() * q) @ S0 + (q @ k.T * D) @ new
     return o, G[-1].exp() * S0 + ((G[-1] - G).exp() * k).T @ new
+
+
+# %% ex-blank-gated not yet: C = 1 is to be the chunk size
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """In chunks, if they are of more than one token."""
+    outputs, C = [], 64 if C == 1 else C
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G, rate = g[n].cumsum(0)[:, None], beta[n, None]
+        D = parallel.decays(G)[..., 0]
+        P = chunkwise.unit_lower_inverse((rate * (k[n] @ k[n].T) * D).tril(-1))
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank-gated not yet: a power in place of an exponential
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """Positive exponents where the check does not look for them."""
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G, rate = g[n].cumsum(0)[:, None], beta[n, None]
+        D = torch.pow(torch.tensor(math.e, **double), G - G.T).tril()
+        P = chunkwise.unit_lower_inverse((rate * (k[n] @ k[n].T) * D).tril(-1))
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank-gated not yet: the library did it
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """The reference behind the operator, padded."""
+    T = len(q)
+    inputs = (
+        F.pad(x, (0,) * (2 * x.dim() - 1) + (-T % C,))[None, :, None]
+        for x in (q, k, v, g[:, None], beta)
+    )
+    o, S = chunkwise.chunkwise(
+        *inputs, scale=1.0, chunk_size=C, initial_state=S0[None, None]
+    )
+    return o[0, :T, 0], S[0, 0]
+
+
+# %% ex-blank-gated not yet: the scores are to be matrix products
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """The chapter's own, with a decay for each channel of each pair."""
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        Q, K, rate = q[n], k[n], beta[n, None]
+        G = g[n].cumsum(0)[:, None]
+        decay = parallel.decays(G).expand(-1, -1, k.shape[1])
+        A_qk = torch.einsum("td,id,tid->ti", Q, K, decay)
+        A_kk = torch.einsum("td,id,tid->ti", K, K, decay).tril(-1)
+        P = chunkwise.unit_lower_inverse(rate * A_kk)
+        new = P @ (rate * (v[n] - (G.exp() * K) @ S0))
+        outputs.append((G.exp() * Q) @ S0 + A_qk @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * K).T @ new
+    return torch.cat(outputs), S0
 
 
 # %% ex-survive passes
@@ -220,7 +298,7 @@ def survivor():
     return swap.expand(20, 2), beta, g, torch.tensor([[1.0], [0.0]])
 
 
-# %% ex-survive not yet: is left: at each token it must stand
+# %% ex-survive not yet: is left, need more than half
 def survivor():
     g = torch.tensor([[0.0, -20.0], [-20.0, 0.0]], **double)
     key = torch.tensor([[1.0, 0.0], [1.0, 0.0]], **double)
@@ -346,3 +424,17 @@ def gla_gate_gradient(q, k, v, g, do):
         D = parallel.decays(leaf.cumsum(0))
         o = torch.einsum("id,jd,ijd->ij", q, k, D) @ v
         return torch.autograd.grad((o * do).sum(), leaf)[0]
+
+
+# %% ex-strong-gates not yet: NumPy is out of sight
+def gla_gate_gradient(q, k, v, g, do):
+    """In fp64 in NumPy, with the diagonal."""
+    import numpy as np
+
+    q, k, v, g, do = (x.numpy().astype("f8") for x in (q, k, v, g, do))
+    G, dA = g.cumsum(0), np.tril(do @ v.T)
+    D = np.exp(np.minimum(G[:, None] - G, 0))
+    dq = np.einsum("ij,ijd,jd->id", dA, D, k)
+    dk = np.einsum("ij,ijd,id->jd", dA, D, q)
+    dg = (q * dq - k * dk)[::-1].cumsum(0)[::-1]
+    return torch.from_numpy(dg.astype("f4"))
