@@ -71,6 +71,23 @@ def half_life_of_a_needle(K, beta, keys):  # one draw, in whole writes
     return predicted, writes + 10 * predicted
 
 
+# %% ex-needle-life not yet: does not follow the keys
+def half_life_of_a_needle(K, beta, keys):  # the formula, by the keys' rank
+    rank = torch.linalg.matrix_rank(keys(200)).item()
+    return tuple(
+        math.log(0.5) / math.log(1 - beta * (2 - beta) / dim)
+        for dim in (K, rank)
+    )
+
+
+# %% ex-needle-life not yet: does not follow the keys
+def half_life_of_a_needle(K, beta, keys):  # one write, and on from there
+    needle, k = keys(50_000), keys(50_000)
+    left = needle - beta * (needle * k).sum(-1, keepdim=True) * k
+    measured = math.log(0.5) / math.log(left.square().sum(-1).mean().item())
+    return math.log(0.5) / math.log(1 - beta * (2 - beta) / K), measured
+
+
 # %% ex-luck passes
 def luck(n, m):
     """By factorials, one task after the other."""
