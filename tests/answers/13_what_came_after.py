@@ -1,0 +1,399 @@
+"""Answers to chapter 13's exercises, and what their checks are to say."""
+
+
+# %% ex-two-keys-by-hand passes
+def by_hand():
+    """As tensors, worked out once more."""
+    S, x = torch.tensor([4.0, 2.0]), torch.tensor([0.6, 0.8])
+    kappa = torch.tensor([0.8, -0.6])
+    first = S + (5 - 0.6 * 4) * x
+    second = S + (5 - (0.3 * 4 + 0.4 * 2)) * x
+    third = S - torch.tensor([0.4, -0.6]) * (kappa @ S) + 5 * x
+    return first.tolist(), tuple(second), third[:, None]
+
+
+# %% ex-two-keys-by-hand not yet: Gated DeltaNet-2: .* is not the state
+def by_hand():  # erased in channel 1 only, as RWKV-7 would
+    return (4 + 3 - 2.4, 2 + 4), (5.8, 4.4), (6.2, 7.2)
+
+
+# %% ex-two-keys-by-hand not yet: Comba: .* is not the state
+def by_hand():  # half of the key for writing, too
+    return (5.56, 4.08), (4.9, 3.2), (6.2, 7.2)
+
+
+# %% ex-two-keys-by-hand not yet: RWKV-7: .* is not the state
+def by_hand():  # the strength on the side that reads
+    return (5.56, 4.08), (5.8, 4.4), (4 - 0.8 * 0.4 + 3, 2 + 0.6 * 0.4 + 4)
+
+
+# %% ex-two-keys-by-hand not yet: got 1 states, need three
+def by_hand():
+    return [(5.56, 4.08)]
+
+
+# %% ex-two-keys-by-hand not yet: Comba: got 1 numbers, need two
+def by_hand():
+    return (5.56, 4.08), (5.8,), (6.2, 7.2)
+
+
+# %% ex-buckets passes
+def level(s, t):
+    """By the bits of the token's number, from the right."""
+    found = 0
+    while s < t:
+        low = t & -t
+        found, t = low.bit_length(), t - low
+    return found
+
+
+def most_states(T):
+    return len(f"{T:b}")
+
+
+def pays_from(K):
+    return 1 + max(
+        T for T in range(1, 64 * K + 64) if most_states(T) * K >= 2 * T
+    )
+
+
+# %% ex-buckets not yet: token 1 seen from 2: level 1, need 2
+def level(s, t):  # by the distance alone
+    return (t - s).bit_length()
+
+
+def most_states(T):
+    return T.bit_length()
+
+
+def pays_from(K):
+    return 641
+
+
+# %% ex-buckets not yet: 1 tokens: 2 states, need 1
+def level(s, t):
+    return (s ^ t).bit_length()
+
+
+def most_states(T):  # of the token that comes next, an empty one included
+    return T.bit_length() + 1
+
+
+def pays_from(K):
+    return 641
+
+
+# %% ex-buckets not yet: 3 tokens: 3 states, need 2
+def level(s, t):
+    return (s ^ t).bit_length()
+
+
+def most_states(T):  # as if token T had been read, too
+    return 1 + T.bit_count() if T > 2 else T
+
+
+def pays_from(K):
+    return 641
+
+
+# %% ex-buckets not yet: K = 32: from 113 tokens, need 129
+def level(s, t):
+    return (s ^ t).bit_length()
+
+
+def most_states(T):
+    return T.bit_length()
+
+
+def pays_from(K):  # the first T for which it holds
+    return next(T for T in range(1, 9999) if K * T.bit_length() < 2 * T)
+
+
+# %% ex-buckets not yet: the stubs still have their
+def level(s, t):
+    return (s ^ t).bit_length()
+
+
+def most_states(T):
+    return ...
+
+
+def pays_from(K):
+    return 641
+
+
+# %% ex-serve-delta-product passes
+def delta_product(q, k, v, g, beta, initial_state):
+    """The gate put in its place, and all of it by other views."""
+    B, T, H, n, K = k.shape
+    gates = torch.zeros(B, T, n, H).to(g)
+    gates[:, :, 0] = g
+    o, state = fw.linear_recurrence(
+        q[:, :, None].expand(B, T, n, H, K).reshape(B, T * n, H, K),
+        k.movedim(3, 2).reshape(B, T * n, H, K),
+        v.movedim(3, 2).reshape(B, T * n, H, -1),
+        gates.reshape(B, T * n, H),
+        beta.movedim(3, 2).reshape(B, T * n, H),
+        scale=1.0,
+        initial_state=initial_state,
+    )
+    return o.unflatten(1, (T, n))[:, :, -1], state
+
+
+# %% ex-serve-delta-product not yet: the library's recurrence ran 0 times
+def delta_product(q, k, v, g, beta, initial_state):  # the loop
+    return steps.scan(beyond.delta_product, initial_state, q, k, v, g, beta)
+
+
+# %% ex-serve-delta-product not yet: ran 5 times
+def delta_product(q, k, v, g, beta, initial_state):  # a call per token
+    state, outputs = initial_state, []
+    gates = F.pad(g[..., None], (0, k.shape[3] - 1)).mT
+    for t in range(5):
+        o, state = fw.gated_deltanet(
+            q[:, t, None].expand(-1, k.shape[3], -1, -1),
+            *(x[:, t].transpose(1, 2) for x in (k, v)),
+            gates[:, t],
+            beta[:, t].mT,
+            scale=1.0,
+            initial_state=state,
+        )
+        outputs.append(o[:, -1])
+    return torch.stack(outputs, 1), state
+
+
+# %% ex-serve-delta-product not yet: state, n = 3: relative error
+def delta_product(q, k, v, g, beta, initial_state):  # the gate at each step
+    n = k.shape[3]
+
+    def rows(x):
+        return x.transpose(2, 3).flatten(1, 2)
+
+    o, state = fw.gated_deltanet(
+        q.repeat_interleave(n, 1),
+        rows(k),
+        rows(v),
+        g.repeat_interleave(n, 1),
+        rows(beta),
+        scale=1.0,
+        initial_state=initial_state,
+    )
+    return o[:, n - 1 :: n], state
+
+
+# %% ex-serve-delta-product not yet: o, n = 3: relative error
+def delta_product(q, k, v, g, beta, initial_state):  # read after the first
+    n = k.shape[3]
+
+    def rows(x):
+        return x.transpose(2, 3).flatten(1, 2)
+
+    o, state = fw.gated_deltanet(
+        q.repeat_interleave(n, 1),
+        rows(k),
+        rows(v),
+        rows(F.pad(g[..., None], (0, n - 1))),
+        rows(beta),
+        scale=1.0,
+        initial_state=initial_state,
+    )
+    return o[:, ::n], state
+
+
+# %% ex-serve-delta-product not yet: o has shape
+def delta_product(q, k, v, g, beta, initial_state):  # all outputs
+    n = k.shape[3]
+
+    def rows(x):
+        return x.transpose(2, 3).flatten(1, 2)
+
+    return fw.gated_deltanet(
+        q.repeat_interleave(n, 1),
+        rows(k),
+        rows(v),
+        rows(F.pad(g[..., None], (0, n - 1))),
+        rows(beta),
+        scale=1.0,
+        initial_state=initial_state,
+    )
+
+
+# %% ex-serve-mamba3 passes
+def mamba3(q, k, v, dt, g, share, angles):
+    """One run of twice as many tokens, every second one without a gate."""
+    phi = angles.cumsum(1)
+    q, k = turned(q, phi), turned(k, phi)
+    before = torch.cat([torch.zeros_like(k[:, :1]), k[:, :-1]], 1)
+    older = torch.cat([torch.zeros_like(v[:, :1]), v[:, :-1]], 1)
+    old = ((1 - share) * dt * g.exp())[..., None] * older
+    pairs = (
+        (q, q),
+        (before, k),
+        (old, (share * dt)[..., None] * v),
+        (g, 0 * g),
+    )
+    q, k, v, g = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)
+    return fw.mamba2(q, k, v, g, scale=1.0)[0][:, 1::2]
+
+
+# %% ex-serve-mamba3 not yet: the library's recurrence ran 0 times
+def mamba3(q, k, v, dt, g, share, angles):  # the loop
+    phi, (B, T, H, K) = angles.cumsum(1), k.shape
+    state = torch.zeros(B, H, K, v.shape[-1]).to(v), 0 * k[:, 0], 0 * v[:, 0]
+    return steps.scan(
+        beyond.mamba3, state, turned(q, phi), turned(k, phi), v, dt, g, share
+    )[0]
+
+
+# %% ex-serve-mamba3 not yet: no angles, all share 1: relative error
+def mamba3(q, k, v, dt, g, share, angles):  # the step's length is forgotten
+    return fw.mamba2(q, k, v, g, scale=1.0)[0]
+
+
+# %% ex-serve-mamba3 not yet: no angles: relative error
+def mamba3(q, k, v, dt, g, share, angles):  # Mamba-2
+    return fw.mamba2(q, k, dt[..., None] * v, g, scale=1.0)[0]
+
+
+# %% ex-serve-mamba3 not yet: no angles: relative error
+def mamba3(q, k, v, dt, g, share, angles):  # the old pair is not decayed
+    phi = angles.cumsum(1)
+    q, k = turned(q, phi), turned(k, phi)
+    k_last, v_last = (F.pad(x, (0, 0, 0, 0, 1, -1)) for x in (k, v))
+    now, late = (share * dt)[..., None] * v, ((1 - share) * dt)[..., None]
+    return (
+        fw.mamba2(q, k, now, g, scale=1.0)[0]
+        + fw.mamba2(q, k_last, late * v_last, g, scale=1.0)[0]
+    )
+
+
+# %% ex-serve-mamba3 not yet: no angles: relative error
+def mamba3(q, k, v, dt, g, share, angles):  # the old pair with its own rates
+    phi = angles.cumsum(1)
+    q, k = turned(q, phi), turned(k, phi)
+    late = ((1 - share) * dt * g.exp())[..., None] * v
+    k_last, v_last = (F.pad(x, (0, 0, 0, 0, 1, -1)) for x in (k, late))
+    return (
+        fw.mamba2(q, k, (share * dt)[..., None] * v, g, scale=1.0)[0]
+        + fw.mamba2(q, k_last, v_last, g, scale=1.0)[0]
+    )
+
+
+# %% ex-serve-mamba3 not yet: with angles: relative error
+def mamba3(q, k, v, dt, g, share, angles):  # each token by its own angle only
+    q, k = turned(q, angles), turned(k, angles)
+    k_last, v_last = (F.pad(x, (0, 0, 0, 0, 1, -1)) for x in (k, v))
+    late = ((1 - share) * dt * g.exp())[..., None] * v_last
+    return (
+        fw.mamba2(q, k, (share * dt)[..., None] * v, g, scale=1.0)[0]
+        + fw.mamba2(q, k_last, late, g, scale=1.0)[0]
+    )
+
+
+# %% ex-path passes
+def path_scores(q, k, w, beta):
+    """By the inverse itself, and with the strengths on the other side."""
+    T = len(q)
+    A = torch.eye(T).to(w) + (w @ w.T).tril(-1) * beta
+    inside = torch.linalg.inv(A) @ (w @ k.T).tril(-1)
+    return torch.tril(q @ k.T - ((q @ w.T).tril() * beta) @ inside)
+
+
+# %% ex-path not yet: operations for 40 tokens: a loop over them
+def path_scores(q, k, w, beta):  # token by token
+    scores, keys = torch.zeros(len(q), len(q)).to(q), k.clone()
+    for i in range(len(q)):
+        keys[:i] -= beta[i] * torch.outer(keys[:i] @ w[i], w[i])
+        scores[i, : i + 1] = keys[: i + 1] @ q[i]
+    return scores
+
+
+# %% ex-path not yet: beta = 0: relative error
+def path_scores(q, k, w, beta):  # not causal
+    return q @ k.T
+
+
+# %% ex-path not yet: beta = 2: relative error
+def path_scores(q, k, w, beta):  # without positions
+    return (q @ k.T).tril()
+
+
+# %% ex-path not yet: beta = 2: relative error
+def path_scores(q, k, w, beta):  # each key is turned by its own token, too
+    b = beta[:, None]
+    M = torch.eye(len(q)).to(q) + (b * (w @ w.T)).tril(-1)
+    u = torch.linalg.solve(M, (b * (w @ k.T)).tril())
+    return (q @ k.T - (q @ w.T).tril() @ u).tril()
+
+
+# %% ex-path not yet: beta = 2: relative error
+def path_scores(q, k, w, beta):  # the query's own reflection is left out
+    b = beta[:, None]
+    M = torch.eye(len(q)).to(q) + (b * (w @ w.T)).tril(-1)
+    u = torch.linalg.solve(M, (b * (w @ k.T)).tril(-1))
+    return (q @ k.T - (q @ w.T).tril(-1) @ u).tril()
+
+
+# %% ex-path not yet: beta = 2: relative error
+def path_scores(q, k, w, beta):  # reflections do not see each other
+    b = beta[:, None]
+    return (q @ k.T - (q @ w.T).tril() @ (b * (w @ k.T)).tril(-1)).tril()
+
+
+# %% ex-grows passes
+def growing():
+    """Found by trying angles; the state starts along the second channel."""
+    best = (0.0,)
+    for i, j in itertools.product(range(0, 180, 6), repeat=2):
+        angle = torch.tensor([i, j], **double) * math.pi / 180
+        kappa = torch.stack([angle.cos(), angle.sin()], -1)
+        A = [
+            torch.eye(2, **double) - torch.outer(x * y, y)
+            for x, y in zip(torch.eye(2, **double), kappa, strict=True)
+        ]
+        size = torch.linalg.eigvals(A[1] @ A[0]).abs().max().item()
+        best = max(best, (size, i, j))
+    angle = torch.tensor(best[1:], **double) * math.pi / 180
+    kappa = torch.stack([angle.cos(), angle.sin()], -1)
+    return kappa, torch.eye(2), [[0.0], [1.0]]
+
+
+# %% ex-grows not yet: strengths lie between 0 and 1
+def growing():  # a reflection with too much strength
+    return [[1.0, 0.0], [1.0, 0.0]], [[2.5, 1.0], [2.5, 1.0]], [[1.0], [0.0]]
+
+
+# %% ex-grows not yet: keys of unit length
+def growing():
+    return [[2.0, 0.0], [2.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]], [[1.0], [0.0]]
+
+
+# %% ex-grows not yet: the state is
+def growing():  # the example of the text, over and over
+    return [[0.6, 0.8]] * 2, [[1.0, 0.0]] * 2, [[0.0], [1.0]]
+
+
+# %% ex-grows not yet: the state is
+def growing():  # the two transfers work against each other
+    kappa = [[0.6, 0.8], [-0.6, 0.8]]
+    return kappa, [[1.0, 0.0], [0.0, 1.0]], [[0.0], [1.0]]
+
+
+# %% ex-grows not yet: a state of zero stays zero
+def growing():
+    return [[0.6, 0.8]] * 2, [[1.0, 0.0]] * 2, [[0.0], [0.0]]
+
+
+# %% ex-grows not yet: shapes are to be
+def growing():
+    return [0.6, 0.8], [1.0, 0.0], [[0.0], [1.0]]
+
+
+# %% ex-grows not yet: a state of zero stays zero
+def growing():
+    return [[0.6, 0.8]] * 2, [[1.0, 0.0]] * 2, [[float("nan")], [1.0]]
+
+
+# %% ex-grows not yet: strengths lie between 0 and 1
+def growing():  # not a number is not between them
+    return [[0.6, 0.8]] * 2, [[float("nan"), 0.0]] * 2, [[0.0], [1.0]]
