@@ -78,8 +78,13 @@ def squared_norm(t, beta, K):
 # %% ex-growth not yet: a loop over the tokens
 def squared_norm(t, beta, K):
     if t == math.inf:  # the limit by thought, the way to it step by step
-        return (math.inf if beta == 2 else 0.0 if beta == 0 else
-                beta * K / (2 - beta))
+        return (
+            math.inf
+            if beta == 2
+            else 0.0
+            if beta == 0
+            else beta * K / (2 - beta)
+        )
     size = 0.0
     for _ in range(t):
         size = (1 - beta * (2 - beta) / K) * size + beta**2

@@ -83,6 +83,15 @@ def block_inverse(M):
     return P.to(M.dtype)
 
 
+# %% ex-inverse not yet: they join nothing
+def block_inverse(M):
+    rows = M.double()
+    P = torch.eye(len(M), **double)
+    for i in range(1, len(M)):
+        P[i, :i] = -rows[i, :i] @ P[:i, :i]
+    return P.to(M.dtype) @ torch.eye(len(M), dtype=M.dtype)  # joins nothing
+
+
 # %% ex-inverse not yet: linalg_\w+ does it for you
 def block_inverse(M):
     return torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
@@ -197,6 +206,22 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
     return o[0].transpose(0, 1), S[0]
 
 
+# %% ex-blank-delta not yet: as many products for C = 4 as for C = 8
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    C, T, o = 4, k.shape[1], []  # whatever was asked for
+    q, k, v, rate = (
+        F.pad(x, (0, 0, 0, -T % C)).unflatten(1, (-1, C))
+        for x in (q, k, v, beta[..., None])
+    )
+    P = chunkwise.unit_lower_inverse(rate * (k @ k.mT).tril(-1))
+    W, U, A = P @ (rate * k), P @ (rate * v), (q @ k.mT).tril()
+    for n in range(k.shape[1]):
+        new = U[:, n] - W[:, n] @ S0
+        o.append(q[:, n] @ S0 + A[:, n] @ new)
+        S0 = S0 + k[:, n].mT @ new
+    return torch.cat(o, dim=1)[:, :T], S0
+
+
 # %% ex-two-gpus-delta passes
 def segment_map(k, v, beta):
     """Phi as the difference of two runs on the same values."""
@@ -244,6 +269,18 @@ def segment_map(k, v, beta):
     for _ in range(2):  # for the record only
         fw.deltanet(k, k, v, beta)
     return Phi, B
+
+
+# %% ex-two-gpus-delta not yet: do not come from the operator
+def segment_map(k, v, beta):
+    Phi = torch.eye(k.shape[-1], dtype=k.dtype).expand(k.shape[2], -1, -1)
+    B = k.new_zeros(k.shape[2], k.shape[-1], v.shape[-1])
+    for t in range(k.shape[1]):
+        row, rate = k[0, t, :, None], beta[0, t, :, None, None]
+        Phi = Phi - rate * row.mT @ (row @ Phi)
+        B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
+    called = [fw.deltanet(k, k, v, beta)[1].any() for _ in range(2)]
+    return called[0] * Phi, called[1] * B  # all that is taken from it
 
 
 # %% ex-dk passes
@@ -321,6 +358,20 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
         x.reshape(N * C, -1)[:T] for x in (dq, dk, b * y, dbeta)
     )
     return dq, dk, dv, dbeta[:, 0], dS
+
+
+# %% ex-full-backward not yet: as many products for C = 4 as for C = 8
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    """The whole sequence as one chunk."""
+    b, overlap, scores = beta[:, None], (k @ k.T).tril(-1), (q @ k.T).tril()
+    P = chunkwise.unit_lower_inverse(b * overlap)
+    new = P @ (b * (v - k @ S0))
+    y = P.T @ (scores.T @ do + k @ dS)
+    dA, dM = (do @ new.T).tril(), -(b * (y @ new.T)).tril(-1)
+    dk = dA.T @ q + new @ dS.T - (b * y) @ S0.T + (dM + dM.T) @ k
+    dbeta = (y * (v - k @ S0 - overlap @ new)).sum(-1)
+    dS0 = dS + q.T @ do - k.T @ (b * y)
+    return do @ S0.T + dA @ k, dk, b * y, dbeta, dS0
 
 
 # %% ex-full-backward not yet: library did it
