@@ -217,12 +217,12 @@ def one_head():
     return 19.5, 100, 9, 0.388, 15.6
 
 
-# %% ex-one-head not yet: its decay is gamma, not gamma squared
+# %% ex-one-head not yet: with gamma and not gamma squared
 def one_head():
     return 10, 100, 9, 0.388, 15.6
 
 
-# %% ex-one-head not yet: size squared 10.*limit of eq-decay-growth
+# %% ex-one-head not yet: size squared 10: step 1 has its limit
 def one_head():
     return 19.5, 10, 9, 0.388, 15.6
 
@@ -232,7 +232,7 @@ def one_head():
     return 19.5, 100, 19.5, 0.388, 15.6
 
 
-# %% ex-one-head not yet: put r into eq-best-decay
+# %% ex-one-head not yet: put r into the least noise
 def one_head():
     return 19.5, 100, 9, math.e * 10 / 64, 15.6
 
@@ -337,3 +337,39 @@ def states_by_doubling(a, b):
             __import__("numpy").stack([x.numpy() for x in found])
         )
     )
+
+
+# %% ex-gated-chunk not yet: a loop over tokens, or over shorter chunks
+def gated_chunkwise(q, k, v, g, S0, C):
+    if C >= len(q):
+        G = g.cumsum(0)[:, None]
+        o = (G.exp() * q) @ S0 + (q @ k.T * parallel.decays(G)[..., 0]) @ v
+        return o, G[-1].exp() * S0 + ((G[-1] - G).exp() * k).T @ v
+    outputs = []
+    for q_t, k_t, v_t, decay in zip(
+        q.split(1), k.split(1), v.split(1), g.exp().unbind(), strict=True
+    ):
+        S0 = decay * S0 + k_t.T @ v_t
+        outputs.append(q_t @ S0)
+    return torch.cat(outputs), S0
+
+
+# %% ex-gated-chunk not yet: decays by pow
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        D = torch.pow(math.e, (G - G.T).clamp(max=700)).tril()
+        outputs.append(G.exp() * q[n] @ S0 + (q[n] @ k[n].T * D) @ v[n])
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
+
+
+# %% ex-doubling not yet: do not form all pairs of tokens
+def states_by_doubling(a, b):
+    T = len(a)
+    later = torch.ones(T, T, dtype=torch.bool).tril(-1)[:, :, None, None]
+    left = torch.where(later, a[:, None], torch.ones_like(a)).cumprod(0)
+    seen = torch.ones(T, T, **double).tril()[:, :, None, None]
+    return torch.einsum("ijdn,jdn->idn", left * seen, b)
