@@ -49,6 +49,15 @@ def normalised_step(S, k, v, rate, eps):
     return S - rate * torch.func.grad(loss)(S)
 
 
+# %% ex-nlms not yet: automatic differentiation
+def normalised_step(S, k, v, rate, eps):
+    leaf = S.clone().requires_grad_()
+    with torch.enable_grad():
+        loss = squared_error(leaf.T @ k, v) / (k @ k + eps)
+    torch.autograd.backward(loss)
+    return S - rate * leaf.grad
+
+
 # %% ex-nlms not yet: the answer to k: relative error
 def normalised_step(S, k, v, rate, eps):
     return S - rate * torch.outer(k, S.T @ k - v) / (k.norm() + eps)
@@ -75,6 +84,22 @@ def robust_layer(q, k, v, rate):
 
 # %% ex-own-layer not yet: online_learner was never called
 def robust_layer(q, k, v, rate):
+    W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    outputs = []
+    for q_t, k_t, v_t, rate_t in zip(
+        *(x.unbind(1) for x in (q, k, v, rate)), strict=True
+    ):
+        error = v_t - (k_t[..., None, :] @ W)[..., 0, :]
+        r = error.norm(dim=-1)
+        write = (rate_t / torch.hypot(r, torch.ones_like(r)))[..., None]
+        W = W + k_t[..., :, None] * (write * error)[..., None, :]
+        outputs.append((q_t[..., None, :] @ W)[..., 0, :])
+    return torch.stack(outputs, dim=1), W
+
+
+# %% ex-own-layer not yet: the outputs of online_learner's steps are not used
+def robust_layer(q, k, v, rate):
+    online_learner(linear_model, squared_error, sgd)  # and not used
     W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     outputs = []
     for q_t, k_t, v_t, rate_t in zip(
@@ -120,6 +145,16 @@ def implicit_step(S, k, v, eta):
     return new, 1 / (1 / eta + k.dot(k))
 
 
+# %% ex-implicit not yet: the tensors leave PyTorch
+def implicit_step(S, k, v, eta):
+    import numpy as np
+
+    A = np.eye(len(k)) + eta * np.outer(k.numpy(), k.numpy())
+    right = S.numpy() + eta * np.outer(k.numpy(), v.numpy())
+    new = torch.from_numpy(np.linalg.solve(A, right))
+    return new, 1 / (1 / eta + k.dot(k))
+
+
 # %% ex-implicit not yet: no minimum, its gradient is
 def implicit_step(S, k, v, eta):
     return S - eta * torch.outer(k, S.T @ k - v), eta
@@ -147,12 +182,21 @@ def recursive_step(S, inverse, k, v):
     return torch.linalg.solve(H, Y), torch.linalg.inv(H)
 
 
-# %% ex-rls not yet: a system is solved: by NumPy
+# %% ex-rls not yet: the tensors leave PyTorch
 def recursive_step(S, inverse, k, v):
     import numpy as np
 
     H = np.linalg.inv(inverse.numpy()) + torch.outer(k, k).numpy()
     new = torch.from_numpy(np.linalg.inv(H))
+    return S + torch.outer(new @ k, v - S.T @ k), new
+
+
+# %% ex-rls not yet: the tensors leave PyTorch
+def recursive_step(S, inverse, k, v):
+    import numpy as np
+
+    H = np.linalg.pinv(np.asarray(inverse)) + np.outer(k, k)
+    new = torch.from_numpy(np.linalg.pinv(H))
     return S + torch.outer(new @ k, v - S.T @ k), new
 
 
@@ -219,6 +263,20 @@ def readings_needed(k, v, tol):
     fw.deltanet(keys, keys, values, beta)
     S, count = torch.zeros(k.shape[1], v.shape[1], dtype=k.dtype), 0
     while relative_error(k @ S, v) > tol:
+        for key, value in zip(k, v, strict=True):
+            S = S + torch.outer(key, value - S.T @ key)
+        count += 1
+    return count
+
+
+# %% ex-epochs not yet: a reading does not start from the last state
+def readings_needed(k, v, tol):
+    beta = torch.ones(1, len(k), 1, dtype=k.dtype)
+    keys, values = k[None, :, None], v[None, :, None]
+    zero = torch.zeros(1, 1, k.shape[1], v.shape[1], dtype=k.dtype)
+    S, count = zero[0, 0], 0
+    while relative_error(k @ S, v) > tol:
+        fw.deltanet(keys, keys, values, beta, initial_state=zero)
         for key, value in zip(k, v, strict=True):
             S = S + torch.outer(key, value - S.T @ key)
         count += 1
