@@ -30,8 +30,8 @@ def prefix_scan(
     """[a, b, c, ...] -> [a, ab, abc, ...] for an associative ``combine``.
 
     The calls of ``combine`` inside each list are independent of each other
-    and could run at the same time: fewer than 2 n calls, in 2 log2(n) rounds
-    (Blelloch 1990).
+    and could run at the same time: fewer than 2 n calls, in at most
+    2 log2(n) rounds (Blelloch 1990).
     """
     if len(items) < 2:
         return items
