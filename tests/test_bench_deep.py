@@ -108,7 +108,7 @@ def test_a_record(small, tmp_path, monkeypatch):
     record = json.loads(file.read_text())
     assert record["command"] == "python -m fastweights.bench_deep"
     rows = [row for row in record["rows"] if "pass" in row]
-    names = ["ttt-linear", "lact", "TTTLinear", "LaCT", "MesaNet"]
+    names = ["ttt-linear", "lact", "mesa", "TTTLinear", "LaCT", "MesaNet"]
     names += ["TTTMLP", "TitansMemory"]
     assert [row["what"] for row in rows] == [n for n in names for _ in "12"]
     for row in rows:

@@ -6,13 +6,11 @@ gradients are steps of PyTorch, each a call of linear attention.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fastweights.deep.ttt_operator import chosen
-from fastweights.ops import LIBRARY, check_name, ran
+from fastweights.deep.backends import by_kernel, widest
+from fastweights.ops import LIBRARY, ran
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""
@@ -30,31 +28,28 @@ def takes(backend: str, q: Tensor) -> bool:
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    check_name(backend)
-    if backend == "loop":
-        raise ValueError(
-            "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"
-        )
-    K, most = q.shape[-1], MAX_K // (2 if q.dtype == torch.float32 else 1)
-    if backend == "triton" and most < K:
-        raise ValueError(
-            f"backend: got 'triton', which needs heads of at most {most}, "
-            f"not {K}"
-        )
-    if backend == "chunkwise" or most < K:
-        return False
-    if backend == "auto" and q.device.type != "cuda":
-        return False
-    return chosen(backend, q.device, q.dtype)
+    K, most = q.shape[-1], widest(q, MAX_K)
+    need = f"heads of at most {most}, not {K}"
+    return by_kernel(backend, q, most >= K, need)
 
 
-def _solve(*arguments: Any) -> Tensor:
+def _solve(
+    b: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    steps: int,
+    half: bool,
+) -> Tensor:
     from fastweights.kernels import mesa as kernel
 
-    *inputs, half = arguments
     ran("triton solve")
+    matrices = (k, g, beta, ridge, initial_state, cu_seqlens)
     dtype = torch.bfloat16 if half else torch.float32
-    return kernel.solve(*inputs, dtype)
+    return kernel.solve(b, *matrices, steps, dtype)
 
 
 @torch.library.register_fake("fastweights::mesa_solve")
