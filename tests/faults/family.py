@@ -475,10 +475,10 @@ MUTANTS = {
         "0, LEVELS - deepest)",
         "0, LEVELS)",
     ),
-    "kernel-folds-by-the-first-half": (
+    "kernel-folds-where-it-should-not": (
         INTRA,
-        "tl.exp(tl.minimum(b_y, b_total - b_y))",
-        "tl.exp(b_y)",
+        "if first == LEVELS:",
+        "if first != LEVELS:",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,

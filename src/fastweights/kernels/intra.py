@@ -27,22 +27,22 @@ def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
 
 
 @triton.jit
-def add_scores(b_Aqk, b_Akk, q, k, b_g, rows, i_k, folds, META: tl.constexpr):
+def add_scores(b_Aqk, b_Akk, q, k, b_g, rows, i_k, META: tl.constexpr):
     """Add the scores [BT, BT] of key tile i_k, however strong its gates are.
 
-    In one product if the chunk ``folds`` at its middle, else level by level:
-    see tile.decays_of_pairs.
+    In one product if the chunk can be folded at its middle, else level by
+    level: see tile.decays_of_pairs.
     """
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     LEVELS: tl.constexpr = tile.num_levels(META.BT)
     b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-    if folds:
+    first = tile.first_level(b_high, k)
+    if first == LEVELS:
         b_r, b_c, _ = tile.decays_of_pairs(
             b_high, b_low, LEVELS, LEVELS, EXACT
         )
         b_Aqk, b_Akk = scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META)
     else:
-        first = tile.first_level(b_high, k)
         zeros = tl.zeros_like(b_Aqk)
         for level in range(first, LEVELS + 1):
             b_r, b_c, m_A = tile.decays_of_pairs(
@@ -109,8 +109,7 @@ def intra_fwd_kernel(
         b_g = tile.load_row(g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-    m_first = (tl.arange(0, BT) < BT // 2)[:, None]  # half of the chunk
-    are_strong, folds = 0, 0  # a bit per key tile
+    are_strong = 0  # a bit per key tile
     NK: tl.constexpr = META.NK if DG > 1 or R is not None else 0
     for i_k in range(NK):
         b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -122,30 +121,20 @@ def intra_fwd_kernel(
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
             b_x = b_g.to(tl.float32)
-            if Aqk is not None:
-                b_y = tl.where(m_first, b_x, 0.0)
-            else:
-                b_y = b_high.to(tl.float32)
-            b_total, b_y = tl.reduce((b_x, b_y), 0, tile.add_pairs)  # [BK]
-            if Aqk is not None:
-                b_total = tile.clamped(
-                    b_total, -1e30
-                )  # of -inf none is a part
-                b_y = tile.clamped(b_y, -1e30)
-                b_y = tl.exp(tl.minimum(b_y, b_total - b_y))
-                half_weak = tile.is_weak(tl.min(b_y), k, DG)
-            b_total = tl.exp(b_total)
             o_k = i_k * META.BK + tl.arange(0, META.BK)
             o_total = i_ch * K + o_k
-            tl.store(total + o_total, b_total, mask=o_k < K)
-            weak = tile.is_weak(tl.min(b_total), k, DG)
-            are_strong |= tl.where(weak, 0, 1 << i_k)
-            if Aqk is not None:
-                folds |= tl.where(half_weak, 1 << i_k, 0)
-            if G is not None:
+            if G is None:
+                b_total = tl.sum(b_x, axis=0)  # [BK]
+            else:
+                b_y = b_high.to(tl.float32)
+                b_total, b_y = tl.reduce((b_x, b_y), 0, tile.add_pairs)
                 if EXACT:
                     b_y += tl.sum(b_low.to(tl.float32), axis=0)
                 tl.store(G + o_total, b_y, mask=o_k < K)
+            b_total = tl.exp(b_total)
+            tl.store(total + o_total, b_total, mask=o_k < K)
+            weak = tile.is_weak(tl.min(b_total), k, DG)
+            are_strong |= tl.where(weak, 0, 1 << i_k)
             # The exit first: ptxas then has registers for the products.
             b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
@@ -166,14 +155,16 @@ def intra_fwd_kernel(
 
     if strong is not None:
         tl.store(strong + tl.program_id(0), are_strong)
-    if Aqk is not None:
-        for i_k in range(NK):
-            if (are_strong >> i_k) % 2 == 1:
-                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-                middle = (folds >> i_k) % 2 == 1
-                b_Aqk, b_Akk = add_scores(
-                    b_Aqk, b_Akk, q, k, b_g, rows_of_key, i_k, middle, META
-                )
+    if Aqk is not None:  # noqa: SIM102  (the kernel has it or has not)
+        # One branch around the loop, so that ptxas keeps in it what the loop
+        # computes ahead, and a chunk without strong tiles skips that too.
+        if are_strong != 0:
+            for i_k in range(NK):
+                if (are_strong >> i_k) % 2 == 1:
+                    b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+                    b_Aqk, b_Akk = add_scores(
+                        b_Aqk, b_Akk, q, k, b_g, rows_of_key, i_k, META
+                    )
     if DG == 1:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
