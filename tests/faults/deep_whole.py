@@ -39,8 +39,8 @@ MUTANTS = {
     ),
     "mesa-kernel-without-what-entered": (
         MESA,
-        "b_Ap = unchained(b_Ap, WIDE) * b_G",
-        "b_Ap = 0 * unchained(b_Ap, WIDE) * b_G",
+        "b_Ap = by_columns(b_Ap, WIDE) * b_G",
+        "b_Ap = 0 * by_columns(b_Ap, WIDE) * b_G",
     ),
     "mesa-kernel-steps-uphill": (
         MESA,
@@ -59,8 +59,8 @@ MUTANTS = {
     ),
     "mesa-kernel-lets-infinities-in": (
         MESA,
-        "tl.maximum(load_row(g, t, end, i_h, H, BT), LEAST_GATE)",
-        "load_row(g, t, end, i_h, H, BT)",
+        "tl.maximum(load_row(g, rows, H, BT), LEAST_GATE)",
+        "load_row(g, rows, H, BT)",
     ),
     "mesa-kernel-begins-with-nothing": (
         MESA,

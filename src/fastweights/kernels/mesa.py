@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import (
+    by_columns,
     chunk_span,
     first_slot,
     load_row,
@@ -31,7 +32,7 @@ from fastweights.kernels.tile import (
     sequence_span,
     state_at,
     store_rows,
-    unchained,
+    tiles,
 )
 
 CHUNK = 64
@@ -41,10 +42,10 @@ TINY = tl.constexpr(1e-37)
 
 
 @triton.jit
-def load_gates(g, beta, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
+def load_gates(g, beta, rows, H: tl.constexpr, BT: tl.constexpr):
     """The running sum of g [BT], and beta, 0 past the end."""
-    b_g = tl.maximum(load_row(g, t, end, i_h, H, BT), LEAST_GATE)
-    return tl.cumsum(b_g, axis=0), load_row(beta, t, end, i_h, H, BT)
+    b_g = tl.maximum(load_row(g, rows, H, BT), LEAST_GATE)
+    return tl.cumsum(b_g, axis=0), load_row(beta, rows, H, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -80,10 +81,11 @@ def mesa_states_kernel(
     for t in range(start, end, BT):
         o_S, m_S = state_at(i_c * H + i_h, i_d, K, K, BK, BN)
         tl.store(states + o_S, b_S, mask=m_S)
-        b_G, b_beta = load_gates(g, beta, t, end, i_h, H, BT)
+        rows = t, end, i_h
+        b_G, b_beta = load_gates(g, beta, rows, H, BT)
         b_last = tl.min(b_G, axis=0)  # it never rises
-        b_k = load_rows(k, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-        b_n = load_rows(k, t, end, i_h, i_d, H, K, BT, BN)  # [BT, BN]
+        b_k = load_rows(k, rows, 0, tiles(H, K, BT, BK))  # [BT, BK]
+        b_n = load_rows(k, rows, i_d, tiles(H, K, BT, BN))  # [BT, BN]
         b_w = b_k * (tl.exp(b_last - b_G) * b_beta)[:, None]
         b_S *= tl.exp(b_last)
         b_S = tl.dot(tl.trans(b_w), b_n, b_S, input_precision=PRECISION)
@@ -117,24 +119,26 @@ def mesa_solve_kernel(
         return
     o_S, m_S = state_at(tl.program_id(0), 0, K, K, BK, BK)
     b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BK]
-    b_k = load_rows(k, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-    b_G, b_beta = load_gates(g, beta, t, end, i_h, H, BT)
+    TILES: tl.constexpr = tiles(H, K, BT, BK)
+    rows = t, end, i_h
+    b_k = load_rows(k, rows, 0, TILES)  # [BT, BK]
+    b_G, b_beta = load_gates(g, beta, rows, H, BT)
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
     m_D = o_t[:, None] >= o_t[None, :]
     b_D = tl.exp(tl.where(m_D, b_G[:, None] - b_G[None, :], 0.0))
     b_D = tl.where(m_D, b_D * b_beta[None, :], 0.0)  # [BT, BT]
     b_G = tl.exp(b_G)[:, None]
     b_ridge = tl.load(ridge + i_h * K + o_k, mask=o_k < K, other=0.0)
-    b_r = load_rows(b, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
+    b_r = load_rows(b, rows, 0, TILES)  # [BT, BK]
     b_p, b_x = b_r, tl.zeros([BT, BK], dtype=tl.float32)
     b_rr = tl.sum(b_r * b_r, axis=1)
     for _ in range(steps):
         b_A = tl.dot(b_p, tl.trans(b_k), input_precision=PRECISION)
-        b_A = unchained(b_A, WIDE) * b_D  # [BT, BT]
+        b_A = by_columns(b_A, WIDE) * b_D  # [BT, BT]
         b_Ap = tl.dot(b_p, b_S, input_precision=PRECISION)
-        b_Ap = unchained(b_Ap, WIDE) * b_G
+        b_Ap = by_columns(b_Ap, WIDE) * b_G
         b_Ap = tl.dot(b_A, b_k, b_Ap, input_precision=PRECISION)
-        b_Ap = unchained(b_Ap, WIDE) + b_ridge[None, :] * b_p  # [BT, BK]
+        b_Ap = by_columns(b_Ap, WIDE) + b_ridge[None, :] * b_p  # [BT, BK]
         # A row that is solved has quotients of 0 and 0, which count as 0.
         b_step = b_rr / tl.maximum(tl.sum(b_p * b_Ap, axis=1), TINY)
         b_x += b_step[:, None] * b_p
@@ -142,7 +146,7 @@ def mesa_solve_kernel(
         b_before = tl.maximum(b_rr, TINY)
         b_rr = tl.sum(b_r * b_r, axis=1)
         b_p = b_r + (b_rr / b_before)[:, None] * b_p
-    store_rows(x, b_x, t, end, i_h, 0, H, K, BT, BK)
+    store_rows(x, b_x, rows, 0, TILES)
 
 
 def options(K: int) -> dict[str, int]:
