@@ -56,8 +56,8 @@ def compose_kernel(borders, maps, call, META: tl.constexpr):
     BJ: tl.constexpr = META.BJ
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    NV: tl.constexpr = (META.V + BV - 1) // BV
-    NJ: tl.constexpr = (K + BJ - 1) // BJ
+    NV: tl.constexpr = META.NV
+    NJ: tl.constexpr = META.NJ
     i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     rows = N * HV
     o_k = tl.arange(0, BK)

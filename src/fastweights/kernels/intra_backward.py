@@ -47,7 +47,7 @@ def products_bwd(values, rows, i_ch, i_k, META: tl.constexpr):
     b_col = tl.zeros([BT, BK], dtype=tl.float32)
     b_err = tl.zeros([BT, BK], dtype=tl.float32)
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
-    for i_v in range((META.V + BV - 1) // BV):
+    for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
         b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]

@@ -46,9 +46,9 @@ GROUPS = {
 NUMBERS = {x: Count(x) for x in ("T", "N", "NS", "NR")} | {"scale": SCALE}
 
 
-def tiles(kind: Kind, stage: str, columns: int, block: str = "BV") -> int:
-    """Of so many columns in a stage."""
-    return -(-columns // getattr(constants(stage, kind)[0], block))
+def compiled_for(stage: str, kind: Kind) -> Any:
+    """What the stage's kernel is compiled for: ``settings.Meta``."""
+    return constants(stage, kind)[0]
 
 
 def writes_by_tiles(kind: Kind) -> bool:
@@ -77,10 +77,10 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     gated, channel = kind.gate > 0, kind.gate > 1
     head = gated and not channel
     of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
-    NK = tiles(kind, "intra_backward", K, "BK")
+    NK = compiled_for("intra_backward", kind).NK
     dbeta: tuple[Any, ...] = ((HV,), of["beta"])
     if writes_by_tiles(kind):
-        dbeta = ((HV, tiles(kind, "scan_backward", V)), fp32)
+        dbeta = ((HV, compiled_for("scan_backward", kind).NV), fp32)
     gates = (HV, K) if channel else (HV,)
     sums = ((HV, K), fp32) if channel else ((HV, C), head and torch.float64)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
@@ -196,14 +196,14 @@ def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
         without = "G strong" if kind.has_scores else ""
         x.run("intra", intra_fwd_kernel, Count("slots", HV), without)
     if cut > 1:
-        NV = tiles(kind, "segments", kind.V)
-        NV += tiles(kind, "segments", kind.K) if kind.delta else 0
-        programs = Count("ranges", HV * NV)
+        sizes = compiled_for("segments", kind)
+        each = sizes.NV + (sizes.NM if kind.delta else 0)
+        programs = Count("ranges", HV * each)
         x.run("segments", scan_fwd_kernel, programs, "o state h errors Aqk")
     if cut > 2:
-        programs = Count("N", HV * tiles(kind, "compose", kind.V))
+        programs = Count("N", HV * compiled_for("compose", kind).NV)
         x.run("compose", compose_kernel, programs, borders="border_states")
-    programs = Count("segments", HV * tiles(kind, "scan", kind.V))
+    programs = Count("segments", HV * compiled_for("scan", kind).NV)
     x.run("scan", scan_fwd_kernel, programs, "h errors maps")
     return x.schedule("o state")
 
@@ -218,14 +218,14 @@ def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     by_tiles = writes_by_tiles(kind)
     if kind.has_scores:
         x.run("intra", intra_fwd_kernel, Count("slots", HV), "Aqk R")
-    programs = Count("segments", HV * tiles(kind, "chunk_states", kind.V))
+    programs = Count("segments", HV * compiled_for("chunk_states", kind).NV)
     x.run("chunk_states", scan_fwd_kernel, programs, "o state maps Aqk")
-    stage, NV = "scan_backward", HV * tiles(kind, "scan_backward", kind.V)
+    stage, NV = "scan_backward", HV * compiled_for("scan_backward", kind).NV
     if cut > 1:
         alone = "errors dv dbeta dh dinitial_state"
         x.run(stage, scan_bwd_kernel, Count("borders", NV), alone)
     if cut > 2:
-        programs = Count("N", HV * tiles(kind, "compose_backward", kind.V))
+        programs = Count("N", HV * compiled_for("compose_backward", kind).NV)
         x.run(
             "compose_backward",
             compose_kernel,
@@ -237,7 +237,7 @@ def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     without = "dbeta" if by_tiles else ""
     names = {"x": "errors" if kind.delta else "v"}
     parts = {"dg": "parts"} if kind.gate == 1 else {}
-    stage, NK = "intra_backward", tiles(kind, "intra_backward", kind.K, "BK")
+    stage, NK = "intra_backward", compiled_for("intra_backward", kind).NK
     programs = Count("slots", kind.H * NK)
     x.run(stage, intra_bwd_kernel, programs, without, **names, **parts)
     if parts:

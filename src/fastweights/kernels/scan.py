@@ -83,8 +83,8 @@ def scan_fwd_kernel(
     MAPS: tl.constexpr = META.maps
     MAP: tl.constexpr = o is None and h is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
-    NV: tl.constexpr = (META.V + BV - 1) // BV
-    NM: tl.constexpr = (META.K + BV - 1) // BV if MAP and DELTA else 0
+    NV: tl.constexpr = META.NV
+    NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_n, i_s = i_x % N, i_x // N
@@ -274,7 +274,7 @@ def scan_bwd_kernel(
     BV: tl.constexpr = META.BV
     MAP: tl.constexpr = dh is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
-    NV: tl.constexpr = (META.V + BV - 1) // BV
+    NV: tl.constexpr = META.NV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_n, i_s = i_x % N, i_x // N
@@ -358,7 +358,7 @@ def scan_bwd_kernel(
             b_y = tile.by_columns(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
-                PARTS: tl.constexpr = tile.tiles(HV, NV, BT, 1)
+                PARTS: tl.constexpr = META.parts
                 tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
             b_y *= tile.nonzero(b_beta)
         if dv is not None:

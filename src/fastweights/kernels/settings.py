@@ -50,14 +50,20 @@ class Meta:
     BV: int = 1
     BJ: int = 1
 
-    # Key tiles; and how tensors are cut: keys, gates and values per token,
-    # scores, one number per token and head; states and their maps.
+    # How many tiles: of keys, of values, of a state's map, of a product over
+    # its keys. And how tensors are cut: keys, gates and values per token,
+    # scores, one number per token and head, or one per value tile; states
+    # and their maps.
     NK = property(lambda x: -(-x.K // x.BK))
+    NV = property(lambda x: -(-x.V // x.BV))
+    NM = property(lambda x: -(-x.K // x.BV))
+    NJ = property(lambda x: -(-x.K // x.BJ))
     keys = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
     gates = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
     values = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
     scores = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
     numbers = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
+    parts = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
     states = property(lambda x: Tiles(1, x.V, x.BK, x.BV))
     maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
@@ -79,8 +85,12 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     large, power = kind.gpu.shared > LARGE, triton.next_power_of_2(K)
     ahead = large and kind.dtype != torch.float32 and K <= 128
     waits = kind.gpu.capability[0] == 10  # for products of its own iteration
+    # Of key tiles inside a chunk. In shorter chunks some products would be
+    # Hopper's, of 64 rows, and some not, and both read rows under 128 bytes:
+    # see TUNING.md. With key tiles of 32 none is.
+    short = kind.chunk_size < 64 or not large
+    BK = 32 if short else 64 if gate > 1 else narrow
     if stage == "gate_backward":
-        BK = launch_options("intra_backward", kind)["BK"]
         return {"BK": BK, "num_warps": 1}
     if stage == "intra":
         BK = (64 if gate > 1 else narrow) if large else 32
@@ -90,13 +100,9 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
             options["maxnreg"] = 128  # four programs a multiprocessor
         return options
     if stage.startswith("intra_backward"):
-        # In shorter chunks some products would be Hopper's, of 64 rows, and
-        # some not, and both read rows under 128 bytes: see TUNING.md. With
-        # key tiles of 32 none is.
         ahead &= kind.chunk_size == 64 and stage != "intra_backward_strong"
-        short = kind.chunk_size < 64 or not large
         options = {
-            "BK": 32 if short else 64 if gate > 1 else narrow,
+            "BK": BK,
             "BV": narrow,
             "num_warps": 4 if ahead else 8,
             "num_stages": 2 if ahead and not waits else 1,
