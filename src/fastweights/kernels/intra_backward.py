@@ -81,8 +81,7 @@ def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
     if i_k == 0:
         b_own = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
         b_dbeta = tl.sum(b_own, axis=1) / tile.nonzero(b_beta)  # [BT]
-        NUMBERS: tl.constexpr = META.numbers
-        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
+        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, META.numbers)
 
 
 @triton.jit
@@ -280,8 +279,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
         b_dg += tl.load(dkept + i_part)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
-    NUMBERS: tl.constexpr = META.numbers
-    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
+    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, META.numbers)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])

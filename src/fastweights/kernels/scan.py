@@ -79,8 +79,6 @@ def scan_fwd_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    STATES: tl.constexpr = META.states
-    MAPS: tl.constexpr = META.maps
     MAP: tl.constexpr = o is None and h is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
@@ -212,11 +210,11 @@ def scan_fwd_kernel(
             if i_j < 0:
                 row = (i_p * N * HV + i_nh).to(tl.int64) * META.K
                 rows = (row, row + META.K, 0)
-                tile.store_rows(border_states, b_S, rows, i_v, STATES)
+                tile.store_rows(border_states, b_S, rows, i_v, META.states)
             else:  # the first piece's map is not needed
                 row = ((i_p - 1) * N * HV + i_nh).to(tl.int64) * META.K
                 rows = (row, row + META.K, 0)
-                tile.store_rows(maps, b_S, rows, i_j, MAPS)
+                tile.store_rows(maps, b_S, rows, i_j, META.maps)
             if known == 0:
                 b_S = unit_columns(i_j, BK, BV)
             first = stop
@@ -358,8 +356,7 @@ def scan_bwd_kernel(
             b_y = tile.by_columns(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
-                PARTS: tl.constexpr = META.parts
-                tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
+                tile.store_rows(dbeta, b_dbeta, rows, i_v, META.parts)
             b_y *= tile.nonzero(b_beta)
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
