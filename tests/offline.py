@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 import triton
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastweights.kernels.plan import SCALE, Count, Room
 from fastweights.private import version_of
 
 # Shared memory one program may have, in bytes, by compute capability.
@@ -60,6 +62,29 @@ def build(kernel, capability, dtype, constants, types):
     source = ASTSource(kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=launch)
+
+
+def build_launch(launch, capability):
+    """The kernel of a launch compiled, for such arguments as it is given."""
+    signature, constants, aligned = {}, {}, {}
+
+    def kind(x, *path):
+        if type(x) is tuple:
+            return tuple(kind(y, *path, i) for i, y in enumerate(x))
+        if isinstance(x, Room):
+            aligned[path] = [["tt.divisibility", 16]]
+            return "*" + canonicalize_dtype(x.dtype)
+        if isinstance(x, Count):
+            return "fp32" if x == SCALE else "i32"
+        constants[path] = x
+        return "constexpr"
+
+    names = launch.kernel.arg_names
+    for i, (name, x) in enumerate(zip(names, launch.arguments, strict=True)):
+        signature[name] = kind(x, i)
+    source = ASTSource(launch.kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 # The limits that tests name are those of Triton 3.7. Others allot registers

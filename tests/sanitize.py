@@ -19,6 +19,7 @@ from inputs import GATES, RULES, member
 
 import fastweights as fw
 from fastweights.convolution import convolve_heads
+from fastweights.deep import mesa
 from fastweights.kernels import flash, lengths, linear, prefix
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
@@ -91,6 +92,12 @@ def main() -> None:
         )
         loss = sum(t.float().sum() for t in (*parts, state))
         torch.autograd.grad(loss, x)
+        x = [torch.rand(1, 50, 2, 20, **kind) for _ in range(3)]
+        x += [-torch.rand(1, 50, 2, **kind), torch.rand(1, 50, 2, **kind)]
+        x += [1 + torch.rand(2, 20, **kind)]
+        x = [t.requires_grad_() for t in x]
+        o, state = mesa(*x, steps=3, cu_seqlens=offsets, backend="triton")
+        torch.autograd.grad(o.float().sum() + state.sum(), x)
         torch.cuda.synchronize()
 
 

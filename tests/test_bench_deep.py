@@ -59,12 +59,16 @@ def test_flops_of_lact():
 
 
 def test_flops_of_mesa():
-    """Of a chunk of 64, which linear attention's formula counts in too."""
+    """Of a chunk of 64, which linear attention's formula counts in too.
+
+    PyTorch's steps sum the matrices of the chunks again, each of them.
+    """
     q, k, v = torch.randn(3, B, 64, H, K)
     g, beta = torch.rand(2, B, 64, H)
     ridge = torch.rand(H, K)
     found = counted(deep.mesa, q, k, v, -g, beta, ridge, steps=7)
-    assert found == cost.mesa(B, 64, H, K, steps=7).flops
+    again = (7 - 1) * 2 * K * K * B * 64 * H
+    assert found == cost.mesa(B, 64, H, K, steps=7).flops + again
 
 
 def test_bytes_are_those_of_tokens():
@@ -104,7 +108,7 @@ def test_a_record(small, tmp_path, monkeypatch):
     record = json.loads(file.read_text())
     assert record["command"] == "python -m fastweights.bench_deep"
     rows = [row for row in record["rows"] if "pass" in row]
-    names = ["ttt-linear", "lact", "TTTLinear", "LaCT", "MesaNet"]
+    names = ["ttt-linear", "lact", "mesa", "TTTLinear", "LaCT", "MesaNet"]
     names += ["TTTMLP", "TitansMemory"]
     assert [row["what"] for row in rows] == [n for n in names for _ in "12"]
     for row in rows:

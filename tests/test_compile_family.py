@@ -11,41 +11,35 @@ from offline import (
     AS_RECORDED,
     DTYPES,
     SHARED,
-    build,
+    build_launch,
     cuobjdump,
     judge,
     unwaited_products,
 )
 
-from fastweights.kernels.compose import compose_kernel
-from fastweights.kernels.intra import intra_fwd_kernel
-from fastweights.kernels.intra_backward import (
-    intra_bwd_far_kernel,
-    intra_bwd_kernel,
-)
-from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import GPU, Kind
-from fastweights.kernels.settings import constants as constants_of
+from fastweights.kernels import launch
+from fastweights.kernels.gpu import GPU
+from fastweights.kernels.settings import Kind
 from fastweights.kernels.tile import INTERPRETED
 
+FP32 = DTYPES["fp32"]
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="the interpreter replaces the compiler"
 )
 
-KERNELS = {
-    "intra": intra_fwd_kernel,
-    "intra_again": intra_fwd_kernel,
-    "scan": scan_fwd_kernel,
-    "chunk_states": scan_fwd_kernel,
-    "scan_backward": scan_bwd_kernel,
-    "intra_backward": intra_bwd_kernel,
-    "intra_backward_far": intra_bwd_far_kernel,
-}
-KERNELS["segments"] = scan_fwd_kernel
-KERNELS["segments_backward"] = scan_bwd_kernel
-KERNELS["compose"] = KERNELS["compose_backward"] = compose_kernel
-# Stages that take the settings of others.
-LAUNCHED = {"intra_again": "intra", "segments_backward": "scan_backward"}
+STAGES = (
+    "intra",
+    "intra_again",
+    "scan",
+    "chunk_states",
+    "scan_backward",
+    "intra_backward",
+    "intra_backward_strong",
+    "segments",
+    "segments_backward",
+    "compose",
+    "compose_backward",
+)
 SCANS = (
     "segments",
     "scan",
@@ -56,11 +50,11 @@ SCANS = (
 # Stage, width of the gate, delta rule. Without both there is no intra.
 LAUNCHES = [
     (stage, width, delta)
-    for stage in KERNELS
+    for stage in STAGES
     for width in (0, 1, "K")
     for delta in (False, True)
     if stage != "intra" or delta or width != 0
-    if not stage.endswith(("far", "again")) or width == "K"
+    if not stage.endswith(("strong", "again")) or width == "K"
     if not stage.startswith("compose") or width != 1
 ]
 
@@ -75,7 +69,7 @@ def on_each(values, *, whole=(), step=1, launches=LAUNCHES):
     """
     chosen = []
     for i, value in enumerate(values):
-        for j, stage in enumerate(KERNELS):
+        for j, stage in enumerate(STAGES):
             mine = [x for x in launches if x[0] == stage]
             if not mine:
                 continue
@@ -89,26 +83,7 @@ def on_each(values, *, whole=(), step=1, launches=LAUNCHES):
 
 
 OF_SCANS = [x for x in LAUNCHES if x[0] in SCANS]
-OF_FAR = [x for x in LAUNCHES if x[0].endswith("far")]
-FULL = (
-    "g",
-    "beta",
-    "row_in",
-    "row_undo",
-    "rounded",
-    "row_beta",
-    "total",
-    "exits",
-    "maps",
-    "entrances",
-    "states",
-    "initial_state",
-    "state",
-    "dstate",
-    "dinitial_state",
-    "dg",
-    "dbeta",
-)
+OF_STRONG = [x for x in LAUNCHES if x[0].endswith("strong")]
 
 
 def compile_stage(
@@ -124,71 +99,26 @@ def compile_stage(
     chunk_size=64,
     ragged=False,
 ):
-    """A stage with its launch settings, for head size D = K = V.
+    """A stage as calls launch it, with all the states that there can be.
 
-    Or, if ragged, for V that no tile divides.
+    For head size D = K = V, or, if ragged, for V that no tile divides.
     """
-    DG = D if width == "K" else width
-    V = D - 8 if ragged else D
-    channel = DG > 1
-    shared = SHARED[capability]
-    gpu = GPU(shared, 132, divmod(capability, 10))
-    kind = Kind(
-        gpu,
-        DTYPES[dtype],
-        4,
-        4 * group,
-        D,
-        V,
-        DG,
-        delta,
-        chunk_size,
-        precision,
-    )
-    there = {"g": DG > 0, "dg": DG > 0, "beta": delta, "dbeta": delta}
-    there |= {"R": delta, "errors": delta, "Aqk": channel, "total": DG > 0}
-    there |= dict.fromkeys(("G", "row_in"), DG == 1)
-    there["far"], there["dkept"] = channel and stage != "intra", DG == 1
-    there["rounded"] = channel and stage != "intra"
-    there["row_undo"], there["row_beta"] = DG == 1, delta
-    there["cu_seqlens"] = False
-    if stage == "intra_again":
-        there |= {"Aqk": False, "R": False}
-    if stage.startswith("intra") and "backward" not in stage:
-        there |= {"q_in": channel, "k_in": channel and delta}
-        there["k_out"] = channel
-    elif stage == "scan":
-        there |= {"h": False, "errors": False, "maps": False}
-    elif stage == "chunk_states":
-        there |= {"o": False, "state": False}
-        there |= {"Aqk": False, "maps": False}
-    elif stage == "segments":
-        there |= dict.fromkeys(("o", "h", "errors", "state", "Aqk"), False)
-    elif stage.startswith("compose"):
-        there["maps"] = delta or channel
-    elif stage == "scan_backward":
-        there |= dict.fromkeys(("errors", "dbeta"), delta and dtype == "fp16")
-    elif stage.startswith("intra_backward"):
-        there["dbeta"] = delta and dtype != "fp16"
-    elif stage == "segments_backward":
-        there |= dict.fromkeys(
-            ("errors", "dbeta", "dv", "dh", "dinitial_state"), False
-        )
-    constants = {name: None for name in there if not there[name]}
-    constants |= constants_of(LAUNCHED.get(stage, stage), kind)
-    types = dict.fromkeys(FULL, "*fp32")
-    types |= {
-        "G": "*fp64",
-        "scale": "fp32",
-        "T": "i32",
-        "marks": "i32",
-        "far": "*i32",
-        "dkept": "*fp32",
-        "N": "i32",
-        "NS": "i32",
-        "NR": "i32",
-    }
-    return build(KERNELS[stage], capability, dtype, constants, types)
+    DG, V, low = D if width == "K" else width, D - 8 * ragged, DTYPES[dtype]
+    gpu = GPU(SHARED[capability], 132, divmod(capability, 10))
+    rule = (DG, delta, chunk_size, precision)
+    kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
+    gate, beta = DG > 0 and FP32, delta and FP32
+    given = (low, low, low, gate or None, beta or None, FP32, None)
+    forward = launch.forward(kind, given, 3).launches
+    backward = launch.backward(kind, (*given, low, FP32), 3).launches
+    names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
+    found = dict(zip(names, forward, strict=True))
+    names = ["intra_again"] * (DG > 1) + ["chunk_states"]
+    names += [f"{x}_backward" for x in ("segments", "compose", "scan")]
+    names += ["intra_backward"] + ["gate_backward"] * (DG == 1)
+    names += ["intra_backward_strong"] * (DG > 1)
+    found |= dict(zip(names, backward, strict=True))
+    return build_launch(found[stage], capability)
 
 
 def allowed(stage, width, capability):
@@ -201,7 +131,7 @@ def allowed(stage, width, capability):
     five tiles of gradients, with a gate a channel two more. Before Hopper and
     on 12.0 the operands of tl.dot live in registers too.
     """
-    if stage.endswith("far"):
+    if stage.endswith("strong"):
         return 2048
     if stage == "intra":
         return 768 if width == "K" else 200
@@ -244,7 +174,7 @@ def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
 
 @pytest.mark.parametrize(
     "stage, width, delta, D",
-    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_FAR]),
+    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_STRONG]),
 )
 def test_no_product_is_computed_twice(stage, width, delta, D):
     """Of 64 rows each group of four warps has columns of its own."""
@@ -261,7 +191,7 @@ def test_no_product_is_computed_twice(stage, width, delta, D):
 @pytest.mark.skipif(not AS_RECORDED, reason="registers are Triton 3.7's")
 @pytest.mark.parametrize("delta", [False, True], ids=["additive", "delta"])
 @pytest.mark.parametrize(
-    "stage", ["intra", "intra_backward", "intra_backward_far"]
+    "stage", ["intra", "intra_backward", "intra_backward_strong"]
 )
 def test_products_do_not_wait_for_each_other(stage, delta, tmp_path):
     """ptxas waits after each instruction where registers do not suffice."""
@@ -287,7 +217,7 @@ def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, delta, 90, chunk_size=chunk_size, group=2
     )
-    judge(compiled, 90, tmp_path, 4096 if "far" in stage else 1024)
+    judge(compiled, 90, tmp_path, 4096 if "strong" in stage else 1024)
     if stage.startswith("intra"):
         assert "wgmma" not in compiled.asm["ptx"]
 

@@ -31,9 +31,10 @@ from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import backend as kernels
 from fastweights.kernels import dot_precision, lengths
+from fastweights.kernels.gpu import properties
 from fastweights.kernels.lengths import lengths_of, num_segments
 from fastweights.kernels.plan import Room
-from fastweights.kernels.settings import Kind, constants, properties
+from fastweights.kernels.settings import Kind, constants
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 
@@ -550,7 +551,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
         switch(where, value)
         inputs = (*(x[n] for n in names), None, None)
         kind, _ = kernels.kind_of(inputs, 16)
-        found.append(constants("scan", kind)["PRECISION"])
+        found.append(constants("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
     assert found == ["tf32", "tf32x3"] * 2

@@ -10,7 +10,7 @@ from kernel_judge import compiled, interpreted
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import ops
-from fastweights.deep import ttt, ttt_operator
+from fastweights.deep import backends, ttt
 from fastweights.deep.ttt_operator import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -215,15 +215,15 @@ def test_what_the_kernel_does_not_take():
     ],
 )
 def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
-    monkeypatch.setattr(ttt_operator, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(backends, "choose_backend", lambda *_: "triton")
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
-    assert ttt_operator.chosen("auto", there, dtype) == want
-    assert ttt_operator.chosen("triton", there, dtype)
-    monkeypatch.setattr(ttt_operator, "choose_backend", lambda *_: "loop")
-    assert not ttt_operator.chosen("auto", there, dtype)
+    assert backends.chosen("auto", there, dtype) == want
+    assert backends.chosen("triton", there, dtype)
+    monkeypatch.setattr(backends, "choose_backend", lambda *_: "loop")
+    assert not backends.chosen("auto", there, dtype)
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]

@@ -179,18 +179,18 @@ MUTANTS = {
     ),
     "plan-has-one-buffer-for-all": (
         PLAN,
-        "values += [first + place for place in kept[:-1]]",
-        "values += [first for place in kept[:-1]]",
+        "values += [theirs + place for place in kept[:-1]]",
+        "values += [theirs for place in kept[:-1]]",
     ),
     "plan-has-one-place-for-all-between": (
         PLAN,
-        "values += [first + place for place in between[:-1]]",
-        "values += [first for place in between[:-1]]",
+        "values += [ours + place for place in between[:-1]]",
+        "values += [ours for place in between[:-1]]",
     ),
     "plan-lends-no-memory-for-descriptors": (
         PLAN,
-        '("TMA", True) in zip',
-        '("TMA", None) in zip',
+        'getattr(x, "TMA", False)',
+        'getattr(x, "TMA", 1) is None',
         "test_launch.py",
     ),
     "plan-takes-a-number-for-the-scale": (
@@ -211,8 +211,8 @@ MUTANTS = {
     ),
     "plan-knows-no-later-length": (
         PLAN,
-        "runs, kept, between, numbers = self.cached(lengths)",
-        "runs, kept, between, numbers = self.cached(lengths._replace(T=1))",
+        "= self.cached(lengths)",
+        "= self.cached(lengths._replace(T=1))",
         "test_launch.py",
     ),
     "a-length-is-a-kind": (
@@ -234,7 +234,7 @@ MUTANTS = {
     "backward-computes-no-row-again": (
         LAUNCH,
         'Count("slots", HV), "Aqk R")',
-        'Count("slots", HV), "Aqk R rounded")',
+        'Count("slots", HV), "Aqk R G")',
     ),
     "first-pass-writes-outputs": (
         LAUNCH,
@@ -254,8 +254,8 @@ MUTANTS = {
     ),
     "settings-of-the-backward-compose-forward": (
         SETTINGS,
-        '"BACK": stage.endswith("backward")',
-        '"BACK": False',
+        'BACK=stage.endswith("backward")',
+        "BACK=False",
     ),
     "precision-from-the-old-switch": (
         KERNELS,
@@ -279,7 +279,7 @@ MUTANTS = {
     ),
     "kernel-lets-a-gate-a-head-overflow": (
         INTRA,
-        "b_g = clamped(b_g.to(tl.float32), -20000.0)",
+        "b_g = tile.clamped(b_g.to(tl.float32), -20000.0)",
         "b_g = b_g.to(tl.float32)",
     ),
     "kernel-divides-too-far-in-fp16": (

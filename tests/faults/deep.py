@@ -160,8 +160,8 @@ MUTANTS = {
     ),
     "mesa-without-gradients-of-the-matrices": (
         f"{DEEP}/mesa.py",
-        "x = x + _Solve.apply(q - Hx - ridge * x, steps, *matrices)",
-        "x = x + _Solve.apply(q, steps, *matrices)",
+        "x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)",
+        "x = x + _Solve.apply(q, how, *matrices)",
     ),
     "mesa-without-its-ridge": (
         f"{DEEP}/mesa.py",
@@ -170,7 +170,7 @@ MUTANTS = {
     ),
     "mesa-solves-nothing-again-for-gradients": (
         f"{DEEP}/mesa.py",
-        "dx = solve(dx.contiguous(), ctx.steps, *ctx.saved_tensors)",
+        "dx = solve(dx.contiguous(), ctx.how, *ctx.saved_tensors)",
         "pass",
     ),
     "newton-schulz-on-the-longer-side": (

@@ -4,16 +4,69 @@ DEEP, LAYERS = "fastweights/deep", "fastweights/layers"
 KERNEL, BESIDE = "fastweights/kernels/ttt.py", f"{LAYERS}/titans_attention.py"
 CONTEXT = f"{LAYERS}/titans_context.py"
 OPERATOR, COST = f"{DEEP}/ttt_operator.py", f"{DEEP}/cost.py"
+CHOICE, MESA = f"{DEEP}/backends.py", "fastweights/kernels/mesa.py"
 WHOLE = "test_deep_whole.py"
 TESTS = {
     f"{DEEP}/whole.py": WHOLE,
     OPERATOR: "test_kernels_ttt.py",
     KERNEL: "test_kernels_ttt.py",
+    MESA: "test_kernels_mesa.py",
+    CHOICE: "test_kernels_ttt.py",
     COST: "test_bench_deep.py",
     BESIDE: "test_titans_attention.py",
     CONTEXT: "test_titans_attention.py",
 }
 MUTANTS = {
+    "mesa-kernel-knows-no-token-of-its-own": (
+        MESA,
+        "m_D = o_t[:, None] >= o_t[None, :]",
+        "m_D = o_t[:, None] > o_t[None, :]",
+    ),
+    "mesa-kernel-forgets-within-a-chunk-only": (
+        MESA,
+        "        b_S *= tl.exp(b_last)\n",
+        "",
+    ),
+    "mesa-kernel-adds-its-own-decay": (
+        MESA,
+        "tl.exp(b_last - b_G) * b_beta",
+        "tl.exp(b_last) * b_beta",
+    ),
+    "mesa-kernel-without-its-ridge": (
+        MESA,
+        "+ b_ridge[None, :] * b_p",
+        "",
+    ),
+    "mesa-kernel-without-what-entered": (
+        MESA,
+        "b_Ap = by_columns(b_Ap, WIDE) * b_G",
+        "b_Ap = 0 * by_columns(b_Ap, WIDE) * b_G",
+    ),
+    "mesa-kernel-steps-uphill": (
+        MESA,
+        "b_r -= b_step[:, None] * b_Ap",
+        "b_r += b_step[:, None] * b_Ap",
+    ),
+    "mesa-kernel-takes-the-steepest-way": (
+        MESA,
+        "b_p = b_r + (b_rr / b_before)[:, None] * b_p",
+        "b_p = b_r",
+    ),
+    "mesa-kernel-divides-by-nothing": (
+        MESA,
+        "b_step = b_rr / tl.maximum(tl.sum(b_p * b_Ap, axis=1), TINY)",
+        "b_step = b_rr / tl.sum(b_p * b_Ap, axis=1)",
+    ),
+    "mesa-kernel-lets-infinities-in": (
+        MESA,
+        "tl.maximum(load_row(g, rows, H, BT), LEAST_GATE)",
+        "load_row(g, rows, H, BT)",
+    ),
+    "mesa-kernel-begins-with-nothing": (
+        MESA,
+        "b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)",
+        "b_S = tl.zeros([BK, BN], dtype=tl.float32)",
+    ),
     "whole-groups-begin-anew": (
         f"{DEEP}/whole.py",
         "        *state, outputs = checkpoint(",
@@ -133,9 +186,9 @@ MUTANTS = {
         "torch.ones_like(x) if dx is None else",
     ),
     "ttt-operator-takes-two-layers": (OPERATOR, "depth == 1 and", ""),
-    "ttt-operator-takes-any-gpu": (OPERATOR, "and major in LEADING", ""),
+    "ttt-operator-takes-any-gpu": (CHOICE, "and major in LEADING", ""),
     "ttt-operator-takes-fp32": (
-        OPERATOR,
+        CHOICE,
         "return dtype != torch.float32 and",
         "return",
     ),

@@ -387,8 +387,8 @@ MUTANTS = {
     ),
     "kernel-scan-reads-as-at-the-exit": (
         SCAN,
-        "tl.where(near, b_in / b_total, 1.0)",
-        "tl.where(near, b_in, 1.0)",
+        "tl.where(weak, b_in / b_total, 1.0)",
+        "tl.where(weak, b_in, 1.0)",
     ),
     "kernel-scan-backward-adds-the-correction": (
         SCAN,
@@ -402,23 +402,23 @@ MUTANTS = {
     ),
     "kernel-segments-start-from-the-first": (
         SCAN,
-        "m_first = mask_if(first == 0, m_S)",
-        "m_first = m_S",
+        "i_nh, i_v, first == 0, META)",
+        "i_nh, i_v, True, META)",
     ),
     "kernel-segments-end-in-each": (
         SCAN,
-        "m_inner = mask_if(last < NT, m_S)",
-        "m_inner = mask_if(last < 0, m_S)",
+        "i_v, last < NT, META)",
+        "i_v, last < 0, META)",
     ),
     "kernel-descriptor-goes-on-past-the-end": (
         TILE,
         "rows = (end - start).to(tl.int32)",
-        "rows = (end - start).to(tl.int32) + BT",
+        "rows = (end - start).to(tl.int32) + TILES.BT",
     ),
     "kernel-descriptor-starts-with-the-first": (
         TILE,
-        "p_x = x + start.to(tl.int64) * (H * D)",
-        "p_x = x + 0 * start.to(tl.int64) * (H * D)",
+        "p_x = x + start.to(tl.int64) * (TILES.H * TILES.D)",
+        "p_x = x + 0 * start.to(tl.int64) * (TILES.H * TILES.D)",
     ),
     "kernel-maps-have-values": (
         SCAN,
@@ -437,8 +437,8 @@ MUTANTS = {
     ),
     "kernel-second-piece-adds-what-is-there": (
         COMPOSE,
-        "mask_if(start_of_segment, m_S) if BACK else m_S",
-        "m_S if BACK else m_S",
+        "own = start_of_segment if BACK else True",
+        "own = True",
     ),
     "kernel-first-range-is-mapped-again": (
         COMPOSE,
@@ -460,25 +460,25 @@ MUTANTS = {
         "tl.where(first < last, pieces, 0)",
         "tl.where(first <= last, pieces, 0)",
     ),
-    "kernel-far-is-not-marked": (
+    "kernel-strong-is-not-marked": (
         INTRA,
-        "strong |= tl.where(near, 0, 1 << i_k)",
-        "strong |= tl.where(near, 0, 0)",
+        "are_strong |= tl.where(weak, 0, 1 << i_k)",
+        "are_strong |= tl.where(weak, 0, 0)",
     ),
     "kernel-one-tile-for-another": (
         INTRA,
-        "strong |= tl.where(near, 0, 1 << i_k)",
-        "strong = tl.where(near, 0, 1 << i_k)",
+        "are_strong |= tl.where(weak, 0, 1 << i_k)",
+        "are_strong = tl.where(weak, 0, 1 << i_k)",
     ),
     "kernel-folds-whatever-the-decay": (
         TILE,
         "0, LEVELS - deepest)",
         "0, LEVELS)",
     ),
-    "kernel-folds-by-the-first-half": (
+    "kernel-folds-where-it-should-not": (
         INTRA,
-        "tl.exp(tl.minimum(b_y, b_total - b_y))",
-        "tl.exp(b_y)",
+        "if first == LEVELS:",
+        "if first != LEVELS:",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,
@@ -505,20 +505,20 @@ MUTANTS = {
         "b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)",
         "b_pairs = tl.fma(b_k.to(tl.float32), b_c, b_pairs)",
     ),
-    "kernel-far-columns-gain-from-the-gate": (
+    "kernel-strong-columns-gain-from-the-gate": (
         GRADIENTS,
         "b_pairs -= b_kc * b_y",
         "b_pairs += b_kc * b_y",
     ),
-    "kernel-near-is-not-divided": (
+    "kernel-weak-is-not-divided": (
         GRADIENTS,
-        "b_c *= b_undo * tl.exp2(b_G)",
+        "b_c *= b_inverse * tl.exp2(b_G)",
         "b_c *= tl.exp2(b_G)",
     ),
     "kernel-dbeta-with-beta": (
         GRADIENTS,
-        "tl.sum(b_own, axis=1) / nonzero(b_beta)",
-        "tl.sum(b_own, axis=1) * nonzero(b_beta)",
+        "tl.sum(b_own, axis=1) / tile.nonzero(b_beta)",
+        "tl.sum(b_own, axis=1) * tile.nonzero(b_beta)",
     ),
     "kernel-gate-forgets-the-state": (
         GRADIENTS,

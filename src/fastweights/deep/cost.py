@@ -128,11 +128,14 @@ def mesa(
 ) -> Cost:
     """MesaNet: conjugate gradients on products in chunks, twice in training.
 
-    And two products that are read, with the gradients of both.
+    The matrices that enter the chunks are summed once each time. And two
+    products that are read, with the gradients of both.
     """
-    product = 2 * (2 * C * K + 2 * K * K)
-    wide = 2 * (3 * C * K + 4 * K * K)  # of values 2 K wide
-    flops = steps * product + product + wide
+    state = 2 * K * K
+    product = 2 * 2 * C * K + state
+    wide = 2 * 3 * C * K + 2 * (state + state)  # of values 2 K wide
+    solve, read = steps * product + state, product + state + wide
+    flops = solve + read
     if training:
-        flops += steps * product + 2 * (product + wide)
+        flops += solve + 2 * read
     return Cost(B * T * H * flops, B * T * H * tokens(K, K, 2, size, training))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -11,8 +10,14 @@ from torch import Tensor
 
 from fastweights import private
 from fastweights.deep.arguments import check_shapes, check_tokens
+from fastweights.deep.mesa_operator import SOLVE, takes
 from fastweights.flops import tell_counters
-from fastweights.ops import FORWARD, linear_recurrence, without_autocast
+from fastweights.ops import (
+    FORWARD,
+    Backend,
+    linear_recurrence,
+    without_autocast,
+)
 from fastweights.reference.backend import wide
 
 
@@ -27,6 +32,7 @@ def mesa(
     steps: int = 30,
     initial_state: Float[Tensor, "N H K K+V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K K+V"]]:
     """The matrix that fits all decayed tokens best, read by q.
 
@@ -43,16 +49,25 @@ def mesa(
     equations for the gradient that comes in, and keeps no iteration.
 
     Args:
-        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
+        q, k, v: of one dtype; computed in fp32 (fp64 if they are), but for
+            the kernel's products.
         g, beta: log decay and weight of each token, per head.
         ridge: > 0, per head and key channel.
         steps: of conjugate gradients. Rounding apart K are enough, and far
             fewer where ridge is not small beside H.
         initial_state: [H | G], in fp32.
         cu_seqlens: where packed sequences begin and end; B is 1 then.
+        backend: "triton" (a kernel for all steps, and products in q's dtype:
+            K <= 128, 64 in fp32, CUDA), "chunkwise" (PyTorch) or "auto" (on
+            compute capability 9.x and 10.x the kernel in half precision,
+            else steps of PyTorch).
 
     Returns:
         o, in q's dtype, and the state after each sequence's last token.
+
+    Raises:
+        TypeError, ValueError: a dtype, device or shape does not fit; the
+            message names the argument, what it got and what it needs.
     """
     check_tokens(q, k, v, {"g": g, "beta": beta})
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
@@ -62,24 +77,48 @@ def mesa(
         {"ridge": (ridge, (H, K))}
         | {"initial_state": (initial_state, (N, H, K, K + V))}
     )
+    how = How(steps, backend, takes(backend, q), dtype != full)
+    # Products are in q's dtype beside the kernel, else in fp32.
+    products = dtype if how.by_kernel else full
     with without_autocast(q):
         q, k, v, g, beta = (
             x.to(full).contiguous() for x in (q, k, v, g, beta)
         )
-        ridge, S0 = ridge.to(full), initial_state
+        ridge, S0 = ridge.to(full).contiguous(), initial_state
         weighted = beta[..., None] * k
         H0 = None if S0 is None else S0[..., :K].contiguous()
-        attend = partial(linear_recurrence, scale=1.0, cu_seqlens=cu_seqlens)
-        matrices = (k, weighted, g, ridge, H0, cu_seqlens)
+        matrices = (k, beta, g, ridge, H0, cu_seqlens)
         with torch.no_grad():
-            x = solve(q, steps, *matrices)
+            x = solve(q, how, *matrices)
+
+        def read(x: Tensor, values: Tensor, S0: Tensor | None):
+            o, state = linear_recurrence(
+                x.to(products),
+                weighted.to(products),
+                values.to(products),
+                g,
+                scale=1.0,
+                initial_state=S0,
+                cu_seqlens=cu_seqlens,
+                backend=backend,
+            )
+            return o.to(full), state
+
         # One more correction, which is 0 up to rounding: its gradients are
         # those of the solution by q, and by all that is in the product.
-        Hx, _ = attend(x, weighted, k, g, initial_state=H0)
-        x = x + _Solve.apply(q - Hx - ridge * x, steps, *matrices)
-        both = torch.cat([k, v], -1)
-        o, state = attend(x, weighted, both, g, initial_state=S0)
+        Hx, _ = read(x, k, H0)
+        x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
+        o, state = read(x, torch.cat([k, v], -1), S0)
         return o[..., K:].to(dtype), state
+
+
+class How(NamedTuple):
+    """In how many steps, and by what."""
+
+    steps: int
+    backend: Backend
+    by_kernel: bool
+    half: bool  # whether tokens came in half precision
 
 
 class _Solve(torch.autograd.Function):
@@ -87,25 +126,25 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, steps: int, *matrices: Tensor | None
+        ctx: Any, residual: Tensor, how: How, *matrices: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(*matrices)
-        ctx.steps = steps
+        ctx.how = how
         return torch.zeros_like(residual)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         """The matrices are symmetric: the same equations once more."""
         nothing = (None,) * (1 + len(ctx.saved_tensors))
-        dx = solve(dx.contiguous(), ctx.steps, *ctx.saved_tensors)
+        dx = solve(dx.contiguous(), ctx.how, *ctx.saved_tensors)
         return dx, *nothing
 
 
 def solve(
     b: Float[Tensor, "B T H K"],
-    steps: int,
+    how: How,
     k: Float[Tensor, "B T H K"],
-    weighted: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
     g: Float[Tensor, "B T H"],
     ridge: Float[Tensor, "H K"],
     H0: Float[Tensor, "N H K K"] | None,
@@ -118,22 +157,26 @@ def solve(
     not, and a product with them is linear attention.
     """
     if not torch.compiler.is_compiling() and private.watched():
-        tell_counters()  # of FLOPs, past whom the operator goes below
+        tell_counters()  # of FLOPs, past whom the operators go below
     H: Tensor | None = None
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
         kept = g[:, 0, :, None, None].exp() * H0
-        H = kept + weighted[:, 0, :, :, None] * k[:, 0, :, None, :]
+        k_0 = k[:, 0, :, :, None]
+        H = kept + beta[:, 0, :, None, None] * k_0 * k_0.mT
+    elif how.by_kernel:
+        return SOLVE(b, k, g, beta, ridge, H0, cu_seqlens, how.steps, how.half)
+    weighted = beta[..., None] * k
 
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
-        arguments = (None, H0, cu_seqlens, 1.0, None, "auto")
+        arguments = (None, H0, cu_seqlens, 1.0, None, how.backend)
         return FORWARD(x, weighted, k, g, *arguments)[0]
 
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
-    for _ in range(steps):
+    for _ in range(how.steps):
         Ap = product(p) + ridge * p
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
         x, r = x + step * p, r - step * Ap

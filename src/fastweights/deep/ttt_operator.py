@@ -11,20 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights import private
-from fastweights.ops import (
-    LIBRARY,
-    check_name,
-    choose_backend,
-    ran,
-    without_autocast,
-)
+from fastweights.deep.backends import by_kernel, widest
+from fastweights.ops import LIBRARY, ran, without_autocast
 
 MAX_K, MAX_C = 128, 16
 """The widest head and the longest mini-batch of the kernel; fp32: half K."""
-
-LEADING = (9, 10)
-"""Major compute capabilities whose registers it does not exceed by much."""
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor rate, Tensor W, Tensor b, "
@@ -42,46 +33,19 @@ LIBRARY.define(
 )
 
 
-@private.constant_in_graphs
-def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel runs there, and for "auto" whether it is worth it.
-
-    It is in half precision on Hopper and on Blackwell's data centre GPU. On
-    others, and in fp32, it would keep kilobytes per thread outside of the
-    registers (tests/test_compile_ttt.py).
-    """
-    if choose_backend(backend, device, dtype) != "triton":
-        return False
-    if backend == "triton":
-        return True
-    major, _ = torch.cuda.get_device_capability(device)
-    return dtype != torch.float32 and major in LEADING
-
-
 def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
     """Whether the kernel computes these tokens, by mini-batches of ``size``.
 
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    check_name(backend)
-    if backend == "loop":
-        raise ValueError(
-            "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"
-        )
-    K, most = q.shape[-1], MAX_K // (2 if q.dtype == torch.float32 else 1)
+    K, most = q.shape[-1], widest(q, MAX_K)
+    need = (
+        f"one layer, heads of at most {most} and mini-batches of at most "
+        f"{MAX_C} tokens, not {depth}, {K} and {size}"
+    )
     fits = depth == 1 and most >= K and size <= MAX_C
-    if backend == "triton" and not fits:
-        raise ValueError(
-            f"backend: got 'triton', which needs one layer, heads of at most "
-            f"{most} and mini-batches of at most {MAX_C} tokens, not "
-            f"{depth}, {K} and {size}"
-        )
-    if backend == "chunkwise" or not fits:
-        return False
-    if backend == "auto" and q.device.type != "cuda":
-        return False
-    return chosen(backend, q.device, q.dtype)
+    return by_kernel(backend, q, fits, need)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,16 +8,22 @@ in the :class:`fastweights.kernels.plan.Schedule` of its kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
 from fastweights.kernels import dot_precision, launch
+from fastweights.kernels.gpu import properties
 from fastweights.kernels.lengths import Lengths, lengths_of
-from fastweights.kernels.plan import Schedule, compile_together, places
-from fastweights.kernels.settings import Kind, properties
-from fastweights.kernels.tile import INTERPRETED
+from fastweights.kernels.plan import (
+    Schedule,
+    compile_together,
+    memory,
+    places,
+)
+from fastweights.kernels.settings import Kind
 
 Given = Sequence[Tensor | None]  # in the order of launch.GIVEN
 
@@ -49,22 +55,17 @@ def dtypes(given: Given) -> launch.Dtypes:
     return tuple([None if x is None else x.dtype for x in given])
 
 
-def empty_saved(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> list[Tensor]:
-    """Room for what :func:`forward` keeps."""
-    given = (q, q, v, g, beta, None, cu_seqlens)
+def empty_saved(*call: Any) -> list[Tensor]:
+    """Room for what :func:`forward` keeps.
+
+    Of q, v, g, beta, cu_seqlens and chunk_size.
+    """
+    q, v, g, beta, offsets, chunk_size = call
+    given = (q, q, v, g, beta, None, offsets)
     kind, sizes = kind_of(given, chunk_size)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     kept = launch.kept(kind, launch.rooms(kind, dtypes(given)))
-    if INTERPRETED:
-        return [x.empty(q, lengths) for x in kept]
-    return [q.new_empty(places(kept, lengths)[-1], dtype=torch.uint8)]
+    return memory(kept, places(kept, lengths)[-1], q, lengths)
 
 
 def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:
@@ -76,15 +77,14 @@ def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:
     kind, sizes = kind_of(given, chunk_size)
     lengths, of = lengths_of(kind, *sizes), dtypes(given)
     cut, back = min(lengths.NS, 3), len(given) > 7
-    found = (launch.backward if back else launch.forward)(kind, of, cut)
-    if not found.kernels:
-        together = [found]
+    schedule = (launch.backward if back else launch.forward)(kind, of, cut)
+    if not schedule.kernels:
+        together = [schedule]
         if not back and any(x.requires_grad for x in given if x is not None):
-            of = (*of, of[2], None)
-            together.append(launch.backward(kind, of, cut))
+            together += [launch.backward(kind, (*of, of[2], None), cut)]
         compile_together(*together)
-        found.load(kind.gpu.shared)
-    return found, lengths
+        schedule.load(kind.gpu.shared)
+    return schedule, lengths
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
@@ -99,57 +99,42 @@ def aligned(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run(
+    inputs: Given, saved: list[Tensor] | None, scale: float, chunk_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The results of a call, and what is kept."""
+    given = [aligned(x) for x in inputs]
+    with torch.cuda.device_of(inputs[0]):
+        schedule, lengths = scheduled(given, chunk_size)
+        return schedule(given, lengths, scale, saved)
+
+
+def forward(*call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is kept.
 
-    That is one buffer, but in Triton's interpreter a tensor each.
+    Of q, k, v, g, beta, initial_state, cu_seqlens, scale and chunk_size. Kept
+    is one buffer, but in Triton's interpreter a tensor each.
     """
-    if cu_seqlens is not None and not cu_seqlens.is_cuda:
-        check_offsets(cu_seqlens.tolist(), q.shape[1])
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    given = [aligned(x) for x in inputs]
-    with torch.cuda.device_of(q):
-        schedule, lengths = scheduled(given, chunk_size)
-        (o, state), saved = schedule(given, lengths, scale)
+    *inputs, scale, chunk_size = call
+    q, offsets = inputs[0], inputs[6]
+    if offsets is not None and not offsets.is_cuda:
+        check_offsets(offsets.tolist(), q.shape[1])
+    (o, state), saved = run(inputs, None, scale, chunk_size)
     return o, state, saved
 
 
-def backward(
-    do: Tensor | None,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    scale: float,
-    chunk_size: int,
-) -> list[Tensor]:
+def backward(*call: Any) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
-    Each has its input's dtype. do or dstate is None where nothing depends
-    on that output.
+    Of do, dstate, the inputs of the forward, what it kept, scale and
+    chunk_size. Each has its input's dtype. do or dstate is None where nothing
+    depends on that output.
     """
+    do, dstate, *inputs, saved, scale, chunk_size = call
+    v, g, beta = inputs[2:5]
     if do is None:
         do = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
-    given = [aligned(x) for x in inputs]
-    with torch.cuda.device_of(q):
-        schedule, lengths = scheduled(given, chunk_size)
-        grads, _ = schedule(given, lengths, scale, saved)
+    grads, _ = run((*inputs, do, dstate), saved, scale, chunk_size)
     if beta is not None:
         at = 3 + (g is not None)
         if grads[at].dim() > beta.dim():  # of each value tile

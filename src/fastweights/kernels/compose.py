@@ -10,12 +10,7 @@ what they leave are pieces: the chunks between two borders of either kind.
 import triton
 import triton.language as tl
 
-from fastweights.kernels.tile import (
-    mask_if,
-    sequence_span,
-    state_at,
-    tile_at,
-)
+from fastweights.kernels import tile
 
 
 @triton.jit
@@ -26,7 +21,7 @@ def cuts(i_n, NS, NR, cu_seqlens, T, BT: tl.constexpr):
     segment and a range have. Segments at the end may have fewer, or none. The
     ranges are those of all segments but the last, and no shorter than these.
     """
-    start, end = sequence_span(i_n, cu_seqlens, T)
+    start, end = tile.sequence_span(i_n, cu_seqlens, T)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     size = tl.maximum(tl.cdiv(NT, NS), 1)
     return start, end, NT, size, tl.cdiv((NS - 1) * size, NR)
@@ -42,41 +37,31 @@ def piece_at(i_t, size, span):
     return i_t // size + tl.where(span == size, 0, i_t // span)
 
 
-@triton.jit(do_not_specialize=["NS", "NR", "T", "N"])
-def compose_kernel(
-    states,
-    maps,
-    cu_seqlens,
-    NS,
-    NR,
-    T,
-    N,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DELTA: tl.constexpr,
-    BACK: tl.constexpr,
-):
+@triton.jit
+def compose_kernel(borders, maps, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
-    In place, fp32. states [pieces, N, HV, K, V] has what leaves a piece that
+    In place, fp32. borders [pieces, N, HV, K, V] has what leaves a piece that
     zero enters, but in the first range what leaves it indeed. maps [pieces -
     1, N, HV, K, K] are those of all pieces but the first; [pieces - 1, N, HV,
     K], the diagonal, for the additive rule; or None, all ones. BACK, from the
-    last, states [NS, N, HV, K, V]: in row s - 1 what segment s adds to the
+    last, borders [NS, N, HV, K, V]: in row s - 1 what segment s adds to the
     gradient of the state that enters it, then that gradient. The last row is
     for that of a segment's second piece.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    NJ: tl.constexpr = (K + BJ - 1) // BJ
+    cu_seqlens, scale, T, N, NS, NR = call
+    BACK: tl.constexpr = META.BACK
+    HV: tl.constexpr = META.HV
+    K: tl.constexpr = META.K
+    BJ: tl.constexpr = META.BJ
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    NV: tl.constexpr = META.NV
+    NJ: tl.constexpr = META.NJ
     i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     rows = N * HV
     o_k = tl.arange(0, BK)
-    _, _, NT, size, span = cuts(i_nh // HV, NS, NR, cu_seqlens, T, BT)
+    _, _, NT, size, span = cuts(i_nh // HV, NS, NR, cu_seqlens, T, META.BT)
     for i in range(2 * (NS - 2)):
         # A segment has two pieces at most, the first of which may be empty.
         i_s = NS - 2 - i // 2 if BACK else 1 + i // 2
@@ -97,31 +82,38 @@ def compose_kernel(
                 i_from = tl.where(stop == last, i_s, NS - 1) * rows + i_nh
             else:
                 i_from = piece_at(c - 1, size, span) * rows + i_nh
-            o_S, m_S = state_at(to * rows + i_nh, i_v, K, V, BK, BV)
-            m_own = mask_if(start_of_segment, m_S) if BACK else m_S
-            if DELTA:
+            i_to = to * rows + i_nh
+            own = start_of_segment if BACK else True
+            if META.DELTA:
                 b_on = tl.zeros([BK, BV], dtype=tl.float32)
                 for i_j in tl.static_range(NJ):
-                    o_x, m_x = tile_at(i_from, i_j, 0, i_v, K, 1, V, BJ, BV)
-                    b_x = tl.load(states + o_x, mask=m_x, other=0.0)
+                    o_x, m_x = tile.tile_at(
+                        i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
+                    )
+                    b_x = tl.load(borders + o_x, mask=m_x, other=0.0)
                     if BACK:
-                        o_M, m_M = tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
+                        o_M, m_M = tile.tile_at(
+                            i_M, i_j, 0, 0, K, 1, K, BJ, BK
+                        )
                     else:
-                        o_M, m_M = tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
+                        o_M, m_M = tile.tile_at(
+                            i_M, 0, 0, i_j, K, 1, K, BK, BJ
+                        )
                     b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
                     if i_j == NJ - 1:  # with the last loads, not before them
-                        b_S = tl.load(states + o_S, mask=m_own, other=0.0)
+                        b_S = tile.load_state(borders, i_to, i_v, own, META)
                     if BACK:
                         b_M = tl.trans(b_M)  # [BK, BJ]
                     b_on = tl.dot(b_M, b_x, b_on, input_precision="tf32x3")
                 b_S += b_on
             else:
-                b_S = tl.load(states + o_S, mask=m_own, other=0.0)  # [BK, BV]
-                o_x, m_x = state_at(i_from, i_v, K, V, BK, BV)
-                b_x = tl.load(states + o_x, mask=m_x, other=0.0)  # [BK, BV]
+                b_S = tile.load_state(
+                    borders, i_to, i_v, own, META
+                )  # [BK, BV]
+                b_x = tile.load_state(borders, i_from, i_v, True, META)
                 if maps is not None:
                     p_M = maps + i_M.to(tl.int64) * K + o_k
                     b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
                 b_S += b_x
-            tl.store(states + o_S, b_S, mask=m_S)
+            tile.store_state(borders, b_S, i_to, i_v, True, META)
             tl.debug_barrier()  # before other threads load what was stored

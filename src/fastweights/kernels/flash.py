@@ -27,6 +27,7 @@ from fastweights.kernels.tile import (
     row_at,
     store_rows,
     tile_sizes,
+    tiles,
 )
 
 
@@ -104,7 +105,7 @@ def flash_fwd_kernel(
     i_t = tl.cdiv(T, BT) - 1 - i_t  # those with most keys start first
     i_h = i_hq // (HQ // H)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_q = load_rows(q, t, end, i_hq, 0, HQ, K, BT, BK)  # [BT, BK]
+    b_q = load_rows(q, (t, end, i_hq), 0, tiles(HQ, K, BT, BK))  # [BT, BK]
 
     b_max = tl.full([BT], -float("inf"), dtype=tl.float32)
     b_sum = tl.zeros([BT], dtype=tl.float32)
@@ -114,8 +115,12 @@ def flash_fwd_kernel(
         i_from, i_to = key_tiles(i_t, T, DIAGONAL, BT, BS)
         for i_s in range(i_from, i_to):
             s = t_0 + i_s * BS
-            b_k = load_rows(k, s, end, i_h, 0, H, K, BS, BK)  # [BS, BK]
-            b_v = load_rows(v, s, end, i_h, 0, H, V, BS, BV)  # [BS, BV]
+            b_k = load_rows(
+                k, (s, end, i_h), 0, tiles(H, K, BS, BK)
+            )  # [BS, BK]
+            b_v = load_rows(
+                v, (s, end, i_h), 0, tiles(H, V, BS, BV)
+            )  # [BS, BV]
             m_s = o_t[:, None] >= i_s * BS + o_s[None, :] if DIAGONAL else None
             b_s = scores(b_q, b_k, scale, m_s, PRECISION)  # [BT, BS]
             b_new = tl.maximum(b_max, tl.max(b_s, axis=1))  # [BT]
@@ -126,9 +131,9 @@ def flash_fwd_kernel(
             b_p = b_p.to(b_v.dtype)
             b_o = tl.dot(b_p, b_v, b_o, input_precision=PRECISION)  # [BT, BV]
             b_max = b_new
-    p_lse, m_t = row_at(lse, t, end, i_hq, HQ, BT)
+    p_lse, m_t = row_at(lse, (t, end, i_hq), HQ, BT)
     b_o /= b_sum[:, None]
-    store_rows(o, b_o, t, end, i_hq, 0, HQ, V, BT, BV)
+    store_rows(o, b_o, (t, end, i_hq), 0, tiles(HQ, V, BT, BV))
     tl.store(p_lse, b_max + tl.log2(b_sum), mask=m_t)
 
 
@@ -159,12 +164,12 @@ def flash_bwd_dq_kernel(
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_h = i_hq // (HQ // H)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_q = load_rows(q, t, end, i_hq, 0, HQ, K, BT, BK)  # [BT, BK]
-    b_do = load_rows(do, t, end, i_hq, 0, HQ, V, BT, BV)  # [BT, BV]
-    b_o = load_rows(o, t, end, i_hq, 0, HQ, V, BT, BV)  # [BT, BV]
-    b_lse = load_row(lse, t, end, i_hq, HQ, BT)[:, None]  # [BT, 1]
+    b_q = load_rows(q, (t, end, i_hq), 0, tiles(HQ, K, BT, BK))  # [BT, BK]
+    b_do = load_rows(do, (t, end, i_hq), 0, tiles(HQ, V, BT, BV))  # [BT, BV]
+    b_o = load_rows(o, (t, end, i_hq), 0, tiles(HQ, V, BT, BV))  # [BT, BV]
+    b_lse = load_row(lse, (t, end, i_hq), HQ, BT)[:, None]  # [BT, 1]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do, axis=1)  # [BT]
-    p_delta, m_t = row_at(delta, t, end, i_hq, HQ, BT)
+    p_delta, m_t = row_at(delta, (t, end, i_hq), HQ, BT)
     tl.store(p_delta, b_delta, mask=m_t)
     b_delta = b_delta[:, None]  # [BT, 1]
 
@@ -174,15 +179,19 @@ def flash_bwd_dq_kernel(
         i_from, i_to = key_tiles(i_t, T, DIAGONAL, BT, BS)
         for i_s in range(i_from, i_to):
             s = t_0 + i_s * BS
-            b_k = load_rows(k, s, end, i_h, 0, H, K, BS, BK)  # [BS, BK]
-            b_v = load_rows(v, s, end, i_h, 0, H, V, BS, BV)  # [BS, BV]
+            b_k = load_rows(
+                k, (s, end, i_h), 0, tiles(H, K, BS, BK)
+            )  # [BS, BK]
+            b_v = load_rows(
+                v, (s, end, i_h), 0, tiles(H, V, BS, BV)
+            )  # [BS, BV]
             m_s = o_t[:, None] >= i_s * BS + o_s[None, :] if DIAGONAL else None
             _, b_ds = weights(
                 b_q, b_k, b_do, b_v, b_lse, b_delta, scale, m_s, PRECISION
             )  # [BT, BS]
             b_ds = b_ds.to(b_k.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-    store_rows(dq, scale * b_dq, t, end, i_hq, 0, HQ, K, BT, BK)
+    store_rows(dq, scale * b_dq, (t, end, i_hq), 0, tiles(HQ, K, BT, BK))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -214,8 +223,8 @@ def flash_bwd_dkv_kernel(
     """
     i_t, i_h, t_0 = own_tile(T, H, BT)
     t, end = t_0 + i_t * BT, t_0 + T
-    b_k = load_rows(k, t, end, i_h, 0, H, K, BT, BK)  # [BT, BK]
-    b_v = load_rows(v, t, end, i_h, 0, H, V, BT, BV)  # [BT, BV]
+    b_k = load_rows(k, (t, end, i_h), 0, tiles(H, K, BT, BK))  # [BT, BK]
+    b_v = load_rows(v, (t, end, i_h), 0, tiles(H, V, BT, BV))  # [BT, BV]
 
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     b_dv = tl.zeros([BT, BV], dtype=tl.float32)
@@ -229,10 +238,14 @@ def flash_bwd_dkv_kernel(
         for i in range(i_from * G, i_to * G):  # each head in each tile
             i_s, i_hq = i // G, i_h * G + i % G
             s = t_0 + i_s * BS
-            b_q = load_rows(q, s, end, i_hq, 0, HQ, K, BS, BK)  # [BS, BK]
-            b_do = load_rows(do, s, end, i_hq, 0, HQ, V, BS, BV)  # [BS, BV]
-            b_lse = load_row(lse, s, end, i_hq, HQ, BS)[None, :]  # [1, BS]
-            b_delta = load_row(delta, s, end, i_hq, HQ, BS)[None, :]
+            b_q = load_rows(
+                q, (s, end, i_hq), 0, tiles(HQ, K, BS, BK)
+            )  # [BS, BK]
+            b_do = load_rows(
+                do, (s, end, i_hq), 0, tiles(HQ, V, BS, BV)
+            )  # [BS, BV]
+            b_lse = load_row(lse, (s, end, i_hq), HQ, BS)[None, :]  # [1, BS]
+            b_delta = load_row(delta, (s, end, i_hq), HQ, BS)[None, :]
             m_s = o_t[:, None] <= i_s * BS + o_s[None, :] if DIAGONAL else None
             b_p, b_ds = weights(
                 b_k, b_q, b_v, b_do, b_lse, b_delta, scale, m_s, PRECISION
@@ -240,8 +253,8 @@ def flash_bwd_dkv_kernel(
             b_p, b_ds = b_p.to(b_do.dtype), b_ds.to(b_q.dtype)
             b_dv = tl.dot(b_p, b_do, b_dv, input_precision=PRECISION)
             b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
-    store_rows(dk, scale * b_dk, t, end, i_h, 0, H, K, BT, BK)
-    store_rows(dv, b_dv, t, end, i_h, 0, H, V, BT, BV)
+    store_rows(dk, scale * b_dk, (t, end, i_h), 0, tiles(H, K, BT, BK))
+    store_rows(dv, b_dv, (t, end, i_h), 0, tiles(H, V, BT, BV))
 
 
 def flash_options(

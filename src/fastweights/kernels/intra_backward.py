@@ -3,76 +3,29 @@
 import triton
 import triton.language as tl
 
-from fastweights.kernels.tile import (
-    LEAST,
-    add_pairs,
-    chunk_span,
-    decay_matrix,
-    decay_to_exit,
-    decays_of_pairs,
-    first_level,
-    is_near,
-    load_rows,
-    nonzero,
-    num_levels,
-    slot_row,
-    split_gates,
-    store_rows,
-    summed_gates,
-    summed_rows,
-    tile_at,
-    time_order,
-    unchained,
-)
+from fastweights.kernels import tile
+
+LOOK = tl.constexpr(16)  # chunks that a program of the strong kernel looks at
 
 
 @triton.jit
-def all_near(
-    total,
-    x,
-    i_c,
-    i_h,
-    i_k,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Whether every channel of the key tile, of total [K], is_near.
+def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
+    """Whether every channel of the key tile, of total [K], is_weak.
 
     For all value heads of key head i_h.
     """
     least = 1.0
-    o_k = i_k * BK + tl.arange(0, BK)
-    for i_g in range(HV // H):
-        i_ch = i_c.to(tl.int64) * HV + i_h * (HV // H) + i_g
-        b_total = tl.load(total + i_ch * K + o_k, mask=o_k < K, other=1.0)
+    o_k = i_k * META.BK + tl.arange(0, META.BK)
+    for i_g in range(META.HV // META.H):
+        i_ch = i_c.to(tl.int64) * META.HV + i_h * (META.HV // META.H) + i_g
+        p_total = total + i_ch * META.K + o_k
+        b_total = tl.load(p_total, mask=o_k < META.K, other=1.0)
         least = tl.minimum(least, tl.min(b_total))
-    return is_near(least, x, K)
+    return tile.is_weak(least, x, META.K)
 
 
 @triton.jit
-def products_bwd(
-    do,
-    x,
-    dv,
-    h,
-    dh,
-    t,
-    end,
-    i_ch,
-    i_hv,
-    i_k,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DG: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def products_bwd(values, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
@@ -82,30 +35,36 @@ def products_bwd(
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
+    do, x, dv, h, dh = values
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    VALUES: tl.constexpr = META.values
+    PRECISION: tl.constexpr = META.PRECISION
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
     b_dE = tl.zeros([BT, BT], dtype=tl.float32)
     b_row = tl.zeros([BT, BK], dtype=tl.float32)
     b_col = tl.zeros([BT, BK], dtype=tl.float32)
     b_err = tl.zeros([BT, BK], dtype=tl.float32)
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        o_h, m_h = tile_at(i_ch, i_k, 0, i_v, K, 1, V, BK, BV)
+    for i_v in range(META.NV):
+        o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
         b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_x = load_rows(x, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
-        b_do = load_rows(do, t, end, i_hv, i_v, HV, V, BT, BV)  # [BT, BV]
+        b_x = tile.load_rows(x, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(do, rows, i_v, VALUES)  # [BT, BV]
         b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
         b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
-        if DELTA:
-            b_dv = load_rows(dv, t, end, i_hv, i_v, HV, V, BT, BV)
+        if META.DELTA:
+            b_dv = tile.load_rows(dv, rows, i_v, VALUES)  # [BT, BV]
             b_dE = tl.dot(b_dv, b_xT, b_dE, input_precision=PRECISION)
             b_err = tl.dot(b_dv, b_hT, b_err, input_precision=PRECISION)
-        if DG > 0:
+        if META.DG > 0:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
-    b_hdh = tl.where(time_order(BK) == 0, b_hdh, 0.0)
-    if DG == 1:  # noqa: SIM108
+    b_hdh = tl.where(tile.time_order(BK) == 0, b_hdh, 0.0)
+    if META.DG == 1:  # noqa: SIM108
         b_kept = tl.sum(b_hdh)
     else:
         b_kept = tl.sum(b_hdh, axis=1)  # [BK]
@@ -113,55 +72,21 @@ def products_bwd(
 
 
 @triton.jit
-def store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV: tl.constexpr):
+def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
     """From the diagonal of -dAkk, the sum over values of dv and the errors.
 
     dv has beta as a factor (the scan takes care that it is not 0). Every key
     tile finds the same.
     """
-    BT: tl.constexpr = b_dE.shape[0]
     if i_k == 0:
-        b_own = tl.where(time_order(BT) == 0, b_dE, 0.0)  # [BT, BT]
-        b_dbeta = tl.sum(b_own, axis=1) / nonzero(b_beta)  # [BT]
-        store_rows(dbeta, b_dbeta[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+        b_own = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
+        b_dbeta = tl.sum(b_own, axis=1) / tile.nonzero(b_beta)  # [BT]
+        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, META.numbers)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit
 def intra_bwd_kernel(
-    q_in,
-    k_in,
-    k_out,
-    row_in,
-    row_beta,
-    total,
-    G,
-    row_undo,
-    rounded,
-    g,
-    do,
-    x,
-    dv,
-    h,
-    dh,
-    dq,
-    dk,
-    dg,
-    dkept,
-    dbeta,
-    cu_seqlens,
-    scale,
-    N,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DG: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    g, decayed, decays, values, gradients, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: gradients of q, k, g and beta.
 
@@ -179,37 +104,52 @@ def intra_bwd_kernel(
     With a gate per channel, e^G q and e^{G_C - G} k as the states meet them
     also meet each other, with a factor e^{G_C} of the channel too much,
     which is divided out. That takes a chunk whose decay is bounded;
-    intra_bwd_far_kernel has the others.
+    intra_bwd_strong_kernel has the others.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK
+    q_in, k_in, k_out = decayed
+    row_in, row_inverse, row_beta, total, G = decays
+    do, x, dv, h, dh = values
+    dq, dk, dg, dkept, dbeta = gradients
+    cu_seqlens, scale, T, N, NS, NR = call
+    PRECISION: tl.constexpr = META.PRECISION
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.keys
+    GATES: tl.constexpr = META.gates
+    READ: tl.constexpr = META.gates if DG > 1 else META.keys
+    H: tl.constexpr = META.H
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    NK: tl.constexpr = META.NK
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
-    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
     if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
-        if not all_near(total, do, i_c, i_h, i_k, H, HV, K, BK):
+        if not all_weak(total, do, i_c, i_h, i_k, META):
             return
     dtype = do.dtype.element_ty
-    o_t = time_order(BT)
+    o_t = tile.time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
+        rows = (t, end, i_hv)
         b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-            do, x, dv, h, dh, t, end, i_ch, i_hv, i_k,
-            HV, K, V, BT, BK, BV, DG, DELTA, PRECISION,
-        )  # fmt: skip
+            values, rows, i_ch, i_k, META
+        )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))  # [BT]
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
             if dbeta is not None:
-                store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
+                store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
         b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
         if DELTA:
             b_weight = b_beta
@@ -217,13 +157,13 @@ def intra_bwd_kernel(
             b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
             b_own = (scale * b_weight * tl.sum(b_own, axis=1))[:, None]
         if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))  # [BT]
-            b_undo = tl.load(slot_row(row_undo, i_c, i_hv, HV, BT))  # [BT]
-            b_undo *= b_weight
+            b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
+            b_inverse = tl.load(tile.slot_row(row_inverse, i_ch, BT))  # [BT]
+            b_inverse *= b_weight
             b_total = tl.load(total + i_ch)
-            b_D = b_in[:, None] * b_undo[None, :]  # [BT, BT]
-            if b_total < LEAST:
-                b_D = decay_matrix(G, i_c, i_hv, HV, BT) * b_undo[None, :]
+            b_D = b_in[:, None] * b_inverse[None, :]  # [BT, BT]
+            if b_total < tile.LEAST:
+                b_D = tile.decay_matrix(G, i_ch, BT) * b_inverse[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
         else:
@@ -235,26 +175,25 @@ def intra_bwd_kernel(
 
         # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
-        i_x, HX = i_h, H
+        read = rows if DG > 1 else (t, end, i_h)
         b_write = b_weight[:, None]
         if DG == 1:
             b_decay = b_in[:, None]  # [BT, 1]
-            b_out = decay_to_exit(b_decay, b_total, G, i_c, i_hv, HV, BT)
+            b_out = tile.decay_to_exit(b_decay, b_total, G, i_ch, BT)
             b_write *= b_out
             b_kept = b_kept * b_total
         elif DG > 1:
-            i_x, HX = i_hv, HV
             o_k = i_k * BK + tl.arange(0, BK)
-            p_last = rounded + i_ch * K + o_k
-            b_last = tl.load(p_last, mask=o_k < K, other=0.0)  # [BK]
+            p_last = G + i_ch * META.K + o_k
+            b_last = tl.load(p_last, mask=o_k < META.K, other=0.0)  # [BK]
             b_total = tl.exp2(b_last)
             b_decay = b_total[None, :]
-            b_undo = tl.exp2(-b_last)[None, :]
+            b_inverse = tl.exp2(-b_last)[None, :]
             b_kept *= b_total
         if DELTA or DG == 1:
             b_col *= b_write
-        b_q = load_rows(q_in, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
-        b_k = load_rows(k_out, t, end, i_x, i_k, HX, K, BT, BK)  # [BT, BK]
+        b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
+        b_k = tile.load_rows(k_out, read, i_k, READ)  # [BT, BK]
         b_row *= (scale * b_decay) if DG > 0 else scale
         # b_row last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_c's is transposed.
@@ -263,7 +202,7 @@ def intra_bwd_kernel(
         if DELTA:
             b_kr = b_k
             if DG > 1:
-                b_kr = load_rows(k_in, t, end, i_x, i_k, HX, K, BT, BK)
+                b_kr = tile.load_rows(k_in, read, i_k, READ)  # [BT, BK]
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
             b_err *= -b_decay if DG > 0 else -1.0
@@ -286,44 +225,34 @@ def intra_bwd_kernel(
         if DG == 1:
             i_part = i_ch * NK + i_k
             o_c = i_part * 2 * BT + tl.arange(0, BT)
-            b_sums = tl.reduce((b_pairs, b_w), 1, add_pairs)
+            b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
             tl.store(dg + o_c, b_sums[0])
             tl.store(dg + BT + o_c, b_sums[1])
             tl.store(dkept + i_part, b_kept)
         elif DG > 1:
-            b_dg = summed_rows(o_t <= 0, b_pairs * b_undo, HALVES)  # [BT, BK]
-            b_dg += summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
-            store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
+            b_pairs *= b_inverse
+            b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
+            b_dg += tile.summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
+            tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
-        if DG > 1:
-            b_g = load_rows(g, t, end, i_hv, i_k, HV, K, BT, BK)  # [BT, BK]
-            b_high, b_low = split_gates(b_g)  # [BT, BK]
-            b_G = summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+            b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
+            b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             b_row *= tl.exp2(-b_G)
             b_err *= tl.exp2(-b_G)
             b_col *= tl.exp2(b_G)
-            b_c *= b_undo * tl.exp2(b_G)
+            b_c *= b_inverse * tl.exp2(b_G)
         b_dq += b_row
         b_dk += b_col + b_c
         if DELTA:
             b_dk += b_err
 
-    store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
-    store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
+    tile.store_rows(dq, b_dq, (t, end, i_h), i_k, KEYS)
+    tile.store_rows(dk, b_dk, (t, end, i_h), i_k, KEYS)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
-def gate_bwd_kernel(
-    parts,
-    dkept,
-    dg,
-    cu_seqlens,
-    N,
-    T,
-    HV: tl.constexpr,
-    NK: tl.constexpr,
-    BT: tl.constexpr,
-):
+@triton.jit
+def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     """One chunk of one value head: dg of a gate per head [T, HV].
 
     dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and kept. Of
@@ -331,8 +260,11 @@ def gate_bwd_kernel(
     gives to later ones; w_j, what token j writes as it arrives at the exit.
     dkept: the entering state's decay.
     """
-    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    cu_seqlens, scale, T, N, NS, NR = call
+    BT: tl.constexpr = META.BT
+    NK: tl.constexpr = META.NK
+    i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
     o_c = tl.arange(0, BT)
@@ -347,108 +279,97 @@ def gate_bwd_kernel(
         b_dg += tl.load(dkept + i_part)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
-    store_rows(dg, b_dg[:, None], t, end, i_hv, 0, HV, 1, BT, 1)
+    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, META.numbers)
 
 
-@triton.jit(do_not_specialize=["marks", "N", "T"])
-def intra_bwd_far_kernel(
-    q,
-    k,
-    row_beta,
-    total,
-    far,
-    g,
-    do,
-    x,
-    dv,
-    h,
-    dh,
-    dq,
-    dk,
-    dg,
-    dbeta,
-    cu_seqlens,
-    scale,
-    marks,
-    N,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LOOK: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["num_chunks"])
+def intra_bwd_strong_kernel(
+    inputs,
+    decays,
+    strong,
+    values,
+    gradients,
+    num_chunks,
+    call,
+    META: tl.constexpr,
 ):
     """intra_bwd_kernel for a gate per channel, and the tiles it leaves out.
 
-    Those in which a channel's decay fails is_near. The scores' gradients
-    pass level by level (tile.decays_of_pairs), and moderate gates need one
-    level. With 8 warps: whatever leads to a product is unchained, or it would
-    be computed twice.
+    Those in which a channel's decay is not weak. The scores' gradients pass
+    level by level (tile.decays_of_pairs), and moderate gates need one level.
+    A program looks at LOOK of the num_chunks chunks of key heads. With 8
+    warps: whatever leads to a product is by_columns, or it would be computed
+    twice.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK
-    LEVELS: tl.constexpr = num_levels(BT)
+    q, k, g, beta = inputs
+    row_in, row_inverse, row_beta, total, G = decays
+    do, x, dv, h, dh = values
+    dq, dk, dg, dkept, dbeta = gradients
+    cu_seqlens, scale, T, N, NS, NR = call
+    PRECISION: tl.constexpr = META.PRECISION
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.keys
+    GATES: tl.constexpr = META.gates
+    H: tl.constexpr = META.H
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    NK: tl.constexpr = META.NK
+    LEVELS: tl.constexpr = tile.num_levels(BT)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     dtype = do.dtype.element_ty
-    o_t = time_order(BT)
+    o_t = tile.time_order(BT)
     first = tl.program_id(0) * LOOK
-    o_x = first + tl.arange(0, LOOK)  # marks of a key head's value heads
-    b_far = tl.zeros([LOOK], dtype=tl.int32)
+    o_x = first + tl.arange(0, LOOK)
+    b_strong = tl.zeros([LOOK], dtype=tl.int32)
     for i_m in tl.static_range(NG):
-        p_far = far + o_x * NG + i_m
-        b_far += tl.load(p_far, mask=o_x < marks, other=0)
-    if tl.max(b_far) == 0:
+        p_strong = strong + o_x * NG + i_m
+        b_strong += tl.load(p_strong, mask=o_x < num_chunks, other=0)
+    if tl.max(b_strong) == 0:
         return
     for i in range(LOOK * NK):
         i_x = first + i // NK
         i_c, i_h, i_k = i_x // H, i_x % H, i % NK
-        t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
-        bounded = (i_x >= marks) | (t >= end)
-        if bounded == 0:
-            bounded = all_near(total, do, i_c, i_h, i_k, H, HV, K, BK)
-        if bounded == 0:
-            b_k = load_rows(k, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
-            b_q = load_rows(q, t, end, i_h, i_k, H, K, BT, BK)  # [BT, BK]
+        t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+        done = (i_x >= num_chunks) | (t >= end)
+        if done == 0:
+            done = all_weak(total, do, i_c, i_h, i_k, META)
+        if done == 0:
+            rows_of_key = (t, end, i_h)
+            b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+            b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
             for i_g in range(NG):
                 i_hv = i_h * NG + i_g
                 i_ch = i_c.to(tl.int64) * HV + i_hv
+                rows = (t, end, i_hv)
                 b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-                    do, x, dv, h, dh, t, end, i_ch, i_hv, i_k,
-                    HV, K, V, BT, BK, BV, K, DELTA, PRECISION,
-                )  # fmt: skip
-                b_dA, b_dE = unchained(b_dA, True), unchained(b_dE, True)
-                b_row, b_col = unchained(b_row, True), unchained(b_col, True)
-                b_err = unchained(b_err, True)
+                    values, rows, i_ch, i_k, META
+                )
+                b_dA = tile.by_columns(b_dA, True)
+                b_dE = tile.by_columns(b_dE, True)
+                b_row = tile.by_columns(b_row, True)
+                b_col = tile.by_columns(b_col, True)
+                b_err = tile.by_columns(b_err, True)
                 if DELTA:
-                    b_beta = tl.load(
-                        slot_row(row_beta, i_c, i_hv, HV, BT)
-                    )  # [BT]
+                    b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
                     if dbeta is not None:
-                        store_dbeta(dbeta, b_dE, b_beta, t, end, i_hv, i_k, HV)
+                        store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
                     b_dA *= b_beta[None, :]
                     b_dE *= -b_beta[None, :]
                     b_col *= b_beta[:, None]
-                b_g = load_rows(
-                    g, t, end, i_hv, i_k, HV, K, BT, BK
-                )  # [BT, BK]
-                b_high, b_low = split_gates(b_g)  # [BT, BK]
-                b_in = tl.exp2(
-                    summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
-                )
+                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+                b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
+                b_G = tile.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+                b_in = tl.exp2(b_G)
                 b_dA *= scale
                 b_row *= scale * b_in
                 b_err *= -b_in
-                b_col *= tl.exp2(
-                    summed_gates(o_t < 0, b_high, b_low, EXACT, True)
-                )
+                b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+                b_col *= tl.exp2(b_G)
                 b_w = b_k * b_col  # [BT, BK]
 
                 # Through the scores, the diagonal by itself.
@@ -456,43 +377,41 @@ def intra_bwd_far_kernel(
                 b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
                 b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
                 b_pairs = b_q * b_row + b_k * b_err
-                lowest = first_level(b_high, do, True)
+                lowest = tile.first_level(b_high, do, True)
                 for level in range(tl.maximum(lowest, 1), LEVELS + 1):
-                    b_r, b_c, m_A = decays_of_pairs(
+                    b_r, b_c, m_A = tile.decays_of_pairs(
                         b_high, b_low, level, lowest, EXACT, True
                     )  # [BT, BK], [BT, BK], [BT, BT]
                     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
                     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dA, 0.0)
                     b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
-                    b_x = unchained(b_x, True)  # [BT, BK]
+                    b_x = tile.by_columns(b_x, True)  # [BT, BK]
                     b_qT = tl.trans(b_qr)  # [BK, BT]
                     b_y = tl.dot(b_qT, b_A, input_precision=PRECISION)
-                    b_y = unchained(b_y, True)  # [BK, BT]
+                    b_y = tile.by_columns(b_y, True)  # [BK, BT]
                     b_row += b_r * b_x
                     b_pairs += b_qr * b_x
                     if DELTA:
                         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
                         b_A = tl.where(m_A, b_dE, 0.0)
                         b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
-                        b_x = unchained(b_x, True)  # [BT, BK]
+                        b_x = tile.by_columns(b_x, True)  # [BT, BK]
                         b_kT = tl.trans(b_kr)  # [BK, BT]
                         b_y = tl.dot(b_kT, b_A, b_y, input_precision=PRECISION)
                         b_err += b_r * b_x
                         b_pairs += b_kr * b_x
-                    b_y = tl.trans(unchained(b_y, True))  # [BT, BK]
+                    b_y = tl.trans(tile.by_columns(b_y, True))  # [BT, BK]
                     b_col += b_c * b_y
                     b_pairs -= b_kc * b_y
 
                 b_dq += b_row + b_own * b_k
                 b_dk += b_col + b_err + b_own * b_q
-                b_dg = summed_rows(o_t <= 0, b_pairs, HALVES, True)  # [BT, BK]
-                b_dg += summed_rows(o_t > 0, b_w, HALVES, True)
-                b_dg += (
-                    tl.exp(tl.sum(b_g.to(tl.float32), axis=0))
-                    * b_kept[None, :]
-                )
-                store_rows(dg, b_dg, t, end, i_hv, i_k, HV, K, BT, BK)
+                b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES, True)
+                b_dg += tile.summed_rows(o_t > 0, b_w, HALVES, True)
+                b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
+                b_dg += b_total * b_kept[None, :]
+                tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
-            store_rows(dq, b_dq, t, end, i_h, i_k, H, K, BT, BK)
-            store_rows(dk, b_dk, t, end, i_h, i_k, H, K, BT, BK)
+            tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)
+            tile.store_rows(dk, b_dk, rows_of_key, i_k, KEYS)

@@ -16,25 +16,39 @@ import torch
 from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
+    LOOK,
     gate_bwd_kernel,
-    intra_bwd_far_kernel,
     intra_bwd_kernel,
+    intra_bwd_strong_kernel,
 )
 from fastweights.kernels.plan import SCALE, Count, Launch, Room, Schedule
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import MARKS, Kind, constants
+from fastweights.kernels.settings import Kind, constants
 
 Dtypes = tuple[torch.dtype | None, ...]
 Rooms = dict[str, Room | None]
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 GIVEN = (*INPUTS, "do", "dstate")  # the last two to a backward
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# What travels together: a kernel takes each of these as one argument.
+GROUPS = {
+    "inputs": "q k g beta",
+    "decayed": "q_in k_in k_out",
+    "decays": "row_in row_inverse row_beta total G",
+    "scores": "Aqk R",
+    "states": "initial_state border_states maps",
+    "outputs": "o state h errors",
+    "incoming": "do dstate",
+    "dstates": "dv dbeta dh dinitial_state border_grads",
+    "values": "do x dv h dh",
+    "gradients": "dq dk dg dkept dbeta",
+    "call": "cu_seqlens scale T N NS NR",
+}
 NUMBERS = {x: Count(x) for x in ("T", "N", "NS", "NR")} | {"scale": SCALE}
 
 
-def tiles(kind: Kind, stage: str, columns: int, block: str = "BV") -> int:
-    """Of so many columns in a stage."""
-    return -(-columns // constants(stage, kind)[block])
+def compiled_for(stage: str, kind: Kind) -> Any:
+    """What the stage's kernel is compiled for: ``settings.Meta``."""
+    return constants(stage, kind)[0]
 
 
 def writes_by_tiles(kind: Kind) -> bool:
@@ -49,35 +63,26 @@ def writes_by_tiles(kind: Kind) -> bool:
 def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     """Every tensor of a forward and backward: rows of what, how wide, of what.
 
-    ``dtypes`` are those of the GIVEN tensors, or None; None too is what this
-    kind of call does not have.
-
-    * q_in, k_in, k_out: what the states meet. q, k, k, but for a gate
-      per channel with their decays in them (k_in is k for the additive
-      rule).
-    * A number per row: of a gate per head its running sum G, row_in = e^G and
-      row_undo = e^{-G}, or 1 where the chunk decays below LEAST; and
-      row_beta, 0 past a sequence's end.
-    * total, the decay of a chunk, and rounded, for the backward, its log2
-      from the gates as q_in, k_in and k_out have them. far, for the backward
-      too, is not 0 for the chunks in which a channel's decay fails is_near.
-    * exits, the states that leave the pieces of all segments but the last,
-      and maps of the pieces but the first: M, or the channels' decays.
-      entrances, the gradients of the states that enter the segments.
-    * h, the state that enters each chunk, and the errors: beta times that is
-      what the delta rule writes. dh, the gradient of what leaves the chunk.
-    * parts and dkept, of which gate_bwd_kernel sums dg of a gate per head.
+    What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
+    None is what this kind of call does not have. row_inverse is 1 where the
+    chunk decays below LEAST, row_beta 0 past a sequence's end. For the
+    backward of a gate per channel G is the log2 of the chunk's decay, of the
+    gates as q_in, k_in and k_out have them, and strong has a bit per key tile
+    that decays too far to divide by. border_states leave the pieces of all
+    segments but the last, and maps are those of the pieces but the first: M,
+    or the channels' decays. gate_bwd_kernel sums dg of parts and dkept.
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
     gated, channel = kind.gate > 0, kind.gate > 1
     head = gated and not channel
     of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
-    NK = tiles(kind, "intra_backward", K, "BK")
+    NK = compiled_for("intra_backward", kind).NK
     dbeta: tuple[Any, ...] = ((HV,), of["beta"])
     if writes_by_tiles(kind):
-        dbeta = ((HV, tiles(kind, "scan_backward", V)), fp32)
+        dbeta = ((HV, compiled_for("scan_backward", kind).NV), fp32)
     gates = (HV, K) if channel else (HV,)
+    sums = ((HV, K), fp32) if channel else ((HV, C), head and torch.float64)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
     layout: dict[str, tuple[Any, ...]] = {
         "q": ("tokens", (H, K), of["q"]),
@@ -95,19 +100,18 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         "row_in": ("slots", (HV, C), head and fp32),
         "row_beta": ("slots", (HV, C), delta and fp32),
         "total": ("slots", gates, gated and fp32),
-        "G": ("slots", (HV, C), head and torch.float64),
-        "row_undo": ("slots", (HV, C), head and fp32),
-        "rounded": ("slots", (HV, K), channel and fp32),
-        "far": ("slots", (HV,), channel and torch.int32),
+        "G": ("slots", *sums),
+        "row_inverse": ("slots", (HV, C), head and fp32),
+        "strong": ("slots", (HV,), channel and torch.int32),
         "Aqk": ("tokens", (HV, C), channel and low),
         "R": ("tokens", (HV, C), delta and low),
-        "exits": ("pieces", (HV, K, V), fp32),
+        "border_states": ("pieces", (HV, K, V), fp32),
         "maps": ("mapped", *maps),
         "o": ("tokens", (HV, V), low),
         "state": ("N", (HV, K, V), fp32),
         "h": ("slots", (HV, K, V), low),
         "errors": ("tokens", (HV, V), delta and low),
-        "entrances": ("segments", (HV, K, V), fp32),
+        "border_grads": ("segments", (HV, K, V), fp32),
         "dh": ("slots", (HV, K, V), low),
         "dkept": ("slots", (HV, NK), head and fp32),
         "parts": ("slots", (HV, NK, 2, C), head and fp32),
@@ -133,9 +137,9 @@ def kept(kind: Kind, found: Rooms) -> list[Room]:
     But not what a gate per channel makes of q and k, which is large, nor the
     rows beside it: the backward computes that again.
     """
-    names = ["Aqk", "R", "exits", "maps"]
+    names = ["Aqk", "R", "border_states", "maps"]
     if not kind.has_scores:
-        names += ["row_in", "row_beta", "total", "G", "row_undo"]
+        names += ["row_in", "row_beta", "total", "G", "row_inverse"]
     return [x for name in names if (x := found[name])]
 
 
@@ -151,7 +155,7 @@ class Trace:
         self.given = GIVEN[: len(dtypes)]
         self.kept = kept(kind, self.rooms)
         if cut == 1:
-            self.rooms |= {"exits": None, "entrances": None}
+            self.rooms |= {"border_states": None, "border_grads": None}
 
     def run(
         self,
@@ -166,13 +170,17 @@ class Trace:
         But ``without`` those named there; ``names`` says which of them go by
         another name in :func:`rooms`.
         """
-        constant = constants(stage, self.kind)
-        known: dict[str, Any] = self.rooms | NUMBERS | constant
-        known["marks"] = programs._replace(per=1)
+        meta, options = constants(stage, self.kind)
+        known: dict[str, Any] = self.rooms | NUMBERS | {"META": meta}
+        known["num_chunks"] = programs._replace(per=1)
         known |= {name: self.rooms[other] for name, other in names.items()}
         known |= dict.fromkeys(without.split())
-        arguments = tuple(known[name] for name in kernel.arg_names)
-        options = {x: constant[x] for x in OPTIONS if x in constant}
+
+        def argument(name: str) -> Any:
+            members = GROUPS.get(name, "").split()
+            return tuple(map(argument, members)) if members else known[name]
+
+        arguments = tuple(map(argument, kernel.arg_names))
         self.launches.append(Launch(kernel, programs, arguments, options))
 
     def schedule(self, results: str) -> Schedule:
@@ -185,16 +193,17 @@ def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
     x, HV = Trace(kind, dtypes, cut), kind.HV
     if kind.gate or kind.delta:
-        x.run("intra", intra_fwd_kernel, Count("slots", HV), "rounded far")
+        without = "G strong" if kind.has_scores else ""
+        x.run("intra", intra_fwd_kernel, Count("slots", HV), without)
     if cut > 1:
-        NV = tiles(kind, "segments", kind.V)
-        NV += tiles(kind, "segments", kind.K) if kind.delta else 0
-        programs = Count("ranges", HV * NV)
+        sizes = compiled_for("segments", kind)
+        each = sizes.NV + (sizes.NM if kind.delta else 0)
+        programs = Count("ranges", HV * each)
         x.run("segments", scan_fwd_kernel, programs, "o state h errors Aqk")
     if cut > 2:
-        programs = Count("N", HV * tiles(kind, "compose", kind.V))
-        x.run("compose", compose_kernel, programs, states="exits")
-    programs = Count("segments", HV * tiles(kind, "scan", kind.V))
+        programs = Count("N", HV * compiled_for("compose", kind).NV)
+        x.run("compose", compose_kernel, programs, borders="border_states")
+    programs = Count("segments", HV * compiled_for("scan", kind).NV)
     x.run("scan", scan_fwd_kernel, programs, "h errors maps")
     return x.schedule("o state")
 
@@ -209,27 +218,32 @@ def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     by_tiles = writes_by_tiles(kind)
     if kind.has_scores:
         x.run("intra", intra_fwd_kernel, Count("slots", HV), "Aqk R")
-    programs = Count("segments", HV * tiles(kind, "chunk_states", kind.V))
+    programs = Count("segments", HV * compiled_for("chunk_states", kind).NV)
     x.run("chunk_states", scan_fwd_kernel, programs, "o state maps Aqk")
-    stage, NV = "scan_backward", HV * tiles(kind, "scan_backward", kind.V)
+    stage, NV = "scan_backward", HV * compiled_for("scan_backward", kind).NV
     if cut > 1:
         alone = "errors dv dbeta dh dinitial_state"
         x.run(stage, scan_bwd_kernel, Count("borders", NV), alone)
     if cut > 2:
-        programs = Count("N", HV * tiles(kind, "compose_backward", kind.V))
-        x.run("compose_backward", compose_kernel, programs, states="entrances")
+        programs = Count("N", HV * compiled_for("compose_backward", kind).NV)
+        x.run(
+            "compose_backward",
+            compose_kernel,
+            programs,
+            borders="border_grads",
+        )
     without = "" if by_tiles else "errors dbeta"
     x.run(stage, scan_bwd_kernel, Count("segments", NV), without)
     without = "dbeta" if by_tiles else ""
     names = {"x": "errors" if kind.delta else "v"}
     parts = {"dg": "parts"} if kind.gate == 1 else {}
-    stage, NK = "intra_backward", tiles(kind, "intra_backward", kind.K, "BK")
+    stage, NK = "intra_backward", compiled_for("intra_backward", kind).NK
     programs = Count("slots", kind.H * NK)
     x.run(stage, intra_bwd_kernel, programs, without, **names, **parts)
     if parts:
         x.run("gate_backward", gate_bwd_kernel, Count("slots", HV))
     if kind.has_scores:
-        programs = Count("slots", kind.H, MARKS)
-        stage = "intra_backward_far"
-        x.run(stage, intra_bwd_far_kernel, programs, without, **names)
+        programs = Count("slots", kind.H, LOOK.value)
+        stage = "intra_backward_strong"
+        x.run(stage, intra_bwd_strong_kernel, programs, without, **names)
     return x.schedule("dq dk dv dg dbeta dinitial_state")

@@ -9,14 +9,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import check_inputs, dot_precision
-from fastweights.kernels.settings import properties
+from fastweights.kernels.gpu import properties
 from fastweights.kernels.tile import (
     INTERPRETED,
-    chunk_output,
     state_at,
     tile_at,
     tile_sizes,
 )
+
+
+@triton.jit
+def chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION: tl.constexpr):
+    """scale (q S + tril(q k^T) v): from earlier chunks, and from this one.
+
+    b_q, b_k [BT, BK]; b_v [BT, BV]; b_S [BK, BV], the state that enters.
+    """
+    o_c = tl.arange(0, b_q.shape[0])
+    b_A = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BT, BT]
+    b_A = tl.where(o_c[:, None] >= o_c[None, :], b_A, 0.0).to(b_v.dtype)
+    b_S = b_S.to(b_q.dtype)
+    b_o = tl.dot(b_q, b_S, input_precision=PRECISION)  # [BT, BV]
+    b_o = tl.dot(b_A, b_v, b_o, input_precision=PRECISION)  # [BT, BV]
+    return scale * b_o
 
 
 @triton.jit(do_not_specialize=["T"])

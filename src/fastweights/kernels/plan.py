@@ -47,10 +47,10 @@ class Room:
     def row_bytes(self) -> int:
         return prod(self.row) * self.dtype.itemsize
 
-    @property
-    def stand_in(self) -> torch.dtype:
-        """As Triton takes it for a pointer in a compilation."""
-        return self.dtype
+    @staticmethod
+    def data_ptr() -> int:
+        """Triton takes it for a tensor as it compiles: 16 divides this."""
+        return 0
 
     def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
         first: tuple[IntLike, ...] = lengths[:2]
@@ -65,11 +65,6 @@ class Count(NamedTuple):
     of: str
     times: int = 1
     per: int = 1
-
-    @property
-    def stand_in(self) -> float:
-        """Any number of its type."""
-        return 1.0 if self.of == "scale" else 2
 
     def at(self, lengths: Lengths) -> int:
         return -(-getattr(lengths, self.of) * self.times // self.per)
@@ -89,11 +84,35 @@ def places(rooms: Iterable[Room], lengths: Lengths) -> list[Any]:
     return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
 
 
+def stand_in(x: Any) -> Any:
+    """An argument as Triton takes it to compile a kernel.
+
+    In place of a number one that it makes no kernel of its own for.
+    """
+    if type(x) is tuple:
+        return tuple(map(stand_in, x))
+    return x if not isinstance(x, Count) else 1.0 if x == SCALE else 2
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments, and instead of tuples what is in them."""
+    return [y for x in arguments for y in (x if type(x) is tuple else (x,))]
+
+
+def memory(
+    rooms: Sequence[Room], size: int, q: Tensor, lengths: Lengths
+) -> list[Tensor]:
+    """One buffer of ``size`` bytes; in Triton's interpreter a tensor each."""
+    if INTERPRETED:
+        return [x.empty(q, lengths) for x in rooms]
+    return [q.new_empty(size, dtype=torch.uint8)]
+
+
 class Launch(NamedTuple):
     """A kernel, its number of programs, and all that it is given, in order.
 
-    Of the arguments a :class:`Room` is an address and a :class:`Count` a
-    number of the call; all others are constants.
+    Of the arguments a :class:`Room` is an address, a :class:`Count` a number
+    of the call, and a tuple a group of either; all others are constants.
     """
 
     kernel: Any
@@ -105,22 +124,19 @@ class Launch(NamedTuple):
         """The kernel for such arguments, or what Triton has of it by now.
 
         Of a pointer Triton looks at the dtype and at whether 16 divides it,
-        which it does here; of a number only at its type, for the kernels are
-        not specialised on lengths.
+        which it does here; of a number, where it is not 1 and 16 does not
+        divide it, at its type.
         """
-        of = [getattr(x, "stand_in", x) for x in self.arguments]
+        of = [stand_in(x) for x in self.arguments]
         return self.kernel.warmup(*of, grid=(1,), **self.options)
 
     def fitting(self, shared: int) -> Any:
         """The compiled kernel, in at most so many bytes of shared memory.
 
-        How many it takes is the compiler's to say, and differs by its
-        version: where the launch's own stages do not fit, fewer are taken,
-        which load less ahead and change nothing else.
-
-        Raises:
-            RuntimeError: it does not compile, or does not fit with one
-                stage; by the kernel's name, and from the compiler's error.
+        How many it takes differs by the compiler's version: where the
+        launch's own stages do not fit, fewer are taken, which load less ahead
+        and change nothing else. A RuntimeError names a kernel that does not
+        compile, or does not fit with one stage.
         """
         name, stages = self.kernel.__name__, self.options.get("num_stages", 1)
         try:
@@ -128,15 +144,14 @@ class Launch(NamedTuple):
         except Exception as error:
             raise RuntimeError(f"{name} does not compile: {error}") from error
         taken = private.shared_bytes(kernel)
-        if taken <= shared:
-            return kernel
-        if stages == 1:
+        if taken > shared and stages == 1:
             raise RuntimeError(
                 f"{name} takes {taken} bytes of shared memory, and the GPU "
                 f'has {shared}; backend="chunkwise" needs none'
             )
         fewer = self.options | {"num_stages": stages - 1}
-        return self._replace(options=fewer).fitting(shared)
+        fits = taken <= shared
+        return kernel if fits else self._replace(options=fewer).fitting(shared)
 
 
 def compile_together(*schedules: Schedule) -> None:
@@ -153,14 +168,10 @@ def compile_together(*schedules: Schedule) -> None:
 class Schedule:
     """The launches of one kind of call, and where their tensors lie.
 
-    Args:
-        launches: in their order.
-        given: names of the tensors that a call hands over, q first.
-        results: those that it returns, each in memory of its own.
-        kept: those that the forward keeps for the backward, in one buffer,
-            which the first makes and the second is handed.
-
-    All other tensors share a buffer that is freed after the last launch.
+    A call hands over the tensors ``given``, q first. Each of its results has
+    memory of its own; what is kept for the backward is in one buffer, which
+    the forward makes and the backward is handed; all other tensors share one
+    that is freed after the last launch.
     """
 
     launches: Sequence[Launch]
@@ -170,32 +181,29 @@ class Schedule:
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
-        taken = [x for launch in self.launches for x in launch.arguments]
+        arguments = [x for launch in self.launches for x in launch.arguments]
+        groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
+        single = dict.fromkeys(flat(arguments))
         there = {*self.given, *(x.name for x in (*self.results, *self.kept))}
-        rooms = {x.name: x for x in taken if isinstance(x, Room)}
+        rooms = {x.name: x for x in single if isinstance(x, Room)}
         self.between = [x for x in rooms.values() if x.name not in there]
-        counts = {x for x in taken if isinstance(x, Count)} - {SCALE}
-        self.counts = sorted(counts)
-        # A call's values: its scale, addresses, numbers, then constants.
-        made = (*self.results, *self.kept, *self.between)
-        order = [SCALE, *self.given, *(x.name for x in made), *self.counts]
+        counts = {x for x in single if isinstance(x, Count)}
+        self.counts = [*(counts - {SCALE})]
+        self.constants = [x for x in single if not isinstance(x, Room | Count)]
+        made = [x.name for x in (*self.results, *self.kept, *self.between)]
+        names = [*self.counts, *self.constants, *groups]
+        order = [SCALE, *self.given, *made, *names]
         indices = {x: i for i, x in enumerate(order)}
-        self.constants: list[Any] = []
 
-        def index(x: Any) -> int:
-            if isinstance(x, (Room, Count)):
-                return indices[x.name if isinstance(x, Room) else x]
-            self.constants.append(x)
-            return len(order) + len(self.constants) - 1
+        def pick(arguments: tuple[Any, ...]) -> itemgetter:
+            return itemgetter(
+                *(indices[getattr(x, "name", x)] for x in arguments)
+            )
 
+        self.groups = [pick(x) for x in groups]
+        self.picks = [pick(x.arguments) for x in self.launches]
+        self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.cached = lru_cache(maxsize=256)(self.sized)
-        self.tma = any(
-            ("TMA", True) in zip(x.kernel.arg_names, x.arguments, strict=True)
-            for x in self.launches
-        )
-        self.takes = [
-            itemgetter(*map(index, x.arguments)) for x in self.launches
-        ]
 
     def load(self, shared: int) -> None:
         """Load its kernels, into so many bytes of shared memory per program.
@@ -208,14 +216,11 @@ class Schedule:
             for x in self.launches
         ]
 
-    def sized(self, lengths: Lengths) -> tuple[list, list, list, list]:
-        """What a call of these lengths runs, its places, and its numbers."""
-        runs = [
-            (kernel[x.programs.at(lengths), 1, 1], takes)
-            for kernel, x, takes in zip(
-                self.kernels, self.launches, self.takes, strict=True
-            )
-        ]
+    def sized(self, lengths: Lengths) -> tuple[list, ...]:
+        """What such a call runs, its places, and its numbers and constants."""
+        grids = [(x.programs.at(lengths), 1, 1) for x in self.launches]
+        kernels = zip(self.kernels, grids, self.picks, strict=True)
+        runs = [(kernel[grid], pick) for kernel, grid, pick in kernels]
         kept = places(self.kept, lengths)
         between = places(self.between, lengths)
         numbers = [x.at(lengths) for x in self.counts] + self.constants
@@ -236,24 +241,29 @@ class Schedule:
         assert q is not None
         runs, kept, between, numbers = self.cached(lengths)
         made = [x.empty(q, lengths) for x in self.results]
+        if saved is None:
+            saved = memory(self.kept, kept[-1], q, lengths)
+        own = saved  # nothing of it, if nothing lies between
+        if self.between:
+            own = memory(self.between, between[-1], q, lengths)
         if INTERPRETED:
-            if saved is None:
-                saved = [x.empty(q, lengths) for x in self.kept]
-            own = [x.empty(q, lengths) for x in self.between]
-            values = [scale, *given, *made, *saved, *own, *numbers]
+            values = [
+                scale,
+                *given,
+                *made,
+                *saved,
+                *own[: len(self.between)],
+                *numbers,
+            ]
         else:
-            if saved is None:
-                saved = [q.new_empty(kept[-1], dtype=torch.uint8)]
+            theirs, ours = saved[0].data_ptr(), own[0].data_ptr()
             values = [scale]
             values += [0 if x is None else x.data_ptr() for x in given]
             values += [x.data_ptr() for x in made]
-            first = saved[0].data_ptr()
-            values += [first + place for place in kept[:-1]]
-            if self.between:
-                room = q.new_empty(between[-1], dtype=torch.uint8)
-                first = room.data_ptr()
-                values += [first + place for place in between[:-1]]
+            values += [theirs + place for place in kept[:-1]]
+            values += [ours + place for place in between[:-1]]
             values += numbers
+        values += [pick(values) for pick in self.groups]
         if self.tma and not INTERPRETED:
             with_scratch(launch, runs, values)
         else:
@@ -263,8 +273,8 @@ class Schedule:
 
 def launch(runs: list, values: list[Any]) -> None:
     """The one place from which the family's kernels are launched."""
-    for run, takes in runs:
-        run(*takes(values))
+    for run, pick in runs:
+        run(*pick(values))
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

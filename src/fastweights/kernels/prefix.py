@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import check_inputs, dot_precision
+from fastweights.kernels.linear import chunk_output
 from fastweights.kernels.tile import (
     INTERPRETED,
-    chunk_output,
     state_at,
     tile_at,
     tile_sizes,

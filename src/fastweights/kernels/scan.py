@@ -1,7 +1,7 @@
 """Across chunks in sequence: the state forward in time, its gradient back.
 
 A sequence may be cut into segments that run side by side. Each maps the state
-S that enters it to M S + B, so a first pass, which writes nothing a token,
+S that enters it to M S + B, so a first pass, which writes nothing per token,
 finds B (start from zero) and M (start from the identity, write no values);
 ``compose.py`` has the cuts, and makes of the maps the states between the
 segments; the second pass starts each segment from the state that enters it.
@@ -10,22 +10,8 @@ segments; the second pass starts each segment from the state that enters it.
 import triton
 import triton.language as tl
 
+from fastweights.kernels import tile
 from fastweights.kernels.compose import cuts, piece_at
-from fastweights.kernels.tile import (
-    chunks_of,
-    decay_matrix,
-    decay_to_exit,
-    first_slot,
-    is_near,
-    load_chunk,
-    mask_if,
-    nonzero,
-    slot_row,
-    state_at,
-    store_rows,
-    time_order,
-    unchained,
-)
 
 
 @triton.jit
@@ -36,79 +22,71 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def total_decay(
-    total, i_ch, K: tl.constexpr, BK: tl.constexpr, DG: tl.constexpr
-):
-    """e^{G_C} of a chunk and head: a number, or [BK, 1], one per channel."""
-    if DG == 1:
-        return tl.load(total + i_ch)
-    else:
-        o_k = tl.arange(0, BK)
-        p_total = total + i_ch * K + o_k
-        return tl.load(p_total, mask=o_k < K, other=0.0)[:, None]
+def load_decays(decays, i_ch, META: tl.constexpr):
+    """Of chunk and head i_ch the decays e^G, e^{G_C} and e^{G_C - G}.
+
+    A gate per head has the first and the last per row, [BT, 1], and for the
+    whole chunk a number. A gate per channel has only that of the chunk, per
+    channel, [BK, 1]. What there is not is 1.
+    """
+    row_in, row_inverse, row_beta, total, G = decays
+    b_in, b_total, b_out = 1.0, 1.0, 1.0
+    if META.DG == 1:
+        b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
+        b_total = tl.load(total + i_ch)
+        b_out = tile.decay_to_exit(b_in, b_total, G, i_ch, META.BT)
+    elif META.DG > 1:
+        o_k = tl.arange(0, META.BK)
+        p_total = total + i_ch * META.K + o_k
+        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+    return b_in, b_total, b_out
 
 
-@triton.jit(do_not_specialize=["T", "N", "NS", "NR"])
+@triton.jit
 def scan_fwd_kernel(
-    q_in,
-    k_in,
-    k_out,
-    row_in,
-    row_beta,
-    total,
-    G,
-    v,
-    Aqk,
-    R,
-    o,
-    initial_state,
-    state,
-    h,
-    errors,
-    exits,
-    maps,
-    cu_seqlens,
-    scale,
-    T,
-    N,
-    NS,
-    NR,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DG: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    decayed, v, decays, scores, states, outputs, call, META: tl.constexpr
 ):
     """One value tile of one head of one segment, its state in registers.
 
-    q_in, k_in, k_out [T, H, K] are intra's for a gate per channel; else they
-    are q, k, k, and the decays of a gate per head act on the rows of what
-    these multiply. The delta rule writes beta times its errors, what the
-    values are more than what the keys find: (I + Akk Diag(beta))^{-1} r,
-    where r is that for the state S at the chunk's entrance. With o the
-    outputs and the final state; with h, for the backward, the state that
-    enters each chunk, and the errors. With neither, of a range instead of a
-    segment, the maps of its pieces: B to exits [piece, sequence, HV, K, V],
-    and M to maps: K x K for the delta rule, whose tiles are programs of their
-    own, and the decay of K channels for a gate and the additive rule. The
-    first range knows its state, which it leaves in exits, and starts M where
-    the first segment ends. Otherwise exits is the state that leaves each
+    q_in, k_in, k_out [T, H, K] are those of intra for a gate per channel;
+    else they are q, k, k, and the decays of a gate per head act on the rows
+    of what these multiply. The delta rule writes beta times its errors, which
+    are what the values are more than what the keys find: (I + Akk
+    Diag(beta))^{-1} r, where r is that for the state S at the chunk's
+    entrance. With o the kernel writes the outputs and the final state; with
+    h, for the backward, the state that enters each chunk, and the errors.
+    With neither it takes a range instead of a segment and writes the maps of
+    its pieces: B to border_states [piece, sequence, HV, K, V], and M to maps:
+    K x K for the delta rule, whose tiles are programs of their own, and the
+    decay of K channels for a gate and the additive rule. The first range
+    knows its state, which it leaves in border_states, and starts M where the
+    first segment ends. Otherwise border_states is the state that leaves each
     piece, composed.
     """
+    q_in, k_in, k_out = decayed
+    row_in, row_inverse, row_beta, total, G = decays
+    Aqk, R = scores
+    initial_state, border_states, maps = states
+    o, state, h, errors = outputs
+    cu_seqlens, scale, T, N, NS, NR = call
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.keys
+    VALUES: tl.constexpr = META.values
+    SCORES: tl.constexpr = META.scores
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
     MAP: tl.constexpr = o is None and h is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
-    NV: tl.constexpr = (V + BV - 1) // BV
-    NM: tl.constexpr = (K + BV - 1) // BV if MAP and DELTA else 0
+    NV: tl.constexpr = META.NV
+    NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_n, i_s = i_x % N, i_x // N
-    i_h = i_hv // (HV // H)
+    i_h = i_hv // (HV // META.H)
     i_nh = i_n * HV + i_hv
     start, end, NT, size, span = cuts(i_n, NS, NR, cu_seqlens, T, BT)
     length = span if MAP else size
@@ -117,13 +95,11 @@ def scan_fwd_kernel(
     first = tl.minimum(i_s * length, NT)
     last = tl.minimum(first + length, NT)
 
-    o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
     o_k = tl.arange(0, BK)[:, None]
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        m_first = mask_if(first == 0, m_S)
-        b_S = tl.load(initial_state + o_S, mask=m_first, other=0.0)
+        b_S = tile.load_state(initial_state, i_nh, i_v, first == 0, META)
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
         if DELTA:  # of M: its unit vectors, and no values
@@ -131,22 +107,22 @@ def scan_fwd_kernel(
             if i_v >= NV:
                 first = tl.maximum(first, tl.minimum(size, last))
                 b_S += unit_columns(i_v - NV, BK, BV)
-    elif exits is not None:
-        i_p = piece_at(tl.maximum(first - 1, 0), size, span)
-        o_S, m_S = state_at(i_p * N * HV + i_nh, i_v, K, V, BK, BV)
-        b_S += tl.load(exits + o_S, mask=mask_if(first > 0, m_S), other=0.0)
+    elif border_states is not None:
+        i_p = piece_at(tl.maximum(first - 1, 0), size, span) * N * HV + i_nh
+        b_S += tile.load_state(border_states, i_p, i_v, first > 0, META)
 
-    d_v = chunks_of(v, start, end, HV, V, BT, BV, TMA)
+    tokens = (start, end)
+    d_v = tile.sequence_tiles(v, tokens, VALUES)
     if DG <= 1 or DELTA:
-        d_k_in = chunks_of(k_in, start, end, H, K, BT, BK, TMA)
+        d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
     if DG > 1:
-        d_k_out = chunks_of(k_out, start, end, H, K, BT, BK, TMA)
+        d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
     if DELTA:
-        d_R = chunks_of(R, start, end, HV, BT, BT, BT, TMA)
+        d_R = tile.sequence_tiles(R, tokens, SCORES)
     if o is not None:
-        d_q_in = chunks_of(q_in, start, end, H, K, BT, BK, TMA)
+        d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
         if DG > 1:
-            d_Aqk = chunks_of(Aqk, start, end, HV, BT, BT, BT, TMA)
+            d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
     pieces = 1
     if MAP and DELTA:
         pieces = tl.cdiv(last, size) - first // size
@@ -157,54 +133,40 @@ def scan_fwd_kernel(
             stop = tl.minimum((first // size + 1) * size, last)
         for i_t in range(first, stop):
             c = i_t * BT
-            t = start + c
+            rows = (start + c, end, i_hv)
             c_v = c
             if MAP:  # programs of M read v past the end: zeros
                 c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))
-            i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
+            i_c = tile.first_slot(i_n, cu_seqlens, T, BT) + i_t
+            i_ch = i_c * HV + i_hv
             b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
-            b_v = load_chunk(
-                d_v, start, c_v, end, i_hv, i_v, HV, V, BT, BV, TMA
-            )
+            b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
             if DG <= 1 or DELTA:
-                b_k = load_chunk(
-                    d_k_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
-                )
-            if DG == 1:
-                b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))[:, None]
-            if DG > 0:
-                b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
-            if DG == 1:
-                b_out = decay_to_exit(b_in, b_total, G, i_c, i_hv, HV, BT)
+                b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+            b_in, b_total, b_out = load_decays(decays, i_ch, META)
 
             if o is not None and DG <= 1:
                 # Before the errors, to free S_in's room.
-                b_q = load_chunk(
-                    d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
-                )
+                b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
 
             b_e = b_v  # [BT, BV]
             if DELTA:
-                p_beta = slot_row(row_beta, i_c, i_hv, HV, BT)
-                b_beta = tl.load(p_beta)[:, None]
-                b_R = load_chunk(
-                    d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
-                )
+                b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+                b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
                 b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)
-                b_e = unchained(b_e, WIDE)
+                b_e = tile.by_columns(b_e, WIDE)
             if h is not None:  # while that product runs
-                o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
-                tl.store(h + o_h, b_S_in, mask=m_h)
+                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
             if DELTA:
                 if DG == 1:
                     b_e *= b_in
                 b_e = b_v - b_e
                 b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
                 b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
-                b_e = unchained(b_e, WIDE)
+                b_e = tile.by_columns(b_e, WIDE)
                 if errors is not None:
-                    store_rows(errors, b_e, t, end, i_hv, i_v, HV, V, BT, BV)
+                    tile.store_rows(errors, b_e, rows, i_v, VALUES)
                 b_e *= b_beta
 
             if DG > 0:
@@ -216,99 +178,69 @@ def scan_fwd_kernel(
                 b_x *= b_out
             b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
             if DG > 1:
-                b_k = load_chunk(
-                    d_k_out, start, c, end, i_h, 0, H, K, BT, BK, TMA
-                )
+                b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
 
             if o is not None:
                 if DG <= 1:
                     b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                    b_A = unchained(b_A, WIDE)
+                    b_A = tile.by_columns(b_A, WIDE)
                 else:
-                    b_A = load_chunk(
-                        d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
-                    )
-                    b_q = load_chunk(
-                        d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
-                    )
+                    b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
+                    b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
                     b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
                 b_read = scale
                 if DG == 1:
                     # From the exit back to the token that reads.
-                    near = is_near(b_total, v, DG)
-                    b_o *= tl.where(near, b_total, b_in)
-                    b_read = scale * tl.where(near, b_in / b_total, 1.0)
-                    if near == 0:
-                        b_A *= decay_matrix(G, i_c, i_hv, HV, BT)
+                    weak = tile.is_weak(b_total, v, DG)
+                    b_o *= tl.where(weak, b_total, b_in)
+                    b_read = scale * tl.where(weak, b_in / b_total, 1.0)
+                    if weak == 0:
+                        b_A *= tile.decay_matrix(G, i_ch, BT)
                         b_x = b_e.to(b_v.dtype)
                 if DG <= 1:
-                    b_A = tl.where(time_order(BT) >= 0, b_A, 0.0).to(b_v.dtype)
-                b_o = unchained(b_o, WIDE)
+                    b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
+                    b_A = b_A.to(b_v.dtype)
+                b_o = tile.by_columns(b_o, WIDE)
                 b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
-                store_rows(o, b_o, t, end, i_hv, i_v, HV, V, BT, BV)
+                tile.store_rows(o, b_o, rows, i_v, VALUES)
         if MAP and DELTA:
             i_p, i_j = piece_at(first, size, span), i_v - NV
             if i_j < 0:
-                row = (i_p * N * HV + i_nh).to(tl.int64) * K
-                store_rows(exits, b_S, row, row + K, 0, i_v, 1, V, BK, BV)
+                row = (i_p * N * HV + i_nh).to(tl.int64) * META.K
+                rows = (row, row + META.K, 0)
+                tile.store_rows(border_states, b_S, rows, i_v, META.states)
             else:  # the first piece's map is not needed
-                row = ((i_p - 1) * N * HV + i_nh).to(tl.int64) * K
-                store_rows(maps, b_S, row, row + K, 0, i_j, 1, K, BK, BV)
+                row = ((i_p - 1) * N * HV + i_nh).to(tl.int64) * META.K
+                rows = (row, row + META.K, 0)
+                tile.store_rows(maps, b_S, rows, i_j, META.maps)
             if known == 0:
                 b_S = unit_columns(i_j, BK, BV)
             first = stop
 
     if state is not None:
-        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
-        tl.store(state + o_S, b_S, mask=mask_if(i_s == NS - 1, m_S))
+        tile.store_state(state, b_S, i_nh, i_v, i_s == NS - 1, META)
     if MAP and not DELTA:
         i_nh += i_s * N * HV
-        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
-        tl.store(exits + o_S, b_S, mask=m_S)
+        tile.store_state(border_states, b_S, i_nh, i_v, True, META)
         if DG > 0:
             i_nh -= N * HV  # the first segment's map is not needed
-            m_k = mask_if((i_v == 0) & (i_s > 0), o_k < K)
-            tl.store(maps + i_nh.to(tl.int64) * K + o_k, b_decay, mask=m_k)
+            m_k = tile.mask_if((i_v == 0) & (i_s > 0), o_k < META.K)
+            p_decay = maps + i_nh.to(tl.int64) * META.K + o_k
+            tl.store(p_decay, b_decay, mask=m_k)
 
 
-@triton.jit(do_not_specialize=["T", "N", "NS", "NR"])
+@triton.jit
 def scan_bwd_kernel(
-    q_in,
-    k_in,
-    k_out,
-    row_in,
-    row_beta,
-    total,
-    G,
-    Aqk,
-    R,
+    decayed,
+    decays,
+    scores,
     errors,
-    do,
-    dstate,
-    dv,
-    dbeta,
-    dh,
-    dinitial_state,
-    entrances,
-    cu_seqlens,
-    scale,
-    T,
-    N,
-    NS,
-    NR,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DG: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    incoming,
+    dstates,
+    call,
+    META: tl.constexpr,
 ):
     """From the last chunk to the first, the state's gradient in registers.
 
@@ -319,109 +251,115 @@ def scan_bwd_kernel(
     dv would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
     w. If dh is None, only what the segment adds to the gradient of the state
-    that enters it, to entrances [segment - 1, sequence, HV, K, V], of all
-    segments but the first; otherwise entrances is that gradient, composed.
+    that enters it, to border_grads [segment - 1, sequence, HV, K, V], of all
+    segments but the first; otherwise border_grads is that gradient, composed.
     """
+    q_in, k_in, k_out = decayed
+    row_in, row_inverse, row_beta, total, G = decays
+    Aqk, R = scores
+    do, dstate = incoming
+    dv, dbeta, dh, dinitial_state, border_grads = dstates
+    cu_seqlens, scale, T, N, NS, NR = call
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.keys
+    VALUES: tl.constexpr = META.values
+    SCORES: tl.constexpr = META.scores
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
     MAP: tl.constexpr = dh is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV: tl.constexpr = META.NV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_n, i_s = i_x % N, i_x // N
     if MAP:
         i_s += 1
-    i_h = i_hv // (HV // H)
+    i_h = i_hv // (HV // META.H)
     i_nh = i_n * HV + i_hv
     start, end, NT, size, _ = cuts(i_n, NS, NR, cu_seqlens, T, BT)
     first = tl.minimum(i_s * size, NT)
     last = tl.minimum(first + size, NT)
 
-    o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
     if dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tl.load(dstate + o_S, mask=mask_if(last == NT, m_S), other=0.0)
-    if entrances is not None and not MAP:
-        o_S, m_S = state_at(i_s * N * HV + i_nh, i_v, K, V, BK, BV)
-        m_inner = mask_if(last < NT, m_S)
-        b_dS += tl.load(entrances + o_S, mask=m_inner, other=0.0)
+        b_dS = tile.load_state(dstate, i_nh, i_v, last == NT, META)
+    if border_grads is not None and not MAP:
+        i_x = i_s * N * HV + i_nh
+        b_dS += tile.load_state(border_grads, i_x, i_v, last < NT, META)
 
-    d_k_out = chunks_of(k_out, start, end, H, K, BT, BK, TMA)
-    d_q_in = chunks_of(q_in, start, end, H, K, BT, BK, TMA)
-    d_do = chunks_of(do, start, end, HV, V, BT, BV, TMA)
+    tokens = (start, end)
+    d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
+    d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
+    d_do = tile.sequence_tiles(do, tokens, VALUES)
     if DG > 1:
-        d_Aqk = chunks_of(Aqk, start, end, HV, BT, BT, BT, TMA)
+        d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
         if DELTA:
-            d_k_in = chunks_of(k_in, start, end, H, K, BT, BK, TMA)
+            d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
     if DELTA:
-        d_R = chunks_of(R, start, end, HV, BT, BT, BT, TMA)
+        d_R = tile.sequence_tiles(R, tokens, SCORES)
     if errors is not None:
-        d_errors = chunks_of(errors, start, end, HV, V, BT, BV, TMA)
+        d_errors = tile.sequence_tiles(errors, tokens, VALUES)
     for i in range(last - first):
         i_t = last - 1 - i
         c = i_t * BT
-        t = start + c
-        i_c = first_slot(i_n, cu_seqlens, T, BT) + i_t
+        rows = (start + c, end, i_hv)
+        i_c = tile.first_slot(i_n, cu_seqlens, T, BT) + i_t
+        i_ch = i_c * HV + i_hv
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
-            o_h, m_h = state_at(i_c * HV + i_hv, i_v, K, V, BK, BV)
-            tl.store(dh + o_h, b_dS_out, mask=m_h)
+            tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
 
-        b_k = load_chunk(d_k_out, start, c, end, i_h, 0, H, K, BT, BK, TMA)
-        b_q = load_chunk(d_q_in, start, c, end, i_h, 0, H, K, BT, BK, TMA)
-        b_do = load_chunk(d_do, start, c, end, i_hv, i_v, HV, V, BT, BV, TMA)
+        b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
+        b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+        b_do = tile.load_chunk(d_do, tokens, c, i_hv, i_v, VALUES)
         if errors is not None:
-            b_e = load_chunk(
-                d_errors, start, c, end, i_hv, i_v, HV, V, BT, BV, TMA
-            )
+            b_e = tile.load_chunk(d_errors, tokens, c, i_hv, i_v, VALUES)
         b_do = scale * b_do.to(tl.float32)
-        if DG == 1:
-            b_in = tl.load(slot_row(row_in, i_c, i_hv, HV, BT))[:, None]
-        if DG > 0:
-            b_total = total_decay(total, i_c * HV + i_hv, K, BK, DG)
-        if DG == 1:
-            b_out = decay_to_exit(b_in, b_total, G, i_c, i_hv, HV, BT)
+        b_in, b_total, b_out = load_decays(decays, i_ch, META)
 
         b_x = b_do
         if DG == 1:
             b_x *= b_in
         b_x = b_x.to(do.dtype.element_ty)  # [BT, BV], as at the entrance
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
-        b_y = unchained(b_y, WIDE)
+        b_y = tile.by_columns(b_y, WIDE)
         if DG <= 1:
             b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_A = unchained(b_A, WIDE)
+            b_A = tile.by_columns(b_A, WIDE)
         else:
-            b_A = load_chunk(
-                d_Aqk, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA
-            )
+            b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
         b_read = b_x
         if DG == 1:
             # From the entrance on to the token that writes.
-            near = is_near(b_total, do, DG)
-            b_y *= tl.where(near, b_total, b_out)
-            if near == 0:
-                b_A *= decay_matrix(G, i_c, i_hv, HV, BT, TRANSPOSED=True)
+            weak = tile.is_weak(b_total, do, DG)
+            b_y *= tl.where(weak, b_total, b_out)
+            if weak == 0:
+                b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
                 b_read = b_do.to(do.dtype.element_ty)
         if DG <= 1:
-            b_A = tl.where(time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
+            b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
         b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
-        b_y = unchained(b_y, WIDE)
+        b_y = tile.by_columns(b_y, WIDE)
         if DG == 1:
-            b_y *= tl.where(near, 1.0 / b_in, 1.0)
+            b_y *= tl.where(weak, 1.0 / b_in, 1.0)
         if DELTA:
-            b_beta = tl.load(slot_row(row_beta, i_c, i_hv, HV, BT))[:, None]
-            b_R = load_chunk(d_R, start, c, end, i_hv, 0, HV, BT, BT, BT, TMA)
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
             b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
-            b_y = unchained(b_y, WIDE)
+            b_y = tile.by_columns(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
-                store_rows(dbeta, b_dbeta, t, end, i_hv, i_v, HV, NV, BT, 1)
-            b_y *= nonzero(b_beta)
+                tile.store_rows(dbeta, b_dbeta, rows, i_v, META.parts)
+            b_y *= tile.nonzero(b_beta)
         if dv is not None:
-            store_rows(dv, b_y, t, end, i_hv, i_v, HV, V, BT, BV)
+            tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
         if DG > 0:
             b_dS *= b_total
@@ -432,16 +370,13 @@ def scan_bwd_kernel(
             if DG == 1:
                 b_y *= b_in
             if DG > 1:
-                b_k = load_chunk(
-                    d_k_in, start, c, end, i_h, 0, H, K, BT, BK, TMA
-                )  # [BT, BK]
+                b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
 
     if MAP:
-        o_S, m_S = state_at((i_s - 1) * N * HV + i_nh, i_v, K, V, BK, BV)
-        tl.store(entrances + o_S, b_dS, mask=m_S)
+        i_x = (i_s - 1) * N * HV + i_nh
+        tile.store_state(border_grads, b_dS, i_x, i_v, True, META)
     elif dinitial_state is not None:
-        o_S, m_S = state_at(i_nh, i_v, K, V, BK, BV)
-        tl.store(dinitial_state + o_S, b_dS, mask=mask_if(i_s == 0, m_S))
+        tile.store_state(dinitial_state, b_dS, i_nh, i_v, i_s == 0, META)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
-from fastweights.kernels.tile import narrowest
-
-MARKS = 16  # entries of far that one program of a far kernel looks at
-LARGE = 200_000  # bytes of shared memory for one program, from Hopper on
-
-
-class GPU(NamedTuple):
-    """What launch settings depend on, and which one it is."""
-
-    shared: int  # bytes of shared memory that one program may have
-    multiprocessors: int
-    capability: tuple[int, int]
-    device: torch.device = torch.device("cpu")
+from fastweights.kernels.gpu import GPU, LARGE
+from fastweights.kernels.tile import Tiles, narrowest
 
 
 class Kind(NamedTuple):
@@ -43,18 +32,40 @@ class Kind(NamedTuple):
         return self.gate > 1
 
 
-@functools.cache
-def properties(device: torch.device) -> GPU:
-    """Of a device that is no GPU an H200's."""
-    if device.type != "cuda":
-        return GPU(232_448, 132, (9, 0), device)
-    found: Any = torch.cuda.get_device_properties(device)
-    return GPU(
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
-        (found.major, found.minor),
-        device,
-    )
+@dataclass(frozen=True)
+class Meta:
+    """What one kernel is compiled for: its argument META."""
+
+    H: int
+    HV: int
+    K: int
+    V: int  # 0 where no value is looked at
+    BT: int  # tokens per chunk
+    DG: int  # width of the gate
+    DELTA: bool
+    PRECISION: str
+    TMA: bool
+    BACK: bool  # whether states are composed from the last
+    BK: int
+    BV: int = 1
+    BJ: int = 1
+
+    # How many tiles: of keys, of values, of a state's map, of a product over
+    # its keys. And how tensors are cut: keys, gates and values per token,
+    # scores, one number per token and head, or one per value tile; states
+    # and their maps.
+    NK = property(lambda x: -(-x.K // x.BK))
+    NV = property(lambda x: -(-x.V // x.BV))
+    NM = property(lambda x: -(-x.K // x.BV))
+    NJ = property(lambda x: -(-x.K // x.BJ))
+    keys = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
+    gates = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
+    values = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
+    scores = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
+    numbers = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
+    parts = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
+    states = property(lambda x: Tiles(1, x.V, x.BK, x.BV))
+    maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
 
 def launch_options(stage: str, kind: Kind) -> dict[str, int]:
@@ -74,8 +85,13 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     large, power = kind.gpu.shared > LARGE, triton.next_power_of_2(K)
     ahead = large and kind.dtype != torch.float32 and K <= 128
     waits = kind.gpu.capability[0] == 10  # for products of its own iteration
+    # Of key tiles inside a chunk. In shorter chunks some products would be
+    # Hopper's, of 64 rows, and some not, and both read rows under 128 bytes:
+    # see TUNING.md. With key tiles of 32 none is.
+    short = kind.chunk_size < 64 or not large
+    BK = 32 if short else 64 if gate > 1 else narrow
     if stage == "gate_backward":
-        return {"num_warps": 1}
+        return {"BK": BK, "num_warps": 1}
     if stage == "intra":
         BK = (64 if gate > 1 else narrow) if large else 32
         options = {"BK": BK, "num_warps": 4, "num_stages": 1}
@@ -84,18 +100,14 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
             options["maxnreg"] = 128  # four programs a multiprocessor
         return options
     if stage.startswith("intra_backward"):
-        # In shorter chunks some products would be Hopper's, of 64 rows, and
-        # some not, and both read rows under 128 bytes: see TUNING.md. With
-        # key tiles of 32 none is.
-        ahead &= kind.chunk_size == 64 and stage != "intra_backward_far"
-        short = kind.chunk_size < 64 or not large
+        ahead &= kind.chunk_size == 64 and stage != "intra_backward_strong"
         options = {
-            "BK": 32 if short else 64 if gate > 1 else narrow,
+            "BK": BK,
             "BV": narrow,
             "num_warps": 4 if ahead else 8,
             "num_stages": 2 if ahead and not waits else 1,
         }
-        if stage == "intra_backward_far" and kind.gpu.capability[0] != 9:
+        if stage == "intra_backward_strong" and kind.gpu.capability[0] != 9:
             # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
             # 10.0. On 9.0 it spills less so.
             options["maxnreg"] = 255
@@ -147,24 +159,23 @@ def scan_values(kind: Kind) -> int:
     return BV if kind.gpu.shared > LARGE else BV // 2
 
 
-def constants(stage: str, kind: Kind) -> dict[str, Any]:
-    """What a stage's kernel may take at compile time, and launch settings."""
+def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
+    """What a stage's kernel is compiled for, and its launch settings."""
     options = launch_options(stage, kind)
     inside = stage.startswith(("intra", "gate"))
-    near = launch_options("intra_backward", kind)
-    return {
-        # Past intra a gate per channel has q and k of its own, per value head.
-        "H": kind.H if inside or kind.gate <= 1 else kind.HV,
-        "HV": kind.HV,
-        "K": kind.K,
-        "V": kind.V,
-        "BT": kind.chunk_size,
-        "NK": -(-kind.K // near["BK"]),
-        "LOOK": MARKS,
-        "DG": kind.gate,
-        "DELTA": kind.delta,
-        "BACK": stage.endswith("backward"),
-        "PRECISION": kind.precision,
-        "TMA": not inside and uses_tma(options, kind),
-        **options,
-    }
+    sizes = {x: options.pop(x) for x in ("BK", "BV", "BJ") if x in options}
+    meta = Meta(
+        # Past intra a gate per channel has q and k of its own per value head.
+        H=kind.H if inside or kind.gate <= 1 else kind.HV,
+        HV=kind.HV,
+        K=kind.K,
+        V=kind.V if "BV" in sizes else 0,
+        BT=kind.chunk_size,
+        DG=kind.gate,
+        DELTA=kind.delta,
+        PRECISION=kind.precision,
+        TMA=not inside and uses_tma(sizes | options, kind),
+        BACK=stage.endswith("backward"),
+        **sizes,
+    )
+    return meta, options

@@ -4,6 +4,8 @@ Where a tile lies and what it answers; chunks of packed sequences; gates;
 scores that decay; the inverse of the delta rule.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -48,21 +50,6 @@ def state_at(
 ):
     """Offsets and mask of all keys of value tile i_v of state i_s."""
     return tile_at(i_s, 0, 0, i_v, K, 1, V, BK, BV)
-
-
-@triton.jit
-def chunk_output(b_q, b_k, b_v, b_S, scale, PRECISION: tl.constexpr):
-    """scale (q S + tril(q k^T) v): from earlier chunks, and from this one.
-
-    b_q, b_k [BT, BK]; b_v [BT, BV]; b_S [BK, BV], the state that enters.
-    """
-    o_c = tl.arange(0, b_q.shape[0])
-    b_A = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BT, BT]
-    b_A = tl.where(o_c[:, None] >= o_c[None, :], b_A, 0.0).to(b_v.dtype)
-    b_S = b_S.to(b_q.dtype)
-    b_o = tl.dot(b_q, b_S, input_precision=PRECISION)  # [BT, BV]
-    b_o = tl.dot(b_A, b_v, b_o, input_precision=PRECISION)  # [BT, BV]
-    return scale * b_o
 
 
 @triton.jit
@@ -138,135 +125,123 @@ def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     return t + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
 
 
-@triton.jit
-def rows_at(
-    x,
-    t,
-    end,
-    i_h,
-    i_d,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """Pointers and mask of head i_h, tokens t to t + BT, of x [T, H, D].
+@dataclass(frozen=True)
+class Tiles:
+    """How a tensor [tokens, H, D] is cut into tiles [BT, BD].
 
-    The tile is [BT, BD], its columns those of tile i_d. t is 64 bits wide.
-    What differs between programs is one number, the rest constants to each
-    thread, and rows are compared in 32 bits: fewer registers in every kernel.
+    With TMA, Hopper's tensor memory accelerator loads them.
     """
-    o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
-    left = tl.minimum(tl.maximum(end - t, 0), BT).to(tl.int32)
+
+    H: int
+    D: int
+    BT: int
+    BD: int
+    TMA: bool = False
+
+
+@triton.constexpr_function
+def tiles(H, D, BT, BD):
+    """:class:`Tiles`, from inside a kernel."""
+    return Tiles(H, D, BT, BD)
+
+
+@triton.jit
+def rows_at(x, rows, i_d, TILES: tl.constexpr):
+    """Pointers and mask of one tile of x, whose columns are those of i_d.
+
+    ``rows`` is (t, end, i_h): its rows are the tokens of head i_h from t on,
+    which is 64 bits wide, and those from end on are masked. What differs
+    between programs is one number, the rest constants to each thread, and
+    rows are compared in 32 bits: fewer registers in every kernel.
+    """
+    t, end, i_h = rows
+    o_t, o_d = tl.arange(0, TILES.BT), tl.arange(0, TILES.BD)
+    left = tl.minimum(tl.maximum(end - t, 0), TILES.BT).to(tl.int32)
     mask = (o_t < left)[:, None]
-    if D % BD != 0:  # else no tile has columns past the last
-        mask &= (i_d * BD + o_d < D)[None, :]
-    p_x = x + ((t * H + i_h) * D + i_d * BD)
-    o_x = o_t.to(tl.int64)[:, None] * (H * D) + o_d[None, :]
+    if TILES.D % TILES.BD != 0:  # else no tile has columns past the last
+        mask &= (i_d * TILES.BD + o_d < TILES.D)[None, :]
+    p_x = x + ((t * TILES.H + i_h) * TILES.D + i_d * TILES.BD)
+    o_x = o_t.to(tl.int64)[:, None] * (TILES.H * TILES.D) + o_d[None, :]
     return p_x + o_x, mask
 
 
 @triton.jit
-def row_at(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """Pointers and mask [BT] of head i_h, tokens t to t + BT, of x [T, H]."""
+def load_rows(x, rows, i_d, TILES: tl.constexpr):
+    """The tile that :func:`rows_at` points to, and 0 where it is masked."""
+    p_x, m_x = rows_at(x, rows, i_d, TILES)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_rows(x, b_x, rows, i_d, TILES: tl.constexpr):
+    """The tile back to where :func:`load_rows` would load it from."""
+    p_x, m_x = rows_at(x, rows, i_d, TILES)
+    tl.store(p_x, b_x, mask=m_x)
+
+
+@triton.jit
+def row_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
+    """The same of x [tokens, H], one number per token: pointers, mask [BT]."""
+    t, end, i_h = rows
     o_t = tl.arange(0, BT)
     return x + (t * H + i_h) + o_t * H, t + o_t < end
 
 
 @triton.jit
-def load_rows(
-    x,
-    t,
-    end,
-    i_h,
-    i_d,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """Tile i_d of head i_h, tokens t to t + BT, of x [T, H, D]; else 0."""
-    p_x, m_x = rows_at(x, t, end, i_h, i_d, H, D, BT, BD)
+def load_row(x, rows, H: tl.constexpr, BT: tl.constexpr):
+    """What :func:`row_at` points to, and 0 where it is masked."""
+    p_x, m_x = row_at(x, rows, H, BT)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
-def chunks_of(
-    x,
-    start,
-    end,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """For load_chunk, the tokens start to end of x [T, H, D].
+def sequence_tiles(x, span, TILES: tl.constexpr):
+    """x, for :func:`load_chunk`, of the tokens start to end = ``span``.
 
-    With TMA, Hopper's tensor memory accelerator, a descriptor: one thread
-    asks for a tile, and rows past the end are 0. Columns past D are the next
+    For the tensor memory accelerator a descriptor: one thread asks for a
+    tile, and rows past the end are 0. Columns past D would be the next
     head's, so BD divides D.
     """
-    if TMA:
-        p_x = x + start.to(tl.int64) * (H * D)
+    start, end = span
+    if TILES.TMA:
+        p_x = x + start.to(tl.int64) * (TILES.H * TILES.D)
         rows = (end - start).to(tl.int32)
+        WIDTH: tl.constexpr = TILES.H * TILES.D
         return tl.make_tensor_descriptor(
-            p_x, [rows, H * D], [H * D, 1], [BT, BD]
+            p_x, [rows, WIDTH], [WIDTH, 1], [TILES.BT, TILES.BD]
         )
     else:
         return x
 
 
 @triton.jit
-def load_chunk(
-    x,
-    start,
-    c,
-    end,
-    i_h,
-    i_d,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """load_rows of what chunks_of returned, from token start + c."""
-    if TMA:
-        return x.load([c, i_h * D + i_d * BD])
+def load_chunk(x, span, c, i_h, i_d, TILES: tl.constexpr):
+    """From token start + c of ``span``; x is from :func:`sequence_tiles`."""
+    if TILES.TMA:
+        return x.load([c, i_h * TILES.D + i_d * TILES.BD])
     else:
-        return load_rows(x, start + c, end, i_h, i_d, H, D, BT, BD)
+        start, end = span
+        return load_rows(x, (start + c, end, i_h), i_d, TILES)
 
 
 @triton.jit
-def store_rows(
-    x,
-    b_x,
-    t,
-    end,
-    i_h,
-    i_d,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """The tile back to where :func:`load_rows` would load it from."""
-    p_x, m_x = rows_at(x, t, end, i_h, i_d, H, D, BT, BD)
-    tl.store(p_x, b_x, mask=m_x)
+def slot_row(x, i_ch, BT: tl.constexpr):
+    """Pointers [BT] to the row of chunk and head i_ch of x [slots, H, BT]."""
+    return x + i_ch * BT + tl.arange(0, BT)
 
 
 @triton.jit
-def load_row(x, t, end, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """Head i_h, tokens t to t + BT, of x [T, H]; else 0."""
-    p_x, m_x = row_at(x, t, end, i_h, H, BT)
-    return tl.load(p_x, mask=m_x, other=0.0)
+def load_state(states, i_s, i_v, condition, META: tl.constexpr):
+    """Value tile i_v of state i_s, [BK, BV], if ``condition``; else 0."""
+    o_S, m_S = state_at(i_s, i_v, META.K, META.V, META.BK, META.BV)
+    return tl.load(states + o_S, mask=mask_if(condition, m_S), other=0.0)
 
 
 @triton.jit
-def slot_row(x, i_c, i_h, H: tl.constexpr, BT: tl.constexpr):
-    """Pointers to row (i_c, i_h), [BT], of x [slots, H, BT]."""
-    return x + (i_c.to(tl.int64) * H + i_h) * BT + tl.arange(0, BT)
+def store_state(states, b_S, i_s, i_v, condition, META: tl.constexpr):
+    """The tile back to where it was loaded from, if ``condition``."""
+    o_S, m_S = state_at(i_s, i_v, META.K, META.V, META.BK, META.BV)
+    tl.store(states + o_S, b_S, mask=mask_if(condition, m_S))
 
 
 @triton.jit
@@ -277,13 +252,13 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
-def unchained(x, WIDE: tl.constexpr):
-    """x, the result of a product, by a branch that is always taken.
+def by_columns(x, WIDE: tl.constexpr):
+    """x, the result of a product, so that 8 warps share its columns.
 
-    With 8 warps Triton gives a product of 64 rows that leads to another to
-    both groups of four warps, all of it to each; else it shares its columns
-    out. It does not look past the end of a branch. Times 1 less 0 is there
-    for the branch; both are gone from the machine code.
+    If a product of 64 rows leads to another one, Triton has both groups of
+    four warps compute all of it. It does not look for the other product past
+    the end of a branch, so here is one, which is always taken. Times 1 less 0
+    gives the branch something to do. The machine code has neither.
     """
     if WIDE:  # noqa: SIM102  (the kernel has it or has not)
         if tl.num_programs(0) > 0:
@@ -315,24 +290,20 @@ def nonzero(b_beta):
 
 
 @triton.jit
-def is_near(b_total, x, DG: tl.constexpr):
+def is_weak(b_total, x, DG: tl.constexpr):
     """Whether a chunk's decay leaves room to divide by it in x's dtype.
 
     In fp16, which ends at 2^-24, a channel's is a factor of keys and queries;
     a head's also of gradients, which may be small themselves.
     """
     IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3
-    least: tl.constexpr = (
-        IN_FP16 if x.dtype.element_ty == tl.float16 else LEAST
-    )
-    return b_total >= least
+    fp16: tl.constexpr = x.dtype.element_ty == tl.float16
+    return b_total >= (IN_FP16 if fp16 else LEAST)
 
 
 @triton.jit
-def decay_to_exit(
-    b_in, b_total, G, i_c, i_h, H: tl.constexpr, BT: tl.constexpr
-):
-    """e^{G_C - G} of a gate per head, [BT, 1]: of writes, at the exit.
+def decay_to_exit(b_in, b_total, G, i_ch, BT: tl.constexpr):
+    """e^{G_C - G} of a gate per head, [BT, 1]: from a token to the exit.
 
     b_in is e^G and b_total e^{G_C}; from G where that is below LEAST, too
     little to divide by.
@@ -340,23 +311,16 @@ def decay_to_exit(
     if b_total >= LEAST:
         b_out = b_total / b_in
     else:
-        p_G = slot_row(G, i_c, i_h, H, BT)
-        b_last = tl.load(G + (i_c.to(tl.int64) * H + i_h) * BT + BT - 1)
-        b_out = tl.exp2((b_last - tl.load(p_G)).to(tl.float32))[:, None]
+        b_last = tl.load(G + i_ch * BT + BT - 1)
+        b_G = tl.load(slot_row(G, i_ch, BT))
+        b_out = tl.exp2((b_last - b_G).to(tl.float32))[:, None]
     return b_out
 
 
 @triton.jit
-def decay_matrix(
-    G,
-    i_c,
-    i_h,
-    H: tl.constexpr,
-    BT: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-):
+def decay_matrix(G, i_ch, BT: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     """e^{G_i - G_j} for j <= i, else 1, [BT, BT]; or that TRANSPOSED."""
-    b_G = tl.load(slot_row(G, i_c, i_h, H, BT))  # [BT]
+    b_G = tl.load(slot_row(G, i_ch, BT))  # [BT]
     b_high = b_G.to(tl.float32)
     b_low = (b_G - b_high).to(tl.float32)
     b_D = b_high[:, None] - b_high[None, :]
@@ -412,12 +376,12 @@ def summed_gates(
     m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
     gate after strong ones does not drown. Unless EXACT without b_low, which
     misses a decay e^G by a factor 2^(+-2^-11 |G|), so by 2^-12 at most:
-    enough for half precision. WIDE, with 8 warps: see unchained.
+    enough for half precision. WIDE, with 8 warps: see by_columns.
     """
     b_sum = ones_where(m_sum, tl.float16)
-    b_G = unchained(tl.dot(b_sum, b_high), WIDE)  # [BT, BK]
+    b_G = by_columns(tl.dot(b_sum, b_high), WIDE)  # [BT, BK]
     if EXACT:
-        b_G = unchained(tl.dot(b_sum, b_low, b_G), WIDE)
+        b_G = by_columns(tl.dot(b_sum, b_low, b_G), WIDE)
     return b_G
 
 
@@ -432,7 +396,7 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr, WIDE: tl.constexpr = False):
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
     b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    b_x = unchained(tl.dot(b_sum, b_high), WIDE)
+    b_x = by_columns(tl.dot(b_sum, b_high), WIDE)
     return tl.dot(b_sum, b_low, b_x)
 
 
@@ -440,7 +404,7 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr, WIDE: tl.constexpr = False):
 def first_level(b_high, x, WIDE: tl.constexpr = False):
     """The level of the largest blocks that may be folded at their middles.
 
-    Of 2^level rows, where every channel of half a block is_near. The log
+    Of 2^level rows, where every channel of half a block is_weak. The log
     decays b_high [BT, BK] are added up over the nodes of a tree, one per row
     of a product: node 1 is the whole chunk, 2 and 3 are its halves, 4 to 7
     its quarters. The last nodes have two rows each. Where one of these decays
@@ -457,7 +421,7 @@ def first_level(b_high, x, WIDE: tl.constexpr = False):
     m_sum = o_node == o_c[:, None]
     b_sum = summed_gates(m_sum, b_high, b_high, False, WIDE)  # [BT, BK]
     b_least = tl.exp2(tl.min(b_sum, axis=1))  # [BT]
-    deepest = tl.max(tl.where(is_near(b_least, x, BT), 0, o_depth))
+    deepest = tl.max(tl.where(is_weak(b_least, x, BT), 0, o_depth))
     return tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)
 
 

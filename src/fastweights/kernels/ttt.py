@@ -22,7 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
-from fastweights.kernels.tile import load_row, load_rows, row_at, store_rows
+from fastweights.kernels.tile import (
+    load_row,
+    load_rows,
+    row_at,
+    store_rows,
+    tiles,
+)
 
 EPS = tl.constexpr(1e-6)
 FP32 = torch.float32
@@ -146,19 +152,19 @@ def ttt_fwd_kernel(
     b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
     last = tl.load(rows + C - 1)
-    b_k = load_rows(k, t, t + C, i_h, 0, H, K, BC, BK)  # [BC, BK]
-    b_q = load_rows(q, t, t + C, i_h, 0, H, K, BC, BK)
-    b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
-    b_r = load_row(rate, t, t + C, i_h, H, BC)  # [BC]
+    b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
+    b_q = load_rows(q, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+    b_v = load_rows(v, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+    b_r = load_row(rate, (t, t + C, i_h), H, BC)  # [BC]
     for _ in range(T // C):
         # The next mini-batch's tokens are on their way while this one's
         # products wait for each other.
         t_n = t + C
         e_n = tl.minimum(t_n + C, end)
-        n_k = load_rows(k, t_n, e_n, i_h, 0, H, K, BC, BK)
-        n_q = load_rows(q, t_n, e_n, i_h, 0, H, K, BC, BK)
-        n_v = load_rows(v, t_n, e_n, i_h, 0, H, K, BC, BK)
-        n_r = load_row(rate, t_n, e_n, i_h, H, BC)
+        n_k = load_rows(k, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
+        n_q = load_rows(q, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
+        n_v = load_rows(v, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
+        n_r = load_row(rate, (t_n, e_n, i_h), H, BC)
 
         b_Wd = b_W.to(b_k.dtype)
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
@@ -173,9 +179,9 @@ def ttt_fwd_kernel(
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
         b_u, _ = unit(b_z, K)
         b_o = b_q.to(tl.float32) + b_u * b_w + b_c
-        store_rows(o, b_o, t, t + C, i_h, 0, H, K, BC, BK)
+        store_rows(o, b_o, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
         if X is not None:
-            store_rows(X, b_X, t, t + C, i_h, 0, H, K, BC, BK)
+            store_rows(X, b_X, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
 
         b_kT = tl.trans(b_k)  # [BK, BC]
         b_W -= last * tl.dot(b_kT, b_X, input_precision=PRECISION)
@@ -241,12 +247,14 @@ def ttt_bwd_kernel(
     b_drows = tl.zeros_like(b_rows)
     for i in range(T // C):
         t = end - (i + 1) * C
-        b_k = load_rows(k, t, t + C, i_h, 0, H, K, BC, BK)  # [BC, BK]
-        b_q = load_rows(q, t, t + C, i_h, 0, H, K, BC, BK)
-        b_X = load_rows(X, t, t + C, i_h, 0, H, K, BC, BK)
-        b_v = load_rows(v, t, t + C, i_h, 0, H, K, BC, BK)
-        b_do = load_rows(do, t, t + C, i_h, 0, H, K, BC, BK).to(tl.float32)
-        b_r = load_row(rate, t, t + C, i_h, H, BC)[:, None]  # [BC, 1]
+        b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
+        b_q = load_rows(q, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        b_X = load_rows(X, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        b_v = load_rows(v, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        b_do = load_rows(do, (t, t + C, i_h), 0, tiles(H, K, BC, BK)).to(
+            tl.float32
+        )
+        b_r = load_row(rate, (t, t + C, i_h), H, BC)[:, None]  # [BC, 1]
         b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
 
         # The weights with which the mini-batch began.
@@ -273,7 +281,7 @@ def ttt_bwd_kernel(
         b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
         b_dS = (b_dA * b_m).to(b_k.dtype)
         b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
-        store_rows(dq, b_dq, t, t + C, i_h, 0, H, K, BC, BK)
+        store_rows(dq, b_dq, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
 
         # To X = rate E: from z, and from the step W - last k^T X.
         b_dWd = b_dW.to(b_k.dtype)
@@ -296,7 +304,7 @@ def ttt_bwd_kernel(
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
         b_h, b_hu = across(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
-        p_r, m_r = row_at(drate, t, t + C, i_h, H, BC)
+        p_r, m_r = row_at(drate, (t, t + C, i_h), H, BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]
@@ -305,14 +313,14 @@ def ttt_bwd_kernel(
         b_dy *= b_w
         b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
-        store_rows(dv, -b_dy, t, t + C, i_h, 0, H, K, BC, BK)
+        store_rows(dv, -b_dy, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
         b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
         b_du, _ = across(b_du, b_u, K)
         b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
         b_du_ = b_du.to(b_k.dtype)
         b_dk += b_dy + tl.dot(b_du_, b_WT, input_precision=PRECISION)
-        store_rows(dk, b_dk, t, t + C, i_h, 0, H, K, BC, BK)
+        store_rows(dk, b_dk, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
         b_dW += tl.dot(b_kT, b_du_, input_precision=PRECISION)
         b_qT = tl.trans(b_q)  # [BK, BC]
         b_dW += tl.dot(b_qT, b_dz, input_precision=PRECISION)

@@ -1,0 +1,61 @@
+"""MesaNet's equations as one operator, which Triton computes.
+
+Where its kernel (:mod:`fastweights.kernels.mesa`) does not run, conjugate
+gradients are steps of PyTorch, each a call of linear attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.deep.backends import by_kernel, widest
+from fastweights.ops import LIBRARY, ran
+
+MAX_K = 128
+"""The widest head of the kernel; fp32: half of it."""
+
+LIBRARY.define(
+    "mesa_solve(Tensor b, Tensor k, Tensor g, Tensor beta, Tensor ridge, "
+    "Tensor? initial_state, Tensor? cu_seqlens, int steps, bool half)"
+    " -> Tensor"
+)
+
+
+def takes(backend: str, q: Tensor) -> bool:
+    """Whether the kernel solves the equations of these tokens.
+
+    Raises:
+        ValueError: backend is none, or "triton" where the kernel cannot run.
+    """
+    K, most = q.shape[-1], widest(q, MAX_K)
+    need = f"heads of at most {most}, not {K}"
+    return by_kernel(backend, q, most >= K, need)
+
+
+def _solve(
+    b: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    steps: int,
+    half: bool,
+) -> Tensor:
+    from fastweights.kernels import mesa as kernel
+
+    ran("triton solve")
+    matrices = (k, g, beta, ridge, initial_state, cu_seqlens)
+    dtype = torch.bfloat16 if half else torch.float32
+    return kernel.solve(b, *matrices, steps, dtype)
+
+
+@torch.library.register_fake("fastweights::mesa_solve")
+def _(b, k, g, beta, ridge, initial_state, cu_seqlens, steps, half):
+    return b.new_empty(b.shape)
+
+
+LIBRARY.impl("mesa_solve", _solve, "CompositeExplicitAutograd")
+SOLVE = torch.ops.fastweights.mesa_solve.default

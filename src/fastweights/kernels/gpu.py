@@ -1,0 +1,33 @@
+"""What settings depend on of the GPU that a tensor is on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+LARGE = 200_000  # bytes of shared memory for one program, from Hopper on
+
+
+class GPU(NamedTuple):
+    """What launch settings depend on, and which one it is."""
+
+    shared: int  # bytes of shared memory that one program may have
+    multiprocessors: int
+    capability: tuple[int, int]
+    device: torch.device = torch.device("cpu")
+
+
+@functools.cache
+def properties(device: torch.device) -> GPU:
+    """Of a device that is no GPU an H200's."""
+    if device.type != "cuda":
+        return GPU(232_448, 132, (9, 0), device)
+    found: Any = torch.cuda.get_device_properties(device)
+    return GPU(
+        found.shared_memory_per_block_optin,
+        found.multi_processor_count,
+        (found.major, found.minor),
+        device,
+    )
