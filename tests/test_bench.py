@@ -369,6 +369,31 @@ def test_what_the_readme_says_of_strong_gates():
     assert "per channel, 1.5 to 1.6 times as long" in README
 
 
+def test_what_the_readme_says_of_gates_of_published_layers():
+    seconds = {
+        (row["member"], row["shape"], row["gate"]): row["seconds"]
+        for row in bench.load("h200_model")["rows"]
+        if row["what"] == "forward+backward"
+    }
+    ratios = {
+        (member, shape): model / seconds[member, shape, "mild"]
+        for (member, shape, gate), model in seconds.items()
+        if gate == "model"
+    }
+    assert len(ratios) == 6
+    for (member, _), ratio in ratios.items():
+        assert round(ratio, 1) in {
+            "gla": (1.0,),
+            "gated_deltanet": (1.1, 1.2),
+            "kda": (1.6,),
+        }[member]
+    words = (
+        "`gla` stays on the fast path, `gated_deltanet` takes 1.1 to 1.2 "
+        "times as long as on it, and `kda` 1.6 times."
+    )
+    assert words in README
+
+
 def outside(g):
     """The share of chunks and heads that decay below 2^-64."""
     return (g.unflatten(1, (-1, 64)).sum(2) < -64 * math.log(2)).double()

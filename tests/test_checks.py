@@ -238,6 +238,12 @@ def test_exponentials_are_counted():
     assert found.count == 4 and found.largest == pytest.approx(2)
 
 
+def dual(x):
+    with torch.autograd.forward_ad.dual_level():
+        y = torch.autograd.forward_ad.make_dual(x, x).square()
+        return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -245,8 +251,11 @@ def test_exponentials_are_counted():
         lambda x: x.requires_grad_().square().sum().backward(),
         torch.func.grad(lambda x: x.square().sum()),
         lambda x: torch.autograd.functional.jacobian(torch.square, x),
+        lambda x: torch.func.jvp(torch.square, (x,), (x,)),
+        torch.func.jacfwd(torch.square),
+        dual,
     ],
-    ids=["grad", "backward", "func", "functional"],
+    ids=["grad", "backward", "func", "functional", "jvp", "jacfwd", "dual"],
 )
 def test_no_autograd_refuses_every_way_to_a_gradient(way):
     x = torch.ones(3)

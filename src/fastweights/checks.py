@@ -262,7 +262,8 @@ def exercise(function: Callable[[Any], None]) -> Exercise:
 def no_autograd() -> Iterator[None]:
     """Inside, to ask for a gradient of PyTorch raises an AssertionError.
 
-    By ``torch.autograd.grad``, by ``backward`` or by ``torch.func``.
+    By ``torch.autograd.grad``, by ``backward``, by ``torch.func`` or by
+    ``torch.autograd.forward_ad``, that is backward or forward.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -272,13 +273,17 @@ def no_autograd() -> Iterator[None]:
         )
 
     engine = torch.autograd
-    closed = (engine.grad, engine.backward)
-    engine.grad = engine.backward = refuse  # type: ignore[assignment]
+    places = [(engine, "grad"), (engine, "backward")]
+    places += [(engine.forward_ad, "make_dual")]  # torch.func.jvp's as well
+    closed = [getattr(*place) for place in places]
+    for owner, name in places:
+        setattr(owner, name, refuse)
     try:
         with torch.no_grad():
             yield
     finally:
-        engine.grad, engine.backward = closed  # type: ignore[assignment]
+        for (owner, name), own in zip(places, closed, strict=True):
+            setattr(owner, name, own)
 
 
 class Products(Footprint):
