@@ -139,7 +139,7 @@ def mesa_solve_kernel(
         b_Ap = by_columns(b_Ap, WIDE) * b_G
         b_Ap = tl.dot(b_A, b_k, b_Ap, input_precision=PRECISION)
         b_Ap = by_columns(b_Ap, WIDE) + b_ridge[None, :] * b_p  # [BT, BK]
-        # A row that is solved has quotients of 0 and 0, which count as 0.
+        # Of rows that are solved quotients are 0 by 0, and count as 0.
         b_step = b_rr / tl.maximum(tl.sum(b_p * b_Ap, axis=1), TINY)
         b_x += b_step[:, None] * b_p
         b_r -= b_step[:, None] * b_Ap
