@@ -1,8 +1,11 @@
 """The judge of the kernels: inputs, the loop in fp64, the budgets."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights.checks import relative_error
 from fastweights.kernels.tile import INTERPRETED
@@ -13,6 +16,17 @@ interpreted = pytest.mark.skipif(
 compiled = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET is set; this judges compiled code"
 )
+
+
+@contextmanager
+def in_one_graph(function, backend):
+    """The function compiled, and afterwards that it was in one graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    yield torch.compile(function, backend=counter, fullgraph=True)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
 
 BUDGET = {
     torch.float32: 1e-4,

@@ -347,17 +347,22 @@ def test_the_versions_of_the_peers_in_the_readme():
         )
 
 
-def test_what_the_readme_says_of_strong_gates():
+def in_times_of_mild(record, gate):
+    """Forward and backward at these gates, by member and shape."""
     seconds = {
         (row["member"], row["shape"], row["gate"]): row["seconds"]
-        for row in bench.load("h200_strong")["rows"]
+        for row in bench.load(record)["rows"]
         if row["what"] == "forward+backward"
     }
-    ratios = {
-        (member, shape): strong / seconds[member, shape, "mild"]
-        for (member, shape, gate), strong in seconds.items()
-        if gate == "strong"
+    return {
+        (member, shape): found / seconds[member, shape, "mild"]
+        for (member, shape, of), found in seconds.items()
+        if of == gate
     }
+
+
+def test_what_the_readme_says_of_strong_gates():
+    ratios = in_times_of_mild("h200_strong", "strong")
     assert len(ratios) == 8
     for (member, _), ratio in ratios.items():
         if member in ("mamba2", "gated_deltanet"):
@@ -370,23 +375,17 @@ def test_what_the_readme_says_of_strong_gates():
 
 
 def test_what_the_readme_says_of_gates_of_published_layers():
-    seconds = {
-        (row["member"], row["shape"], row["gate"]): row["seconds"]
-        for row in bench.load("h200_model")["rows"]
-        if row["what"] == "forward+backward"
-    }
-    ratios = {
-        (member, shape): model / seconds[member, shape, "mild"]
-        for (member, shape, gate), model in seconds.items()
-        if gate == "model"
-    }
+    ratios = in_times_of_mild("h200_model", "model")
     assert len(ratios) == 6
     for (member, _), ratio in ratios.items():
-        assert round(ratio, 1) in {
-            "gla": (1.0,),
-            "gated_deltanet": (1.1, 1.2),
-            "kda": (1.6,),
-        }[member]
+        assert (
+            round(ratio, 1)
+            in {
+                "gla": (1.0,),
+                "gated_deltanet": (1.1, 1.2),
+                "kda": (1.6,),
+            }[member]
+        )
     words = (
         "`gla` stays on the fast path, `gated_deltanet` takes 1.1 to 1.2 "
         "times as long as on it, and `kda` 1.6 times."
