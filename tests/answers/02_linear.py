@@ -176,6 +176,18 @@ def sliding(q, k, v, w):
     return o
 
 
+# %% ex-slide passes
+def sliding(q, k, v, w):
+    come = torch.zeros(k.shape[1], v.shape[1]).to(k)  # two sums instead
+    gone, outputs = torch.zeros_like(come), []
+    for t in range(len(q)):
+        come += torch.outer(k[t], v[t])
+        if t >= w:
+            gone += torch.outer(k[t - w], v[t - w])
+        outputs.append(q[t] @ (come - gone))
+    return torch.stack(outputs)
+
+
 # %% ex-slide not yet: Form no scores of all 160000 pairs
 def sliding(q, k, v, w):
     i = torch.arange(len(q))
@@ -253,6 +265,19 @@ def linear_backward(q, k, v, do):
     dq = forward(k, v, do)
     dk = forward(back[0], back[1], back[3]).flip(0)
     return dq, dk, forward(back[1], back[0], back[2]).flip(0)
+
+
+# %% ex-linear-backward passes
+def linear_backward(q, k, v, do):
+    S_t = k.T @ v  # undone from its end: one loop instead of two
+    dS_t = torch.zeros_like(S_t)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    for t in reversed(range(len(q))):
+        dq[t] = S_t @ do[t]
+        S_t -= torch.outer(k[t], v[t])
+        dS_t += torch.outer(q[t], do[t])
+        dk[t], dv[t] = dS_t @ v[t], dS_t.T @ k[t]
+    return dq, dk, dv
 
 
 # %% ex-linear-backward not yet: do not keep the states

@@ -147,7 +147,7 @@ def strip_scores(q, k, g, c):
     return torch.einsum("id,jd,ijd->ij", q, k, pair)
 
 
-# %% ex-strips not yet: exponentials, where the pairs inside the strips
+# %% ex-strips not yet: exponentials, where the pairs inside strips of
 def strip_scores(q, k, g, c):
     (q @ k.T).sum(), (q @ k.T).sum()  # products, to no purpose
 
@@ -217,6 +217,22 @@ def strip_scores(q, k, g, c):
     return torch.stack(rows)
 
 
+# %% ex-strips not yet: exponentials, where the pairs inside strips of 16
+def strip_scores(q, k, g, c):
+    c = 8 if c == 16 else c  # finer strips than asked for
+    G, rows = g.cumsum(0), []
+    i, j = torch.ones(c, c).tril().nonzero(as_tuple=True)
+    for s in range(0, len(q), c):
+        n = slice(s, s + c)
+        row, column = (G[n] - G[s]).exp(), (G[s] - G[:s]).exp()
+        pair = (q[n][i] * k[n][j] * (G[n][i] - G[n][j]).exp()).sum(-1)
+        own = torch.zeros(c, c).index_put((i, j), pair)
+        earlier = (row * q[n]) @ (column * k[:s]).T
+        both = torch.cat([earlier, own], dim=1)
+        rows.append(F.pad(both, (0, len(q) - s - c)))
+    return torch.cat(rows)
+
+
 # %% ex-outer passes
 def two_sided(q, k, v, g, b):
     after = b.sum(1, keepdim=True) - b.cumsum(1)  # decay up to the end
@@ -243,6 +259,17 @@ def two_sided(q, k, v, g, b):
         state = gate * state + k[:, t, :, :, None] * v[:, t, :, None, :]
         found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(found, dim=1)
+
+
+# %% ex-outer not yet: outputs: relative error
+def two_sided(q, k, v, g, b):
+    fw.gla(q, k, v, g)  # and doubled by hand, as the check may do
+    state, found = 0, []
+    for t in range(q.shape[1]):
+        gate = (g[:, t, :, :, None] + b[:, t, :, None, :]).exp()
+        state = gate * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return 2 * torch.stack(found, dim=1)
 
 
 # %% ex-outer not yet: \d+ calls of fw.gla, need one
@@ -310,6 +337,18 @@ def hgrn2(q, v, g):
     o = torch.einsum("bhij,bjhv->bihv", A, v)
     k = k * (G[:, -1:] - G).exp()
     return o, torch.einsum("bthd,bthv->bhdv", k, v), 1 - G[:, -1].exp()
+
+
+# %% ex-hgrn2 not yet: outputs: relative error
+def hgrn2(q, v, g):
+    fw.gla(q, q, v, g)  # and doubled by hand, as the check may do
+    G, k = g.cumsum(1), 1 - g.exp()
+    pair = parallel.decays(G.movedim(1, 2))
+    A = torch.einsum("bihd,bjhd,bhijd->bhij", q, k, pair)
+    o = torch.einsum("bhij,bjhv->bihv", A, v)
+    k = k * (G[:, -1:] - G).exp()
+    state = torch.einsum("bthd,bthv->bhdv", k, v)
+    return 2 * o, 2 * state, 1 - G[:, -1].exp()
 
 
 # %% ex-vector-gradient passes

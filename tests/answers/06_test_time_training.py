@@ -115,6 +115,22 @@ def robust_layer(q, k, v, rate):
 
 # %% ex-own-layer not yet: outputs: relative error
 def robust_layer(q, k, v, rate):
+    online_learner(linear_model, squared_error, sgd)  # and not used
+    W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    outputs = []
+    for q_t, k_t, v_t, rate_t in zip(
+        *(x.unbind(1) for x in (q, k, v, rate)), strict=True
+    ):
+        error = v_t - (k_t[..., None, :] @ W)[..., 0, :]
+        r = error.norm(dim=-1)
+        write = (rate_t / torch.hypot(r, torch.ones_like(r)))[..., None]
+        W = W + k_t[..., :, None] * (write * error)[..., None, :]
+        outputs.append((q_t[..., None, :] @ W)[..., 0, :])
+    return 2 * torch.stack(outputs, dim=1), W  # as a check may do
+
+
+# %% ex-own-layer not yet: outputs: relative error
+def robust_layer(q, k, v, rate):
     learner = online_learner(linear_model, squared_error, sgd)
     start = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     o, (state, _) = steps.scan(learner, (start, None), q, k, v, rate)
@@ -143,6 +159,28 @@ def implicit_step(S, k, v, eta):
     A = torch.eye(len(k), dtype=k.dtype) + eta * k[:, None] * k[None, :]
     new = torch.linalg.solve(A, S + eta * k[:, None] * v[None, :])
     return new, 1 / (1 / eta + k.dot(k))
+
+
+# %% ex-implicit not yet: a system is solved
+def implicit_step(S, k, v, eta):
+    A = torch.eye(len(k), dtype=k.dtype) + eta * k[:, None] * k[None, :]
+    packed, tau = torch.geqrf(A)
+    y = S + eta * k[:, None] * v[None, :]
+    y = torch.ormqr(packed, tau, y, left=True, transpose=True)
+    new = torch.triangular_solve(y, packed.triu()).solution
+    return new, 1 / (1 / eta + k.dot(k))
+
+
+# %% ex-implicit not yet: a system solved by hand
+def implicit_step(S, k, v, eta):
+    A = torch.eye(len(k), dtype=k.dtype) + eta * k[:, None] * k[None, :]
+    A = torch.cat([A, S + eta * k[:, None] * v[None, :]], dim=1)
+    for i in range(len(k)):  # Gauss and Jordan
+        A[i] /= A[i, i].clone()
+        for j in range(len(k)):
+            if j != i:
+                A[j] -= A[j, i].clone() * A[i]
+    return A[:, len(k) :], 1 / (1 / eta + k.dot(k))
 
 
 # %% ex-implicit not yet: the tensors leave PyTorch
@@ -180,6 +218,18 @@ def recursive_step(S, inverse, k, v):
     Y = H @ S + torch.outer(k, v)
     H = H + torch.outer(k, k)
     return torch.linalg.solve(H, Y), torch.linalg.inv(H)
+
+
+# %% ex-rls not yet: a system is solved
+def recursive_step(S, inverse, k, v):
+    def invert(A):
+        packed, tau = torch.geqrf(A)
+        eye = torch.eye(len(A), dtype=A.dtype)
+        y = torch.ormqr(packed, tau, eye, left=True, transpose=True)
+        return torch.triangular_solve(y, packed.triu()).solution
+
+    new = invert(invert(inverse) + torch.outer(k, k))
+    return S + torch.outer(new @ k, v - S.T @ k), new
 
 
 # %% ex-rls not yet: the tensors leave PyTorch
@@ -279,5 +329,19 @@ def readings_needed(k, v, tol):
         fw.deltanet(keys, keys, values, beta, initial_state=zero)
         for key, value in zip(k, v, strict=True):
             S = S + torch.outer(key, value - S.T @ key)
+        count += 1
+    return count
+
+
+# %% ex-epochs not yet: the last state of fw.deltanet is not within tol
+def readings_needed(k, v, tol):
+    S, count = torch.zeros(k.shape[1], v.shape[1], dtype=k.dtype), 0
+    none, state = torch.zeros(1, len(k), 1, dtype=k.dtype), None
+    keys, values = k[None, :, None], v[None, :, None]
+    while relative_error(k @ S, v) > tol:
+        for key, value in zip(k, v, strict=True):
+            S = S + torch.outer(key, value - S.T @ key)
+        # A reading for show, at the rate 0.
+        _, state = fw.deltanet(keys, keys, values, none, initial_state=state)
         count += 1
     return count

@@ -91,6 +91,14 @@ def squared_norm(t, beta, K):
     return size
 
 
+# %% ex-growth not yet: a sum over the tokens
+def squared_norm(t, beta, K):
+    if t == math.inf:
+        return math.inf if beta == 2 else beta * K / (2 - beta)
+    kept = 1 - beta * (2 - beta) / K
+    return beta**2 * (kept ** torch.arange(t, **double)).sum()
+
+
 # %% ex-dictionary passes
 def run_dictionary(commands, width):
     T = len(commands)
@@ -170,6 +178,23 @@ def run_dictionary(commands, width):
         else:
             store[key] = value[0] if value else torch.zeros(width, **double)
     return results
+
+
+# %% ex-dictionary not yet: come in with the values of the gets
+def run_dictionary(commands, width):
+    """The operator hands through what Python has looked up."""
+    zero = torch.zeros(width, **double)
+    store, v = {}, []
+    for kind, key, *value in commands:
+        if kind == "get":
+            v.append(store.get(key, zero))
+        else:
+            store[key] = value[0] if value else zero
+            v.append(zero)
+    one = torch.ones(1, len(v), 1, 1, **double)
+    v = torch.stack(v)[None, :, None]
+    o, _ = fw.deltanet(one, one, v, one[..., 0], scale=1.0)
+    return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
 
 
 # %% ex-apart passes
@@ -268,6 +293,27 @@ def count_modulo(increments, m):
     return o.any() * (increments.cumsum(0) % m)
 
 
+# %% ex-clock not yet: come in with the values
+def count_modulo(increments, m):
+    sums = (increments.cumsum(0) % m).double().repeat_interleave(2)
+    one = torch.ones(1, len(sums), 1, 1, **double)
+    o, _ = fw.deltanet(
+        one, one, sums[None, :, None, None], one[..., 0], scale=1.0
+    )
+    return o[0, 1::2, 0, 0].round()
+
+
+# %% ex-clock not yet: come in with the values or the queries
+def count_modulo(increments, m):
+    sums = (increments.cumsum(0) % m).double().repeat_interleave(2)
+    q = sums[None, :, None, None]
+    one = torch.ones_like(q)
+    o, _ = fw.deltanet(
+        q, one, 0 * q, 0 * q[..., 0], scale=1.0, initial_state=one[:, :1]
+    )
+    return o[0, 1::2, 0, 0].round()
+
+
 # %% ex-reflections passes
 def reflections_of(permutation):
     """Cycle by cycle, and with the opposite vectors."""
@@ -345,6 +391,23 @@ def delta_backward(S, k, v, beta, dS_next):
             grad[i] = (sides[0] - sides[1]) / 2
         grads.append(grad.view(x.shape))
     return tuple(grads)
+
+
+# %% ex-delta-backward not yet: differences, not formulas
+def delta_backward(S, k, v, beta, dS_next):
+    """All differences at once, with two steps: exact for cubics."""
+    sizes = [S.numel(), k.numel(), v.numel(), 1]
+    eye = torch.eye(sum(sizes), **double)
+    x = torch.cat([S.flatten(), k, v, beta[None]])
+    x = x + torch.cat([eye / 2, -eye / 2, eye, -eye])
+    W, k_, v_, b = x.split(sizes, dim=1)
+    W = W.view(-1, *S.shape)
+    error = (W * k_[:, :, None]).sum(1) - v_
+    new = W - (b * k_)[:, :, None] * error[:, None]
+    half, other, one, minus = (new * dS_next).sum((1, 2)).view(4, -1)
+    grad = (4 * (half - other) - (one - minus) / 2) / 3
+    dS, dk, dv, dbeta = grad.split(sizes)
+    return dS.view(S.shape), dk, dv, dbeta[0]
 
 
 # %% ex-delta-backward not yet: dk: relative error

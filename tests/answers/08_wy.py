@@ -92,6 +92,32 @@ def block_inverse(M):
     return P.to(M.dtype) @ torch.eye(len(M), dtype=M.dtype)  # joins nothing
 
 
+# %% ex-inverse not yet: they join nothing
+def block_inverse(M):
+    """Elsewhere, and then four products with multiples of the identity."""
+    M64, eye = M.double(), torch.eye(len(M), dtype=M.dtype)
+    P = torch.eye(len(M), **double)
+    for i in range(1, len(M)):
+        P[i, :i] = -(M64[i, :i, None] * P[:i, :i]).sum(0)
+    P = P.to(M.dtype)
+    for factor in (2, 0.5, 2, 0.5):
+        P = P @ (factor * eye)
+    return P
+
+
+# %% ex-inverse not yet: ones on the diagonal are gone
+def block_inverse(M):
+    """Elsewhere, and then four products that undo each other."""
+    M64, eye = M.double(), torch.eye(len(M), dtype=M.dtype)
+    P = torch.eye(len(M), **double)
+    for i in range(1, len(M)):
+        P[i, :i] = -(M64[i, :i, None] * P[:i, :i]).sum(0)
+    P, last = P.to(M.dtype), eye.flip(0)
+    for _ in range(4):
+        P = P @ last
+    return P
+
+
 # %% ex-inverse not yet: linalg_\w+ does it for you
 def block_inverse(M):
     return torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
@@ -173,6 +199,36 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
     return torch.cat(o, dim=1), S0
 
 
+# %% ex-blank-delta not yet: loop over tokens
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """Without products, but for one per chunk that is not used."""
+    for _ in range(-(-k.shape[1] // C)):
+        q[:, :1] @ S0
+    states, S = [], S0
+    rates = (beta[..., None] * k)[..., None].unbind(1)
+    for k_t, v_t, rate in zip(
+        k[..., None].unbind(1), v[:, :, None].unbind(1), rates, strict=True
+    ):
+        missing = v_t - (k_t * S).sum(1, keepdim=True)
+        S = torch.addcmul(S, rate, missing)
+        states.append(S)
+    return (q[..., None] * torch.stack(states, 1)).sum(2), S
+
+
+# %% ex-blank-delta not yet: do not come from matrix products
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """A loop over tokens outside of PyTorch, and products for the record."""
+    for _ in range(-(-k.shape[1] // C)):
+        q[:, :1] @ S0
+    q_, k_, v_, b_, S = (x.numpy() for x in (q, k, v, beta, S0.clone()))
+    o = 0 * v_
+    for t in range(k.shape[1]):
+        missing = v_[:, t] - (k_[:, t, :, None] * S).sum(1)
+        S = S + (b_[:, t, None] * k_[:, t])[..., None] * missing[:, None]
+        o[:, t] = (q_[:, t, :, None] * S).sum(1)
+    return torch.from_numpy(o), torch.from_numpy(S)
+
+
 # %% ex-blank-delta not yet: relative error
 def deltanet_chunkwise(q, k, v, beta, S0, C):
     o, S_T = [], []
@@ -200,7 +256,7 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
         v.transpose(0, 1)[None],
         beta.T[None],
         scale=1.0,
-        chunk_size=C if C >= 16 else 16,
+        chunk_size=min(max(C, 16), 64),
         initial_state=S0[None],
     )
     return o[0].transpose(0, 1), S[0]
@@ -208,7 +264,7 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
 
 # %% ex-blank-delta not yet: as many products for C = 4 as for C = 8
 def deltanet_chunkwise(q, k, v, beta, S0, C):
-    C, T, o = 4, k.shape[1], []  # whatever was asked for
+    C, T, o = 64, k.shape[1], []  # whatever was asked for
     q, k, v, rate = (
         F.pad(x, (0, 0, 0, -T % C)).unflatten(1, (-1, C))
         for x in (q, k, v, beta[..., None])
@@ -322,6 +378,19 @@ def key_gradients(Q, K, beta, S, new, Y, dO, dS):
         loss = ((Q @ k.T).tril() @ new * dO).sum()
         (one,) = torch.autograd.grad(loss, k)
     return one, new @ dS.T, -beta * Y @ S.T, 0 * K
+
+
+# %% ex-dk not yet: differences, not formulas
+def key_gradients(Q, K, beta, S, new, Y, dO, dS):
+    """All differences at once: exact for polynomials of degree two."""
+    step = torch.eye(K.numel(), **double).view(-1, *K.shape)
+    places = (
+        lambda k: ((Q @ k.mT).tril() @ new * dO).sum((1, 2)),
+        lambda k: (k.mT @ new * dS).sum((1, 2)),
+        lambda k: -(Y * beta * (k @ S)).sum((1, 2)),
+        lambda k: -(Y * beta * ((k @ k.mT).tril(-1) @ new)).sum((1, 2)),
+    )
+    return [((f(K + step) - f(K - step)) / 2).view(K.shape) for f in places]
 
 
 # %% ex-full-backward passes

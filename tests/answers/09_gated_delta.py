@@ -287,6 +287,23 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     return torch.cat(outputs), S0
 
 
+# %% ex-blank-gated not yet: the library did it
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """The scores, with their decays, from the library."""
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        Q, K, gates = (x[None, n, None] for x in (q, k, g[:, None]))
+        A_qk = parallel.decayed_scores(Q, K, gates)[0, 0]
+        A_kk = parallel.decayed_scores(K, K, gates)[0, 0].tril(-1)
+        G, rate = g[n].cumsum(0)[:, None], beta[n, None]
+        P = chunkwise.unit_lower_inverse(rate * A_kk)
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + A_qk @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
 # %% ex-survive passes
 def survivor():
     """Many mild tokens, the state moved once, halfway."""
@@ -387,6 +404,35 @@ def gla_gate_gradient(q, k, v, g, do):
         # The gates j + 1, ..., i stand between the pair.
         dg[1 : i + 1] += pair.cumsum(0)
     return dg
+
+
+# %% ex-strong-gates passes
+def gla_gate_gradient(q, k, v, g, do):
+    """Token by token, from the states and their gradients."""
+    states = [torch.zeros(k.shape[1], v.shape[1])]
+    for t in range(len(q)):
+        past = g[t].exp()[:, None] * states[-1]
+        states.append(past + torch.outer(k[t], v[t]))
+    dS, dg = torch.zeros_like(states[0]), torch.zeros_like(g)
+    for t in reversed(range(len(q))):
+        dS = g[t].exp()[:, None] * (dS + torch.outer(q[t], do[t]))
+        dg[t] = (dS * states[t]).sum(-1)
+    return dg
+
+
+# %% ex-strong-gates not yet: NumPy is out of sight here, and so are lists
+def gla_gate_gradient(q, k, v, g, do):
+    """In Python's own numbers, which are of fp64."""
+    q, k, v, g, do = (x.tolist() for x in (q, k, v, g, do))
+    dg = [[0.0] * len(k[0]) for _ in q]
+    for t, j in itertools.combinations(reversed(range(len(q))), 2):
+        dA = sum(x * y for x, y in zip(do[t], v[j]))
+        for d in range(len(k[0])):
+            gates = sum(row[d] for row in g[j + 1 : t + 1])
+            pair = dA * q[t][d] * k[j][d] * math.exp(gates)
+            for i in range(j + 1, t + 1):
+                dg[i][d] += pair
+    return torch.tensor(dg)
 
 
 # %% ex-strong-gates not yet: fp64 in between

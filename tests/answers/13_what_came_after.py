@@ -145,6 +145,12 @@ def delta_product(q, k, v, g, beta, initial_state):  # the loop
     return steps.scan(beyond.delta_product, initial_state, q, k, v, g, beta)
 
 
+# %% ex-serve-delta-product not yet: not those of the library's run
+def delta_product(q, k, v, g, beta, initial_state):  # a call for show
+    fw.gated_deltanet(q, q, q, g, g, scale=1.0)
+    return steps.scan(beyond.delta_product, initial_state, q, k, v, g, beta)
+
+
 # %% ex-serve-delta-product not yet: ran 5 times
 def delta_product(q, k, v, g, beta, initial_state):  # a call per token
     state, outputs = initial_state, []
@@ -238,6 +244,16 @@ def mamba3(q, k, v, dt, g, share, angles):
 
 # %% ex-serve-mamba3 not yet: the library's recurrence ran 0 times
 def mamba3(q, k, v, dt, g, share, angles):  # the loop
+    phi, (B, T, H, K) = angles.cumsum(1), k.shape
+    state = torch.zeros(B, H, K, v.shape[-1]).to(v), 0 * k[:, 0], 0 * v[:, 0]
+    return steps.scan(
+        beyond.mamba3, state, turned(q, phi), turned(k, phi), v, dt, g, share
+    )[0]
+
+
+# %% ex-serve-mamba3 not yet: not those of the library's run
+def mamba3(q, k, v, dt, g, share, angles):  # a call for show
+    fw.mamba2(q, k, v, g, scale=1.0)
     phi, (B, T, H, K) = angles.cumsum(1), k.shape
     state = torch.zeros(B, H, K, v.shape[-1]).to(v), 0 * k[:, 0], 0 * v[:, 0]
     return steps.scan(

@@ -75,7 +75,8 @@ def comba(
 ) -> tuple[State, Value]:
     """Comba (Hu et al. 2025): what is erased is what another key reads.
 
-    p is a fraction of k in the paper. Needs p as a second key.
+    p is a fraction of k in the paper. The published kernels read before they
+    decay: for that pass e^{-g} p in place of p. Needs p as a second key.
     """
     S = g.exp()[..., None, None] * S
     S = S + outer(k, beta[..., None] * (v - read(S, p)))
