@@ -286,7 +286,7 @@ def softmax_backward(a, da):
     return s.grad
 
 
-# %% ex-backward not yet: forward differentiation was asked for
+# %% ex-backward not yet: automatic differentiation was asked for
 def softmax_backward(a, da):
     forward = torch.autograd.forward_ad
     with forward.dual_level():

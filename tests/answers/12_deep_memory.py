@@ -164,7 +164,7 @@ def rms_slope(z, v, gamma, eps):
     return d / squares.sqrt() - through * z
 
 
-# %% ex-rms-norm not yet: a formula of plain tensors
+# %% ex-rms-norm not yet: automatic differentiation was asked for
 def rms_slope(z, v, gamma, eps):  # forward derivatives
     def loss(z):
         y = gamma * z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
