@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
@@ -267,6 +268,28 @@ def test_no_autograd_refuses_every_way_to_a_gradient(way):
         way(x)
     x = torch.ones(3)
     way(x)  # and it is allowed again
+
+
+def test_tensors_stay_in_torch():
+    x = torch.ones(3)
+    for way in (lambda x: x.numpy(), lambda x: x.tolist(), np.asarray):
+        with (
+            pytest.raises(AssertionError, match="tensors leave PyTorch"),
+            checks.in_torch(),
+        ):
+            way(x)
+        way(x)  # and it is allowed again
+
+
+def test_lines_of_a_call():
+    def doubled(n):
+        total = 0
+        for _ in range(n):
+            total += 2
+        return total
+
+    few, many = (checks.lines_of(doubled, n) for n in (1, 101))
+    assert few < 10 and many - few == 200
 
 
 def test_products_are_listed_with_their_sizes():

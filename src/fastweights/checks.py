@@ -8,11 +8,13 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -284,6 +286,36 @@ def no_autograd() -> Iterator[None]:
     finally:
         for (owner, name), own in zip(places, closed, strict=True):
             setattr(owner, name, own)
+
+
+def in_torch() -> AbstractContextManager[Any]:
+    """Inside, to hand a tensor to NumPy or make it a list is refused."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(
+            "the tensors leave PyTorch: write it with PyTorch's operations"
+        )
+
+    names = ("numpy", "__array__", "tolist")
+    refused: dict[str, Any] = dict.fromkeys(names, refuse)
+    return mock.patch.multiple(torch.Tensor, **refused)
+
+
+def lines_of(function: Callable[..., Any], *args: Any) -> int:
+    """How many lines of Python a call goes through."""
+    seen: list[str] = []
+    before = sys.gettrace()
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        seen.append(event)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(before)
+    return len(seen)
 
 
 class Products(Footprint):
