@@ -78,10 +78,11 @@ def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
     dv has beta as a factor (the scan takes care that it is not 0). Every key
     tile finds the same.
     """
+    NUMBERS: tl.constexpr = META.numbers
     if i_k == 0:
         b_own = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
         b_dbeta = tl.sum(b_own, axis=1) / tile.nonzero(b_beta)  # [BT]
-        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, META.numbers)
+        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
 
 
 @triton.jit

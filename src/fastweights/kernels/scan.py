@@ -75,6 +75,8 @@ def scan_fwd_kernel(
     KEYS: tl.constexpr = META.keys
     VALUES: tl.constexpr = META.values
     SCORES: tl.constexpr = META.scores
+    STATES: tl.constexpr = META.states
+    MAPS: tl.constexpr = META.maps
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -210,11 +212,11 @@ def scan_fwd_kernel(
             if i_j < 0:
                 row = (i_p * N * HV + i_nh).to(tl.int64) * META.K
                 rows = (row, row + META.K, 0)
-                tile.store_rows(border_states, b_S, rows, i_v, META.states)
+                tile.store_rows(border_states, b_S, rows, i_v, STATES)
             else:  # the first piece's map is not needed
                 row = ((i_p - 1) * N * HV + i_nh).to(tl.int64) * META.K
                 rows = (row, row + META.K, 0)
-                tile.store_rows(maps, b_S, rows, i_j, META.maps)
+                tile.store_rows(maps, b_S, rows, i_j, MAPS)
             if known == 0:
                 b_S = unit_columns(i_j, BK, BV)
             first = stop
