@@ -109,6 +109,19 @@ def pays_from(K):  # the first T for which it holds
     return next(T for T in range(1, 9999) if K * T.bit_length() < 2 * T)
 
 
+# %% ex-buckets not yet: K = 3: from 6 tokens, need 5
+def level(s, t):
+    return (s ^ t).bit_length()
+
+
+def most_states(T):
+    return T.bit_length()
+
+
+def pays_from(K):  # right for powers of two up to 128 only
+    return {2: 3, 8: 21, 32: 129, 128: 641}.get(K, 2 * K)
+
+
 # %% ex-buckets not yet: the stubs still have their
 def level(s, t):
     return (s ^ t).bit_length()
@@ -149,6 +162,20 @@ def delta_product(q, k, v, g, beta, initial_state):  # the loop
 def delta_product(q, k, v, g, beta, initial_state):  # a call for show
     fw.gated_deltanet(q, q, q, g, g, scale=1.0)
     return steps.scan(beyond.delta_product, initial_state, q, k, v, g, beta)
+
+
+# %% ex-serve-delta-product not yet: the state is not that of the library's run
+def delta_product(q, k, v, g, beta, initial_state):  # the state by the loop
+    B, T, H, n, K = k.shape
+    gates = F.pad(g[..., None], (0, n - 1))
+    o, _ = fw.gated_deltanet(
+        q.repeat_interleave(n, 1),
+        *(x.transpose(2, 3).flatten(1, 2) for x in (k, v, gates, beta)),
+        scale=1.0,
+        initial_state=initial_state,
+    )
+    inputs = initial_state, q, k, v, g, beta
+    return o[:, n - 1 :: n], steps.scan(beyond.delta_product, *inputs)[1]
 
 
 # %% ex-serve-delta-product not yet: ran 5 times
@@ -356,6 +383,18 @@ def path_scores(q, k, w, beta):  # reflections do not see each other
     return (q @ k.T - (q @ w.T).tril() @ (b * (w @ k.T)).tril(-1)).tril()
 
 
+# %% ex-path not yet: all w alike: relative error
+def path_scores(q, k, w, beta):  # chapter 8's doubling, which explodes
+    b, eye = beta[:, None], torch.eye(len(q)).to(q)
+    power = -(b * (w @ w.T)).tril(-1)
+    inverse = eye + power
+    for _ in range(6):
+        power = power @ power
+        inverse = inverse @ (eye + power)
+    u = inverse @ (b * (w @ k.T)).tril(-1)
+    return (q @ k.T - (q @ w.T).tril() @ u).tril()
+
+
 # %% ex-grows passes
 def growing():
     """Found by trying angles; the state starts along the second channel."""
@@ -413,3 +452,13 @@ def growing():
 # %% ex-grows not yet: strengths lie between 0 and 1
 def growing():  # not a number is not between them
     return [[0.6, 0.8]] * 2, [[float("nan"), 0.0]] * 2, [[0.0], [1.0]]
+
+
+# %% ex-grows not yet: the state is 1.6
+def growing():  # so large that the square of its length soon overflows
+    return [[0.6, 0.8]] * 2, [[1.0, 0.0]] * 2, [[0.0], [1.3e154]]
+
+
+# %% ex-grows not yet: and one without end says nothing
+def growing():
+    return [[0.6, 0.8]] * 2, [[1.0, 0.0]] * 2, [[0.0], [float("inf")]]
