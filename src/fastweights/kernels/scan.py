@@ -272,6 +272,7 @@ def scan_bwd_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
+    PARTS: tl.constexpr = META.parts
     MAP: tl.constexpr = dh is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
@@ -358,7 +359,7 @@ def scan_bwd_kernel(
             b_y = tile.by_columns(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
-                tile.store_rows(dbeta, b_dbeta, rows, i_v, META.parts)
+                tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
             b_y *= tile.nonzero(b_beta)
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
