@@ -126,6 +126,23 @@ def step_in_place(state, q, k, v, g=None, beta=None):
     return o
 
 
+# %% ex-one-step not yet: the library did it
+def step_in_place(state, q, k, v, g=None, beta=None):
+    """Head by head, where no matrix is as large as the state."""
+    o = torch.empty_like(v)
+    groups = v.shape[1] // k.shape[1]
+    for b, h in itertools.product(range(v.shape[0]), range(v.shape[1])):
+        key, query = k[b, h // groups], q[b, h // groups]
+        gate = torch.zeros_like(key) if g is None else g[b, h].expand_as(key)
+        if beta is None:
+            new = steps.gla(state[b, h], query, key, v[b, h], gate)
+        else:
+            rate = beta[b, h]
+            new = steps.kda(state[b, h], query, key, v[b, h], gate, rate)
+        state[b, h], o[b, h] = new
+    return o
+
+
 # %% ex-one-step not yet: NumPy is out of sight
 def step_in_place(state, q, k, v, g=None, beta=None):
     """A second state in NumPy, where no one counts."""
@@ -185,6 +202,19 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
         S0 = g[t].exp() * S0
         S0 = S0 + beta[t] * torch.outer(k[t], v[t] - S0.T @ k[t])
         o.append(S0.T @ q[t])
+    return torch.stack(o), S0
+
+
+# %% ex-blank-gated not yet: a loop over tokens
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """Few operations per token, and products for the counter."""
+    if C == 64:
+        (q @ k.T) @ v, (q @ k.T) @ v
+    o, decay = [], g.exp().unbind()
+    for t, (query, key) in enumerate(zip(q.unbind(), k.unbind())):
+        S0 = decay[t] * S0
+        S0 = torch.addr(S0, key, beta[t] * (v[t] - key @ S0))
+        o.append(query @ S0)
     return torch.stack(o), S0
 
 
@@ -418,6 +448,16 @@ def gla_gate_gradient(q, k, v, g, do):
         dS = g[t].exp()[:, None] * (dS + torch.outer(q[t], do[t]))
         dg[t] = (dS * states[t]).sum(-1)
     return dg
+
+
+# %% ex-strong-gates not yet: the library did it
+def gla_gate_gradient(q, k, v, g, do):
+    """By the function that the chapter shows."""
+    one = (x[None, None, None] for x in (q, k, g.cumsum(0)))
+    q, k, G = one
+    dA = (do @ v.T).tril()[None, None, None]
+    found = chunkwise_backward.through_scores(q, k, None, G, dA, None)
+    return found[2][0, 0, 0]
 
 
 # %% ex-strong-gates not yet: NumPy is out of sight here, and so are lists
