@@ -566,3 +566,29 @@ def claims(losses, luck):  # as if the pairs were independent
         if max(mine) < min(theirs)
         and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
     }
+
+
+# %% ex-recalled not yet: token .* is not repeated
+def completes(row, n):  # letters joined, so that 'a' 'bc' is 'ab' 'c'
+    return [
+        t >= n - 1
+        and "".join(row[t - n + 1 : t + 1])
+        in ["".join(row[s - n + 1 : s + 1]) for s in range(n - 1, t)]
+        for t in range(len(row))
+    ]
+
+
+# %% ex-seeds not yet: just enough luck
+def claims(losses, luck):  # below its share, not up to it
+    ranked = {
+        name: [math.inf if math.isnan(x) else x for x in runs]
+        for name, runs in losses.items()
+    }
+    share = luck / math.comb(len(losses), 2)
+    return {
+        (a, b)
+        for a, mine in ranked.items()
+        for b, theirs in ranked.items()
+        if max(mine) < min(theirs)
+        and 2 / math.comb(len(mine) + len(theirs), len(mine)) < share
+    }
