@@ -37,6 +37,7 @@ STAGES = (
     "intra_backward_strong",
     "segments",
     "segments_backward",
+    "gate_backward",
     "compose",
     "compose_backward",
 )
@@ -56,6 +57,7 @@ LAUNCHES = [
     if stage != "intra" or delta or width != 0
     if not stage.endswith(("strong", "again")) or width == "K"
     if not stage.startswith("compose") or width != 1
+    if stage != "gate_backward" or width == 1
 ]
 
 

@@ -262,6 +262,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     dkept: the entering state's decay.
     """
     cu_seqlens, scale, T, N, NS, NR = call
+    NUMBERS: tl.constexpr = META.numbers
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
     i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
@@ -280,7 +281,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
         b_dg += tl.load(dkept + i_part)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
-    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, META.numbers)
+    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
