@@ -462,23 +462,43 @@ MUTANTS = {
     ),
     "kernel-strong-is-not-marked": (
         INTRA,
-        "are_strong |= tl.where(weak, 0, 1 << i_k)",
-        "are_strong |= tl.where(weak, 0, 0)",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 0))",
     ),
     "kernel-one-tile-for-another": (
         INTRA,
-        "are_strong |= tl.where(weak, 0, 1 << i_k)",
-        "are_strong = tl.where(weak, 0, 1 << i_k)",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "are_strong = tl.max(tl.where(m_weak, 0, 1 << i_k))",
     ),
     "kernel-folds-whatever-the-decay": (
         TILE,
         "0, LEVELS - deepest)",
         "0, LEVELS)",
     ),
-    "kernel-folds-where-it-should-not": (
+    "kernel-adds-weak-channels-twice": (
         INTRA,
-        "if first == LEVELS:",
-        "if first != LEVELS:",
+        "b_c = tl.where(m_strong, b_c, 0.0)",
+        "b_c = tl.where(m_strong, b_c, b_c)",
+    ),
+    "kernel-strong-keys-leave-too-early": (
+        INTRA,
+        "tl.store(p_x, b_x, mask=m_x & m_strong)",
+        "tl.store(p_x, b_x, mask=m_x & m_strong & (b_x < 0.0))",
+    ),
+    "kernel-halves-nothing": (
+        TILE,
+        "tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0)",
+        "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
+    ),
+    "kernel-strong-channels-keep-their-state": (
+        SCAN,
+        "b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)",
+        "b_S = tl.where(tile.halves(b_bits, v), b_S, b_S)",
+    ),
+    "kernel-strong-channels-keep-their-gradient": (
+        SCAN,
+        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)",
+        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, b_dS)",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,
@@ -510,10 +530,10 @@ MUTANTS = {
         "b_pairs -= b_kc * b_y",
         "b_pairs += b_kc * b_y",
     ),
-    "kernel-weak-is-not-divided": (
+    "kernel-columns-decay-like-rows": (
         GRADIENTS,
-        "b_c *= b_inverse * tl.exp2(b_G)",
         "b_c *= tl.exp2(b_G)",
+        "b_c *= tl.exp2(-b_G)",
     ),
     "kernel-dbeta-with-beta": (
         GRADIENTS,

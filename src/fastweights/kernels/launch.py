@@ -66,9 +66,8 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
     None is what this kind of call does not have. row_inverse is 1 where the
     chunk decays below LEAST, row_beta 0 past a sequence's end. For the
-    backward of a gate per channel G is the log2 of the chunk's decay, of the
-    gates as q_in, k_in and k_out have them, and strong has a bit per key tile
-    that decays too far to divide by. border_states leave the pieces of all
+    backward of a gate per channel strong has a bit per key tile with a
+    channel that decays too far (tile.halves). border_states leave the pieces of all
     segments but the last, and maps are those of the pieces but the first: M,
     or the channels' decays. gate_bwd_kernel sums dg of parts and dkept.
     """
@@ -82,7 +81,6 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     if writes_by_tiles(kind):
         dbeta = ((HV, compiled_for("scan_backward", kind).NV), fp32)
     gates = (HV, K) if channel else (HV,)
-    sums = ((HV, K), fp32) if channel else ((HV, C), head and torch.float64)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
     layout: dict[str, tuple[Any, ...]] = {
         "q": ("tokens", (H, K), of["q"]),
@@ -100,7 +98,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         "row_in": ("slots", (HV, C), head and fp32),
         "row_beta": ("slots", (HV, C), delta and fp32),
         "total": ("slots", gates, gated and fp32),
-        "G": ("slots", *sums),
+        "G": ("slots", (HV, C), head and torch.float64),
         "row_inverse": ("slots", (HV, C), head and fp32),
         "strong": ("slots", (HV,), channel and torch.int32),
         "Aqk": ("tokens", (HV, C), channel and low),
@@ -193,7 +191,7 @@ def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
     x, HV = Trace(kind, dtypes, cut), kind.HV
     if kind.gate or kind.delta:
-        without = "G strong" if kind.has_scores else ""
+        without = "strong" if kind.has_scores else ""
         x.run("intra", intra_fwd_kernel, Count("slots", HV), without)
     if cut > 1:
         sizes = compiled_for("segments", kind)

@@ -25,9 +25,8 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 def load_decays(decays, i_ch, META: tl.constexpr):
     """Of chunk and head i_ch the decays e^G, e^{G_C} and e^{G_C - G}.
 
-    A gate per head has the first and the last per row, [BT, 1], and for the
-    whole chunk a number. A gate per channel has only that of the chunk, per
-    channel, [BK, 1]. What there is not is 1.
+    Of a gate per head: the first and the last per row, [BT, 1], the second a
+    number. 1 for any other gate: see load_bits.
     """
     row_in, row_inverse, row_beta, total, G = decays
     b_in, b_total, b_out = 1.0, 1.0, 1.0
@@ -35,11 +34,16 @@ def load_decays(decays, i_ch, META: tl.constexpr):
         b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
         b_total = tl.load(total + i_ch)
         b_out = tile.decay_to_exit(b_in, b_total, G, i_ch, META.BT)
-    elif META.DG > 1:
-        o_k = tl.arange(0, META.BK)
-        p_total = total + i_ch * META.K + o_k
-        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
     return b_in, b_total, b_out
+
+
+@triton.jit
+def load_bits(decays, i_ch, META: tl.constexpr):
+    """By what a gate per channel decays in the chunk, log2, [BK, 1]."""
+    row_in, row_inverse, row_beta, total, G = decays
+    o_k = tl.arange(0, META.BK)
+    p_total = total + i_ch * META.K + o_k
+    return tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
 
 
 @triton.jit
@@ -141,6 +145,13 @@ def scan_fwd_kernel(
                 c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))
             i_c = tile.first_slot(i_n, cu_seqlens, T, BT) + i_t
             i_ch = i_c * HV + i_hv
+            if h is not None and DG > 1:
+                b_S_in = b_S.to(v.dtype.element_ty)
+                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+            if DG > 1:  # to where half of each channel has decayed
+                b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
+                b_half = tile.half_decay(b_bits, v)
+                b_S *= b_half
             b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
             b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
             if DG <= 1 or DELTA:
@@ -158,7 +169,7 @@ def scan_fwd_kernel(
                 b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
                 b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)
                 b_e = tile.by_columns(b_e, WIDE)
-            if h is not None:  # while that product runs
+            if h is not None and DG <= 1:  # while that product runs
                 tile.store_state(h, b_S_in, i_ch, i_v, True, META)
             if DELTA:
                 if DG == 1:
@@ -171,10 +182,14 @@ def scan_fwd_kernel(
                     tile.store_rows(errors, b_e, rows, i_v, VALUES)
                 b_e *= b_beta
 
-            if DG > 0:
+            if DG == 1:
                 b_S *= b_total
                 if MAP and not DELTA:
                     b_decay *= b_total
+            elif DG > 1:
+                b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)
+                if MAP and not DELTA:
+                    b_decay *= tl.exp2(b_bits)
             b_x = b_e
             if DG == 1:
                 b_x *= b_out
@@ -183,6 +198,8 @@ def scan_fwd_kernel(
                 b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+            if DG > 1:
+                b_S *= b_half
 
             if o is not None:
                 if DG <= 1:
@@ -195,7 +212,7 @@ def scan_fwd_kernel(
                 b_read = scale
                 if DG == 1:
                     # From the exit back to the token that reads.
-                    weak = tile.is_weak(b_total, v, DG)
+                    weak = tile.is_weak(b_total, v)
                     b_o *= tl.where(weak, b_total, b_in)
                     b_read = scale * tl.where(weak, b_in / b_total, 1.0)
                     if weak == 0:
@@ -272,6 +289,7 @@ def scan_bwd_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
+    PARTS: tl.constexpr = META.parts
     MAP: tl.constexpr = dh is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
@@ -315,6 +333,11 @@ def scan_bwd_kernel(
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
+        if DG > 1:  # back to where half of each channel has decayed
+            b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
+            b_half = tile.half_decay(b_bits, do)
+            b_dS *= b_half
+            b_dS_out = b_dS.to(do.dtype.element_ty)
 
         b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
@@ -339,7 +362,7 @@ def scan_bwd_kernel(
         b_read = b_x
         if DG == 1:
             # From the entrance on to the token that writes.
-            weak = tile.is_weak(b_total, do, DG)
+            weak = tile.is_weak(b_total, do)
             b_y *= tl.where(weak, b_total, b_out)
             if weak == 0:
                 b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
@@ -358,13 +381,15 @@ def scan_bwd_kernel(
             b_y = tile.by_columns(b_y, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
-                tile.store_rows(dbeta, b_dbeta, rows, i_v, META.parts)
+                tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
             b_y *= tile.nonzero(b_beta)
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
-        if DG > 0:
+        if DG == 1:
             b_dS *= b_total
+        elif DG > 1:
+            b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -376,6 +401,8 @@ def scan_bwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
+        if DG > 1:
+            b_dS *= b_half
 
     if MAP:
         i_x = (i_s - 1) * N * HV + i_nh
