@@ -37,6 +37,7 @@ STAGES = (
     "intra_backward_strong",
     "segments",
     "segments_backward",
+    "gate_backward",
     "compose",
     "compose_backward",
 )
@@ -56,6 +57,7 @@ LAUNCHES = [
     if stage != "intra" or delta or width != 0
     if not stage.endswith(("strong", "again")) or width == "K"
     if not stage.startswith("compose") or width != 1
+    if stage != "gate_backward" or width == 1
 ]
 
 
@@ -109,8 +111,8 @@ def compile_stage(
     kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
     gate, beta = DG > 0 and FP32, delta and FP32
     given = (low, low, low, gate or None, beta or None, FP32, None)
-    forward = launch.forward(kind, given, 3).launches
-    backward = launch.backward(kind, (*given, low, FP32), 3).launches
+    forward = launch.forward(kind, given, True).launches
+    backward = launch.backward(kind, (*given, low, FP32), True).launches
     names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]

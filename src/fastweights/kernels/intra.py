@@ -103,9 +103,9 @@ def intra_fwd_kernel(
     """
     q, k, g, beta = inputs
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     Aqk, R = scores
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     PRECISION: tl.constexpr = META.PRECISION
@@ -201,6 +201,10 @@ def intra_fwd_kernel(
         tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
         tl.store(tile.slot_row(row_inverse, i_ch, BT), b_inverse)
         tl.store(total + i_ch, b_total)
+        b_bound = tl.sum(tl.where(o_c == BT - 1, b_G, 0.0), axis=0)
+        b_bound = b_bound.to(tl.float32)
+        if not DELTA:
+            tl.store(bound + i_ch, b_bound)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
@@ -212,21 +216,27 @@ def intra_fwd_kernel(
             else:
                 b_Akk *= tile.decay_matrix(G, i_ch, BT)
         b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
-        b_R = bounded_inverse(b_Akk, b_beta, PRECISION)
+        largest = tl.max(tl.abs(b_Akk))
+        # Of a token's step beta |k|^2, at most; a map grows with those over 2.
+        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+        if DG == 1:
+            b_bound += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            tl.store(bound + i_ch, b_bound)
+        mild = (steps < 2.05) & (largest < 1e3)
+        b_R = bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)
 
 
 @triton.jit
-def bounded_inverse(b_Akk, b_beta, PRECISION: tl.constexpr):
+def bounded_inverse(b_Akk, b_beta, mild, PRECISION: tl.constexpr):
     """R of the lower triangular b_Akk [BT, BT], with the diagonal |k|^2.
 
-    Where every token's step beta |k|^2 is between 0 and 2, the inverse stays
-    small, and fp16 has the range as well as the precision of tf32.
+    Where every token's step beta |k|^2 is between 0 and 2, so ``mild``, the
+    inverse stays small, and fp16 has the range as well as the precision of
+    tf32.
     """
     if PRECISION == "tf32":
-        largest = tl.max(tl.abs(b_Akk))
-        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
-        if (steps < 2.05) & (largest < 1e3):
+        if mild:
             b_R = tile.rest_of_inverse(b_Akk, b_beta, "fp16")
         else:
             b_R = tile.rest_of_inverse(b_Akk, b_beta, "tf32")

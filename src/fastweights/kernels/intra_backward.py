@@ -108,10 +108,10 @@ def intra_bwd_kernel(
     cannot be seen so.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
@@ -262,7 +262,8 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     gives to later ones; w_j, what token j writes as it arrives at the exit.
     dkept: the entering state's decay.
     """
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
+    NUMBERS: tl.constexpr = META.numbers
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
     i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
@@ -281,7 +282,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
         b_dg += tl.load(dkept + i_part)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
-    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, META.numbers)
+    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -304,10 +305,10 @@ def intra_bwd_strong_kernel(
     twice.
     """
     q, k, g, beta = inputs
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DELTA: tl.constexpr = META.DELTA
     KEYS: tl.constexpr = META.keys

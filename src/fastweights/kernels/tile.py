@@ -77,8 +77,10 @@ def sequence_span(i_n, cu_seqlens, T):
 
 
 @triton.jit
-def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
+def first_slot(i_n, cu_seqlens, T, BT):
     """The slot of the first chunk of sequence i_n; the others follow.
+
+    A segment is a chunk of more tokens, and all of this holds for it too.
 
     Sequences of one length have no slot between them. Of packed ones,
     sequence n, which starts at token t, has the slots t // BT + n onwards:
@@ -93,8 +95,8 @@ def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
-    """The sequence whose chunk slot i_c holds.
+def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
+    """The sequence whose chunk slot i_c holds; or border i_c, of segments.
 
     Among packed sequences a program finds its own by bisection. Sequence n
     is only found from slot n onwards, whatever is in cu_seqlens.
@@ -102,11 +104,16 @@ def sequence_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
     else:
-        i_n = 0 * N
-        i_last = N - 1
+        i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
+        i_last = tl.minimum(i_c, N - 1)
+        if BORDER:
+            i_n, i_last = 0 * N, N - 1
         while i_n < i_last:
             i_mid = (i_n + i_last + 1) // 2
-            if first_slot(i_mid, cu_seqlens, T, BT) <= i_c:
+            i_first = first_slot(i_mid, cu_seqlens, T, BT)
+            if BORDER:  # not later than the one with the last of its tokens
+                i_first -= i_mid
+            if i_first <= i_c:
                 i_n = i_mid
             else:
                 i_last = i_mid - 1
