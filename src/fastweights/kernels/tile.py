@@ -104,8 +104,9 @@ def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
     else:
-        i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
         i_last = tl.minimum(i_c, N - 1)
+        i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
+        i_n = tl.minimum(i_n, i_last)
         if BORDER:
             i_n, i_last = 0 * N, N - 1
         while i_n < i_last:
