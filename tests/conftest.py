@@ -73,18 +73,17 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Cut every sequence into so many segments, however long it is.
+    """Cut every call's rows into so many segments, if they have the chunks.
 
-    And for the delta rule's maps into so many ranges, at most.
+    Rows: each of a batch, or all packed sequences together.
     """
+    from fastweights.kernels import lengths
 
-    from fastweights.kernels.lengths import lengths_of
-
-    def cut(S, R=None):
-        for name, number in (("segments", S), ("ranges", R or S)):
-            target = f"fastweights.kernels.lengths.num_{name}"
-            monkeypatch.setattr(target, lambda *_, n=number: n)
-        lengths_of.cache_clear()
+    def cut(S):
+        monkeypatch.setattr(
+            lengths, "segment_chunks", lambda _, __, chunks: -(-chunks // S)
+        )
+        lengths.lengths_of.cache_clear()
 
     yield cut
-    lengths_of.cache_clear()
+    lengths.lengths_of.cache_clear()

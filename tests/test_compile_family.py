@@ -111,8 +111,8 @@ def compile_stage(
     kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
     gate, beta = DG > 0 and FP32, delta and FP32
     given = (low, low, low, gate or None, beta or None, FP32, None)
-    forward = launch.forward(kind, given, 3).launches
-    backward = launch.backward(kind, (*given, low, FP32), 3).launches
+    forward = launch.forward(kind, given, True).launches
+    backward = launch.backward(kind, (*given, low, FP32), True).launches
     names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]

@@ -32,7 +32,7 @@ from fastweights.checks import relative_error
 from fastweights.kernels import backend as kernels
 from fastweights.kernels import dot_precision, lengths
 from fastweights.kernels.gpu import properties
-from fastweights.kernels.lengths import lengths_of, num_segments
+from fastweights.kernels.lengths import lengths_of
 from fastweights.kernels.plan import Room
 from fastweights.kernels.settings import Kind, constants
 from fastweights.reference import backend, chunkwise
@@ -569,29 +569,35 @@ def test_segments(gate, rule, S, cut):
 
 
 @interpreted
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
-@pytest.mark.parametrize("S, R", [(4, 2), (4, 1), (7, 4)])
-def test_ranges(gate, S, R, cut):
-    """Of the maps: across the segments' borders, and where both meet."""
-    cut(S, R)
-    x = member(gate, "delta", T=181, H=1, HV=1, K=24, V=24, strength=-0.01)
+@crossed(gate=["fixed", "scalar"], rule=RULES, strength=[-0.2, -0.8, -5.0])
+def test_segments_that_forget(gate, rule, strength, cut):
+    """Seven chunks to a segment: some of them, one, and none reach its end.
+
+    A map of nothing, and states that know nothing of what entered.
+    """
+    cut(3)
+    x = member(gate, rule, T=330, H=1, HV=2, K=24, V=24, strength=strength)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
 @interpreted
-def test_ranges_of_packed_sequences(cut):
-    cut(4, 2)
-    lengths = [181, 0, 33, 70]
-    x = member("scalar", "delta", T=284, N=4, H=1, HV=2, K=33, V=33)
-    judge(cast(x, torch.float32), 1e-4, **packed(lengths), chunk_size=16)
+@pytest.mark.parametrize("gate", ["fixed", "scalar"])
+def test_keys_that_do_not_forget(gate, cut):
+    """A step beta |k|^2 above 2 makes up for a gate: see intra's bound."""
+    cut(3)
+    x = member(gate, "delta", T=240, H=1, HV=1, K=16, V=16, strength=-0.9)
+    x["k"], x["beta"] = 1.8 * x["k"], torch.full_like(x["beta"], 1.0)
+    judge(cast(x, torch.float32), 1e-2, chunk_size=16)
 
 
 @interpreted
-def test_a_range_past_the_end_leaves_nothing(cut):
-    """Nine chunks: segments of two, the last ranges of 5 and none."""
-    cut(8, 3)
-    x = member("scalar", "delta", T=144, H=1, HV=1, K=24, V=24)
-    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+@some("scalar delta", "vector delta", "none additive")
+def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
+    """Borders lie where the long one has them, wherever it starts."""
+    cut(6)
+    for sizes in ([181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]):
+        x = member(gate, rule, T=284, N=4, H=1, HV=2, K=33, V=33)
+        judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
 @interpreted
@@ -649,32 +655,44 @@ def test_lengths_that_are_symbols(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_how_many_ranges(monkeypatch):
-    """One round: three programs a multiprocessor, or what takes their room."""
-    gpu, half = properties(torch.device("cpu")), torch.bfloat16  # an H200
-    monkeypatch.setattr(lengths, "num_segments", lambda *_: 10**6)
-
-    def rule(heads, K=128, V=128, dtype=half, gate=1, chunk_size=64):
-        kind = Kind(gpu, dtype, 1, heads, K, V, gate, True, chunk_size, "tf32")
-        return lengths_of.__wrapped__(kind, 1, 10**9, 1, False).NR
-
-    # Of 396 programs; the first range has but those for its values.
-    assert [rule(n) for n in (1, 16, 32, 66, 67, 200)] == [99, 6, 3, 2, 1, 1]
-    assert [rule(n, gate=0) for n in (16, 32)] == [6, 3]
-    assert [rule(16, V=V) for V in (64, 256)] == [8, 4]
-    # Of 264.
-    assert [rule(n, gate=128) for n in (16, 32)] == [4, 2]
-    assert [rule(16, V=100), rule(16, chunk_size=32)] == [4, 4]
-    assert [rule(16, K=256), rule(16, dtype=torch.float32)] == [3, 2]
-
-
 def test_how_many_segments():
-    """Two programs a multiprocessor; no segment under eight chunks."""
-    rule = num_segments  # of an H200: 264 programs
-    assert [rule(n, 10**6, 132) for n in (1, 32, 88, 132)] == [264, 8, 3, 2]
-    assert [rule(n, 10**6, 132) for n in (133, 264, 265, 10**6)] == [1] * 4
+    """Two programs per multiprocessor, none under eight chunks.
+
+    Of the delta rule as many as have their maps at once: three programs on a
+    multiprocessor, or two rounds of what takes the room of two.
+    """
+    gpu, half = properties(torch.device("cpu")), torch.bfloat16  # an H200
+
+    def segments(heads, chunks=10**6, *, rows=1, gate=1, delta=False, V=128):
+        kind = Kind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
+        return -(-chunks // lengths.segment_chunks(kind, rows, chunks))
+
+    assert [segments(n) for n in (1, 16, 44, 66)] == [132, 8, 3, 2]
+    assert [segments(n) for n in (67, 132, 10**6)] == [1] * 3
+    assert [segments(8, rows=n) for n in (1, 2, 4, 8, 9)] == [16, 8, 4, 2, 1]
     chunks = (0, 7, 8, 15, 16, 63, 64, 65)
-    assert [rule(32, n, 132) for n in chunks] == [1, 1, 1, 1, 2, 7, 8, 8]
+    found = [segments(16, n) for n in chunks if n]
+    assert found == [1, 1, 1, 2, 7, 8, 8]
+    # Of 396 programs for the maps, four per head and two for their values;
+    # of 528.
+    assert [segments(n, delta=True) for n in (16, 32, 66)] == [7, 4, 2]
+    assert [segments(16, delta=True, V=n) for n in (64, 256)] == [9, 4]
+    assert [segments(n, delta=True, gate=128) for n in (16, 32)] == [8, 4]
+
+
+def test_how_many_borders():
+    """Of a batch those between segments; of a pack as many as there can be."""
+    gpu = properties(torch.device("cpu"))
+    kind = Kind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
+    of = lengths_of.__wrapped__
+    x = of(kind, 2, 65536, 2, False)
+    assert (x.L, x.segments, x.borders) == (256, 8, 6)
+    x = of(kind, 1, 65536, 5, True)
+    assert (x.L, x.segments, x.borders) == (128, 13, 7)
+    x = of(kind, 1, 65537, 5, True)
+    assert (x.L, x.segments, x.borders) == (129, 13, 7)
+    assert of(kind, 1, 511, 3, True).borders == 0
+    assert of(kind, 8, 4096, 8, False).borders == 0
 
 
 def scattered(x):
@@ -989,11 +1007,11 @@ def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
 @compiled
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("S, R", [(2, 1), (5, 4), (5, 3)])
-def test_segments_on_gpu(gate, rule, dtype, S, R, cut, record_property):
-    cut(S, R)
+@pytest.mark.parametrize("S", [2, 5])
+def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
+    cut(S)
     x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=128, V=128)
-    label = f"{S} segments, {R} ranges, {dtype}"
+    label = f"{S} segments, {dtype}"
     judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
 
 
@@ -1001,7 +1019,7 @@ def test_segments_on_gpu(gate, rule, dtype, S, R, cut, record_property):
 @compiled
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
 def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
-    cut(5, 3)
+    cut(5)
     x = member("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
 

@@ -85,7 +85,7 @@ def schedules(x, ends, chunk_size=64):
     given = [*(x.get(name) for name in GIVEN[:5]), *ends]
     kind, sizes = backend.kind_of(given, chunk_size)
     lengths = lengths_of(kind, *sizes)
-    kinds, cut = backend.dtypes(given), min(lengths.NS, 3)
+    kinds, cut = backend.dtypes(given), lengths.borders > 0
     last = (given[2].dtype, (ends[0] is not None and torch.float32) or None)
     forward = launch.forward(kind, kinds, cut)
     return forward, launch.backward(kind, kinds + last, cut), lengths
@@ -105,7 +105,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
             ends.append((None, torch.tensor([0, T // 2, T])))
         for end in ends:
             *both, lengths = schedules(x, end)
-            cuts.add(min(lengths.NS, 3))
+            cuts.add(lengths.borders > 0)
             for schedule in both:
                 found[id(schedule)] = schedule
                 for step in schedule.launches:
@@ -179,7 +179,7 @@ class Kernel:
 
 
 SHARED = 1000  # bytes of shared memory, plenty
-LENGTHS = Lengths(*[2] * 12)._replace(T=3, tokens=6, slots=7)
+LENGTHS = Lengths(*[2] * 8)._replace(T=3, tokens=6, slots=7)
 
 
 class Constants(NamedTuple):
@@ -347,7 +347,7 @@ def test_memory_for_descriptors():
 def test_tensors_of_a_buffer_are_aligned():
     sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("NS", 129), ("T", 5)
     rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
-    lengths = Lengths(*[1] * 12)._replace(N=2)
+    lengths = Lengths(*[1] * 8)._replace(N=2)
     assert places(rooms, lengths) == [0, 128, 256, 256, 512, 640]
     assert places([], lengths) == [0]
 

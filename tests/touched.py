@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 # Minutes each, in full; of these, what goes through all the stages.
 SAMPLES = {
-    "test_kernels_family.py": "each_stage or gates_that_open or test_ranges",
+    "test_kernels_family.py": "each_stage or gates_that_open or segments_of",
     "test_kernels_decode.py": "one-token or half_precision",
     "test_compile_family.py": "test_bf16 and 90",
     "test_compile_decode.py": "test_bf16 and 90",

@@ -223,13 +223,13 @@ MUTANTS = {
     ),
     "lengths-of-packed-sequences-have-no-slot-more": (
         LENGTHS,
-        "-(-B * T // C) + N if packed",
-        "-(-B * T // C) if packed",
+        "slots=chunks + N if packed",
+        "slots=chunks if packed",
     ),
-    "lengths-count-no-ranges-among-the-pieces": (
+    "lengths-of-a-pack-have-a-border-at-its-end": (
         LENGTHS,
-        "P = NS - 1 + (NR - 1) * smaller(NS - 1 - NR, 1)",
-        "P = NS - 1",
+        "borders=(T - 1) // (L * C) if packed",
+        "borders=T // (L * C) if packed",
     ),
     "backward-computes-no-row-again": (
         LAUNCH,
@@ -284,13 +284,18 @@ MUTANTS = {
     ),
     "kernel-divides-too-far-in-fp16": (
         TILE,
-        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3",
-        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else LEAST",
+        "b_total >= (2.0**-3 if fp16 else LEAST)",
+        "b_total >= LEAST",
     ),
-    "kernel-divides-too-far-in-fp16-by-channels": (
+    "kernel-halves-too-far-in-fp16": (
         TILE,
-        "IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3",
-        "IN_FP16: tl.constexpr = LEAST if DG > 1 else 2.0**-3",
+        "b_bits >= (-8.0 if fp16 else -160.0)",
+        "b_bits >= -160.0",
+    ),
+    "kernel-halves-whatever-the-decay": (
+        TILE,
+        "b_bits >= (-8.0 if fp16 else -160.0)",
+        "b_bits >= (-8.0 if fp16 else -900.0)",
     ),
     "decode-goes-unseen": (
         DECODING,

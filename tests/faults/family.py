@@ -400,16 +400,6 @@ MUTANTS = {
         "b_dbeta = tl.sum(b_e * b_y",
         "b_dbeta = tl.sum(b_e + b_y",
     ),
-    "kernel-segments-start-from-the-first": (
-        SCAN,
-        "i_nh, i_v, first == 0, META)",
-        "i_nh, i_v, True, META)",
-    ),
-    "kernel-segments-end-in-each": (
-        SCAN,
-        "i_v, last < NT, META)",
-        "i_v, last < 0, META)",
-    ),
     "kernel-descriptor-goes-on-past-the-end": (
         TILE,
         "rows = (end - start).to(tl.int32)",
@@ -420,65 +410,100 @@ MUTANTS = {
         "p_x = x + start.to(tl.int64) * (TILES.H * TILES.D)",
         "p_x = x + 0 * start.to(tl.int64) * (TILES.H * TILES.D)",
     ),
+    "kernel-segments-start-from-the-first": (
+        SCAN,
+        "    known = first == 0\n",
+        "    known = first >= 0\n",
+    ),
+    "kernel-segments-end-in-each": (
+        SCAN,
+        "left = last < NT",
+        "left = last < 0",
+    ),
     "kernel-maps-have-values": (
         SCAN,
-        "c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))",
-        "c_v = tl.where(i_v < NV, c, c)",
+        "c_v = tl.where(is_map, (end - start).to(tl.int32), c)",
+        "c_v = tl.where(is_map, c, c)",
     ),
-    "kernel-segments-are-not-composed": (
-        LAUNCH,
-        "if cut > 2:",
-        "if cut > 8:",
+    "kernel-maps-that-forget-are-the-identity": (
+        SCAN,
+        "i_j = tl.where(whole, i_j, -1)",
+        "i_j = tl.where(whole, i_j, i_j)",
+    ),
+    "kernel-state-enters-far-from-the-end": (
+        SCAN,
+        "        known &= whole\n",
+        "        known &= known\n",
+    ),
+    "kernel-segments-are-composed-from-the-second": (
+        COMPOSE,
+        "for i in range(1, segments - 1):",
+        "for i in range(2, segments - 1):",
     ),
     "kernel-segments-composed-forward-in-the-backward": (
         COMPOSE,
-        "i_from = tl.where(stop == last, i_s, NS - 1)",
-        "i_from = tl.where(stop == last, i_s - 1, NS - 1)",
+        "i_s = segments - 1 - i if BACK else i",
+        "i_s = i",
     ),
-    "kernel-second-piece-adds-what-is-there": (
+    "kernel-forgets-too-early": (
         COMPOSE,
-        "own = start_of_segment if BACK else True",
-        "own = True",
+        "FORGOTTEN = tl.constexpr(-100.0)",
+        "FORGOTTEN = tl.constexpr(-5.0)",
     ),
-    "kernel-first-range-is-mapped-again": (
+    "kernel-forgets-the-way": (
         COMPOSE,
-        "known = last == NT if BACK else c < span",
-        "known = last == NT if BACK else c < size",
+        "b_x = tl.cumsum(b_x, axis=0) - b_x",
+        "b_x = tl.cumsum(b_x, axis=0) * 40.0",
     ),
-    "kernel-piece-goes-on-from-the-last": (
-        SCAN,
-        "if known == 0:",
-        "if known != 0:",
+    "kernel-forgets-though-keys-are-long": (
+        INTRA,
+        "b_bound += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))",
+        "b_bound += 0.0 * tl.log2(tl.maximum(steps - 1.0, 1.0))",
     ),
-    "kernel-maps-start-with-the-first-segment": (
-        SCAN,
-        "first = tl.maximum(first, tl.minimum(size, last))",
-        "first = tl.maximum(first, tl.minimum(0, last))",
-    ),
-    "kernel-range-past-the-end": (
-        SCAN,
-        "tl.where(first < last, pieces, 0)",
-        "tl.where(first <= last, pieces, 0)",
+    "kernel-borders-of-a-pack-from-the-sequence": (
+        COMPOSE,
+        "last = (i_b + 1).to(tl.int64) * (L * BT) - 1",
+        "last = start + (i_b + 1).to(tl.int64) * (L * BT) - 1",
     ),
     "kernel-strong-is-not-marked": (
         INTRA,
-        "are_strong |= tl.where(weak, 0, 1 << i_k)",
-        "are_strong |= tl.where(weak, 0, 0)",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 0))",
     ),
     "kernel-one-tile-for-another": (
         INTRA,
-        "are_strong |= tl.where(weak, 0, 1 << i_k)",
-        "are_strong = tl.where(weak, 0, 1 << i_k)",
+        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "are_strong = tl.max(tl.where(m_weak, 0, 1 << i_k))",
     ),
     "kernel-folds-whatever-the-decay": (
         TILE,
         "0, LEVELS - deepest)",
         "0, LEVELS)",
     ),
-    "kernel-folds-where-it-should-not": (
+    "kernel-adds-weak-channels-twice": (
         INTRA,
-        "if first == LEVELS:",
-        "if first != LEVELS:",
+        "b_c = tl.where(m_strong, b_c, 0.0)",
+        "b_c = tl.where(m_strong, b_c, b_c)",
+    ),
+    "kernel-strong-keys-leave-too-early": (
+        INTRA,
+        "tl.store(p_x, b_x, mask=m_x & m_strong)",
+        "tl.store(p_x, b_x, mask=m_x & m_strong & (b_x < 0.0))",
+    ),
+    "kernel-halves-nothing": (
+        TILE,
+        "tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0)",
+        "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
+    ),
+    "kernel-strong-channels-keep-their-state": (
+        SCAN,
+        "b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)",
+        "b_S = tl.where(tile.halves(b_bits, v), b_S, b_S)",
+    ),
+    "kernel-strong-channels-keep-their-gradient": (
+        SCAN,
+        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)",
+        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, b_dS)",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,
@@ -510,10 +535,10 @@ MUTANTS = {
         "b_pairs -= b_kc * b_y",
         "b_pairs += b_kc * b_y",
     ),
-    "kernel-weak-is-not-divided": (
+    "kernel-columns-decay-like-rows": (
         GRADIENTS,
-        "b_c *= b_inverse * tl.exp2(b_G)",
         "b_c *= tl.exp2(b_G)",
+        "b_c *= tl.exp2(-b_G)",
     ),
     "kernel-dbeta-with-beta": (
         GRADIENTS,

@@ -76,7 +76,7 @@ def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:
     """
     kind, sizes = kind_of(given, chunk_size)
     lengths, of = lengths_of(kind, *sizes), dtypes(given)
-    cut, back = min(lengths.NS, 3), len(given) > 7
+    cut, back = lengths.borders > 0, len(given) > 7
     schedule = (launch.backward if back else launch.forward)(kind, of, cut)
     if not schedule.kernels:
         together = [schedule]

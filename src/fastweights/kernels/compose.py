@@ -1,10 +1,11 @@
-"""How sequences are cut, and between segments each state from the one before.
+"""Segments of sequences, and between them each state from the one before.
 
-The states at the segments' borders need each segment's map from the state
-that enters it to the one that leaves, which the delta rule's first pass finds
-in fewer and longer ranges than there are segments, where not all of them
-would run at once. A range's programs start anew at each segment's border. So
-what they leave are pieces: the chunks between two borders of either kind.
+A sequence is cut into segments of L chunks, the last of which may be shorter.
+They lie in slots as chunks do (tile.first_slot). A border lies at the end of
+every segment but a sequence's last, and has the state that passes it and the
+map of the segment before it. Among packed sequences two such segments, of L
+chunks each, never start within the same L chunks of the pack, counted from
+its first token: that is what numbers the borders.
 """
 
 import triton
@@ -12,108 +13,139 @@ import triton.language as tl
 
 from fastweights.kernels import tile
 
+FORGOTTEN = tl.constexpr(-100.0)  # log2 of what counts as nothing
+
 
 @triton.jit
-def cuts(i_n, NS, NR, cu_seqlens, T, BT: tl.constexpr):
-    """How sequence i_n is cut into NS segments, and into NR ranges.
+def segment_at(i_s, cu_seqlens, N, T, L, BT: tl.constexpr):
+    """Sequence, first token, end and first chunk of what slot i_s holds.
 
-    Its first token and its end; in chunks how many there are, and how many a
-    segment and a range have. Segments at the end may have fewer, or none. The
-    ranges are those of all segments but the last, and no shorter than these.
+    The first chunk of an empty slot is past the end.
     """
+    i_n = tile.sequence_of(i_s, cu_seqlens, N, T, L * BT)
     start, end = tile.sequence_span(i_n, cu_seqlens, T)
-    NT = tl.cdiv(end - start, BT).to(tl.int32)
-    size = tl.maximum(tl.cdiv(NT, NS), 1)
-    return start, end, NT, size, tl.cdiv((NS - 1) * size, NR)
+    i_first = tile.first_slot(i_n, cu_seqlens, T, L * BT)
+    return i_n, start, end, ((i_s - i_first) * L).to(tl.int32)
 
 
 @triton.jit
-def piece_at(i_t, size, span):
-    """The piece in which chunk i_t is, of segments of size, ranges of span.
+def border_of(i_n, start, first, cu_seqlens, T, L, BT: tl.constexpr):
+    """The border at the end of the segment that starts with chunk first."""
+    if cu_seqlens is None:
+        borders = tl.cdiv(tl.cdiv(T, BT), L) - 1  # of each sequence
+        return i_n * borders + first // L
+    else:
+        return ((start + first * BT) // (L * BT)).to(tl.int32)
 
-    Counted from 0; where both kinds of border meet one number is left out,
-    unless they always do.
+
+@triton.jit
+def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
+    """The segment before border i_b, as segment_at has it; if there is one.
+
+    Of packed sequences that with the last of the border's tokens, if it is
+    not its sequence's last.
     """
-    return i_t // size + tl.where(span == size, 0, i_t // span)
+    if cu_seqlens is None:
+        borders = tl.cdiv(tl.cdiv(T, BT), L) - 1
+        i_n, first = i_b // borders, i_b % borders * L
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+    else:
+        i_n = tile.sequence_of(i_b, cu_seqlens, N, T, L * BT, True)
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+        last = (i_b + 1).to(tl.int64) * (L * BT) - 1
+        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        if last < start:
+            end = start
+    there = start + (first + L).to(tl.int64) * BT < end
+    return i_n, start, end, first, there
+
+
+@triton.jit
+def reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
+    """Where to start in the chunks first to last, at the first of slot i_c.
+
+    That is, what is farther away from the end, or with BACK from the first,
+    is FORGOTTEN: so says the log2 of the bound on each chunk's map, bounds
+    [slots, HV]. Only LOOK chunks are looked at.
+    """
+    LOOK: tl.constexpr = 64
+    o_c = tl.arange(0, LOOK)
+    i_t = first + o_c if BACK else last - 1 - o_c
+    there = (i_t >= first) & (i_t < last)
+    p_x = bounds + (i_c + i_t - first) * META.HV + i_hv
+    b_x = tl.load(p_x, mask=there, other=0.0)  # [LOOK]
+    b_x = tl.cumsum(b_x, axis=0) - b_x  # on the way to the end
+    # NaN is not forgotten.
+    near = tl.sum(tl.where(there & ((b_x < FORGOTTEN) == 0), 1, 0), axis=0)
+    if near == LOOK:
+        near = last - first
+    return near
 
 
 @triton.jit
 def compose_kernel(borders, maps, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
-    In place, fp32. borders [pieces, N, HV, K, V] has what leaves a piece that
-    zero enters, but in the first range what leaves it indeed. maps [pieces -
-    1, N, HV, K, K] are those of all pieces but the first; [pieces - 1, N, HV,
-    K], the diagonal, for the additive rule; or None, all ones. BACK, from the
-    last, borders [NS, N, HV, K, V]: in row s - 1 what segment s adds to the
-    gradient of the state that enters it, then that gradient. The last row is
-    for that of a segment's second piece.
+    In place, fp32. borders [borders, HV, K, V] has what leaves a segment that
+    zero enters, but of a sequence's first what leaves it indeed. maps
+    [borders, HV, K, K] are those of the segments before them; [borders, HV,
+    K], the diagonal, for the additive rule; or None, all ones. BACK: borders
+    has what the segment after a border adds to the gradient of the state that
+    passes it, then that gradient. A program starts at the border after a
+    sequence's second segment, and there is none after the last.
     """
-    cu_seqlens, scale, T, N, NS, NR = call
-    BACK: tl.constexpr = META.BACK
+    cu_seqlens, scale, T, N, L = call
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
     BJ: tl.constexpr = META.BJ
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
+    BACK: tl.constexpr = META.BACK
     NV: tl.constexpr = META.NV
     NJ: tl.constexpr = META.NJ
-    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    rows = N * HV
+    i_v, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV
+    i_hv, i_b = i_b % HV, i_b // HV
+    i_n, start, end, first, there = segment_before(
+        i_b, cu_seqlens, N, T, L, BT
+    )
     o_k = tl.arange(0, BK)
-    _, _, NT, size, span = cuts(i_nh // HV, NS, NR, cu_seqlens, T, META.BT)
-    for i in range(2 * (NS - 2)):
-        # A segment has two pieces at most, the first of which may be empty.
-        i_s = NS - 2 - i // 2 if BACK else 1 + i // 2
-        second = i % 2 == (0 if BACK else 1)
-        first, last = i_s * size, tl.minimum((i_s + 1) * size, NT)
-        border = tl.maximum(first, (last - 1) // span * span)
-        c = tl.where(second, border, first)
-        stop = tl.where(second, last, border)
-        # Known already: forward the first range; back a segment that ends
-        # with its sequence.
-        known = last == NT if BACK else c < span
-        if (c < stop) & (known == 0):
-            to = piece_at(c, size, span)
-            i_M = (to - 1) * rows + i_nh
-            if BACK:
-                start_of_segment = c == first
-                to = tl.where(start_of_segment, i_s - 1, NS - 1)
-                i_from = tl.where(stop == last, i_s, NS - 1) * rows + i_nh
-            else:
-                i_from = piece_at(c - 1, size, span) * rows + i_nh
-            i_to = to * rows + i_nh
-            own = start_of_segment if BACK else True
-            if META.DELTA:
-                b_on = tl.zeros([BK, BV], dtype=tl.float32)
-                for i_j in tl.static_range(NJ):
-                    o_x, m_x = tile.tile_at(
-                        i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
-                    )
-                    b_x = tl.load(borders + o_x, mask=m_x, other=0.0)
-                    if BACK:
-                        o_M, m_M = tile.tile_at(
-                            i_M, i_j, 0, 0, K, 1, K, BJ, BK
-                        )
-                    else:
-                        o_M, m_M = tile.tile_at(
-                            i_M, 0, 0, i_j, K, 1, K, BK, BJ
-                        )
-                    b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
-                    if i_j == NJ - 1:  # with the last loads, not before them
-                        b_S = tile.load_state(borders, i_to, i_v, own, META)
-                    if BACK:
-                        b_M = tl.trans(b_M)  # [BK, BJ]
-                    b_on = tl.dot(b_M, b_x, b_on, input_precision="tf32x3")
-                b_S += b_on
-            else:
-                b_S = tile.load_state(
-                    borders, i_to, i_v, own, META
-                )  # [BK, BV]
-                b_x = tile.load_state(borders, i_from, i_v, True, META)
-                if maps is not None:
-                    p_M = maps + i_M.to(tl.int64) * K + o_k
-                    b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
-                b_S += b_x
-            tile.store_state(borders, b_S, i_to, i_v, True, META)
-            tl.debug_barrier()  # before other threads load what was stored
+    segments = tl.cdiv(tl.cdiv(end - start, BT), L).to(tl.int32)
+    if (there == 0) | (first != L):
+        segments = 0
+    for i in range(1, segments - 1):
+        i_s = segments - 1 - i if BACK else i
+        i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, BT)
+        i_to = border_of(i_n, start, i_s * L - L, cu_seqlens, T, L, BT)
+        i_from = i_M
+        if not BACK:
+            i_to, i_from = i_M, i_to
+        i_M, i_to = i_M * HV + i_hv, i_to * HV + i_hv
+        i_from = i_from * HV + i_hv
+        if META.DELTA:
+            b_on = tl.zeros([BK, BV], dtype=tl.float32)
+            for i_j in tl.static_range(NJ):
+                o_x, m_x = tile.tile_at(
+                    i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
+                )
+                b_x = tl.load(borders + o_x, mask=m_x, other=0.0)
+                if BACK:
+                    o_M, m_M = tile.tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
+                else:
+                    o_M, m_M = tile.tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
+                b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
+                if i_j == NJ - 1:  # with the last loads, not before them
+                    b_S = tile.load_state(borders, i_to, i_v, True, META)
+                if BACK:
+                    b_M = tl.trans(b_M)  # [BK, BJ]
+                b_on = tl.dot(b_M, b_x, b_on, input_precision="tf32x3")
+            b_S += b_on
+        else:
+            b_S = tile.load_state(borders, i_to, i_v, True, META)  # [BK, BV]
+            b_x = tile.load_state(borders, i_from, i_v, True, META)
+            if maps is not None:
+                p_M = maps + i_M.to(tl.int64) * K + o_k
+                b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
+            b_S += b_x
+        tile.store_state(borders, b_S, i_to, i_v, True, META)
+        tl.debug_barrier()  # before other threads load what was stored

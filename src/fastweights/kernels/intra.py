@@ -27,28 +27,51 @@ def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
 
 
 @triton.jit
-def add_scores(b_Aqk, b_Akk, q, k, b_g, rows, i_k, META: tl.constexpr):
-    """Add the scores [BT, BT] of key tile i_k, however strong its gates are.
+def add_strong(
+    b_Aqk,
+    b_Akk,
+    inputs,
+    k_out,
+    rows,
+    i_k,
+    HAS_SCORES: tl.constexpr,
+    META: tl.constexpr,
+):
+    """What is left of key tile i_k: channels whose decay does not halve.
 
-    In one product if the chunk can be folded at its middle, else level by
-    level: see tile.decays_of_pairs.
+    Their k_out, and, if it HAS_SCORES, their scores [BT, BT], level by level:
+    see tile.decays_of_pairs. rows are those of the value head.
     """
-    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    q, k, g, beta = inputs
+    KEYS: tl.constexpr = META.keys
+    GATES: tl.constexpr = META.gates
     LEVELS: tl.constexpr = tile.num_levels(META.BT)
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    t, end, i_hv = rows
+    rows_of_key = (t, end, i_hv // (META.HV // META.H))
+    b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
     b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-    first = tile.first_level(b_high, k)
-    if first == LEVELS:
-        b_r, b_c, _ = tile.decays_of_pairs(
-            b_high, b_low, LEVELS, LEVELS, EXACT
-        )
-        b_Aqk, b_Akk = scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META)
-    else:
+    b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
+    m_strong = (tile.halves(b_bits, k) == 0)[None, :]
+    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_G = tile.summed_gates(
+        tile.time_order(META.BT) < 0, b_high, b_low, EXACT
+    )  # G_C - G
+    p_x, m_x = tile.rows_at(k_out, rows, i_k, GATES)
+    b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
+    tl.store(p_x, b_x, mask=m_x & m_strong)
+    if HAS_SCORES:
+        first = tile.first_level(b_high, k)
         zeros = tl.zeros_like(b_Aqk)
         for level in range(first, LEVELS + 1):
             b_r, b_c, m_A = tile.decays_of_pairs(
                 b_high, b_low, level, first, EXACT
             )
-            b_A, b_M = scores_of(zeros, zeros, q, k, rows, i_k, b_r, b_c, META)
+            b_c = tl.where(m_strong, b_c, 0.0)
+            b_A, b_M = scores_of(
+                zeros, zeros, q, k, rows_of_key, i_k, b_r, b_c, META
+            )
             b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
             if META.DELTA:
                 b_Akk += tl.where(m_A, b_M, 0.0)  # [BT, BT]
@@ -67,20 +90,22 @@ def intra_fwd_kernel(
     chunk's entrance, row_in = e^G, and back to it, row_inverse. G is fp64:
     where chunks decay below LEAST it is differenced, and a weak gate after
     strong ones would drown in fp32. beta as a row in fp32, row_beta. The
-    state's own decay, total = e^{G_C}. A gate per channel: Aqk, and what the
-    state meets, q_in = e^G q, k_in = e^G k and k_out = e^{G_C - G} k. Where
-    every channel of a key tile is_weak, one product has the scores of all its
-    pairs, which lead from j back to the entrance, then to i; add_scores has
-    those of the other tiles. What is None is not computed: the backward has
-    kept Aqk and R. It alone needs G of a gate per channel, which is G_C in
-    log2 units of the gates as they are rounded in q_in, k_in and k_out, and
-    strong, a bit for each key tile that is not weak.
+    state's own decay, total = e^{G_C}.
+
+    A gate per channel: Aqk, total as G_C in log2 units, and what the state
+    meets. That is seen from the point p where half of a channel's decay is
+    done, G_p = G_C / 2: q_in = e^{G - G_p} q, k_in = e^{G - G_p} k and
+    k_out = e^{G_p - G} k. Their products are the scores. A channel that
+    decays too far to be seen so (tile.halves) has q_in = e^G q, k_in = e^G k
+    and k_out = e^{G_C - G} k, and its scores from add_strong. What is None is
+    not computed: the backward has kept Aqk and R. It alone needs strong, a
+    bit for each key tile that has such a channel.
     """
     q, k, g, beta = inputs
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     Aqk, R = scores
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     PRECISION: tl.constexpr = META.PRECISION
@@ -120,34 +145,23 @@ def intra_fwd_kernel(
             b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-            b_x = b_g.to(tl.float32)
+            b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
             o_k = i_k * META.BK + tl.arange(0, META.BK)
-            o_total = i_ch * K + o_k
-            if G is None:
-                b_total = tl.sum(b_x, axis=0)  # [BK]
-            else:
-                b_y = b_high.to(tl.float32)
-                b_total, b_y = tl.reduce((b_x, b_y), 0, tile.add_pairs)
-                if EXACT:
-                    b_y += tl.sum(b_low.to(tl.float32), axis=0)
-                tl.store(G + o_total, b_y, mask=o_k < K)
-            b_total = tl.exp(b_total)
-            tl.store(total + o_total, b_total, mask=o_k < K)
-            weak = tile.is_weak(tl.min(b_total), k, DG)
-            are_strong |= tl.where(weak, 0, 1 << i_k)
-            # The exit first: ptxas then has registers for the products.
-            b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
-            b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
-            tile.store_rows(k_out, b_x, rows, i_k, GATES)
+            tl.store(total + i_ch * K + o_k, b_bits, mask=o_k < K)
+            m_weak = tile.halves(b_bits, k)  # [BK]
+            are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))
             b_G = tile.summed_gates(o_t >= 0, b_high, b_low, EXACT)
-            b_inverse = tl.exp2(tl.where(weak, -b_G, -1000.0))  # else 0
-            b_kT = tl.trans((b_k * b_inverse).to(dtype))  # [BK, BT]
-            b_in = tl.exp2(b_G)
-            b_x = (b_q * b_in).to(dtype)  # [BT, BK]
+            b_G -= tl.where(m_weak, 0.5 * b_bits, 0.0)[None, :]
+            b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
+            b_c = (b_k * b_c).to(dtype)  # [BT, BK]
+            tile.store_rows(k_out, b_c, rows, i_k, GATES)
+            b_kT = tl.trans(b_c)  # [BK, BT]
+            b_r = tl.exp2(b_G)
+            b_x = (b_q * b_r).to(dtype)  # [BT, BK]
             tile.store_rows(q_in, b_x, rows, i_k, GATES)
             if Aqk is not None:
                 b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
-            b_x = (b_k * b_in).to(dtype)  # [BT, BK]
+            b_x = (b_k * b_r).to(dtype)  # [BT, BK]
             if DELTA:
                 tile.store_rows(k_in, b_x, rows, i_k, GATES)
             if R is not None:
@@ -155,15 +169,22 @@ def intra_fwd_kernel(
 
     if strong is not None:
         tl.store(strong + tl.program_id(0), are_strong)
-    if Aqk is not None:  # noqa: SIM102  (the kernel has it or has not)
+    if DG > 1:  # noqa: SIM102  (the kernel has it or has not)
         # One branch around the loop, so that ptxas keeps in it what the loop
-        # computes ahead, and a chunk without strong tiles skips that too.
+        # computes ahead, and a chunk without strong channels skips that too.
         if are_strong != 0:
+            tl.debug_barrier()  # before other threads store k_out again
             for i_k in range(NK):
                 if (are_strong >> i_k) % 2 == 1:
-                    b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-                    b_Aqk, b_Akk = add_scores(
-                        b_Aqk, b_Akk, q, k, b_g, rows_of_key, i_k, META
+                    b_Aqk, b_Akk = add_strong(
+                        b_Aqk,
+                        b_Akk,
+                        inputs,
+                        k_out,
+                        rows,
+                        i_k,
+                        Aqk is not None,
+                        META,
                     )
     if DG == 1:
         # After the products: before them, the barriers of the sums and the
@@ -180,6 +201,10 @@ def intra_fwd_kernel(
         tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
         tl.store(tile.slot_row(row_inverse, i_ch, BT), b_inverse)
         tl.store(total + i_ch, b_total)
+        b_bound = tl.sum(tl.where(o_c == BT - 1, b_G, 0.0), axis=0)
+        b_bound = b_bound.to(tl.float32)
+        if not DELTA:
+            tl.store(bound + i_ch, b_bound)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
@@ -191,21 +216,27 @@ def intra_fwd_kernel(
             else:
                 b_Akk *= tile.decay_matrix(G, i_ch, BT)
         b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
-        b_R = bounded_inverse(b_Akk, b_beta, PRECISION)
+        largest = tl.max(tl.abs(b_Akk))
+        # Of a token's step beta |k|^2, at most; a map grows with those over 2.
+        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+        if DG == 1:
+            b_bound += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            tl.store(bound + i_ch, b_bound)
+        mild = (steps < 2.05) & (largest < 1e3)
+        b_R = bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)
 
 
 @triton.jit
-def bounded_inverse(b_Akk, b_beta, PRECISION: tl.constexpr):
+def bounded_inverse(b_Akk, b_beta, mild, PRECISION: tl.constexpr):
     """R of the lower triangular b_Akk [BT, BT], with the diagonal |k|^2.
 
-    Where every token's step beta |k|^2 is between 0 and 2, the inverse stays
-    small, and fp16 has the range as well as the precision of tf32.
+    Where every token's step beta |k|^2 is between 0 and 2, so ``mild``, the
+    inverse stays small, and fp16 has the range as well as the precision of
+    tf32.
     """
     if PRECISION == "tf32":
-        largest = tl.max(tl.abs(b_Akk))
-        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
-        if (steps < 2.05) & (largest < 1e3):
+        if mild:
             b_R = tile.rest_of_inverse(b_Akk, b_beta, "fp16")
         else:
             b_R = tile.rest_of_inverse(b_Akk, b_beta, "tf32")

@@ -10,18 +10,18 @@ LOOK = tl.constexpr(16)  # chunks that a program of the strong kernel looks at
 
 @triton.jit
 def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
-    """Whether every channel of the key tile, of total [K], is_weak.
+    """Whether the decay of every channel of the key tile halves.
 
-    For all value heads of key head i_h.
+    For all value heads of key head i_h; total [K] is in log2 units.
     """
-    least = 1.0
+    least = 0.0
     o_k = i_k * META.BK + tl.arange(0, META.BK)
     for i_g in range(META.HV // META.H):
         i_ch = i_c.to(tl.int64) * META.HV + i_h * (META.HV // META.H) + i_g
         p_total = total + i_ch * META.K + o_k
-        b_total = tl.load(p_total, mask=o_k < META.K, other=1.0)
+        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)
         least = tl.minimum(least, tl.min(b_total))
-    return tile.is_weak(least, x, META.K)
+    return tile.halves(least, x)
 
 
 @triton.jit
@@ -102,16 +102,16 @@ def intra_bwd_kernel(
     between. Rows gain from it what columns lose, and pairs on one side must
     cancel: b_pairs adds up both, from operands that are rounded alike.
 
-    With a gate per channel, e^G q and e^{G_C - G} k as the states meet them
-    also meet each other, with a factor e^{G_C} of the channel too much,
-    which is divided out. That takes a chunk whose decay is bounded;
-    intra_bwd_strong_kernel has the others.
+    With a gate per channel q_in, k_in and k_out are seen from where half of
+    the channel's decay is done (intra_fwd_kernel), and so are the gradients
+    until the end. intra_bwd_strong_kernel has the tiles with channels that
+    cannot be seen so.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
@@ -185,12 +185,11 @@ def intra_bwd_kernel(
             b_kept = b_kept * b_total
         elif DG > 1:
             o_k = i_k * BK + tl.arange(0, BK)
-            p_last = G + i_ch * META.K + o_k
-            b_last = tl.load(p_last, mask=o_k < META.K, other=0.0)  # [BK]
-            b_total = tl.exp2(b_last)
-            b_decay = b_total[None, :]
-            b_inverse = tl.exp2(-b_last)[None, :]
-            b_kept *= b_total
+            p_bits = total + i_ch * META.K + o_k
+            b_bits = tl.load(p_bits, mask=o_k < META.K, other=0.0)  # [BK]
+            b_kept *= tl.exp2(b_bits)
+            b_decay = tl.exp2(0.5 * b_bits)[None, :]
+            b_col *= b_decay
         if DELTA or DG == 1:
             b_col *= b_write
         b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
@@ -231,7 +230,6 @@ def intra_bwd_kernel(
             tl.store(dg + BT + o_c, b_sums[1])
             tl.store(dkept + i_part, b_kept)
         elif DG > 1:
-            b_pairs *= b_inverse
             b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
             b_dg += tile.summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
             tile.store_rows(dg, b_dg, rows, i_k, GATES)
@@ -239,10 +237,13 @@ def intra_bwd_kernel(
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
             b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            # Loaded again, or it would take registers all the way here.
+            b_bits = tl.load(p_bits, mask=o_k < META.K, other=0.0)  # [BK]
+            b_G -= (0.5 * b_bits)[None, :]  # G_p - G
             b_row *= tl.exp2(-b_G)
             b_err *= tl.exp2(-b_G)
             b_col *= tl.exp2(b_G)
-            b_c *= b_inverse * tl.exp2(b_G)
+            b_c *= tl.exp2(b_G)
         b_dq += b_row
         b_dk += b_col + b_c
         if DELTA:
@@ -261,7 +262,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     gives to later ones; w_j, what token j writes as it arrives at the exit.
     dkept: the entering state's decay.
     """
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     NUMBERS: tl.constexpr = META.numbers
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
@@ -304,10 +305,10 @@ def intra_bwd_strong_kernel(
     twice.
     """
     q, k, g, beta = inputs
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DELTA: tl.constexpr = META.DELTA
     KEYS: tl.constexpr = META.keys
@@ -411,8 +412,8 @@ def intra_bwd_strong_kernel(
                 b_dk += b_col + b_err + b_own * b_q
                 b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES, True)
                 b_dg += tile.summed_rows(o_t > 0, b_w, HALVES, True)
-                b_total = tl.exp(tl.sum(b_g.to(tl.float32), axis=0))  # [BK]
-                b_dg += b_total * b_kept[None, :]
+                b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
+                b_dg += (tl.exp2(b_bits) * b_kept)[None, :]
                 tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
             tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)

@@ -33,7 +33,7 @@ GIVEN = (*INPUTS, "do", "dstate")  # the last two to a backward
 GROUPS = {
     "inputs": "q k g beta",
     "decayed": "q_in k_in k_out",
-    "decays": "row_in row_inverse row_beta total G",
+    "decays": "row_in row_inverse row_beta total G bound",
     "scores": "Aqk R",
     "states": "initial_state border_states maps",
     "outputs": "o state h errors",
@@ -41,9 +41,9 @@ GROUPS = {
     "dstates": "dv dbeta dh dinitial_state border_grads",
     "values": "do x dv h dh",
     "gradients": "dq dk dg dkept dbeta",
-    "call": "cu_seqlens scale T N NS NR",
+    "call": "cu_seqlens scale T N L",
 }
-NUMBERS = {x: Count(x) for x in ("T", "N", "NS", "NR")} | {"scale": SCALE}
+NUMBERS = {x: Count(x) for x in ("T", "N", "L")} | {"scale": SCALE}
 
 
 def compiled_for(stage: str, kind: Kind) -> Any:
@@ -66,11 +66,11 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
     None is what this kind of call does not have. row_inverse is 1 where the
     chunk decays below LEAST, row_beta 0 past a sequence's end. For the
-    backward of a gate per channel G is the log2 of the chunk's decay, of the
-    gates as q_in, k_in and k_out have them, and strong has a bit per key tile
-    that decays too far to divide by. border_states leave the pieces of all
-    segments but the last, and maps are those of the pieces but the first: M,
-    or the channels' decays. gate_bwd_kernel sums dg of parts and dkept.
+    backward of a gate per channel strong has a bit per key tile with a
+    channel that decays too far (tile.halves). bound is the log2 of
+    a bound on the map of a chunk's state. border_states pass the borders of
+    segments, and maps are those of the segments before them: M, or the
+    channels' decays. gate_bwd_kernel sums dg of parts and dkept.
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
@@ -82,7 +82,6 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     if writes_by_tiles(kind):
         dbeta = ((HV, compiled_for("scan_backward", kind).NV), fp32)
     gates = (HV, K) if channel else (HV,)
-    sums = ((HV, K), fp32) if channel else ((HV, C), head and torch.float64)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
     layout: dict[str, tuple[Any, ...]] = {
         "q": ("tokens", (H, K), of["q"]),
@@ -100,18 +99,19 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         "row_in": ("slots", (HV, C), head and fp32),
         "row_beta": ("slots", (HV, C), delta and fp32),
         "total": ("slots", gates, gated and fp32),
-        "G": ("slots", *sums),
+        "G": ("slots", (HV, C), head and torch.float64),
         "row_inverse": ("slots", (HV, C), head and fp32),
+        "bound": ("slots", (HV,), head and fp32),
         "strong": ("slots", (HV,), channel and torch.int32),
         "Aqk": ("tokens", (HV, C), channel and low),
         "R": ("tokens", (HV, C), delta and low),
-        "border_states": ("pieces", (HV, K, V), fp32),
-        "maps": ("mapped", *maps),
+        "border_states": ("borders", (HV, K, V), fp32),
+        "maps": ("borders", *maps),
         "o": ("tokens", (HV, V), low),
         "state": ("N", (HV, K, V), fp32),
         "h": ("slots", (HV, K, V), low),
         "errors": ("tokens", (HV, V), delta and low),
-        "border_grads": ("segments", (HV, K, V), fp32),
+        "border_grads": ("borders", (HV, K, V), fp32),
         "dh": ("slots", (HV, K, V), low),
         "dkept": ("slots", (HV, NK), head and fp32),
         "parts": ("slots", (HV, NK, 2, C), head and fp32),
@@ -139,22 +139,22 @@ def kept(kind: Kind, found: Rooms) -> list[Room]:
     """
     names = ["Aqk", "R", "border_states", "maps"]
     if not kind.has_scores:
-        names += ["row_in", "row_beta", "total", "G", "row_inverse"]
+        names += GROUPS["decays"].split()
     return [x for name in names if (x := found[name])]
 
 
 class Trace:
     """A forward or backward, as its launches are written down.
 
-    ``cut`` is into how many segments sequences are cut: 1, 2, or 3 for more.
+    ``cut``: whether sequences may be cut into segments.
     """
 
-    def __init__(self, kind: Kind, dtypes: Dtypes, cut: int) -> None:
+    def __init__(self, kind: Kind, dtypes: Dtypes, cut: bool) -> None:
         self.kind, self.rooms = kind, rooms(kind, dtypes)
         self.launches: list[Launch] = []
         self.given = GIVEN[: len(dtypes)]
         self.kept = kept(kind, self.rooms)
-        if cut == 1:
+        if not cut:
             self.rooms |= {"border_states": None, "border_grads": None}
 
     def run(
@@ -189,19 +189,18 @@ class Trace:
 
 
 @lru_cache(maxsize=4096)
-def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
+def forward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
     x, HV = Trace(kind, dtypes, cut), kind.HV
     if kind.gate or kind.delta:
-        without = "G strong" if kind.has_scores else ""
+        without = "strong" if kind.has_scores else ""
         x.run("intra", intra_fwd_kernel, Count("slots", HV), without)
-    if cut > 1:
+    if cut:
         sizes = compiled_for("segments", kind)
         each = sizes.NV + (sizes.NM if kind.delta else 0)
-        programs = Count("ranges", HV * each)
+        programs = Count("borders", HV * each)
         x.run("segments", scan_fwd_kernel, programs, "o state h errors Aqk")
-    if cut > 2:
-        programs = Count("N", HV * compiled_for("compose", kind).NV)
+        programs = Count("borders", HV * compiled_for("compose", kind).NV)
         x.run("compose", compose_kernel, programs, borders="border_states")
     programs = Count("segments", HV * compiled_for("scan", kind).NV)
     x.run("scan", scan_fwd_kernel, programs, "h errors maps")
@@ -209,7 +208,7 @@ def forward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
 
 
 @lru_cache(maxsize=4096)
-def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
+def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 
     That of beta in fp16 as what each value tile adds to it.
@@ -221,11 +220,11 @@ def backward(kind: Kind, dtypes: Dtypes, cut: int) -> Schedule:
     programs = Count("segments", HV * compiled_for("chunk_states", kind).NV)
     x.run("chunk_states", scan_fwd_kernel, programs, "o state maps Aqk")
     stage, NV = "scan_backward", HV * compiled_for("scan_backward", kind).NV
-    if cut > 1:
+    if cut:
         alone = "errors dv dbeta dh dinitial_state"
         x.run(stage, scan_bwd_kernel, Count("borders", NV), alone)
-    if cut > 2:
-        programs = Count("N", HV * compiled_for("compose_backward", kind).NV)
+        back = compiled_for("compose_backward", kind)
+        programs = Count("borders", HV * back.NV)
         x.run(
             "compose_backward",
             compose_kernel,

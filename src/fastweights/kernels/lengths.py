@@ -1,4 +1,4 @@
-"""What follows from a call's lengths: slots, segments, ranges."""
+"""What follows from a call's lengths: slots, segments, borders."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ class Lengths(NamedTuple):
     B: IntLike
     T: IntLike  # tokens per batch entry
     N: IntLike  # sequences
-    NS: IntLike  # segments per sequence
-    NR: IntLike  # ranges per sequence
+    L: IntLike  # chunks per segment
     tokens: IntLike  # B T
     slots: IntLike  # one per chunk of a sequence: tile.first_slot
-    segments: IntLike  # NS N
-    ranges: IntLike  # NR N
-    borders: IntLike  # (NS - 1) N: between two segments
-    pieces: IntLike  # of all segments but the last: compose.piece_at
-    mapped: IntLike  # those of them that have a map: not a sequence's first
+    segments: IntLike  # likewise one per segment
+    borders: IntLike  # between two segments of a sequence: compose.border_of
 
 
 @functools.lru_cache(maxsize=4096)
@@ -40,31 +36,18 @@ def lengths_of(
     kind: Kind, B: IntLike, T: IntLike, N: IntLike, packed: bool
 ) -> Lengths:
     """The lengths of a call of N sequences, ``packed`` or of T tokens each."""
-    C = kind.chunk_size
-    slots = -(-B * T // C) + N if packed else B * -(-T // C)
-    BV = scan_values(kind)
-    programs = N * kind.HV * -(-kind.V // BV)
-    NS = num_segments(programs, B * T // (N * C), kind.gpu.multiprocessors)
-    NR = larger(NS - 1, 1)
-    if kind.delta:
-        maps = N * kind.HV * -(-kind.K // BV)
-        NR = smaller(NR, num_ranges(programs, maps, maps_at_once(kind)))
-    # The borders of ranges on top of those of segments, but if they are the
-    # same.
-    P = NS - 1 + (NR - 1) * smaller(NS - 1 - NR, 1)
+    C, chunks = kind.chunk_size, -(-T // kind.chunk_size)
+    L = segment_chunks(kind, 1 if packed else B, chunks)
+    segments = -(-T // (L * C)) + N if packed else B * -(-chunks // L)
     return Lengths(
         B,
         T,
         N,
-        NS,
-        NR,
+        L,
         tokens=B * T,
-        slots=slots,
-        segments=NS * N,
-        ranges=NR * N,
-        borders=(NS - 1) * N,
-        pieces=P * N,
-        mapped=larger(P - 1, 0) * N,
+        slots=chunks + N if packed else B * chunks,
+        segments=segments,
+        borders=(T - 1) // (L * C) if packed else segments - B,
     )
 
 
@@ -78,18 +61,25 @@ def smaller(a: IntLike, b: IntLike) -> IntLike:
     return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
-def num_segments(
-    programs: IntLike, chunks: IntLike, multiprocessors: int
-) -> IntLike:
-    """Into how many segments a scan cuts each sequence.
+def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
+    """Of how many chunks segments are, of ``rows`` of so many chunks each.
 
-    As many as let two programs of ``scan_values``, or one of twice those,
-    run on every multiprocessor, where uncut there would be ``programs`` of
-    them; but none of fewer than SEGMENT_CHUNKS of the ``chunks`` of a
-    sequence, on average.
+    So many segments that two programs of ``scan_values``, or one of twice
+    those, run on every multiprocessor, as far as a segment has
+    SEGMENT_CHUNKS; and that the delta rule's maps, of which the first
+    segment needs none, are found in one round, or in two where their programs
+    are large (maps_at_once). Packed sequences are one row: how long each of
+    them is, only the device knows.
     """
-    number = smaller(2 * multiprocessors // programs, chunks // SEGMENT_CHUNKS)
-    return larger(number, 1)
+    BV = scan_values(kind)
+    programs = rows * kind.HV * -(-kind.V // BV)
+    number = 2 * kind.gpu.multiprocessors // programs
+    if kind.delta:
+        maps = rows * kind.HV * -(-kind.K // BV)
+        at_once = maps_at_once(kind) // (programs + maps)
+        number = smaller(number, 1 + at_once)
+    number = larger(smaller(number, chunks // SEGMENT_CHUNKS), 1)
+    return -(-chunks // number)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,17 +87,7 @@ def maps_at_once(kind: Kind) -> int:
     """How many programs of the delta rule's maps, of scan_values each, run.
 
     Three on a multiprocessor of those whose registers are bounded; else two,
-    or one of twice as many values.
+    or one of twice as many values, and then two rounds of them.
     """
     bounded = "maxnreg" in launch_options("segments", kind)
-    return kind.gpu.multiprocessors * (3 if bounded else 2)
-
-
-def num_ranges(programs: IntLike, maps: IntLike, at_once: int) -> IntLike:
-    """Into how many ranges the first pass of the delta rule cuts a sequence.
-
-    As many as run ``at_once``, or one: a second round takes as long as the
-    first, however few it is of. A range has ``programs`` for its values and
-    ``maps`` for M, the first range next to none of these.
-    """
-    return larger((at_once + maps) // (programs + maps), 1)
+    return kind.gpu.multiprocessors * (3 if bounded else 4)

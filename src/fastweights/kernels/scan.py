@@ -3,15 +3,21 @@
 A sequence may be cut into segments that run side by side. Each maps the state
 S that enters it to M S + B, so a first pass, which writes nothing per token,
 finds B (start from zero) and M (start from the identity, write no values);
-``compose.py`` has the cuts, and makes of the maps the states between the
-segments; the second pass starts each segment from the state that enters it.
+``compose.py`` makes of the maps the states between the segments; the second
+pass starts each segment from the state that enters it. Where gates forget, B
+depends on a segment's last chunks only, and M is nothing.
 """
 
 import triton
 import triton.language as tl
 
 from fastweights.kernels import tile
-from fastweights.kernels.compose import cuts, piece_at
+from fastweights.kernels.compose import (
+    border_of,
+    reach,
+    segment_at,
+    segment_before,
+)
 
 
 @triton.jit
@@ -25,21 +31,25 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 def load_decays(decays, i_ch, META: tl.constexpr):
     """Of chunk and head i_ch the decays e^G, e^{G_C} and e^{G_C - G}.
 
-    A gate per head has the first and the last per row, [BT, 1], and for the
-    whole chunk a number. A gate per channel has only that of the chunk, per
-    channel, [BK, 1]. What there is not is 1.
+    Of a gate per head: the first and the last per row, [BT, 1], the second a
+    number. 1 for any other gate: see load_bits.
     """
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     b_in, b_total, b_out = 1.0, 1.0, 1.0
     if META.DG == 1:
         b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
         b_total = tl.load(total + i_ch)
         b_out = tile.decay_to_exit(b_in, b_total, G, i_ch, META.BT)
-    elif META.DG > 1:
-        o_k = tl.arange(0, META.BK)
-        p_total = total + i_ch * META.K + o_k
-        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
     return b_in, b_total, b_out
+
+
+@triton.jit
+def load_bits(decays, i_ch, META: tl.constexpr):
+    """By what a gate per channel decays in the chunk, log2, [BK, 1]."""
+    row_in, row_inverse, row_beta, total, G, bound = decays
+    o_k = tl.arange(0, META.BK)
+    p_total = total + i_ch * META.K + o_k
+    return tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
 
 
 @triton.jit
@@ -55,27 +65,25 @@ def scan_fwd_kernel(
     Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with
     h, for the backward, the state that enters each chunk, and the errors.
-    With neither it takes a range instead of a segment and writes the maps of
-    its pieces: B to border_states [piece, sequence, HV, K, V], and M to maps:
-    K x K for the delta rule, whose tiles are programs of their own, and the
-    decay of K channels for a gate and the additive rule. The first range
-    knows its state, which it leaves in border_states, and starts M where the
-    first segment ends. Otherwise border_states is the state that leaves each
-    piece, composed.
+    With neither it writes the map of the segment before a border: B to
+    border_states [borders, HV, K, V], and M to maps: K x K for the delta
+    rule, whose tiles are programs of their own, and the decay of K channels
+    for a gate and the additive rule. A sequence's first segment knows its
+    state, which it leaves in border_states, and needs no M. Otherwise
+    border_states is the state that passes each border, composed.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     Aqk, R = scores
     initial_state, border_states, maps = states
     o, state, h, errors = outputs
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.keys
     VALUES: tl.constexpr = META.values
     SCORES: tl.constexpr = META.scores
-    STATES: tl.constexpr = META.states
     MAPS: tl.constexpr = META.maps
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
@@ -87,31 +95,46 @@ def scan_fwd_kernel(
     NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
-    i_n, i_s = i_x % N, i_x // N
     i_h = i_hv // (HV // META.H)
+    is_map = i_v >= NV  # a program of M
+    if MAP:
+        i_n, start, end, first, there = segment_before(
+            i_x, cu_seqlens, N, T, L, BT
+        )
+        last = tl.where(there, first + L, first)
+        last = tl.where(is_map & (first == 0), first, last)
+    else:
+        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+        NT = tl.cdiv(end - start, BT).to(tl.int32)
+        last = tl.minimum(first + L, NT)
     i_nh = i_n * HV + i_hv
-    start, end, NT, size, span = cuts(i_n, NS, NR, cu_seqlens, T, BT)
-    length = span if MAP else size
-    if MAP:  # not of the last segment
-        NT = tl.minimum((NS - 1) * size, NT)
-    first = tl.minimum(i_s * length, NT)
-    last = tl.minimum(first + length, NT)
+    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    known = first == 0
+    if MAP and DG == 1:
+        near = reach(bound, i_slot + first, i_hv, first, last, False, META)
+        whole = near == last - first
+        known &= whole
+        if is_map & (whole == 0):
+            near = 0
 
     o_k = tl.arange(0, BK)[:, None]
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_S = tile.load_state(initial_state, i_nh, i_v, first == 0, META)
+        b_S = tile.load_state(initial_state, i_nh, i_v, known, META)
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
-        if DELTA:  # of M: its unit vectors, and no values
-            known = (i_s == 0) & (i_v < NV)
-            if i_v >= NV:
-                first = tl.maximum(first, tl.minimum(size, last))
-                b_S += unit_columns(i_v - NV, BK, BV)
+        if DELTA:  # noqa: SIM102  (the kernel has it or has not)
+            if is_map:  # its unit vectors, and no values
+                i_j = i_v - NV
+                if DG == 1:
+                    i_j = tl.where(whole, i_j, -1)  # else 0
+                b_S = unit_columns(i_j, BK, BV)
     elif border_states is not None:
-        i_p = piece_at(tl.maximum(first - 1, 0), size, span) * N * HV + i_nh
-        b_S += tile.load_state(border_states, i_p, i_v, first > 0, META)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, BT)
+        entered = (first > 0) & (first < NT)
+        i_b = tl.where(entered, i_b, 0) * HV + i_hv
+        b_S += tile.load_state(border_states, i_b, i_v, entered, META)
 
     tokens = (start, end)
     d_v = tile.sequence_tiles(v, tokens, VALUES)
@@ -125,112 +148,116 @@ def scan_fwd_kernel(
         d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
         if DG > 1:
             d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
-    pieces = 1
-    if MAP and DELTA:
-        pieces = tl.cdiv(last, size) - first // size
-        pieces = tl.where(first < last, pieces, 0)
-    for _ in range(pieces):
-        stop = last
-        if MAP and DELTA:
-            stop = tl.minimum((first // size + 1) * size, last)
-        for i_t in range(first, stop):
-            c = i_t * BT
-            rows = (start + c, end, i_hv)
-            c_v = c
-            if MAP:  # programs of M read v past the end: zeros
-                c_v = tl.where(i_v < NV, c, (end - start).to(tl.int32))
-            i_c = tile.first_slot(i_n, cu_seqlens, T, BT) + i_t
-            i_ch = i_c * HV + i_hv
-            b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
-            b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
-            if DG <= 1 or DELTA:
-                b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
-            b_in, b_total, b_out = load_decays(decays, i_ch, META)
+    begin = first
+    if MAP and DG == 1:
+        begin = last - near
+    for i_t in range(begin, last):
+        c = i_t * BT
+        rows = (start + c, end, i_hv)
+        c_v = c
+        if MAP:  # programs of M read v past the end: zeros
+            c_v = tl.where(is_map, (end - start).to(tl.int32), c)
+        i_ch = (i_slot + i_t) * HV + i_hv
+        if h is not None and DG > 1:
+            b_S_in = b_S.to(v.dtype.element_ty)
+            tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+        if DG > 1:  # to where half of each channel has decayed
+            b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
+            b_half = tile.half_decay(b_bits, v)
+            b_S *= b_half
+        b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
+        b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
+        if DG <= 1 or DELTA:
+            b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+        b_in, b_total, b_out = load_decays(decays, i_ch, META)
 
-            if o is not None and DG <= 1:
-                # Before the errors, to free S_in's room.
+        if o is not None and DG <= 1:
+            # Before the errors, to free S_in's room.
+            b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
+
+        b_e = b_v  # [BT, BV]
+        if DELTA:
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
+            b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)
+            b_e = tile.by_columns(b_e, WIDE)
+        if h is not None and DG <= 1:  # while that product runs
+            tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+        if DELTA:
+            if DG == 1:
+                b_e *= b_in
+            b_e = b_v - b_e
+            b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
+            b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
+            b_e = tile.by_columns(b_e, WIDE)
+            if errors is not None:
+                tile.store_rows(errors, b_e, rows, i_v, VALUES)
+            b_e *= b_beta
+
+        if DG == 1:
+            b_S *= b_total
+            if MAP and not DELTA:
+                b_decay *= b_total
+        elif DG > 1:
+            b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)
+            if MAP and not DELTA:
+                b_decay *= tl.exp2(b_bits)
+        b_x = b_e
+        if DG == 1:
+            b_x *= b_out
+        b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
+        if DG > 1:
+            b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
+        b_kT = tl.trans(b_k)  # [BK, BT]
+        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+        if DG > 1:
+            b_S *= b_half
+
+        if o is not None:
+            if DG <= 1:
+                b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
+                b_A = tile.by_columns(b_A, WIDE)
+            else:
+                b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
-
-            b_e = b_v  # [BT, BV]
-            if DELTA:
-                b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
-                b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-                b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)
-                b_e = tile.by_columns(b_e, WIDE)
-            if h is not None:  # while that product runs
-                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
-            if DELTA:
-                if DG == 1:
-                    b_e *= b_in
-                b_e = b_v - b_e
-                b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
-                b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
-                b_e = tile.by_columns(b_e, WIDE)
-                if errors is not None:
-                    tile.store_rows(errors, b_e, rows, i_v, VALUES)
-                b_e *= b_beta
-
-            if DG > 0:
-                b_S *= b_total
-                if MAP and not DELTA:
-                    b_decay *= b_total
-            b_x = b_e
+            b_read = scale
             if DG == 1:
-                b_x *= b_out
-            b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
-            if DG > 1:
-                b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
-            b_kT = tl.trans(b_k)  # [BK, BT]
-            b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+                # From the exit back to the token that reads.
+                weak = tile.is_weak(b_total, v)
+                b_o *= tl.where(weak, b_total, b_in)
+                b_read = scale * tl.where(weak, b_in / b_total, 1.0)
+                if weak == 0:
+                    b_A *= tile.decay_matrix(G, i_ch, BT)
+                    b_x = b_e.to(b_v.dtype)
+            if DG <= 1:
+                b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
+                b_A = b_A.to(b_v.dtype)
+            b_o = tile.by_columns(b_o, WIDE)
+            b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            tile.store_rows(o, b_o, rows, i_v, VALUES)
 
-            if o is not None:
-                if DG <= 1:
-                    b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                    b_A = tile.by_columns(b_A, WIDE)
-                else:
-                    b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
-                    b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
-                    b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
-                b_read = scale
-                if DG == 1:
-                    # From the exit back to the token that reads.
-                    weak = tile.is_weak(b_total, v, DG)
-                    b_o *= tl.where(weak, b_total, b_in)
-                    b_read = scale * tl.where(weak, b_in / b_total, 1.0)
-                    if weak == 0:
-                        b_A *= tile.decay_matrix(G, i_ch, BT)
-                        b_x = b_e.to(b_v.dtype)
-                if DG <= 1:
-                    b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
-                    b_A = b_A.to(b_v.dtype)
-                b_o = tile.by_columns(b_o, WIDE)
-                b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
-                tile.store_rows(o, b_o, rows, i_v, VALUES)
-        if MAP and DELTA:
-            i_p, i_j = piece_at(first, size, span), i_v - NV
-            if i_j < 0:
-                row = (i_p * N * HV + i_nh).to(tl.int64) * META.K
-                rows = (row, row + META.K, 0)
-                tile.store_rows(border_states, b_S, rows, i_v, STATES)
-            else:  # the first piece's map is not needed
-                row = ((i_p - 1) * N * HV + i_nh).to(tl.int64) * META.K
-                rows = (row, row + META.K, 0)
-                tile.store_rows(maps, b_S, rows, i_j, MAPS)
-            if known == 0:
-                b_S = unit_columns(i_j, BK, BV)
-            first = stop
-
-    if state is not None:
-        tile.store_state(state, b_S, i_nh, i_v, i_s == NS - 1, META)
-    if MAP and not DELTA:
-        i_nh += i_s * N * HV
-        tile.store_state(border_states, b_S, i_nh, i_v, True, META)
-        if DG > 0:
-            i_nh -= N * HV  # the first segment's map is not needed
-            m_k = tile.mask_if((i_v == 0) & (i_s > 0), o_k < META.K)
-            p_decay = maps + i_nh.to(tl.int64) * META.K + o_k
+    if MAP:
+        i_b = i_x * HV + i_hv
+        own = there & (is_map == 0)
+        tile.store_state(border_states, b_S, i_b, i_v, own, META)
+        if DELTA:
+            # Of a sequence's first segment, and of no program of B, no rows.
+            row = i_b.to(tl.int64) * META.K
+            needed = there & is_map & (first > 0)
+            rows = (row, row + tl.where(needed, META.K, 0), 0)
+            tile.store_rows(maps, b_S, rows, i_v - NV, MAPS)
+        elif DG > 0:
+            if DG == 1:
+                b_decay = tl.where(whole, b_decay, 0.0)
+            m_k = tile.mask_if(there & (i_v == 0), o_k < META.K)
+            p_decay = maps + i_b.to(tl.int64) * META.K + o_k
             tl.store(p_decay, b_decay, mask=m_k)
+    elif state is not None:
+        # An empty sequence has one segment, of no chunks.
+        ends = (last == NT) & ((first < NT) | (first == 0))
+        tile.store_state(state, b_S, i_nh, i_v, ends, META)
 
 
 @triton.jit
@@ -252,16 +279,16 @@ def scan_bwd_kernel(
     intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
     dv would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
-    w. If dh is None, only what the segment adds to the gradient of the state
-    that enters it, to border_grads [segment - 1, sequence, HV, K, V], of all
-    segments but the first; otherwise border_grads is that gradient, composed.
+    w. If dh is None, only what the segment after a border adds to the
+    gradient of the state that passes it, to border_grads [borders, HV, K, V];
+    otherwise border_grads is that gradient, composed.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G = decays
+    row_in, row_inverse, row_beta, total, G, bound = decays
     Aqk, R = scores
     do, dstate = incoming
     dv, dbeta, dh, dinitial_state, border_grads = dstates
-    cu_seqlens, scale, T, N, NS, NR = call
+    cu_seqlens, scale, T, N, L = call
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
     PRECISION: tl.constexpr = META.PRECISION
@@ -278,22 +305,35 @@ def scan_bwd_kernel(
     NV: tl.constexpr = META.NV
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
-    i_n, i_s = i_x % N, i_x // N
-    if MAP:
-        i_s += 1
     i_h = i_hv // (HV // META.H)
+    if MAP:
+        i_n, start, end, first, there = segment_before(
+            i_x, cu_seqlens, N, T, L, BT
+        )
+        first += L
+    else:
+        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    last = tl.minimum(first + L, NT)
+    if MAP:
+        last = tl.where(there, last, first)
     i_nh = i_n * HV + i_hv
-    start, end, NT, size, _ = cuts(i_n, NS, NR, cu_seqlens, T, BT)
-    first = tl.minimum(i_s * size, NT)
-    last = tl.minimum(first + size, NT)
+    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    known = (last == NT) & ((first < NT) | (first == 0))
+    if MAP and DG == 1:
+        near = reach(bound, i_slot + first, i_hv, first, last, True, META)
+        known &= near == last - first
+        last = first + near
 
     if dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tile.load_state(dstate, i_nh, i_v, last == NT, META)
+        b_dS = tile.load_state(dstate, i_nh, i_v, known, META)
     if border_grads is not None and not MAP:
-        i_x = i_s * N * HV + i_nh
-        b_dS += tile.load_state(border_grads, i_x, i_v, last < NT, META)
+        i_b = border_of(i_n, start, first, cu_seqlens, T, L, BT)
+        left = last < NT
+        i_b = tl.where(left, i_b, 0) * HV + i_hv
+        b_dS += tile.load_state(border_grads, i_b, i_v, left, META)
 
     tokens = (start, end)
     d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
@@ -311,11 +351,15 @@ def scan_bwd_kernel(
         i_t = last - 1 - i
         c = i_t * BT
         rows = (start + c, end, i_hv)
-        i_c = tile.first_slot(i_n, cu_seqlens, T, BT) + i_t
-        i_ch = i_c * HV + i_hv
+        i_ch = (i_slot + i_t) * HV + i_hv
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
+        if DG > 1:  # back to where half of each channel has decayed
+            b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
+            b_half = tile.half_decay(b_bits, do)
+            b_dS *= b_half
+            b_dS_out = b_dS.to(do.dtype.element_ty)
 
         b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
@@ -340,7 +384,7 @@ def scan_bwd_kernel(
         b_read = b_x
         if DG == 1:
             # From the entrance on to the token that writes.
-            weak = tile.is_weak(b_total, do, DG)
+            weak = tile.is_weak(b_total, do)
             b_y *= tl.where(weak, b_total, b_out)
             if weak == 0:
                 b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
@@ -364,8 +408,10 @@ def scan_bwd_kernel(
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
-        if DG > 0:
+        if DG == 1:
             b_dS *= b_total
+        elif DG > 1:
+            b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -377,9 +423,11 @@ def scan_bwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
+        if DG > 1:
+            b_dS *= b_half
 
     if MAP:
-        i_x = (i_s - 1) * N * HV + i_nh
-        tile.store_state(border_grads, b_dS, i_x, i_v, True, META)
+        i_b = i_x * HV + i_hv
+        tile.store_state(border_grads, b_dS, i_b, i_v, there, META)
     elif dinitial_state is not None:
-        tile.store_state(dinitial_state, b_dS, i_nh, i_v, i_s == 0, META)
+        tile.store_state(dinitial_state, b_dS, i_nh, i_v, first == 0, META)

@@ -52,8 +52,8 @@ class Meta:
 
     # How many tiles: of keys, of values, of a state's map, of a product over
     # its keys. And how tensors are cut: keys, gates and values per token,
-    # scores, one number per token and head, or one per value tile; states
-    # and their maps.
+    # scores, one number per token and head, or one per value tile; the maps
+    # of states.
     NK = property(lambda x: -(-x.K // x.BK))
     NV = property(lambda x: -(-x.V // x.BV))
     NM = property(lambda x: -(-x.K // x.BV))
@@ -64,7 +64,6 @@ class Meta:
     scores = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
     numbers = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
     parts = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
-    states = property(lambda x: Tiles(1, x.V, x.BK, x.BV))
     maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
 

@@ -77,8 +77,10 @@ def sequence_span(i_n, cu_seqlens, T):
 
 
 @triton.jit
-def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
+def first_slot(i_n, cu_seqlens, T, BT):
     """The slot of the first chunk of sequence i_n; the others follow.
+
+    A segment is a chunk of more tokens, and all of this holds for it too.
 
     Sequences of one length have no slot between them. Of packed ones,
     sequence n, which starts at token t, has the slots t // BT + n onwards:
@@ -93,8 +95,8 @@ def first_slot(i_n, cu_seqlens, T, BT: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
-    """The sequence whose chunk slot i_c holds.
+def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
+    """The sequence whose chunk slot i_c holds; or border i_c, of segments.
 
     Among packed sequences a program finds its own by bisection. Sequence n
     is only found from slot n onwards, whatever is in cu_seqlens.
@@ -102,11 +104,17 @@ def sequence_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
     else:
-        i_n = 0 * N
-        i_last = N - 1
+        i_last = tl.minimum(i_c, N - 1)
+        i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
+        i_n = tl.minimum(i_n, i_last)
+        if BORDER:
+            i_n, i_last = 0 * N, N - 1
         while i_n < i_last:
             i_mid = (i_n + i_last + 1) // 2
-            if first_slot(i_mid, cu_seqlens, T, BT) <= i_c:
+            i_first = first_slot(i_mid, cu_seqlens, T, BT)
+            if BORDER:  # not later than the one with the last of its tokens
+                i_first -= i_mid
+            if i_first <= i_c:
                 i_n = i_mid
             else:
                 i_last = i_mid - 1
@@ -290,15 +298,32 @@ def nonzero(b_beta):
 
 
 @triton.jit
-def is_weak(b_total, x, DG: tl.constexpr):
-    """Whether a chunk's decay leaves room to divide by it in x's dtype.
+def is_weak(b_total, x):
+    """Whether a chunk's decay, of a gate per head, can be divided by.
 
-    In fp16, which ends at 2^-24, a channel's is a factor of keys and queries;
-    a head's also of gradients, which may be small themselves.
+    In fp16, which ends at 2^-24, less: it is a factor of gradients, which may
+    be small themselves.
     """
-    IN_FP16: tl.constexpr = 2.0**-8 if DG > 1 else 2.0**-3
     fp16: tl.constexpr = x.dtype.element_ty == tl.float16
-    return b_total >= (IN_FP16 if fp16 else LEAST)
+    return b_total >= (2.0**-3 if fp16 else LEAST)
+
+
+@triton.jit
+def halves(b_bits, x):
+    """Whether a channel can be seen from the point where half has decayed.
+
+    That is, half of the 2^b_bits that it decays by in a chunk. What has x's
+    dtype is then multiplied by numbers from 2^-80 to 2^80, and keeps its bits
+    if it is 2^-40 or more.
+    """
+    fp16: tl.constexpr = x.dtype.element_ty == tl.float16
+    return b_bits >= (-8.0 if fp16 else -160.0)
+
+
+@triton.jit
+def half_decay(b_bits, x):
+    """Half of a channel's decay in a chunk, and 1 if it is not seen so."""
+    return tl.exp2(tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0))
 
 
 @triton.jit
@@ -362,6 +387,15 @@ def split_gates(b_g):
 
 
 @triton.jit
+def chunk_bits(b_high, b_low, EXACT: tl.constexpr):
+    """What the gates of a chunk add up to, [BK], rounded as summed_gates."""
+    b_g = b_high.to(tl.float32)
+    if EXACT:
+        b_g += b_low.to(tl.float32)
+    return tl.sum(b_g, axis=0)
+
+
+@triton.jit
 def ones_where(mask, dtype: tl.constexpr):
     """1 where mask, else 0: selected, since a conversion is slow."""
     return tl.where(mask, tl.cast(1.0, dtype), tl.cast(0.0, dtype))
@@ -404,7 +438,8 @@ def summed_rows(m_sum, b_x, HALVES: tl.constexpr, WIDE: tl.constexpr = False):
 def first_level(b_high, x, WIDE: tl.constexpr = False):
     """The level of the largest blocks that may be folded at their middles.
 
-    Of 2^level rows, where every channel of half a block is_weak. The log
+    Of 2^level rows, where no half of a block decays by more than 2^-80
+    (halves) in any channel. The log
     decays b_high [BT, BK] are added up over the nodes of a tree, one per row
     of a product: node 1 is the whole chunk, 2 and 3 are its halves, 4 to 7
     its quarters. The last nodes have two rows each. Where one of these decays
@@ -420,8 +455,8 @@ def first_level(b_high, x, WIDE: tl.constexpr = False):
     o_node = (o_c + BT)[None, :] >> o_shift[:, None]
     m_sum = o_node == o_c[:, None]
     b_sum = summed_gates(m_sum, b_high, b_high, False, WIDE)  # [BT, BK]
-    b_least = tl.exp2(tl.min(b_sum, axis=1))  # [BT]
-    deepest = tl.max(tl.where(is_weak(b_least, x, BT), 0, o_depth))
+    b_least = 2.0 * tl.min(b_sum, axis=1)  # [BT]
+    deepest = tl.max(tl.where(halves(b_least, x), 0, o_depth))
     return tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)
 
 
