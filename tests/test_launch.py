@@ -345,7 +345,7 @@ def test_memory_for_descriptors():
 
 
 def test_tensors_of_a_buffer_are_aligned():
-    sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("NS", 129), ("T", 5)
+    sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("L", 129), ("T", 5)
     rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
     assert places(rooms, lengths) == [0, 128, 256, 256, 512, 640]
