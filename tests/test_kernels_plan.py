@@ -73,7 +73,7 @@ def by_plan(monkeypatch):
 )
 def test_a_plan_is_the_call(gate, rule, by_plan, poison, cut):
     """The same bits, on other data and with another scale too."""
-    cut(3, 2)
+    cut(3)
     calls = []
     for seed, (dtype, V, use, lengths) in enumerate(
         (
