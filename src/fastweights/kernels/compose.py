@@ -62,11 +62,12 @@ def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
 
 @triton.jit
 def reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
-    """Where to start in the chunks first to last, at the first of slot i_c.
+    """How many of the chunks first to last matter at the end of them.
 
-    That is, what is farther away from the end, or with BACK from the first,
-    is FORGOTTEN: so says the log2 of the bound on each chunk's map, bounds
-    [slots, HV]. Only LOOK chunks are looked at.
+    Or with BACK at their beginning. What is farther away is FORGOTTEN: so
+    says the log2 of the bound on each chunk's map, bounds [slots, HV], of
+    which i_c is the slot of chunk first. Only LOOK chunks are looked at; if
+    all of them matter, so do the others.
     """
     LOOK: tl.constexpr = 64
     o_c = tl.arange(0, LOOK)
