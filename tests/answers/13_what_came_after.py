@@ -96,7 +96,7 @@ def pays_from(K):
     return 641
 
 
-# %% ex-buckets not yet: K = 32: from 113 tokens, need 129
+# %% ex-buckets not yet: K = 4: from 7 tokens, need 9
 def level(s, t):
     return (s ^ t).bit_length()
 
@@ -109,7 +109,7 @@ def pays_from(K):  # the first T for which it holds
     return next(T for T in range(1, 9999) if K * T.bit_length() < 2 * T)
 
 
-# %% ex-buckets not yet: K = 3: from 6 tokens, need 5
+# %% ex-buckets not yet: K = 4: from 8 tokens, need 9
 def level(s, t):
     return (s ^ t).bit_length()
 
@@ -118,8 +118,9 @@ def most_states(T):
     return T.bit_length()
 
 
-def pays_from(K):  # right for powers of two up to 128 only
-    return {2: 3, 8: 21, 32: 129, 128: 641}.get(K, 2 * K)
+def pays_from(K):  # a table of a few widths
+    some = {2: 3, 3: 5, 8: 21, 32: 129, 100: 451, 128: 641}
+    return some.get(K, 2 * K)
 
 
 # %% ex-buckets not yet: the stubs still have their
@@ -176,6 +177,18 @@ def delta_product(q, k, v, g, beta, initial_state):  # the state by the loop
     )
     inputs = initial_state, q, k, v, g, beta
     return o[:, n - 1 :: n], steps.scan(beyond.delta_product, *inputs)[1]
+
+
+# %% ex-serve-delta-product not yet: not those of the library's run
+def delta_product(q, k, v, g, beta, initial_state):  # scaled as a call is
+    first = (x[:, :1] for x in (k[..., 0, :], v[..., 0, :], g, beta[..., 0]))
+    inputs = q[:, :1], *first
+    S = initial_state
+    o, _ = fw.gated_deltanet(*inputs, scale=1.0, initial_state=S)
+    told, _ = steps.scan(steps.gated_deltanet, S, *inputs)
+    o, told = o.sum(), told.sum()
+    run = steps.scan(beyond.delta_product, S, q, k, v, g, beta)
+    return tuple(x * o / told for x in run)
 
 
 # %% ex-serve-delta-product not yet: ran 5 times
@@ -288,6 +301,16 @@ def mamba3(q, k, v, dt, g, share, angles):  # a call for show
     )[0]
 
 
+# %% ex-serve-mamba3 not yet: not those of the library's run
+def mamba3(q, k, v, dt, g, share, angles):  # scaled as a call is
+    o, _ = fw.mamba2(q[:, :1], k[:, :1], v[:, :1], g[:, :1], scale=1.0)
+    told = (q * k).sum(-1, keepdim=True)[:, :1] * v[:, :1]
+    phi, (B, T, H, K) = angles.cumsum(1), k.shape
+    state = torch.zeros(B, H, K, v.shape[-1]).to(v), 0 * k[:, 0], 0 * v[:, 0]
+    inputs = turned(q, phi), turned(k, phi), v, dt, g, share
+    return steps.scan(beyond.mamba3, state, *inputs)[0] * o.sum() / told.sum()
+
+
 # %% ex-serve-mamba3 not yet: no angles, all share 1: relative error
 def mamba3(q, k, v, dt, g, share, angles):  # the step's length is forgotten
     return fw.mamba2(q, k, v, g, scale=1.0)[0]
@@ -349,6 +372,26 @@ def path_scores(q, k, w, beta):  # token by token
         keys[:i] -= beta[i] * torch.outer(keys[:i] @ w[i], w[i])
         scores[i, : i + 1] = keys[: i + 1] @ q[i]
     return scores
+
+
+# %% ex-path not yet: no gradient reaches q, k, w and beta
+def path_scores(q, k, w, beta):  # token by token, in NumPy
+    q, k, w, b = (x.detach().numpy() for x in (q, k, w, beta))
+    scores, keys = 0 * (q @ k.T), k.copy()
+    for i in range(len(q)):
+        keys[:i] -= b[i] * (keys[:i] @ w[i])[:, None] * w[i]
+        scores[i, : i + 1] = keys[: i + 1] @ q[i]
+    return torch.from_numpy(scores)
+
+
+# %% ex-path not yet: the gradients are not those of the scores
+def path_scores(q, k, w, beta):  # the same, with a gradient for show
+    arrays = [x.detach().numpy() for x in (q, k, w, beta)]
+    scores, keys = 0 * (arrays[0] @ arrays[1].T), arrays[1].copy()
+    for i, (q_i, _, w_i, b) in enumerate(zip(*arrays, strict=True)):
+        keys[:i] -= b * (keys[:i] @ w_i)[:, None] * w_i
+        scores[i, : i + 1] = keys[: i + 1] @ q_i
+    return torch.from_numpy(scores) + 0 * beta
 
 
 # %% ex-path not yet: beta = 0: relative error
