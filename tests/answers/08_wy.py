@@ -28,6 +28,16 @@ def wy_factor(k, beta):
 
 # %% ex-wy not yet: the rows w_i
 def wy_factor(k, beta):
+    """With powers of M, by doubling."""
+    M, eye = beta[:, None] * (k @ k.T).tril(-1), torch.eye(len(k), **double)
+    P, power = eye - M, M @ M
+    for _ in range(5):
+        P, power = P @ (eye + power), power @ power
+    return P @ (beta[:, None] * k)
+
+
+# %% ex-wy not yet: the rows w_i
+def wy_factor(k, beta):
     M = (k @ k.T).tril(-1) * beta  # the rates on the wrong side
     return torch.linalg.solve_triangular(
         torch.eye(len(k), dtype=k.dtype) + M,
@@ -118,6 +128,15 @@ def block_inverse(M):
     return P
 
 
+# %% ex-inverse not yet: products of large matrices, one after the other
+def block_inverse(M):
+    """The fixed point of P = I - M P, which 64 dense products reach."""
+    P = eye = torch.eye(len(M), dtype=M.dtype)
+    for _ in range(len(M)):
+        P = eye - M @ P
+    return P
+
+
 # %% ex-inverse not yet: linalg_\w+ does it for you
 def block_inverse(M):
     return torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) + M)
@@ -173,6 +192,26 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
         outputs.append(q[:, n] @ S0 + A @ new)
         S0 = S0 + k[:, n].mT @ new
     return torch.cat(outputs, dim=1), S0
+
+
+# %% ex-blank-delta not yet: products with transposed keys for 19 chunks
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """Five products per chunk, with its scores among them."""
+    o = []
+    for start in range(0, q.shape[1], C):
+        n = slice(start, start + C)
+        keys, rate = k[:, n], beta[:, n, None]
+        both = torch.cat([q[:, n], keys], dim=1) @ keys.mT
+        A, overlap = both.chunk(2, dim=1)
+        new = torch.linalg.solve_triangular(
+            (rate * overlap).tril(-1),
+            rate * (v[:, n] - keys @ S0),
+            upper=False,
+            unitriangular=True,
+        )
+        o.append(q[:, n] @ S0 + A.tril() @ new)
+        S0 = S0 + keys.mT @ new
+    return torch.cat(o, dim=1), S0
 
 
 # %% ex-blank-delta not yet: C is to be the chunk size
@@ -303,7 +342,34 @@ def segment_map(k, v, beta):
     return Phi[0], B[0]
 
 
-# %% ex-two-gpus-delta not yet: 1 calls of the library
+# %% ex-two-gpus-delta passes
+def segment_map(k, v, beta):
+    """Both in one call, with a state of V + K columns."""
+    H, D = k.shape[2:]
+    V = torch.cat([v, torch.zeros_like(k)], dim=-1)
+    start = k.new_zeros(1, H, D, V.shape[-1])
+    start[..., v.shape[-1] :] = torch.eye(D)
+    _, S = fw.deltanet(k, k, V, beta, initial_state=start)
+    return S[0, ..., v.shape[-1] :], S[0, ..., : v.shape[-1]]
+
+
+# %% ex-two-gpus-delta not yet: 30 calls of the library
+def segment_map(k, v, beta):
+    """Token by token."""
+    H, D = k.shape[2:]
+    S = torch.cat(
+        [k.new_zeros(H, D, v.shape[-1]), torch.eye(D).repeat(H, 1, 1)], -1
+    )
+    V, S = torch.cat([v, torch.zeros_like(k)], dim=-1), S[None].to(k)
+    for t in range(k.shape[1]):
+        n = slice(t, t + 1)
+        _, S = fw.deltanet(
+            k[:, n], k[:, n], V[:, n], beta[:, n], initial_state=S
+        )
+    return S[0, ..., v.shape[-1] :], S[0, ..., : v.shape[-1]]
+
+
+# %% ex-two-gpus-delta not yet: do not come from the operator
 def segment_map(k, v, beta):
     """By a product of matrices, token by token."""
     Phi = torch.eye(k.shape[-1], dtype=k.dtype).expand(k.shape[2], -1, -1)
@@ -506,6 +572,13 @@ def identical_keys(C):
     P = torch.eye(C, **double)
     P[range(1, C), range(C - 1)] = -1
     return largest, P
+
+
+# %% ex-binomials not yet: find it with pencil and paper
+def identical_keys(C):
+    M = torch.ones(C, C, **double).tril(-1)
+    P = torch.linalg.inv(torch.eye(C, **double) + M)
+    return math.comb(C - 2, C // 2 - 1), P
 
 
 # %% ex-binomials not yet: is not the largest entry
