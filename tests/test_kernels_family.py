@@ -249,7 +249,7 @@ def judge_amplified(x):
         assert error <= allowed, f"{name} of {errors}"
 
 
-def correlated_keys(gate, *, beta, cosine, T=150, D=64):
+def correlated_keys(gate, *, beta, cosine, B=1, T=150, D=64):
     """Unit keys with the same cosine between any two, one beta for all.
 
     What they share has entries of the size 1/8, so that identical keys have
@@ -257,7 +257,7 @@ def correlated_keys(gate, *, beta, cosine, T=150, D=64):
     k k^T rounds, the same everywhere, would be all that a test sees.
     """
     assert D == 64
-    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
+    x = member(gate, "delta", B=B, T=T, K=D, V=D, strength=-0.03)
     common = x["k"][:, :1].sign() / 8
     own = x["k"] - (x["k"] * common).sum(-1, keepdim=True) * common
     own = F.normalize(own, dim=-1)
@@ -362,6 +362,15 @@ def test_a_gate_a_channel_that_shuts():
 def test_chunks_that_decay_too_far_for_fp16(gate):
     """By e^-16, which fp32 could divide by, and still answer in fp16."""
     x = member(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_what_a_chunk_leaves_in_fp16(gate):
+    """A chunk that decays by 2^-9, and writes nothing itself."""
+    x = member(gate, "additive", T=128, HV=1, K=33, V=20, strength=-0.1)
+    x["v"][:, 64:] = 0.0
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
@@ -958,7 +967,9 @@ def test_keys_of_uneven_length_on_gpu(gate, dtype):
 @compiled
 @pytest.mark.parametrize("gate", GATES)
 def test_identical_keys_and_a_negative_rate_on_gpu(gate):
-    x = correlated_keys(gate, beta=-0.6, cosine=1.0, T=64)
+    """Sixteen sequences: each token's error grows in all that follow it, so
+    that of one sequence is one throw of a die, for the budget as well."""
+    x = correlated_keys(gate, beta=-0.6, cosine=1.0, B=16, T=64)
     judge_amplified(cast(x, torch.bfloat16, "cuda"))
 
 

@@ -282,11 +282,6 @@ MUTANTS = {
         "b_g = tile.clamped(b_g.to(tl.float32), -20000.0)",
         "b_g = b_g.to(tl.float32)",
     ),
-    "kernel-divides-too-far-in-fp16": (
-        TILE,
-        "b_total >= (2.0**-3 if fp16 else LEAST)",
-        "b_total >= LEAST",
-    ),
     "kernel-halves-too-far-in-fp16": (
         TILE,
         "b_bits >= (-8.0 if fp16 else -160.0)",

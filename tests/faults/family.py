@@ -356,9 +356,9 @@ MUTANTS = {
         "torch.cat(blocks)[:num_features]",
     ),
     "kernel-gate-grows-to-the-exit": (
-        TILE,
-        "b_out = b_total / b_in",
-        "b_out = b_total * b_in",
+        INTRA,
+        "b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G",
+        "b_out = tl.where(weak, 0.5, 1.0) * b_bits + b_G",
     ),
     "kernel-inverse-adds": (
         TILE,
@@ -387,8 +387,8 @@ MUTANTS = {
     ),
     "kernel-scan-reads-as-at-the-exit": (
         SCAN,
-        "tl.where(weak, b_in / b_total, 1.0)",
-        "tl.where(weak, b_in, 1.0)",
+        "b_read = scale * tl.where(weak, b_in, 1.0)",
+        "b_read = scale",
     ),
     "kernel-scan-backward-adds-the-correction": (
         SCAN,
@@ -495,15 +495,20 @@ MUTANTS = {
         "tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0)",
         "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
     ),
+    "kernel-strong-chunks-leave-nothing": (
+        TILE,
+        "return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))",
+        "return b_half, tl.where(m_halves, 1.0, 0.0)",
+    ),
     "kernel-strong-channels-keep-their-state": (
         SCAN,
-        "b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)",
-        "b_S = tl.where(tile.halves(b_bits, v), b_S, b_S)",
+        "elif DG > 1:\n            b_S *= b_rest",
+        "elif DG > 1:\n            b_S *= 1.0",
     ),
     "kernel-strong-channels-keep-their-gradient": (
         SCAN,
-        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)",
-        "b_dS = tl.where(tile.halves(b_bits, do), b_dS, b_dS)",
+        "elif DG > 1:\n            b_dS *= b_rest",
+        "elif DG > 1:\n            b_dS *= 1.0",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,

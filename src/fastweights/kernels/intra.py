@@ -85,25 +85,27 @@ def intra_fwd_kernel(
     """One chunk of one value head.
 
     Delta rule: R, with which the inverse of I + Diag(beta) Akk is
-    I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta). A
-    gate per head: its running sum G, in log2 units, the decays from the
-    chunk's entrance, row_in = e^G, and back to it, row_inverse. G is fp64:
-    where chunks decay below LEAST it is differenced, and a weak gate after
-    strong ones would drown in fp32. beta as a row in fp32, row_beta. The
-    state's own decay, total = e^{G_C}.
+    I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta); and
+    beta as a row in fp32, row_beta.
 
-    A gate per channel: Aqk, total as G_C in log2 units, and what the state
-    meets. That is seen from the point p where half of a channel's decay is
-    done, G_p = G_C / 2: q_in = e^{G - G_p} q, k_in = e^{G - G_p} k and
-    k_out = e^{G_p - G} k. Their products are the scores. A channel that
-    decays too far to be seen so (tile.halves) has q_in = e^G q, k_in = e^G k
-    and k_out = e^{G_C - G} k, and its scores from add_strong. What is None is
+    Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
+    chunk is seen from the point p where half of its decay is done, G_p =
+    G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
+    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
+    decays too far to be seen so (tile.halves) has e^G and e^{G_C - G} in
+    their place, and its scores take differences of G: in fp64, since in fp32
+    a weak gate after strong ones would drown.
+
+    A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
+    k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
+    scores. A channel that decays too far has q_in = e^G q, k_in = e^G k and
+    k_out = e^{G_C - G} k, and its scores from add_strong. What is None is
     not computed: the backward has kept Aqk and R. It alone needs strong, a
     bit for each key tile that has such a channel.
     """
     q, k, g, beta = inputs
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G, bound = decays
+    row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
     cu_seqlens, scale, T, N, L = call
     dtype: tl.constexpr = k.dtype.element_ty
@@ -193,26 +195,27 @@ def intra_fwd_kernel(
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
         b_g = tile.clamped(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
-        b_in = tl.exp2(b_G.to(tl.float32))
-        o_c = tl.arange(0, BT)
-        b_total = tl.sum(tl.where(o_c == BT - 1, b_in, 0.0), axis=0)
         tl.store(tile.slot_row(G, i_ch, BT), b_G)
-        b_inverse = tl.where(b_total >= tile.LEAST, 1.0 / b_in, 1.0)
+        b_bits = tl.sum(tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0)
+        weak = tile.halves(b_bits, k)
+        b_in = b_G - tl.where(weak, 0.5 * b_bits, 0.0)
+        b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G
+        b_in, b_out = (
+            tl.exp2(b_in.to(tl.float32)),
+            tl.exp2(b_out.to(tl.float32)),
+        )
         tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
-        tl.store(tile.slot_row(row_inverse, i_ch, BT), b_inverse)
-        tl.store(total + i_ch, b_total)
-        b_bound = tl.sum(tl.where(o_c == BT - 1, b_G, 0.0), axis=0)
-        b_bound = b_bound.to(tl.float32)
-        if not DELTA:
-            tl.store(bound + i_ch, b_bound)
+        tl.store(tile.slot_row(row_out, i_ch, BT), b_out)
+        b_bits = b_bits.to(tl.float32)
+        tl.store(total + i_ch, b_bits)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
     if R is not None:
         if DG == 1:
             tl.debug_barrier()  # all of G is there
-            if b_total >= tile.LEAST:
-                b_Akk *= b_in[:, None] * b_inverse[None, :]
+            if weak:
+                b_Akk *= b_in[:, None] * b_out[None, :]
             else:
                 b_Akk *= tile.decay_matrix(G, i_ch, BT)
         b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
@@ -220,8 +223,8 @@ def intra_fwd_kernel(
         # Of a token's step beta |k|^2, at most; a map grows with those over 2.
         steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
         if DG == 1:
-            b_bound += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-            tl.store(bound + i_ch, b_bound)
+            b_bits += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            tl.store(bound + i_ch, b_bits)
         mild = (steps < 2.05) & (largest < 1e3)
         b_R = bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)

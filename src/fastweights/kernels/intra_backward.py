@@ -108,7 +108,7 @@ def intra_bwd_kernel(
     cannot be seen so.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G, bound = decays
+    row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
     cu_seqlens, scale, T, N, L = call
@@ -159,12 +159,12 @@ def intra_bwd_kernel(
             b_own = (scale * b_weight * tl.sum(b_own, axis=1))[:, None]
         if DG == 1:
             b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
-            b_inverse = tl.load(tile.slot_row(row_inverse, i_ch, BT))  # [BT]
-            b_inverse *= b_weight
-            b_total = tl.load(total + i_ch)
-            b_D = b_in[:, None] * b_inverse[None, :]  # [BT, BT]
-            if b_total < tile.LEAST:
-                b_D = tile.decay_matrix(G, i_ch, BT) * b_inverse[None, :]
+            b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
+            b_bits = tl.load(total + i_ch)
+            b_half, b_rest = tile.decay_in_parts(b_bits, do)
+            b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
+            if tile.halves(b_bits, do) == 0:
+                b_D = tile.decay_matrix(G, i_ch, BT) * b_weight[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
         else:
@@ -179,10 +179,9 @@ def intra_bwd_kernel(
         read = rows if DG > 1 else (t, end, i_h)
         b_write = b_weight[:, None]
         if DG == 1:
-            b_decay = b_in[:, None]  # [BT, 1]
-            b_out = tile.decay_to_exit(b_decay, b_total, G, i_ch, BT)
-            b_write *= b_out
-            b_kept = b_kept * b_total
+            b_decay = (b_half * b_in)[:, None]  # [BT, 1]
+            b_write *= (b_half * b_out)[:, None]
+            b_kept *= tl.exp2(b_bits)
         elif DG > 1:
             o_k = i_k * BK + tl.arange(0, BK)
             p_bits = total + i_ch * META.K + o_k
@@ -305,7 +304,7 @@ def intra_bwd_strong_kernel(
     twice.
     """
     q, k, g, beta = inputs
-    row_in, row_inverse, row_beta, total, G, bound = decays
+    row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = values
     dq, dk, dg, dkept, dbeta = gradients
     cu_seqlens, scale, T, N, L = call

@@ -33,7 +33,7 @@ GIVEN = (*INPUTS, "do", "dstate")  # the last two to a backward
 GROUPS = {
     "inputs": "q k g beta",
     "decayed": "q_in k_in k_out",
-    "decays": "row_in row_inverse row_beta total G bound",
+    "decays": "row_in row_out row_beta total G bound",
     "scores": "Aqk R",
     "states": "initial_state border_states maps",
     "outputs": "o state h errors",
@@ -43,6 +43,8 @@ GROUPS = {
     "gradients": "dq dk dg dkept dbeta",
     "call": "cu_seqlens scale T N L",
 }
+# What stands for what a kind of call does not have.
+BARE = {"q_in": "q", "k_in": "k", "k_out": "k", "bound": "total"}
 NUMBERS = {x: Count(x) for x in ("T", "N", "L")} | {"scale": SCALE}
 
 
@@ -64,13 +66,13 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     """Every tensor of a forward and backward: rows of what, how wide, of what.
 
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
-    None is what this kind of call does not have. row_inverse is 1 where the
-    chunk decays below LEAST, row_beta 0 past a sequence's end. For the
-    backward of a gate per channel strong has a bit per key tile with a
-    channel that decays too far (tile.halves). bound is the log2 of
-    a bound on the map of a chunk's state. border_states pass the borders of
-    segments, and maps are those of the segments before them: M, or the
-    channels' decays. gate_bwd_kernel sums dg of parts and dkept.
+    None is what this kind of call does not have. row_beta is 0 past a
+    sequence's end. For the backward of a gate per channel strong has a bit
+    per key tile with a channel that decays too far (tile.halves). bound is
+    the log2 of a bound on the map of a chunk's state, without a delta rule
+    total. border_states pass the borders of segments, and maps are those of
+    the segments before them: M, or the channels' decays. gate_bwd_kernel sums
+    dg of parts and dkept.
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
@@ -100,8 +102,8 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         "row_beta": ("slots", (HV, C), delta and fp32),
         "total": ("slots", gates, gated and fp32),
         "G": ("slots", (HV, C), head and torch.float64),
-        "row_inverse": ("slots", (HV, C), head and fp32),
-        "bound": ("slots", (HV,), head and fp32),
+        "row_out": ("slots", (HV, C), head and fp32),
+        "bound": ("slots", (HV,), head and delta and fp32),
         "strong": ("slots", (HV,), channel and torch.int32),
         "Aqk": ("tokens", (HV, C), channel and low),
         "R": ("tokens", (HV, C), delta and low),
@@ -126,7 +128,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         name: Room(name, *room) if room[-1] else None
         for name, room in layout.items()
     }
-    for name, bare in (("q_in", "q"), ("k_in", "k"), ("k_out", "k")):
+    for name, bare in BARE.items():
         found[name] = found[name] or found[bare]
     return found
 
@@ -140,7 +142,7 @@ def kept(kind: Kind, found: Rooms) -> list[Room]:
     names = ["Aqk", "R", "border_states", "maps"]
     if not kind.has_scores:
         names += GROUPS["decays"].split()
-    return [x for name in names if (x := found[name])]
+    return list(dict.fromkeys(x for name in names if (x := found[name])))
 
 
 class Trace:

@@ -29,27 +29,22 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_decays(decays, i_ch, META: tl.constexpr):
-    """Of chunk and head i_ch the decays e^G, e^{G_C} and e^{G_C - G}.
+    """How chunk and head i_ch decay: row_in, row_out and the chunk's bits.
 
-    Of a gate per head: the first and the last per row, [BT, 1], the second a
-    number. 1 for any other gate: see load_bits.
+    The rows [BT, 1] are those of a gate per head, 1 for any other. What the
+    chunk decays by is in log2 units: of a gate per channel [BK, 1].
     """
-    row_in, row_inverse, row_beta, total, G, bound = decays
-    b_in, b_total, b_out = 1.0, 1.0, 1.0
+    row_in, row_out, row_beta, total, G, bound = decays
+    b_in, b_out, b_bits = 1.0, 1.0, 0.0
     if META.DG == 1:
         b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
-        b_total = tl.load(total + i_ch)
-        b_out = tile.decay_to_exit(b_in, b_total, G, i_ch, META.BT)
-    return b_in, b_total, b_out
-
-
-@triton.jit
-def load_bits(decays, i_ch, META: tl.constexpr):
-    """By what a gate per channel decays in the chunk, log2, [BK, 1]."""
-    row_in, row_inverse, row_beta, total, G, bound = decays
-    o_k = tl.arange(0, META.BK)
-    p_total = total + i_ch * META.K + o_k
-    return tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+        b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
+        b_bits = tl.load(total + i_ch)
+    elif META.DG > 1:
+        o_k = tl.arange(0, META.BK)
+        p_total = total + i_ch * META.K + o_k
+        b_bits = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+    return b_in, b_out, b_bits
 
 
 @triton.jit
@@ -73,7 +68,7 @@ def scan_fwd_kernel(
     border_states is the state that passes each border, composed.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G, bound = decays
+    row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
     initial_state, border_states, maps = states
     o, state, h, errors = outputs
@@ -161,15 +156,15 @@ def scan_fwd_kernel(
         if h is not None and DG > 1:
             b_S_in = b_S.to(v.dtype.element_ty)
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+        b_in, b_out, b_bits = load_decays(decays, i_ch, META)
+        if DG > 0:
+            b_half, b_rest = tile.decay_in_parts(b_bits, v)
         if DG > 1:  # to where half of each channel has decayed
-            b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
-            b_half = tile.half_decay(b_bits, v)
             b_S *= b_half
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
         if DG <= 1 or DELTA:
             b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
-        b_in, b_total, b_out = load_decays(decays, i_ch, META)
 
         if o is not None and DG <= 1:
             # Before the errors, to free S_in's room.
@@ -186,7 +181,7 @@ def scan_fwd_kernel(
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if DG == 1:
-                b_e *= b_in
+                b_e *= b_half * b_in
             b_e = b_v - b_e
             b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
             b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
@@ -196,23 +191,19 @@ def scan_fwd_kernel(
             b_e *= b_beta
 
         if DG == 1:
-            b_S *= b_total
-            if MAP and not DELTA:
-                b_decay *= b_total
+            b_S *= b_half * b_rest
         elif DG > 1:
-            b_S = tl.where(tile.halves(b_bits, v), b_S, 0.0)
-            if MAP and not DELTA:
-                b_decay *= tl.exp2(b_bits)
+            b_S *= b_rest
+        if DG > 0 and MAP and not DELTA:
+            b_decay *= tl.exp2(b_bits)
         b_x = b_e
         if DG == 1:
             b_x *= b_out
-        b_x = b_x.to(b_v.dtype)  # [BT, BV], as it arrives at the exit
+        b_x = b_x.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
         if DG > 1:
             b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
-        if DG > 1:
-            b_S *= b_half
 
         if o is not None:
             if DG <= 1:
@@ -224,10 +215,9 @@ def scan_fwd_kernel(
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
             b_read = scale
             if DG == 1:
-                # From the exit back to the token that reads.
-                weak = tile.is_weak(b_total, v)
-                b_o *= tl.where(weak, b_total, b_in)
-                b_read = scale * tl.where(weak, b_in / b_total, 1.0)
+                weak = tile.halves(b_bits, v)
+                b_o *= tl.where(weak, b_half, b_in)
+                b_read = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
                     b_A *= tile.decay_matrix(G, i_ch, BT)
                     b_x = b_e.to(b_v.dtype)
@@ -237,6 +227,8 @@ def scan_fwd_kernel(
             b_o = tile.by_columns(b_o, WIDE)
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
+        if DG > 0:  # last: until then the product that it scales may run
+            b_S *= b_half
 
     if MAP:
         i_b = i_x * HV + i_hv
@@ -284,7 +276,7 @@ def scan_bwd_kernel(
     otherwise border_grads is that gradient, composed.
     """
     q_in, k_in, k_out = decayed
-    row_in, row_inverse, row_beta, total, G, bound = decays
+    row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
     do, dstate = incoming
     dv, dbeta, dh, dinitial_state, border_grads = dstates
@@ -355,9 +347,10 @@ def scan_bwd_kernel(
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
+        b_in, b_out, b_bits = load_decays(decays, i_ch, META)
+        if DG > 0:
+            b_half, b_rest = tile.decay_in_parts(b_bits, do)
         if DG > 1:  # back to where half of each channel has decayed
-            b_bits = load_bits(decays, i_ch, META)  # [BK, 1]
-            b_half = tile.half_decay(b_bits, do)
             b_dS *= b_half
             b_dS_out = b_dS.to(do.dtype.element_ty)
 
@@ -367,12 +360,11 @@ def scan_bwd_kernel(
         if errors is not None:
             b_e = tile.load_chunk(d_errors, tokens, c, i_hv, i_v, VALUES)
         b_do = scale * b_do.to(tl.float32)
-        b_in, b_total, b_out = load_decays(decays, i_ch, META)
 
         b_x = b_do
         if DG == 1:
             b_x *= b_in
-        b_x = b_x.to(do.dtype.element_ty)  # [BT, BV], as at the entrance
+        b_x = b_x.to(do.dtype.element_ty)  # [BT, BV]
         b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
         b_y = tile.by_columns(b_y, WIDE)
         if DG <= 1:
@@ -383,9 +375,8 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_read = b_x
         if DG == 1:
-            # From the entrance on to the token that writes.
-            weak = tile.is_weak(b_total, do)
-            b_y *= tl.where(weak, b_total, b_out)
+            weak = tile.halves(b_bits, do)
+            b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
                 b_read = b_do.to(do.dtype.element_ty)
@@ -394,7 +385,7 @@ def scan_bwd_kernel(
         b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
         b_y = tile.by_columns(b_y, WIDE)
         if DG == 1:
-            b_y *= tl.where(weak, 1.0 / b_in, 1.0)
+            b_y *= tl.where(weak, b_out, 1.0)
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
@@ -409,9 +400,9 @@ def scan_bwd_kernel(
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
         if DG == 1:
-            b_dS *= b_total
+            b_dS *= b_half * b_rest
         elif DG > 1:
-            b_dS = tl.where(tile.halves(b_bits, do), b_dS, 0.0)
+            b_dS *= b_rest
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -423,7 +414,7 @@ def scan_bwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
-        if DG > 1:
+        if DG > 0:
             b_dS *= b_half
 
     if MAP:

@@ -11,9 +11,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Of a decay that is divided by. Gradients meet it first, in their own dtype:
-# one of 2^-60 still has all its bits in bf16, whose last is 2^-126.
-LEAST = tl.constexpr(2.0**-64)
 
 
 @triton.jit
@@ -298,19 +295,8 @@ def nonzero(b_beta):
 
 
 @triton.jit
-def is_weak(b_total, x):
-    """Whether a chunk's decay, of a gate per head, can be divided by.
-
-    In fp16, which ends at 2^-24, less: it is a factor of gradients, which may
-    be small themselves.
-    """
-    fp16: tl.constexpr = x.dtype.element_ty == tl.float16
-    return b_total >= (2.0**-3 if fp16 else LEAST)
-
-
-@triton.jit
 def halves(b_bits, x):
-    """Whether a channel can be seen from the point where half has decayed.
+    """Whether a head or channel is seen from where half of it has decayed.
 
     That is, half of the 2^b_bits that it decays by in a chunk. What has x's
     dtype is then multiplied by numbers from 2^-80 to 2^80, and keeps its bits
@@ -321,25 +307,16 @@ def halves(b_bits, x):
 
 
 @triton.jit
-def half_decay(b_bits, x):
-    """Half of a channel's decay in a chunk, and 1 if it is not seen so."""
-    return tl.exp2(tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0))
+def decay_in_parts(b_bits, x):
+    """Two factors a and b of the decay of a chunk, which is a b a.
 
-
-@triton.jit
-def decay_to_exit(b_in, b_total, G, i_ch, BT: tl.constexpr):
-    """e^{G_C - G} of a gate per head, [BT, 1]: from a token to the exit.
-
-    b_in is e^G and b_total e^{G_C}; from G where that is below LEAST, too
-    little to divide by.
+    a from the entrance to the point from which the chunk is seen, and from
+    there to the exit: half of the decay, and b = 1. What does not halve is
+    seen from the entrance and the exit: a = 1, and b is all of it.
     """
-    if b_total >= LEAST:
-        b_out = b_total / b_in
-    else:
-        b_last = tl.load(G + i_ch * BT + BT - 1)
-        b_G = tl.load(slot_row(G, i_ch, BT))
-        b_out = tl.exp2((b_last - b_G).to(tl.float32))[:, None]
-    return b_out
+    m_halves = halves(b_bits, x)
+    b_half = tl.exp2(tl.where(m_halves, 0.5 * b_bits, 0.0))
+    return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))
 
 
 @triton.jit
