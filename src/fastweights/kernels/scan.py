@@ -28,18 +28,23 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def load_decays(decays, i_ch, META: tl.constexpr):
+def load_decays(decays, i_ch, x, META: tl.constexpr):
     """How chunk and head i_ch decay: row_in, row_out and the chunk's bits.
 
-    The rows [BT, 1] are those of a gate per head, 1 for any other. What the
-    chunk decays by is in log2 units: of a gate per channel [BK, 1].
+    The rows [BT, 1] are those of a gate per head, 1 for any other, and only
+    one is loaded if they are inverses. What the chunk decays by is in log2
+    units: of a gate per channel [BK, 1]. For tile.halves x has their dtype.
     """
     row_in, row_out, row_beta, total, G, bound = decays
     b_in, b_out, b_bits = 1.0, 1.0, 0.0
     if META.DG == 1:
-        b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
         b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
         b_bits = tl.load(total + i_ch)
+        if tile.halves(b_bits, x):
+            b_rows = 1.0 / b_out
+        else:
+            b_rows = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
+        b_in = b_rows
     elif META.DG > 1:
         o_k = tl.arange(0, META.BK)
         p_total = total + i_ch * META.K + o_k
@@ -156,7 +161,7 @@ def scan_fwd_kernel(
         if h is not None and DG > 1:
             b_S_in = b_S.to(v.dtype.element_ty)
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
-        b_in, b_out, b_bits = load_decays(decays, i_ch, META)
+        b_in, b_out, b_bits = load_decays(decays, i_ch, v, META)
         if DG > 0:
             b_half, b_rest = tile.decay_in_parts(b_bits, v)
         if DG > 1:  # to where half of each channel has decayed
@@ -347,7 +352,7 @@ def scan_bwd_kernel(
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
-        b_in, b_out, b_bits = load_decays(decays, i_ch, META)
+        b_in, b_out, b_bits = load_decays(decays, i_ch, do, META)
         if DG > 0:
             b_half, b_rest = tile.decay_in_parts(b_bits, do)
         if DG > 1:  # back to where half of each channel has decayed
