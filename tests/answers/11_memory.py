@@ -88,6 +88,18 @@ def half_life_of_a_needle(K, beta, keys):  # one write, and on from there
     return math.log(0.5) / math.log(1 - beta * (2 - beta) / K), measured
 
 
+# %% ex-needle-life not yet: does not follow the keys
+def half_life_of_a_needle(K, beta, keys):  # a formula for keys in a plane
+    predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
+    if (keys(500)[:, :2].abs().sum(1) > 1e-9).all():
+        return predicted, predicted
+    lost, left = beta * (2 - beta) / 2, [1.0]
+    while left[-1] > 0.5:
+        left.append(mean((1 - lost / n) ** len(left) for n in (2, K - 2)))
+    m = len(left) - 2 + (left[-2] - 0.5) / (left[-2] - left[-1])
+    return predicted, m
+
+
 # %% ex-luck passes
 def luck(n, m):
     """By factorials, one task after the other."""
