@@ -392,3 +392,66 @@ def states_by_doubling(a, b):
         h = x * h + y
         found.append(h)
     return torch.from_numpy(numpy.stack(found)) + 0 * a
+
+
+# %% ex-one-recurrence not yet: retnet, decay|lightning, decay
+def gate_and_weight(model, *given):
+    one = torch.ones(7, **double)
+    if model == "retnet":
+        return math.log(1 - 2.0 ** (-2 - 2 * given[0])) * one, one
+    if model == "lightning":
+        h, _, layer, L, _ = given
+        return -(2.0**-h) * (1 - layer / (L - 1) + 1e-5) * one, one
+    if model == "gated retention":
+        return F.logsigmoid(given[0]) / 16, one
+    if model == "mamba2":
+        return -2.5 * given[0], given[0]
+    return F.logsigmoid(given[0]), given[1].exp()
+
+
+# %% ex-one-recurrence not yet: lightning, decay
+def gate_and_weight(model, *given):
+    one = torch.ones(7, **double)
+    if model == "retnet":
+        return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
+    if model == "lightning":
+        h, _, layer, L, _ = given
+        return -(2.0**-h) * (1 - layer / (L - 1) + 1e-5) * one, one
+    return given[0] * given[1], given[0]
+
+
+# %% ex-documents not yet: not as if alone
+def separate(g, document):
+    first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    first = first | (document == document[:, :1])
+    return torch.where(first[..., None], -200.0, g)
+
+
+# %% ex-documents not yet: not as if alone
+def separate(g, document):
+    first = F.pad(document[:, 1:] > document[:, :-1], (1, 0))
+    return torch.where(first[..., None], -200.0, g)
+
+
+# %% ex-gated-chunk not yet: gradient of g
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs, zero, g = [], 0 * g.sum(), g.detach()
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        scores = q[n] @ k[n].T * parallel.decays(G)[..., 0]
+        outputs.append(G.exp() * q[n] @ S0 + scores @ v[n] + zero)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
+
+
+# %% ex-gated-chunk not yet: decays by exp2_
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        D = ((G - G.T) / math.log(2)).clamp(max=900).exp2_().tril()
+        outputs.append(G.exp() * q[n] @ S0 + (q[n] @ k[n].T * D) @ v[n])
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
