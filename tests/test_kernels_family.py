@@ -64,7 +64,8 @@ CASES = {
     "wide-keys": (70, 1, 2, 256, 64, 64, torch.float16, True),
     "wide-values": (33, 1, 2, 64, 512, 16, torch.float32, False),
 }
-STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
+# Seen from the exit, the middle, or both ends: tile.seen_from.
+STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
 GATED = pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
 WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
