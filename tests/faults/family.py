@@ -357,8 +357,8 @@ MUTANTS = {
     ),
     "kernel-gate-grows-to-the-exit": (
         INTRA,
-        "b_out = tl.where(weak, b_point, b_bits) - b_G",
-        "b_out = tl.where(weak, b_point, b_bits) + b_G",
+        "b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G",
+        "b_out = tl.where(weak, 0.5, 1.0) * b_bits + b_G",
     ),
     "kernel-inverse-adds": (
         TILE,
@@ -495,20 +495,10 @@ MUTANTS = {
         "tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0)",
         "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
     ),
-    "kernel-stays-where-a-chunk-is-seen": (
-        SCAN,
-        "if b_last < 1.0:",
-        "if b_last < 0.0:",
-    ),
-    "kernel-starts-back-where-a-chunk-is-seen": (
-        SCAN,
-        "if b_last * b_rest < 1.0:",
-        "if b_last * b_rest < 0.0:",
-    ),
     "kernel-strong-chunks-leave-nothing": (
         TILE,
-        "b_rest = tl.exp2(tl.where(m_halves, 0.0, b_bits))",
-        "b_rest = tl.where(m_halves, 1.0, 0.0)",
+        "return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))",
+        "return b_half, tl.where(m_halves, 1.0, 0.0)",
     ),
     "kernel-strong-channels-keep-their-state": (
         SCAN,
@@ -517,8 +507,8 @@ MUTANTS = {
     ),
     "kernel-strong-channels-keep-their-gradient": (
         SCAN,
-        "if DG > 1:\n            b_dS *= b_rest",
-        "if DG > 1:\n            b_dS *= 1.0",
+        "elif DG > 1:\n            b_dS *= b_rest",
+        "elif DG > 1:\n            b_dS *= 1.0",
     ),
     "kernel-folds-pairs-of-rows": (
         TILE,

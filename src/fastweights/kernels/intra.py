@@ -89,9 +89,9 @@ def intra_fwd_kernel(
     beta as a row in fp32, row_beta.
 
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
-    chunk is seen from a point p (tile.seen_from), mostly where half of its
-    decay is done, G_p = G_C / 2. A gate per head: G and, per row, the decays
-    from p on, row_in = e^{G - G_p}, and to p, row_out = e^{G_p - G}. One that
+    chunk is seen from the point p where half of its decay is done, G_p =
+    G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
+    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
     decays too far to be seen so (tile.halves) has e^G and e^{G_C - G} in
     their place, and its scores take differences of G: in fp64, since in fp32
     a weak gate after strong ones would drown.
@@ -198,9 +198,8 @@ def intra_fwd_kernel(
         tl.store(tile.slot_row(G, i_ch, BT), b_G)
         b_bits = tl.sum(tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0)
         weak = tile.halves(b_bits, k)
-        b_point = tile.seen_from(b_bits, k, DG)
-        b_in = b_G - tl.where(weak, b_point, 0.0)
-        b_out = tl.where(weak, b_point, b_bits) - b_G
+        b_in = b_G - tl.where(weak, 0.5 * b_bits, 0.0)
+        b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G
         b_in, b_out = (
             tl.exp2(b_in.to(tl.float32)),
             tl.exp2(b_out.to(tl.float32)),

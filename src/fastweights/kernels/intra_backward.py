@@ -161,7 +161,7 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
             b_bits = tl.load(total + i_ch)
-            b_first, b_rest, b_last = tile.decay_in_parts(b_bits, do, DG)
+            b_half, b_rest = tile.decay_in_parts(b_bits, do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
             if tile.halves(b_bits, do) == 0:
                 b_D = tile.decay_matrix(G, i_ch, BT) * b_weight[None, :]
@@ -179,8 +179,8 @@ def intra_bwd_kernel(
         read = rows if DG > 1 else (t, end, i_h)
         b_write = b_weight[:, None]
         if DG == 1:
-            b_decay = (b_first * b_in)[:, None]  # [BT, 1]
-            b_write *= (b_last * b_out)[:, None]
+            b_decay = (b_half * b_in)[:, None]  # [BT, 1]
+            b_write *= (b_half * b_out)[:, None]
             b_kept *= tl.exp2(b_bits)
         elif DG > 1:
             o_k = i_k * BK + tl.arange(0, BK)

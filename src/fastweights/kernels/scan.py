@@ -163,9 +163,9 @@ def scan_fwd_kernel(
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         b_in, b_out, b_bits = load_decays(decays, i_ch, v, META)
         if DG > 0:
-            b_first, b_rest, b_last = tile.decay_in_parts(b_bits, v, DG)
+            b_half, b_rest = tile.decay_in_parts(b_bits, v)
         if DG > 1:  # to where half of each channel has decayed
-            b_S *= b_first
+            b_S *= b_half
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
         if DG <= 1 or DELTA:
@@ -186,7 +186,7 @@ def scan_fwd_kernel(
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if DG == 1:
-                b_e *= b_first * b_in
+                b_e *= b_half * b_in
             b_e = b_v - b_e
             b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
             b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
@@ -196,7 +196,7 @@ def scan_fwd_kernel(
             b_e *= b_beta
 
         if DG == 1:
-            b_S *= b_first * b_rest
+            b_S *= b_half * b_rest
         elif DG > 1:
             b_S *= b_rest
         if DG > 0 and MAP and not DELTA:
@@ -221,7 +221,7 @@ def scan_fwd_kernel(
             b_read = scale
             if DG == 1:
                 weak = tile.halves(b_bits, v)
-                b_o *= tl.where(weak, b_first, b_in)
+                b_o *= tl.where(weak, b_half, b_in)
                 b_read = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
                     b_A *= tile.decay_matrix(G, i_ch, BT)
@@ -232,11 +232,8 @@ def scan_fwd_kernel(
             b_o = tile.by_columns(b_o, WIDE)
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
-        if DG > 1:
-            b_S *= b_last
-        elif DG == 1:  # noqa: SIM102
-            if b_last < 1.0:  # mostly it is 1
-                b_S *= b_last
+        if DG > 0:  # last: until then the product that it scales may run
+            b_S *= b_half
 
     if MAP:
         i_b = i_x * HV + i_hv
@@ -357,9 +354,9 @@ def scan_bwd_kernel(
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
         b_in, b_out, b_bits = load_decays(decays, i_ch, do, META)
         if DG > 0:
-            b_first, b_rest, b_last = tile.decay_in_parts(b_bits, do, DG)
+            b_half, b_rest = tile.decay_in_parts(b_bits, do)
         if DG > 1:  # back to where half of each channel has decayed
-            b_dS *= b_last
+            b_dS *= b_half
             b_dS_out = b_dS.to(do.dtype.element_ty)
 
         b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
@@ -384,7 +381,7 @@ def scan_bwd_kernel(
         b_read = b_x
         if DG == 1:
             weak = tile.halves(b_bits, do)
-            b_y *= tl.where(weak, b_last, b_out)
+            b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
                 b_read = b_do.to(do.dtype.element_ty)
@@ -407,11 +404,10 @@ def scan_bwd_kernel(
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
-        if DG > 1:
+        if DG == 1:
+            b_dS *= b_half * b_rest
+        elif DG > 1:
             b_dS *= b_rest
-        elif DG == 1:  # noqa: SIM102
-            if b_last * b_rest < 1.0:  # mostly it is 1
-                b_dS *= b_last * b_rest
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -424,7 +420,7 @@ def scan_bwd_kernel(
             b_y = b_y.to(b_x.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
         if DG > 0:
-            b_dS *= b_first
+            b_dS *= b_half
 
     if MAP:
         i_b = i_x * HV + i_hv

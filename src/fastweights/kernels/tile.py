@@ -307,33 +307,16 @@ def halves(b_bits, x):
 
 
 @triton.jit
-def seen_from(b_bits, x, DG: tl.constexpr):
-    """The point from which a chunk is seen: how far it has decayed there.
+def decay_in_parts(b_bits, x):
+    """Two factors a and b of the decay of a chunk, which is a b a.
 
-    In log2 units; half of b_bits. A head that decays little is seen from the
-    chunk's exit, since from there on the state need not be multiplied.
+    a from the entrance to the point from which the chunk is seen, and from
+    there to the exit: half of the decay, and b = 1. What does not halve is
+    seen from the entrance and the exit: a = 1, and b is all of it.
     """
-    b_point = 0.5 * b_bits
-    if DG == 1:
-        fp16: tl.constexpr = x.dtype.element_ty == tl.float16
-        little = b_bits >= (-3.0 if fp16 else -64.0)
-        b_point = tl.where(little, b_bits, b_point)
-    return b_point
-
-
-@triton.jit
-def decay_in_parts(b_bits, x, DG: tl.constexpr):
-    """The decay of a chunk as three factors: before, at and after a point.
-
-    The point is that of seen_from, and there is no decay at it. What does not
-    halve is seen from the entrance and from the exit, and all of its decay
-    lies between them.
-    """
-    m_halves, b_point = halves(b_bits, x), seen_from(b_bits, x, DG)
-    b_first = tl.exp2(tl.where(m_halves, b_point, 0.0))
-    b_rest = tl.exp2(tl.where(m_halves, 0.0, b_bits))
-    b_last = tl.exp2(tl.where(m_halves, b_bits - b_point, 0.0))
-    return b_first, b_rest, b_last
+    m_halves = halves(b_bits, x)
+    b_half = tl.exp2(tl.where(m_halves, 0.5 * b_bits, 0.0))
+    return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))
 
 
 @triton.jit
