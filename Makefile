@@ -31,6 +31,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
 SAY := printf '==> %s\n'
+OLD := build/oldest_triton
 MATHJAX := book/node_modules/.package-lock.json
 CHAPTERS := $(wildcard chapters/*)
 TEXTS := $(wildcard chapters/*.md) README.md
@@ -81,7 +82,7 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tests/touched.py --interpreted
 
-test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
+test: $(READY) $(MATHJAX) $(OLD)/.made ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
 	@$(PROSE)
@@ -92,6 +93,8 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
 		$(KERNEL_TESTS)
+	@$(SAY) "kernels: read by the oldest Triton"
+	@PYTHONPATH=$(OLD):src $(PY) tests/oldest_triton.py
 	@$(MAKE) --no-print-directory notebooks
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
@@ -135,6 +138,12 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
 	@touch $@
 
 # Those that changed; all of them if the checker or its words did.
+$(OLD)/.made: $(READY)
+	@$(SAY) "the oldest Triton tested, beside the other"
+	@$(PY) -m pip install --quiet --no-deps --upgrade --target $(OLD) \
+		"triton==3.6.*"
+	@touch $@
+
 build/grammar: $(MATHJAX) book/grammar.mjs book/words.txt $(TEXTS)
 	@mkdir -p build
 	@node book/grammar.mjs \

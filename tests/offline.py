@@ -64,8 +64,8 @@ def build(kernel, capability, dtype, constants, types):
     return triton.compile(source, target=target, options=launch)
 
 
-def build_launch(launch, capability):
-    """The kernel of a launch compiled, for such arguments as it is given."""
+def source_of(launch):
+    """The kernel of a launch, and such arguments as it is given."""
     signature, constants, aligned = {}, {}, {}
 
     def kind(x, *path):
@@ -82,9 +82,15 @@ def build_launch(launch, capability):
     names = launch.kernel.arg_names
     for i, (name, x) in enumerate(zip(names, launch.arguments, strict=True)):
         signature[name] = kind(x, i)
-    source = ASTSource(launch.kernel, signature, constants, aligned)
+    return ASTSource(launch.kernel, signature, constants, aligned)
+
+
+def build_launch(launch, capability):
+    """The kernel of a launch compiled: see :func:`source_of`."""
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch.options)
+    return triton.compile(
+        source_of(launch), target=target, options=launch.options
+    )
 
 
 # The limits that tests name are those of Triton 3.7. Others allot registers

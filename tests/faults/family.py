@@ -457,8 +457,8 @@ MUTANTS = {
     ),
     "kernel-forgets-though-keys-are-long": (
         INTRA,
-        "b_bound += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))",
-        "b_bound += 0.0 * tl.log2(tl.maximum(steps - 1.0, 1.0))",
+        "b_bits += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))",
+        "b_bits += 0.0 * tl.log2(tl.maximum(steps - 1.0, 1.0))",
     ),
     "kernel-borders-of-a-pack-from-the-sequence": (
         COMPOSE,
@@ -492,7 +492,7 @@ MUTANTS = {
     ),
     "kernel-halves-nothing": (
         TILE,
-        "tl.where(halves(b_bits, x), 0.5 * b_bits, 0.0)",
+        "tl.where(m_halves, 0.5 * b_bits, 0.0)",
         "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
     ),
     "kernel-strong-chunks-leave-nothing": (
