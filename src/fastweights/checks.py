@@ -221,7 +221,7 @@ class Exercise:
         """What a reader is told of a failure, after 'not yet: '."""
         if candidate is ... or _is_stub(candidate):
             return "the stub still has its ... in it"
-        if isinstance(error, NotImplementedError):
+        if type(error) is NotImplementedError and not str(error):
             return "not written"
         text = str(error)
         if isinstance(error, AssertionError):

@@ -416,11 +416,11 @@ def first_level(b_high, x, WIDE: tl.constexpr = False):
     """The level of the largest blocks that may be folded at their middles.
 
     Of 2^level rows, where no half of a block decays by more than 2^-80
-    (halves) in any channel. The log
-    decays b_high [BT, BK] are added up over the nodes of a tree, one per row
-    of a product: node 1 is the whole chunk, 2 and 3 are its halves, 4 to 7
-    its quarters. The last nodes have two rows each. Where one of these decays
-    too far, the level is 0, that of single rows.
+    (halves) in any channel. The log decays b_high [BT, BK] are added up over
+    the nodes of a tree, one per row of a product: node 1 is the whole chunk,
+    2 and 3 are its halves, 4 to 7 its quarters. The last nodes have two rows
+    each. Where one of these decays too far, the level is 0, that of single
+    rows.
     """
     BT: tl.constexpr = b_high.shape[0]
     LEVELS: tl.constexpr = num_levels(BT)

@@ -94,10 +94,11 @@ def mamba3(
 ) -> tuple[tuple[State, Key, Value], Value]:
     """Mamba-3 (2026): a step writes between the last token and this one.
 
-    The trapezoidal rule, with dt the step size, g = A dt and a learned share
-    in [0, 1] of the new end; 1 is Mamba-2. q and k come turned by the running
-    sum of their angles, as rotary positions turn them. Needs two writes per
-    token: tokens k, v once more, one later, with other strengths.
+    The trapezoidal rule, with dt the step size, g = -A dt for a rate A > 0,
+    and a learned share in [0, 1] of the new end; 1 is Mamba-2. q and k come
+    turned by the running sum of their angles, as rotary positions turn them.
+    Needs two writes per token: tokens k, v once more, one later, with other
+    strengths.
     """
     S, k_last, v_last = state
     old, new = (1 - share) * dt * g.exp(), share * dt

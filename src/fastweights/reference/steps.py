@@ -35,7 +35,7 @@ def read(S: State, q: Key) -> Value:
 
 
 def linear(S: State, q: Key, k: Key, v: Value) -> tuple[State, Value]:
-    """Linear attention (Katharopoulos et al. 2020, eq. 18 without z)."""
+    """Linear attention (Katharopoulos et al. 2020, eqs. 18, 20, no z)."""
     S = S + outer(k, v)
     return S, read(S, q)
 
