@@ -144,6 +144,10 @@ def unwritten(x):
     raise NotImplementedError
 
 
+def unsupported(x):
+    raise NotImplementedError("no rule for vjp")
+
+
 VERDICTS = {
     "right": (right, "passed: double"),
     "wrong": (wrong, "not yet: the answer differs from the reference"),
@@ -153,6 +157,7 @@ VERDICTS = {
     "assigns-stub": (assigns_stub, "not yet: the stub still has its ..."),
     "ellipsis": (..., "not yet: the stub still has its ..."),
     "unwritten": (unwritten, "not yet: not written"),
+    "unsupported": (unsupported, "not yet: NotImplementedError: no rule"),
 }
 
 
@@ -234,9 +239,10 @@ def test_exponentials_are_counted():
         torch.exp2(torch.full((2, 3), -7.0))
         torch.ones(0).exp()
     assert found.count == 9 and found.largest == 1
-    with checks.Exponentials() as found:
-        torch.full((4,), 2.0).exp_()
-    assert found.count == 4 and found.largest == pytest.approx(2)
+    for name in ("exp_", "exp2_", "expm1_"):
+        with checks.Exponentials() as found:
+            getattr(torch.full((4,), 2.0), name)()
+        assert found.count == 4 and found.largest == pytest.approx(2)
 
 
 def dual(x):

@@ -180,9 +180,11 @@ class Exponentials(_Watch):
         self.largest = -math.inf
 
     def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        if name in ("exp", "exp_", "exp2", "expm1") and args[0].numel():
+        inverse = {"exp": torch.log, "exp2": torch.log2, "expm1": torch.log1p}
+        if name.rstrip("_") in inverse and args[0].numel():
             # In place, the exponent is gone and its exponential there.
-            x = args[0].log() if name == "exp_" else args[0]
+            undo = inverse[name[:-1]] if name.endswith("_") else torch.clone
+            x = undo(args[0])
             self.count += x.numel()
             self.largest = max(self.largest, x.max().item())
 
