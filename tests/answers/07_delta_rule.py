@@ -180,7 +180,7 @@ def run_dictionary(commands, width):
     return results
 
 
-# %% ex-dictionary not yet: come in with the values of the gets
+# %% ex-dictionary not yet: sets write what gets read
 def run_dictionary(commands, width):
     """The operator hands through what Python has looked up."""
     zero = torch.zeros(width, **double)
@@ -195,6 +195,25 @@ def run_dictionary(commands, width):
     v = torch.stack(v)[None, :, None]
     o, _ = fw.deltanet(one, one, v, one[..., 0], scale=1.0)
     return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+
+
+# %% ex-dictionary not yet: sets write what gets read
+def run_dictionary(commands, width):
+    """The operator reads what Python has put into the initial state."""
+    zero = torch.zeros(width, **double)
+    store, looked_up = {}, []
+    for kind, key, *value in commands:
+        if kind == "get":
+            looked_up.append(store.get(key, zero))
+        else:
+            store[key] = value[0] if value else zero
+    gets = [t for t, c in enumerate(commands) if c[0] == "get"]
+    q = torch.zeros(1, len(commands), 1, len(gets), **double)
+    q[0, gets, 0, range(len(gets))] = 1
+    S = torch.stack(looked_up)[None, None]
+    v = torch.zeros(1, len(commands), 1, width, **double)
+    o, _ = fw.deltanet(q, q, v, v[..., 0], scale=1.0, initial_state=S)
+    return list(o[0, gets, 0])
 
 
 # %% ex-apart passes
@@ -314,6 +333,20 @@ def count_modulo(increments, m):
     return o[0, 1::2, 0, 0].round()
 
 
+# %% ex-clock not yet: come in with the values or the queries
+def count_modulo(increments, m):
+    """A reflection flips a sign, and the queries hold the sums."""
+    sums = (increments.cumsum(0) % m).double().repeat_interleave(2)
+    q = torch.stack([sums, torch.ones_like(sums)], dim=-1)[None, :, None]
+    k = torch.tensor([0.0, 1.0], **double).expand_as(q)
+    two = torch.zeros_like(q[..., 0])
+    two[:, 0] = 2
+    eye = torch.eye(2, **double)[None, None]
+    o, _ = fw.deltanet(q, k, 0 * q, two, scale=1.0, initial_state=eye)
+    x, flipped = o[0, 1::2, 0].unbind(-1)
+    return (-flipped * x).round()
+
+
 # %% ex-reflections passes
 def reflections_of(permutation):
     """Cycle by cycle, and with the opposite vectors."""
@@ -415,3 +448,22 @@ def delta_backward(S, k, v, beta, dS_next):
     r, y = S.T @ k - v, dS_next.T @ k
     dS = dS_next - beta * torch.outer(k, y)
     return dS, -beta * (S @ y), beta * y, -y @ r
+
+
+# %% ex-delta-backward not yet: differences, not formulas
+def delta_backward(S, k, v, beta, dS_next):
+    """Central differences out of PyTorch's sight."""
+    inputs, grads = [x.numpy() for x in (S, k, v, beta)], []
+    for n, x in enumerate(inputs):
+        grad = 0 * x.reshape(-1)
+        for at in range(x.size):
+            sides = []
+            for step in (1, -1):
+                y = [z.copy() for z in inputs]
+                y[n].flat[at] += step
+                error = y[0].T @ y[1] - y[2]
+                new = y[0] - y[3] * y[1][:, None] * error
+                sides.append((new * dS_next.numpy()).sum())
+            grad[at] = (sides[0] - sides[1]) / 2
+        grads.append(torch.tensor(grad).view(torch.tensor(x).shape))
+    return tuple(grads)
