@@ -417,6 +417,15 @@ def count(D, L, H, width, n, every, T):  # half the cache
     return parameters, rest * 4 * (D**2 // H + 9 * D) + soft * 4 * D * T
 
 
+# %% ex-count not yet: parameters, need
+def count(D, L, H, width, n, every, T):  # heads of 32 channels, always
+    soft = L // every
+    rest = L - soft
+    parameters = n * D + D + L * (3 * D * width + 2 * D) + soft * 4 * D**2
+    parameters += rest * (5 * D**2 + 2 * D * H + 12 * D + 2 * H + 32)
+    return parameters, rest * 4 * (32 * D + 9 * D) + soft * (8 * D * T + 8)
+
+
 # %% ex-recalled passes
 def completes(row, n):
     """By counting each n-gram so far."""
@@ -591,4 +600,38 @@ def claims(losses, luck):  # below its share, not up to it
         for b, theirs in ranked.items()
         if max(mine) < min(theirs)
         and 2 / math.comb(len(mine) + len(theirs), len(mine)) < share
+    }
+
+
+# %% ex-seeds not yet: three models, with three runs, three and one
+def claims(losses, luck):  # as if all had as many runs as the first two
+    ranked = {
+        name: [math.inf if math.isnan(x) else x for x in runs]
+        for name, runs in losses.items()
+    }
+    m, n, *_ = map(len, losses.values())
+    by_luck = 2 / math.comb(m + n, m)
+    share = luck / math.comb(len(losses), 2)
+    return {
+        (a, b)
+        for a, mine in ranked.items()
+        for b, theirs in ranked.items()
+        if max(mine) < min(theirs) and by_luck <= share
+    }
+
+
+# %% ex-seeds not yet: three models, with three runs, three and one
+def claims(losses, luck):  # without the models that have some nan
+    ranked = {
+        name: [math.inf if math.isnan(x) else x for x in runs]
+        for name, runs in losses.items()
+        if all(map(math.isnan, runs)) or not any(map(math.isnan, runs))
+    }
+    share = luck / math.comb(len(losses), 2)
+    return {
+        (a, b)
+        for a, mine in ranked.items()
+        for b, theirs in ranked.items()
+        if max(mine) < min(theirs)
+        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
     }
