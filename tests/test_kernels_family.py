@@ -593,11 +593,17 @@ def test_segments_that_forget(gate, rule, strength, cut):
 @interpreted
 @pytest.mark.parametrize("gate", ["fixed", "scalar"])
 def test_keys_that_do_not_forget(gate, cut):
-    """A step beta |k|^2 above 2 makes up for a gate: see intra's bound."""
+    """A step beta |k|^2 above 2 makes up for a gate: see intra's bound.
+
+    All keys are the same one, of length 1.8, so that e^g |1 - |k|^2| = 0.977
+    of the state is left per token, and 7 % after a segment, though the gates
+    alone would leave less than 2^-100.
+    """
     cut(3)
-    x = member(gate, "delta", T=240, H=1, HV=1, K=16, V=16, strength=-0.9)
-    x["k"], x["beta"] = 1.8 * x["k"], torch.full_like(x["beta"], 1.0)
-    judge(cast(x, torch.float32), 1e-2, chunk_size=16)
+    x = member(gate, "delta", T=330, H=1, HV=1, K=16, V=16, strength=-0.83)
+    x["k"] = 1.8 * x["k"][:, :1].expand_as(x["k"])
+    x["beta"] = torch.ones_like(x["beta"])
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
 @interpreted
@@ -605,7 +611,9 @@ def test_keys_that_do_not_forget(gate, cut):
 def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
     """Borders lie where the long one has them, wherever it starts."""
     cut(6)
-    for sizes in ([181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]):
+    several = [[181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]]
+    # All of them where a program looks for the most: the others cost time.
+    for sizes in several if gate == "scalar" else several[1:2]:
         x = member(gate, rule, T=284, N=4, H=1, HV=2, K=33, V=33)
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
