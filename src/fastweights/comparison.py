@@ -101,7 +101,7 @@ SMALL = Settings(
     eval_windows=64,
     device="cpu",
 )
-"""A tenth of a million parameters: ten seconds of a laptop."""
+"""0.16 million parameters: some ten seconds of a laptop."""
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 PROMPT = "def "
