@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks serve
-.PHONY: test test-all
+.PHONY: oldest-triton test test-all
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -82,7 +82,7 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tests/touched.py --interpreted
 
-test: $(READY) $(MATHJAX) $(OLD)/.made ## check style, types, library, chapters, site
+test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
 	@$(PROSE)
@@ -93,9 +93,7 @@ test: $(READY) $(MATHJAX) $(OLD)/.made ## check style, types, library, chapters,
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
 		$(KERNEL_TESTS)
-	@$(SAY) "kernels: read by the oldest Triton"
-	@PYTHONPATH=$(OLD):src $(PY) tests/oldest_triton.py
-	@$(MAKE) --no-print-directory notebooks
+	@$(MAKE) --no-print-directory -j2 oldest-triton notebooks
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
@@ -138,6 +136,10 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
 	@touch $@
 
 # Those that changed; all of them if the checker or its words did.
+oldest-triton: $(OLD)/.made ## part of test: the oldest Triton reads the kernels
+	@$(SAY) "kernels: read by the oldest Triton"
+	@PYTHONPATH=$(OLD):src $(PY) tests/oldest_triton.py
+
 $(OLD)/.made: $(READY)
 	@$(SAY) "the oldest Triton tested, beside the other"
 	@$(PY) -m pip install --quiet --no-deps --upgrade --target $(OLD) \
