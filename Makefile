@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks serve
-.PHONY: oldest-triton test test-all
+.PHONY: oldest test test-all
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -93,7 +93,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
 		$(KERNEL_TESTS)
-	@$(MAKE) --no-print-directory -j2 oldest-triton notebooks
+	@$(MAKE) --no-print-directory -j2 oldest notebooks
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
@@ -136,7 +136,7 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
 	@touch $@
 
 # Those that changed; all of them if the checker or its words did.
-oldest-triton: $(OLD)/.made ## part of test: the oldest Triton reads the kernels
+oldest: $(OLD)/.made ## part of test: the oldest Triton reads the kernels
 	@$(SAY) "kernels: read by the oldest Triton"
 	@PYTHONPATH=$(OLD):src $(PY) tests/oldest_triton.py
 
