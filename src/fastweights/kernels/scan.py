@@ -232,7 +232,7 @@ def scan_fwd_kernel(
             b_o = tile.by_columns(b_o, WIDE)
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
-        if DG > 0:  # last: until then the product that it scales may run
+        if DG > 0:  # from where the chunk is seen to its exit
             b_S *= b_half
 
     if MAP:
