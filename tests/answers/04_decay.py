@@ -250,7 +250,7 @@ def gate_and_weight(model, *given):
             g = torch.log(1 - torch.tensor(2.0, **double) ** (-5 - given[0]))
         else:
             h, H, layer, L, _ = given
-            g = fw.lightning_decay(H, layer, L, dtype=torch.float64)[h - 1]
+            g = fw.lightning_decay(H, layer, L, dtype=torch.float64)[h]
         return g.expand(T), torch.ones(T, **double)
     if model == "gated retention":
         decay = given[0].sigmoid() ** 0.0625
@@ -277,7 +277,7 @@ def gate_and_weight(model, *given):
         return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
     if model == "lightning":
         h, H, layer, L, _ = given
-        return fw.lightning_decay(H, layer, L, **double)[h - 1] * one, one
+        return fw.lightning_decay(H, layer, L, **double)[h] * one, one
     if model == "gated retention":
         return F.logsigmoid(given[0]) / 16, one
     if model == "mamba2":
@@ -401,7 +401,7 @@ def gate_and_weight(model, *given):
         return math.log(1 - 2.0 ** (-2 - 2 * given[0])) * one, one
     if model == "lightning":
         h, _, layer, L, _ = given
-        return -(2.0**-h) * (1 - layer / (L - 1) + 1e-5) * one, one
+        return -(0.5 ** (h + 1)) * (1 - layer / (L - 1) + 1e-5) * one, one
     if model == "gated retention":
         return F.logsigmoid(given[0]) / 16, one
     if model == "mamba2":
@@ -416,7 +416,7 @@ def gate_and_weight(model, *given):
         return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
     if model == "lightning":
         h, _, layer, L, _ = given
-        return -(2.0**-h) * (1 - layer / (L - 1) + 1e-5) * one, one
+        return -(0.5 ** (h + 1)) * (1 - layer / (L - 1) + 1e-5) * one, one
     return given[0] * given[1], given[0]
 
 
@@ -455,3 +455,37 @@ def gated_chunkwise(q, k, v, g, S0, C):
         outputs.append(G.exp() * q[n] @ S0 + (q[n] @ k[n].T * D) @ v[n])
         S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
     return torch.cat(outputs), S0
+
+
+# %% ex-one-recurrence not yet: lightning, decay
+def gate_and_weight(model, *given):
+    one = torch.ones(7, **double)
+    if model == "retnet":
+        return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
+    if model == "lightning":
+        h, H, layer, L, _ = given  # heads counted from 1
+        return -(2.0 ** (-8 * h / H)) * (1 - layer / (L - 1) + 1e-5) * one, one
+    return given[0] * given[1], given[0]
+
+
+# %% ex-half-life not yet: left after a half-life
+def half_life_decay(num_heads, shortest, longest):
+    lives = {
+        5: [16, 64, 256, 1024, 4096],
+        4: [16, 32, 64, 128],
+        3: [10, 100, 1000],
+        1: [16],
+    }
+    return math.log(0.5) / torch.tensor(lives[num_heads], **double)
+
+
+# %% ex-gated-chunk not yet: operations for 1 chunks: a loop over tokens
+def gated_chunkwise(q, k, v, g, S0, C):
+    for x in q.split(C):
+        torch.zeros(len(x), 8) @ torch.zeros(8, len(x))
+    states, decays = [], g.exp()[:, None, None].unbind()
+    writes = (k[:, :, None] * v[:, None]).unbind()
+    for decay, write in zip(decays, writes, strict=True):
+        S0 = torch.addcmul(write, decay, S0)
+        states.append(S0)
+    return (q[:, :, None] * torch.stack(states)).sum(1), S0
