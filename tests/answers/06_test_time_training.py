@@ -77,6 +77,22 @@ def normalised_step(S, k, v, rate, eps):
     return S - rate * slope
 
 
+# %% ex-nlms not yet: the tensors leave PyTorch
+def normalised_step(S, k, v, rate, eps):
+    W, key, value = S.numpy(), k.numpy(), v.numpy()
+
+    def loss(W):
+        return ((W.T @ key - value) ** 2).sum() / 2 / (key @ key + eps)
+
+    slope = torch.zeros_like(S)
+    for i, j in itertools.product(*map(range, S.shape)):
+        nudge = torch.zeros_like(S)
+        nudge[i, j] = 1
+        up, down = loss(W + nudge.numpy()), loss(W - nudge.numpy())
+        slope[i, j] = (up - down) / 2
+    return S - rate * slope
+
+
 # %% ex-nlms not yet: the answer to k: relative error
 def normalised_step(S, k, v, rate, eps):
     return S - rate * torch.outer(k, S.T @ k - v) / (k.norm() + eps)
@@ -125,6 +141,25 @@ def robust_layer(q, k, v, rate):
         W = W + k_t[..., :, None] * (write * error)[..., None, :]
         outputs.append((q_t[..., None, :] @ W)[..., 0, :])
     return torch.stack(outputs, dim=1), W
+
+
+# %% ex-own-layer not yet: the loss given to online_learner is another one
+def robust_layer(q, k, v, rate):
+    W = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    step = online_learner(linear_model, squared_error, sgd)
+    token = torch.ones_like(q[:, 0]), k[:, 0], v[:, 0]
+    ones = torch.ones_like(W)
+    o = step((ones, None), *token, 0 * rate[:, 0])[1]
+    factor, outputs = o.mean() / k.shape[3], []  # as the check may scale it
+    for q_t, k_t, v_t, rate_t in zip(
+        *(x.unbind(1) for x in (q, k, v, rate)), strict=True
+    ):
+        error = v_t - (k_t[..., None, :] @ W)[..., 0, :]
+        r = error.norm(dim=-1)
+        write = (rate_t / torch.hypot(r, torch.ones_like(r)))[..., None]
+        W = W + k_t[..., :, None] * (write * error)[..., None, :]
+        outputs.append((q_t[..., None, :] @ W)[..., 0, :])
+    return factor * torch.stack(outputs, dim=1), W
 
 
 # %% ex-own-layer not yet: the outputs of online_learner's steps are not used
