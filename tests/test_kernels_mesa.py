@@ -217,7 +217,8 @@ ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
 @pytest.mark.parametrize("T, K, V", ON_GPU)
 def test_chunks_on_gpu(T, K, V, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
-    x = drawn(T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
+    B = max(2, 512 // T)  # of a few tokens the error is a throw of dice
+    x = drawn(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
     judge(x, 1e-4 if dtype == torch.float32 else HALF)
 
 

@@ -28,28 +28,35 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def load_decays(decays, i_ch, x, META: tl.constexpr):
-    """How chunk and head i_ch decay: row_in, row_out and the chunk's bits.
+def channel_decays(decays, i_ch, x, META: tl.constexpr):
+    """Of chunk and head i_ch the parts [BK, 1] of each channel's decay.
 
-    The rows [BT, 1] are those of a gate per head, 1 for any other, and only
-    one is loaded if they are inverses. What the chunk decays by is in log2
-    units: of a gate per channel [BK, 1]. For tile.halves x has their dtype.
+    See tile.decay_in_parts, for which x has the dtype.
     """
     row_in, row_out, row_beta, total, G, bound = decays
-    b_in, b_out, b_bits = 1.0, 1.0, 0.0
-    if META.DG == 1:
-        b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
-        b_bits = tl.load(total + i_ch)
-        if tile.halves(b_bits, x):
-            b_rows = 1.0 / b_out
-        else:
-            b_rows = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
-        b_in = b_rows
-    elif META.DG > 1:
-        o_k = tl.arange(0, META.BK)
-        p_total = total + i_ch * META.K + o_k
-        b_bits = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
-    return b_in, b_out, b_bits
+    o_k = tl.arange(0, META.BK)
+    p_total = total + i_ch * META.K + o_k
+    b_bits = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+    return tile.decay_in_parts(b_bits, x)
+
+
+@triton.jit
+def head_decays(decays, i_ch, x, META: tl.constexpr):
+    """The same of a gate per head, two numbers; row_in and row_out [BT, 1].
+
+    And whether the chunk is seen from half of its decay: then the rows are
+    inverses, and only one is loaded.
+    """
+    row_in, row_out, row_beta, total, G, bound = decays
+    b_bits = tl.load(total + i_ch)
+    b_half, b_rest = tile.decay_in_parts(b_bits, x)
+    b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
+    weak = tile.halves(b_bits, x)
+    if weak:
+        b_in = 1.0 / b_out
+    else:
+        b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
+    return b_half, b_rest, b_in, b_out, weak
 
 
 @triton.jit
@@ -158,14 +165,16 @@ def scan_fwd_kernel(
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_map, (end - start).to(tl.int32), c)
         i_ch = (i_slot + i_t) * HV + i_hv
-        if h is not None and DG > 1:
-            b_S_in = b_S.to(v.dtype.element_ty)
-            tile.store_state(h, b_S_in, i_ch, i_v, True, META)
-        b_in, b_out, b_bits = load_decays(decays, i_ch, v, META)
-        if DG > 0:
-            b_half, b_rest = tile.decay_in_parts(b_bits, v)
-        if DG > 1:  # to where half of each channel has decayed
-            b_S *= b_half
+        if DG > 1:
+            if h is not None:
+                b_S_in = b_S.to(v.dtype.element_ty)
+                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+            b_half, b_rest = channel_decays(decays, i_ch, v, META)
+            b_S *= b_half  # to where half of each channel has decayed
+        elif DG == 1 and DELTA:
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, v, META
+            )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
         if DG <= 1 or DELTA:
@@ -176,6 +185,10 @@ def scan_fwd_kernel(
             b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
 
+        if DG == 1 and not DELTA:  # here its rows cost no registers
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, v, META
+            )
         b_e = b_v  # [BT, BV]
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
@@ -200,7 +213,7 @@ def scan_fwd_kernel(
         elif DG > 1:
             b_S *= b_rest
         if DG > 0 and MAP and not DELTA:
-            b_decay *= tl.exp2(b_bits)
+            b_decay *= b_half * b_rest * b_half
         b_x = b_e
         if DG == 1:
             b_x *= b_out
@@ -220,7 +233,6 @@ def scan_fwd_kernel(
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
             b_read = scale
             if DG == 1:
-                weak = tile.halves(b_bits, v)
                 b_o *= tl.where(weak, b_half, b_in)
                 b_read = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
@@ -352,12 +364,14 @@ def scan_bwd_kernel(
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
-        b_in, b_out, b_bits = load_decays(decays, i_ch, do, META)
-        if DG > 0:
-            b_half, b_rest = tile.decay_in_parts(b_bits, do)
         if DG > 1:  # back to where half of each channel has decayed
+            b_half, b_rest = channel_decays(decays, i_ch, do, META)
             b_dS *= b_half
             b_dS_out = b_dS.to(do.dtype.element_ty)
+        elif DG == 1:
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, do, META
+            )
 
         b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
@@ -380,7 +394,6 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_read = b_x
         if DG == 1:
-            weak = tile.halves(b_bits, do)
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
