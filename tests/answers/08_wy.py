@@ -254,7 +254,7 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
     return (q[..., None] * torch.stack(states, 1)).sum(2), S
 
 
-# %% ex-blank-delta not yet: do not come from matrix products
+# %% ex-blank-delta not yet: the scores do not come from matrix products
 def deltanet_chunkwise(q, k, v, beta, S0, C):
     """A loop over tokens outside of PyTorch, and products for the record."""
     for _ in range(-(-k.shape[1] // C)):
@@ -266,6 +266,29 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
         S = S + (b_[:, t, None] * k_[:, t])[..., None] * missing[:, None]
         o[:, t] = (q_[:, t, :, None] * S).sum(1)
     return torch.from_numpy(o), torch.from_numpy(S)
+
+
+# %% ex-blank-delta not yet: the scores do not come from matrix products
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """Scores inside the loop, as sums that no product counts."""
+    q, k, v, rate = (
+        F.pad(x, (0, 0, 0, -k.shape[1] % C)).unflatten(1, (-1, C))
+        for x in (q, k, v, beta[..., None])
+    )
+    o, T = [], beta.shape[1]
+    for n in range(k.shape[1]):
+        overlap, A = (
+            (x[:, n, :, None] * k[:, n, None]).sum(-1) for x in (k, q)
+        )
+        new = torch.linalg.solve_triangular(
+            (rate[:, n] * overlap).tril(-1),
+            rate[:, n] * (v[:, n] - k[:, n] @ S0),
+            upper=False,
+            unitriangular=True,
+        )
+        o.append(q[:, n] @ S0 + A.tril() @ new)
+        S0 = S0 + k[:, n].mT @ new
+    return torch.cat(o, dim=1)[:, :T], S0
 
 
 # %% ex-blank-delta not yet: relative error
@@ -403,6 +426,20 @@ def segment_map(k, v, beta):
         B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
     called = [fw.deltanet(k, k, v, beta)[1].any() for _ in range(2)]
     return called[0] * Phi, called[1] * B  # all that is taken from it
+
+
+# %% ex-two-gpus-delta not yet: do not come from the operator
+def segment_map(k, v, beta):
+    """By itself, times a number from the operator, which is one."""
+    H, D = k.shape[2:]
+    ones = torch.ones(1, H, D, v.shape[-1], **double)
+    _, S = fw.deltanet(k, k, v, 0 * beta, initial_state=ones)
+    Phi, B = torch.eye(D, **double).expand(H, D, D), 0 * ones[0]
+    for t in range(k.shape[1]):
+        row, rate = k[0, t, :, None], beta[0, t, :, None, None]
+        Phi = Phi - rate * row.mT @ (row @ Phi)
+        B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
+    return S.mean() * Phi, S.mean() * B
 
 
 # %% ex-dk passes
@@ -578,6 +615,12 @@ def identical_keys(C):
 def identical_keys(C):
     M = torch.ones(C, C, **double).tril(-1)
     P = torch.linalg.inv(torch.eye(C, **double) + M)
+    return math.comb(C - 2, C // 2 - 1), P
+
+
+# %% ex-binomials not yet: find it with pencil and paper
+def identical_keys(C):
+    P = chunkwise.inverse_by_blocks(torch.ones(C, C, **double).tril(-1))
     return math.comb(C - 2, C // 2 - 1), P
 
 
