@@ -40,6 +40,19 @@ def after_rounds(v1, v2, rho, n):
     return v1 + rho**n * (v2 - rho * v1), v2  # an error per round, not two
 
 
+# %% ex-two-keys not yet: TypeError: .*matrix_power
+def after_rounds(v1, v2, rho, n):
+    """The recurrence, run by squaring what a round does to both answers."""
+    first = torch.tensor(
+        [[0, 0, 1, 0], [-rho, 1, rho, 0], [0, 0, 1, 0], [0, 0, 0, 1]], **double
+    )
+    second = torch.tensor(
+        [[1, -rho, 0, rho], [0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 1]], **double
+    )
+    rounds = torch.linalg.matrix_power(second @ first, n)
+    return (rounds @ torch.stack([0 * v1, 0 * v2, v1, v2]))[:2]
+
+
 # %% ex-growth passes
 def squared_norm(t, beta, K):
     """How far the way from nothing to the limit has been gone."""
@@ -73,6 +86,17 @@ def squared_norm(t, beta, K):
 def squared_norm(t, beta, K):
     c = 1 - beta / K  # what a projection leaves, scaled
     return beta**2 * (t if c == 1 else (1 - c**t) / (1 - c))
+
+
+# %% ex-growth not yet: after 101 tokens
+def squared_norm(t, beta, K):
+    """A sum over the tokens while they are few, then the limit."""
+    if beta == 0:
+        return 0.0
+    kept = 1 - beta * (2 - beta) / K
+    if t > 100:
+        return math.inf if kept == 1 else beta**2 / (1 - kept)
+    return sum(beta**2 * kept**age for age in range(t))
 
 
 # %% ex-growth not yet: a loop over the tokens
@@ -216,6 +240,28 @@ def run_dictionary(commands, width):
     return list(o[0, gets, 0])
 
 
+# %% ex-dictionary not yet: let deletes erase
+def run_dictionary(commands, width):
+    """Python knows which keys are there; nothing is ever erased."""
+    T, there = len(commands), set()
+    k, v = (
+        torch.zeros(1, T, 1, 16, **double),
+        torch.zeros(1, T, 1, width, **double),
+    )
+    q, beta = k.clone(), torch.zeros(1, T, 1, **double)
+    for t, (kind, key, *value) in enumerate(commands):
+        k[0, t, 0, key] = 1
+        if kind == "set":
+            v[0, t, 0], beta[0, t, 0] = value[0], 1
+            there.add(key)
+        elif kind == "delete":
+            there.discard(key)
+        elif key in there:
+            q[0, t, 0, key] = 1
+    o, _ = fw.deltanet(q, k, v, beta, scale=1.0)
+    return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+
+
 # %% ex-apart passes
 def erase_and_write(q, k, v, erase, write):
     v = torch.einsum("bth,bthv->bthv", write, v)
@@ -259,6 +305,18 @@ def erase_and_write(q, k, v, erase, write):
         o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     o = torch.stack(o, dim=1) / math.sqrt(q.shape[-1])
     return called * o, called * S
+
+
+# %% ex-apart not yet: let the operator erase
+def erase_and_write(q, k, v, erase, write):
+    """The corrections are found in a loop; the operator adds them up."""
+    S, corrections = q.new_zeros(2, 2, 6, 4), []
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        new = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * read
+        S = S + k[:, t, :, :, None] * new[:, :, None, :]
+        corrections.append(new)
+    return fw.linear_recurrence(q, k, torch.stack(corrections, dim=1))
 
 
 # %% ex-clock passes
@@ -345,6 +403,20 @@ def count_modulo(increments, m):
     o, _ = fw.deltanet(q, k, 0 * q, two, scale=1.0, initial_state=eye)
     x, flipped = o[0, 1::2, 0].unbind(-1)
     return (-flipped * x).round()
+
+
+# %% ex-clock not yet: neither 0 nor 2
+def count_modulo(increments, m):
+    """One number, which each write strength scales to the next sum."""
+    sums = (increments.cumsum(0) % m).double() + 1
+    before = torch.cat([torch.ones(1, **double), sums[:-1]])
+    beta = torch.zeros(1, 2 * len(sums), 1, **double)
+    beta[0, ::2, 0] = 1 - sums / before
+    one = torch.ones(1, 2 * len(sums), 1, 1, **double)
+    o, _ = fw.deltanet(
+        one, one, 0 * one, beta, scale=1.0, initial_state=one[:, :1]
+    )
+    return (o[0, 1::2, 0, 0] - 1).round()
 
 
 # %% ex-reflections passes
