@@ -1,6 +1,8 @@
 """What chapters check with: errors, verdicts and the log of attempts."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -274,6 +276,20 @@ def test_no_autograd_refuses_every_way_to_a_gradient(way):
         way(x)
     x = torch.ones(3)
     way(x)  # and it is allowed again
+
+
+def test_what_is_watched_first_may_be_without_autograd():
+    """In a process of its own: the watch imports what PyTorch needs once."""
+    script = """
+import torch
+from fastweights.checks import Footprint, no_autograd
+with no_autograd(), Footprint() as seen:
+    torch.ones(3) * 2
+print(seen.names)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "mul" in done.stdout, done.stderr
 
 
 def test_tensors_stay_in_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -276,6 +277,9 @@ def no_autograd() -> Iterator[None]:
             "as formulas"
         )
 
+    # The first operation that is watched imports it, and it refuses to
+    # start with two functions of PyTorch that are one.
+    importlib.import_module("torch._dynamo")
     engine = torch.autograd
     places = [(engine, "grad"), (engine, "backward")]
     places += [(engine.forward_ad, "make_dual")]  # torch.func.jvp's as well
