@@ -41,7 +41,7 @@ LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 PYTEST := $(PY) -m pytest -q -p no:nbval
 UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal
-BUILT_TESTS := tests/test_answers.py tests/test_site.py
+BUILT_TESTS := tests/test_answers.py tests/test_notebooks.py tests/test_site.py
 LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS)) \
 	--ignore-glob 'tests/test_kernels_*'
 KERNEL_TESTS := $(wildcard tests/test_kernels_*.py)
@@ -101,8 +101,8 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path=$(CURDIR)/build/test/cells \
 		-d build/test/doctrees chapters build/test/html
-	@$(SAY) "site: answers, links, alt texts, no other host"
-	@$(PYTEST) $(BUILT_TESTS)
+	@$(SAY) "site: answers, links, alt texts, no other host; notebooks"
+	@$(UNIT) $(BUILT_TESTS)
 
 test-all: test ## test, all parameters crossed, notebooks, other versions
 	@$(SAY) "library: the combinations that make test leaves out"
