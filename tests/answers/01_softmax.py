@@ -4,8 +4,21 @@
 # %% ex-one-query passes
 def one_query(q, k, v):
     s = (k * q).sum(-1) / len(q) ** 0.5
-    w = torch.exp(s - torch.logsumexp(s, 0))
-    return (w[:, None] * v).sum(0)
+    w = torch.exp(s - s.amax())
+    return (w[:, None] * v).sum(0) / w.sum()
+
+
+# %% ex-one-query not yet: logsumexp was called
+def one_query(q, k, v):
+    s = k @ q / len(q) ** 0.5
+    return (s - torch.logsumexp(s, 0)).exp() @ v
+
+
+# %% ex-one-query not yet: relative error
+def one_query(q, k, v):
+    s = k @ q / math.sqrt(8)  # whatever the width is
+    w = (s - s.max()).exp()
+    return w @ v / w.sum()
 
 
 # %% ex-one-query not yet: give nan.*may be subtracted
@@ -300,6 +313,18 @@ def softmax_backward(a, da):
     return torch.ops.aten._softmax_backward_data(da, a, -1, a.dtype)
 
 
+# %% ex-backward not yet: complex numbers
+def softmax_backward(a, da):
+    s, ds = a.log() + 0j, torch.empty_like(a)
+    for j in range(a.shape[-1]):  # an imaginary step in one score
+        s[..., j] += 1e-30j
+        p = s.exp()
+        loss = (p / p.sum(-1, keepdim=True) * da).sum(-1)
+        ds[..., j] = loss.imag / 1e-30
+        s[..., j] -= 1e-30j
+    return ds
+
+
 # %% ex-backward not yet: relative error
 def softmax_backward(a, da):
     return a * (da - da.sum(-1, keepdim=True))
@@ -368,4 +393,18 @@ def attention_backward(q, k, v, o, lam, do, block):
         dq[late] += ds[:, None] * k[j]
         dk[j] = ds @ q[late]
         dv[j] = a @ do[late]
+    return dq, dk, dv
+
+
+# %% ex-flash-backward not yet: read block keys at a time
+def attention_backward(q, k, v, o, lam, do, block):
+    scale, order = q.shape[1] ** -0.5, torch.arange(len(q))
+    dq, grads = torch.zeros_like(q), []
+    parts = [x.split(6) for x in (k, v, order)]  # whatever block is
+    for k_b, v_b, j in zip(*parts):
+        a = (scale * k_b @ q.T - lam).exp() * (j[:, None] <= order)
+        ds = scale * a * (v_b @ do.T - (do * o).sum(-1))
+        dq += ds.T @ k_b
+        grads.append((ds @ q, a @ do))
+    dk, dv = (torch.cat(part) for part in zip(*grads))
     return dq, dk, dv
