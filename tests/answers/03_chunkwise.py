@@ -334,7 +334,7 @@ def chunkwise_backward(q, k, v, do, C):
     return tuple(map(torch.stack, (dq, dk[::-1], dv[::-1])))
 
 
-# %% ex-affine-scan not yet: whatever scans.prefix_scan returns
+# %% ex-affine-scan not yet: has to be read off its prefixes
 def affine_scan(a, b):
     scans.prefix_scan(lambda first, then: then, list(b))
     x, outputs = torch.zeros_like(b[0]), []
@@ -415,7 +415,7 @@ def carry_or_keep():
     return (32, 16384), (512, 1792), (0.177, 0.043), "keep"
 
 
-# %% ex-affine-scan not yet: whatever scans.prefix_scan returns
+# %% ex-affine-scan not yet: has to be read off its prefixes
 def affine_scan(a, b):
     def combine(first, then):
         return then[0] * first[0], then[0] * first[1] + then[1]
@@ -439,3 +439,45 @@ def linear_chunkwise(q, k, v, S0, C):
         S_t = S_t + b[:, None] * c
         outputs.append(torch.from_numpy(a @ S_t))
     return torch.stack(outputs), torch.from_numpy(S_t)
+
+
+# %% ex-blank not yet: without chunkwise
+def linear_chunkwise(q, k, v, S0, C):
+    q, k, v = (x[None, :, None] for x in (q, k, v))
+    o, S = chunkwise.chunkwise(
+        q, k, v, None, scale=1.0, chunk_size=C, initial_state=S0[None, None]
+    )
+    return o[0, :, 0], S[0, 0]
+
+
+# %% ex-affine-scan not yet: a scan begun at token 6
+def affine_scan(a, b):
+    def look_up(first, then):  # in a table that a loop has filled
+        start, end = first[0], then[1]
+        return start, end, table[end] if start == 0 else b[end]
+
+    x, table = torch.zeros_like(b[0]), []
+    for factor, added in zip(a, b):
+        x = factor * x + added
+        table.append(x)
+    items = [(t, t, b[t]) for t in range(len(b))]
+    return torch.stack([x for *_, x in scans.prefix_scan(look_up, items)])
+
+
+# %% ex-triton not yet: K = 32, V = 16, BT = 32
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = (i_t * 16 + tl.arange(0, 16))[:, None]
+    b_k = tl.load(k + o_t * 16 + tl.arange(0, 16), mask=o_t < 75, other=0)
+    b_v = tl.load(v + o_t * 32 + tl.arange(0, 32), mask=o_t < 75, other=0)
+    o_k = tl.arange(0, 16)[:, None]
+    b_S = tl.dot(tl.trans(b_k), b_v)
+    tl.store(out + (i_t * 16 + o_k) * 32 + tl.arange(0, 32), b_S)
+
+
+# %% ex-carry-or-keep not yet: what the bytes take at 4.2 TB/s
+def carry_or_keep():
+    return (32, 16384), (512, 1792), (0.527, 0.447), "keep"
