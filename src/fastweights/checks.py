@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib
 import inspect
 import itertools
 import math
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastweights import private
 from fastweights.show import notebook
 
 
@@ -277,9 +277,7 @@ def no_autograd() -> Iterator[None]:
             "as formulas"
         )
 
-    # The first operation that is watched imports it, and it refuses to
-    # start with two functions of PyTorch that are one.
-    importlib.import_module("torch._dynamo")
+    private.load_compiler()  # before two of its functions are one
     engine = torch.autograd
     places = [(engine, "grad"), (engine, "backward")]
     places += [(engine.forward_ad, "make_dual")]  # torch.func.jvp's as well

@@ -94,6 +94,15 @@ def watched() -> bool:
     )
 
 
+def load_compiler() -> None:
+    """Import what PyTorch imports before the first operation under a mode.
+
+    It looks at PyTorch's functions then, and refuses to start if two names
+    that may not be one have one function.
+    """
+    importlib.import_module("torch._dynamo")
+
+
 def dispatch_modes() -> list[Any]:
     """The modes that look at operators; none where PyTorch does not tell."""
     return [] if _dispatch_modes is None else _dispatch_modes()

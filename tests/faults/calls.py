@@ -1,6 +1,14 @@
 """In what is refused, in decoding, and in how kernels are called."""
 
-from faults.family import ARGUMENTS, CHUNKWISE, INTRA, LAUNCH, OPS, TILE
+from faults.family import (
+    ARGUMENTS,
+    CHUNKWISE,
+    GATES,
+    INTRA,
+    LAUNCH,
+    OPS,
+    TILE,
+)
 
 (DECODING, FAST_WEIGHTS, PRIVATE, VALUES, PLAN, LENGTHS, SETTINGS, KERNELS) = (
     f"fastweights/{file}.py"
@@ -273,22 +281,22 @@ MUTANTS = {
         "return t",
     ),
     "kernel-lets-a-gate-a-channel-overflow": (
-        TILE,
-        "b_g = clamped(b_g.to(tl.float32) * LOG2_E, -30000.0)",
-        "b_g = b_g.to(tl.float32) * LOG2_E",
+        GATES,
+        "b_g = clamped(b_g.to(tl.float32) * tile.LOG2_E, -30000.0)",
+        "b_g = b_g.to(tl.float32) * tile.LOG2_E",
     ),
     "kernel-lets-a-gate-a-head-overflow": (
         INTRA,
-        "b_g = tile.clamped(b_g.to(tl.float32), -20000.0)",
+        "b_g = gates.clamped(b_g.to(tl.float32), -20000.0)",
         "b_g = b_g.to(tl.float32)",
     ),
     "kernel-halves-too-far-in-fp16": (
-        TILE,
+        GATES,
         "b_bits >= (-8.0 if fp16 else -160.0)",
         "b_bits >= -160.0",
     ),
     "kernel-halves-whatever-the-decay": (
-        TILE,
+        GATES,
         "b_bits >= (-8.0 if fp16 else -160.0)",
         "b_bits >= (-8.0 if fp16 else -900.0)",
     ),

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastweights.kernels import tile
+from fastweights.kernels import gates, inverse, tile
 
 
 @triton.jit
@@ -40,32 +40,32 @@ def add_strong(
     """What is left of key tile i_k: channels whose decay does not halve.
 
     Their k_out, and, if it HAS_SCORES, their scores [BT, BT], level by level:
-    see tile.decays_of_pairs. rows are those of the value head.
+    see gates.decays_of_pairs. rows are those of the value head.
     """
     q, k, g, beta = inputs
     KEYS: tl.constexpr = META.keys
     GATES: tl.constexpr = META.gates
-    LEVELS: tl.constexpr = tile.num_levels(META.BT)
+    LEVELS: tl.constexpr = gates.num_levels(META.BT)
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-    b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-    b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
-    m_strong = (tile.halves(b_bits, k) == 0)[None, :]
+    b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+    b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
+    m_strong = (gates.halves(b_bits, k) == 0)[None, :]
     b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-    b_G = tile.summed_gates(
+    b_G = gates.summed_gates(
         tile.time_order(META.BT) < 0, b_high, b_low, EXACT
     )  # G_C - G
     p_x, m_x = tile.rows_at(k_out, rows, i_k, GATES)
     b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
     tl.store(p_x, b_x, mask=m_x & m_strong)
     if HAS_SCORES:
-        first = tile.first_level(b_high, k)
+        first = gates.first_level(b_high, k)
         zeros = tl.zeros_like(b_Aqk)
         for level in range(first, LEVELS + 1):
-            b_r, b_c, m_A = tile.decays_of_pairs(
+            b_r, b_c, m_A = gates.decays_of_pairs(
                 b_high, b_low, level, first, EXACT
             )
             b_c = tl.where(m_strong, b_c, 0.0)
@@ -92,7 +92,7 @@ def intra_fwd_kernel(
     chunk is seen from the point p where half of its decay is done, G_p =
     G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
     e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
-    decays too far to be seen so (tile.halves) has e^G and e^{G_C - G} in
+    decays too far to be seen so (gates.halves) has e^G and e^{G_C - G} in
     their place, and its scores take differences of G: in fp64, since in fp32
     a weak gate after strong ones would drown.
 
@@ -146,13 +146,13 @@ def intra_fwd_kernel(
         else:
             b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-            b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-            b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
+            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+            b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
             o_k = i_k * META.BK + tl.arange(0, META.BK)
             tl.store(total + i_ch * K + o_k, b_bits, mask=o_k < K)
-            m_weak = tile.halves(b_bits, k)  # [BK]
+            m_weak = gates.halves(b_bits, k)  # [BK]
             are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))
-            b_G = tile.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+            b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
             b_G -= tl.where(m_weak, 0.5 * b_bits, 0.0)[None, :]
             b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
             b_c = (b_k * b_c).to(dtype)  # [BT, BK]
@@ -193,11 +193,11 @@ def intra_fwd_kernel(
         # stores would hold the loads of k back.
         if DELTA:
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
-        b_g = tile.clamped(b_g.to(tl.float32), -20000.0)
+        b_g = gates.clamped(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
         tl.store(tile.slot_row(G, i_ch, BT), b_G)
         b_bits = tl.sum(tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0)
-        weak = tile.halves(b_bits, k)
+        weak = gates.halves(b_bits, k)
         b_in = b_G - tl.where(weak, 0.5 * b_bits, 0.0)
         b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G
         b_in, b_out = (
@@ -217,7 +217,7 @@ def intra_fwd_kernel(
             if weak:
                 b_Akk *= b_in[:, None] * b_out[None, :]
             else:
-                b_Akk *= tile.decay_matrix(G, i_ch, BT)
+                b_Akk *= gates.decay_matrix(G, i_ch, BT)
         b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
         largest = tl.max(tl.abs(b_Akk))
         # Of a token's step beta |k|^2, at most; a map grows with those over 2.
@@ -226,23 +226,5 @@ def intra_fwd_kernel(
             b_bits += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
             tl.store(bound + i_ch, b_bits)
         mild = (steps < 2.05) & (largest < 1e3)
-        b_R = bounded_inverse(b_Akk, b_beta, mild, PRECISION)
+        b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)
-
-
-@triton.jit
-def bounded_inverse(b_Akk, b_beta, mild, PRECISION: tl.constexpr):
-    """R of the lower triangular b_Akk [BT, BT], with the diagonal |k|^2.
-
-    Where every token's step beta |k|^2 is between 0 and 2, so ``mild``, the
-    inverse stays small, and fp16 has the range as well as the precision of
-    tf32.
-    """
-    if PRECISION == "tf32":
-        if mild:
-            b_R = tile.rest_of_inverse(b_Akk, b_beta, "fp16")
-        else:
-            b_R = tile.rest_of_inverse(b_Akk, b_beta, "tf32")
-    else:
-        b_R = tile.rest_of_inverse(b_Akk, b_beta, PRECISION)
-    return b_R

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastweights.kernels import tile
+from fastweights.kernels import gates, tile
 
 LOOK = tl.constexpr(16)  # chunks that a program of the strong kernel looks at
 
@@ -21,7 +21,7 @@ def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
         p_total = total + i_ch * META.K + o_k
         b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)
         least = tl.minimum(least, tl.min(b_total))
-    return tile.halves(least, x)
+    return gates.halves(least, x)
 
 
 @triton.jit
@@ -161,10 +161,10 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
             b_bits = tl.load(total + i_ch)
-            b_half, b_rest = tile.decay_in_parts(b_bits, do)
+            b_half, b_rest = gates.decay_in_parts(b_bits, do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if tile.halves(b_bits, do) == 0:
-                b_D = tile.decay_matrix(G, i_ch, BT) * b_weight[None, :]
+            if gates.halves(b_bits, do) == 0:
+                b_D = gates.decay_matrix(G, i_ch, BT) * b_weight[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
         else:
@@ -229,13 +229,13 @@ def intra_bwd_kernel(
             tl.store(dg + BT + o_c, b_sums[1])
             tl.store(dkept + i_part, b_kept)
         elif DG > 1:
-            b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
-            b_dg += tile.summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
+            b_dg = gates.summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
+            b_dg += gates.summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
             tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-            b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-            b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+            b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
             b_bits = tl.load(p_bits, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_bits)[None, :]  # G_p - G
@@ -298,7 +298,7 @@ def intra_bwd_strong_kernel(
     """intra_bwd_kernel for a gate per channel, and the tiles it leaves out.
 
     Those in which a channel's decay is not weak. The scores' gradients pass
-    level by level (tile.decays_of_pairs), and moderate gates need one level.
+    level by level (gates.decays_of_pairs), and moderate gates need one level.
     A program looks at LOOK of the num_chunks chunks of key heads. With 8
     warps: whatever leads to a product is by_columns, or it would be computed
     twice.
@@ -317,7 +317,7 @@ def intra_bwd_strong_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    LEVELS: tl.constexpr = tile.num_levels(BT)
+    LEVELS: tl.constexpr = gates.num_levels(BT)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
@@ -364,13 +364,13 @@ def intra_bwd_strong_kernel(
                     b_dE *= -b_beta[None, :]
                     b_col *= b_beta[:, None]
                 b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-                b_high, b_low = tile.split_gates(b_g)  # [BT, BK]
-                b_G = tile.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+                b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+                b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
                 b_in = tl.exp2(b_G)
                 b_dA *= scale
                 b_row *= scale * b_in
                 b_err *= -b_in
-                b_G = tile.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+                b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
                 b_col *= tl.exp2(b_G)
                 b_w = b_k * b_col  # [BT, BK]
 
@@ -379,9 +379,9 @@ def intra_bwd_strong_kernel(
                 b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
                 b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
                 b_pairs = b_q * b_row + b_k * b_err
-                lowest = tile.first_level(b_high, do, True)
+                lowest = gates.first_level(b_high, do, True)
                 for level in range(tl.maximum(lowest, 1), LEVELS + 1):
-                    b_r, b_c, m_A = tile.decays_of_pairs(
+                    b_r, b_c, m_A = gates.decays_of_pairs(
                         b_high, b_low, level, lowest, EXACT, True
                     )  # [BT, BK], [BT, BK], [BT, BT]
                     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
@@ -409,9 +409,9 @@ def intra_bwd_strong_kernel(
 
                 b_dq += b_row + b_own * b_k
                 b_dk += b_col + b_err + b_own * b_q
-                b_dg = tile.summed_rows(o_t <= 0, b_pairs, HALVES, True)
-                b_dg += tile.summed_rows(o_t > 0, b_w, HALVES, True)
-                b_bits = tile.chunk_bits(b_high, b_low, EXACT)  # [BK]
+                b_dg = gates.summed_rows(o_t <= 0, b_pairs, HALVES, True)
+                b_dg += gates.summed_rows(o_t > 0, b_w, HALVES, True)
+                b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
                 b_dg += (tl.exp2(b_bits) * b_kept)[None, :]
                 tile.store_rows(dg, b_dg, rows, i_k, GATES)
 

@@ -11,7 +11,7 @@ depends on a segment's last chunks only, and M is nothing.
 import triton
 import triton.language as tl
 
-from fastweights.kernels import tile
+from fastweights.kernels import gates, tile
 from fastweights.kernels.compose import (
     border_of,
     reach,
@@ -31,13 +31,13 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 def channel_decays(decays, i_ch, x, META: tl.constexpr):
     """Of chunk and head i_ch the parts [BK, 1] of each channel's decay.
 
-    See tile.decay_in_parts, for which x has the dtype.
+    See gates.decay_in_parts, for which x has the dtype.
     """
     row_in, row_out, row_beta, total, G, bound = decays
     o_k = tl.arange(0, META.BK)
     p_total = total + i_ch * META.K + o_k
     b_bits = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
-    return tile.decay_in_parts(b_bits, x)
+    return gates.decay_in_parts(b_bits, x)
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     """
     row_in, row_out, row_beta, total, G, bound = decays
     b_bits = tl.load(total + i_ch)
-    b_half, b_rest = tile.decay_in_parts(b_bits, x)
+    b_half, b_rest = gates.decay_in_parts(b_bits, x)
     b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
-    weak = tile.halves(b_bits, x)
+    weak = gates.halves(b_bits, x)
     if weak:
         b_in = 1.0 / b_out
     else:
@@ -236,7 +236,7 @@ def scan_fwd_kernel(
                 b_o *= tl.where(weak, b_half, b_in)
                 b_read = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
-                    b_A *= tile.decay_matrix(G, i_ch, BT)
+                    b_A *= gates.decay_matrix(G, i_ch, BT)
                     b_x = b_e.to(b_v.dtype)
             if DG <= 1:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
@@ -396,7 +396,7 @@ def scan_bwd_kernel(
         if DG == 1:
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
-                b_A *= tile.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
+                b_A *= gates.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
                 b_read = b_do.to(do.dtype.element_ty)
         if DG <= 1:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
