@@ -32,7 +32,7 @@ def rwkv7(
     """RWKV-7 (Peng et al. 2025): decay and erase the same old state.
 
     kappa is a key of unit length of its own, a in [0, 1]^K how much of it is
-    erased. Needs a second key, and the decay beside the erasing, not before.
+    erased. Needs two vectors more, one that erases and one that reads for it.
     """
     erased = outer(a * kappa, read(S, kappa))
     S = g.exp()[..., None] * S - erased + outer(k, v)
