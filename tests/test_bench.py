@@ -236,9 +236,11 @@ def test_help_says_what_runs_without_a_gpu(monkeypatch, capsys):
     assert "without a GPU one small shape in place of all but decode" in words
 
 
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
+
 def test_the_readmes_commands_are_whole():
-    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-    commands = re.findall(r"`([^`]*\bbench\b[^`]*)`", readme)
+    commands = re.findall(r"`([^`]*\bbench\b[^`]*)`", README)
     assert commands
     for command in commands:
         assert command.startswith("python -m fastweights.bench ")
@@ -262,9 +264,6 @@ def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
     assert "lifts its guard" in peers["fla"]["setting"]
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-
-
 RECORD = bench.load("h200")
 TIMES = {
     (row["member"], row["shape"], row["gate"], row["what"], row["who"]): row[
@@ -283,19 +282,20 @@ def test_what_the_readme_says_of_the_recorded_run():
         if who == "fla"
     ]
     assert len(ratios) == 72
-    assert min(ratios) > 0.245 and max(ratios) < 0.52
+    assert 0.245 < min(ratios) < 0.28 and 0.45 < max(ratios) < 0.52
     assert "take a quarter to half of the time" in README
     first = [
         row["seconds"] for row in RECORD["rows"] if row["what"] == "first"
     ]
     assert len(first) == len(speed.MEMBERS)
-    assert min(first) > 5.5 and max(first) < 10.5
+    assert 5.5 < min(first) < 6.5 and 9.5 < max(first) < 10.5
     assert "after six to ten seconds of compiling" in README
 
 
-def both_passes(member, shape, gate, who="fastweights"):
-    """Milliseconds."""
-    return 1e3 * TIMES[member, shape, gate, "forward+backward", who]
+def both_passes(member, shape, gate):
+    """Milliseconds of the library's."""
+    call = (member, shape, gate, "forward+backward")
+    return 1e3 * TIMES[*call, "fastweights"]
 
 
 def test_how_much_faster_the_readme_says_that_flashqla_is():
@@ -314,7 +314,8 @@ def test_how_much_faster_the_readme_says_that_flashqla_is():
         assert theirs[shape, gate] < ours
         found = f"{theirs[shape, gate]:.1f} ms where ours takes {ours:.1f}"
         found = text.partition(found)[2]
-        assert words.format(**vars(speed.SHAPES[shape])) in found[:130]
+        words = words.format(**vars(speed.SHAPES[shape]))
+        assert words in found.partition(".")[0]
 
 
 def test_the_versions_of_the_peers_in_the_readme():
