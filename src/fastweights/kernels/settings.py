@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,11 +44,11 @@ class Meta:
     DG: int  # width of the gate
     DELTA: bool
     PRECISION: str
-    TMA: bool
     BACK: bool  # whether states are composed from the last
     BK: int
     BV: int = 1
     BJ: int = 1
+    TMA: bool = False  # the tensor memory accelerator loads its tiles
 
     # How many tiles: of keys, of values, of a state's map, of a product over
     # its keys. And how tensors are cut: keys, gates and values per token,
@@ -125,31 +125,25 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
     if stage in ("segments", "scan") and delta and gate <= 1:
         wide = False
+    BK, BV = max(narrow, power), 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segments" else 2
     if stage.startswith("scan") and delta and gate > 1:
         num_stages = 2  # no room for three
+    if not ahead or waits:
+        num_stages = 1
+    # Where loads go ahead of the products, and a tile has neither keys nor
+    # values of the next head, by descriptors: there is no mask for columns.
+    whole = K == BK and V % BV == 0 and kind.chunk_size == 64
     options = {
-        "BK": max(narrow, power),
-        "BV": 2 * BV if wide else BV,
+        "BK": BK,
+        "BV": BV,
+        "TMA": num_stages > 1 and whole,
         "num_warps": 4 if large and K <= 128 and not wide else 8,
-        "num_stages": num_stages if ahead and not waits else 1,
+        "num_stages": num_stages,
     }
-    tma = uses_tma(options, kind)
-    if stage == "segments" and delta and gate <= 1 and tma:
+    if stage == "segments" and delta and gate <= 1 and options["TMA"]:
         options |= {"num_stages": 2, "maxnreg": 168}  # three of them
     return options
-
-
-def uses_tma(options: dict[str, int], kind: Kind) -> bool:
-    """Whether a scan loads its tiles by the tensor memory accelerator.
-
-    On GPUs that have one, in half precision, where loads go ahead of the
-    products, and no tile has columns of the next head.
-    """
-    if kind.gpu.shared <= LARGE or options["num_stages"] == 1:
-        return False
-    whole = options["BK"] == kind.K and kind.V % options["BV"] == 0
-    return whole and kind.dtype.itemsize == 2 and kind.chunk_size == 64
 
 
 def scan_values(kind: Kind) -> int:
@@ -162,7 +156,8 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     """What a stage's kernel is compiled for, and its launch settings."""
     options = launch_options(stage, kind)
     inside = stage.startswith(("intra", "gate"))
-    sizes = {x: options.pop(x) for x in ("BK", "BV", "BJ") if x in options}
+    tiles = ("BK", "BV", "BJ", "TMA")
+    sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
         # Past intra a gate per channel has q and k of its own per value head.
         H=kind.H if inside or kind.gate <= 1 else kind.HV,
@@ -173,7 +168,6 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
         DG=kind.gate,
         DELTA=kind.delta,
         PRECISION=kind.precision,
-        TMA=not inside and uses_tma(sizes | options, kind),
         BACK=stage.endswith("backward"),
         **sizes,
     )
