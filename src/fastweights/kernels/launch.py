@@ -23,12 +23,12 @@ from fastweights.kernels.intra_backward import (
 )
 from fastweights.kernels.plan import SCALE, Count, Launch, Room, Schedule
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.settings import Kind, constants
+from fastweights.kernels.settings import Kind, Meta, constants
 
 Dtypes = tuple[torch.dtype | None, ...]
 Rooms = dict[str, Room | None]
-INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-GIVEN = (*INPUTS, "do", "dstate")  # the last two to a backward
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state")  # have gradients
+GIVEN = (*INPUTS, "cu_seqlens", "do", "dstate")  # the last two to a backward
 # What travels together: a kernel takes each of these as one argument.
 GROUPS = {
     "inputs": "q k g beta",
@@ -43,13 +43,13 @@ GROUPS = {
     "gradients": "dq dk dg dkept dbeta",
     "call": "cu_seqlens scale T N L",
 }
-# What stands for what a kind of call does not have.
+# Where a kind of call does not have the first, the second is in its place.
 BARE = {"q_in": "q", "k_in": "k", "k_out": "k", "bound": "total"}
 NUMBERS = {x: Count(x) for x in ("T", "N", "L")} | {"scale": SCALE}
 
 
-def compiled_for(stage: str, kind: Kind) -> Any:
-    """What the stage's kernel is compiled for: ``settings.Meta``."""
+def compiled_for(stage: str, kind: Kind) -> Meta:
+    """What the stage's kernel is compiled for."""
     return constants(stage, kind)[0]
 
 
@@ -76,15 +76,11 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
-    gated, channel = kind.gate > 0, kind.gate > 1
-    head = gated and not channel
-    of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
-    NK = compiled_for("intra_backward", kind).NK
-    dbeta: tuple[Any, ...] = ((HV,), of["beta"])
-    if writes_by_tiles(kind):
-        dbeta = ((HV, compiled_for("scan_backward", kind).NV), fp32)
-    gates = (HV, K) if channel else (HV,)
+    head, channel = kind.gate == 1, kind.gate > 1
+    gated, gates = head or channel, (HV, K) if channel else (HV,)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
+    NK = compiled_for("intra_backward", kind).NK
+    of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
     layout: dict[str, tuple[Any, ...]] = {
         "q": ("tokens", (H, K), of["q"]),
         "k": ("tokens", (H, K), of["k"]),
@@ -117,13 +113,11 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
         "dh": ("slots", (HV, K, V), low),
         "dkept": ("slots", (HV, NK), head and fp32),
         "parts": ("slots", (HV, NK, 2, C), head and fp32),
-        "dq": ("tokens", (H, K), of["q"]),
-        "dk": ("tokens", (H, K), of["k"]),
-        "dv": ("tokens", (HV, V), of["v"]),
-        "dg": ("tokens", gates, of["g"]),
-        "dbeta": ("tokens", *dbeta),
-        "dinitial_state": ("N", (HV, K, V), of["initial_state"]),
     }
+    layout |= {f"d{name}": layout[name] for name in INPUTS}
+    if writes_by_tiles(kind):
+        NV = compiled_for("scan_backward", kind).NV
+        layout["dbeta"] = ("tokens", (HV, NV), fp32)
     found: Rooms = {
         name: Room(name, *room) if room[-1] else None
         for name, room in layout.items()
@@ -167,14 +161,14 @@ class Trace:
         without: str = "",
         **names: str,
     ) -> None:
-        """Launch a kernel, with arguments by their names.
+        """Launch a stage's kernel, with arguments by their names.
 
-        But ``without`` those named there; ``names`` says which of them go by
+        Those that ``without`` names are None; ``names`` says which have
         another name in :func:`rooms`.
         """
         meta, options = constants(stage, self.kind)
         known: dict[str, Any] = self.rooms | NUMBERS | {"META": meta}
-        known["num_chunks"] = programs._replace(per=1)
+        known["num_chunks"] = Count("slots", self.kind.H)  # of key heads
         known |= {name: self.rooms[other] for name, other in names.items()}
         known |= dict.fromkeys(without.split())
 
@@ -185,8 +179,8 @@ class Trace:
         arguments = tuple(map(argument, kernel.arg_names))
         self.launches.append(Launch(kernel, programs, arguments, options))
 
-    def schedule(self, results: str) -> Schedule:
-        found = [x for name in results.split() if (x := self.rooms[name])]
+    def schedule(self, *results: str) -> Schedule:
+        found = [x for name in results if (x := self.rooms[name])]
         return Schedule(self.launches, self.given, found, self.kept)
 
 
@@ -206,7 +200,7 @@ def forward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
         x.run("compose", compose_kernel, programs, borders="border_states")
     programs = Count("segments", HV * compiled_for("scan", kind).NV)
     x.run("scan", scan_fwd_kernel, programs, "h errors maps")
-    return x.schedule("o state")
+    return x.schedule("o", "state")
 
 
 @lru_cache(maxsize=4096)
@@ -237,14 +231,15 @@ def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     x.run(stage, scan_bwd_kernel, Count("segments", NV), without)
     without = "dbeta" if by_tiles else ""
     names = {"x": "errors" if kind.delta else "v"}
-    parts = {"dg": "parts"} if kind.gate == 1 else {}
+    if kind.gate == 1:
+        names["dg"] = "parts"
     stage, NK = "intra_backward", compiled_for("intra_backward", kind).NK
     programs = Count("slots", kind.H * NK)
-    x.run(stage, intra_bwd_kernel, programs, without, **names, **parts)
-    if parts:
+    x.run(stage, intra_bwd_kernel, programs, without, **names)
+    if kind.gate == 1:
         x.run("gate_backward", gate_bwd_kernel, Count("slots", HV))
     if kind.has_scores:
-        programs = Count("slots", kind.H, LOOK.value)
         stage = "intra_backward_strong"
+        programs = Count("slots", kind.H, LOOK.value)
         x.run(stage, intra_bwd_strong_kernel, programs, without, **names)
-    return x.schedule("dq dk dv dg dbeta dinitial_state")
+    return x.schedule(*[f"d{name}" for name in INPUTS])
