@@ -200,12 +200,23 @@ def test_first_call_is_timed_in_a_process_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "peer, package", [("fla", "fla-core"), ("flash_qla", "flash-qla")]
+    "peer, package",
+    [("fla", "fla-core"), ("flash_qla", "flash-qla"), ("attn_gym",) * 2],
 )
 def test_a_peer_that_is_not_there_is_named(peer, package, monkeypatch):
     monkeypatch.setitem(sys.modules, peer, None)
     with pytest.raises(SystemExit, match=f"--peer {peer} .* {package}"):
         speed.peer_functions(peer)
+
+
+def bench_lines(arguments, monkeypatch, capsys):
+    """What the bench prints of whom, with one small shape for all."""
+    small = speed.Shape(1, 64, 1, 1, 128, 128)
+    monkeypatch.setattr(speed, "ON_CPU", small)
+    command = f"bench --no-first --shapes train {arguments}"
+    monkeypatch.setattr("sys.argv", command.split())
+    bench.main()
+    return [x for x in capsys.readouterr().out.splitlines() if "who=" in x]
 
 
 def test_a_peer_is_timed_on_the_members_that_it_has(monkeypatch, capsys):
@@ -216,16 +227,53 @@ def test_a_peer_is_timed_on_the_members_that_it_has(monkeypatch, capsys):
     peer = types.ModuleType("flash_qla")
     peer.chunk_gated_delta_rule = chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, "flash_qla", peer)
-    monkeypatch.setattr(speed, "ON_CPU", speed.Shape(1, 64, 1, 1, 16, 16))
-    command = "bench --no-first --shapes train --gates mild --peer flash_qla "
-    command += "--members gla gated_deltanet"
-    monkeypatch.setattr("sys.argv", command.split())
-    bench.main()
-    lines = capsys.readouterr().out.splitlines()
+    arguments = "--gates mild --peer flash_qla --members gla gated_deltanet"
+    lines = bench_lines(arguments, monkeypatch, capsys)
     assert sum("who=fastweights" in line for line in lines) == 4
     theirs = [line for line in lines if "who=flash_qla" in line]
     assert len(theirs) == 2
     assert all("member=gated_deltanet" in line for line in theirs)
+
+
+def test_attention_gym_is_timed_where_its_bound_on_g_holds(
+    monkeypatch, capsys
+):
+    """It calls g gate, and its KDA needs g >= -5.914."""
+    least = []
+
+    def chunk_kda(*, gate, output_final_state, cu_seqlens, **x):
+        assert output_final_state and cu_seqlens is None
+        least.append(gate.min().item())
+        return fw.kda(g=gate, **x)
+
+    peer = types.ModuleType("attn_gym.linear")
+    peer.chunk_gdn, peer.chunk_kda = None, chunk_kda
+    monkeypatch.setitem(sys.modules, "attn_gym", types.ModuleType("attn_gym"))
+    monkeypatch.setitem(sys.modules, "attn_gym.linear", peer)
+    arguments = "--members kda --gates mild kept strong model --peer attn_gym"
+    lines = bench_lines(arguments, monkeypatch, capsys)
+    gates = [x.split("gate=")[1].split()[0] for x in lines if "attn" in x]
+    assert gates == ["mild", "mild", "kept", "kept"]
+    assert min(least) > -0.5
+
+
+def test_which_shapes_a_peer_takes():
+    taken = {
+        name: [
+            where
+            for where, shape in speed.SHAPES.items()
+            if speed.peer_takes(*name.split(), shape, "mild")
+        ]
+        for name in ("fla mamba2", "fla kda", "flash_qla gated_deltanet")
+    }
+    grouped = {x for x, shape in speed.SHAPES.items() if shape.H < shape.HV}
+    assert grouped == {"gva", "mamba2"}
+    assert {*taken["fla kda"]} == {*speed.SHAPES} - {"d64"}
+    assert {*taken["fla mamba2"]} == {*taken["fla kda"]} - grouped
+    assert {*taken["flash_qla gated_deltanet"]} == {*taken["fla kda"]} - {
+        "olmo",
+        "mamba2",
+    }
 
 
 def test_help_says_what_runs_without_a_gpu(monkeypatch, capsys):

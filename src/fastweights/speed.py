@@ -98,14 +98,20 @@ PEERS = {
     "fla": (
         "fla-core",
         "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
-        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper",
+        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA with "
+        "safe_gate=True at mild and kept gates, which are above its bound",
     ),
-    "flash_qla": ("flash-qla", "as it comes"),
+    "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
+    "attn_gym": (
+        "attn_gym",
+        "impl='fused'; KDA at mild and kept gates only: it needs g >= -5.914",
+    ),
 }
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
 # published models start
 GATES = ("mild", "kept", "strong", "model")
+BOUNDED = ("mild", "kept")  # above -5, whatever is drawn
 
 
 def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
@@ -172,15 +178,20 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
 def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
     """A peer's function for each member that it has.
 
-    "fla" is flash-linear-attention (fla-core), "flash_qla" is FlashQLA. With
-    that installed fla hands Gated DeltaNet to it, so fla's own Triton kernels
-    are timed where it is not.
+    "fla" is flash-linear-attention (fla-core), "flash_qla" is FlashQLA,
+    "attn_gym" is Attention Gym. With FlashQLA installed fla hands Gated
+    DeltaNet to it, so fla's own Triton kernels are timed where it is not.
 
     Raises:
         SystemExit: the package is not installed.
     """
+    sources = {
+        "fla": _from_fla,
+        "flash_qla": _from_flash_qla,
+        "attn_gym": _from_attn_gym,
+    }
     try:
-        found = _from_fla() if peer == "fla" else _from_flash_qla()
+        found = sources[peer]()
     except ImportError as error:
         message = f"--peer {peer} needs the package {PEERS[peer][0]}: {error}"
         raise SystemExit(message) from error
@@ -228,6 +239,30 @@ def _from_flash_qla() -> dict[str, Callable[..., Any]]:
     from flash_qla import chunk_gated_delta_rule
 
     return {"gated_deltanet": chunk_gated_delta_rule}
+
+
+def _from_attn_gym() -> dict[str, Callable[..., Any]]:
+    from attn_gym.linear import chunk_gdn, chunk_kda
+
+    def ours(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*, g: Tensor, cu_seqlens: Any = None, **x: Any) -> Any:
+            if cu_seqlens is not None:
+                cu_seqlens = cu_seqlens.int()
+            return function(gate=g, cu_seqlens=cu_seqlens, **x)
+
+        return call
+
+    return {"gated_deltanet": ours(chunk_gdn), "kda": ours(chunk_kda)}
+
+
+def peer_takes(peer: str, member: str, shape: Shape, gate: str) -> bool:
+    """Whether a peer that has the member is right for these inputs."""
+    _, _, H, HV, K, V = shape.sizes
+    if peer == "fla":  # its guard is about K = 64
+        return K > 64 and (H == HV or member in ("gated_deltanet", "kda"))
+    if (peer, member) == ("attn_gym", "kda"):
+        return K == V == 128 and H == HV and gate in BOUNDED
+    return K == V == 128
 
 
 def passes(
@@ -360,10 +395,12 @@ def members(
                 x = inputs(name, shape, gate)
                 functions = {"fastweights": getattr(fw, name)}
                 for peer, theirs in rivals.items():
-                    if name in theirs and not (
-                        peer == "fla" and where == "d64"
-                    ):
+                    if name in theirs and peer_takes(peer, name, shape, gate):
                         functions[peer] = theirs[name]
+                        if (peer, name) == ("fla", "kda") and gate in BOUNDED:
+                            functions[peer] = functools.partial(
+                                theirs[name], safe_gate=True
+                            )
                 for who, function in functions.items():
                     for what, fn in passes(function, x).items():
                         times = 3 if "backward" in what else 1
