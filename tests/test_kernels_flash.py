@@ -183,7 +183,7 @@ WRONG = {
     "v-type": (TypeError, "v: got NoneType, need a Tensor", {"v": None}),
     "q-dtype": (
         TypeError,
-        r"q: got torch\.float64, need torch\.float32 or",
+        r"q: got torch\.float64, need one of \(torch\.float32, ",
         {"q": zeros(2, 5, 4, 8, dtype=torch.float64)},
     ),
     "k-dtype": (

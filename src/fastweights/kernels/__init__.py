@@ -15,7 +15,13 @@ import numbers
 import torch
 from torch import Tensor
 
-from fastweights.arguments import MAX_K, check_arguments
+from fastweights.arguments import (
+    MAX_K,
+    check_arguments,
+    check_kinds,
+    check_tensors,
+    wrong_shape,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -27,13 +33,8 @@ def check_inputs(
     scale: float,
     initial_state: Tensor | None,
     chunk_size: int,
-    *,
-    interpreted: bool,
 ) -> None:
-    """Raise TypeError or ValueError for the first argument that is wrong.
-
-    ``interpreted`` says that Triton's interpreter runs the kernels.
-    """
+    """Raise TypeError or ValueError for the first argument that is wrong."""
     if isinstance(q, Tensor) and q.dtype == torch.float64:
         raise TypeError(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
@@ -52,60 +53,44 @@ def check_inputs(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): this has no backward"
             )
-    check_device(q, interpreted=interpreted)
+    check_device(q)
 
 
 def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    *,
-    interpreted: bool,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> None:
     """The same for softmax attention, where k and v have the fewer heads."""
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
-        dtypes = DTYPES if name == "q" else (q.dtype,)
-        if x.dtype not in dtypes:
-            need = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name}: got {x.dtype}, need {need}")
-        if x.device != q.device:
-            raise ValueError(
-                f"{name}: got device {x.device}, need q's, {q.device}"
-            )
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors(tensors)
+    check_kinds(tensors, {"q": DTYPES, "k": (q.dtype,), "v": (q.dtype,)})
+    for name, x in tensors.items():
         if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] > MAX_K:
-            raise ValueError(
-                f"{name}: got shape {list(x.shape)}, need "
-                f"[B, T, heads, width], each >= 1 and width <= {MAX_K}"
-            )
+            need = f"[B, T, heads, width], each >= 1 and width <= {MAX_K}"
+            wrong_shape(name, x, need)
     B, T, HQ, K = q.shape
     H = k.shape[2]
     if k.shape != (B, T, H, K) or HQ % H:
-        raise ValueError(
-            f"k: got shape {list(k.shape)}, need [{B}, {T}, H, {K}] "
-            f"with H a divisor of q's {HQ} heads"
-        )
+        need = f"[{B}, {T}, H, {K}] with H a divisor of q's {HQ} heads"
+        wrong_shape("k", k, need)
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v: got shape {list(v.shape)}, need [{B}, {T}, {H}, V]"
-        )
+        wrong_shape("v", v, f"[{B}, {T}, {H}, V]")
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"
         )
-    check_device(q, interpreted=interpreted)
+    check_device(q)
 
 
-def check_device(q: Tensor, *, interpreted: bool) -> None:
+def check_device(q: Tensor) -> None:
     """Raise if q is where, or of a dtype that, these kernels cannot run."""
-    if interpreted and q.dtype == torch.bfloat16:
+    from fastweights.kernels.tile import INTERPRETED
+
+    if INTERPRETED and q.dtype == torch.bfloat16:
         raise TypeError(
             "q: got torch.bfloat16 in Triton's interpreter, which multiplies "
             "its bit patterns; need torch.float32 or torch.float16"
         )
-    if not interpreted and not q.is_cuda:
+    if not INTERPRETED and not q.is_cuda:
         raise ValueError(
             f"q: got device {q.device}, need a CUDA device, or Triton's "
             "interpreter: TRITON_INTERPRET=1 before Triton's first import"

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fastweights.kernels import check_attention, dot_precision
 from fastweights.kernels.tile import (
-    INTERPRETED,
     LOG2_E,
     load_row,
     load_rows,
@@ -356,7 +355,7 @@ def flash_attention(
             it, what it got and what it needs.
         RuntimeError: in the backward, if that is to be differentiated.
     """
-    check_attention(q, k, v, scale, interpreted=INTERPRETED)
+    check_attention(q, k, v, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return FlashAttention.apply(q, k, v, scale)

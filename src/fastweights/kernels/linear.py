@@ -11,7 +11,6 @@ from torch import Tensor
 from fastweights.kernels import check_inputs, dot_precision
 from fastweights.kernels.gpu import properties
 from fastweights.kernels.tile import (
-    INTERPRETED,
     state_at,
     tile_at,
     tile_sizes,
@@ -113,9 +112,7 @@ def scan(
         TypeError, ValueError: an argument does not fit; the message names
             it, what it got and what it needs.
     """
-    check_inputs(
-        q, k, v, scale, initial_state, chunk_size, interpreted=INTERPRETED
-    )
+    check_inputs(q, k, v, scale, initial_state, chunk_size)
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

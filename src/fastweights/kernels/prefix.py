@@ -16,7 +16,6 @@ from torch import Tensor
 from fastweights.kernels import check_inputs, dot_precision
 from fastweights.kernels.linear import chunk_output
 from fastweights.kernels.tile import (
-    INTERPRETED,
     state_at,
     tile_at,
     tile_sizes,
@@ -227,9 +226,7 @@ def parallel_scan(
     K > 128 with chunk_size 64 needs 104 KiB of shared memory, more than
     compute capabilities 8.6, 8.9 and 12.0 have.
     """
-    check_inputs(
-        q, k, v, scale, initial_state, chunk_size, interpreted=INTERPRETED
-    )
+    check_inputs(q, k, v, scale, initial_state, chunk_size)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     states = chunk_states(
         k, v, initial_state=initial_state, chunk_size=chunk_size
