@@ -12,6 +12,7 @@ from torch import Tensor
 MAX_K = 256
 MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
+DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 PLAIN = (Tensor, torch.nn.Parameter)

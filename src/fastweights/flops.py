@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
+from fastweights.arguments import DEFAULT_CHUNK_SIZE
 from fastweights.private import dispatch_modes
 
-CHUNK = 64
 Shape = Any  # torch.Size, or None
 
 
@@ -48,7 +48,7 @@ def forward(
     **named: Any,
 ) -> int:
     """FLOPs of the operator fastweights::linear_recurrence."""
-    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or CHUNK
+    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
     flops = 2 * (C * K + C * V + 2 * K * V)
     if beta is not None:
         flops += 2 * (C * K + C * V + K * V) + C * C // 3
@@ -72,7 +72,7 @@ def backward(
     **named: Any,
 ) -> int:
     """FLOPs of the operator fastweights::linear_recurrence_backward."""
-    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or CHUNK
+    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
     products = 5 * K * V + 2 * C * V + 2 * C * K
     if beta is not None:
         products += 3 * K * V + 3 * C * V + 2 * C * K

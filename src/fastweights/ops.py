@@ -23,7 +23,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastweights import private, values
-from fastweights.arguments import PLAIN, check_arguments
+from fastweights.arguments import (
+    DEFAULT_CHUNK_SIZE,
+    PLAIN,
+    check_arguments,
+)
 from fastweights.flops import tell_counters
 from fastweights.reference import backend as chunkwise
 from fastweights.reference.backend import (
@@ -251,7 +255,7 @@ def _implementation(
     module: ModuleType = chunkwise
     if backend == "triton":
         from fastweights.kernels import backend as module
-    return backend, module, chunk_size or module.default_chunk_size(q)
+    return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
 
 
 _records: list[list[str]] = []

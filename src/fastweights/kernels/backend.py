@@ -1,8 +1,8 @@
 """The kernels as a backend of :func:`fastweights.linear_recurrence`.
 
-As :mod:`fastweights.reference.backend`: ``default_chunk_size``,
-``empty_saved``, ``forward`` and ``backward``. What a call launches is written
-in the :class:`fastweights.kernels.plan.Schedule` of its kind.
+As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
+``backward``. What a call launches is written in the
+:class:`fastweights.kernels.plan.Schedule` of its kind.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from fastweights.kernels.plan import (
 from fastweights.kernels.settings import Kind
 
 Given = Sequence[Tensor | None]  # in the order of launch.GIVEN
-
-
-def default_chunk_size(q: Tensor) -> int:
-    """Tokens per chunk where the caller leaves that open."""
-    return 64
 
 
 def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:

@@ -1,9 +1,9 @@
 """linear_recurrence in PyTorch: what its operator asks of a backend.
 
-A backend has ``default_chunk_size``, ``empty_saved``, ``forward`` and
-``backward``, on tensors as :func:`fastweights.linear_recurrence` takes them.
-Here that is a frame around :mod:`.chunkwise`: dtypes, value heads that share
-a key head, no gate, packed sequences.
+A backend has ``empty_saved``, ``forward`` and ``backward``, on tensors as
+:func:`fastweights.linear_recurrence` takes them. Here that is a frame around
+:mod:`.chunkwise`: dtypes, value heads that share a key head, no gate, packed
+sequences.
 """
 
 from __future__ import annotations
@@ -135,11 +135,6 @@ def first_states(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (N, v.shape[2], q.shape[3], v.shape[3])
     return q.new_zeros(shape, dtype=wide(q.dtype))
-
-
-def default_chunk_size(q: Tensor) -> int:
-    """Tokens per chunk where the caller leaves that open."""
-    return 64
 
 
 def empty_saved(
