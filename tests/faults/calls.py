@@ -203,8 +203,8 @@ MUTANTS = {
     ),
     "plan-takes-a-number-for-the-scale": (
         PLAN,
-        "order = [SCALE, *self.given",
-        "order = [Count('T'), *self.given",
+        "order = [SCALE, *names",
+        "order = [Count('T'), *names",
     ),
     "plan-keeps-the-numbers-of-its-first-length": (
         PLAN,

@@ -41,9 +41,8 @@ def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
     heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
     rule = (gate, beta is not None, chunk_size, precision)
     kind = Kind(properties(q.device), q.dtype, *heads, *rule)
-    if offsets is None:
-        return kind, (B, T, B, False)
-    return kind, (B, T, offsets.shape[0] - 1, True)
+    N = B if offsets is None else offsets.shape[0] - 1
+    return kind, (B, T, N, offsets is not None)
 
 
 def dtypes(given: Given) -> launch.Dtypes:
@@ -128,7 +127,7 @@ def backward(*call: Any) -> list[Tensor]:
     do, dstate, *inputs, saved, scale, chunk_size = call
     v, g, beta = inputs[2:5]
     if do is None:
-        do = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        do = torch.zeros_like(v)
     grads, _ = run((*inputs, do, dstate), saved, scale, chunk_size)
     if beta is not None:
         at = 3 + (g is not None)

@@ -10,7 +10,7 @@ every tensor is :class:`Room` for so many rows, and every grid and number a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -91,7 +91,9 @@ def stand_in(x: Any) -> Any:
     """
     if type(x) is tuple:
         return tuple(map(stand_in, x))
-    return x if not isinstance(x, Count) else 1.0 if x == SCALE else 2
+    if isinstance(x, Count):
+        return 1.0 if x == SCALE else 2
+    return x
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
@@ -184,15 +186,15 @@ class Schedule:
         arguments = [x for launch in self.launches for x in launch.arguments]
         groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
         single = dict.fromkeys(flat(arguments))
-        there = {*self.given, *(x.name for x in (*self.results, *self.kept))}
-        rooms = {x.name: x for x in single if isinstance(x, Room)}
-        self.between = [x for x in rooms.values() if x.name not in there]
-        counts = {x for x in single if isinstance(x, Count)}
-        self.counts = [*(counts - {SCALE})]
+        counts = [x for x in single if isinstance(x, Count)]
+        self.counts = [x for x in counts if x != SCALE]
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
-        made = [x.name for x in (*self.results, *self.kept, *self.between)]
-        names = [*self.counts, *self.constants, *groups]
-        order = [SCALE, *self.given, *made, *names]
+        rooms = {x.name: x for x in single if isinstance(x, Room)}
+        names = [*self.given, *(x.name for x in self.results)]
+        names += [x.name for x in self.kept]
+        self.between = [x for x in rooms.values() if x.name not in names]
+        names += [x.name for x in self.between]
+        order = [SCALE, *names, *self.counts, *self.constants, *groups]
         indices = {x: i for i, x in enumerate(order)}
 
         def pick(arguments: tuple[Any, ...]) -> itemgetter:
@@ -265,7 +267,7 @@ class Schedule:
             values += numbers
         values += [pick(values) for pick in self.groups]
         if self.tma and not INTERPRETED:
-            with_scratch(launch, runs, values)
+            with_scratch(runs, values)
         else:
             launch(runs, values)
         return made, saved
@@ -282,12 +284,12 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def with_scratch(launch: Callable[..., Any], *arguments: Any) -> Any:
-    """Run ``launch`` where a kernel that makes descriptors has memory for it.
+def with_scratch(runs: list, values: list[Any]) -> None:
+    """:func:`launch` where kernels that make descriptors have memory for it.
 
     Triton's allocator is a context variable: ours is set in a copy of the
     context, so that the caller's stays.
     """
     context = copy_context()
     context.run(triton.set_allocator, _allocate)
-    return context.run(launch, *arguments)
+    context.run(launch, runs, values)
