@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-LARGE = 200_000  # bytes of shared memory for one program, from Hopper on
-
 
 class GPU(NamedTuple):
     """What launch settings depend on, and which one it is."""
@@ -17,6 +15,16 @@ class GPU(NamedTuple):
     multiprocessors: int
     capability: tuple[int, int]
     device: torch.device = torch.device("cpu")
+
+    @property
+    def large(self) -> bool:
+        """Whether a program may have as much shared memory as on Hopper."""
+        return self.shared > 200_000
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing may be loaded ahead: settings.launch_options."""
+        return self.capability[0] == 10
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fastweights.kernels.gpu import GPU, LARGE
+from fastweights.kernels.gpu import GPU
 from fastweights.kernels.tile import Tiles, narrowest
 
 
@@ -30,6 +30,12 @@ class Kind(NamedTuple):
     def has_scores(self) -> bool:
         """Whether there is an Aqk: else the scans multiply it out again."""
         return self.gate > 1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there is room to load tiles before they are needed."""
+        half = self.dtype != torch.float32
+        return self.gpu.large and half and self.K <= 128
 
 
 @dataclass(frozen=True)
@@ -79,57 +85,76 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
     On capability 10.x nothing is loaded ahead: there Triton may start a
     product before that of the last iteration is done (TUNING.md).
     """
-    K, V, gate, delta = kind.K, kind.V, kind.gate, kind.delta
-    narrow = narrowest(kind.dtype)
-    large, power = kind.gpu.shared > LARGE, triton.next_power_of_2(K)
-    ahead = large and kind.dtype != torch.float32 and K <= 128
-    waits = kind.gpu.capability[0] == 10  # for products of its own iteration
-    # Of key tiles inside a chunk. In shorter chunks some products would be
-    # Hopper's, of 64 rows, and some not, and both read rows under 128 bytes:
-    # see TUNING.md. With key tiles of 32 none is.
-    short = kind.chunk_size < 64 or not large
-    BK = 32 if short else 64 if gate > 1 else narrow
-    if stage == "gate_backward":
-        return {"BK": BK, "num_warps": 1}
+    if stage.startswith("compose"):
+        return compose_options(kind)
+    if stage.startswith(("intra", "gate")):
+        return inside_options(stage, kind)
+    return scan_options(stage, kind)
+
+
+def inside_options(stage: str, kind: Kind) -> dict[str, int]:
+    """Those of a kernel whose programs each have one chunk."""
+    narrow, large = narrowest(kind.dtype), kind.gpu.large
+    BK = 64 if kind.gate > 1 else narrow
     if stage == "intra":
-        BK = (64 if gate > 1 else narrow) if large else 32
-        options = {"BK": BK, "num_warps": 4, "num_stages": 1}
-        if ahead and gate <= 1:
-            options["BK"] = max(narrow, power)
+        options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
+        if kind.ahead and kind.gate <= 1:
+            options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
             options["maxnreg"] = 128  # four programs a multiprocessor
         return options
-    if stage.startswith("intra_backward"):
-        ahead &= kind.chunk_size == 64 and stage != "intra_backward_strong"
-        options = {
-            "BK": BK,
-            "BV": narrow,
-            "num_warps": 4 if ahead else 8,
-            "num_stages": 2 if ahead and not waits else 1,
-        }
-        if stage == "intra_backward_strong" and kind.gpu.capability[0] != 9:
-            # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
-            # 10.0. On 9.0 it spills less so.
-            options["maxnreg"] = 255
-        return options
-    if stage.startswith("compose"):  # fp32, whatever q's dtype
-        # A state's few programs go from segment to segment, one after the
-        # other: the fewer values, the shorter a step. Two programs share a
-        # multiprocessor.
-        options = {"BJ": 64, "BK": max(64, power), "BV": 16}
-        options |= {"num_warps": 8, "num_stages": 1}
-        return options | ({"maxnreg": 128} if large and K <= 128 else {})
-    # A scan: 128 values and 8 warps, which share what they load of k, q and
-    # R. Of two programs each hides what the other waits for: that is worth
-    # more where three products depend on each other and the rest is little.
-    BV = scan_values(kind)
+    if kind.chunk_size < 64 or not large:
+        # In shorter chunks some products would be Hopper's, of 64 rows, and
+        # some not, and both read rows under 128 bytes: see TUNING.md. With
+        # key tiles of 32 none is.
+        BK = 32
+    if stage == "gate_backward":
+        return {"BK": BK, "num_warps": 1}
+    strong = stage == "intra_backward_strong"
+    ahead = kind.ahead and kind.chunk_size == 64 and not strong
+    options = {
+        "BK": BK,
+        "BV": narrow,
+        "num_warps": 4 if ahead else 8,
+        "num_stages": 2 if ahead and not kind.gpu.waits else 1,
+    }
+    if strong and kind.gpu.capability[0] != 9:
+        # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
+        # 10.0. On 9.0 it spills less so.
+        options["maxnreg"] = 255
+    return options
+
+
+def compose_options(kind: Kind) -> dict[str, int]:
+    """Those of compose_kernel: fp32, whatever q's dtype.
+
+    A state's few programs go from segment to segment, one after the other:
+    the fewer values, the shorter a step. Two programs share a multiprocessor.
+    """
+    BK = max(64, triton.next_power_of_2(kind.K))
+    options = {"BJ": 64, "BK": BK, "BV": 16, "num_warps": 8, "num_stages": 1}
+    if kind.gpu.large and kind.K <= 128:
+        options["maxnreg"] = 128
+    return options
+
+
+def scan_options(stage: str, kind: Kind) -> dict[str, int]:
+    """Those of a scan: 128 values and 8 warps, or 64 and 4.
+
+    8 warps share what they load of k, q and R. Of two programs each hides
+    what the other waits for: that is worth more where three products depend
+    on each other and the rest is little.
+    """
+    K, V, gate, delta = kind.K, kind.V, kind.gate, kind.delta
+    BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
+    BV, ahead = scan_values(kind), kind.ahead
     wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
     if stage in ("segments", "scan") and delta and gate <= 1:
         wide = False
-    BK, BV = max(narrow, power), 2 * BV if wide else BV
+    BV = 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segments" else 2
     if stage.startswith("scan") and delta and gate > 1:
         num_stages = 2  # no room for three
-    if not ahead or waits:
+    if not ahead or kind.gpu.waits:
         num_stages = 1
     # Where loads go ahead of the products, and a tile has neither keys nor
     # values of the next head, by descriptors: there is no mask for columns.
@@ -138,7 +163,7 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
         "BK": BK,
         "BV": BV,
         "TMA": num_stages > 1 and whole,
-        "num_warps": 4 if large and K <= 128 and not wide else 8,
+        "num_warps": 4 if kind.gpu.large and K <= 128 and not wide else 8,
         "num_stages": num_stages,
     }
     if stage == "segments" and delta and gate <= 1 and options["TMA"]:
@@ -149,7 +174,7 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
 def scan_values(kind: Kind) -> int:
     """Value columns of a program of the scan, or half of them."""
     BV = narrowest(kind.dtype)
-    return BV if kind.gpu.shared > LARGE else BV // 2
+    return BV if kind.gpu.large else BV // 2
 
 
 def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
