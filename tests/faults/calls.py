@@ -257,8 +257,8 @@ MUTANTS = {
     ),
     "settings-of-a-gate-a-channel-by-key-heads": (
         SETTINGS,
-        "kind.H if inside or kind.gate <= 1 else kind.HV",
-        "kind.H",
+        "H=kind.HV if kind.per_channel and not inside else kind.H",
+        "H=kind.H",
     ),
     "settings-of-the-backward-compose-forward": (
         SETTINGS,

@@ -76,7 +76,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
     """
     H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
     low, fp32, delta = kind.dtype, torch.float32, kind.delta
-    head, channel = kind.gate == 1, kind.gate > 1
+    head, channel = kind.gate == 1, kind.per_channel
     gated, gates = head or channel, (HV, K) if channel else (HV,)
     maps = (HV, K, K if delta else 1), (gated or delta) and fp32
     NK = compiled_for("intra_backward", kind).NK
@@ -134,7 +134,7 @@ def kept(kind: Kind, found: Rooms) -> list[Room]:
     rows beside it: the backward computes that again.
     """
     names = ["Aqk", "R", "border_states", "maps"]
-    if not kind.has_scores:
+    if not kind.per_channel:
         names += GROUPS["decays"].split()
     return list(dict.fromkeys(x for name in names if (x := found[name])))
 
@@ -179,6 +179,14 @@ class Trace:
         arguments = tuple(map(argument, kernel.arg_names))
         self.launches.append(Launch(kernel, programs, arguments, options))
 
+    def run_values(
+        self, stage: str, kernel: Any, of: str, without: str = "", **names: str
+    ) -> None:
+        """:meth:`run`, with a program for each value tile of a head."""
+        NV = compiled_for(stage, self.kind).NV
+        programs = Count(of, self.kind.HV * NV)
+        self.run(stage, kernel, programs, without, **names)
+
     def schedule(self, *results: str) -> Schedule:
         found = [x for name in results if (x := self.rooms[name])]
         return Schedule(self.launches, self.given, found, self.kept)
@@ -189,17 +197,15 @@ def forward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """Outputs, final states, and what is :func:`kept`."""
     x, HV = Trace(kind, dtypes, cut), kind.HV
     if kind.gate or kind.delta:
-        without = "strong" if kind.has_scores else ""
-        x.run("intra", intra_fwd_kernel, Count("slots", HV), without)
+        x.run("intra", intra_fwd_kernel, Count("slots", HV), "strong")
     if cut:
         sizes = compiled_for("segments", kind)
         each = sizes.NV + (sizes.NM if kind.delta else 0)
         programs = Count("borders", HV * each)
         x.run("segments", scan_fwd_kernel, programs, "o state h errors Aqk")
-        programs = Count("borders", HV * compiled_for("compose", kind).NV)
-        x.run("compose", compose_kernel, programs, borders="border_states")
-    programs = Count("segments", HV * compiled_for("scan", kind).NV)
-    x.run("scan", scan_fwd_kernel, programs, "h errors maps")
+        names = {"borders": "border_states"}
+        x.run_values("compose", compose_kernel, "borders", **names)
+    x.run_values("scan", scan_fwd_kernel, "segments", "h errors maps")
     return x.schedule("o", "state")
 
 
@@ -211,34 +217,27 @@ def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """
     x, HV = Trace(kind, dtypes, cut), kind.HV
     by_tiles = writes_by_tiles(kind)
-    if kind.has_scores:
+    if kind.per_channel:
         x.run("intra", intra_fwd_kernel, Count("slots", HV), "Aqk R")
-    programs = Count("segments", HV * compiled_for("chunk_states", kind).NV)
-    x.run("chunk_states", scan_fwd_kernel, programs, "o state maps Aqk")
-    stage, NV = "scan_backward", HV * compiled_for("scan_backward", kind).NV
+    without = "o state maps Aqk"
+    x.run_values("chunk_states", scan_fwd_kernel, "segments", without)
     if cut:
-        alone = "errors dv dbeta dh dinitial_state"
-        x.run(stage, scan_bwd_kernel, Count("borders", NV), alone)
-        back = compiled_for("compose_backward", kind)
-        programs = Count("borders", HV * back.NV)
-        x.run(
-            "compose_backward",
-            compose_kernel,
-            programs,
-            borders="border_grads",
-        )
+        without = "errors dv dbeta dh dinitial_state"
+        x.run_values("scan_backward", scan_bwd_kernel, "borders", without)
+        names = {"borders": "border_grads"}
+        x.run_values("compose_backward", compose_kernel, "borders", **names)
     without = "" if by_tiles else "errors dbeta"
-    x.run(stage, scan_bwd_kernel, Count("segments", NV), without)
+    x.run_values("scan_backward", scan_bwd_kernel, "segments", without)
     without = "dbeta" if by_tiles else ""
     names = {"x": "errors" if kind.delta else "v"}
     if kind.gate == 1:
         names["dg"] = "parts"
-    stage, NK = "intra_backward", compiled_for("intra_backward", kind).NK
+    NK = compiled_for("intra_backward", kind).NK
     programs = Count("slots", kind.H * NK)
-    x.run(stage, intra_bwd_kernel, programs, without, **names)
+    x.run("intra_backward", intra_bwd_kernel, programs, without, **names)
     if kind.gate == 1:
         x.run("gate_backward", gate_bwd_kernel, Count("slots", HV))
-    if kind.has_scores:
+    if kind.per_channel:
         stage = "intra_backward_strong"
         programs = Count("slots", kind.H, LOOK.value)
         x.run(stage, intra_bwd_strong_kernel, programs, without, **names)

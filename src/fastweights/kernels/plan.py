@@ -146,14 +146,15 @@ class Launch(NamedTuple):
         except Exception as error:
             raise RuntimeError(f"{name} does not compile: {error}") from error
         taken = private.shared_bytes(kernel)
-        if taken > shared and stages == 1:
+        if taken <= shared:
+            return kernel
+        if stages == 1:
             raise RuntimeError(
                 f"{name} takes {taken} bytes of shared memory, and the GPU "
                 f'has {shared}; backend="chunkwise" needs none'
             )
         fewer = self.options | {"num_stages": stages - 1}
-        fits = taken <= shared
-        return kernel if fits else self._replace(options=fewer).fitting(shared)
+        return self._replace(options=fewer).fitting(shared)
 
 
 def compile_together(*schedules: Schedule) -> None:

@@ -27,8 +27,11 @@ class Kind(NamedTuple):
     precision: str  # kernels.dot_precision
 
     @property
-    def has_scores(self) -> bool:
-        """Whether there is an Aqk: else the scans multiply it out again."""
+    def per_channel(self) -> bool:
+        """Whether each key channel has a gate of its own.
+
+        Then Aqk is kept; else the scans multiply it out again.
+        """
         return self.gate > 1
 
     @property
@@ -95,10 +98,10 @@ def launch_options(stage: str, kind: Kind) -> dict[str, int]:
 def inside_options(stage: str, kind: Kind) -> dict[str, int]:
     """Those of a kernel whose programs each have one chunk."""
     narrow, large = narrowest(kind.dtype), kind.gpu.large
-    BK = 64 if kind.gate > 1 else narrow
+    BK = 64 if kind.per_channel else narrow
     if stage == "intra":
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
-        if kind.ahead and kind.gate <= 1:
+        if kind.ahead and not kind.per_channel:
             options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
             options["maxnreg"] = 128  # four programs a multiprocessor
         return options
@@ -185,7 +188,7 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
         # Past intra a gate per channel has q and k of its own per value head.
-        H=kind.H if inside or kind.gate <= 1 else kind.HV,
+        H=kind.HV if kind.per_channel and not inside else kind.H,
         HV=kind.HV,
         K=kind.K,
         V=kind.V if "BV" in sizes else 0,
