@@ -180,7 +180,7 @@ def unwaited_products(ttgir):
 
     On capability 10.x a product ends when its barrier says so. A loop that
     Triton pipelines waits for that one iteration later, and is the form that
-    races or is reordered (launch_options says where that is reported); with
+    races or is reordered (TUNING.md says where that is reported); with
     one stage each product is waited for where it was started.
     """
     found, loops = set(), []

@@ -23,7 +23,7 @@ class GPU(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether nothing may be loaded ahead: settings.launch_options."""
+        """Whether nothing may be loaded ahead: settings.constants."""
         return self.capability[0] == 10
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastweights.kernels.settings import Kind, launch_options, scan_values
+from fastweights.kernels.settings import Kind, constants, scan_values
 
 SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
 IntLike = Any  # int, or SymInt where shapes are symbols
@@ -51,16 +51,6 @@ def lengths_of(
     )
 
 
-def larger(a: IntLike, b: IntLike) -> IntLike:
-    """torch.sym_max, which takes a microsecond, where one is a symbol."""
-    return max(a, b) if type(a) is type(b) is int else torch.sym_max(a, b)
-
-
-def smaller(a: IntLike, b: IntLike) -> IntLike:
-    """Likewise torch.sym_min."""
-    return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
-
-
 def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
     """Of how many chunks segments are, of ``rows`` of so many chunks each.
 
@@ -71,7 +61,9 @@ def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
     are large (maps_at_once). Packed sequences are one row: how long each of
     them is, only the device knows.
     """
-    BV = scan_values(kind)
+    BV, ints = scan_values(kind), type(rows) is type(chunks) is int
+    # Those of symbols take a microsecond each.
+    smaller, larger = (min, max) if ints else (torch.sym_min, torch.sym_max)
     programs = rows * kind.HV * -(-kind.V // BV)
     number = 2 * kind.gpu.multiprocessors // programs
     if kind.delta:
@@ -89,5 +81,6 @@ def maps_at_once(kind: Kind) -> int:
     Three on a multiprocessor of those whose registers are bounded; else two,
     or one of twice as many values, and then two rounds of them.
     """
-    bounded = "maxnreg" in launch_options("segments", kind)
+    _, options = constants("segments", kind)
+    bounded = "maxnreg" in options
     return kind.gpu.multiprocessors * (3 if bounded else 4)

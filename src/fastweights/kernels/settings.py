@@ -76,25 +76,6 @@ class Meta:
     maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
 
-def launch_options(stage: str, kind: Kind) -> dict[str, int]:
-    """Tile sizes and launch settings of a stage.
-
-    Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
-    no row of a tile is shorter than 128 bytes (``tile.narrowest``) but of
-    those that compose_kernel turns to columns, for its products. A GPU that
-    has less shared memory for one program keeps the operands of its products
-    in registers: smaller tiles, more warps.
-
-    On capability 10.x nothing is loaded ahead: there Triton may start a
-    product before that of the last iteration is done (TUNING.md).
-    """
-    if stage.startswith("compose"):
-        return compose_options(kind)
-    if stage.startswith(("intra", "gate")):
-        return inside_options(stage, kind)
-    return scan_options(stage, kind)
-
-
 def inside_options(stage: str, kind: Kind) -> dict[str, int]:
     """Those of a kernel whose programs each have one chunk."""
     narrow, large = narrowest(kind.dtype), kind.gpu.large
@@ -181,9 +162,24 @@ def scan_values(kind: Kind) -> int:
 
 
 def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
-    """What a stage's kernel is compiled for, and its launch settings."""
-    options = launch_options(stage, kind)
+    """What a stage's kernel is compiled for, and its launch settings.
+
+    Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
+    no row of a tile is shorter than 128 bytes (``tile.narrowest``) but of
+    those that compose_kernel turns to columns, for its products. A GPU that
+    has less shared memory for one program keeps the operands of its products
+    in registers: smaller tiles, more warps.
+
+    On capability 10.x nothing is loaded ahead: there Triton may start a
+    product before that of the last iteration is done (TUNING.md).
+    """
     inside = stage.startswith(("intra", "gate"))
+    if inside:
+        options = inside_options(stage, kind)
+    elif stage.startswith("compose"):
+        options = compose_options(kind)
+    else:
+        options = scan_options(stage, kind)
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
