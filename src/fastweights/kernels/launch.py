@@ -63,7 +63,7 @@ def writes_by_tiles(kind: Kind) -> bool:
 
 
 def rooms(kind: Kind, dtypes: Dtypes) -> Rooms:
-    """Every tensor of a forward and backward: rows of what, how wide, of what.
+    """Every tensor of a forward and backward, as :class:`plan.Room` has it.
 
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
     None is what this kind of call does not have. row_beta is 0 past a

@@ -267,10 +267,8 @@ class Schedule:
             values += [ours + place for place in between[:-1]]
             values += numbers
         values += [pick(values) for pick in self.groups]
-        if self.tma and not INTERPRETED:
-            with_scratch(runs, values)
-        else:
-            launch(runs, values)
+        run = with_scratch if self.tma else launch
+        run(runs, values)
         return made, saved
 
 

@@ -77,7 +77,7 @@ class Meta:
 
 
 def inside_options(stage: str, kind: Kind) -> dict[str, int]:
-    """Those of a kernel whose programs each have one chunk."""
+    """Tiles and launch settings of a stage inside of chunks."""
     narrow, large = narrowest(kind.dtype), kind.gpu.large
     BK = 64 if kind.per_channel else narrow
     if stage == "intra":
@@ -109,7 +109,7 @@ def inside_options(stage: str, kind: Kind) -> dict[str, int]:
 
 
 def compose_options(kind: Kind) -> dict[str, int]:
-    """Those of compose_kernel: fp32, whatever q's dtype.
+    """Those of compose_kernel, which is fp32 whatever q's dtype is.
 
     A state's few programs go from segment to segment, one after the other:
     the fewer values, the shorter a step. Two programs share a multiprocessor.
@@ -122,21 +122,22 @@ def compose_options(kind: Kind) -> dict[str, int]:
 
 
 def scan_options(stage: str, kind: Kind) -> dict[str, int]:
-    """Those of a scan: 128 values and 8 warps, or 64 and 4.
+    """Those of a scan: on an H200 in bf16 128 values and 8 warps, or half.
 
     8 warps share what they load of k, q and R. Of two programs each hides
     what the other waits for: that is worth more where three products depend
     on each other and the rest is little.
     """
-    K, V, gate, delta = kind.K, kind.V, kind.gate, kind.delta
+    K, V, ahead = kind.K, kind.V, kind.ahead
+    chained = kind.delta and not kind.per_channel
     BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
-    BV, ahead = scan_values(kind), kind.ahead
+    BV = scan_values(kind)
     wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
-    if stage in ("segments", "scan") and delta and gate <= 1:
+    if chained and stage in ("segments", "scan"):
         wide = False
     BV = 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segments" else 2
-    if stage.startswith("scan") and delta and gate > 1:
+    if stage.startswith("scan") and kind.delta and kind.per_channel:
         num_stages = 2  # no room for three
     if not ahead or kind.gpu.waits:
         num_stages = 1
@@ -150,7 +151,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
         "num_warps": 4 if kind.gpu.large and K <= 128 and not wide else 8,
         "num_stages": num_stages,
     }
-    if stage == "segments" and delta and gate <= 1 and options["TMA"]:
+    if stage == "segments" and chained and options["TMA"]:
         options |= {"num_stages": 2, "maxnreg": 168}  # three of them
     return options
 
