@@ -724,6 +724,14 @@ def scattered(x):
 
 
 @interpreted
+@some("vector additive", "vector delta")
+def test_one_channel(gate, rule):
+    """Its gate is one per head, and has a gradient of its own shape."""
+    x = cast(member(gate, rule, T=20, K=1, V=5), torch.float32)
+    judge(x, 1e-4, chunk_size=16)
+
+
+@interpreted
 @some("none delta", "scalar additive", "vector delta")
 def test_non_contiguous_views(gate, rule):
     x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)

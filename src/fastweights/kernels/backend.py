@@ -129,6 +129,8 @@ def backward(*call: Any) -> list[Tensor]:
     if do is None:
         do = torch.zeros_like(v)
     grads, _ = run((*inputs, do, dstate), saved, scale, chunk_size)
+    if g is not None and grads[3].dim() < g.dim():  # the head's one channel
+        grads[3] = grads[3].view_as(g)
     if beta is not None:
         at = 3 + (g is not None)
         if grads[at].dim() > beta.dim():  # of each value tile
