@@ -255,6 +255,12 @@ MUTANTS = {
         "gate = 0 if g is None else 1",
         "test_kernels_family.py",
     ),
+    "gate-of-one-channel-has-a-gradient-per-head": (
+        "fastweights/kernels/backend.py",
+        "grads[3] = grads[3].view_as(g)",
+        "pass",
+        "test_kernels_family.py",
+    ),
     "settings-of-a-gate-a-channel-by-key-heads": (
         SETTINGS,
         "H=kind.HV if kind.per_channel and not inside else kind.H",
