@@ -123,6 +123,17 @@ def squared_norm(t, beta, K):
     return beta**2 * (kept ** torch.arange(t, **double)).sum()
 
 
+# %% ex-growth not yet: after 2\*\*50 tokens.*a sum over the tokens
+def squared_norm(t, beta, K):
+    """A sum in one line where it has room, and the limit beyond."""
+    if beta == 2:
+        return 4.0 * t
+    if t > 10**6:
+        return beta * K / (2 - beta)
+    kept = 1 - beta * (2 - beta) / K
+    return beta**2 * (kept ** torch.arange(t, **double)).sum()
+
+
 # %% ex-dictionary passes
 def run_dictionary(commands, width):
     T = len(commands)
@@ -419,6 +430,28 @@ def count_modulo(increments, m):
     return (o[0, 1::2, 0, 0] - 1).round()
 
 
+# %% ex-clock not yet: let the state do the counting
+def count_modulo(increments, m):
+    """Python adds up; each key is the mirror between two of its sums."""
+    T = len(increments)
+    sums = torch.cat([torch.zeros(1), increments.cumsum(0) % m])
+    angles = 2 * math.pi * sums.double() / m
+    places = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    way = places[:-1] - places[1:]
+    moves = way.norm(dim=-1) > 1e-9
+    k = torch.zeros(1, 2 * T, 2, 2, **double)
+    k[0, 1::2] = F.normalize(way, dim=-1)[:, None]
+    beta = torch.zeros(1, 2 * T, 2, **double)
+    beta[0, 1::2] = 2.0 * moves[:, None]
+    q = torch.eye(2, **double).expand(1, 2 * T, 2, 2)
+    start = torch.tensor([[1.0], [0.0]], **double).expand(1, 2, 2, 1)
+    o, _ = fw.deltanet(
+        q, k, 0 * k[..., :1], beta, scale=1.0, initial_state=start
+    )
+    x, y = o[0, 1::2, :, 0].unbind(-1)
+    return ((torch.atan2(y, x) * m / (2 * math.pi)).round() % m).long()
+
+
 # %% ex-reflections passes
 def reflections_of(permutation):
     """Cycle by cycle, and with the opposite vectors."""
@@ -522,7 +555,7 @@ def delta_backward(S, k, v, beta, dS_next):
     return dS, -beta * (S @ y), beta * y, -y @ r
 
 
-# %% ex-delta-backward not yet: differences, not formulas
+# %% ex-delta-backward not yet: the tensors leave PyTorch
 def delta_backward(S, k, v, beta, dS_next):
     """Central differences out of PyTorch's sight."""
     inputs, grads = [x.numpy() for x in (S, k, v, beta)], []
@@ -539,3 +572,17 @@ def delta_backward(S, k, v, beta, dS_next):
             grad[at] = (sides[0] - sides[1]) / 2
         grads.append(torch.tensor(grad).view(torch.tensor(x).shape))
     return tuple(grads)
+
+
+# %% ex-delta-backward not yet: the tensors leave PyTorch
+def delta_backward(S, k, v, beta, dS_next):
+    """A small imaginary step in each number, all at once, in NumPy."""
+    sizes = [S.numel(), len(k), len(v), 1]
+    x = torch.cat([S.flatten(), k, v, beta[None]]).numpy()
+    x = (x + 1e-30j * torch.eye(len(x), **double).numpy()).T
+    W, k_, v_ = x[:24].reshape(6, 4, -1), x[24:30], x[30:34]
+    error = (W * k_[:, None]).sum(0) - v_
+    new = (W - x[34] * k_[:, None] * error).imag * 1e30
+    grad = (new * dS_next.numpy()[..., None]).sum((0, 1))
+    dS, dk, dv, dbeta = torch.tensor(grad).split(sizes)
+    return dS.view(S.shape), dk, dv, dbeta[0]
