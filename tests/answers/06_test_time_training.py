@@ -77,6 +77,14 @@ def normalised_step(S, k, v, rate, eps):
     return S - rate * slope
 
 
+# %% ex-nlms not yet: many states at once
+def normalised_step(S, k, v, rate, eps):
+    nudges = torch.eye(S.numel(), **double).view(-1, *S.shape)
+    W = S + 1e-20j * nudges  # complex steps, in one batch
+    loss = (((k + 0j) @ W - v) ** 2).sum(-1).imag.view(S.shape)
+    return S - rate / 2e-20 / (k @ k + eps) * loss
+
+
 # %% ex-nlms not yet: the tensors leave PyTorch
 def normalised_step(S, k, v, rate, eps):
     W, key, value = S.numpy(), k.numpy(), v.numpy()
@@ -160,6 +168,18 @@ def robust_layer(q, k, v, rate):
         W = W + k_t[..., :, None] * (write * error)[..., None, :]
         outputs.append((q_t[..., None, :] @ W)[..., 0, :])
     return factor * torch.stack(outputs, dim=1), W
+
+
+# %% ex-own-layer not yet: the loss given to online_learner is another one
+def robust_layer(q, k, v, rate):
+    def loss(prediction, target):  # the right gradient of another loss
+        square = (prediction - target).square().sum(-1)
+        return square / 2 / (1 + square.detach()).sqrt()
+
+    learner = online_learner(linear_model, loss, sgd)
+    start = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    o, (state, _) = steps.scan(learner, (start, None), q, k, v, rate)
+    return o, state
 
 
 # %% ex-own-layer not yet: the outputs of online_learner's steps are not used
@@ -331,14 +351,24 @@ def recursive_step(S, inverse, k, v):
     return S + torch.outer(new @ k, v - S.T @ k), new
 
 
-# %% ex-rls not yet: the state after 1 pairs: off
+# %% ex-rls not yet: from any H and S: the state
+def recursive_step(S, inverse, k, v, pairs=[]):  # noqa: B006
+    if not S.any():
+        pairs.clear()
+    pairs.append(torch.outer(k, v))  # all of them are kept
+    x = inverse @ k
+    inverse = inverse - torch.outer(x, x) / (1 + k @ x)
+    return inverse @ sum(pairs), inverse
+
+
+# %% ex-rls not yet: from any H and S: the state
 def recursive_step(S, inverse, k, v):
     x = inverse @ k
     S = S + torch.outer(x, v - S.T @ k)  # along the old inverse times k
     return S, inverse - torch.outer(x, x) / (1 + k @ x)
 
 
-# %% ex-rls not yet: the inverse after 1 pairs: off
+# %% ex-rls not yet: from any H: the inverse
 def recursive_step(S, inverse, k, v):
     x = inverse @ k
     return S + torch.outer(x, v - S.T @ k) / (1 + k @ x), inverse
