@@ -317,26 +317,70 @@ def gated_chunkwise(q, k, v, g, S0, C):
 
 # %% ex-stabilizer not yet: no gradient reaches them
 def all_stabilizers(g, i, m0):
-    m, found = m0.item(), []
-    for forget, take in zip(g.tolist(), i.tolist(), strict=True):
-        m = max(forget + m, take)
-        found.append(m)
-    return torch.tensor(found, **double)
+    G = g.detach().cumsum(0)
+    return G + (i.detach() - G).cummax(0).values.clamp(min=m0)
+
+
+# %% ex-stabilizer not yet: the tensors leave PyTorch
+def all_stabilizers(g, i, m0):
+    m, last, places = m0.item(), 0, []
+    gates = zip(g.tolist(), i.tolist(), strict=True)
+    for t, (forget, take) in enumerate(gates):
+        m, last = max((forget + m, last), (take, t + 1))
+        places.append(last)
+    G = g.cumsum(0)
+    return G + torch.cat([m0[None], i - G])[places]
 
 
 # %% ex-doubling not yet: no gradient reaches them
 def states_by_doubling(a, b):
-    h, found = 0.0, []
-    for x, y in zip(a.detach().numpy(), b.detach().numpy(), strict=True):
-        h = x * h + y
-        found.append(torch.from_numpy(h))
-    return (
-        torch.stack(found)
-        if len(found) < 3
-        else torch.from_numpy(
-            __import__("numpy").stack([x.numpy() for x in found])
-        )
-    )
+    a, b, reach = a.detach(), b.detach(), 1
+    while reach < len(a):
+        later = a[reach:]
+        b = torch.cat([b[:reach], later * b[:-reach] + b[reach:]])
+        a = torch.cat([a[:reach], later * a[:-reach]])
+        reach *= 2
+    return b
+
+
+# %% ex-doubling not yet: the tensors leave PyTorch
+def states_by_doubling(a, b):
+    class Scan(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            h, found = 0.0, []
+            for x, y in zip(a.numpy(), b.numpy(), strict=True):
+                h = x * h + y
+                found.append(torch.from_numpy(h))
+            ctx.save_for_backward(a, torch.stack(found))
+            return ctx.saved_tensors[1]
+
+        @staticmethod
+        def backward(ctx, dh):
+            a, h = ctx.saved_tensors
+            dh = dh.clone()
+            for t in range(len(a) - 1, 0, -1):
+                dh[t - 1] += a[t] * dh[t]
+            return dh * F.pad(h[:-1], (0, 0, 0, 0, 1, 0)), dh
+
+    return Scan.apply(a, b)
+
+
+# %% ex-doubling not yet: 16384 tokens, more than 300: a loop over tokens
+def states_by_doubling(a, b):
+    C, shape = math.isqrt(len(a) - 1) + 1, a.shape
+    none = (0, 0, 0, 0, 0, -len(a) % C)
+    a, b = (F.pad(x, none).unflatten(0, (-1, C)).unbind(1) for x in (a, b))
+    decays, states = [a[0]], [b[0]]  # after each token of all blocks at once
+    for x, y in zip(a[1:], b[1:], strict=True):
+        decays.append(x * decays[-1])
+        states.append(torch.addcmul(y, x, states[-1]))
+    h, entering = torch.zeros_like(b[0][0]), []
+    for x, y in zip(decays[-1].unbind(), states[-1].unbind(), strict=True):
+        entering.append(h)
+        h = torch.addcmul(y, x, h)
+    h = torch.stack(decays, 1) * torch.stack(entering)[:, None]
+    return (h + torch.stack(states, 1)).flatten(0, 1)[: shape[0]]
 
 
 # %% ex-gated-chunk not yet: a loop over tokens, or over shorter chunks
@@ -377,21 +421,19 @@ def states_by_doubling(a, b):
 
 # %% ex-stabilizer not yet: the gradients are not those of the recurrence
 def all_stabilizers(g, i, m0):
-    m, found = m0.item(), []
-    for forget, take in zip(g.tolist(), i.tolist(), strict=True):
-        m = max(forget + m, take)
-        found.append(m)
-    return torch.tensor(found, **double) + 0 * g
+    G = g.detach().cumsum(0)
+    return G + (i.detach() - G).cummax(0).values.clamp(min=m0) + 0 * g
 
 
 # %% ex-doubling not yet: the gradients are not those of the recurrence
 def states_by_doubling(a, b):
-    numpy = __import__("numpy")
-    h, found = 0.0, []
-    for x, y in zip(a.detach().numpy(), b.detach().numpy(), strict=True):
-        h = x * h + y
-        found.append(h)
-    return torch.from_numpy(numpy.stack(found)) + 0 * a
+    decay, h, reach = a.detach(), b.detach(), 1
+    while reach < len(a):
+        later = decay[reach:]
+        h = torch.cat([h[:reach], later * h[:-reach] + h[reach:]])
+        decay = torch.cat([decay[:reach], later * decay[:-reach]])
+        reach *= 2
+    return h + 0 * a
 
 
 # %% ex-one-recurrence not yet: retnet, decay|lightning, decay
