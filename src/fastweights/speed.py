@@ -391,7 +391,7 @@ def members(
         for where in sequences if ON_GPU else ["small"]:
             shape = SHAPES.get(where, ON_CPU)
             moved, flops = work(name, shape)
-            for gate in gates if MEMBERS[name][0] else gates[:1]:
+            for gate in gates if MEMBERS[name][0] else GATES[:1]:
                 x = inputs(name, shape, gate)
                 functions = {"fastweights": getattr(fw, name)}
                 for peer, theirs in rivals.items():
