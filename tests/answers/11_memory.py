@@ -100,6 +100,19 @@ def half_life_of_a_needle(K, beta, keys):  # a formula for keys in a plane
     return predicted, m
 
 
+# %% ex-needle-life not yet: does not follow the keys
+def half_life_of_a_needle(K, beta, keys):  # a plane found, half of them in it
+    predicted = math.log(0.5) / math.log(1 - beta * (2 - beta) / K)
+    k = keys(2000).double()
+    if torch.linalg.eigvalsh(k.T @ k / len(k))[-1] < 1.4 / K:
+        return predicted, predicted
+    lost, left = beta * (2 - beta) / 2, [1.0]
+    while left[-1] > 0.5:
+        left.append(mean((1 - lost / n) ** len(left) for n in (2, K - 2)))
+    m = len(left) - 2 + (left[-2] - 0.5) / (left[-2] - left[-1])
+    return predicted, m
+
+
 # %% ex-luck passes
 def luck(n, m):
     """By factorials, one task after the other."""
@@ -177,6 +190,11 @@ def verdict(a, b):  # no doubts
         tests.append([t for _, t in known[best]])
     first = "b" if ahead(tests[1], tests[0]) else None
     return "a" if ahead(*tests) else first, set()
+
+
+# %% ex-verdict not yet: need a set
+def verdict(a, b):  # the names of both in one string
+    return None, "ab"
 
 
 # %% ex-gate-by-hand passes
