@@ -294,7 +294,12 @@ print(seen.names)
 
 def test_tensors_stay_in_torch():
     x = torch.ones(3)
-    for way in (lambda x: x.numpy(), lambda x: x.tolist(), np.asarray):
+    for way in (
+        lambda x: x.numpy(),
+        lambda x: x.tolist(),
+        np.asarray,
+        np.from_dlpack,
+    ):
         with (
             pytest.raises(AssertionError, match="tensors leave PyTorch"),
             checks.in_torch(),

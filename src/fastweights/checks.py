@@ -300,7 +300,7 @@ def in_torch() -> AbstractContextManager[Any]:
             "the tensors leave PyTorch: write it with PyTorch's operations"
         )
 
-    names = ("numpy", "__array__", "tolist")
+    names = ("numpy", "__array__", "__dlpack__", "tolist")
     refused: dict[str, Any] = dict.fromkeys(names, refuse)
     return mock.patch.multiple(torch.Tensor, **refused)
 
