@@ -64,8 +64,8 @@ class Decay(nn.Module):
     When a is 0, head h forgets half in ln 2 / (A dt) tokens, with A uniform
     in ``A_range`` and dt log-uniform in ``dt_range``: 0.4 to 700 tokens with
     the published ranges. A is drawn in fp32 and has a lower bound. Without
-    one a draw in bf16 does give A = 0, and then A_log and its gradient are
-    infinite.
+    one a draw in bf16 does give A = 0: A_log is -inf, its gradient 0, and the
+    head never forgets, nor learns to.
 
     With ``lower_bound`` g = lower_bound * sigmoid(exp(A_log) (a + dt_bias)),
     which no input makes smaller than the bound: KDA's "safe gate" in
