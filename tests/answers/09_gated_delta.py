@@ -143,7 +143,7 @@ def step_in_place(state, q, k, v, g=None, beta=None):
     return o
 
 
-# %% ex-one-step not yet: NumPy is out of sight
+# %% ex-one-step not yet: the tensors leave PyTorch
 def step_in_place(state, q, k, v, g=None, beta=None):
     """A second state in NumPy, where no one counts."""
     groups = v.shape[1] // k.shape[1]
@@ -157,6 +157,24 @@ def step_in_place(state, q, k, v, g=None, beta=None):
     S = S + k[..., None] * new[..., None, :]
     state.copy_(torch.from_numpy(S))
     return torch.from_numpy((q[..., None, :] @ S)[..., 0, :])
+
+
+# %% ex-one-step not yet: the tensors leave PyTorch
+def step_in_place(state, q, k, v, g=None, beta=None):
+    """A second state in NumPy, which takes the tensors by DLPack."""
+    import numpy as np
+
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+    S, query, key, new = (np.from_dlpack(x) for x in (state, q, k, v))
+    if g is not None:
+        S = S * np.exp(np.from_dlpack(g))[..., None]
+    if beta is not None:
+        missing = new - (key[..., None, :] @ S)[..., 0, :]
+        new = np.from_dlpack(beta)[..., None] * missing
+    S = S + key[..., None] * new[..., None, :]
+    state.copy_(torch.from_dlpack(S))
+    return torch.from_dlpack((query[..., None, :] @ S)[..., 0, :])
 
 
 # %% ex-blank-gated passes
@@ -482,7 +500,7 @@ def gla_gate_gradient(q, k, v, g, do):
     return found[2][0, 0, 0]
 
 
-# %% ex-strong-gates not yet: NumPy is out of sight here, and so are lists
+# %% ex-strong-gates not yet: the tensors leave PyTorch
 def gla_gate_gradient(q, k, v, g, do):
     """In Python's own numbers, which are of fp64."""
     q, k, v, g, do = (x.tolist() for x in (q, k, v, g, do))
@@ -534,7 +552,7 @@ def gla_gate_gradient(q, k, v, g, do):
         return torch.autograd.grad((o * do).sum(), leaf)[0]
 
 
-# %% ex-strong-gates not yet: NumPy is out of sight
+# %% ex-strong-gates not yet: the tensors leave PyTorch
 def gla_gate_gradient(q, k, v, g, do):
     """In fp64 in NumPy, with the diagonal."""
     import numpy as np
@@ -546,3 +564,18 @@ def gla_gate_gradient(q, k, v, g, do):
     dk = np.einsum("ij,ijd,id->jd", dA, D, q)
     dg = (q * dq - k * dk)[::-1].cumsum(0)[::-1]
     return torch.from_numpy(dg.astype("f4"))
+
+
+# %% ex-strong-gates not yet: the tensors leave PyTorch
+def gla_gate_gradient(q, k, v, g, do):
+    """In fp64 in NumPy, which takes the tensors by DLPack."""
+    import numpy as np
+
+    inputs = (np.from_dlpack(x).astype("f8") for x in (q, k, v, g, do))
+    q, k, v, g, do = inputs
+    G, dA = g.cumsum(0), np.tril(do @ v.T)
+    D = np.exp(np.minimum(G[:, None] - G, 0))
+    dq = np.einsum("ij,ijd,jd->id", dA, D, k)
+    dk = np.einsum("ij,ijd,id->jd", dA, D, q)
+    dg = (q * dq - k * dk)[::-1].cumsum(0)[::-1]
+    return torch.from_dlpack(dg.astype("f4"))
