@@ -187,6 +187,16 @@ def states_by_doubling(a, b):
     return b
 
 
+# %% ex-doubling passes
+def states_by_doubling(a, b):
+    a, h, reach = a.clone(), b.clone(), 1
+    while reach < len(a):
+        h[reach:] = a[reach:] * h[:-reach] + h[reach:]
+        a[reach:] = a[reach:] * a[:-reach]
+        reach *= 2
+    return h
+
+
 # %% ex-doubling not yet: a loop over tokens
 def states_by_doubling(a, b):
     h, found = torch.zeros_like(b[0]), []
