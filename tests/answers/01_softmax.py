@@ -176,6 +176,29 @@ def window_attention(q, k, v, w):
     return torch.stack(outputs), len(weights)
 
 
+# %% ex-window passes
+def window_attention(q, k, v, w):
+    w, order = min(w, len(q)), torch.arange(len(q))
+    before = (0, 0, w - 1, 0)
+    k, v = (torch.nn.functional.pad(x, before).unfold(0, w, 1) for x in (k, v))
+    s = torch.einsum("td,tdw->tw", q, k) / q.shape[1] ** 0.5
+    missing = order[:, None] + torch.arange(w) < w - 1
+    weights = torch.softmax(s.masked_fill(missing, -math.inf), -1)
+    return torch.einsum("tw,tdw->td", weights, v), w
+
+
+# %% ex-window passes
+def window_attention(q, k, v, w):
+    outputs = []
+    for rows in torch.arange(len(q)).split(w):
+        keys = torch.arange(max(0, int(rows[0]) - w + 1), int(rows[-1]) + 1)
+        distance = rows[:, None] - keys
+        s = q[rows] @ k[keys].T / q.shape[1] ** 0.5
+        s = s.masked_fill((distance < 0) | (distance >= w), -math.inf)
+        outputs.append(torch.softmax(s, -1) @ v[keys])
+    return torch.cat(outputs), min(w, len(q))
+
+
 # %% ex-window not yet: w = 1.* relative error
 def window_attention(q, k, v, w):
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
@@ -192,7 +215,7 @@ def window_attention(q, k, v, w):
     return torch.softmax(s, -1) @ v, len(q)
 
 
-# %% ex-window not yet: room for the scores of all 1600 pairs
+# %% ex-window not yet: w = 1: a tensor of 1600 elements was formed
 def window_attention(q, k, v, w):
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     s = q @ k.T / math.sqrt(q.shape[-1])
@@ -200,7 +223,7 @@ def window_attention(q, k, v, w):
     return torch.softmax(s, -1) @ v, min(w, len(q))
 
 
-# %% ex-window not yet: token 1 has left the window
+# %% ex-window not yet: w = 1: 17600 products of two numbers
 def window_attention(q, k, v, w):
     outputs = []
     for i in range(len(q)):  # all scores, and no matrix product
@@ -211,18 +234,18 @@ def window_attention(q, k, v, w):
     return torch.stack(outputs), min(w, len(q))
 
 
-# %% ex-window not yet: w = 1: the matrix products multiply 17600 times
+# %% ex-window not yet: w = 1: 17600 products of two numbers
 def window_attention(q, k, v, w):
-    i, halves = torch.arange(len(q)), []
-    for rows in i.split(len(q) // 2):  # all scores, in two halves
+    i, parts = torch.arange(len(q)), []
+    for rows in i.split(len(q) // 4):  # all scores, in four parts
         distance = rows[:, None] - i
         s = q[rows] @ k.T / math.sqrt(q.shape[-1])
         s = s.masked_fill((distance < 0) | (distance >= w), -math.inf)
-        halves.append(torch.softmax(s, -1) @ v)
-    return torch.cat(halves), min(w, len(q))
+        parts.append(torch.softmax(s, -1) @ v)
+    return torch.cat(parts), min(w, len(q))
 
 
-# %% ex-window not yet: w = 1: the matrix products multiply 14520 times
+# %% ex-window not yet: w = 1: 14520 products of two numbers
 def window_attention(q, k, v, w):
     outputs = []
     q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))  # 9 channels
@@ -233,13 +256,23 @@ def window_attention(q, k, v, w):
     return torch.stack(outputs), min(w, len(q))
 
 
-# %% ex-window not yet: w = 1: the matrix products multiply 6680 times
+# %% ex-window not yet: w = 1: 6680 products of two numbers
 def window_attention(q, k, v, w):
     outputs = []
     for i in range(len(q)):
         s = k[: i + 1] @ q[i] / q.shape[1] ** 0.5  # the whole row
         weights = s[-w:].softmax(0)
         outputs.append(weights @ v[max(0, i - w + 1) : i + 1])
+    return torch.stack(outputs), min(w, len(q))
+
+
+# %% ex-window not yet: w = 1: 12920 products of two numbers
+def window_attention(q, k, v, w):
+    outputs = []
+    for i in range(len(q)):
+        s = (k * q[i]).sum(-1) / q.shape[1] ** 0.5  # all scores
+        near = slice(max(0, i - w + 1), i + 1)
+        outputs.append(s[near].softmax(0) @ v[near])
     return torch.stack(outputs), min(w, len(q))
 
 
@@ -477,9 +510,26 @@ def attention_backward(q, k, v, o, lam, do, block):
     dq, grads = torch.zeros_like(q), []
     parts = [x.split(6) for x in (k, v, order)]  # whatever block is
     for k_b, v_b, j in zip(*parts):
-        a = (scale * k_b @ q.T - lam).exp() * (j[:, None] <= order)
+        seen = j[:, None] <= order
+        a = torch.where(seen, scale * k_b @ q.T - lam, -math.inf).exp()
         ds = scale * a * (v_b @ do.T - (do * o).sum(-1))
         dq += ds.T @ k_b
         grads.append((ds @ q, a @ do))
     dk, dv = (torch.cat(part) for part in zip(*grads))
+    return dq, dk, dv
+
+
+# %% ex-flash-backward not yet: dq, blocks of 10: relative error
+def attention_backward(q, k, v, o, lam, do, block):
+    scale, order = q.shape[1] ** -0.5, torch.arange(len(q))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    whole = len(q) if block == 5 else len(q) - len(q) % block  # no remainder
+    for j in order[:whole].split(block):
+        seen = j <= order[:, None]
+        s = (scale * q @ k[j].T).masked_fill(~seen, -math.inf)
+        a = (s - lam[:, None]).exp()
+        dv[j] = a.T @ do
+        ds = scale * a * (do @ v[j].T - (do * o).sum(-1, keepdim=True))
+        dq += ds @ k[j]
+        dk[j] = ds.T @ q
     return dq, dk, dv
