@@ -53,6 +53,12 @@ def after_rounds(v1, v2, rho, n):
     return (rounds @ torch.stack([0 * v1, 0 * v2, v1, v2]))[:2]
 
 
+# %% ex-two-keys not yet: n = inf: the answer to k1
+def after_rounds(v1, v2, rho, n):
+    n = min(n, 10**6)  # a large number for infinity
+    return v1 + rho ** (2 * n - 1) * (v2 - rho * v1), v2
+
+
 # %% ex-growth passes
 def squared_norm(t, beta, K):
     """How far the way from nothing to the limit has been gone."""
@@ -249,6 +255,46 @@ def run_dictionary(commands, width):
     v = torch.zeros(1, len(commands), 1, width, **double)
     o, _ = fw.deltanet(q, q, v, v[..., 0], scale=1.0, initial_state=S)
     return list(o[0, gets, 0])
+
+
+# %% ex-dictionary not yet: sets write what gets read
+def run_dictionary(commands, width):
+    """Python writes what is new less what is there; nothing is erased."""
+    T, zero = len(commands), torch.zeros(width, **double)
+    k, v = (
+        torch.zeros(1, T, 1, 16, **double),
+        torch.zeros(1, T, 1, width, **double),
+    )
+    q, store = k.clone(), {}
+    for t, (kind, key, *value) in enumerate(commands):
+        q[0, t, 0, key] = 1
+        if kind != "get":
+            k[0, t, 0, key] = 1
+            new = value[0] if value else zero
+            v[0, t, 0] = new - store.get(key, zero)
+            store[key] = new
+    o, _ = fw.linear_recurrence(q, k, v, scale=1.0)
+    return [o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"]
+
+
+# %% ex-dictionary not yet: do not come from the operator
+def run_dictionary(commands, width):
+    """Deletes do nothing; Python drops what it knows to be deleted."""
+    T, eye, there, kept = len(commands), torch.eye(16, **double), set(), []
+    for kind, key, *_ in commands:
+        if kind == "set":
+            there.add(key)
+        elif kind == "delete":
+            there.discard(key)
+        kept.append(key in there)
+    k = torch.stack([eye[c[1]] for c in commands])[None, :, None]
+    zero = torch.zeros(width, **double)
+    v = torch.stack([c[2] if c[0] == "set" else zero for c in commands])
+    beta = torch.tensor([float(c[0] == "set") for c in commands], **double)
+    o, _ = fw.deltanet(k, k, v[None, :, None], beta.view(1, T, 1), scale=1.0)
+    return [
+        kept[t] * o[0, t, 0] for t, c in enumerate(commands) if c[0] == "get"
+    ]
 
 
 # %% ex-dictionary not yet: let deletes erase
