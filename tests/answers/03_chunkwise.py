@@ -496,3 +496,52 @@ def linear_chunkwise(q, k, v, S0, C):
 
     o, S = helper(q, k, v)
     return o[0, :, 0], S[0, 0]
+
+
+# %% ex-affine-scan not yet: operations outside the scan
+def affine_scan(a, b):
+    tokens = [[t] for t in range(len(a))]
+    outputs = []
+    for stretch in scans.prefix_scan(lambda x, y: x + y, tokens):
+        x = torch.zeros_like(b[0])
+        for t in stretch:
+            x = a[t] * x + b[t]
+        outputs.append(x)
+    return torch.stack(outputs)
+
+
+# %% ex-triton not yet: use tl.dot
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_k, o_v = tl.arange(0, K), tl.arange(0, V)
+    b_S = tl.zeros([K, V], dtype=tl.float32)
+    for t in range(i_t * BT, tl.minimum((i_t + 1) * BT, T)):
+        b_k, b_v = tl.load(k + t * K + o_k), tl.load(v + t * V + o_v)
+        b_S += b_k[:, None] * b_v[None, :]
+    tl.store(out + (i_t * K + o_k[:, None]) * V + o_v, b_S)
+
+
+# %% ex-chunk-backward not yet: without the library
+def chunkwise_backward(q, k, v, do, C):
+    from fastweights.reference.chunkwise_backward import (
+        chunkwise_backward as borrowed,
+    )
+
+    q, k, v, do = (x[None, :, None] for x in (q, k, v, do))
+    zero = q.new_zeros(1, 1, q.shape[-1], v.shape[-1])
+    grads = borrowed(
+        q,
+        k,
+        v,
+        None,
+        None,
+        do=do,
+        dS=None,
+        scale=1.0,
+        initial_state=zero,
+        chunk_size=C,
+    )
+    return tuple(x[0, :, 0] for x in grads[:3])
