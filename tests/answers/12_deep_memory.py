@@ -86,8 +86,8 @@ def iterations(T):
     return T + 1
 
 
-def optimum_answer(q, k, v, ridge):  # the small system of the tokens
-    small = k @ k.T + ridge * torch.eye(len(k)).to(k)
+def optimum_answer(q, k, v, ridge):  # the small system, in double precision
+    small = k @ k.T + ridge * torch.eye(len(k), **double)
     return v.T @ torch.linalg.solve(small, k @ q)
 
 
@@ -334,7 +334,7 @@ def impulse(decay, mu, n):  # one too late
     return weight, math.ceil(math.log((1 - m) / (1 - a)) / math.log(a / m))
 
 
-# %% ex-peak not yet: largest after 399999
+# %% ex-peak not yet: that much memory
 def impulse(decay, mu, n):  # a table that Footprint does not see
     import numpy as np
 
@@ -343,6 +343,23 @@ def impulse(decay, mu, n):  # a table that Footprint does not see
         return (n + 1) * a**n, int(np.argmax((i + 1) * a**i))
     weights = (a ** (i + 1) - m ** (i + 1)) / (a - m)
     return float(weights[n]), int(np.argmax(weights))
+
+
+# %% ex-peak not yet: that much memory
+def impulse(decay, mu, n):  # one coarse grid and one fine one
+    import numpy as np
+
+    a, m, width = float(decay), float(mu), 2**15
+
+    def weight(n):
+        if a == m:
+            return (n + 1.0) * a**n
+        return (a ** (n + 1.0) - m ** (n + 1.0)) / (a - m)
+
+    coarse = np.arange(0, 2**30, width)
+    near = coarse[weight(coarse).argmax()]
+    fine = np.arange(max(near - width, 0), near + width)
+    return weight(n), int(fine[weight(fine).argmax()])
 
 
 # %% ex-peak not yet: that many lines of code
