@@ -307,6 +307,16 @@ def sliding(q, k, v, w):
     return torch.cat(outputs)
 
 
+# %% ex-slide not yet: the library's operator was called
+def sliding(q, k, v, w):
+    def summed(k, v):
+        x = (x[None, :, None] for x in (q, k, v))
+        return fw.linear_attention(*x, scale=1.0, chunk_size=16)[0][0, :, 0]
+
+    gone = [torch.cat([torch.zeros_like(x[:w]), x[:-w]]) for x in (k, v)]
+    return summed(k, v) - summed(*gone)
+
+
 # %% ex-features passes
 def directions_needed(rho, eps):
     rho, eps = sp.Rational(rho), sp.Rational(str(eps))
@@ -417,6 +427,17 @@ def linear_backward(q, k, v, do):
         later, A = (v[b] @ do.T).triu(t), (k[b] @ q.T).triu(t)
         parts.append((dA @ k, later @ q, A @ do))
     return tuple(torch.cat(x) for x in zip(*parts))
+
+
+# %% ex-linear-backward not yet: the library's operator was called
+def linear_backward(q, k, v, do):
+    def summed(*x):
+        x = (y[None, :, None] for y in x)
+        return fw.linear_attention(*x, scale=1.0)[0][0, :, 0]
+
+    back_q, back_k, back_v, back_do = (x.flip(0) for x in (q, k, v, do))
+    dk = summed(back_v, back_do, back_q).flip(0)
+    return summed(do, v, k), dk, summed(back_k, back_q, back_do).flip(0)
 
 
 # %% ex-linear-backward not yet: the tensors leave PyTorch
