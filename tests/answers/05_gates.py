@@ -276,6 +276,19 @@ def strip_scores(q, k, g, c):
         chunkwise.STRIP = own
 
 
+# %% ex-strips not yet: the library's function
+def strip_scores(q, k, g, c):
+    A = torch.zeros(len(q), len(q))
+    G = g.cumsum(0)
+    for s in range(0, len(q), c):
+        n = slice(s, s + c)
+        row, column = (G[n] - G[s]).exp(), (G[s] - G[:s]).exp()
+        A[n, :s] = (row * q[n]) @ (column * k[:s]).T
+        own = (x[None, n, None] for x in (q, k, g))  # [1, c, 1, K]
+        A[n, n] = parallel.decayed_scores(*own)[0, 0]
+    return A
+
+
 # %% ex-outer passes
 def two_sided(q, k, v, g, b):
     after = b.sum(1, keepdim=True) - b.cumsum(1)  # decay up to the end
@@ -421,6 +434,15 @@ def hgrn2(q, v, g):
     k, G = 1 - g.exp(), g.cumsum(1)
     o, state = fw.gla(q, k, v, g, scale=1.0)
     return o, state, ((G[:, -1:] - G).exp() * k).sum(1)
+
+
+# %% ex-hgrn2 not yet: totals: the closed form takes no running product
+def hgrn2(q, v, g):
+    keep = g.exp()
+    o, state = fw.gla(q, 1 - keep, v, g, scale=1.0)
+    later = torch.cat([keep[:, 1:], torch.ones_like(keep[:, :1])], 1)
+    left = later.flip(1).cumprod(1).flip(1)  # of each token, at the end
+    return o, state, ((1 - keep) * left).sum(1)
 
 
 # %% ex-vector-gradient passes
