@@ -77,9 +77,9 @@ def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
 def bounded_inverse(b_Akk, b_beta, mild, PRECISION: tl.constexpr):
     """R of the lower triangular b_Akk [BT, BT], with the diagonal |k|^2.
 
-    Where every token's step beta |k|^2 is between 0 and 2, so ``mild``, the
-    inverse stays small, and fp16 has the range as well as the precision of
-    tf32.
+    ``mild``: no beta is below 0, and the largest times the largest |k|^2 is
+    about 2 at most. Then the inverse stays small, and fp16 has the range as
+    well as the precision of tf32.
     """
     if PRECISION == "tf32":
         if mild:
