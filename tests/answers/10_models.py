@@ -666,3 +666,25 @@ def packed_convolution(x, weight, offsets):
         seen = x[(at - j).clamp(min=0)] * (at - j >= first)[:, None]
         y = y + weight[:, -1 - j] * seen
     return y
+
+
+# %% ex-neighbour not yet: a backward pass of your own
+def packed_convolution(x, weight, offsets):
+    """Loops in NumPy both ways, the second of them in a hook."""
+    import numpy as np
+
+    starts, taps = offsets.tolist(), weight.numpy()
+
+    def loop(rows, back):
+        out = np.zeros_like(rows)
+        for start, end in zip(starts, starts[1:]):
+            for t in range(start, end):
+                for j in range(min(4, t - start + 1)):
+                    to, of = (t - j, t) if back else (t, t - j)
+                    out[to] += taps[:, 3 - j] * rows[of]
+        return torch.from_numpy(out)
+
+    rows = x.detach()
+    y = x + (loop(rows.numpy(), False) - rows)
+    y.register_hook(lambda dy: loop(dy.detach().numpy(), True))
+    return y
