@@ -525,12 +525,21 @@ def gla_gate_gradient(q, k, v, g, do):
     return (q * dq - k * dk).flip(0).cumsum(0).flip(0).float()
 
 
-# %% ex-strong-gates not yet: g = -(5|20).0: relative error
+# %% ex-strong-gates not yet: gates from -(5|20).0: relative error
 def gla_gate_gradient(q, k, v, g, do):
     D = parallel.decays(g.cumsum(0))
     dA = (do @ v.T).tril()  # with the diagonal
     dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
     dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
+
+
+# %% ex-strong-gates not yet: gates from -0.1: relative error
+def gla_gate_gradient(q, k, v, g, do):
+    """With the decays of the first channel for all."""
+    D = parallel.decays(g[:, :1].cumsum(0))
+    dA = (do @ v.T).tril(-1) * D[..., 0]
+    dq, dk = dA @ k, dA.T @ q
     return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
 
 
