@@ -94,7 +94,7 @@ def unit_lower_inverse(M: Square) -> Square:
 
 
 def inverse_by_blocks(M: Square) -> Square:
-    """The same by block recursion: products alone, as the kernels have it.
+    """(I + M)^{-1} by block recursion: products alone, as in the kernels.
 
     Blocks of size 1, 2, 4, ... are inverted already; two neighbours with
     the block M_21 between them join as P_21 = -P_22 M_21 P_11.
