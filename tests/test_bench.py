@@ -276,6 +276,17 @@ def test_which_shapes_a_peer_takes():
     }
 
 
+@pytest.mark.parametrize("gate", speed.GATES)
+def test_flas_safe_gate_is_used_where_the_gates_allow_it(gate):
+    rivals = {"fla": {"kda": dict, "gated_deltanet": dict}}
+    shape = speed.SHAPES["train"]
+    kda = speed.peers_for(rivals, "kda", shape, gate)["fla"]()
+    assert kda == ({"safe_gate": True} if gate in ("mild", "kept") else {})
+    plain = speed.peers_for(rivals, "gated_deltanet", shape, gate)
+    assert plain == {"fla": dict}
+    assert not speed.peers_for(rivals, "gla", shape, gate)
+
+
 def test_help_says_what_runs_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", "--help"])
     with pytest.raises(SystemExit):
@@ -325,7 +336,14 @@ def times(record):
     }
 
 
-TIMES, BESIDE = times(RECORD), times(bench.load("h200_peers"))
+TIMES, BESIDE, EARLIER = (
+    times(record)
+    for record in (
+        RECORD,
+        bench.load("h200_peers"),
+        bench.load("h200_flash_qla"),
+    )
+)
 
 
 def of_a_peers(times, peer):
@@ -385,11 +403,10 @@ def test_what_the_readme_says_of_attention_gym():
 
 def test_flashqla_beside_ours_in_one_run():
     """As far behind as against its earlier run, which has more shapes."""
-    earlier = bench.load("h200_flash_qla")
     theirs = {
-        call[:4]: seconds
-        for call, seconds in times(earlier).items()
-        if call[4] == "flash_qla"
+        tuple(call): seconds
+        for (*call, who), seconds in EARLIER.items()
+        if who == "flash_qla"
     }
     ratios = of_a_peers(BESIDE, "flash_qla")
     both = ratios.keys() & theirs.keys()
@@ -400,20 +417,19 @@ def test_flashqla_beside_ours_in_one_run():
 
 
 def test_how_much_faster_the_readme_says_that_flashqla_is():
-    theirs = {
-        (row["shape"], row["gate"]): 1e3 * row["seconds"]
-        for row in bench.load("h200_flash_qla")["rows"]
-        if (row.get("who"), row["what"]) == ("flash_qla", "forward+backward")
-    }
     text = README.partition("FlashQLA 0.1.3")[2]
     for shape, gate, words in (
         ("train", "mild", "({B} sequences of {T:,} tokens, {H} heads)"),
         ("long", "mild", "({T:,} tokens)"),
         ("long", "kept", "next to nothing"),
     ):
-        ours = both_passes("gated_deltanet", shape, gate)
-        assert theirs[shape, gate] < ours
-        found = f"{theirs[shape, gate]:.1f} ms where ours takes {ours:.1f}"
+        call = ("gated_deltanet", shape, gate, "forward+backward")
+        ours, theirs = (
+            both_passes(*call[:3]),
+            1e3 * EARLIER[*call, "flash_qla"],
+        )
+        assert theirs < ours
+        found = f"{theirs:.1f} ms where ours takes {ours:.1f}"
         found = text.partition(found)[2]
         words = words.format(**vars(speed.SHAPES[shape]))
         assert words in found.partition(".")[0]

@@ -265,6 +265,26 @@ def peer_takes(peer: str, member: str, shape: Shape, gate: str) -> bool:
     return K == V == 128
 
 
+def peers_for(
+    rivals: dict[str, dict[str, Callable[..., Any]]],
+    member: str,
+    shape: Shape,
+    gate: str,
+) -> dict[str, Callable[..., Any]]:
+    """The peers that take these inputs, each set as it is fastest on them.
+
+    ``rivals`` are the :func:`peer_functions` of each peer.
+    """
+    found = {
+        peer: theirs[member]
+        for peer, theirs in rivals.items()
+        if member in theirs and peer_takes(peer, member, shape, gate)
+    }
+    if member == "kda" and gate in BOUNDED and "fla" in found:
+        found["fla"] = functools.partial(found["fla"], safe_gate=True)
+    return found
+
+
 def passes(
     function: Callable[..., tuple[Tensor, Tensor]], x: dict[str, Tensor]
 ) -> dict[str, Callable[[], object]]:
@@ -394,13 +414,7 @@ def members(
             for gate in gates if MEMBERS[name][0] else GATES[:1]:
                 x = inputs(name, shape, gate)
                 functions = {"fastweights": getattr(fw, name)}
-                for peer, theirs in rivals.items():
-                    if name in theirs and peer_takes(peer, name, shape, gate):
-                        functions[peer] = theirs[name]
-                        if (peer, name) == ("fla", "kda") and gate in BOUNDED:
-                            functions[peer] = functools.partial(
-                                theirs[name], safe_gate=True
-                            )
+                functions |= peers_for(rivals, name, shape, gate)
                 for who, function in functions.items():
                     for what, fn in passes(function, x).items():
                         times = 3 if "backward" in what else 1
