@@ -308,6 +308,17 @@ def test_tensors_stay_in_torch():
         way(x)  # and it is allowed again
 
 
+def test_without_the_library():
+    borrowed = checks.lines_of
+    with (
+        pytest.raises(AssertionError, match="the library did it"),
+        checks.without(checks.relative_error, checks.lines_of),
+    ):
+        borrowed(len, [])
+    assert borrowed(len, []) == 0  # and it is allowed again
+    assert checks.relative_error(torch.ones(1), torch.ones(1)) == 0
+
+
 def test_lines_of_a_call():
     def doubled(n):
         total = 0

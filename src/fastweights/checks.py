@@ -305,6 +305,27 @@ def in_torch() -> AbstractContextManager[Any]:
     return mock.patch.multiple(torch.Tensor, **refused)
 
 
+def by_library(*args: Any, **kwargs: Any) -> None:
+    """What a function does that :func:`without` closes."""
+    raise AssertionError("the library did it: write it yourself")
+
+
+@contextmanager
+def without(*functions: Callable[..., Any]) -> Iterator[None]:
+    """Inside, to call one of them is refused, by any name, in any thread.
+
+    For plain functions, which refer to no variable of a function around them.
+    """
+    codes = [function.__code__ for function in functions]
+    for function in functions:
+        function.__code__ = by_library.__code__
+    try:
+        yield
+    finally:
+        for function, code in zip(functions, codes, strict=True):
+            function.__code__ = code
+
+
 def lines_of(function: Callable[..., Any], *args: Any) -> int:
     """How many lines of Python a call goes through."""
     seen: list[str] = []
