@@ -208,13 +208,13 @@ MUTANTS = {
     ),
     "plan-keeps-the-numbers-of-its-first-length": (
         PLAN,
-        "return -(-getattr(lengths, self.of) * self.times // self.per)",
-        "return -(-lengths.T * self.times // self.per)",
+        'f"-({x.of} * -{x.times} // {x.per})"',
+        'f"-(T * -{x.times} // {x.per})"',
     ),
     "plan-has-one-program-too-few": (
         PLAN,
-        "return -(-getattr(lengths, self.of) * self.times // self.per)",
-        "return getattr(lengths, self.of) * self.times // self.per",
+        'f"-({x.of} * -{x.times} // {x.per})"',
+        'f"{x.of} * {x.times} // {x.per}"',
         "test_launch.py",
     ),
     "plan-knows-no-later-length": (

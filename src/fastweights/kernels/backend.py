@@ -21,6 +21,7 @@ from fastweights.kernels.plan import (
     Schedule,
     compile_together,
     memory,
+    numbers_of,
     places,
 )
 from fastweights.kernels.settings import Kind
@@ -59,7 +60,8 @@ def empty_saved(*call: Any) -> list[Tensor]:
     kind, sizes = kind_of(given, chunk_size)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     kept = launch.kept(kind, launch.rooms(kind, dtypes(given)))
-    return memory(kept, places(kept, lengths)[-1], q, lengths)
+    lines = numbers_of(x.lines for x in kept)(*lengths)
+    return memory(kept, places(lines)[-1], q, lengths)
 
 
 def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:

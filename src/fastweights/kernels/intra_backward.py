@@ -5,8 +5,6 @@ import triton.language as tl
 
 from fastweights.kernels import gates, tile
 
-LOOK = tl.constexpr(16)  # chunks that a program of the strong kernel looks at
-
 
 @triton.jit
 def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
@@ -321,6 +319,7 @@ def intra_bwd_strong_kernel(
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
+    LOOK: tl.constexpr = META.LOOK
     dtype = do.dtype.element_ty
     o_t = tile.time_order(BT)
     first = tl.program_id(0) * LOOK

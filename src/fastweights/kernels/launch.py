@@ -16,7 +16,6 @@ import torch
 from fastweights.kernels.compose import compose_kernel
 from fastweights.kernels.intra import intra_fwd_kernel
 from fastweights.kernels.intra_backward import (
-    LOOK,
     gate_bwd_kernel,
     intra_bwd_kernel,
     intra_bwd_strong_kernel,
@@ -239,6 +238,7 @@ def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
         x.run("gate_backward", gate_bwd_kernel, Count("slots", HV))
     if kind.per_channel:
         stage = "intra_backward_strong"
-        programs = Count("slots", kind.H, LOOK.value)
+        LOOK = compiled_for(stage, kind).LOOK
+        programs = Count("slots", kind.H, LOOK)
         x.run(stage, intra_bwd_strong_kernel, programs, without, **names)
     return x.schedule(*[f"d{name}" for name in INPUTS])

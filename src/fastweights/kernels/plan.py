@@ -10,11 +10,11 @@ every tensor is :class:`Room` for so many rows, and every grid and number a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, islice
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -43,9 +43,9 @@ class Room:
     row: tuple[int, ...]
     dtype: torch.dtype
 
-    @cached_property
-    def row_bytes(self) -> int:
-        return prod(self.row) * self.dtype.itemsize
+    @property
+    def lines(self) -> Count:
+        return Count(self.of, prod(self.row) * self.dtype.itemsize, ALIGNMENT)
 
     @staticmethod
     def data_ptr() -> int:
@@ -66,21 +66,25 @@ class Count(NamedTuple):
     times: int = 1
     per: int = 1
 
-    def at(self, lengths: Lengths) -> int:
-        return -(-getattr(lengths, self.of) * self.times // self.per)
-
 
 SCALE = Count("scale")  # the number that no length decides
 
 
-def places(rooms: Iterable[Room], lengths: Lengths) -> list[Any]:
-    """Where each begins in a buffer of them all; at last, the buffer's bytes.
+def numbers_of(counts: Iterable[Count]) -> Callable[..., list[Any]]:
+    """A function from a call's lengths to these numbers.
 
-    SymInts where lengths are symbols.
+    Written out and compiled: a new length waits for it. It gives SymInts
+    where lengths are symbols.
     """
-    lines = [
-        -(-getattr(lengths, x.of) * x.row_bytes // ALIGNMENT) for x in rooms
-    ]
+    each = [f"-({x.of} * -{x.times} // {x.per})" for x in counts]
+    return eval(f"lambda {', '.join(Lengths._fields)}: [{', '.join(each)}]")
+
+
+def places(lines: Iterable[Any]) -> list[Any]:
+    """Where tensors of so many lines begin in a buffer of them all.
+
+    At last, the buffer's bytes.
+    """
     return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
 
 
@@ -187,15 +191,14 @@ class Schedule:
         arguments = [x for launch in self.launches for x in launch.arguments]
         groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
         single = dict.fromkeys(flat(arguments))
-        counts = [x for x in single if isinstance(x, Count)]
-        self.counts = [x for x in counts if x != SCALE]
+        counts = [x for x in single if isinstance(x, Count) and x != SCALE]
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
         rooms = {x.name: x for x in single if isinstance(x, Room)}
         names = [*self.given, *(x.name for x in self.results)]
         names += [x.name for x in self.kept]
         self.between = [x for x in rooms.values() if x.name not in names]
         names += [x.name for x in self.between]
-        order = [SCALE, *names, *self.counts, *self.constants, *groups]
+        order = [SCALE, *names, *counts, *self.constants, *groups]
         indices = {x: i for i, x in enumerate(order)}
 
         def pick(arguments: tuple[Any, ...]) -> itemgetter:
@@ -205,6 +208,9 @@ class Schedule:
 
         self.groups = [pick(x) for x in groups]
         self.picks = [pick(x.arguments) for x in self.launches]
+        programs = [x.programs for x in self.launches]
+        lines = [x.lines for x in (*self.kept, *self.between)]
+        self.numbers = numbers_of([*programs, *lines, *counts])
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.cached = lru_cache(maxsize=256)(self.sized)
 
@@ -221,13 +227,13 @@ class Schedule:
 
     def sized(self, lengths: Lengths) -> tuple[list, ...]:
         """What such a call runs, its places, and its numbers and constants."""
-        grids = [(x.programs.at(lengths), 1, 1) for x in self.launches]
-        kernels = zip(self.kernels, grids, self.picks, strict=True)
-        runs = [(kernel[grid], pick) for kernel, grid, pick in kernels]
-        kept = places(self.kept, lengths)
-        between = places(self.between, lengths)
-        numbers = [x.at(lengths) for x in self.counts] + self.constants
-        return runs, kept, between, numbers
+        numbers = iter(self.numbers(*lengths))
+        programs = islice(numbers, len(self.launches))
+        launches = zip(self.kernels, self.picks, programs, strict=True)
+        runs = [(kernel[n, 1, 1], pick) for kernel, pick, n in launches]
+        kept = places(islice(numbers, len(self.kept)))
+        between = places(islice(numbers, len(self.between)))
+        return runs, kept, between, [*numbers, *self.constants]
 
     def __call__(
         self,

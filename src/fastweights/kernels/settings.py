@@ -75,6 +75,14 @@ class Meta:
     parts = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
     maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
+    @property
+    def LOOK(self) -> int:
+        """Chunks of key heads that a program of a strong gate looks at.
+
+        16 of one value head each, fewer where each has many.
+        """
+        return max(1, 16 // triton.next_power_of_2(self.HV // self.H))
+
 
 def inside_options(stage: str, kind: Kind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
