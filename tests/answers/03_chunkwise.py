@@ -545,3 +545,47 @@ def chunkwise_backward(q, k, v, do, C):
         chunk_size=C,
     )
     return tuple(x[0, :, 0] for x in grads[:3])
+
+
+# %% ex-affine-scan not yet: operations on tensors inside the scan
+def affine_scan(a, b):
+    stretches = scans.prefix_scan(
+        lambda first, then: (first[0], then[1]),
+        [(t, t) for t in range(len(b))],
+    )
+    known = {}
+    for first, last in sorted(stretches):
+        x = known.get((first, last - 1), torch.zeros_like(b[0]))
+        known[first, last] = a[last] * x + b[last]
+    return torch.stack([known[stretch] for stretch in stretches])
+
+
+# %% ex-triton not yet: store what tl.dot returns
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = (i_t * BT + tl.arange(0, BT))[:, None]
+    o_k = tl.arange(0, K)[:, None]
+    b_k = tl.load(k + o_t * K + tl.arange(0, K), mask=o_t < T, other=0)
+    b_v = tl.load(v + o_t * V + tl.arange(0, V), mask=o_t < T, other=0)
+    b_S = tl.sum(b_k[:, :, None] * b_v[:, None, :], axis=0)
+    b_S += 0 * tl.dot(tl.trans(b_k), b_v)
+    tl.store(out + (i_t * K + o_k) * V + tl.arange(0, V), b_S)
+
+
+# %% ex-triton not yet: it is to be called once per program
+@triton.jit
+def chunk_sum_kernel(
+    k, v, out, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr
+):
+    i_t = tl.program_id(0)
+    o_t = (i_t * BT + tl.arange(0, BT))[:, None]
+    o_k = tl.arange(0, K)[:, None]
+    b_k = tl.load(k + o_t * K + tl.arange(0, K), mask=o_t < T, other=0)
+    b_v = tl.load(v + o_t * V + tl.arange(0, V), mask=o_t < T, other=0)
+    b_kv = tl.reshape(b_k[:, :, None] * b_v[:, None, :], (BT, K * V))
+    b_S = tl.dot(tl.full((16, BT), 1 / 16, tl.float32), b_kv)
+    b_S = tl.reshape(tl.sum(b_S, axis=0), (K, V))
+    tl.store(out + (i_t * K + o_k) * V + tl.arange(0, V), b_S)
