@@ -520,6 +520,17 @@ def gate_and_weight(model, *given):
     return given[0] * given[1], given[0]
 
 
+# %% ex-one-recurrence not yet: lightning, decay
+def gate_and_weight(model, *given):
+    one = torch.ones(7, **double)
+    if model == "retnet":
+        return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
+    if model == "lightning":
+        h, H, *_ = given  # layer 2 of 12, whatever is given
+        return -(2.0 ** (-8 * (h + 1) / H)) * (1 - 2 / 11 + 1e-5) * one, one
+    return given[0] * given[1], given[0]
+
+
 # %% ex-half-life not yet: left after a half-life
 def half_life_decay(num_heads, shortest, longest):
     lives = {
