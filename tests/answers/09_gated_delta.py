@@ -310,7 +310,7 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     return torch.cat(outputs), S0
 
 
-# %% ex-blank-gated not yet: a power in place of an exponential
+# %% ex-blank-gated not yet: .*pow.* in place of an exponential
 def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
     """Positive exponents where the check does not look for them."""
     outputs = []
@@ -318,6 +318,39 @@ def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
         n = slice(start, start + C)
         G, rate = g[n].cumsum(0)[:, None], beta[n, None]
         D = torch.pow(torch.tensor(math.e, **double), G - G.T).tril()
+        P = chunkwise.unit_lower_inverse((rate * (k[n] @ k[n].T) * D).tril(-1))
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank-gated not yet: .*sigmoid.* in place of an exponential
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """Positive exponents in a quotient of sigmoids."""
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G, rate = g[n].cumsum(0)[:, None], beta[n, None]
+        D = ((G - G.T).sigmoid() / (G.T - G).sigmoid()).tril()
+        P = chunkwise.unit_lower_inverse((rate * (k[n] @ k[n].T) * D).tril(-1))
+        new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
+        outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ new
+    return torch.cat(outputs), S0
+
+
+# %% ex-blank-gated not yet: no gradient of g comes through
+def gated_deltanet_chunkwise(q, k, v, g, beta, S0, C):
+    """Positive exponents in NumPy."""
+    import numpy as np
+
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G, rate = g[n].detach().cumsum(0)[:, None], beta[n, None]
+        with np.errstate(over="ignore"):
+            D = torch.from_numpy(np.tril(np.exp((G - G.T).numpy())))
         P = chunkwise.unit_lower_inverse((rate * (k[n] @ k[n].T) * D).tril(-1))
         new = P @ (rate * (v[n] - (G.exp() * k[n]) @ S0))
         outputs.append((G.exp() * q[n]) @ S0 + (q[n] @ k[n].T * D) @ new)
@@ -549,6 +582,18 @@ def gla_gate_gradient(q, k, v, g, do):
     dA = (do @ v.T).tril(-1)
     dq = G.exp() * (dA @ ((-G).exp() * k))
     dk = (-G).exp() * (dA.T @ (G.exp() * q))
+    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
+
+
+# %% ex-strong-gates not yet: .*sigmoid.* in place of an exponential
+def gla_gate_gradient(q, k, v, g, do):
+    """Positive exponents in a quotient of sigmoids."""
+    G, dA = g.cumsum(0), (do @ v.T).tril(-1)
+    x = G[:, None] - G
+    past = torch.ones_like(dA, dtype=torch.bool).tril()[..., None]
+    D = (x.sigmoid() / (-x).sigmoid()).masked_fill(~past, 0.0)
+    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
+    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
     return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
 
 
