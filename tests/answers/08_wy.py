@@ -174,6 +174,22 @@ def block_inverse(M):
     return P
 
 
+# %% ex-inverse not yet: keep the dtype of M
+def block_inverse(M):
+    """Powers of M after all, in fp64, in halves that a product joins."""
+    C = len(M)
+    if C <= 32:
+        P, power = torch.eye(C, **double) - M, M.double() @ M.double()
+        for _ in range(int(math.log2(C)) - 1):
+            P, power = P + P @ power, power @ power
+        return P.to(M.dtype)
+    one, two = slice(0, C // 2), slice(C // 2, C)
+    P = torch.zeros_like(M)
+    P[one, one], P[two, two] = (block_inverse(M[n, n]) for n in (one, two))
+    P[two, one] = -P[two, two] @ (M[two, one] @ P[one, one])
+    return P
+
+
 # %% ex-blank-delta passes
 def deltanet_chunkwise(q, k, v, beta, S0, C):
     """With the inverse, three products in sequence, and einsum."""
@@ -619,6 +635,41 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
     return *(torch.cat(x) for x in parts), dS
 
 
+# %% ex-full-backward not yet: operations per chunk inside the loops
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    """Everything inside the loops, mostly as sums that no product counts."""
+
+    def times(x, y):
+        return (x[:, :, None] * y[None]).sum(1)
+
+    kept, grads = [], []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        overlap, rate = times(k[n], k[n].T).tril(-1), beta[n, None]
+        P = chunkwise.unit_lower_inverse(rate * overlap)
+        new = P @ (rate * (v[n] - k[n] @ S0))
+        kept.append((n, S0, overlap, P, new))
+        S0 = S0 + k[n].T @ new
+    for n, S, overlap, P, new in kept[::-1]:
+        scores, dA = times(q[n], k[n].T).tril(), times(do[n], new.T).tril()
+        y = P.T @ (times(scores.T, do[n]) + k[n] @ dS)
+        erased = beta[n, None] * y
+        dAkk = -times(erased, new.T).tril(-1)
+        dk = times(dA.T, q[n]) + times(new, dS.T) - times(erased, S.T)
+        dbeta = y * (v[n] - times(k[n], S) - times(overlap, new))
+        grads.append(
+            (
+                times(do[n], S.T) + times(dA, k[n]),
+                dk + times(dAkk + dAkk.T, k[n]),
+                erased,
+                dbeta.sum(-1),
+            )
+        )
+        dS = dS + times(q[n].T, do[n]) - times(k[n].T, erased)
+    parts = zip(*grads[::-1], strict=True)
+    return *(torch.cat(x) for x in parts), dS
+
+
 # %% ex-binomials passes
 def identical_keys(C):
     """By counting chains, and P by the recursion that P solves."""
@@ -663,3 +714,12 @@ def identical_keys(C):
 # %% ex-binomials not yet: relative error
 def identical_keys(C):
     return math.comb(C - 2, C // 2 - 1), torch.ones(C, C).tril()
+
+
+# %% ex-binomials not yet: this solves for P
+def identical_keys(C):
+    """P by forward substitution, row by row."""
+    P = torch.eye(C, **double)
+    for i in range(1, C):
+        P[i] = P[i] - P[:i].sum(0)
+    return math.comb(C - 2, C // 2 - 1), P
