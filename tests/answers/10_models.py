@@ -204,6 +204,18 @@ def packed_convolution(x, weight, offsets):
     return y[0]
 
 
+# %% ex-neighbour not yet: library did it
+def packed_convolution(x, weight, offsets):
+    """By what the library runs on a CPU."""
+    from fastweights.reference import convolution
+
+    heads = (0, 0, 0, 0)
+    _, _, y, _ = convolution.forward(
+        x[None], weight, None, None, offsets, heads, None, False
+    )
+    return y[0]
+
+
 # %% ex-neighbour not yet: a backward pass of your own
 def packed_convolution(x, weight, offsets):
     """Loops in NumPy both ways, hidden in one operation."""
@@ -329,6 +341,17 @@ def kda_layer(w, x, heads):
     layer = layers.KimiDeltaAttention(24, heads, 8, **double)
     layer.load_state_dict(w)
     return layer(x)[0]
+
+
+# %% ex-kda-layer not yet: library did it
+def kda_layer(w, x, heads):
+    """From the parts of the library's layer."""
+    layer = layers.KimiDeltaAttention(24, heads, 8, **double)
+    layer.load_state_dict(w)
+    q, k, v, _ = layer.convolution(layer.qkv_proj(x))
+    g = layer.decay(layer.f_proj(x))
+    o, _ = fw.kda(q, k, v, g, layer.b_proj(x).sigmoid())
+    return layer.o_proj(layer.norm(o, layer.g_proj(x)))
 
 
 # %% ex-count passes
