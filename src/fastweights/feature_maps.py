@@ -45,7 +45,7 @@ def softmax(x: Input) -> Features:
     """Softmax over the channels of each vector.
 
     Shen et al. 2021 apply it to queries; their keys take the softmax over
-    positions, which no causal recurrence can.
+    positions, which is no map of one token.
     """
     return torch.softmax(x, dim=-1)
 

@@ -99,7 +99,7 @@ def through_scores(
     """What dAqk and dM give a chunk's tokens: dq, dk, dg and dbeta.
 
     dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
-    row of a score matrix gains from later gates, a column loses.
+    score decays by e^{G_i - G_j}: it adds to dG_i what it takes from dG_j.
     """
     A, x = [dAqk], [q]
     if beta is not None and dM is not None:
@@ -155,7 +155,7 @@ def scan_backward(
 
     do is the gradient of the outputs times their scale. Returns
     y = P^T dv_new (dv_new itself for the additive rule), the gradient of the
-    state that leaves each chunk, and that of the first.
+    state that leaves each chunk, and that of the state that enters the first.
     """
     ys, leaving = [], []
     chunks = each_chunk(q, k, beta, G, sum_after(g), Aqk, P, do)

@@ -101,9 +101,9 @@ def linear_attention_bidirectional(
 ) -> Outputs:
     """Every query reads every key: one K^T V, then one product per query.
 
-    The sum of value times similarity, without the normaliser; for a
-    normalised answer append a column of ones to v and divide by it. scale
-    is K**-0.5 unless given.
+    The sum of value times similarity, without the normaliser. For a
+    normalised answer append a column of ones to v and divide by the last
+    column of the result. scale is K**-0.5 unless given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = torch.einsum("bjhk,bjhv->bhkv", k, v)
