@@ -96,7 +96,10 @@ def main() -> int:
     if arguments.fresh:
         shutil.rmtree(arguments.cells, ignore_errors=True)
     folder = BOOK.parent / "chapters"
-    chapters = arguments.chapters or sorted(folder.glob("[0-9][0-9]_*.md"))
+    # The last chapters take longest: they are not left for the end.
+    chapters = arguments.chapters or sorted(
+        folder.glob("[0-9][0-9]_*.md"), reverse=True
+    )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         # Without it each kernel warns that it listens on a port.
