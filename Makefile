@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks serve
-.PHONY: oldest test test-all
+.PHONY: oldest prose test test-all types
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first that is new enough.
@@ -50,9 +50,6 @@ STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
 SCRIPTS = import sysconfig; print(sysconfig.get_path("scripts"))
 SPELLING = $(SAY) "spelling: typos" \
 	&& "$$($(PY) -c '$(SCRIPTS)')/typos" --format brief
-PROSE = $(SAY) "prose: 'per' for 'a', and grammar: harper" \
-	&& $(PY) tests/prose.py && $(MAKE) --no-print-directory build/grammar
-TYPES = $(SAY) "types: mypy" && $(PY) -m mypy
 
 help: ## list what can be made
 	@echo "Fast Weights: what can be made"
@@ -75,8 +72,7 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you changed
 	@$(STYLE)
 	@$(SPELLING)
-	@$(PROSE)
-	@$(TYPES)
+	@$(MAKE) --no-print-directory -j2 types prose
 	@$(SAY) "library: the tests of what the change touches"
 	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
@@ -85,8 +81,7 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
-	@$(PROSE)
-	@$(TYPES)
+	@$(MAKE) --no-print-directory -j2 types prose
 	@$(SAY) "library: unit tests"
 	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \
 		$(LIBRARY_TESTS)
@@ -146,7 +141,16 @@ $(OLD)/.made: $(READY)
 		"triton==3.6.*"
 	@touch $@
 
+prose: $(READY) build/grammar
+	@$(SAY) "prose: 'per' for 'a'"
+	@$(PY) tests/prose.py
+
+types: $(READY)
+	@$(SAY) "types: mypy"
+	@$(PY) -m mypy
+
 build/grammar: $(MATHJAX) book/grammar.mjs book/words.txt $(TEXTS)
+	@$(SAY) "grammar: harper"
 	@mkdir -p build
 	@node book/grammar.mjs \
 		$(if $(filter-out %.md,$?),$(TEXTS),$(filter %.md,$?))
