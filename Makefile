@@ -141,11 +141,11 @@ $(OLD)/.made: $(READY)
 		"triton==3.6.*"
 	@touch $@
 
-prose: $(READY) build/grammar
+prose: $(READY) build/grammar ## part of check: 'per' for 'a', and grammar
 	@$(SAY) "prose: 'per' for 'a'"
 	@$(PY) tests/prose.py
 
-types: $(READY)
+types: $(READY) ## part of check: mypy
 	@$(SAY) "types: mypy"
 	@$(PY) -m mypy
 
