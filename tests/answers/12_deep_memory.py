@@ -144,14 +144,19 @@ def largest_rates(C):
     return tuple(found)
 
 
-# %% ex-stale not yet: C = 2, sum: with 0.999 of the rate 2 the error grows
+# %% ex-stale not yet: C = 2, sum: just below the rate 2 the error grows
 def largest_rates(C):  # as for the delta rule
     return 2.0, 2.0
 
 
-# %% ex-stale not yet: sum: with 1.001 of the rate 1 the error does not grow
+# %% ex-stale not yet: sum: just above the rate 1 the error does not grow
 def largest_rates(C):  # where one chunk makes it right
     return 1 / C, 1.0
+
+
+# %% ex-stale not yet: C = 1, sum: just below the rate 2.001 the error grows
+def largest_rates(C):  # nearly
+    return 2.001 / C, 2.001
 
 
 # %% ex-rms-norm passes
@@ -189,6 +194,19 @@ def rms_slope(z, v, gamma, eps):  # complex steps
         y = gamma * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
         slopes.append(((y - v) ** 2).sum(-1).imag / 2e-30)
     return torch.stack(slopes, -1)
+
+
+# %% ex-rms-norm not yet: the tensors leave PyTorch
+def rms_slope(z, v, gamma, eps):  # complex steps that nobody counts
+    import numpy as np
+
+    z, v, gamma = (np.asarray(x) for x in (z, v, gamma))
+    slopes = []
+    for i in range(z.shape[-1]):
+        x = z + 1e-30j * np.eye(z.shape[-1])[i]
+        y = gamma * x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        slopes.append(((y - v) ** 2).sum(-1).imag / 2e-30)
+    return torch.from_numpy(np.stack(slopes, -1))
 
 
 # %% ex-rms-norm not yet: a formula of plain tensors
