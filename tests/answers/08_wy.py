@@ -251,6 +251,27 @@ def deltanet_chunkwise(q, k, v, beta, S0, C):
     return torch.cat(o, dim=1), S0
 
 
+# %% ex-blank-delta not yet: products with transposed keys for 19 chunks
+def deltanet_chunkwise(q, k, v, beta, S0, C):
+    """Five products per chunk, with its scores among them, keys first."""
+    o = []
+    for start in range(0, q.shape[1], C):
+        n = slice(start, start + C)
+        keys, rate = k[:, n], beta[:, n, None]
+        both = torch.cat([q[:, n], keys], dim=1)
+        found, asked = (both @ S0).chunk(2, dim=1)[::-1]
+        A, overlap = (keys @ both.mT).mT.chunk(2, dim=1)
+        new = torch.linalg.solve_triangular(
+            (rate * overlap).tril(-1),
+            rate * (v[:, n] - found),
+            upper=False,
+            unitriangular=True,
+        )
+        o.append(asked + A.tril() @ new)
+        S0 = S0 + keys.mT @ new
+    return torch.cat(o, dim=1), S0
+
+
 # %% ex-blank-delta not yet: C is to be the chunk size
 def deltanet_chunkwise(q, k, v, beta, S0, C):
     rate = beta[..., None]
@@ -666,6 +687,43 @@ def deltanet_backward(q, k, v, beta, S0, do, dS, C):
             )
         )
         dS = dS + times(q[n].T, do[n]) - times(k[n].T, erased)
+    parts = zip(*grads[::-1], strict=True)
+    return *(torch.cat(x) for x in parts), dS
+
+
+# %% ex-full-backward not yet: do not come from matrix products
+def deltanet_backward(q, k, v, beta, S0, do, dS, C):
+    """Everything inside the loops, and no product but with a state."""
+
+    def times(x, y):
+        return (x[:, :, None] * y).sum(1)
+
+    def solve(system, right, upper):
+        return torch.linalg.solve_triangular(
+            system, right, upper=upper, unitriangular=True
+        )
+
+    chunks = list(
+        zip(*(x.split(C) for x in (q, k, v, beta[:, None], do)), strict=True)
+    )
+    kept, grads = [], []
+    for _, k_n, v_n, b_n, _ in chunks:
+        overlap, lack = times(k_n, k_n.T).tril(-1), v_n - k_n @ S0
+        new = solve(b_n * overlap, b_n * lack, upper=False)
+        kept.append((S0, overlap, lack, new))
+        S0 = S0 + k_n.T @ new
+    for (q_n, k_n, _, b_n, do_n), (S, overlap, lack, new) in zip(
+        chunks[::-1], kept[::-1], strict=True
+    ):
+        dnew = times(times(q_n, k_n.T).tril().T, do_n) + k_n @ dS
+        y = solve((b_n * overlap).T, dnew, upper=True)
+        erased = b_n * y
+        dA, dM = times(do_n, new.T).tril(), -times(erased, new.T).tril(-1)
+        dk = times(dA.T, q_n) + times(new, dS.T) - times(erased, S.T)
+        dk = dk + times(dM + dM.T, k_n)
+        dbeta = (y * (lack - times(overlap, new))).sum(-1)
+        grads.append((do_n @ S.T + times(dA, k_n), dk, erased, dbeta))
+        dS = dS + q_n.T @ do_n - k_n.T @ erased
     parts = zip(*grads[::-1], strict=True)
     return *(torch.cat(x) for x in parts), dS
 
