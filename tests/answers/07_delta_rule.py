@@ -632,3 +632,16 @@ def delta_backward(S, k, v, beta, dS_next):
     grad = (new * dS_next.numpy()[..., None]).sum((0, 1))
     dS, dk, dv, dbeta = torch.tensor(grad).split(sizes)
     return dS.view(S.shape), dk, dv, dbeta[0]
+
+
+# %% ex-delta-backward not yet: dk: relative error
+def delta_backward(S, k, v, beta, dS_next):
+    """The gradient of k by differences, all entries in one small tensor."""
+    r, y = S.T @ k - v, dS_next.T @ k
+
+    def loss(keys):  # [6, K] -> [6]
+        return -beta * ((keys @ dS_next) * (keys @ S - v)).sum(-1)
+
+    eye = torch.eye(len(k), **double)
+    dk = (loss(k + eye) - loss(k - eye)) / 2
+    return dS_next - beta * torch.outer(k, y), dk, beta * y, -y @ r
