@@ -67,11 +67,12 @@ def softmax_attention_online(
     causal: bool = True,
     block_size: int = 64,
 ) -> Outputs:
-    """The same, one block of keys at a time, never the whole score matrix.
+    """Softmax attention by blocks of keys, never the whole score matrix.
 
     For each query it carries the largest score so far, the sum of
-    exponentials relative to it, and the weighted sum of values (Milakov and
-    Gimelshein 2018, algorithm 3; Dao et al. 2022).
+    exponentials relative to it (Milakov and Gimelshein 2018, algorithm 3),
+    and the weighted sum of values (Rabe and Staats 2021; Dao et al. 2022).
+    For clarity the mask is formed whole; a kernel would compute its blocks.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, Tq, H, _ = q.shape
@@ -101,7 +102,7 @@ def linear_attention_bidirectional(
 ) -> Outputs:
     """Every query reads every key: one K^T V, then one product per query.
 
-    The sum of value times similarity, without the normaliser. For a
+    The sum of value times similarity, without the denominator. For a
     normalised answer append a column of ones to v and divide by the last
     column of the result. scale is K**-0.5 unless given.
     """

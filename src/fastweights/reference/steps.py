@@ -35,7 +35,7 @@ def read(S: State, q: Key) -> Value:
 
 
 def linear(S: State, q: Key, k: Key, v: Value) -> tuple[State, Value]:
-    """Linear attention (Katharopoulos et al. 2020, eqs. 18, 20, no z)."""
+    """Linear attention: Katharopoulos et al. 2020, eqs. 18, 20 without z."""
     S = S + outer(k, v)
     return S, read(S, q)
 
@@ -152,7 +152,7 @@ def selective(
 def softmax(
     cache: tuple[Tensor, Tensor], q: Key, k: Key, v: Value
 ) -> tuple[tuple[Tensor, Tensor], Value]:
-    """Softmax attention, for contrast: its state is all keys and values.
+    """One step of softmax attention: its state is all keys and values.
 
     ``cache`` holds keys [..., n, K] and values [..., n, V] and grows by one
     row per step; scale q beforehand.
