@@ -68,8 +68,8 @@ def prefix_scan_kernel(
 ):
     """Running sums of x [G, N, E] along N, in place, BE columns each.
 
-    Inside a tile of BN rows the sum is a parallel scan, log2(BN) deep; from
-    tile to tile one row is carried.
+    Inside a tile of BN rows Triton's scan finds the sums; from tile to tile
+    one row is carried.
     """
     NE: tl.constexpr = (E + BE - 1) // BE
     i_g, i_e = tl.program_id(0) // NE, tl.program_id(0) % NE

@@ -30,7 +30,7 @@ def tile_at(
     """
     o_t = i_t * BT + tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    o_row = (i_b.to(tl.int64) * T + o_t) * H + i_h  # past 2^31 in training
+    o_row = (i_b.to(tl.int64) * T + o_t) * H + i_h  # may exceed 2^31
     mask = (o_t < T)[:, None] & (o_d < D)[None, :]
     return o_row[:, None] * D + o_d[None, :], mask
 
@@ -44,7 +44,7 @@ def state_at(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Offsets and mask of all keys of value tile i_v of state i_s."""
+    """Offsets and mask of value tile i_v of state i_s, for all its rows."""
     return tile_at(i_s, 0, 0, i_v, K, 1, V, BK, BV)
 
 

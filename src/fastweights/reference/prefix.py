@@ -29,9 +29,10 @@ def prefix_scan(
 ) -> list[Item]:
     """[a, b, c, ...] -> [a, ab, abc, ...] for an associative ``combine``.
 
-    The calls of ``combine`` inside each list are independent of each other
-    and could run at the same time: fewer than 2 n calls, in at most
-    2 log2(n) rounds (Blelloch 1990).
+    The calls that fill ``pairs`` are independent of each other and could
+    run at the same time; so are those that fill ``others``. For n items
+    that makes fewer than 2 n calls, in at most 2 log2(n) rounds (Blelloch
+    1990).
     """
     if len(items) < 2:
         return items
