@@ -271,8 +271,8 @@ def deltanet(
     """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T.
 
     The delta rule of Schlag et al. 2021, chunkwise as in Yang et al. 2024.
-    No step amplifies the state where 0 <= beta_t |k_t|^2 <= 2; unit keys
-    with beta in [0, 1] or [0, 2] are usual.
+    No step amplifies what is in the state where 0 <= beta_t |k_t|^2 <= 2;
+    unit keys with beta in [0, 1] or [0, 2] are usual.
     """
     need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, None, beta, **options)
