@@ -91,10 +91,11 @@ def momentum_sgd(
     momentum: Rate,
     g: Rate,
 ) -> tuple[Params, Params]:
-    """A running sum M of steps, M <- momentum M + rate * gradient(W).
+    """M <- momentum M + rate * gradient(W), and then W <- e^g W - M.
 
-    Then W <- e^g W - M, gradient and decay both of the old W (Titans,
-    Behrouz et al. 2025, eqs. 13 and 14, where -M is called S).
+    M is a running sum of scaled gradients. Gradient and decay are both of
+    the old W (Titans, Behrouz et al. 2025, eqs. 13 and 14, where -M is
+    called S).
     """
 
     def gather(M: Tensor, dW: Tensor) -> Tensor:
