@@ -61,11 +61,12 @@ def running_sum(g: Gates) -> Gates:
 def decayed_scores(x: Chunks, k: Chunks, G: Gates | None) -> Square:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    G is the :func:`running_sum` of the gates. No exponent is ever positive,
-    and each is rounded only as a difference. One gate per head is applied
-    to the finished scores; one gate per channel is split at the start s of
-    each strip of 16 rows, exp(G_i - G_s) exp(G_s - G_j), and taken exactly
-    inside the strip.
+    x holds queries, or keys for the scores of keys with keys. G is the
+    :func:`running_sum` of the gates. No exponent is ever positive, and each
+    is rounded only as a difference. A gate per head decays the finished
+    scores. With a gate per channel, rows go in strips of STRIP = 16. For the
+    columns before a strip the decay is split at the strip's start s,
+    exp(G_i - G_s) exp(G_s - G_j); inside the strip it is taken pair by pair.
     """
     if G is None:
         return (x @ k.mT).tril_()

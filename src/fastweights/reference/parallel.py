@@ -137,8 +137,8 @@ def decayed_scores(
 ) -> Float[Tensor, "B H T T"]:
     """A_ij = sum_d q_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    G is the running sum of the log decay g, whose width DG is 1 (a gate per
-    head) or K (a gate per key channel).
+    G is the running sum of g, the log decay. g has a width DG of 1 (a gate
+    per head) or of K (a gate per key channel). Without g nothing decays.
     """
     T = q.shape[1]
     if g is None:
