@@ -83,9 +83,10 @@ def compose(a_1, b_1, a_2, b_2):
 
 @triton.jit
 def scan_maps(b_a, b_b, b_h, REVERSE: tl.constexpr):
-    """b_h [BD, BN] after each of the maps b_a h + b_b, [BT, BD, BN] each.
+    """The state after each token, by its map h -> b_a h + b_b: [BT, BD, BN].
 
-    In the order of the tokens, or REVERSE, from the last to the first.
+    b_a, b_b [BT, BD, BN]; b_h [BD, BN]. The maps act in the order of the
+    tokens, with REVERSE from the last token to the first.
     """
     b_a, b_b = tl.associative_scan((b_a, b_b), 0, compose, reverse=REVERSE)
     return b_a * b_h[None, :, :] + b_b

@@ -71,7 +71,8 @@ def mlstm(
     """mLSTM (Beck et al. 2024, eqs. 19 to 27), scaled by e^{-m}.
 
     The state is e^{-m} times [C, n], [..., K, V + 1], and the stabilizer m,
-    [...]; g and i are the logs of the forget and the input gate.
+    [...]; g and i are the logs of the forget and the input gate. The layer
+    applies the output gate of eq. 21.
     """
     S, old_m = state
     m = torch.maximum(g + old_m, i)
@@ -121,7 +122,7 @@ def recurrence(
     g: Float[Tensor, "*lead DG"] | None = None,
     beta: PerHead | None = None,
 ) -> tuple[State, Value]:
-    """Every member above in one step: forget if gated, correct if beta.
+    """Every layer of the family in one step: forget if g, correct if beta.
 
     g is [..., 1] for a gate per head and [..., K] for a gate per key channel.
     """
@@ -142,8 +143,8 @@ def selective(
 ) -> tuple[Float[Tensor, "*lead D N"], Float[Tensor, "*lead D"]]:
     """Mamba's selective scan (Gu and Dao 2023): N numbers per channel of x.
 
-    Here values come first in the state, as in the paper. Each of its
-    entries decays on its own, by e^{dt A} with A < 0.
+    Here values come first in the state, as in the paper. Each entry of the
+    state decays on its own, by e^{dt A} with A < 0.
     """
     h = (dt[..., None] * A).exp() * h + outer(dt * x, B)
     return h, read(h.mT, C)
