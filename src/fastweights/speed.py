@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.flops import forward as chunk_flops
 from fastweights.timing import (
     DEVICE,
     DTYPE,
@@ -163,16 +164,21 @@ def published(shape: Shape, width: str) -> Tensor:
 
 
 def work(member: str, shape: Shape) -> tuple[int, int]:
-    """Bytes that a forward must move, and its FLOPs in chunks of 64."""
+    """Bytes that a forward must move, and its FLOPs in chunks of 64.
+
+    The FLOPs as :mod:`fastweights.flops` counts them.
+    """
     B, T, H, HV, K, V = shape.sizes
     width, delta = MEMBERS[member]
     size = torch.finfo(DTYPE).bits // 8
     moved = size * (2 * H * K + 2 * HV * V)
     moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
     moved += 4 * HV * delta
-    flops = 2 * CHUNK * (K + V) + 4 * K * V
-    flops += delta * (4 * CHUNK * K + 2 * CHUNK * V + 2 * K * V)
-    return B * T * moved, B * T * HV * flops
+    given = {"beta": (B, T, HV)} if delta else {"beta": None}
+    none = dict.fromkeys(("g", "initial_state", "cu_seqlens"))
+    q, v = (B, T, H, K), (B, T, HV, V)
+    flops = chunk_flops(q, q, v, **given, **none, scale=1, chunk_size=CHUNK)
+    return B * T * moved, flops
 
 
 def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
