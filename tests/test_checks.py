@@ -245,6 +245,11 @@ def test_exponentials_are_counted():
         with checks.Exponentials() as found:
             getattr(torch.full((4,), 2.0), name)()
         assert found.count == 4 and found.largest == pytest.approx(2)
+    with checks.Exponentials() as others:
+        torch.pow(math.e, torch.ones(2)) * torch.ones(2).exp()
+        torch.ones(2).sigmoid_() + torch.logaddexp(*torch.ones(2, 2))
+    assert others.imitated == {"pow", "sigmoid_", "logaddexp"}
+    assert others.count == 2 and not found.imitated
 
 
 def dual(x):

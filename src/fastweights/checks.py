@@ -172,15 +172,23 @@ class Footprint(_Watch):
 class Exponentials(_Watch):
     """Watch what is exponentiated inside the ``with`` block.
 
-    count: how many numbers; largest: the greatest exponent, -inf at first.
+    count: how many numbers; largest: the greatest exponent, -inf at first;
+    imitated: the operations that an exponential can be made of, whose
+    exponents are not seen.
     """
+
+    IMITATIONS = ("pow", "sigm", "tanh", "sinh", "cosh", "softmax")
+    IMITATIONS += ("softplus", "silu", "addexp", "sumexp")
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.largest = -math.inf
+        self.imitated: set[str] = set()
 
     def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        if any(other in name for other in self.IMITATIONS):
+            self.imitated.add(name)
         inverse = {"exp": torch.log, "exp2": torch.log2, "expm1": torch.log1p}
         if name.rstrip("_") in inverse and args[0].numel():
             # In place, the exponent is gone and its exponential there.

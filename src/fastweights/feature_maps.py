@@ -137,7 +137,7 @@ class PositiveRandom(RandomFeatures):
 
     phi(x) = R^{-1/2} exp(w_r . x - |x|^2 / 2), so that phi(q) . phi(k) has
     mean exp(q . k) and every term is positive (Choromanski et al. 2021,
-    lemma 1). Their relative error is largest where the similarity is.
+    lemma 1). The longer q + k is, the larger is their relative error.
 
     directions: [R, K]; the result has R channels.
     """

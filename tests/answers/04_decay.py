@@ -497,7 +497,7 @@ def gated_chunkwise(q, k, v, g, S0, C):
     return torch.cat(outputs), S0
 
 
-# %% ex-gated-chunk not yet: decays by exp2_
+# %% ex-gated-chunk not yet: a positive exponent
 def gated_chunkwise(q, k, v, g, S0, C):
     outputs = []
     for start in range(0, len(q), C):
