@@ -217,6 +217,27 @@ def delta_product(q, k, v, g, beta, initial_state):  # scaled as a call is
     return tuple(x * o / told for x in run)
 
 
+# %% ex-serve-delta-product not yet: not those of the library's run
+def delta_product(q, k, v, g, beta, initial_state):  # a call that only reads
+    S, states = initial_state, []
+    for t in range(q.shape[1]):
+        inputs = (x[:, t] for x in (q, k, v, g, beta))
+        S, _ = beyond.delta_product(S, *inputs)
+        states.append(S)
+    S = torch.stack(states, 1)
+    q, none = (x.flatten(0, 1)[:, None] for x in (q, 0 * q))
+    o, _ = fw.gated_deltanet(
+        q,
+        none,
+        none[..., :1].expand(-1, -1, -1, v.shape[-1]),
+        none[..., 0],
+        none[..., 0],
+        scale=1.0,
+        initial_state=S.flatten(0, 1),
+    )
+    return o.reshape(*v.shape[:3], -1), S[:, -1]
+
+
 # %% ex-serve-delta-product not yet: ran 5 times
 def delta_product(q, k, v, g, beta, initial_state):  # a call per token
     state, outputs = initial_state, []

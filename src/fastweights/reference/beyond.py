@@ -31,8 +31,9 @@ def rwkv7(
 ) -> tuple[State, Value]:
     """RWKV-7 (Peng et al. 2025): decay and erase the same old state.
 
-    kappa is a key of unit length of its own, a in [0, 1]^K how much of it is
-    erased. Needs two vectors more, one that erases and one that reads for it.
+    What kappa, a key of unit length, reads is erased under a * kappa, with a
+    in [0, 1]^K. The library would need two more vectors, kappa to read and
+    -a * kappa to write.
     """
     erased = outer(a * kappa, read(S, kappa))
     S = g.exp()[..., None] * S - erased + outer(k, v)
@@ -47,9 +48,10 @@ def delta_product(
     g: PerHead,
     beta: Float[Tensor, "*lead n"],
 ) -> tuple[State, Value]:
-    """DeltaProduct (Siems et al. 2025): n delta steps per token.
+    """Gated DeltaProduct (Siems et al. 2025): n delta steps per token.
 
-    Needs nothing: n tokens for each, the gate on the first, read at the last.
+    g = 0 is DeltaProduct. The library needs nothing new: it runs n tokens in
+    place of each, decays before the first, and the last one's output counts.
     """
     S = g.exp()[..., None, None] * S
     for i in range(k.shape[-2]):
@@ -62,8 +64,8 @@ def gdn2(
 ) -> tuple[State, Value]:
     """Gated DeltaNet-2 (2026): erase and write by strengths per channel.
 
-    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. Needs a
-    second key, b * k, for what is erased.
+    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. The
+    library would need a second key, b * k, which reads what is erased.
     """
     S = g.exp()[..., None] * S
     S = S + outer(k, w * v - read(S, b * k))
@@ -75,8 +77,9 @@ def comba(
 ) -> tuple[State, Value]:
     """Comba (Hu et al. 2025): what is erased is what another key reads.
 
-    p is a fraction of k in the paper. The published kernels read before they
-    decay: for that pass e^{-g} p in place of p. Needs p as a second key.
+    p is a fraction of k in the paper, and reads the state before the decay.
+    Here it reads after the decay: to get the paper's recurrence, give
+    e^{-g} p as p. The library would need p as a second key.
     """
     S = g.exp()[..., None, None] * S
     S = S + outer(k, beta[..., None] * (v - read(S, p)))
@@ -92,13 +95,13 @@ def mamba3(
     g: PerHead,
     share: PerHead,
 ) -> tuple[tuple[State, Key, Value], Value]:
-    """Mamba-3 (2026): a step writes between the last token and this one.
+    """Mamba-3 (2026): a step writes the last token and this one.
 
     The trapezoidal rule, with dt the step size, g = -A dt for a rate A > 0,
     and a learned share in [0, 1] of the new end; 1 is Mamba-2. q and k come
     turned by the running sum of their angles, as rotary positions turn them.
-    Needs two writes per token: tokens k, v once more, one later, with other
-    strengths.
+    The library needs nothing new: a second run has k and v one token late,
+    with strengths of its own, and the outputs are added.
     """
     S, k_last, v_last = state
     old, new = (1 - share) * dt * g.exp(), share * dt
@@ -117,11 +120,12 @@ def log_linear(
 ) -> tuple[tuple[Float[Tensor, "*lead L K V"], int], Value]:
     """Log-linear attention (Guo et al. 2025): a state per bucket of the past.
 
-    Level 0 is the token itself, level l the 2^(l-1) tokens of the l-th bit
-    of its number t, as in a Fenwick tree: near ones finely, far ones
-    coarsely. Each level has a weight of the token's own. L levels do for
-    2^(L-1) tokens. The state starts at zeros and t = 0. Needs a state per
-    level: the prefix scan's tree, kept.
+    Level 0 holds token t itself. If the l-th bit of t from the right is 1,
+    level l holds a bucket of 2^(l-1) tokens, as in a Fenwick tree: small
+    buckets near t, large ones far away. ``weights`` are those of the token
+    that reads, one per level. L levels are enough for 2^(L-1) tokens. The
+    state starts with zeros and t = 0. The library would need a state per
+    level.
     """
     S, t = state
     low = (t & -t).bit_length()  # the lowest bit of t that is 1, from 1 on
@@ -142,12 +146,12 @@ def path(
     w: Key,
     beta: PerHead,
 ) -> tuple[tuple[Tensor, Tensor], Value]:
-    """PaTH attention (Yang et al. 2025): keys turned by what comes after.
+    """PaTH attention (Yang et al. 2025): later tokens change earlier keys.
 
     Softmax attention in which token t multiplies all keys before it by
     I - beta_t w_t w_t^T: positions that depend on the data. ``cache`` is that
-    of :func:`fastweights.reference.steps.softmax`; scale q beforehand. Needs
-    chapter 8's inverse, in softmax attention.
+    of :func:`fastweights.reference.steps.softmax`; scale q beforehand. The
+    library would need a cache.
     """
     keys, values = cache
     along = torch.einsum("...nk,...k->...n", keys, w)
@@ -173,9 +177,10 @@ def atlas(
     The gradient of sum_i strength_i |S^T k_i - v_i|^2 / 2 over the window
     goes into a running sum, and that, orthogonalised, into the weights
     (signs as in the paper's appendix; here the model is a matrix, there a
-    network of polynomials of k). Without ``orthogonal`` it is OmegaNet. The
-    state is S, the sum M, and the window's keys, values and strengths, which
-    start empty. Needs a window of tokens beside S.
+    network of polynomials of k). The paper's OmegaNet takes the plain
+    gradient step: momentum 0, and no ``orthogonal``. The state is S, the sum
+    M, and the window's keys, values and strengths, which start empty. The
+    library would need a window of tokens beside S.
     """
     S, M, keys, values, strengths = state
     keys = torch.cat([keys, k[..., None, :]], -2)[..., -window:, :]
