@@ -177,8 +177,18 @@ class Exponentials(_Watch):
     exponents are not seen.
     """
 
-    IMITATIONS = ("pow", "sigm", "tanh", "sinh", "cosh", "softmax")
-    IMITATIONS += ("softplus", "silu", "addexp", "sumexp")
+    IMITATIONS = (
+        "pow",
+        "sigm",
+        "tanh",
+        "sinh",
+        "cosh",
+        "softmax",
+        "softplus",
+        "silu",
+        "addexp",
+        "sumexp",
+    )
 
     def __init__(self) -> None:
         super().__init__()
