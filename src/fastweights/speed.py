@@ -174,10 +174,8 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved = size * (2 * H * K + 2 * HV * V)
     moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
     moved += 4 * HV * delta
-    given = {"beta": (B, T, HV)} if delta else {"beta": None}
-    none = dict.fromkeys(("g", "initial_state", "cu_seqlens"))
-    q, v = (B, T, H, K), (B, T, HV, V)
-    flops = chunk_flops(q, q, v, **given, **none, scale=1, chunk_size=CHUNK)
+    q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
+    flops = chunk_flops(q, q, v, None, beta, None, None, 1.0, CHUNK)
     return B * T * moved, flops
 
 
