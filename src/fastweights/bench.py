@@ -4,6 +4,7 @@ members     every member, forward and backward, in multiples of the floor
             (:mod:`fastweights.speed`); with --peer fla beside its own
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
+chunks      forward of linear attention and of the delta rule, by chunk size
 decode      one more token: softmax over its cache, linear over its state
 
 On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
@@ -89,7 +90,9 @@ def crossover() -> Iterator[Row]:
                 yield {"form": form, **shape, "seconds": seconds}
 
 
-def _forms(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable]:
+def _forms(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int = 64
+) -> dict[str, Callable]:
     """Causal attention in each form; the kernels only where they compile."""
     q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
@@ -97,15 +100,40 @@ def _forms(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable]:
         "softmax": lambda: F.scaled_dot_product_attention(
             q_h, k_h, v_h, is_causal=True
         ),
-        "chunkwise": lambda: fw.linear_attention(q, k, v, backend="chunkwise"),
+        "chunkwise": lambda: fw.linear_attention(
+            q, k, v, backend="chunkwise", chunk_size=chunk_size
+        ),
     }
     if ON_GPU:
         from fastweights.kernels.linear import scan
         from fastweights.kernels.prefix import parallel_scan
 
-        forms["scan"] = lambda: scan(q, k, v, scale=scale)
-        forms["parallel_scan"] = lambda: parallel_scan(q, k, v, scale=scale)
+        for fn in (scan, parallel_scan):
+            forms[fn.__name__] = functools.partial(
+                fn, q, k, v, scale=scale, chunk_size=chunk_size
+            )
     return forms
+
+
+def chunks() -> Iterator[Row]:
+    """Forward time by tokens per chunk, the GPU filled by B H sequences."""
+    B, T, H = (8, 8192, 16) if ON_GPU else (1, 2048, 2)
+    for D in (64, 128) if ON_GPU else (64,):
+        q, k, v = (
+            torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
+        )
+        k = F.normalize(k, dim=-1)
+        beta = torch.rand(B, T, H, device=DEVICE).to(DTYPE)
+        for C in (16, 32, 64):
+            forms = _forms(q, k, v, C)
+            del forms["softmax"]
+            forms["delta_rule"] = functools.partial(
+                fw.delta_rule, q, k, v, beta, chunk_size=C
+            )
+            for form, fn in forms.items():
+                shape = {"B": B, "T": T, "H": H, "D": D, "C": C}
+                seconds = timeit(fn, repeats=20 if ON_GPU else 3)
+                yield {"form": form, **shape, "seconds": seconds}
 
 
 def decode() -> Iterator[Row]:
@@ -139,7 +167,12 @@ def decode() -> Iterator[Row]:
         yield row | {"seconds": timeit(attend)}
 
 
-CASES = {"ceilings": ceilings, "crossover": crossover, "decode": decode}
+CASES = {
+    "ceilings": ceilings,
+    "crossover": crossover,
+    "chunks": chunks,
+    "decode": decode,
+}
 
 
 def environment() -> dict[str, str | None]:
