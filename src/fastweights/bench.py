@@ -127,8 +127,8 @@ def chunks() -> Iterator[Row]:
         for C in (16, 32, 64):
             forms = _forms(q, k, v, C)
             del forms["softmax"]
-            forms["delta_rule"] = functools.partial(
-                fw.delta_rule, q, k, v, beta, chunk_size=C
+            forms["deltanet"] = functools.partial(
+                fw.deltanet, q, k, v, beta, chunk_size=C
             )
             for form, fn in forms.items():
                 shape = {"B": B, "T": T, "H": H, "D": D, "C": C}
