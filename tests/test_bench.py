@@ -49,7 +49,7 @@ def test_unknown_case(monkeypatch):
         bench.main()
 
 
-RECORDS = ("ceilings", "crossover", "decode")
+RECORDS = ("ceilings", "crossover", "chunks", "decode")
 
 
 @pytest.mark.parametrize("case", RECORDS)
