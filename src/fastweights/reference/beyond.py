@@ -2,8 +2,8 @@
 
 As in :mod:`fastweights.reference.steps`: S is [..., K, V], g the log of a
 decay, per head [...] or per key channel [..., K], and every step reads what
-it has written. Papers keep the transpose of S. What the library's recurrence
-would need to serve each of them stands in its docstring.
+it has written. Papers keep the transpose of S. Chapter 13 lists what the
+library's recurrence lacks to run each of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def rwkv7(
     """RWKV-7 (Peng et al. 2025): decay and erase the same old state.
 
     What kappa, a key of unit length, reads is erased under a * kappa, with a
-    in [0, 1]^K. The library would need two more vectors, kappa to read and
-    -a * kappa to write.
+    in [0, 1]^K. Two vectors read, q and kappa, and two are written, k and
+    -a * kappa.
     """
     erased = outer(a * kappa, read(S, kappa))
     S = g.exp()[..., None] * S - erased + outer(k, v)
@@ -50,8 +50,8 @@ def delta_product(
 ) -> tuple[State, Value]:
     """Gated DeltaProduct (Siems et al. 2025): n delta steps per token.
 
-    g = 0 is DeltaProduct. The library needs nothing new: it runs n tokens in
-    place of each, decays before the first, and the last one's output counts.
+    g = 0 is DeltaProduct. The same as n tokens of Gated DeltaNet, of which
+    only the first decays and only the last is read.
     """
     S = g.exp()[..., None, None] * S
     for i in range(k.shape[-2]):
@@ -64,8 +64,8 @@ def gdn2(
 ) -> tuple[State, Value]:
     """Gated DeltaNet-2 (2026): erase and write by strengths per channel.
 
-    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. The
-    library would need a second key, b * k, which reads what is erased.
+    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. A second
+    key, b * k, reads what is erased.
     """
     S = g.exp()[..., None] * S
     S = S + outer(k, w * v - read(S, b * k))
@@ -79,7 +79,7 @@ def comba(
 
     p is a fraction of k in the paper, and reads the state before the decay.
     Here it reads after the decay: to get the paper's recurrence, give
-    e^{-g} p as p. The library would need p as a second key.
+    e^{-g} p as p.
     """
     S = g.exp()[..., None, None] * S
     S = S + outer(k, beta[..., None] * (v - read(S, p)))
@@ -100,8 +100,7 @@ def mamba3(
     The trapezoidal rule, with dt the step size, g = -A dt for a rate A > 0,
     and a learned share in [0, 1] of the new end; 1 is Mamba-2. q and k come
     turned by the running sum of their angles, as rotary positions turn them.
-    The library needs nothing new: a second run has k and v one token late,
-    with strengths of its own, and the outputs are added.
+    Each token's k and v are written once more, one token later.
     """
     S, k_last, v_last = state
     old, new = (1 - share) * dt * g.exp(), share * dt
@@ -124,8 +123,7 @@ def log_linear(
     level l holds a bucket of 2^(l-1) tokens, as in a Fenwick tree: small
     buckets near t, large ones far away. ``weights`` are those of the token
     that reads, one per level. L levels are enough for 2^(L-1) tokens. The
-    state starts with zeros and t = 0. The library would need a state per
-    level.
+    state starts with zeros and t = 0.
     """
     S, t = state
     low = (t & -t).bit_length()  # the lowest bit of t that is 1, from 1 on
@@ -150,8 +148,7 @@ def path(
 
     Softmax attention in which token t multiplies all keys before it by
     I - beta_t w_t w_t^T: positions that depend on the data. ``cache`` is that
-    of :func:`fastweights.reference.steps.softmax`; scale q beforehand. The
-    library would need a cache.
+    of :func:`fastweights.reference.steps.softmax`; scale q beforehand.
     """
     keys, values = cache
     along = torch.einsum("...nk,...k->...n", keys, w)
@@ -179,8 +176,7 @@ def atlas(
     (signs as in the paper's appendix; here the model is a matrix, there a
     network of polynomials of k). The paper's OmegaNet takes the plain
     gradient step: momentum 0, and no ``orthogonal``. The state is S, the sum
-    M, and the window's keys, values and strengths, which start empty. The
-    library would need a window of tokens beside S.
+    M, and the window's keys, values and strengths, which start empty.
     """
     S, M, keys, values, strengths = state
     keys = torch.cat([keys, k[..., None, :]], -2)[..., -window:, :]
