@@ -439,6 +439,13 @@ def survivor():
     return key, torch.zeros(2), g, start
 
 
+# %% ex-survive not yet: beta is NaN
+def survivor():
+    g = torch.tensor([[-20.0, -20.0]], **double)
+    key, start = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]])
+    return key, torch.tensor([math.nan]), g, start
+
+
 # %% ex-gated-segment passes
 def gated_segment(k, v, g, beta, eps):
     """One call for both, and the bound as a product of numbers."""
