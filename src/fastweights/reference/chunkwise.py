@@ -61,7 +61,7 @@ def running_sum(g: Gates) -> Gates:
 def decayed_scores(x: Chunks, k: Chunks, G: Gates | None) -> Square:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    x holds queries, or keys for the scores of keys with keys. G is the
+    x holds queries, or, for the delta rule, keys. G is the
     :func:`running_sum` of the gates. No exponent is ever positive, and each
     is rounded only as a difference. A gate per head decays the finished
     scores. With a gate per channel, rows go in strips of STRIP = 16. For the
@@ -117,8 +117,8 @@ def intra(
 ) -> tuple[Gates | None, Square, Square | None]:
     """Inside each chunk: running gates G, scores Aqk, inverse P.
 
-    P = (I + Diag(beta) Akk)^{-1} is None for the additive rule. beta is
-    [B, N, H, C, 1].
+    G is None without gates. P = (I + Diag(beta) Akk)^{-1}, with Akk strictly
+    lower triangular, is None for the additive rule. beta is [B, N, H, C, 1].
     """
     G = exact = None
     if g is not None:
