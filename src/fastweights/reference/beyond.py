@@ -99,7 +99,7 @@ def mamba3(
 
     The trapezoidal rule, with dt the step size, g = -A dt for a rate A > 0,
     and a learned share in [0, 1] of the new end; 1 is Mamba-2. q and k come
-    turned by the running sum of their angles, as rotary positions turn them.
+    turned back by the running sum of their angles, as in rotary positions.
     Each token's k and v are written once more, one token later.
     """
     S, k_last, v_last = state
