@@ -153,7 +153,7 @@ def scan_backward(
 ) -> tuple[Chunks, States, State]:
     """From the last chunk to the first, carrying the state's gradient.
 
-    do is the gradient of the outputs times their scale. Returns
+    do is scale times the gradient of the outputs. Returns
     y = P^T dv_new (dv_new itself for the additive rule), the gradient of the
     state that leaves each chunk, and that of the state that enters the first.
     """
