@@ -111,6 +111,18 @@ def normalised_step(S, k, v, rate, eps):
     return S - rate * torch.outer(k, S.T @ k - v) / (k @ k)
 
 
+# %% ex-nlms not yet: at rate 0.3 and no epsilon, the state: relative error
+def normalised_step(S, k, v, rate, eps):
+    step = rate if eps else 1.0
+    return S - step * torch.outer(k, S.T @ k - v) / (k @ k + eps)
+
+
+# %% ex-nlms not yet: rate 1, the state: relative error
+def normalised_step(S, k, v, rate, eps):
+    eps = 0.0 if rate == 1 else eps
+    return S - rate * torch.outer(k, S.T @ k - v) / (k @ k + eps)
+
+
 # %% ex-own-layer passes
 def robust_layer(q, k, v, rate):
     def loss(prediction, target):
