@@ -80,14 +80,21 @@ def crossover() -> Iterator[Row]:
         for T in (2**i for i in lengths):
             B = tokens // T
             shape = {"B": B, "T": T, "H": H, "D": D}
-            q, k, v = (
-                torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE)
-                for _ in "qkv"
-            )
-            k = F.normalize(k, dim=-1)
-            for form, fn in _forms(q, k, v).items():
-                seconds = timeit(fn, repeats=20 if ON_GPU else 3)
-                yield {"form": form, **shape, "seconds": seconds}
+            yield from _timed(_forms(*_inputs(**shape)), shape)
+
+
+def _inputs(B: int, T: int, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, unit k and v, drawn at random."""
+    q, k, v = (
+        torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
+    )
+    return q, F.normalize(k, dim=-1), v
+
+
+def _timed(forms: dict[str, Callable], shape: Row) -> Iterator[Row]:
+    for form, fn in forms.items():
+        seconds = timeit(fn, repeats=20 if ON_GPU else 3)
+        yield {"form": form, **shape, "seconds": seconds}
 
 
 def _forms(
@@ -119,10 +126,7 @@ def chunks() -> Iterator[Row]:
     """Forward time by tokens per chunk, the GPU filled by B H sequences."""
     B, T, H = (8, 8192, 16) if ON_GPU else (1, 2048, 2)
     for D in (64, 128) if ON_GPU else (64,):
-        q, k, v = (
-            torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
-        )
-        k = F.normalize(k, dim=-1)
+        q, k, v = _inputs(B, T, H, D)
         beta = torch.rand(B, T, H, device=DEVICE).to(DTYPE)
         for C in (16, 32, 64):
             forms = _forms(q, k, v, C)
@@ -130,10 +134,7 @@ def chunks() -> Iterator[Row]:
             forms["deltanet"] = functools.partial(
                 fw.deltanet, q, k, v, beta, chunk_size=C
             )
-            for form, fn in forms.items():
-                shape = {"B": B, "T": T, "H": H, "D": D, "C": C}
-                seconds = timeit(fn, repeats=20 if ON_GPU else 3)
-                yield {"form": form, **shape, "seconds": seconds}
+            yield from _timed(forms, {"B": B, "T": T, "H": H, "D": D, "C": C})
 
 
 def decode() -> Iterator[Row]:
