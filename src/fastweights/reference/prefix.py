@@ -29,10 +29,10 @@ def prefix_scan(
 ) -> list[Item]:
     """[a, b, c, ...] -> [a, ab, abc, ...] for an associative ``combine``.
 
-    The calls that fill ``pairs`` are independent of each other and could
-    run at the same time; so are those that fill ``others``. For n items
-    that makes fewer than 2 n calls, in at most 2 log2(n) rounds (Blelloch
-    1990).
+    The calls that fill ``pairs`` do not need each other's results and could
+    run at the same time: they are one round. Those that fill ``others`` are
+    another. For n items that makes fewer than 2 n calls of ``combine``, in
+    at most 2 log2(n) rounds.
     """
     if len(items) < 2:
         return items
