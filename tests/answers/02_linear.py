@@ -74,7 +74,7 @@ taken_back = [[[11, 3, 5], [8, 14, 20]], [13, 5, 3], [0, 1.25], [1.6, 0]]
 taken_back = [[[11, 3, 5], [8, 4, 0]], [10, 5, 0], [0, 1.25], [1.6, 0]]
 
 
-# %% ex-by-hand not yet: your query: \[13.*right angles to k_1
+# %% ex-by-hand not yet: your query: \[13.*orthogonal to k_1
 taken_back = [[[11, 3, 5], [8, 4, 0]], [13, 5, 3], [0.6, 0.8], [1.6, 0]]
 
 

@@ -25,7 +25,7 @@ PerHead = Float[Tensor, "*lead"]
 
 
 def outer(k: Key, v: Value) -> State:
-    """k v^T: the matrix that answers v to the query k / |k|^2."""
+    """k v^T, from which the query k / |k|^2 reads v."""
     return k[..., :, None] * v[..., None, :]
 
 
