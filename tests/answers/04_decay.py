@@ -552,3 +552,9 @@ def gated_chunkwise(q, k, v, g, S0, C):
         S0 = torch.addcmul(write, decay, S0)
         states.append(S0)
     return (q[:, :, None] * torch.stack(states)).sum(1), S0
+
+
+# %% ex-half-life not yet: left after a half-life
+def half_life_decay(num_heads, shortest, longest):
+    step = torch.linspace(0, 1, num_heads, **double)
+    return -math.log(2) / (shortest * (longest / shortest) ** step).round()

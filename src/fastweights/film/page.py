@@ -23,12 +23,12 @@ MAX_MOMENTS = 8
 PANELS = (
     "Each panel: the token's value v above the state S, its key k beside it; "
     "a dark cell with a minus is negative. Below, a bar per token: how much "
-    "of its value the state answers to its key; at 1 all of it, below the "
-    "line its opposite."
+    "of its value the state answers to its key; at 1 all of it, below 0 its "
+    "opposite."
 )
 LINES = (
-    " The line across a bar is what decay alone has left; what differs from "
-    "it was added by the other tokens."
+    " The line across a bar is what decay alone has left; the difference "
+    "comes from the other tokens."
 )
 DIGITS = 4  # significant ones, of the numbers that the page carries
 
