@@ -122,7 +122,7 @@ def recurrence(
     g: Float[Tensor, "*lead DG"] | None = None,
     beta: PerHead | None = None,
 ) -> tuple[State, Value]:
-    """Every layer of the family in one step: forget if g, correct if beta.
+    """One step of the whole family: forget if g, correct if beta.
 
     g is [..., 1] for a gate per head and [..., K] for a gate per key channel.
     """
