@@ -22,7 +22,7 @@ MAX_WIDTH = 16
 MAX_MOMENTS = 8
 PANELS = (
     "Each panel: the token's value v above the state S, its key k beside it; "
-    "a dark cell with a minus is negative. Below, a bar per token: how much "
+    "a cell with a minus is negative. Below, a bar per token: how much "
     "of its value the state answers to its key; at 1 all of it, below 0 its "
     "opposite."
 )
