@@ -564,3 +564,10 @@ def vector_gate_gradient(q, k, dq, dk):
 def vector_gate_gradient(q, k, dq, dk):
     dG = q * dq + k * dk
     return dG.flip(1).cumsum(1).flip(1)
+
+
+# %% ex-safe-chunk not yet: overflows
+def safe_chunk(g_min, dtype):
+    limit = 11.9 if dtype == torch.float16 else 99  # 11.1 and 88.7
+    tokens = limit / -g_min
+    return None if tokens < 1 else 2 ** int(math.log2(tokens))
