@@ -188,6 +188,8 @@ class Exponentials(_Watch):
         "silu",
         "addexp",
         "sumexp",
+        "ldexp",
+        "matrix_exp",
     )
 
     def __init__(self) -> None:

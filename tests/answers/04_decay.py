@@ -420,6 +420,18 @@ def gated_chunkwise(q, k, v, g, S0, C):
     return torch.cat(outputs), S0
 
 
+# %% ex-gated-chunk not yet: decays by ldexp
+def gated_chunkwise(q, k, v, g, S0, C):
+    outputs = []
+    for start in range(0, len(q), C):
+        n = slice(start, start + C)
+        G = g[n].cumsum(0)[:, None]
+        D = torch.ldexp(torch.ones_like(G), (G - G.T) / math.log(2)).tril()
+        outputs.append(G.exp() * q[n] @ S0 + (q[n] @ k[n].T * D) @ v[n])
+        S0 = G[-1].exp() * S0 + ((G[-1] - G).exp() * k[n]).T @ v[n]
+    return torch.cat(outputs), S0
+
+
 # %% ex-doubling not yet: do not form all pairs of tokens
 def states_by_doubling(a, b):
     T = len(a)

@@ -713,6 +713,19 @@ def leaks(layer, T, D):  # one argument per token, and its first channel
     return False
 
 
+# %% ex-leak not yet: through q, token 2 leaks to output 1, 6 tokens: got Fal
+def leaks(layer, T, D):  # the same to all channels, blind to a difference
+    x = torch.randn(3, 1, T, 1, D, **double)
+    for t in range(1, T):
+        y = x.clone()
+        y[:, :, t:] += 1.0
+        if not torch.allclose(
+            layer(*y)[:, :t], layer(*x)[:, :t], rtol=1e-9, atol=1e-12
+        ):
+            return True
+    return False
+
+
 # %% ex-leak not yet: causal, 7 tokens: got True, need False
 def leaks(layer, T, D):  # by its name
     return layer.__name__ not in ("causal", "network_memory")
