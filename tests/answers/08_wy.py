@@ -412,7 +412,11 @@ def segment_map(k, v, beta):
     )
     _, S = fw.deltanet(k, k, V, beta, initial_state=start[None])
     _, B = fw.deltanet(k, k, v, beta)
-    return S[0, ..., v.shape[-1] :], B[0]
+    return (
+        S[0, ..., v.shape[-1] :],
+        B[0],
+        k.shape[-1] * (k.shape[-1] + v.shape[-1]),
+    )
 
 
 # %% ex-two-gpus-delta not yet: relative error
@@ -420,7 +424,7 @@ def segment_map(k, v, beta):
     eye = torch.eye(k.shape[-1], dtype=k.dtype).expand(1, k.shape[2], -1, -1)
     _, B = fw.deltanet(k, k, v, beta)
     _, Phi = fw.deltanet(k, k, k, beta, initial_state=eye)  # values not zero
-    return Phi[0], B[0]
+    return Phi[0], B[0], 60
 
 
 # %% ex-two-gpus-delta passes
@@ -431,7 +435,19 @@ def segment_map(k, v, beta):
     start = k.new_zeros(1, H, D, V.shape[-1])
     start[..., v.shape[-1] :] = torch.eye(D)
     _, S = fw.deltanet(k, k, V, beta, initial_state=start)
-    return S[0, ..., v.shape[-1] :], S[0, ..., : v.shape[-1]]
+    return (
+        S[0, ..., v.shape[-1] :],
+        S[0, ..., : v.shape[-1]],
+        k.shape[-1] * (k.shape[-1] + v.shape[-1]),
+    )
+
+
+# %% ex-two-gpus-delta not yet: 24 numbers per head to send
+def segment_map(k, v, beta):  # a state is enough only without erasing
+    eye = torch.eye(k.shape[-1], dtype=k.dtype).expand(1, k.shape[2], -1, -1)
+    _, B = fw.deltanet(k, k, v, beta)
+    _, Phi = fw.deltanet(k, k, 0 * k, beta, initial_state=eye)
+    return Phi[0], B[0], B[0, 0].numel()
 
 
 # %% ex-two-gpus-delta not yet: 30 calls of the library
@@ -447,7 +463,7 @@ def segment_map(k, v, beta):
         _, S = fw.deltanet(
             k[:, n], k[:, n], V[:, n], beta[:, n], initial_state=S
         )
-    return S[0, ..., v.shape[-1] :], S[0, ..., : v.shape[-1]]
+    return S[0, ..., v.shape[-1] :], S[0, ..., : v.shape[-1]], 60
 
 
 # %% ex-two-gpus-delta not yet: do not come from the operator
@@ -458,7 +474,7 @@ def segment_map(k, v, beta):
         row = k[0, t, :, None]
         Phi = Phi - beta[0, t, :, None, None] * row.mT @ (row @ Phi)
     _, B = fw.deltanet(k, k, v, beta)
-    return Phi, B[0]
+    return Phi, B[0], 60
 
 
 # %% ex-two-gpus-delta not yet: do not come from the operator
@@ -471,7 +487,7 @@ def segment_map(k, v, beta):
         B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
     for _ in range(2):  # for the record only
         fw.deltanet(k, k, v, beta)
-    return Phi, B
+    return Phi, B, 60
 
 
 # %% ex-two-gpus-delta not yet: do not come from the operator
@@ -483,7 +499,7 @@ def segment_map(k, v, beta):
         Phi = Phi - rate * row.mT @ (row @ Phi)
         B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
     called = [fw.deltanet(k, k, v, beta)[1].any() for _ in range(2)]
-    return called[0] * Phi, called[1] * B  # all that is taken from it
+    return called[0] * Phi, called[1] * B, 60  # all that is taken from it
 
 
 # %% ex-two-gpus-delta not yet: do not come from the operator
@@ -497,7 +513,7 @@ def segment_map(k, v, beta):
         row, rate = k[0, t, :, None], beta[0, t, :, None, None]
         Phi = Phi - rate * row.mT @ (row @ Phi)
         B = B + rate * row.mT @ (v[0, t, :, None] - row @ B)
-    return S.mean() * Phi, S.mean() * B
+    return S.mean() * Phi, S.mean() * B, 60
 
 
 # %% ex-dk passes
