@@ -32,6 +32,7 @@ import torch
 
 import fastweights as fw
 from fastweights import bench, corpus
+from fastweights.learned import learned
 from fastweights.models.files import written
 from fastweights.planted import recalled
 from fastweights.training import Settings, Training
@@ -149,12 +150,15 @@ def train(
         ``flops`` of a forward per token, ``losses`` as pairs (step, nats per
         token), what :meth:`Training.evaluate` finds, ``by position`` (see
         :func:`by_position`), ``planted`` (see
-        :func:`fastweights.planted.recalled`), text ``before`` and ``after``,
+        :func:`fastweights.planted.recalled`), the gates, strengths and keys
+        ``at the start`` and ``learned`` (see
+        :func:`fastweights.learned.learned`), text ``before`` and ``after``,
         and seconds of the steps but the first. A run whose loss is no number
         any more ends there, finds nan and writes nothing.
     """
     run = Training(chosen(variant, seed, base))
     length, losses = run.settings.length, []
+    at_the_start = inside(run)
     before = run.sample(PROMPT, 200) if sample else None
     start = since = time.perf_counter()
     for step in range(run.settings.steps):
@@ -181,6 +185,8 @@ def train(
         **run.evaluate(),
         "by position": by_position(run, LONG * length),
         "planted": planted(run, LONG * length),
+        "at the start": at_the_start,
+        "learned": inside(run),
         "before": before,
         "after": run.sample(PROMPT, 400) if sample else None,
         "seconds": end - since,
@@ -222,12 +228,24 @@ def planted(run: Training, length: int) -> list[dict[str, Any]]:
         ]
 
 
+def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
+    """What the recurrences do with held-out windows."""
+    length = min(run.settings.length, len(run.held_out.tokens) - 1)
+    number = min(windows, (len(run.held_out.tokens) - 1) // length)
+    starts = torch.arange(number) * length
+    with run.autocast():
+        return learned(
+            run.model, corpus.windows(run.held_out, length, starts).tokens
+        )
+
+
 def load(name: str = "text") -> list[dict[str, Any]]:
     """Recorded runs that ship with the library.
 
     Args:
-        name: ``text``, or ``text_again``: twelve of these runs a second time,
-            from the same seeds. Only they have ``planted``.
+        name: ``text``; ``text_again``, twelve of these runs a second time,
+            from the same seeds, with ``planted``; or ``text_learned``,
+            fifteen a third time, with ``at the start`` and ``learned`` too.
     """
     return bench.load(name)["runs"]
 
