@@ -9,11 +9,12 @@ are quantiles of the first layer's write strengths, a list per head.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fastweights.layers import LinearRecurrence
@@ -70,29 +71,47 @@ def learned(
         raise ValueError(
             f"tokens: got shape {list(tokens.shape)}, need [B, T], T >= 2"
         )
+    return [
+        {"layer": place, **_of_layer(inputs, chunk)}
+        for place, inputs in recurrence_inputs(model, tokens)
+    ]
+
+
+@torch.no_grad()
+def recurrence_inputs(
+    model: LanguageModel, tokens: Int[Tensor, "B T"]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """What each recurrence of a model is given, and its place in the model.
+
+    q, k, v [B, T, H, D], g [B, T, H] or [B, T, H, K] and beta [B, T, H]:
+    the last two where the layer has them.
+    """
     device = model.embedding.weight.device
-    found = []
-    inputs: list[Tensor] = []
+    seen: list[Tensor] = []
     for place, block in enumerate(model.blocks):
         layer = block.layer
         if not isinstance(layer, LinearRecurrence):
             continue
         hook = layer.register_forward_pre_hook(
-            lambda _, arguments: inputs.append(arguments[0])
+            lambda _, arguments: seen.append(arguments[0])
         )
         try:
             model.hidden(tokens.to(device), last=True)
         finally:
             hook.remove()
-        found.append({"layer": place, **_of_layer(layer, inputs.pop(), chunk)})
-    return found
+        x = seen.pop()
+        q, k, v, _ = layer.convolution(layer.qkv_proj(x))
+        inputs = {"q": q, "k": k, "v": v}
+        if layer.decay is not None and layer.a_proj is not None:
+            inputs["g"] = layer.decay(layer.a_proj(x))
+        if layer.b_proj is not None:
+            logits = layer.b_proj(x)
+            inputs["beta"] = write_strength(logits, layer.allow_neg_eigval)
+        yield place, inputs
 
 
-def _of_layer(
-    layer: LinearRecurrence, x: Float[Tensor, "B T D"], chunk: int
-) -> dict[str, Any]:
-    _, k, _, _ = layer.convolution(layer.qkv_proj(x))
-    k = F.normalize(k.double(), dim=-1)
+def _of_layer(inputs: dict[str, Tensor], chunk: int) -> dict[str, Any]:
+    k = F.normalize(inputs["k"].double(), dim=-1)
     T = k.shape[1]
     chunk = min(chunk, T)
     moments = torch.einsum("bthk,bthl->bhkl", k, k)
@@ -101,11 +120,10 @@ def _of_layer(
         for of in (k.sum(1).square().sum(-1), moments.square().sum((2, 3)))
     )
     strength = halvings = kept = chunks = beyond = None
-    if layer.b_proj is not None:
-        beta = write_strength(layer.b_proj(x), layer.allow_neg_eigval)
-        strength = [_quantiles(of) for of in beta.unbind(-1)]
-    if layer.decay is not None and layer.a_proj is not None:
-        g = layer.decay(layer.a_proj(x)).double()
+    if "beta" in inputs:
+        strength = [_quantiles(of) for of in inputs["beta"].unbind(-1)]
+    if "g" in inputs:
+        g = inputs["g"].double()
         bits = g.reshape(*g.shape[:3], -1) / -math.log(2)  # [B, T, H, n]
         halvings = [_quantiles(of) for of in bits.unbind(2)]
         total = bits.cumsum(1)
