@@ -28,8 +28,10 @@ ABOVE = (
     "corpus",
     "training",
     "planted",
+    "learned",
     "train",
     "comparison",
+    "bench_trained",
     "experiments",
 )
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
