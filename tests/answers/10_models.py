@@ -626,6 +626,19 @@ def claims(losses, luck):  # as if the pairs were independent
     }
 
 
+# %% ex-recalled not yet: 'xabcdyabcd', n = 5: token 9 is not repeated
+def completes(row, n):  # no more than the last four tokens
+    m = min(n, 4)
+    return [
+        t >= n - 1
+        and any(
+            row[s - m + 1 : s + 1] == row[t - m + 1 : t + 1]
+            for s in range(n - 1, t)
+        )
+        for t in range(len(row))
+    ]
+
+
 # %% ex-recalled not yet: token .* is not repeated
 def completes(row, n):  # letters joined, so that 'a' 'bc' is 'ab' 'c'
     return [
