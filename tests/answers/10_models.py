@@ -639,6 +639,18 @@ def completes(row, n):  # no more than the last four tokens
     ]
 
 
+# %% ex-recalled not yet: is repeated
+def completes(row, n):  # looks back no further than fifteen tokens
+    return [
+        t >= n - 1
+        and any(
+            row[s - n + 1 : s + 1] == row[t - n + 1 : t + 1]
+            for s in range(max(n - 1, t - 15), t)
+        )
+        for t in range(len(row))
+    ]
+
+
 # %% ex-recalled not yet: token .* is not repeated
 def completes(row, n):  # letters joined, so that 'a' 'bc' is 'ab' 'c'
     return [
