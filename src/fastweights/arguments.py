@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 import numbers
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from fastweights import private
+
 MAX_K = 256
 MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
 DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+OFFSETS = (torch.int32, torch.int64)
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -116,7 +121,7 @@ def _check(
         "g": (torch.float32, q.dtype),
         "beta": (torch.float32, q.dtype),
         state_name: (full, *state_dtypes),
-        "cu_seqlens": (torch.int32, torch.int64),
+        "cu_seqlens": OFFSETS,
     }
     check_kinds(tensors, dtypes)
 
@@ -191,16 +196,51 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
 def check_integers(values: dict[str, int]) -> None:
     """Raise TypeError for the first of the arguments that is no integer."""
     for name, x in values.items():
-        if not isinstance(x, numbers.Integral | torch.SymInt):
+        if isinstance(x, bool) or not isinstance(
+            x, numbers.Integral | torch.SymInt
+        ):
             raise TypeError(f"{name}: got {type(x).__name__}, need an int")
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise unless each is an integer >= 1."""
+    check_integers(sizes)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: got {size}, need an integer >= 1")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise TypeError unless each is True or False."""
+    for name, x in flags.items():
+        if not isinstance(x, bool):
+            raise TypeError(f"{name}: got {_told(x)}, need True or False")
+
+
 def check_number(name: str, x: float, need: str) -> None:
-    """Raise unless the argument is a real number, "> 0", ">= 0" or "< 0"."""
-    if not isinstance(x, numbers.Real | torch.SymFloat):
+    """Raise unless it is real, finite and "> 0", ">= 0", "< 0" or "any"."""
+    if isinstance(x, bool) or not isinstance(
+        x, numbers.Real | torch.SymFloat | torch.SymInt
+    ):
         raise TypeError(f"{name}: got {type(x).__name__}, need a real number")
-    if not {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0}[need]:
+    fits = {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0, "any": True}[need]
+    if not fits:
         raise ValueError(f"{name}: got {x}, need {need}")
+    if not -math.inf < x < math.inf:
+        raise ValueError(f"{name}: got {x}, need a finite number")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless parameters can have it; None is PyTorch's."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype: got {_told(dtype)}, need one of {DTYPES}")
+
+
+def _told(x: object) -> str:
+    """A value of a wrong type, as a message names it: short, else its type."""
+    text = repr(x)
+    plain = isinstance(x, bool | int | float | str | torch.dtype)
+    return text if plain and len(text) <= 40 else type(x).__name__
 
 
 def check_states(
@@ -250,9 +290,56 @@ def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
 
 
 def check_offsets(offsets: list[int], T: int) -> None:
+    """Raise ValueError unless they rise from 0 to T."""
     increases = all(a <= b for a, b in itertools.pairwise(offsets))
     if offsets[0] != 0 or offsets[-1] != T or not increases:
         raise ValueError(
             f"cu_seqlens: got {offsets}, need values that start at 0, "
             f"never decrease and end at T = {T}"
         )
+
+
+def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise unless these are the offsets of a pack x [1, T, ...].
+
+    Their values are read if they lie on a CPU and nothing is traced, where
+    reading them costs no synchronisation.
+    """
+    if cu_seqlens is None:
+        return
+    check_tensors({"cu_seqlens": cu_seqlens})
+    check_kinds({"cu_seqlens": cu_seqlens}, {"cu_seqlens": OFFSETS})
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
+    if cu_seqlens.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or private.watched()
+    ):
+        check_offsets(cu_seqlens.tolist(), x.shape[1])
+
+
+def check_rows(
+    rows: Tensor, count: int, size: int | None = None, name: str = "rows"
+) -> None:
+    """Raise unless they name ``count`` rows of a pool of ``size``.
+
+    [count] int32 or int64. Values are read as :func:`check_packed` reads
+    offsets: 0 to size - 1, none of them twice.
+    """
+    check_tensors({name: rows})
+    check_kinds({name: rows}, {name: OFFSETS})
+    if rows.dim() != 1 or rows.shape[0] != count:
+        wrong_shape(name, rows, f"[{count}]")
+    if (
+        size is None
+        or rows.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or private.watched()
+    ):
+        return
+    values = rows.tolist()
+    if not all(0 <= i < size for i in values):
+        raise ValueError(
+            f"{name}: got {values}, need rows of the pool, 0 to {size - 1}"
+        )
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name}: got {values}, need each row once")

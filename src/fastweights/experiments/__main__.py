@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fastweights.arguments import check_sizes
 from fastweights.experiments.grid import Grid
 from fastweights.experiments.recording import write
 from fastweights.experiments.records import Record, append, matching, read
@@ -31,7 +32,6 @@ from fastweights.experiments.registry import EXPERIMENTS
 from fastweights.experiments.side_by_side import WorkerDied, each
 from fastweights.experiments.table import at_edge, summary
 from fastweights.experiments.trial import Trial
-from fastweights.layers.arguments import check_sizes
 from fastweights.train import Progress
 from fastweights.training import chosen_device
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.arguments import check_number
+from fastweights.arguments import check_number, check_sizes
 from fastweights.experiments import (  # noqa: F401 - kinds of layer
     convolved,
     softmax,
 )
 from fastweights.experiments.step import STEPS, Step
-from fastweights.layers.arguments import check_sizes
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.tasks import IGNORE, Batch, Task
 from fastweights.training import chosen_device, machine

@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    check_integers,
     check_number,
+    check_sizes,
     check_tensors,
     wrong_shape,
 )
 from fastweights.layers.state import LayerState, Offsets
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise unless each is an integer >= 1."""
-    check_integers(sizes)
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, need an integer >= 1")
 
 
 def whole(name: str, size: float) -> int:

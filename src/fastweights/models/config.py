@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from fastweights import layers
-from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_sizes
+from fastweights.arguments import check_number, check_sizes
 
 LAYERS: dict[str, type[nn.Module]] = {
     "deltanet": layers.DeltaNet,

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.layers.arguments import check_sizes
+from fastweights.arguments import check_sizes
 
 IGNORE = -100
 """The target and the group of a position at which nothing is asked."""

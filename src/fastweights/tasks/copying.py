@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastweights.layers.arguments import check_sizes
+from fastweights.arguments import check_sizes
 from fastweights.tasks.batch import (
     ASK,
     BLANK,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastweights.layers.arguments import check_sizes
+from fastweights.arguments import check_sizes
 from fastweights.tasks.batch import (
     ASK,
     Batch,

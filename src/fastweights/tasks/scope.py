@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fastweights.layers.arguments import check_sizes
+from fastweights.arguments import check_sizes
 from fastweights.tasks.batch import (
     ASK,
     Batch,
