@@ -159,31 +159,187 @@ def test_a_rejected_draft_rolls_back(pattern):
     assert (logits[0] - ref).abs().max() < 1e-10
 
 
+HYBRID = ("gated_deltanet", "softmax")
+
+
+def drawn(*shape):
+    return torch.randint(31, shape, generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def goes_on(m, pool, row, prompt, new):
+    """Whether the row answers to new tokens as its prompt alone does."""
+    logits, _ = m(new[None], pool.at([row], len(new)))
+    return (logits[0] - alone(m, prompt, new)[1:]).abs().max() < 1e-10
+
+
+@torch.no_grad()
+def test_restoring_leaves_the_next_request_clean():
+    """A row that was given back is refused; the others by name come back."""
+    m, (a, b, draft, new) = model(HYBRID), drawn(4, 6).unbind()
+    pool = StatePool(m, size=2, capacity=20)
+    rows = [pool.take(), pool.take()]
+    m(torch.stack([a, b]), pool.at(rows, 6))
+    kept = pool.keep(rows)
+    m(torch.stack([draft, draft]), pool.at(torch.tensor(rows), 6))
+    pool.give(rows[0])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"kept: got row {rows[0]}, wh"):
+            pool.restore(kept)
+        if pool.free:
+            assert pool.take() == rows[0]
+    with pytest.raises(ValueError, match="which were kept"):
+        pool.restore(pool.keep(rows[:1]), rows)
+    pool.restore(kept, rows[1:])
+    assert pool.read == [6 * (row == rows[1]) for row in range(2)]
+    logits, _ = m(torch.stack([a, new]), pool.at(rows, 6))
+    assert (logits[0] - m(a[None])[0]).abs().max() < 1e-10
+    assert (logits[1] - alone(m, b, new)[1:]).abs().max() < 1e-10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", [HYBRID, HYBRID[:1]], ids=str)
+def test_what_was_kept_after_a_row_went_back_further(pattern):
+    """Other keys and values stand there; recurrences come back whole."""
+    m, (prompt, first, second) = model(pattern), drawn(3, 6).unbind()
+    pool = StatePool(m, size=1, capacity=20)
+    row = pool.take()
+    m(prompt[None], pool.at([row], 6))
+    start = pool.keep([row])
+    m(first[None], pool.at([row], 6))
+    later = pool.keep([row])
+    pool.restore(later)
+    pool.restore(start)
+    assert goes_on(m, pool, row, prompt, second)
+    if "softmax" in pattern:
+        with pytest.raises(ValueError, match="or went back further"):
+            pool.restore(later)
+        pool.restore(start)
+        assert goes_on(m, pool, row, prompt, first)
+    else:
+        pool.restore(later)
+        assert goes_on(m, pool, row, torch.cat([prompt, first]), second)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told", [[1, 5], 5], ids=["each", "the-most"])
+def test_a_row_that_decodes_beside_prompts(told):
+    """Each row has room up to its own last token; a refusal counts nothing."""
+    m, text = model(HYBRID), drawn(40)
+    pool = StatePool(m, size=2, capacity=10)
+    a = pool.take()
+    m(text[None, :5], pool.at([a], 5))
+    offsets = torch.tensor([0, 1, 6])
+    for n in range(5, 10):
+        b, packed = pool.take(), torch.cat([text[n : n + 1], text[:5]])
+        if n > 6 and told == 5:
+            # Of a row with 7 tokens, 5 more than there is room for.
+            with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
+                pool.at([a, b], told)
+            assert pool.read[a] == n and pool.read[b] == 0
+        logits, _ = m(packed[None], pool.at([a, b], [1, 5]), offsets)
+        ref = m(text[None, : n + 1])[0]
+        assert (logits[0, 0] - ref[0, n]).abs().max() < 1e-10
+        assert (logits[0, 1:] - ref[0, :5]).abs().max() < 1e-10
+        pool.give(b)
+    with pytest.raises(ValueError, match="which has read 10, need at most 10"):
+        pool.at([a], 1)
+
+
+@torch.no_grad()
+def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
+    m, text = model(HYBRID), drawn(40)
+    pool = StatePool(m, size=2, capacity=10)
+    a, offsets = pool.take(), torch.tensor([0, 1, 5])
+    for n in range(7):
+        b, packed = pool.take(), torch.cat([text[n : n + 1], text[:4]])
+        logits, _ = m(packed[None], pool.at([a, b], 4), offsets)
+        ref = m(text[None, : n + 1])[0][0, n]
+        assert (logits[0, 0] - ref).abs().max() < 1e-10
+        pool.give(b)
+    states = pool.at([a], 3)
+    _, states = m(text[None, 7:9], states)
+    assert m(text[None, 9:10], states)[0].shape == (1, 1, 31)
+
+
+@torch.no_grad()
+def test_a_call_without_any_row_beside_a_full_one():
+    m, text = model(HYBRID), drawn(8)
+    pool = StatePool(m, size=1, capacity=8)
+    row = pool.take()
+    m(text[None], pool.at([row], 8))
+    before = [state.clone() for state in pool.states]
+    m(text[None, :2], pool.at([-1], 2))
+    m(text[None, :3], pool.at([-1, -1], 2), torch.tensor([0, 2, 3]))
+    for state, was in zip(pool.states, before, strict=True):
+        for name, x in was.tensors().items():
+            assert torch.equal(state.tensors()[name], x)
+
+
 def test_what_a_pool_refuses():
     pool = StatePool(model(("softmax",)), size=2, capacity=8)
     first = pool.take()
-    with pytest.raises(ValueError, match="which is not taken"):
-        pool.at([1 - first], 1)
+    for rows in ([1 - first], torch.tensor([1 - first])):
+        with pytest.raises(ValueError, match="need one that is taken"):
+            pool.at(rows, 1)
     second = pool.take()
     with pytest.raises(RuntimeError, match="more than its 2 rows"):
         pool.take()
-    with pytest.raises(ValueError, match="each once"):
-        pool.at([first, first], 1)
-    with pytest.raises(ValueError, match="row: got 7, need one"):
+    for rows in ([first, first], torch.tensor([first, first])):
+        with pytest.raises(ValueError, match="each row once"):
+            pool.at(rows, 1)
+    with pytest.raises(ValueError, match=r"row: got \[7\], need rows of"):
         pool.give(7)
     pool.give(second)
     with pytest.raises(ValueError, match="row: got"):
         pool.give(second)
 
 
+@pytest.mark.parametrize(
+    ("refused", "kind", "message"),
+    [
+        (lambda p: p.at([], 1), ValueError, r"rows: got \[\], need rows"),
+        (lambda p: p.at([0, 2], 1), ValueError, r"rows: got \[0, 2\], need"),
+        (lambda p: p.at([0, -2], 1), ValueError, r"rows: got \[0, -2\]"),
+        (lambda p: p.at([0.0], 1), TypeError, "rows: got float, need an int"),
+        (lambda p: p.at([True], 1), TypeError, "rows: got bool, need an int"),
+        (lambda p: p.at([0], 0), ValueError, "tokens: got 0, need an integ"),
+        (lambda p: p.at([0], -1), ValueError, "tokens: got -1, need an int"),
+        (lambda p: p.at([0], 1.5), TypeError, "tokens: got float, need an"),
+        (lambda p: p.at([0], [1, 2]), ValueError, r"tokens: got \[1, 2\], n"),
+        (lambda p: p.at([0], [-1]), ValueError, r"tokens: got \[-1\], need"),
+        (lambda p: p.keep([-1]), ValueError, r"rows: got \[-1\], need rows"),
+        (lambda p: p.keep([5]), ValueError, r"rows: got \[5\], need rows"),
+    ],
+)
+def test_rows_and_tokens_that_cannot_be_meant(refused, kind, message):
+    pool = StatePool(model(("gated_deltanet",)), size=2, capacity=8)
+    pool.free = []
+    with pytest.raises(kind, match=f"^{message}"):
+        refused(pool)
+
+
+@pytest.mark.parametrize("size, capacity", [(0, 8), (2.0, 8), (2, -7)])
+def test_a_pool_of_no_size(size, capacity):
+    with pytest.raises(
+        (TypeError, ValueError), match=r": got .*, need an int"
+    ):
+        StatePool(model(("gated_deltanet",)), size, capacity)
+
+
 def test_a_full_row_is_named_and_gradients_are_refused():
     m = model(("softmax",))
     pool = StatePool(m, size=1, capacity=4)
     row = pool.take()
-    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
     with torch.no_grad():
-        m(tokens, pool.at([row], 3))
+        m(tokens, pool.at([row], 2))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="got 3 for row 0, which ha"):
+                pool.at([row], 3)
+        states = pool.at([row], 2)
         with pytest.raises(ValueError, match="room for 4 tokens per row, ne"):
-            m(tokens, pool.at([row], 3))
+            m(tokens[:, :1].expand(1, 3), states)
+        m(tokens, states)
     with pytest.raises(ValueError, match=r"need torch\.no_grad"):
-        m(tokens, pool.at([row], 3))
+        m(tokens, states)

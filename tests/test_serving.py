@@ -135,6 +135,9 @@ def test_decode_step_in_a_pool():
     assert torch.equal(o[[0, 2]], o_ref[[0, 2]]) and not o[1].any()
     assert torch.equal(pool[[6, 0]], alone[[0, 2]])
     assert torch.equal(pool[1:6], before[1:6])
+    before = pool.clone()
+    assert not fw.decode_step(**x, state=pool, rows=-1 - rows.abs()).any()
+    assert torch.equal(pool, before)
 
 
 def test_no_row_at_all_changes_nothing():

@@ -311,35 +311,42 @@ def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
     check_kinds({"cu_seqlens": cu_seqlens}, {"cu_seqlens": OFFSETS})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
-    if cu_seqlens.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or private.watched()
-    ):
+    if _readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), x.shape[1])
 
 
 def check_rows(
-    rows: Tensor, count: int, size: int | None = None, name: str = "rows"
+    rows: Tensor,
+    count: int | None,
+    size: int | None = None,
+    name: str = "rows",
+    *,
+    none: bool = False,
 ) -> None:
     """Raise unless they name ``count`` rows of a pool of ``size``.
 
-    [count] int32 or int64. Values are read as :func:`check_packed` reads
-    offsets: 0 to size - 1, none of them twice.
+    [count], of any count if it is None, int32 or int64. Values are read as
+    :func:`check_packed` reads offsets: 0 to size - 1, none of them twice.
+    With ``none`` a row that the pool does not have, such as -1, is none.
     """
     check_tensors({name: rows})
     check_kinds({name: rows}, {name: OFFSETS})
-    if rows.dim() != 1 or rows.shape[0] != count:
-        wrong_shape(name, rows, f"[{count}]")
-    if (
-        size is None
-        or rows.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or private.watched()
-    ):
+    if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
+        wrong_shape(name, rows, f"[{'M' if count is None else count}]")
+    if size is None or not _readable(rows):
         return
     values = rows.tolist()
-    if not all(0 <= i < size for i in values):
+    there = [i for i in values if 0 <= i < size]
+    if len(there) < len(values) and not none:
         raise ValueError(
             f"{name}: got {values}, need rows of the pool, 0 to {size - 1}"
         )
-    if len(set(values)) < len(values):
+    if len(set(there)) < len(there):
         raise ValueError(f"{name}: got {values}, need each row once")
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether reading x costs no synchronisation and no trace."""
+    return x.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or private.watched()
+    )

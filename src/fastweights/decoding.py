@@ -217,8 +217,10 @@ def _decode(
         at = rows.to(torch.int64)
         there = (at >= 0) & (at < state.shape[0])
         at = at[there]
-        some = state[at].to(wide(q.dtype))
         o = torch.zeros_like(v)
+        if not len(at):
+            return o
+        some = state[at].to(wide(q.dtype))
         own: list[Any] = [None if t is None else t[there] for t in x]
         o[there] = advance(some, *own, scale=scale).to(v.dtype)
         state[at] = some.to(state.dtype)

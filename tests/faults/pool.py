@@ -18,10 +18,59 @@ MUTANTS = {
     "pool-m-is-cleared-to-nothing": (POOL, 'name == "m"', "False"),
     "pool-restores-the-first-row": (
         POOL,
-        "kept.rows, x)",
-        "0 * kept.rows, x)",
+        "index_copy_(0, to, x",
+        "index_copy_(0, 0 * to, x",
     ),
-    "pool-reads-count-once": (POOL, "self.read[row] += tokens", "pass"),
+    "pool-reads-count-once": (POOL, "self.read[row] += n", "pass"),
+    "pool-restore-forgets-what-was-read": (
+        POOL,
+        "self.read[row] = kept.read[place]",
+        "pass",
+    ),
+    "pool-restores-what-was-given-back": (
+        POOL,
+        "self._kept[row] = {}\n",
+        "pass\n",
+    ),
+    "pool-restores-what-went-back-further": (
+        POOL,
+        "while (\n                self._grows",
+        "while (\n                not self._grows",
+    ),
+    "pool-refuses-its-last-token": (
+        POOL,
+        "self.read[r] + n > self.capacity",
+        "self.read[r] + n >= self.capacity",
+    ),
+    "pool-never-asks-what-was-read": (
+        POOL,
+        "            self._recount()",
+        "            pass",
+    ),
+    "pool-has-no-room-for-the-last-token": (
+        ATTENTION,
+        "if used > keys.shape[1]",
+        "if used >= keys.shape[1]",
+        "test_pool.py",
+    ),
+    "pool-takes-a-row-for-the-longest": (
+        ATTENTION,
+        "torch.where(there, at + 1, 0).max()",
+        "state.used + longest",
+        "test_pool.py",
+    ),
+    "pool-writes-past-a-full-row": (
+        ATTENTION,
+        "at[source].clamp(max=keys.shape[1] - 1)",
+        "at[source]",
+        "test_pool.py",
+    ),
+    "decode-of-no-row": (
+        "fastweights/decoding.py",
+        "        if not len(at):\n            return o\n",
+        "",
+        "test_serving.py",
+    ),
     "pool-steps-in-the-first-rows": (
         STATE,
         "state=S, rows=state.rows, scale",
@@ -36,8 +85,8 @@ MUTANTS = {
     ),
     "pool-keys-of-no-row": (
         ATTENTION,
-        "place = row[:, None], at[source]",
-        "place = inside(rows, keys)[:, None], at",
+        "row[:, None], at[source]",
+        "inside(rows, keys)[:, None], at",
         "test_pool.py",
     ),
 }

@@ -163,10 +163,13 @@ def attend(
     v: Heads,
     state: LayerState | None,
     count: Int[Tensor, " B"] | None = None,
+    used: int | None = None,
 ) -> tuple[Heads, LayerState]:
     """Attention of new tokens to themselves and to what the state holds.
 
     ``count`` is how many of the T tokens of each row are there; all if None.
+    ``used`` is what the state's is after them, of a pool that they have been
+    written to already.
     """
     B, T = q.shape[:2]
     if count is None:
@@ -177,7 +180,9 @@ def attend(
     before = state.get("position")
     at = before[:, None] + torch.arange(T, device=q.device)
     if state.rows is not None:
-        keys, values = into_pool(k, v, state, at)
+        if used is None:
+            into_pool(k, v, state, state.rows, at, state.used + T)
+        keys, values = whole(state, "keys"), whole(state, "values")
         own = inside(state.rows, keys)
         o = attention_at(q, keys[own], values[own], at)
     else:
@@ -199,7 +204,7 @@ def attend(
         keys=keys,
         values=values,
         position=before + count,
-        used=state.used + T,
+        used=state.used + T if used is None else used,
     )
 
 
@@ -213,22 +218,28 @@ def attention_at(
 
 
 def into_pool(
-    k: Heads, v: Heads, state: LayerState, at: Int[Tensor, "B T"]
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of new tokens, written into the pool's rows."""
+    k: Heads,
+    v: Heads,
+    state: LayerState,
+    rows: Int[Tensor, " B"],
+    at: Int[Tensor, "B T"],
+    used: int,
+) -> None:
+    """Write keys and values of new tokens into these rows of the pool.
+
+    ``used`` is the most tokens that one of the rows has after them.
+    """
     keys, values = whole(state, "keys"), whole(state, "values")
-    rows, T = state.rows, k.shape[1]
-    assert rows is not None
-    if state.used + T > keys.shape[1]:
+    if used > keys.shape[1]:
         raise ValueError(
             f"state: got a pool with room for {keys.shape[1]} tokens per row, "
-            f"need {state.used + T}"
+            f"need {used}"
         )
     row, source, some = writes(rows, keys)
-    place = row[:, None], at[source]
+    # Where no sequence has a row, `at` is that of some row, a full one even.
+    place = row[:, None], at[source].clamp(max=keys.shape[1] - 1)
     for x, new in ((keys, k), (values, v)):
         x.index_put_(place, new[source].to(x.dtype).where(some, x[place]))
-    return keys, values
 
 
 def enlarged(x: Tensor, capacity: int) -> Tensor:
@@ -248,15 +259,25 @@ def attend_packed(
 ) -> tuple[Heads, LayerState]:
     """The same for packed sequences, which are laid side by side for it."""
     count = cu_seqlens.diff().to(torch.int64)
-    longest = max(int(count.max()), 1) if len(count) else 1
     T = q.shape[1]
     row = sequence_of(cu_seqlens, T)
     token = torch.arange(T, device=q.device) - cu_seqlens[row]
+    longest, used = count.max(), None
+    if state is not None and state.rows is not None:
+        # Each token alone: what pads a row may not fit into the pool.
+        at = state.get("position")[row] + token
+        own = state.rows[row]
+        there = (own >= 0) & (own < state.tensors()["position"].shape[0])
+        after = torch.where(there, at + 1, 0).max()
+        longest, used = torch.stack([longest, after]).tolist()
+        new = (x[0][:, None] for x in (k, v))
+        into_pool(*new, state, own, at[:, None], used)
+    longest = max(int(longest), 1)
     q, k, v = (
         x.new_zeros(len(count), longest, *x.shape[2:]).index_put(
             (row, token), x[0]
         )
         for x in (q, k, v)
     )
-    o, after = attend(q, k, v, state, count)
+    o, after = attend(q, k, v, state, count, used)
     return o[row, token][None], after

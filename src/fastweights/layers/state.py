@@ -9,6 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.arguments import (
+    check_integers,
+    check_rows,
+    check_tensors,
+)
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.ops import linear_recurrence, wide
 from fastweights.serving import inside, put
@@ -70,9 +75,14 @@ class LayerState:
         none (-1) changes nothing, and its outputs mean nothing.
 
         Args:
-            rows: int64, on the state's device.
+            rows: int32 or int64, on the state's device.
             used: the most tokens that one of these rows has read.
         """
+        check_integers({"used": used})
+        if used < 0:
+            raise ValueError(f"used: got {used}, need an integer >= 0")
+        size = min(len(x) for x in self.tensors().values())
+        check_rows(rows, None, size, none=True)
         return LayerState(**self.tensors(), used=used, rows=rows)
 
     def get(self, name: str) -> Tensor:
@@ -109,6 +119,7 @@ class LayerState:
 
     def select(self, rows: Int[Tensor, " M"]) -> LayerState:
         """The sequences with these indices, copied; one may come twice."""
+        check_tensors({"rows": rows})
         return self._map(lambda x: x.index_select(0, rows))
 
     def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:

@@ -9,11 +9,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.decoding import NARROW
 from fastweights.layers import LayerState
 
 if TYPE_CHECKING:
     from fastweights.models.model import LanguageModel
+
+Rows = Sequence[int] | Int[Tensor, " B"]
 
 NARROWED = frozenset(
     {
@@ -40,10 +43,12 @@ class StatePool:
             logits, _ = model(tokens, pool.at(rows, 1))   # rows go on together
         pool.give(row)                                    # and is done
 
-    The tensors stay where they are from the first request to the last. Rows
-    of a step are any of those that are taken, in any order, each once; -1
-    fills a batch up. Packed prompts go in together: ``model(packed,
-    pool.at(rows, longest), cu_seqlens)``.
+    The tensors stay where they are from the first request to the last, and
+    have the model's dtype, S and m fp32, whatever mode (autocast, inference)
+    the pool is made or used in. Rows of a step are any of those that are
+    taken, in any order, each once; -1 fills a batch up. Packed prompts go in
+    together, beside rows that go on by a token: ``model(packed,
+    pool.at(rows, lengths), cu_seqlens)``.
 
     Args:
         model: whose states they are.
@@ -65,16 +70,28 @@ class StatePool:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes(size=size, capacity=capacity)
+        check_dtype(dtype)
         device = model.embedding.weight.device
-        token = torch.zeros(size, 1, dtype=torch.int64, device=device)
-        with torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            token = torch.zeros(size, 1, dtype=torch.int64, device=device)
             _, states = model(token, model.new_states(size, capacity))
-        self.states: list[LayerState] = [s for s in states if s is not None]
-        if dtype is not None:
-            self._keep_in(dtype, {*model.config.kinds})
+            self.states: list[LayerState] = [
+                state for state in states if state is not None
+            ]
+            if dtype is not None:
+                self._keep_in(dtype, {*model.config.kinds})
         self.device, self.capacity = device, capacity
         self.free = list(range(size))[::-1]
         self.read = [0] * size
+        """Tokens that each row has read, at most."""
+        self._grows = any(s.keys is not None for s in self.states)
+        # What was kept of each row and may be restored, oldest first.
+        self._kept: list[dict[object, None]] = [{} for _ in range(size)]
         for row in range(size):
             self._clear(row)
 
@@ -111,56 +128,138 @@ class StatePool:
         return self.free.pop()
 
     def give(self, row: int) -> None:
-        """A row back: what it held is gone."""
-        if row in self.free or not 0 <= row < len(self.read):
-            raise ValueError(f"row: got {row}, need one that is taken")
+        """A row back: what it held is gone, and what was kept of it too."""
+        (row,) = self._taken("row", [row])
         self._clear(row)
+        self._kept[row] = {}
         self.free.append(row)
 
-    def at(self, rows: Sequence[int], tokens: int) -> list[LayerState]:
+    def at(self, rows: Rows, tokens: int | Sequence[int]) -> list[LayerState]:
         """States for one call of the model with these rows.
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
-            tokens: the most tokens that the call has for one of them.
+            tokens: how many the call has for each of them, or one number, the
+                most that it has for any. Where the sum of such numbers comes
+                to the capacity, the pool waits for the device to say what a
+                row has read.
+
+        Raises:
+            ValueError: a row is not taken or comes twice, or softmax
+                attention has no room for its tokens.
         """
-        some = [row for row in rows if row >= 0]
-        if taken := set(some) & set(self.free):
-            raise ValueError(f"rows: got {min(taken)}, which is not taken")
-        if len(set(some)) < len(some) or max(some, default=0) >= len(
-            self.read
-        ):
+        index = self._taken("rows", rows, none=True)
+        if isinstance(tokens, Sequence):
+            each = list(tokens)
+            for n in each:
+                check_integers({"tokens": n})
+            if len(each) != len(index) or min(each) < 0:
+                raise ValueError(
+                    f"tokens: got {each}, need one number per row, "
+                    f"{len(index)}, each 0 or more"
+                )
+        else:
+            check_sizes(tokens=tokens)
+            each = [tokens] * len(index)
+        some = {row: n for row, n in zip(index, each, strict=True) if row >= 0}
+        if self._full(some):
+            self._recount()
+        if full := self._full(some):
+            row = full[0]
             raise ValueError(
-                f"rows: got {list(rows)}, need rows below {len(self.read)}, "
-                "each once"
+                f"tokens: got {some[row]} for row {row}, which has read "
+                f"{self.read[row]}, need at most {self.capacity} in all"
             )
         used = max((self.read[row] for row in some), default=0)
-        for row in some:
-            self.read[row] += tokens
-        index = torch.tensor(list(rows), device=self.device)
-        return [state.at(index, used) for state in self.states]
+        for row, n in some.items():
+            self.read[row] += n
+        on_device = torch.tensor(index, device=self.device)
+        return [state.at(on_device, used) for state in self.states]
 
-    def keep(self, rows: Sequence[int]) -> Kept:
-        """Copies of rows, before tokens that may turn out to be wrong."""
-        index = torch.tensor(list(rows), device=self.device)
+    def _full(self, some: dict[int, int]) -> list[int]:
+        """Rows that may not have room for so many more tokens."""
+        if not self._grows:
+            return []
+        return [r for r, n in some.items() if self.read[r] + n > self.capacity]
+
+    def _recount(self) -> None:
+        """Tokens that each row has read, as the layers know them."""
+        counts = [s.position for s in self.states if s.keys is not None]
+        self.read = torch.stack(counts).amax(0).tolist()
+
+    def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
+        """The rows as numbers: of taken ones, each once; or -1, for none."""
+        index = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        for row in index:
+            check_integers({name: row})
+        some = [row for row in index if row != -1 or not none]
+        size = len(self.read)
+        if not index or not all(0 <= row < size for row in some):
+            need = f"rows of the pool, 0 to {size - 1}"
+            raise ValueError(f"{name}: got {index}, need {need}")
+        if gone := set(some) & set(self.free):
+            raise ValueError(
+                f"{name}: got {min(gone)}, need one that is taken"
+            )
+        if len(set(some)) < len(some):
+            raise ValueError(f"{name}: got {index}, need each row once")
+        return index
+
+    def keep(self, rows: Rows) -> Kept:
+        """Copies of rows, before tokens that may turn out to be wrong.
+
+        They are good until their row is given back or, with softmax
+        attention, goes back to what was kept of it before them: other keys
+        and values may stand in the places of theirs after that.
+        """
+        index = self._taken("rows", rows)
+        on_device = torch.tensor(index, device=self.device)
         states = [
             # Keys and values of later tokens are overwritten, not undone.
             {
-                name: x.index_select(0, index)
+                name: x.index_select(0, on_device)
                 for name, x in state.tensors().items()
                 if name not in ("keys", "values")
             }
             for state in self.states
         ]
-        return Kept(index, states, [self.read[row] for row in rows])
+        kept = Kept(index, states, [self.read[row] for row in index])
+        for row in index:
+            self._kept[row][kept.mark] = None
+        return kept
 
-    def restore(self, kept: Kept) -> None:
-        """Rows as they were when they were kept."""
+    def restore(self, kept: Kept, rows: Rows | None = None) -> None:
+        """Rows as they were when they were kept; all of them if None.
+
+        Raises:
+            ValueError: one of the rows was not kept, or what was kept of it
+                is no longer good; nothing is restored then.
+        """
+        index = kept.rows if rows is None else self._taken("rows", rows)
+        for row in index:
+            if row not in kept.rows:
+                raise ValueError(
+                    f"rows: got {row}, need some of {kept.rows}, which were "
+                    "kept"
+                )
+            if kept.mark not in self._kept[row]:
+                raise ValueError(
+                    f"kept: got row {row}, which was given back since, or "
+                    "went back further; need rows that were not, by name"
+                )
+        places = [kept.rows.index(row) for row in index]
+        to, source = torch.tensor([index, places], device=self.device)
         for state, tensors in zip(self.states, kept.states, strict=True):
             for name, x in tensors.items():
-                state.tensors()[name].index_copy_(0, kept.rows, x)
-        for row, read in zip(kept.rows.tolist(), kept.read, strict=True):
-            self.read[row] = read
+                mine = state.tensors()[name]
+                mine.index_copy_(0, to, x.index_select(0, source))
+        for row, place in zip(index, places, strict=True):
+            self.read[row] = kept.read[place]
+            while (
+                self._grows
+                and next(reversed(self._kept[row])) is not kept.mark
+            ):
+                self._kept[row].popitem()
 
 
 class Kept:
@@ -168,8 +267,9 @@ class Kept:
 
     def __init__(
         self,
-        rows: Int[Tensor, " B"],
+        rows: list[int],
         states: list[dict[str, Tensor]],
         read: list[int],
     ) -> None:
         self.rows, self.states, self.read = rows, states, read
+        self.mark = object()
