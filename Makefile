@@ -6,27 +6,34 @@
 .PHONY: oldest prose test test-all types
 PORT ?= 8000
 
-# Python: the one given as PYTHON=..., else the first that is new enough.
-OLDEST := 3.11
-NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 \
-	python3.11 python,$(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null \
-	&& echo $(name))))
+# Python: the one given as PYTHON=..., else the first with which it works:
+# the pins of constraints.txt have no wheels for a newer one.
+PYTHONS := 3.11 to 3.14
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 \
+	python3.12 python3.11 python,$(shell $(name) -c '$(FITS)' \
+	2>/dev/null && echo $(name))))
 
 # An active environment that has everything is used as it is, else .venv.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
-ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
+ifneq ($(subst $(CURDIR)/.venv,,$(ACTIVE)),)
   LACKS := $(shell "$(ACTIVE)/bin/python" book/environment.py 2>&1)
   ifeq ($(LACKS),)
     ENV := $(ACTIVE)
-    READY := build/environment
-    export PYTHONPATH := $(CURDIR)/src
   endif
 endif
 ENV ?= .venv
-READY ?= .venv/ready
-PY := $(ENV)/bin/python
+PY := "$(ENV)/bin/python"
 
+# What runs the cells: with other versions than before they run again.
+READY := build/environment
+VERSIONS := $(shell $(PY) book/environment.py versions 2>/dev/null)
+ifneq ($(VERSIONS),$(shell cat $(READY) 2>/dev/null))
+  .PHONY: $(READY)
+endif
+
+# This clone's library, also with an environment that has another's.
+export PYTHONPATH := $(CURDIR)/src
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
@@ -35,7 +42,8 @@ OLD := build/oldest_triton
 MATHJAX := book/node_modules/.package-lock.json
 CHAPTERS := $(wildcard chapters/*)
 TEXTS := $(wildcard chapters/*.md) README.md
-LIBRARY := $(shell find src -name '*.py' -o -name '*.js*')
+LIBRARY := $(shell find src -type f ! -name '*.pyc' \
+	! -path '*.egg-info/*')
 LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
@@ -58,7 +66,7 @@ help: ## list what can be made
 	@echo
 	@echo "Each installs what it needs into .venv first, or uses the active"
 	@echo "virtual or conda environment if that has it all already."
-	@echo "PYTHON=python3.12 chooses the Python of .venv ($(OLDEST) or newer)."
+	@echo "PYTHON=python3.12 chooses the Python of .venv ($(PYTHONS))."
 
 book: build/book ## read: the site in build/html, every chapter executed
 	@$(SAY) "read it: build/html/index.html (or: make serve)"
@@ -94,7 +102,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
 		--then tests/chapter_answers.py
 	@$(SAY) "site: every warning an error"
-	@$(SPHINX) -D nb_execution_cache_path=$(CURDIR)/build/test/cells \
+	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
 		-d build/test/doctrees chapters build/test/html
 	@$(SAY) "site: answers, links, alt texts, no other host; notebooks"
 	@$(UNIT) $(BUILT_TESTS)
@@ -113,6 +121,8 @@ test-all: test ## test, all parameters crossed, notebooks, other versions
 mutants: $(READY) ## break the library a line at a time: a test must notice
 	@$(PY) tests/mutants.py
 
+# `pip install .` too builds in build/, and keeps there what was renamed:
+# clean before building a wheel.
 clean: ## remove what was built (.venv and book/node_modules stay)
 	@$(SAY) "removing build and the caches"
 	@rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -156,26 +166,26 @@ build/grammar: $(MATHJAX) book/grammar.mjs book/words.txt $(TEXTS)
 		$(if $(filter-out %.md,$?),$(TEXTS),$(filter %.md,$?))
 	@touch $@
 
-build/environment: pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(if $(filter-out .venv,$(ENV)),,.venv/ready)
 	@mkdir -p build
-	@$(SAY) "environment: the active one, $(ENV), has what is needed"
-	@touch $@
+	@$(PY) book/environment.py versions > $@
+	@$(SAY) "environment: $(ENV), $$(cat $@)"
 
 .venv/ready: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "Python $(OLDEST) or newer is needed and none was found:" \
+		echo "Python $(PYTHONS) is needed and none was found:" \
 			"install one, or name it: make PYTHON=/path/to/python3"; \
 		exit 1; \
 	fi
-	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
-		echo "Python $(OLDEST) or newer is needed; $(PYTHON) is" \
-			"$$($(PYTHON) --version 2>&1 | tail -n 1)"; \
+	@"$(PYTHON)" -c '$(FITS)' 2>/dev/null || { \
+		echo "Python $(PYTHONS) is needed; $(PYTHON) is" \
+			"$$("$(PYTHON)" --version 2>&1 | tail -n 1)"; \
 		exit 1; \
 	}
 	@$(if $(LACKS),$(SAY) "environment: $(ACTIVE) lacks $(LACKS)")
-	@$(SAY) "environment: .venv, made with $$($(PYTHON) --version)"
-	@test -x .venv/bin/python && .venv/bin/python -c '$(NEW_ENOUGH)' \
-		|| $(PYTHON) book/environment.py make .venv
+	@$(SAY) "environment: .venv, made with $$("$(PYTHON)" --version)"
+	@test -x .venv/bin/python && .venv/bin/python -c '$(FITS)' \
+		|| "$(PYTHON)" book/environment.py make .venv
 	@$(SAY) "environment: installing the packages (PyTorch is large)"
 	@.venv/bin/python -m pip install --disable-pip-version-check \
 		-c constraints.txt -e '.[chapters,book,models,test]'

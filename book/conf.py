@@ -9,20 +9,22 @@ BOOK = Path(__file__).resolve().parent
 ROOT = BOOK.parent
 sys.path[:0] = [str(BOOK), str(BOOK / "extensions")]
 
-from macros import MATHJAX  # noqa: E402  (it lies beside this file)
+from environment import versions  # noqa: E402  (it lies beside this file)
+from macros import MATHJAX  # noqa: E402
 
 
-def sources_digest() -> str:
+def sources_digest(root: Path = ROOT) -> str:
     """One short name for the library as the chapters would import it now.
 
     The execution cache sees only the text of the cells. Naming its folder
-    after the library makes a change in src run every chapter again.
+    after the library, the Python and the packages that compute makes a
+    change in any of them run every chapter again.
     """
-    digest = hashlib.sha256()
-    files = [ROOT / "constraints.txt", *(ROOT / "src").rglob("*")]
-    for file in sorted(files):
-        if file.suffix in {".js", ".json", ".py", ".txt"}:
-            digest.update(str(file.relative_to(ROOT)).encode())
+    digest = hashlib.sha256(versions().encode())
+    for file in sorted([root / "constraints.txt", *(root / "src").rglob("*")]):
+        made = file.suffix == ".pyc" or file.parent.suffix == ".egg-info"
+        if file.is_file() and not made:
+            digest.update(str(file.relative_to(root)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

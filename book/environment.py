@@ -1,9 +1,11 @@
 """The environment of the Makefile; imports nothing that is not in Python.
 
-With no argument it prints what this Python lacks; with `make .venv` it makes
-a virtual environment in that folder.
+With no argument it prints what this Python lacks, with `versions` what runs
+the book's cells; with `make .venv` it makes a virtual environment in that
+folder.
 """
 
+import platform
 import subprocess
 import sys
 import venv
@@ -16,6 +18,8 @@ except ModuleNotFoundError:  # a Python that is too old
     tomllib = None
 
 ROOT = Path(__file__).resolve().parent.parent
+# The packages whose version a cell's output may show.
+COMPUTING = ("torch", "triton", "numpy", "sympy", "matplotlib")
 
 
 def requirements() -> list[str]:
@@ -48,6 +52,17 @@ def lacking() -> list[str]:
     return missing
 
 
+def versions() -> str:
+    """This Python's version, and those of the packages that compute."""
+    found = [f"Python {platform.python_version()}"]
+    for name in COMPUTING:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
 def make(folder: str) -> None:
     """A virtual environment with pip, also where ensurepip is left out."""
     try:
@@ -62,5 +77,7 @@ def make(folder: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["make"]:
         make(sys.argv[2])
+    elif sys.argv[1:] == ["versions"]:
+        print(versions())
     else:
         print(*lacking(), sep=", ")

@@ -4,7 +4,8 @@
         [CHAPTER ...]
 
 Each runs in a Jupyter kernel of its own, from its first cell to its last.
-Sphinx finds the results in the cache, and runs nothing itself. --then names
+Sphinx finds the results in the cache, and runs nothing itself. Ctrl-C ends
+the kernels; the chapters that have run to their end stay cached. --then names
 a Python file whose ``after(chapter, names)`` is called in the same kernel
 when the last cell has run, with the chapter's path and what its cells
 defined; nothing of that is cached.
@@ -13,14 +14,17 @@ defined; nothing of that is cached.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import psutil
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors.utils import single_nb_execution
@@ -52,20 +56,26 @@ def execute(
                 last = LAST.format(then=str(then), path=str(path))
                 notebook.cells.append(new_code_cell(last))
     failures = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        running = {
-            pool.submit(
-                single_nb_execution,
-                notebook,
-                cwd=str(path.parent),
-                timeout=conf.nb_execution_timeout,
-                allow_errors=False,
-                meta_override=True,
-            ): path
-            for path, notebook in waiting.items()
-        }
+    pool = ThreadPoolExecutor(os.cpu_count())
+    running = {
+        pool.submit(
+            single_nb_execution,
+            notebook,
+            cwd=str(path.parent),
+            timeout=conf.nb_execution_timeout,
+            allow_errors=False,
+            meta_override=True,
+        ): path
+        for path, notebook in waiting.items()
+    }
+    try:
         for future in as_completed(running):
-            path, result = running[future], future.result()
+            path = running[future]
+            try:
+                result = future.result()
+            except Exception as error:  # a kernel that died, say
+                failures.append(f"{path.name}: {error!r}")
+                continue
             if result.err is not None:
                 failures.append(f"{path.name}:\n{result.exc_string}")
                 continue
@@ -77,7 +87,20 @@ def execute(
             cache.cache_notebook_bundle(
                 bundle, check_validity=False, overwrite=True
             )
+    finally:
+        end(pool, list(running))
     return failures
+
+
+def end(pool: ThreadPoolExecutor, running: list[Future]) -> None:
+    """Leave no kernel running: whoever waits for one sees that it died."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
+    pool.shutdown(wait=False, cancel_futures=True)
+    while any(future.running() for future in running):
+        for kernel in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kernel.kill()
+        time.sleep(0.2)
 
 
 def main() -> int:
@@ -101,21 +124,26 @@ def main() -> int:
         folder.glob("[0-9][0-9]_*.md"), reverse=True
     )
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as home:
-        # Without it each kernel warns that it listens on a port.
-        profile = Path(home) / "profile_default"
-        profile.mkdir()
-        settings = profile / "ipython_kernel_config.py"
-        settings.write_text("c.IPKernelApp.log_level = 'ERROR'\n")
-        os.environ["IPYTHONDIR"] = home
-        # As many kernels as cores: with several threads each, they wait for
-        # one another, and a chapter of 40 s took 12 minutes.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        failures = execute(
-            [x.resolve() for x in chapters],
-            arguments.cells,
-            arguments.then and arguments.then.resolve(),
-        )
+    try:
+        with tempfile.TemporaryDirectory() as home:
+            # Without it each kernel warns that it listens on a port.
+            profile = Path(home) / "profile_default"
+            profile.mkdir()
+            settings = profile / "ipython_kernel_config.py"
+            settings.write_text("c.IPKernelApp.log_level = 'ERROR'\n")
+            os.environ["IPYTHONDIR"] = home
+            # As many kernels as cores: with several threads each, they wait
+            # for one another, and a chapter of 40 s took 12 minutes.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            failures = execute(
+                [x.resolve() for x in chapters],
+                arguments.cells,
+                arguments.then and arguments.then.resolve(),
+            )
+    except KeyboardInterrupt:
+        print("    stopped; what ran to its end is kept", flush=True)
+        # At an ordinary exit nbclient would ask for kernels that are gone.
+        os._exit(128 + signal.SIGINT)
     print("\n".join(failures), file=sys.stderr, end="\n" * bool(failures))
     print(f"    {time.perf_counter() - start:.0f} s in all")
     return len(failures)

@@ -1,5 +1,7 @@
 """Colours that can be read, and figures that follow the page's theme."""
 
+import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -88,6 +90,52 @@ def test_svg_is_one_element_with_a_name(figure):
 def test_svg_is_the_same_every_time(figure):
     first = plotting.to_svg(figure, "a line")
     assert plotting.to_svg(figure, "a line") == first
+
+
+def test_no_two_figures_of_a_page_share_an_id(figure):
+    other, ax = plt.subplots()
+    ax.plot([0, 1], [0, 1], "o")
+    svgs = [plotting.to_svg(f, "a line") for f in (figure, other)]
+    plt.close(other)
+    ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in svgs]
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 20
+    for svg, own in zip(svgs, ids, strict=True):
+        used = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', svg)
+        assert used and {a or b for a, b in used} <= set(own)
+
+
+DRAW = """\
+import matplotlib.pyplot as plt
+from fastweights import plotting
+plotting.style()
+fig, ax = plt.subplots()
+ax.plot([0, 1], [0, 1])
+ax.set_title("$x$ of y")
+print(plt.get_backend(), plotting.to_svg(fig, "a line"))
+"""
+USERS = """\
+backend: svg
+font.family: serif
+lines.linestyle: --
+savefig.bbox: tight
+svg.fonttype: none
+text.usetex: True
+"""
+
+
+def test_a_users_matplotlibrc_changes_no_figure(tmp_path):
+    drawn = []
+    for text in ("backend: svg", USERS):
+        (tmp_path / "matplotlibrc").write_text(text)
+        run = subprocess.run(
+            [sys.executable, "-c", DRAW],
+            env=os.environ | {"MATPLOTLIBRC": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        drawn.append(run.stdout)
+    assert drawn[0] == drawn[1] and drawn[0].startswith("svg <svg")
 
 
 def test_svg_needs_a_description(figure):

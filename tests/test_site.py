@@ -151,11 +151,7 @@ def test_every_internal_link_resolves(page: Path) -> None:
 
 @each_page
 def test_an_id_is_given_once(page: Path) -> None:
-    ids = [
-        str(tag["id"])
-        for tag in soup(page).find_all(id=True)
-        if not tag.find_parent("svg")
-    ]
+    ids = [str(tag["id"]) for tag in soup(page).find_all(id=True)]
     assert sorted(set(ids)) == sorted(ids)
 
 

@@ -1,6 +1,9 @@
 """make check runs the tests of what a change touches, and no others."""
 
+import subprocess
+
 import pytest
+import touched
 from touched import ROOT, chosen, found_for, imported
 
 
@@ -45,3 +48,31 @@ def test_imports_are_found_by_module_and_by_name(tmp_path):
     file = tmp_path / "test_x.py"
     file.write_text("import a.b\nfrom c import d\n")
     assert imported(file) == {"a.b", "c", "c.d"}
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", *who, *words], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize("of", ["a zip", "one commit", "no program"])
+def test_without_history_one_line_says_so(of, tmp_path, monkeypatch, capsys):
+    if of == "one commit":
+        git(tmp_path, "init", "--quiet")
+        git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "a")
+    if of == "no program":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(touched, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert touched.main([]) == 0
+    said = capsys.readouterr().out
+    assert "no git, or no history" in said and said.count("\n") == 1
+
+
+def test_a_change_is_found_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(touched, "ROOT", tmp_path)
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "a")
+    for name in ("a b.py", "é.py"):
+        (tmp_path / name).touch()
+    assert sorted(touched.changed("HEAD")) == ["a b.py", "é.py"]

@@ -1,6 +1,7 @@
 """Static files made at build time: MathJax and the palette's style sheet."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -44,7 +45,11 @@ def write_palette(app: Sphinx, config: Config) -> None:
 
 
 def copy_mathjax(app: Sphinx) -> None:
-    """Copy what pages load of MathJax; other builders need none of it."""
+    """Copy what pages load of MathJax; other builders need none of it.
+
+    The copy is made elsewhere and put in its place when it is whole, with
+    the package.json of its version.
+    """
     if app.builder.format != "html":
         return
     source = Path(app.config.book_mathjax)
@@ -54,14 +59,21 @@ def copy_mathjax(app: Sphinx) -> None:
             f"MathJax is not in {source}: run `make book`, or "
             "`npm ci` in book/"
         )
-    for name in _MATHJAX:
-        if (target / name).exists():
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
-        else:
-            shutil.copy(source / name, target / name)
+    version = source.parent / "package.json"
+    there = target / version.name
+    if there.is_file() and there.read_bytes() == version.read_bytes():
+        return
+    with tempfile.TemporaryDirectory(dir=target.parent.parent) as beside:
+        copy = Path(beside, "mathjax")
+        for name in _MATHJAX:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            if (source / name).is_dir():
+                shutil.copytree(source / name, copy / name)
+            else:
+                shutil.copy(source / name, copy / name)
+        shutil.copy(version, copy)
+        shutil.rmtree(target, ignore_errors=True)
+        copy.rename(target)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -8,6 +8,7 @@ black, is used.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,15 @@ _VARIABLE = {PALETTE[name]["any"]: name.lower() for name in PALETTE}
 
 
 def style() -> None:
-    """Set matplotlib's defaults to the book's: quiet axes, our palette."""
+    """Set matplotlib's settings to the book's: quiet axes, our palette.
+
+    What a matplotlibrc sets, but for the backend, is put back to
+    matplotlib's own defaults first.
+    """
     import matplotlib as mpl
     from cycler import cycler
 
+    mpl.rcdefaults()
     mpl.rcParams.update(
         {
             "axes.edgecolor": INK,
@@ -75,6 +81,8 @@ def to_svg(fig: Figure, alt: str) -> str:
     """The figure as one inline ``<svg>`` element that follows the theme.
 
     ``alt`` becomes its accessible name; it must say what the figure shows.
+    Ids begin with a name made from the content, so that no two figures of a
+    page share one.
     """
     if not alt.strip():
         raise ValueError("alt: got an empty string, need a description")
@@ -84,6 +92,8 @@ def to_svg(fig: Figure, alt: str) -> str:
     svg = re.sub(r" +$", "", svg[svg.index("<svg") :], flags=re.MULTILINE)
     for colour, name in _VARIABLE.items():
         svg = svg.replace(colour, f"var(--fw-{name}, {colour})")
+    name = f"fw-{hashlib.sha256((alt + svg).encode()).hexdigest()[:8]}"
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     label = alt.replace("&", "&amp;").replace('"', "&quot;")
     label = label.replace("<", "&lt;")
     head = f'<svg class="fw-figure" role="img" aria-label="{label}" '

@@ -80,8 +80,8 @@ def to_html(
     texts = [data, str(decay_slider), alt, caption, still]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     name = f"fw-film-{digest[:12]}"
-    # What the still names, no other picture of the page may name.
-    still = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", still)
+    # Two films may have one still, and then its ids.
+    still = re.sub(r'(\bid="|href="#|url\(#)fw-\w{8}', rf"\g<1>{name}", still)
     still = re.sub(r' d="[^"]*"', lambda d: _shorter(d[0]), still)
     label = html.escape(alt)
     below = f"<figcaption>{html.escape(caption)}</figcaption>\n"
