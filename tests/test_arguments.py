@@ -81,7 +81,7 @@ def test_what_fits():
         ([5], ValueError, r"need \[N \+ 1\]"),
         ([1, 5], ValueError, "start at 0"),
         ([0, 4, 3, 5], ValueError, "never decrease"),
-        ([0, 6], ValueError, "end at T = 5"),
+        ([0, 6], ValueError, "end at T = 5 or before"),
     ],
 )
 def test_offsets_that_do_not_fit_a_pack(offsets, kind, need):

@@ -454,7 +454,7 @@ def test_refuses(name, value, error, words):
 @pytest.mark.parametrize(
     "offsets, words",
     [
-        ([0, 19], "end at T = 20"),
+        ([0, 21], "end at T = 20"),
         ([1, 20], "start at 0"),
         ([0, 9, 8, 20], "never decrease"),
     ],

@@ -290,12 +290,12 @@ def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
 
 
 def check_offsets(offsets: list[int], T: int) -> None:
-    """Raise ValueError unless they rise from 0 to T."""
+    """Raise ValueError unless they rise from 0 to at most T."""
     increases = all(a <= b for a, b in itertools.pairwise(offsets))
-    if offsets[0] != 0 or offsets[-1] != T or not increases:
+    if offsets[0] != 0 or offsets[-1] > T or not increases:
         raise ValueError(
             f"cu_seqlens: got {offsets}, need values that start at 0, "
-            f"never decrease and end at T = {T}"
+            f"never decrease and end at T = {T} or before"
         )
 
 

@@ -38,7 +38,7 @@ from fastweights.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops import Backend, autocast, linear_recurrence
-from fastweights.reference.backend import wide
+from fastweights.reference.backend import outside, wide
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,6 +143,8 @@ def linear_attention(
     check_normalised(q, k, v, None, states, **options)
     one = torch.ones_like(v[..., :1], dtype=wide(v.dtype))
     o, z, state = recurrence_with_normaliser(q, k, v, one, None, **options)
+    if (offsets := options.get("cu_seqlens")) is not None:
+        z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
     return (o / (z + eps)).to(v.dtype), state
 
 

@@ -22,7 +22,7 @@ from fastweights.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops import Backend, autocast
-from fastweights.reference.backend import wide
+from fastweights.reference.backend import outside, wide
 from fastweights.reference.chunkwise import CLEARS
 
 Stabilizer = Float[Tensor, "N HV"]
@@ -90,6 +90,9 @@ def mlstm(
     check_normalised(q, k, v, g, named(initial_state), **options)
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
+    if cu_seqlens is not None:
+        after = outside(cu_seqlens, q.shape[1])[:, None]
+        g, i = g.masked_fill(after, 0), i.masked_fill(after, 0)
     state = m = None
     if initial_state is not None:
         state, m = initial_state

@@ -73,9 +73,11 @@ def linear_recurrence(
             number of packed sequences; zeros if None.
         cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
             from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. It
-            lies on q's device. On a GPU the kernels read it there, unchecked:
-            offsets that do not rise from 0 to T give wrong numbers, but reach
-            no other memory. On a CPU, and by PyTorch's backends, it is read
+            lies on q's device. Tokens after the last sequence, which fill a
+            pack up to a fixed length, have outputs and gradients of 0. On a
+            GPU the kernels read the offsets there, unchecked: those that do
+            not rise from 0 to at most T give wrong numbers, but reach no
+            other memory. On a CPU, and by PyTorch's backends, they are read
             and checked on the host.
         chunk_size: tokens per chunk, 16, 32 or 64; None chooses.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
@@ -328,6 +330,8 @@ def _loop(
             o, last = scan(recurrence, state[n], *(x[:, t] for x in tokens))
             outputs.append(o)
             states[n] = last.split(1)
+        rest = v.shape[1] - sum(o.shape[1] for o in outputs)
+        outputs.append(state.new_zeros(len(v), rest, *v.shape[2:]))
         return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 

@@ -28,7 +28,7 @@ from fastweights.ops import (
     refuse_transforms,
     without_autocast,
 )
-from fastweights.reference.backend import sequences, wide
+from fastweights.reference.backend import outside, sequences, wide
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
 from fastweights.selective_operator import FORWARD
@@ -78,7 +78,8 @@ def selective_scan(
         initial_state: [S, D, N] fp32 (fp64 if x is), S = Bt or the number
             of packed sequences; zeros if None.
         cu_seqlens: [S + 1] int32 or int64, Bt = 1: sequence s is the tokens
-            from cu_seqlens[s] up to cu_seqlens[s + 1], possibly none. The
+            from cu_seqlens[s] up to cu_seqlens[s + 1], possibly none. What
+            comes after the last one has outputs and gradients of 0. The
             kernels read it on the device, unchecked; PyTorch's backends
             read and check it on the host.
         backend: "triton" (a prefix scan in tiles of time: CUDA, compute
@@ -109,6 +110,10 @@ def selective_scan(
         raise TypeError(f"dt_softplus: got {kind}, need a bool")
     check_name(backend)
     full = wide(x.dtype)
+    if cu_seqlens is not None:
+        after = outside(cu_seqlens, x.shape[1])[:, None]
+        dt = dt.masked_fill(after, 0)
+        z = None if z is None else z.masked_fill(after, 0)
     # Outside the operator: these are a token's own, which torch.compile
     # fuses with what comes before and after, and autograd differentiates.
     if dt_bias is not None:
@@ -229,7 +234,9 @@ def _loop(
             )
             outputs.append(y.flatten(2))
             states[s] = h.split(1)
-        y = torch.cat(outputs, dim=1)
+        ends = sum(y.shape[1] for y in outputs)
+        y = torch.cat([first.new_zeros(len(x), 0, x.shape[2]), *outputs], 1)
         if D is not None:
-            y = y + D.to(full) * x.to(full)
+            y = y + D.to(full) * x[:, :ends].to(full)
+        y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
         return y.to(x.dtype), torch.cat(states).flatten(1, 2)

@@ -119,8 +119,8 @@ MUTANTS = {
     ),
     "layer-packed-kernels-by-sequence-numbers": (
         SDPA,
-        "offsets = cu_seqlens.to(torch.int32)",
-        "offsets = cu_seqlens",
+        "offsets = torch.cat([cu_seqlens, ends]).to(torch.int32)",
+        "offsets = torch.cat([cu_seqlens, ends])",
     ),
     "layer-packed-kernels-without-shared-heads": (
         SDPA,

@@ -57,8 +57,8 @@ MUTANTS = {
     ),
     "model-document-predicts-the-next": (
         LOSS,
-        "return targets.index_fill(1, last, ignore_index)",
-        "return targets",
+        "targets = targets.index_fill(1, last, ignore_index)",
+        "targets = targets.clone()",
     ),
     "model-residuals-of-one-size": (
         MODEL,

@@ -40,7 +40,7 @@ MUTANTS = {
     ),
     "selective-loop-without-the-skip": (
         SELECTIVE,
-        "y = y + D.to(full) * x.to(full)",
+        "y = y + D.to(full) * x[:, :ends].to(full)",
         "y = y + D.to(full)",
     ),
     "selective-loop-goes-on-from-the-first": (

@@ -18,7 +18,7 @@ from fastweights.ops import (
     linear_recurrence,
     without_autocast,
 )
-from fastweights.reference.backend import wide
+from fastweights.reference.backend import outside, wide
 
 
 def mesa(
@@ -80,6 +80,10 @@ def mesa(
     how = How(steps, backend, takes(backend, q), dtype != full)
     # Products are in q's dtype beside the kernel, else in fp32.
     products = dtype if how.by_kernel else full
+    if cu_seqlens is not None:
+        after = outside(cu_seqlens, q.shape[1])[:, None]
+        g, beta = g.masked_fill(after, 0), beta.masked_fill(after, 0)
+        q, k, v = (x.masked_fill(after[..., None], 0) for x in (q, k, v))
     with without_autocast(q):
         q, k, v, g, beta = (
             x.to(full).contiguous() for x in (q, k, v, g, beta)

@@ -29,6 +29,7 @@ from torch import Tensor
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
 from fastweights.kernels.gpu import properties
+from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32
 LONG = 256  # tokens in a stretch of the backward, where there are many
@@ -113,6 +114,7 @@ def forward(
         *(settings, x, weight, bias, initial_state, cu_seqlens),
         *(q, k, v, state),
     )
+    clear_tail(cu_seqlens, q, k, v)
     return q, k, v, state
 
 
@@ -152,6 +154,7 @@ def backward(
         *(settings, x, weight, bias, initial_state, cu_seqlens),
         *(dq, dk, dv, dstate, dx, share, dinitial),
     )
+    clear_tail(cu_seqlens, dx)
     total = share.sum(0)  # [W or W + 1, C]
     dbias = None if bias is None else total[W].clone()
     return [dx, total[:W].mT, dbias, dinitial]

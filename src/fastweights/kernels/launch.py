@@ -9,6 +9,7 @@ call's lengths, the rest its constants (``settings.constants``).
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fastweights.kernels.intra_backward import (
 from fastweights.kernels.plan import SCALE, Count, Launch, Room, Schedule
 from fastweights.kernels.scan import scan_bwd_kernel, scan_fwd_kernel
 from fastweights.kernels.settings import Kind, Meta, constants
+from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 Dtypes = tuple[torch.dtype | None, ...]
 Rooms = dict[str, Room | None]
@@ -186,7 +188,22 @@ class Trace:
         programs = Count(of, self.kind.HV * NV)
         self.run(stage, kernel, programs, without, **names)
 
+    def clear(self, *results: str) -> None:
+        """Zeros where a pack's results have tokens of no sequence."""
+        offsets = self.rooms["cu_seqlens"]
+        found = [self.rooms[name] for name in results]
+        tensors = tuple(x for x in found if x and x.of == "tokens")
+        if offsets is None:
+            return
+        widths = tuple(prod(x.row) for x in tensors)
+        arguments = (tensors, offsets, NUMBERS["N"], NUMBERS["T"], widths)
+        programs = Count("tokens", 1, ROWS.value)
+        self.launches.append(
+            Launch(clear_tail_kernel, programs, arguments, {"num_warps": 4})
+        )
+
     def schedule(self, *results: str) -> Schedule:
+        self.clear(*results)
         found = [x for name in results if (x := self.rooms[name])]
         return Schedule(self.launches, self.given, found, self.kept)
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
+from fastweights.kernels.tail import clear_tail
 from fastweights.kernels.tile import (
     by_columns,
     chunk_span,
@@ -219,4 +220,5 @@ def solve(
             WIDE=how["num_warps"] == 8,
             **sizes | how,
         )
+    clear_tail(cu_seqlens, x)
     return x

@@ -201,10 +201,11 @@ class Schedule:
         order = [SCALE, *names, *counts, *self.constants, *groups]
         indices = {x: i for i, x in enumerate(order)}
 
-        def pick(arguments: tuple[Any, ...]) -> itemgetter:
-            return itemgetter(
-                *(indices[getattr(x, "name", x)] for x in arguments)
-            )
+        def pick(arguments: tuple[Any, ...]) -> Callable[[list], tuple]:
+            at = [indices[getattr(x, "name", x)] for x in arguments]
+            if len(at) == 1:  # of one itemgetter makes no tuple
+                return lambda values: (values[at[0]],)
+            return itemgetter(*at)
 
         self.groups = [pick(x) for x in groups]
         self.picks = [pick(x.arguments) for x in self.launches]

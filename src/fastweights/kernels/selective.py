@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
+from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32
 
@@ -334,6 +335,7 @@ def forward(
             *tensors,
             x.shape[1],
         )
+    clear_tail(cu_seqlens, y)
     return y, state
 
 
@@ -371,8 +373,9 @@ def backward(
             *(*tensors, *shares),
             *(T, batch * T),
         )
-    # dB and dC: the groups' numbers, from [G, Bt, T, N] to [Bt, T, G, N]
-    dB, dC = (share.sum(1).movedim(0, 2) for share in (dB, dC))
+    dB, dC = dB.sum(1), dC.sum(1)  # [G, Bt, T, N]
+    clear_tail(cu_seqlens, dx, ddt, *dB, *dC)
+    dB, dC = (x.movedim(0, 2) for x in (dB, dC))  # [Bt, T, G, N]
     dD = None if dD is None else dD.sum(0)
     return [dx, ddt, dA.sum(0), dB, dC, dD, dinitial]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
+from fastweights.layers.rows import Rows
 from fastweights.layers.sdpa import Heads, attention, packed_attention
 from fastweights.layers.state import (
     LayerState,
     Offsets,
     lengths,
     positions,
-    sequence_of,
     updated,
     whole,
 )
@@ -258,26 +259,15 @@ def attend_packed(
     cu_seqlens: Offsets,
 ) -> tuple[Heads, LayerState]:
     """The same for packed sequences, which are laid side by side for it."""
-    count = cu_seqlens.diff().to(torch.int64)
-    T = q.shape[1]
-    row = sequence_of(cu_seqlens, T)
-    token = torch.arange(T, device=q.device) - cu_seqlens[row]
-    longest, used = count.max(), None
+    rows, used = Rows(q, state, cu_seqlens), None
     if state is not None and state.rows is not None:
         # Each token alone: what pads a row may not fit into the pool.
-        at = state.get("position")[row] + token
-        own = state.rows[row]
+        own = F.pad(state.rows, (0, 1), value=-1)[rows.row]
+        at = F.pad(state.get("position"), (0, 1))[rows.row] + rows.place
         there = (own >= 0) & (own < state.tensors()["position"].shape[0])
-        after = torch.where(there, at + 1, 0).max()
-        longest, used = torch.stack([longest, after]).tolist()
-        new = (x[0][:, None] for x in (k, v))
-        into_pool(*new, state, own, at[:, None], used)
-    longest = max(int(longest), 1)
-    q, k, v = (
-        x.new_zeros(len(count), longest, *x.shape[2:]).index_put(
-            (row, token), x[0]
-        )
-        for x in (q, k, v)
-    )
-    o, after = attend(q, k, v, state, count, used)
-    return o[row, token][None], after
+        used = int(torch.where(there, at + 1, 0).max())
+        k_t, v_t = k[0][:, None], v[0][:, None]
+        into_pool(k_t, v_t, state, own, at[:, None], used)
+    q, k, v = (rows.spread(x) for x in (q, k, v))
+    o, after = attend(q, k, v, state, rows.count, used)
+    return rows.pack(o), after

@@ -37,24 +37,30 @@ class Rows:
             self.position = state.get("position")
         if cu_seqlens is not None:
             self.lengths = self.count
-            self.longest = int(self.count.max())
+            self.longest = max(int(self.count.max()), 1)
             token = torch.arange(x.shape[1], device=x.device)
             self.row = sequence_of(cu_seqlens, x.shape[1])
             self.place = token - cu_seqlens[self.row].to(token.dtype)
+            # Tokens after the last sequence have a row that is cut off.
+            N = self.count.shape[0]
+            self.place = self.place.masked_fill(self.row == N, 0)
 
     def spread(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [N, longest, ...]; past a row's end it is 0."""
         if self.cu_seqlens is None:
             return x
-        shape = len(self.count), self.longest, *x.shape[2:]
-        at = (self.row, self.place)
-        return x.new_zeros(shape).index_put(at, x[0])
+        N = self.count.shape[0]
+        rows = x.new_zeros(N + 1, self.longest, *x.shape[2:])
+        return rows.index_put((self.row, self.place), x[0])[:N]
 
     def pack(self, y: Tensor) -> Tensor:
-        """[N, longest, ...] -> [1, T, ...]."""
+        """[N, longest, ...] -> [1, T, ...]; 0 after the last sequence."""
         if self.cu_seqlens is None:
             return y
-        return y[self.row, self.place][None]
+        N = self.count.shape[0]
+        y = y[self.row.clamp(max=N - 1), self.place]
+        after = (self.row == N).view(-1, *[1] * (y.dim() - 1))
+        return y.masked_fill(after, 0)[None]
 
     def after(self) -> Int[Tensor, " N"]:
         """How many tokens each row has read after the call."""

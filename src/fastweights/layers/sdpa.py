@@ -63,7 +63,9 @@ def packed_attention(
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
         asked = {"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS else {}
         named: dict[str, Any] = {"window_size": (-1, 0), **asked}  # causal
-        offsets = cu_seqlens.to(torch.int32)
+        # What stands after the last sequence is read as one more.
+        ends = cu_seqlens.new_full((1,), q.shape[1])
+        offsets = torch.cat([cu_seqlens, ends]).to(torch.int32)
         longest = max(q.shape[1], 2)  # it takes a 1 for a step of decoding
         given = offsets, offsets, longest, longest
         o = varlen_attn(q[0], k[0], v[0], *given, **named)

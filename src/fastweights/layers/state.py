@@ -228,10 +228,12 @@ def whole(state: LayerState, name: str) -> Tensor:
 
 
 def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
-    """For each of T packed tokens, the sequence that it belongs to."""
+    """For each of T packed tokens, the sequence that it belongs to.
+
+    N, one more than the last, for tokens after all of the N sequences.
+    """
     token = torch.arange(T, device=cu_seqlens.device)
-    found = torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
-    return found.clamp(max=cu_seqlens.shape[0] - 2)
+    return torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
 
 
 def positions(
@@ -247,7 +249,9 @@ def positions(
         return here if before is None else here + before[:, None]
     row = sequence_of(cu_seqlens, T)
     here = here - cu_seqlens[row].to(here.dtype)
-    return here if before is None else here + before[row]
+    if before is None:
+        return here
+    return here + before[row.clamp(max=before.shape[0] - 1)]
 
 
 def lengths(

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.ops import autocast, without_autocast
+from fastweights.reference.backend import outside
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
@@ -83,14 +84,18 @@ def next_tokens(
 ) -> Int[Tensor, "B T"]:
     """For each token the one after it, as targets.
 
-    The last token of each row, or of each packed sequence, has none.
+    The last token of each row, or of each packed sequence, has none, and so
+    have tokens after the last sequence.
     """
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
     if cu_seqlens is None:
         return targets
     # An empty sequence at the front comes to -1: the last token has none.
     last = (cu_seqlens[1:].to(torch.int64) - 1) % tokens.shape[1]
-    return targets.index_fill(1, last, ignore_index)
+    targets = targets.index_fill(1, last, ignore_index)
+    return targets.masked_fill(
+        outside(cu_seqlens, tokens.shape[1]), ignore_index
+    )
 
 
 class _Total(torch.autograd.Function):

@@ -12,7 +12,7 @@ import itertools
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
@@ -45,6 +45,11 @@ def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
         for n, (a, b) in enumerate(itertools.pairwise(offsets))
         if a < b
     ]
+
+
+def outside(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Bool[Tensor, " T"]:
+    """Which of T packed tokens stand after the last sequence."""
+    return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
 def widen(
@@ -172,14 +177,15 @@ def forward(
     """Outputs, final states, and what the backward re-uses."""
     tokens = widen(q, k, v, g, beta)
     state = first_states(q, v, initial_state, cu_seqlens)
-    if v.shape[1] == 1:
-        [(n, _)] = sequences(cu_seqlens, 1)
+    if v.shape[1] == 1 and (found := sequences(cu_seqlens, 1)):
+        [(n, _)] = found
         return advance(state[n], *tokens, scale=scale).to(v.dtype), state, []
     o = v.new_empty(v.shape)
     saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     if cu_seqlens is not None:
-        for x in saved:
-            x.zero_()  # short sequences fill less than a row
+        # Short sequences fill less than a row; the last may end before T.
+        for x in (o, *saved):
+            x.zero_()
     for n, where, C in pieces(cu_seqlens, v, chunk_size):
         o_n, state[n], Aqk, P = chunkwise_forward(
             *at(where, *tokens),
@@ -222,7 +228,13 @@ def backward(
         # An empty sequence hands its state's gradient on as it is.
         dS = torch.zeros_like(initial_state)
         dS = dS if dstate is None else dS.copy_(dstate)
-    grads = [x.new_empty(x.shape) for x in tokens if x is not None]
+    # Of tokens after the last sequence it is 0.
+    made = torch.empty_like if cu_seqlens is None else torch.zeros_like
+    grads = [
+        made(x, memory_format=torch.contiguous_format)
+        for x in tokens
+        if x is not None
+    ]
     for n, where, C in pieces(cu_seqlens, v, chunk_size):
         kept = [to_chunks(x.transpose(1, 2)[where][..., :C], C) for x in saved]
         *grads_n, dS_n = chunkwise_backward(

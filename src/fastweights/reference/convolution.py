@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.reference.backend import Offsets, wide
@@ -34,6 +34,7 @@ class Places(NamedTuple):
     tokens: Rows  # [T]
     first: Rows  # [N * (W - 1)], the states that sequences begin with
     last: Rows  # [N * (W - 1)], those that they leave
+    no_tokens: Bool[Tensor, "T 1"]  # after the last sequence
 
 
 def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
@@ -47,7 +48,9 @@ def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
     n = torch.searchsorted(offsets[1:], t, right=True).clamp(max=N - 1)
     i = torch.arange(N * (W - 1), device=cu_seqlens.device)
     of = i // (W - 1)  # the sequence of a row of a state
-    return Places(t + (n + 1) * (W - 1), offsets[of] + i, offsets[of + 1] + i)
+    first, last = offsets[of] + i, offsets[of + 1] + i
+    no_tokens = (t >= offsets[-1])[:, None]
+    return Places(t + (n + 1) * (W - 1), first, last, no_tokens)
 
 
 def state_shape(
@@ -77,7 +80,8 @@ def extended(
         rows[:, : W - 1] = 0 if initial_state is None else initial_state
         return rows
     rows.zero_()  # offsets that are none leave rows out
-    rows[0, where.tokens] = x[0].to(rows.dtype)
+    tokens = x[0].masked_fill(where.no_tokens, 0)
+    rows[0, where.tokens] = tokens.to(rows.dtype)
     if initial_state is not None:
         rows[0, where.first] = initial_state.to(rows.dtype).flatten(0, 1)
     return rows
@@ -115,7 +119,7 @@ def activated(
     rows = extended(x, initial_state, W, where, N)
     z = convolved(rows, weight, bias)
     if where is not None:
-        z = z[:, where.tokens - (W - 1)]
+        z = z[:, where.tokens - (W - 1)].masked_fill_(where.no_tokens, 0)
     return rows, z, where
 
 
@@ -218,6 +222,8 @@ def _transposed(
 ) -> list[Tensor | None]:
     """What the gradients of the sums, and of the states, come to."""
     (B, _, C), W = x.shape, weight.shape[1]
+    if where is not None:
+        dz = dz.masked_fill(where.no_tokens, 0)
     dbias = None if bias is None else dz.sum(dim=(0, 1))
     length = rows.shape[1] - W + 1
     if where is not None:

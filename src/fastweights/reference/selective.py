@@ -157,7 +157,7 @@ def forward(
     """
     full, G = wide(x.dtype), B.shape[2]
     state = first_states(x, A, initial_state, cu_seqlens)
-    y = torch.empty_like(x)
+    y = torch.zeros_like(x)  # as after the last sequence
     if states is not None:
         states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
@@ -198,7 +198,7 @@ def backward(
     :func:`forward` put there.
     """
     full, G = wide(x.dtype), B.shape[2]
-    dx, ddt, dB, dC = (torch.empty_like(t) for t in (x, dt, B, C))
+    dx, ddt, dB, dC = (torch.zeros_like(t) for t in (x, dt, B, C))
     dh = first_states(x, A, dstate, cu_seqlens)
     states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)

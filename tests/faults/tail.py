@@ -1,0 +1,108 @@
+"""In what comes of tokens after the last sequence of a pack."""
+
+FILES = {
+    name: f"fastweights/{name}.py"
+    for name in (
+        "deep/mesa",
+        "family",
+        "kernels/convolution",
+        "kernels/launch",
+        "kernels/selective",
+        "kernels/tail",
+        "layers/rows",
+        "mlstm",
+        "models/loss",
+        "reference/backend",
+        "reference/convolution",
+        "reference/selective",
+        "selective",
+    )
+}
+PYTORCH, KERNELS = "test_tail.py", "test_kernels_tail.py"
+TESTS = {FILES["kernels/tail"]: KERNELS}
+MUTANTS = {
+    "tail-outputs-as-they-were": (
+        FILES["reference/backend"],
+        "for x in (o, *saved):",
+        "for x in saved:",
+        PYTORCH,
+    ),
+    "tail-gradients-as-they-were": (
+        FILES["reference/backend"],
+        "torch.empty_like if cu_seqlens is None else torch.zeros_like",
+        "torch.empty_like",
+        PYTORCH,
+    ),
+    "tail-convolution-reads-it": (
+        FILES["reference/convolution"],
+        ".masked_fill_(where.no_tokens, 0)",
+        "",
+        PYTORCH,
+    ),
+    "tail-convolution-learns-of-it": (
+        FILES["reference/convolution"],
+        "        dz = dz.masked_fill(where.no_tokens, 0)\n",
+        "        pass\n",
+        PYTORCH,
+    ),
+    "tail-selective-gate": (
+        FILES["selective"],
+        "z = None if z is None else z.masked_fill(after, 0)",
+        "pass",
+        PYTORCH,
+    ),
+    "tail-mlstm-gates": (
+        FILES["mlstm"],
+        "g, i = g.masked_fill(after, 0), i.masked_fill(after, 0)",
+        "pass",
+        PYTORCH,
+    ),
+    "tail-divided-by-nothing": (
+        FILES["family"],
+        "z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)",
+        "pass",
+        PYTORCH,
+    ),
+    "tail-is-the-last-rows": (
+        FILES["layers/rows"],
+        "self.place = self.place.masked_fill(self.row == N, 0)",
+        "pass",
+        PYTORCH,
+    ),
+    "tail-has-targets": (
+        FILES["models/loss"],
+        "outside(cu_seqlens, tokens.shape[1]), ignore_index",
+        "outside(cu_seqlens + 9, tokens.shape[1]), ignore_index",
+        PYTORCH,
+    ),
+    "tail-of-kernels-left": (
+        FILES["kernels/launch"],
+        "        self.clear(*results)\n",
+        "",
+        KERNELS,
+    ),
+    "tail-of-kernels-a-row-late": (
+        FILES["kernels/tail"],
+        "m_t = (o_t >= end) & (o_t < T)",
+        "m_t = (o_t > end) & (o_t < T)",
+        KERNELS,
+    ),
+    "tail-of-kernels-first-columns": (
+        FILES["kernels/tail"],
+        "for c in range(0, WIDTHS[i], COLUMNS):",
+        "for c in range(0, 1, COLUMNS):",
+        KERNELS,
+    ),
+    "tail-of-convolution-kernel-left": (
+        FILES["kernels/convolution"],
+        "    clear_tail(cu_seqlens, dx)\n",
+        "",
+        KERNELS,
+    ),
+    "tail-of-selective-shares-left": (
+        FILES["kernels/selective"],
+        "clear_tail(cu_seqlens, dx, ddt, *dB, *dC)",
+        "clear_tail(cu_seqlens, dx, ddt)",
+        KERNELS,
+    ),
+}
