@@ -109,6 +109,26 @@ def test_packed_and_continued(name, then, gradients):
         same_state(state.select(torch.tensor([n])), one)
 
 
+@crossed(name=list(CASES), before=[False, True], where=["input", "gradient"])
+def test_a_nan_stays_in_its_document(name, before, where):
+    """In outputs and gradients, on the way in and on the way back."""
+    layer, x = made(name), tokens(1, sum(LENGTHS)).requires_grad_()
+    state = layer(tokens(len(LENGTHS), 3))[1].detach() if before else None
+    inside = torch.arange(sum(LENGTHS)) // 6 == 1  # of the longest, 18
+    found = []
+    for bad in (torch.zeros_like(inside), inside):
+        z = x.masked_fill(bad[:, None] & (where == "input"), torch.nan)
+        y, _ = layer(z, state, offsets(LENGTHS))
+        dy = tokens(1, sum(LENGTHS), seed=1)
+        dy = dy.masked_fill(bad[:, None] & (where == "gradient"), torch.nan)
+        found.append((y, *torch.autograd.grad(y, x, dy)))
+    place = torch.arange(sum(LENGTHS))
+    others = (place < 6) | (place >= 24)
+    for clean, dirty in zip(*found, strict=True):
+        agree(dirty[:, others], clean[:, others])
+    assert found[1][1].isnan().any()
+
+
 def test_ends_in_other_types_of_offsets():
     layer, x = made("gated-deltanet"), tokens(1, 9)
     for dtype in (torch.int32, torch.int64):

@@ -9,7 +9,7 @@ from layer_cases import made, tokens
 
 from fastweights.checks import Footprint, relative_error
 from fastweights.layers import SoftmaxAttention, sdpa
-from fastweights.layers.sdpa import attention, packed_attention
+from fastweights.layers.sdpa import attention, in_tiles, packed_attention
 
 LENGTHS = [5, 0, 1, 18, 3]
 T = sum(LENGTHS)
@@ -50,8 +50,15 @@ def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
     x = heads(HK=2 if shared else 4)
     want = with_gradients(alone(*x), x)
     for dtype in (torch.int32, torch.int64):
-        o = packed_attention(*x, OFFSETS.to(dtype))
+        o = in_tiles(*x, OFFSETS.to(dtype))
         same(with_gradients(o, x), want, 1e-13)
+
+
+def test_on_a_cpu_each_is_alone():
+    x = heads()
+    for offsets in (OFFSETS, OFFSETS.int()):
+        o = packed_attention(*x, offsets)
+        same(with_gradients(o, x), with_gradients(alone(*x), x), 1e-13)
 
 
 def test_memory_grows_with_the_tokens(monkeypatch):
@@ -62,7 +69,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
         x = heads(T, H=1, HK=1, dtype=torch.float32)
         offsets = torch.arange(0, T + 1, 64)
         with Footprint() as seen:
-            packed_attention(*x, offsets).sum().backward()
+            in_tiles(*x, offsets).sum().backward()
         peaks[T, size] = seen.peak
         assert (seen.largest >= T * T) == (size == T)
     assert peaks[512, 32] < 2.2 * peaks[256, 32]

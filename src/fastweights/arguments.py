@@ -311,7 +311,7 @@ def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
     check_kinds({"cu_seqlens": cu_seqlens}, {"cu_seqlens": OFFSETS})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
-    if _readable(cu_seqlens):
+    if readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), x.shape[1])
 
 
@@ -333,7 +333,7 @@ def check_rows(
     check_kinds({name: rows}, {name: OFFSETS})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
         wrong_shape(name, rows, f"[{'M' if count is None else count}]")
-    if size is None or not _readable(rows):
+    if size is None or not readable(rows):
         return
     values = rows.tolist()
     there = [i for i in values if 0 <= i < size]
@@ -345,8 +345,8 @@ def check_rows(
         raise ValueError(f"{name}: got {values}, need each row once")
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
     """Whether reading x costs no synchronisation and no trace."""
     return x.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or private.watched()
+        torch.compiler.is_compiling() or private.traced()
     )

@@ -81,16 +81,23 @@ def transformed() -> bool:
 def watched() -> bool:
     """Whether anything may look at the operators that are called.
 
-    A mode (fake tensors, a FLOP counter, selective checkpointing), a
-    transform, a trace or the profiler. True where PyTorch does not tell:
+    As :func:`traced`, or the profiler. True where PyTorch does not tell:
     calls then go by its dispatcher, 50 us each.
+    """
+    return traced() or _profiler_enabled()  # type: ignore[misc]
+
+
+def traced() -> bool:
+    """Whether a tensor may be without numbers, or a call be run again.
+
+    Under a mode (fake tensors, a FLOP counter, selective checkpointing), a
+    transform or a trace. True where PyTorch does not tell.
     """
     return (
         not _CAN_TELL
         or _dispatch_mode() is not None  # type: ignore[misc]
         or transformed()
         or _is_tracing()  # type: ignore[misc]
-        or _profiler_enabled()  # type: ignore[misc]
     )
 
 

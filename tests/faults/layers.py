@@ -111,6 +111,12 @@ MUTANTS = {
         "checkpoint(\n            tile,",
         "(lambda f, *x, **_: f(*x))(\n            tile,",
     ),
+    "layer-packed-nan-reaches-the-others": (
+        SDPA,
+        "if readable(cu_seqlens):",
+        "if False:",
+        "test_layers.py",
+    ),
     "layer-packed-by-one-mask": (SDPA, "if T <= TILE:", "if True:"),
     "layer-packed-kernels-look-ahead": (
         SDPA,

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.arguments import readable
 from fastweights.layers.state import Offsets, sequence_of
 from fastweights.ops import autocast
 
@@ -52,12 +53,13 @@ def packed_attention(
 ) -> Packed:
     """Causal within each sequence; heads of k and v are shared.
 
-    Memory grows with T, not with T^2, and nothing waits for the device. In
-    fp16 and bf16 on a GPU of compute capability 8.0 or higher, with K a
-    multiple of 8 up to 192, or 256, no sequence meets another's keys.
-    Otherwise each token is multiplied with all before it, TILE queries at a
-    time, and sequences of more than TILE tokens in all pay for a second
-    forward in their backward.
+    Memory grows with T, not with T^2, and nothing waits for the device. On a
+    CPU, and in fp16 and bf16 on a GPU of compute capability 8.0 or higher,
+    with K a multiple of 8 up to 192, or 256, no sequence meets another's
+    keys. Otherwise, and on a CPU under torch.compile, each token is
+    multiplied with all before it, TILE queries at a time: sequences of more
+    than TILE tokens in all pay for a second forward in their backward, and a
+    NaN in one of them reaches the gradients of the others.
     """
     q, k, v = autocast(q, k, v)
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
@@ -71,6 +73,16 @@ def packed_attention(
         o = varlen_attn(q[0], k[0], v[0], *given, **named)
         assert isinstance(o, Tensor)  # alone, since nothing else is asked
         return o[None]
+    if readable(cu_seqlens):
+        sizes = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(sizes, 1) for x in (q, k, v)), strict=True)
+        found = [attention(*part) for part in parts if part[0].shape[1]]
+        return torch.cat(found, 1)
+    return in_tiles(q, k, v, cu_seqlens)
+
+
+def in_tiles(q: Packed, k: Packed, v: Packed, cu_seqlens: Offsets) -> Packed:
+    """The same by a mask, of TILE queries at a time."""
     T, row = q.shape[1], sequence_of(cu_seqlens, q.shape[1])
     if T <= TILE:
         return tile(q, k, v, row, row)
