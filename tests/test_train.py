@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fastweights import corpus, models, train
+from fastweights import comparison, corpus, models, train
 from fastweights.training import Settings, Training, read_checkpoint
 
 SMALL = {
@@ -76,14 +77,38 @@ def test_of_one_file_the_last_bytes_are_held_out(folder):
     assert len(text.held_out[0]) == round(0.05 * len(whole))
 
 
-def test_the_standard_library_comes_without_its_tests():
-    found = [str(path) for path in corpus.files("stdlib", ())]
-    assert any(path.endswith("/argparse.py") for path in found)
-    assert found == sorted(found) and len(found) > 300
-    assert not [
-        x for x in found if re.search("/(tests?|idlelib|site-pac)/", x)
-    ]
-    assert 5e6 < corpus.read().size < 2e7
+def test_the_standard_library_is_that_of_every_recorded_run(monkeypatch):
+    text = corpus.read()
+    sets = ("text", "text_again", "text_learned")
+    runs = [run for name in sets for run in comparison.load(name)]
+    assert len(runs) == 81
+    for run in runs:
+        assert run["corpus"] == {"bytes": text.size, "sha256": text.sha256}
+    assert len(text.train) + len(text.held_out) == 511
+    monkeypatch.setattr(corpus, "STDLIB", "0" * 64)
+    with pytest.raises(ValueError, match=r"stdlib\.tar\.gz with sha256 4257"):
+        corpus.read()
+
+
+def test_no_text_is_both_trained_on_and_held_out(folder, tmp_path):
+    """Wherever it comes from twice."""
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    hidden = copied / ".ipynb_checkpoints"
+    hidden.mkdir()
+    (hidden / "00-checkpoint.txt").write_text("0 and 1 are 1\n")
+    (copied / "._00.txt").write_text("of another system")
+    (copied / "99.txt").write_bytes((copied / "00.txt").read_bytes())
+    once = corpus.read([folder])
+    for sources in (
+        [copied],
+        [copied, copied],
+        [copied, f"{copied}/../copied", folder],
+        [copied, folder / "00.txt"],
+    ):
+        assert corpus.read(sources) == once
+    twice = corpus.read([folder / "01.txt", folder / "01.txt"])
+    assert twice == corpus.read([folder / "01.txt"])
 
 
 def test_bytes_are_tokens(folder):

@@ -45,7 +45,7 @@ class Settings:
     """What a run is; each field is an option of the program."""
 
     corpus: tuple[str, ...] = option(
-        ("stdlib",), "files, folders, or stdlib: Python's own", "text"
+        ("stdlib",), "files, folders, or stdlib: CPython 3.12.3's", "text"
     )
     suffixes: tuple[str, ...] = option(
         (".py", ".txt", ".md"), "of the files taken from folders", "text"
