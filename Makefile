@@ -134,7 +134,8 @@ build/book: $(READY) $(MATHJAX) build/notebooks.made $(CHAPTERS) \
 	@$(SPHINX) -d build/doctrees chapters build/html
 	@touch $@
 
-build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK)
+# Their first cell installs the library of this commit.
+build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK) $(wildcard .git/logs/HEAD)
 	@$(SAY) "notebooks: writing build/notebooks"
 	@rm -rf build/notebooks
 	@$(PY) book/notebooks.py --out build/notebooks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -32,6 +33,8 @@ from to_markdown import (
     is_cell,
 )
 
+from fastweights.private import TESTED
+
 CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)
 CHAPTER = re.compile(r"\d\d_\w+")
 TAGS = {"exercise-stub", "gpu", "hide-input", "remove-input", "solution"}
@@ -40,38 +43,8 @@ FOLDED = {"hide-input", "remove-input", "solution"}
 # For Colab and for JupyterLab: fold a cell's source, not its output.
 HIDDEN = {"cellView": "form", "jupyter": {"source_hidden": True}}
 
-INSTALL = """\
-# @title Install the library (in Colab)
-# Installs the library in Colab. Elsewhere this does nothing, unless
-# FASTWEIGHTS_SOURCE names what to install: a folder or a requirement.
-import importlib.metadata
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
-
-source = os.environ.get("FASTWEIGHTS_SOURCE")
-if "google.colab" in sys.modules and not importlib.util.find_spec(
-    "fastweights"
-):
-    source = source or "git+{repository}"
-if source:
-    # Whatever pip installs, these stay as they are.
-    kept = [
-        f"{{found.name}}=={{found.version}}"
-        for found in importlib.metadata.distributions()
-        if found.name in ("numpy", "torch", "triton")
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        constraints = os.path.join(folder, "constraints.txt")
-        with open(constraints, "w") as file:
-            file.write("\\n".join(kept))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet"]
-            + ["--constraint", constraints, source],
-            check=True,
-        )"""
+BOOK = Path(__file__).resolve().parent
+ROOT = BOOK.parent
 
 RESIDUE = re.compile(
     r"^\s*(?:> )*:::|`{3,}\{|\{[\w:-]+\}`"
@@ -87,6 +60,37 @@ def site_url(repository: str) -> str:
     """Where GitHub serves the pages of ``repository``."""
     owner, name = repository.rstrip("/").split("/")[-2:]
     return f"https://{owner.lower()}.github.io/{name}/"
+
+
+def first_cell(repository: str) -> str:
+    """Installs the library as it is in this clone, where it is missing."""
+    pins = (ROOT / "constraints.txt").read_text("utf-8")
+    given = {
+        "REPOSITORY@COMMIT": f"{repository}@{commit(ROOT)}",
+        '"TORCH"': repr(TESTED["torch"][0]),
+        '"TRITON"': repr(TESTED["triton"][0]),
+        "PIN": re.search(r"^triton==(.*)", pins, re.M)[1],
+    }
+    text = (BOOK / "first_cell.py").read_text("utf-8").strip()
+    for name, value in given.items():
+        text = text.replace(name, value)
+    return text
+
+
+def commit(clone: Path) -> str:
+    """Its commit; "main" where there is none, as in an unpacked archive."""
+    if not (clone / ".git").exists():  # it may lie in another clone
+        return "main"
+    try:
+        said = subprocess.run(
+            ["git", "-C", str(clone), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "main"
+    return said.stdout.strip()
 
 
 class NotebookBuilder(Builder):
@@ -137,8 +141,7 @@ def notebook(
             f"{path}: {len(sources)} code cells, of which {found} on the page"
         )
     writer = Writer(builder, docname, doctree)
-    repository = builder.config.book_repository
-    cells = [("code", INSTALL.format(repository=repository), HIDDEN)]
+    cells = [("code", first_cell(builder.config.book_repository), HIDDEN)]
     cells += _cells(writer, iter(sources), _links(builder, docname))
     written = sum(kind == "code" for kind, _, _ in cells)
     if written != len(sources) + 1:

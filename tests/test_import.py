@@ -87,3 +87,34 @@ def test_imports_point_one_way(name):
         for module in imported(file):
             parts = [*module.split("."), ""]
             assert parts[0] != "fastweights" or parts[1] not in later, file
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None  # as if not installed
+import torch
+import fastweights as fw
+from fastweights.models import LanguageModel, ModelConfig
+
+q, k, v = torch.randn(3, 1, 20, 2, 8, requires_grad=True).unbind()
+o, state = fw.linear_attention(q, k, v)
+o.sum().backward()
+with torch.no_grad():
+    fw.decode_step(q[:, :1], k[:, :1], v[:, :1], state=state.detach())
+kinds = ("gated_deltanet", "softmax", "mamba", "mlstm", "lact", "mesanet")
+model = LanguageModel(ModelConfig(17, 64, len(kinds), pattern=kinds))
+model(torch.arange(12)[None])[0].sum().backward()
+try:
+    fw.linear_attention(q, k, v, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_cpu_needs_no_triton():
+    """PyTorch's builds for CPUs bring none."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "which needs the package triton" in run.stdout

@@ -27,11 +27,13 @@ import notebooks  # noqa: E402
 from folded import holds  # noqa: E402
 from inline_markdown import MarkupError  # noqa: E402
 from macros import MATHJAX, SYMBOLS, expand  # noqa: E402
-from notebook_builder import CODE, RESIDUE  # noqa: E402
+from notebook_builder import CODE, RESIDUE, commit  # noqa: E402
 
 from fastweights.plotting import PALETTE  # noqa: E402
 
 SAMPLE = ROOT / "tests" / "sample_book"
+PINS = (ROOT / "constraints.txt").read_text("utf-8")
+TRITON = re.search(r"^triton==(.*)", PINS, re.M)[1]
 SETTINGS = {"bibtex_bibfiles": [str(SAMPLE / "references.bib")]}
 CHAPTERS = ROOT / "chapters"
 BUILT, PAGES = ROOT / "build" / "notebooks", ROOT / "build" / "test" / "html"
@@ -379,42 +381,113 @@ def install(sample, tmp_path, **environment) -> subprocess.CompletedProcess:
 
 
 CALLS = """\
-import subprocess
-def run(command, check):
-    assert check
+import subprocess, sys, types
+def run(command, **options):
+    if len(sys.argv) > 1:
+        return types.SimpleNamespace(returncode=1, stderr=sys.argv[1])
     print(" ".join(command))
     at = command.index("--constraint") + 1
     print(open(command[at]).read())
+    return types.SimpleNamespace(returncode=0)
 subprocess.run = run
 """
 COLAB = "import sys, types\nsys.modules['google.colab'] = sys\n"
-WITHOUT = """\
-import importlib.util
-importlib.util.find_spec = lambda name: None
-"""
+SOURCE = re.compile(r"git\+https://[\w./-]+@([0-9a-f]{40}|main)")
 
 
-def test_first_cell_does_nothing_outside_colab(sample, tmp_path):
-    done = install(sample, tmp_path, before=CALLS)
+@pytest.fixture
+def bare(sample, tmp_path):
+    """Run the first cell where only what is given is installed."""
+
+    def bare(before: str, *words: str, **versions: str):
+        script = tmp_path / "first.py"
+        script.write_text(CALLS + before + sample[0].source)
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (info / "METADATA").write_text(text)
+        kept = {k: v for k, v in os.environ.items() if "FASTWEIGHTS" not in k}
+        return subprocess.run(
+            [sys.executable, "-S", script, *words],
+            env=kept | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    return bare
+
+
+@pytest.mark.parametrize("before", ["", COLAB], ids=["here", "colab"])
+def test_first_cell_does_nothing_once_installed(sample, tmp_path, before):
+    done = install(sample, tmp_path, before=CALLS + before)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_first_cell_does_nothing_in_colab_once_installed(sample, tmp_path):
-    done = install(sample, tmp_path, before=CALLS + COLAB)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_first_cell_says_how_to_install_outside_colab(bare):
+    done = bare("", torch="2.11.0")
+    assert done.returncode == 1 and done.stdout == ""
+    line = done.stderr.splitlines()[-1]
+    before, _, source = line.partition(" @ ")
+    assert before == '%pip install "fastweights[chapters]'
+    assert SOURCE.fullmatch(source.removesuffix('"'))
 
 
-def test_first_cell_installs_in_colab_and_keeps_torch(sample, tmp_path):
-    import torch
-
-    done = install(sample, tmp_path, before=CALLS + COLAB + WITHOUT)
+@pytest.mark.parametrize(
+    ("versions", "triton"),
+    [
+        ({"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.1"}, None),
+        ({"torch": "2.15.0"}, f"triton=={TRITON}"),
+        ({}, "triton"),
+    ],
+    ids=["gpu", "cpu", "none"],
+)
+def test_first_cell_installs_in_colab_beside_what_is_there(
+    bare, versions, triton
+):
+    done = bare(COLAB, **versions)
     assert done.returncode == 0, done.stderr
     command, _, constraints = done.stdout.partition("\n")
-    assert "-m pip install" in command
-    assert command.endswith(
-        " git+https://github.com/fast-weights/fast-weights"
+    *_, last = command.partition(".txt ")
+    source, *others = last.split()
+    assert SOURCE.fullmatch(source)
+    assert others == ([triton] if triton else [])
+    kept = [f"{name}=={version}" for name, version in versions.items()]
+    assert sorted(constraints.split()) == sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "least"),
+    [("torch", "2.10.0+cu128", "2.11"), ("triton", "3.5.1", "3.6")],
+)
+def test_first_cell_names_what_is_too_old(bare, name, version, least):
+    done = bare(COLAB, **{"torch": "2.11.0", name: version})
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        f"RuntimeError: the library needs {name} {least}, found {version}: "
+        f"run %pip install --upgrade {name}, then restart"
     )
-    assert f"torch=={torch.__version__}" in constraints.split()
+
+
+def test_first_cell_says_what_pip_says(bare):
+    done = bare(COLAB, "No space left", torch="2.11.0")
+    assert done.stderr.endswith("RuntimeError: pip says:\nNo space left\n")
+
+
+def test_first_cell_names_the_commit_of_its_own_clone(tmp_path):
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.check_output(command, text=True).strip()
+
+    inner = tmp_path / "unpacked"
+    inner.mkdir()
+    assert commit(tmp_path) == "main"
+    git("init", "--quiet")
+    assert commit(tmp_path) == "main"  # as yet without a commit
+    git("commit", "--quiet", "--allow-empty", "-m", "a")
+    assert commit(tmp_path) == git("rev-parse", "HEAD")
+    assert commit(inner) == "main"
 
 
 def test_first_cell_installs_from_a_local_source(sample, tmp_path):
