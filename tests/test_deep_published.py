@@ -332,8 +332,8 @@ def test_titans_layer_written_out():
     torch.manual_seed(0)
     layer = TitansMemory(8, 2, 4, chunk_size=1, conv_size=None, **DOUBLE)
     torch.nn.init.normal_(layer.rates_proj.bias)
-    torch.nn.init.normal_(layer.memory_norm_weight)
-    torch.nn.init.normal_(layer.memory_norm_bias)
+    torch.nn.init.normal_(layer.start.norm_weight)
+    torch.nn.init.normal_(layer.start.norm_bias)
     x = torch.randn(1, 7, 8, **DOUBLE)
     w = layer.state_dict()
     q, k, v = F.silu(x[0] @ w["qkv_proj.weight"].mT).chunk(3, -1)
@@ -341,9 +341,9 @@ def test_titans_layer_written_out():
     gate = F.silu(x[0] @ w["g_proj.weight"].mT)
     heads = []
     for h in range(2):
-        M = [w[f"{n}.{i}"][h] for i in range(2) for n in ("weights", "biases")]
+        M = [w[f"start.{n}"][h] for n in ("W1", "b1", "W2", "b2")]
         S = [torch.zeros_like(p) for p in M]
-        gamma, delta = (w[f"memory_norm_{n}"][h] for n in ("weight", "bias"))
+        gamma, delta = (w[f"start.norm_{n}"][h] for n in ("weight", "bias"))
         at, outputs = slice(4 * h, 4 * h + 4), []
         for t in range(7):
             theta, eta, alpha = rates[t, h], rates[t, 2 + h], rates[t, 4 + h]
@@ -525,4 +525,4 @@ def test_how_layers_start():
     titans = TitansMemory(64, 2, 32)
     kept = 1 - titans.rates_proj.bias.chunk(3)[2].sigmoid()
     assert (kept - 0.982).abs().max() < 1e-3
-    assert abs(titans.weights[1].std() * 128**0.5 - 1) < 0.1
+    assert abs(titans.start.W2.std() * 128**0.5 - 1) < 0.1

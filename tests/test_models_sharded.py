@@ -3,6 +3,7 @@
 import copy
 import os
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fastweights.models import LanguageModel, ModelConfig, next_tokens
+from fastweights.models import (
+    LanguageModel,
+    ModelConfig,
+    load,
+    next_tokens,
+)
 
 CONFIG = ModelConfig(
     vocabulary=70,
@@ -36,36 +42,61 @@ def sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def one_process(rank, file):
+def in_units(model):
+    """The head is a unit, or the embedding that stands in for it."""
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.embedding, mesh=mesh)
+    if model.head is not None:
+        fully_shard(model.head, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def one_process(rank, file, folder):
     """What each of the two does; an assertion that fails ends both."""
     torch.set_num_threads(1)
     os.environ["USE_LIBUV"] = "0"
     store = dist.FileStore(file, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(0)
-    whole = LanguageModel(CONFIG)
-    tokens = torch.randint(70, (2, 24))
-    whole.loss(tokens).backward()
+    for tied in (True, False):
+        whole = LanguageModel(replace(CONFIG, tie_embeddings=tied))
+        tokens = torch.randint(70, (2, 24))
+        whole.loss(tokens).backward()
+        for wrap in (replicated, sharded, in_units):
+            for checkpoint in (False, True):
+                compared(whole, tokens, rank, wrap, checkpoint)
+        model = in_units(copy.deepcopy(whole))
+        losses = model.token_losses(tokens, tokens)
+        want = whole.token_losses(tokens, tokens)
+        torch.testing.assert_close(losses, want, rtol=1e-4, atol=1e-6)
+        model.save(folder)
+        dist.barrier()
+        for name, x in load(folder).state_dict().items():
+            assert x.equal(whole.state_dict()[name])
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def compared(whole, tokens, rank, wrap, checkpoint):
+    """The gradients of half a batch, averaged, with those of all of it."""
     expected = dict(whole.named_parameters())
     mine = tokens[rank : rank + 1]
-    for wrap in (replicated, sharded):
-        for checkpoint in (False, True):
-            model = copy.deepcopy(whole)
-            model.zero_grad()
-            model.checkpoint = checkpoint
-            run = wrap(model)
-            if wrap is sharded:
-                loss = model.loss(mine)
-            else:
-                loss = run(mine, targets=next_tokens(mine))
-            loss.backward()
-            for name, p in model.named_parameters():
-                g = p.grad
-                g = g.full_tensor() if wrap is sharded else g
-                torch.testing.assert_close(
-                    g, expected[name].grad, rtol=1e-4, atol=1e-6
-                )
-    dist.destroy_process_group()
+    model = copy.deepcopy(whole)
+    model.zero_grad()
+    model.checkpoint = checkpoint
+    run = wrap(model)
+    if wrap is replicated:
+        loss = run(mine, targets=next_tokens(mine))
+    else:
+        loss = model.loss(mine)
+    loss.backward()
+    for name, p in model.named_parameters():
+        g = p.grad if wrap is replicated else p.grad.full_tensor()
+        torch.testing.assert_close(
+            g, expected[name].grad, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.skipif(
@@ -74,4 +105,5 @@ def one_process(rank, file):
 def test_two_processes_have_the_gradients_of_one():
     """Replicated (DDP) and sharded (FSDP2), blocks kept or computed again."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(one_process, (os.path.join(folder, "store"),), nprocs=2)
+        store = os.path.join(folder, "store")
+        mp.spawn(one_process, (store, folder), nprocs=2)

@@ -77,7 +77,12 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("kind", ["hook", "class"])
+class Around(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", ["hook", Doubled, Around])
 def test_a_module_that_does_more_is_called(kind):
     x, given = tokens(), modules()
     want = [y.detach() for y in project(x, *given)]
@@ -85,7 +90,7 @@ def test_a_module_that_does_more_is_called(kind):
         given[1].register_forward_hook(doubled)
     else:
         weight = given[1].weight
-        given[1] = Doubled(D, 3, bias=False)
+        given[1] = kind(D, 3, bias=False)
         given[1].weight = weight
     want[1] = 2 * want[1]
     torch.testing.assert_close(project(x, *given), want)

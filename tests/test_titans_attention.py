@@ -79,7 +79,7 @@ class Memory:
     def __init__(self, layer):
         self.w, self.max_rate = layer.state_dict(), layer.max_rate
         self.M = [
-            [self.w[f"{n}.{i}"][h] for i in range(2) for n in NAMES]
+            [self.w[f"start.{n}"][h] for n in ("W1", "b1", "W2", "b2")]
             for h in range(H)
         ]
         self.S = [[torch.zeros_like(p) for p in M] for M in self.M]
@@ -92,7 +92,7 @@ class Memory:
 
     def answer(self, M, h, z):
         hidden = F.gelu(z @ M[0] + M[1], approximate="tanh")
-        norm = (self.w[f"memory_norm_{n}"][h] for n in ("weight", "bias"))
+        norm = (self.w[f"start.norm_{n}"][h] for n in ("weight", "bias"))
         return F.layer_norm(hidden @ M[2] + M[3], (K,), *norm, 1e-6)
 
     def put_out(self, answers, x):

@@ -47,6 +47,9 @@ _is_tracing: Callable | None = _found("torch.jit", "is_tracing")
 _profiler_enabled: Callable | None = _found(
     "torch.autograd", "_profiler_enabled"
 )
+_has_any_global_hook: Callable | None = _found(
+    "torch.nn.modules.module", "_has_any_global_hook"
+)
 SCAN: Callable | None = _found("torch._higher_order_ops.scan", "scan")
 """A loop that torch.compile keeps as one, with gradients; a prototype.
 
@@ -99,6 +102,11 @@ def traced() -> bool:
         or transformed()
         or _is_tracing()  # type: ignore[misc]
     )
+
+
+def hooked_globally() -> bool:
+    """Whether a hook of all modules is there, or PyTorch does not tell."""
+    return _has_any_global_hook is None or bool(_has_any_global_hook())
 
 
 def load_compiler() -> None:

@@ -9,6 +9,7 @@ which costs it next to nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from fastweights.arguments import PLAIN
 from fastweights.flops import FORMULAS, Shape
 from fastweights.ops import LIBRARY, past_dispatcher
 
+Untouched = tuple[type[nn.Module] | None, Callable]
+
 
 def project(
     x: Float[Tensor, "B T D"], *modules: nn.Module | None
@@ -29,38 +32,74 @@ def project(
     """Each module's output for x, None for a module that is None.
 
     That is all it is, for any modules. Those that are an ``nn.Linear``
-    without a bias and without hooks add their gradients of x up in one
-    place, without a tensor for each.
+    without a bias which nobody has touched (:func:`is_plain`) add their
+    gradients of x up in one place, without a tensor for each.
     """
     one_by_one = not (torch.is_grad_enabled() and x.requires_grad)
     if not torch.compiler.is_compiling():
         one_by_one |= private.transformed() or torch.jit.is_tracing()
-    there = [m for m in modules if m is not None]
-    plain = [] if one_by_one else [m for m in there if is_plain(m)]
-    if len(plain) < 2:
+    # Which of them are products whose gradients of x are added up.
+    products = [
+        not (m is None or one_by_one) and is_product(m, x) for m in modules
+    ]
+    if sum(products) < 2:
         return [None if m is None else m(x) for m in modules]
-    tensors = [x, *(m.weight for m in plain)]
+    pairs = [*zip(modules, products, strict=True)]
+    tensors = [x, *(m.weight for m, product in pairs if m and product)]
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     found = iter(Projections.apply(*tensors))
     return [
-        None if m is None else next(found) if is_plain(m) else m(x)
-        for m in modules
+        None if m is None else next(found) if product else m(x)
+        for m, product in pairs
     ]
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether it is a product with its weight, and nobody looks at that."""
+def is_product(module: nn.Module, x: Tensor) -> bool:
+    """Whether the module is x W^T, and nothing else."""
+    return is_plain(module, LINEAR, x.device) and module.bias is None
+
+
+def untouched(kind: type[nn.Module]) -> Untouched:
+    """A class of modules, and the forward that stands in its source."""
+    forward = kind.forward
+    its = vars(sys.modules[kind.__module__])
+    # One that somebody has put there before this module was imported is not.
+    return kind if forward.__globals__ is its else None, forward
+
+
+def is_plain(module: nn.Module, kind: Untouched, device: torch.device) -> bool:
+    """Whether using a module's weight is the same as calling the module.
+
+    Its weight is used past its forward only where this is true; elsewhere
+    the module is called. A subclass, a parametrization or a unit of FSDP is
+    of another class; adapters and offloaders put a forward of their own on
+    the object or on the class; hooks look at a call or renew the weight
+    before it; and what is sharded or offloaded is no plain tensor on
+    ``device``.
+    """
+    if type(module) is not kind[0]:
+        return False
+    there = module.__dict__
+    if (
+        getattr(module.forward, "__func__", None) is not kind[1]
+        or there["_forward_hooks"]
+        or there["_forward_pre_hooks"]
+        or there["_backward_hooks"]
+        or there["_backward_pre_hooks"]
+        or private.hooked_globally()
+    ):
+        return False
+    weight, bias = module.weight, getattr(module, "bias", None)
     return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and type(module.weight) in PLAIN
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
+        type(weight) in PLAIN
+        and weight.device == device
+        and (bias is None or (type(bias) in PLAIN and bias.device == device))
     )
+
+
+LINEAR = untouched(nn.Linear)
 
 
 class Projections(torch.autograd.Function):

@@ -49,8 +49,8 @@ MUTANTS = {
     ),
     "layer-silu-goes-with-the-convolution": (
         f"{LAYERS}/convolution.py",
-        "            x = F.silu(x)",
-        "            pass",
+        "x = F.silu(x) if self.activation else x",
+        "pass",
     ),
     "layer-rotary-starts-anew": (
         STATE,

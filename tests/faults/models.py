@@ -7,6 +7,7 @@ CONFIG = f"{MODELS}/config.py"
 CORPUS, TRAINING = "fastweights/corpus.py", "fastweights/training.py"
 TRAIN = "fastweights/train.py"
 PLANTED = "fastweights/planted.py"
+TOUCHED = "test_models_touched.py"
 TESTS = {
     LOSS: "test_models.py",
     MODEL: "test_models.py",
@@ -47,8 +48,8 @@ MUTANTS = {
     ),
     "model-loss-of-rounded-logits": (
         LOSS,
-        "logits = (rows @ weight.T).to(full)\n    lse = logits",
-        "logits = (rows @ weight.T)\n    lse = logits",
+        "logits = full(rows @ weight.T)\n    lse = logits",
+        "logits = rows @ weight.T\n    lse = logits",
     ),
     "model-loss-in-one-piece": (
         LOSS,
@@ -59,6 +60,31 @@ MUTANTS = {
         LOSS,
         "targets = targets.index_fill(1, last, ignore_index)",
         "targets = targets.clone()",
+    ),
+    "model-gradients-scaled-in-half-precision": (
+        LOSS,
+        "(full(t) * dtotal).to(t.dtype)",
+        "t * dtotal.to(t.dtype)",
+    ),
+    "model-head-is-not-called": (
+        MODEL,
+        "return self.head.weight if is_product(self.head, x) else None",
+        "return self.head.weight",
+        TOUCHED,
+    ),
+    "model-tied-embedding-is-not-called": (
+        MODEL,
+        "if is_plain(self.embedding, EMBEDDING, x.device):",
+        "if True:",
+        TOUCHED,
+    ),
+    "model-each-loss-past-the-model": (
+        MODEL,
+        "            return self(\n                tokens,\n"
+        "                cu_seqlens=cu_seqlens,\n                targets",
+        "            return self.forward(\n                tokens,\n"
+        "                cu_seqlens=cu_seqlens,\n                targets",
+        "test_models_sharded.py",
     ),
     "model-residuals-of-one-size": (
         MODEL,

@@ -2,6 +2,7 @@
 
 PROJECTIONS = "fastweights/projections.py"
 BENCH = "fastweights/bench_layer.py"
+TOUCHED = "test_models_touched.py"
 TESTS = {
     PROJECTIONS: "test_projections.py",
     BENCH: "test_bench_layer.py",
@@ -19,13 +20,31 @@ MUTANTS = {
     ),
     "projections-pass-hooks-by": (
         PROJECTIONS,
-        "and not module._forward_hooks",
-        "and True",
+        'or there["_forward_hooks"]',
+        "or False",
     ),
     "projections-pass-other-classes-by": (
         PROJECTIONS,
-        "type(module) is nn.Linear",
-        "isinstance(module, nn.Linear)",
+        "if type(module) is not kind[0]:",
+        "if not isinstance(module, kind[0]):",
+    ),
+    "projections-pass-a-forward-by": (
+        PROJECTIONS,
+        'getattr(module.forward, "__func__", None) is not kind[1]',
+        "False",
+        TOUCHED,
+    ),
+    "projections-pass-global-hooks-by": (
+        PROJECTIONS,
+        "or private.hooked_globally()",
+        "or False",
+        TOUCHED,
+    ),
+    "projections-pass-renewed-weights-by": (
+        PROJECTIONS,
+        'or there["_forward_pre_hooks"]',
+        "or False",
+        TOUCHED,
     ),
     "projections-drop-a-bias": (
         PROJECTIONS,

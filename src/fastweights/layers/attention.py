@@ -108,10 +108,10 @@ class SoftmaxAttention(nn.Module):
         room from the start, it stays where it is.
         """
         check_sizes(num_sequences=num_sequences, capacity=capacity)
-        weight = self.qkv_proj.weight
+        like = next(self.parameters(), torch.empty(0))
         size = (num_sequences, capacity, self.widths[1] // self.K, self.K)
         keys, values = (
-            weight.new_zeros(size, dtype=dtype, device=device) for _ in "kv"
+            like.new_zeros(size, dtype=dtype, device=device) for _ in "kv"
         )
         position = torch.zeros(
             num_sequences, dtype=torch.int64, device=keys.device

@@ -13,6 +13,7 @@ from fastweights.convolution import convolve_heads, short_convolution
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets
+from fastweights.projections import is_plain, untouched
 
 Inputs = Float[Tensor, "N W-1 C"]
 
@@ -73,6 +74,9 @@ class ShortConvolution(nn.Module):
         )
 
 
+TAPS = untouched(ShortConvolution)
+
+
 class HeadsConvolution(nn.Module):
     """q, k and v of a recurrence, from channels [q | k | v].
 
@@ -111,7 +115,11 @@ class HeadsConvolution(nn.Module):
         self.taps = None
         if conv_size is not None:
             self.taps = ShortConvolution(
-                2 * H * K + HV * V, conv_size, bias=bias, **to
+                2 * H * K + HV * V,
+                conv_size,
+                bias=bias,
+                activation=activation,
+                **to,
             )
 
     @property
@@ -131,7 +139,10 @@ class HeadsConvolution(nn.Module):
         Inputs | None,
     ]:
         """q, k, v, and the inputs that the next tokens need."""
-        if self.taps is not None:
+        inputs = None
+        if self.taps is None:
+            x = F.silu(x) if self.activation else x
+        elif is_plain(self.taps, TAPS, x.device):
             return convolve_heads(
                 x,
                 self.taps.weight,
@@ -143,12 +154,12 @@ class HeadsConvolution(nn.Module):
                 initial_state=inputs_of(state),
                 cu_seqlens=cu_seqlens,
             )
-        if self.activation:
-            x = F.silu(x)
+        else:
+            x, inputs = self.taps(x, state, cu_seqlens)
         q, k, v = split_heads(x, self.heads, self.sizes)
         if self.normalize:
             q, k = unit(q), unit(k)
-        return q, k, v, None
+        return q, k, v, inputs
 
 
 def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:

@@ -13,6 +13,18 @@ from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
 
+Steps = Float[Tensor, "B T H"]
+
+
+class StepAndDecay(Decay):
+    """dt beside g: Mamba-2 writes with the step of its decay."""
+
+    def forward(  # type: ignore[override]
+        self, a: Steps
+    ) -> tuple[Steps, Steps]:
+        dt = self.step(a)
+        return dt, self.log_decay(dt)
+
 
 class Mamba2(nn.Module):
     """Mamba-2's layer: a decay per head and step (arXiv 2405.21060).
@@ -78,7 +90,7 @@ class Mamba2(nn.Module):
             (G, H), (N, P), conv_size, normalize=False, bias=True, **to
         )
         self.dt_proj = nn.Linear(dim, H, bias=False, **to)
-        self.decay = Decay(H, A_range=A_range, dt_range=dt_range, **to)
+        self.decay = StepAndDecay(H, A_range=A_range, dt_range=dt_range, **to)
         self.D = nn.Parameter(torch.ones(H, **to))
         self.z_proj = nn.Linear(dim, inner, bias=False, **to)
         self.norm = OutputNorm(
@@ -100,12 +112,12 @@ class Mamba2(nn.Module):
         check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
         xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
         C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
-        dt = self.decay.step(dt)
+        dt, g = self.decay(dt)
         o, S = recur(
             C,
             B,
             (dt[..., None] * u).to(u.dtype),
-            self.decay.log_decay(dt),
+            g,
             state=state,
             cu_seqlens=cu_seqlens,
             scale=1.0,

@@ -22,7 +22,7 @@ from fastweights.reference.backend import wide
 
 SMALLEST_STEP = 1e-4
 EXEMPT = re.compile(
-    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|\bbiases\.\d)$"
+    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
 )
 """Names of parameters without weight decay, whatever their shape."""
 

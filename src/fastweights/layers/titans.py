@@ -19,6 +19,52 @@ from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, updated
 
 
+class Start(nn.Module):
+    """What every sequence's memory begins with: weights, and its norm's.
+
+    A module that is called for them: what shards parameters, or fetches them
+    from elsewhere, does so when their module is called.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        widths: list[int],
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        H, to = num_heads, Factory(device=device, dtype=dtype)
+        self.depth = len(widths) - 1
+        for i in range(self.depth):
+            W = torch.empty(H, widths[i], widths[i + 1], **to)
+            b = torch.empty(H, widths[i + 1], **to)
+            self.register_parameter(f"W{i + 1}", nn.Parameter(W))
+            self.register_parameter(f"b{i + 1}", nn.Parameter(b))
+        size = (H, widths[-1])
+        self.norm_weight = nn.Parameter(torch.empty(size, **to))
+        self.norm_bias = nn.Parameter(torch.empty(size, **to))
+
+    def forward(self) -> tuple[Layers, Norm]:
+        """Weights and biases layer by layer, and the norm's."""
+        numbers = range(1, self.depth + 1)
+        layers = [
+            (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
+        ]
+        return layers, (self.norm_weight, self.norm_bias)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A memory of which a unit has variance 1."""
+        layers, (weight, bias) = self.forward()
+        for W, b in layers:
+            W.normal_(std=1 / math.sqrt(W.shape[1]))
+            b.zero_()
+        weight.fill_(1)
+        bias.zero_()
+
+
 class TitansMemory(nn.Module):
     """A network that learns v from k, with momentum and weight decay.
 
@@ -72,32 +118,20 @@ class TitansMemory(nn.Module):
         hidden = scaled("expansion", expansion, head_dim=head_dim)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
         to: Factory = {"device": device, "dtype": dtype}
+        widths = [K, *[hidden] * (depth - 1), K]
+        self.start = Start(H, widths, **to)
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
         self.convolution = HeadsConvolution((H, H), (K, K), conv_size, **to)
         self.rates_proj = nn.Linear(dim, 3 * H, **to)
-        widths = [K, *[hidden] * (depth - 1), K]
-        self.weights = nn.ParameterList(
-            torch.empty(H, widths[i], widths[i + 1], **to)
-            for i in range(depth)
-        )
-        self.biases = nn.ParameterList(
-            torch.empty(H, widths[i + 1], **to) for i in range(depth)
-        )
-        self.memory_norm_weight = nn.Parameter(torch.empty(H, K, **to))
-        self.memory_norm_bias = nn.Parameter(torch.empty(H, K, **to))
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
         self.norm = OutputNorm(K, "silu", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.start.reset_parameters()
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A memory of which a unit has variance 1, that keeps 98 %."""
-        for W, b in zip(self.weights, self.biases, strict=True):
-            W.normal_(std=1 / math.sqrt(W.shape[1]))
-            b.zero_()
-        self.memory_norm_weight.fill_(1)
-        self.memory_norm_bias.zero_()
+        """A memory that keeps 98 %."""
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
@@ -136,7 +170,7 @@ class TitansMemory(nn.Module):
             rate,
             momentum,
             g,
-            *self.weighed,
+            *self.start(),
             chunk_size=self.chunk_size,
             initial_state=None if state is None else state.get("S"),
             position=rows.position,
@@ -144,12 +178,6 @@ class TitansMemory(nn.Module):
         )
         after = {"S": S, "position": rows.after(), "convolution": inputs}
         return self.put_out(rows.pack(o), x), after
-
-    @property
-    def weighed(self) -> tuple[Layers, Norm]:
-        """The weights that every sequence begins with, and the norm's."""
-        layers = zip(self.weights, self.biases, strict=True)
-        return [*layers], (self.memory_norm_weight, self.memory_norm_bias)
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
         """Rate, momentum and log decay, [B, T, H] each."""

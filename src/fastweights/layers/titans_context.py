@@ -89,7 +89,7 @@ class MemoryAsContext(Beside):
         check_input(x, self.dim, state, cu_seqlens, *self.fields)
         rows = Rows(x, state, cu_seqlens)
         x = rows.spread(x)
-        start, norm = self.memory.weighed
+        start, norm = self.memory.start()
         full = wide(x.dtype)
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = norm[0].to(full), norm[1].to(full)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fastweights.models.config import ModelConfig
 
@@ -22,18 +23,21 @@ def save(model: LanguageModel, folder: str | Path) -> None:
 
     Each file is written beside its place and then put there, so that a
     reader finds the old one or the new one. Embeddings that are tied to the
-    head are there once.
+    head are there once. A sharded model is gathered, for which each of its
+    processes has to call this; the first one writes.
 
     Raises:
         ImportError: safetensors is not installed.
+        ValueError: a parameter is not there (offloaded, quantised).
     """
     tensors = safetensors()
+    state = model.state_dict()
+    sharded = any(hasattr(x, "full_tensor") for x in state.values())
+    weights = {name: whole(name, x) for name, x in state.items()}
+    if sharded and torch.distributed.get_rank() > 0:
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: x.detach().cpu().contiguous()
-        for name, x in model.state_dict().items()
-    }
     text = model.config.to_json()
     written(folder / CONFIG, lambda path: path.write_text(text, "utf-8"))
 
@@ -42,6 +46,23 @@ def save(model: LanguageModel, folder: str | Path) -> None:
         path.chmod((folder / CONFIG).stat().st_mode)  # it may be 600
 
     written(folder / WEIGHTS, write)
+
+
+def whole(name: str, x: Any) -> Tensor:
+    """A tensor of a model's state, gathered and on the CPU.
+
+    Raises:
+        ValueError: it holds no numbers.
+    """
+    if not isinstance(x, Tensor) or x.is_meta:
+        what = "meta" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"model: got {name} as {what}, need a tensor with its numbers"
+        )
+    x = x.detach()
+    if hasattr(x, "full_tensor"):  # of torch.distributed
+        x = x.full_tensor()
+    return x.cpu().contiguous()
 
 
 def load(

@@ -10,15 +10,19 @@ backward has the size of the hidden states and of the head's weight.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import private
+from fastweights.arguments import check_packed, check_tensors, wrong_shape
+from fastweights.layers.parts import full
 from fastweights.ops import autocast, without_autocast
-from fastweights.reference.backend import outside
+from fastweights.reference.backend import outside, wide
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
@@ -43,19 +47,17 @@ def cross_entropy(
         targets: tokens, 0 to V - 1, or ``ignore_index``.
         ignore_index: marks rows that predict nothing.
     """
-    if x.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets: got shape {list(targets.shape)}, need "
-            f"{list(x.shape[:-1])}"
-        )
-    count = (targets != ignore_index).sum().clamp(min=1)
+    if private.transformed():
+        logits = F.linear(*autocast(x, weight))
+        return of_logits(logits, targets, ignore_index)
+    _check(x, weight, targets, ignore_index)
     x, weight = autocast(x, weight)
     learned = x.requires_grad or weight.requires_grad
     if learned and torch.is_grad_enabled():
         total = _Total.apply(x, weight, targets, ignore_index)
     else:
         total = token_losses(x, weight, targets, ignore_index).sum()
-    return total / count
+    return total / _count(targets, ignore_index)
 
 
 def token_losses(
@@ -68,6 +70,7 @@ def token_losses(
 
     It has no gradient; for evaluation.
     """
+    _check(x, weight, targets, ignore_index)
     with torch.no_grad():
         x, weight = autocast(x, weight)
         losses = [
@@ -77,16 +80,93 @@ def token_losses(
         return torch.cat(losses).view(targets.shape)
 
 
+def of_logits(
+    logits: Float[Tensor, "*rows V"],
+    targets: Int[Tensor, "*rows"],
+    ignore_index: int = -100,
+    reduction: Literal["mean", "none"] = "mean",
+) -> Float[Tensor, "*rows"] | Float[Tensor, ""]:
+    """The mean of :func:`cross_entropy`, or each row's, of all logits.
+
+    With gradients of any order, and under torch.func.
+    """
+    V = logits.shape[-1]
+    check_tokens("targets", targets, V, logits.shape[:-1], ignore_index)
+    losses = F.cross_entropy(
+        full(logits).reshape(-1, V),
+        targets.reshape(-1).to(torch.int64),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() / _count(targets, ignore_index)
+
+
+def check_tokens(
+    name: str,
+    tokens: Tensor,
+    vocabulary: int,
+    shape: Sequence[int] | None = None,
+    ignore_index: int | None = None,
+) -> None:
+    """Raise unless they are integers of this shape, 0 to vocabulary - 1.
+
+    Or ``ignore_index``. Values are read where that costs no synchronisation:
+    on a CPU, where nothing is traced.
+    """
+    check_tensors({name: tokens})
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{name}: got {tokens.dtype}, need torch.int64 or torch.int32"
+        )
+    if shape is not None and tokens.shape != shape:
+        wrong_shape(name, tokens, f"{list(shape)}")
+    if (
+        tokens.device.type != "cpu"
+        or not tokens.numel()
+        or torch.compiler.is_compiling()
+        or private.watched()
+    ):
+        return
+    if ignore_index is not None:
+        tokens = tokens.where(tokens != ignore_index, 0)
+    low, high = map(int, tokens.aminmax())
+    if low < 0 or high >= vocabulary:
+        besides = "" if ignore_index is None else f" or {ignore_index}"
+        raise ValueError(
+            f"{name}: got {low if low < 0 else high}, need 0 to "
+            f"{vocabulary - 1}{besides}"
+        )
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
+    """Raise for the first argument that does not fit the others."""
+    check_tensors({"x": x, "weight": weight})
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        wrong_shape("weight", weight, f"[V, {x.shape[-1]}]")
+    check_tokens("targets", targets, len(weight), x.shape[:-1], ignored)
+
+
+def _count(targets: Tensor, ignored: int) -> Tensor:
+    """Rows with a target, 1 if there are none."""
+    return (targets != ignored).sum().clamp(min=1)
+
+
 def next_tokens(
-    tokens: Int[Tensor, "B T"],
+    tokens: Tensor,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     ignore_index: int = -100,
-) -> Int[Tensor, "B T"]:
+) -> Tensor:
     """For each token the one after it, as targets.
 
     The last token of each row, or of each packed sequence, has none, and so
     have tokens after the last sequence.
     """
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        check_tensors({"tokens": tokens})
+        wrong_shape("tokens", tokens, "[B, T]")
+    check_packed(tokens, cu_seqlens)
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
     if cu_seqlens is None:
         return targets
@@ -105,9 +185,9 @@ class _Total(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
-        full = torch.promote_types(x.dtype, torch.float32)
-        total = torch.zeros((), dtype=full, device=x.device)
-        dx, dweight = [], torch.zeros_like(weight, dtype=full)
+        to = wide(x.dtype)
+        total = torch.zeros((), dtype=to, device=x.device)
+        dx, dweight = [], torch.zeros_like(weight, dtype=to)
         with without_autocast(x):
             for rows, at in _pieces(x, weight, targets):
                 losses, logits, lse = _piece(rows, weight, at, ignored)
@@ -133,13 +213,12 @@ class _Total(torch.autograd.Function):
                 "F.cross_entropy of all logits has one"
             )
         (dtotal,) = gradients
-        dx, dweight = ctx.saved_tensors
-        return (
-            dx * dtotal.to(dx.dtype),
-            dweight * dtotal.to(dweight.dtype),
-            None,
-            None,
+        # In half precision one over their number would be off by .2 %, the
+        # same way for every gradient.
+        dx, dweight = (
+            (full(t) * dtotal).to(t.dtype) for t in ctx.saved_tensors
         )
+        return dx, dweight, None, None
 
 
 def _pieces(
@@ -161,8 +240,7 @@ def _piece(
     rows: Tensor, weight: Tensor, targets: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, logits and their logsumexp of some rows, in fp32."""
-    full = torch.promote_types(rows.dtype, torch.float32)
-    logits = (rows @ weight.T).to(full)
+    logits = full(rows @ weight.T)
     lse = logits.logsumexp(-1, keepdim=True)
     there = targets != ignored
     at = targets.where(there, 0)[:, None]

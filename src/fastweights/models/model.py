@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.arguments import wrong_shape
 from fastweights.layers import LayerState
+from fastweights.layers.arguments import check_one_of
 from fastweights.models import files, sampling
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
+    check_tokens,
     cross_entropy,
     next_tokens,
+    of_logits,
     token_losses,
 )
+from fastweights.projections import is_plain, is_product, untouched
 
 States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
+
+
+EMBEDDING = untouched(nn.Embedding)
 
 
 class SwiGLU(nn.Module):
@@ -158,7 +166,8 @@ class LanguageModel(nn.Module):
         *,
         targets: Int[Tensor, "B T"],
         ignore_index: int = -100,
-    ) -> Float[Tensor, ""]: ...
+        reduction: Literal["mean", "none"] = "mean",
+    ) -> Float[Tensor, "*rows"]: ...
 
     def forward(
         self,
@@ -168,9 +177,10 @@ class LanguageModel(nn.Module):
         *,
         targets: Int[Tensor, "B T"] | None = None,
         ignore_index: int = -100,
+        reduction: Literal["mean", "none"] = "mean",
     ) -> (
         tuple[Float[Tensor, "B T V"], list[LayerState | None]]
-        | Float[Tensor, ""]
+        | Float[Tensor, "*rows"]
     ):
         """Logits of the tokens after these, and the layers' states.
 
@@ -184,10 +194,18 @@ class LanguageModel(nn.Module):
             cu_seqlens: where packed sequences begin and end; B is 1 then.
             targets: the tokens after these, or ``ignore_index``.
             ignore_index: marks tokens that predict nothing.
+            reduction: of the losses, "mean", or "none": each token's,
+                without gradients, 0 if ignored.
         """
+        check_one_of("reduction", reduction, ("mean", "none"))
         if targets is not None:
             x = self.hidden(tokens, states, cu_seqlens, last=True)[0]
-            return cross_entropy(x, self.head_weight, targets, ignore_index)
+            weight = self._weight_of_logits(x)
+            if weight is None:
+                logits = self.logits(x)
+                return of_logits(logits, targets, ignore_index, reduction)
+            loss = cross_entropy if reduction == "mean" else token_losses
+            return loss(x, weight, targets, ignore_index)
         x, after = self.hidden(tokens, states, cu_seqlens)
         return self.logits(x), after
 
@@ -223,8 +241,13 @@ class LanguageModel(nn.Module):
     ) -> Float[Tensor, "B T"]:
         """Each token's loss in nats, without gradients; 0 if ignored."""
         with torch.no_grad():
-            x = self.hidden(tokens, None, cu_seqlens)[0]
-            return token_losses(x, self.head_weight, targets, ignore_index)
+            return self(
+                tokens,
+                cu_seqlens=cu_seqlens,
+                targets=targets,
+                ignore_index=ignore_index,
+                reduction="none",
+            )
 
     def hidden(
         self,
@@ -239,11 +262,9 @@ class LanguageModel(nn.Module):
         ``last`` says that nothing follows these tokens: no states are
         returned then.
         """
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens: got {tokens.dtype} of shape {list(tokens.shape)}, "
-                "need integers [B, T]"
-            )
+        check_tokens("tokens", tokens, self.config.vocabulary)
+        if tokens.dim() != 2 or not tokens.numel():
+            wrong_shape("tokens", tokens, "[B, T] with B, T >= 1")
         if states is None:
             states = [None] * len(self.blocks)
         if len(states) != len(self.blocks):
@@ -268,28 +289,44 @@ class LanguageModel(nn.Module):
             after.append(state)
         return self.norm(x), [] if last else after
 
-    @property
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """The head's matrix: the embeddings, if they are tied."""
-        head = self.embedding if self.head is None else self.head
-        return head.weight
-
     def logits(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Logits of hidden states."""
-        return F.linear(x, self.head_weight)
+        """Logits of hidden states: the head's, or those of tied embeddings.
+
+        The latter are products with what the embedding's module says of each
+        token of the vocabulary.
+        """
+        if self.head is not None:
+            return self.head(x)
+        weight = self._weight_of_logits(x)
+        assert weight is not None
+        return F.linear(x, weight)
+
+    def _weight_of_logits(self, x: Tensor) -> Float[Tensor, "V D"] | None:
+        """The matrix of the logits, None if only the head's module knows."""
+        if self.head is not None:
+            return self.head.weight if is_product(self.head, x) else None
+        if is_plain(self.embedding, EMBEDDING, x.device):
+            return self.embedding.weight
+        every = torch.arange(self.config.vocabulary, device=x.device)
+        return self.embedding(every[None])[0]
 
     def new_states(
-        self, num_sequences: int, capacity: int
+        self,
+        num_sequences: int,
+        capacity: int,
+        *,
+        device: torch.device | None = None,
     ) -> list[LayerState | None]:
         """States to begin with, which stay where they are up to a length.
 
         Layers whose states grow get one with room for ``capacity`` tokens
-        per sequence. The others get None and make their own.
+        per sequence, on their parameters' device if ``device`` is None. The
+        others get None and make their own.
         """
         found = []
         for block in self.blocks:
             make = getattr(block.get_submodule("layer"), "new_state", None)
-            found.append(make and make(num_sequences, capacity))
+            found.append(make and make(num_sequences, capacity, device=device))
         return found
 
     def generate(

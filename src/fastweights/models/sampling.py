@@ -34,11 +34,13 @@ def stream(
     rows = as_rows(prompts)
     check(max_new_tokens, temperature, top_p)
     device = model.embedding.weight.device
+    if device.type == "meta":  # it is fetched when it is called
+        device = rows[0].device
     lengths = torch.tensor([0, *(len(row) for row in rows)])
     cu_seqlens = lengths.cumsum(0).to(device)
     packed = torch.cat([row.to(device) for row in rows])[None]
     capacity = int(lengths.max()) + max_new_tokens
-    states = model.new_states(len(rows), capacity)
+    states = model.new_states(len(rows), capacity, device=device)
     x, states = model.hidden(packed, states, cu_seqlens)
     logits = model.logits(x[0, cu_seqlens[1:] - 1])
     if temperature and not logits.isfinite().all():
