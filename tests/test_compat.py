@@ -253,17 +253,20 @@ def test_a_prompt_in_pieces_is_the_prompt(name):
 
 
 @every_model
-@pytest.mark.parametrize("also", ["offsets", "seq_idx"])
-def test_each_packed_document_is_itself_alone(name, also):
+@pytest.mark.parametrize("by", ["offsets", "offsets and seq_idx", "seq_idx"])
+def test_each_packed_document_is_itself_alone(name, by):
+    """As DataCollatorWithFlattening packs them, with any of its options."""
     m = model(name)
     row = tokens()[:1]
-    inputs = {
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        "cu_seq_lens_q": OFFSETS,
-    }
-    if also == "seq_idx":
-        n = torch.arange(3, dtype=torch.int32)
-        inputs["seq_idx"] = n.repeat_interleave(torch.tensor(LENGTHS))[None]
+    collate = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs="offsets" in by,
+        return_seq_idx="seq_idx" in by,
+        return_tensors="pt",
+    )
+    documents = row.split(LENGTHS, 1)
+    inputs = collate([{"input_ids": ids[0].tolist()} for ids in documents])
+    assert torch.equal(inputs.pop("input_ids"), row)
+    del inputs["labels"]
     with fw.accelerate():
         logits, grads = trained(m, input_ids=row, **inputs)
         total = dict.fromkeys(grads, 0.0)
@@ -327,6 +330,24 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
         logits.square().mean().backward()
     assert (logits - want).abs().max() <= 1e-5
     same({key: x.grad for key, x in m.named_parameters()}, wanted)
+
+
+def test_any_number_of_documents_is_one_graph():
+    m = model("kimi_linear", 2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with fw.accelerate(), torch.no_grad():
+        whole = torch.compile(m, fullgraph=True, backend="eager")
+        for lengths in ((2, 31), (5, 6, 22), (33,)):
+            n = torch.arange(len(lengths))
+            inputs = {
+                "input_ids": tokens()[:1, :33],
+                "seq_idx": n.repeat_interleave(torch.tensor(lengths))[None],
+                "use_cache": False,
+            }
+            got, want = whole(**inputs).logits, m(**inputs).logits
+            assert (got - want).abs().max() <= 1e-6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def names_in(modules):

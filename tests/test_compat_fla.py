@@ -115,13 +115,13 @@ def activated(x, bound):
     gate=("given", "kernel", "bound"),
     beta=("given", "sigmoid", "negative"),
     state=("none", "first", "v_first"),
-    layout=("few", "many", "packed"),
+    layout=("few", "many", "packed", "few packed"),
 )
 def test_functions(name, unit, gate, beta, state, layout):
     function = getattr(fla, name)
     takes = inspect.signature(function).parameters
-    T = 3 if layout == "few" else 40
-    x = inputs(name, T, T + 2 if layout == "packed" else 0)
+    T = 3 if layout.startswith("few") else 40
+    x = inputs(name, T, T + 2 if layout.endswith("packed") else 0)
     scale = 0.7 if beta == "negative" else None
     wanted = {"scale": scale, "output_final_state": state != "none"}
     wanted["use_qk_l2norm_in_kernel"] = unit
@@ -228,6 +228,148 @@ def test_the_offsets_by_the_name_that_transformers_gives_them(name):
         function(**given, cu_seqlens=cu, cu_seq_lens_q=cu)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS[:4])
+def test_documents_by_the_number_of_each_token(name):
+    """seq_idx, of rows that lie side by side; with offsets, these count."""
+    x, function = inputs(name, 10, 0), getattr(fla, name)
+    given = {key: x[key] for key in ("q", "k", "v", "g", "beta")}
+    seq_idx = torch.tensor([[0] * 3 + [1] * 7, [4] * 9 + [1]])
+    cu = torch.tensor([0, 3, 10, 19, 20])
+    flat = {key: y.flatten(0, 1)[None] for key, y in given.items()}
+    want, last = function(**flat, cu_seqlens=cu, output_final_state=True)
+    got, final = function(**given, seq_idx=seq_idx, output_final_state=True)
+    assert torch.equal(got, want.reshape(got.shape))
+    assert torch.equal(final, last[[1, 3]])
+    seq_idx[1, 3:] = 1  # in place: another document
+    want, _ = function(**flat, cu_seqlens=torch.tensor([0, 3, 10, 13, 20]))
+    got, _ = function(**given, seq_idx=seq_idx)
+    assert torch.equal(got, want.reshape(got.shape))
+    got, _ = function(**flat, cu_seq_lens_q=cu, seq_idx=seq_idx)
+    assert torch.equal(got, function(**flat, cu_seqlens=cu)[0])
+    with pytest.raises(ValueError, match="seq_idx: got documents beside"):
+        function(**given, seq_idx=seq_idx, initial_state=x["initial_state"])
+    with pytest.raises(ValueError, match=r"seq_idx: .* need \[2, 10\]"):
+        function(**given, seq_idx=seq_idx[:1])
+
+
+OLDER = [
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    *(x for x in FUNCTIONS if x.startswith("fused") and "delta_rule" not in x),
+    "fused_recurrent_gated_delta_rule",
+]
+OLDER.remove("fused_recurrent_linear_attn")
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_older_name_of_value_first_states(name):
+    function = getattr(fla, name)
+    takes = inspect.signature(function).parameters
+    x = inputs(name, 5, 0)
+    x = {key: y for key, y in x.items() if key in takes}
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    x["output_final_state"] = True
+    want, last = function(**x, state_v_first=True)
+    with pytest.warns(DeprecationWarning, match="older name") as told:
+        got, final = function(**x, transpose_state_layout=True)
+    assert told[0].filename == __file__
+    assert torch.equal(got, want) and torch.equal(final, last)
+    for older in (True, False):
+        with pytest.raises(ValueError, match=r"^transpose_state_layout: got"):
+            function(**x, state_v_first=True, transpose_state_layout=older)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("T", [3, 40])
+def test_keys_in_fp32_beside_values_in_fp16(name, T):
+    """In the arithmetic of the wider; o has v's dtype, as FLA's has."""
+    function = getattr(fla, name)
+    takes = inspect.signature(function).parameters
+    x = {key: y.float() for key, y in inputs(name, T, 0).items()}
+    x = {key: y for key, y in x.items() if key in takes}
+    options = {"output_final_state": True}
+    options |= {"normalize": False} if "normalize" in takes else {}
+    x["v"] = x["v"].half()
+    o, state = function(**x, **options)
+    want, last = function(**{**x, "v": x["v"].float()}, **options)
+    assert o.dtype == torch.float16 and state.dtype == torch.float32
+    assert torch.equal(o, want.half()) and torch.equal(state, last)
+
+
+CHUNKS = [
+    ("chunk_gated_delta_rule", (16, 32, 64), (8, 48, 128)),
+    ("chunk_kda", (32, 64), (16, 48, 128)),
+    ("chunk_delta_rule", (16, 32, 64), (8, 128)),
+    ("chunk_simple_gla", (8, 16, 64, 128), (0, 48)),
+    ("chunk_retention", (8, 16, 64, 128), (0, 48)),
+]
+
+
+@pytest.mark.parametrize("name, right, wrong", CHUNKS)
+def test_the_chunk_sizes_are_those_that_fla_takes(name, right, wrong):
+    x, function = inputs(name, 40, 0), getattr(fla, name)
+    takes = inspect.signature(function).parameters
+    x = {key: y for key, y in x.items() if key in takes}
+    want, _ = function(**x)
+    for size in right:
+        assert relative_error(function(**x, chunk_size=size)[0], want) <= 1e-12
+    for size in wrong:
+        with pytest.raises(ValueError, match=f"^chunk_size: got {size}, need"):
+            function(**x, chunk_size=size)
+
+
+@crossed(
+    chunk_size=(None, 32),
+    packed=(False, True),
+    state=(False, True),
+    v_first=(False, True),
+)
+def test_the_states_before_each_chunk(chunk_size, packed, state, v_first):
+    x = inputs("chunk_kda", 70, 109 if packed else 0)
+    given = {key: x[key] for key in ("q", "k", "v", "g", "beta")}
+    first = torch.zeros_like(x["initial_state"])
+    if state:
+        first = x["initial_state"]
+        given["initial_state"] = first.mT if v_first else first
+    o, last, h = fla.chunk_kda(
+        **given,
+        cu_seqlens=x.get("cu_seqlens"),
+        chunk_size=chunk_size,
+        state_v_first=v_first,
+        output_final_state=True,
+        return_intermediate_states=True,
+    )
+    assert relative_error(o, formula({**x, "initial_state": first})[0]) < 1e-11
+    size = chunk_size or 64
+    spans = [(0, 0, 70), (0, 70, 109)] if packed else [(0, 0, 70), (1, 0, 70)]
+    want = []
+    for n, (b, start, end) in enumerate(spans):
+        cut = {"initial_state": first[n : n + 1]}
+        for t in range(start, end, size):
+            for key in ("q", "k", "v", "g", "beta"):
+                cut[key] = x[key][b : b + 1, start:t]
+            want.append(formula(cut)[1] if t > start else first[n : n + 1])
+    want = torch.cat(want)
+    if not packed:
+        want = want.unflatten(0, (2, -1))
+    want = want.reshape(h.shape[:2] + want.shape[-3:])
+    assert relative_error(h, want.mT if v_first else want) <= 1e-11
+    assert h.is_contiguous() and last.shape[0] == 2
+    x["q"].requires_grad_()
+    with pytest.raises(ValueError, match=r"^return_intermediate_states: got"):
+        fla.chunk_kda(**given, return_intermediate_states=True)
+
+
+def test_keys_wider_than_256():
+    torch.manual_seed(0)
+    q, k = F.normalize(torch.randn(2, 1, 20, 1, 320), dim=-1).double()
+    v, g = torch.randn(1, 20, 1, 3).double(), -torch.rand(1, 20, 1).double()
+    beta, first = -g, torch.zeros(1, 1, 320, 3, dtype=torch.float64)
+    o, _ = fla.chunk_gated_delta_rule(q, k, v, g, beta)
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": first}
+    assert relative_error(o, formula(x, scale=320**-0.5)[0]) <= 1e-11
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_in_fp32(name):
     """A few tokens with a state too, which decode_step would not have."""
@@ -270,8 +412,48 @@ REFUSED = [
     ("chunk_kda", {"use_graph": True}, NotImplementedError),
     ("chunk_kda", {"max_num_seqs": 4}, NotImplementedError),
     ("chunk_kda", {"cp_context": object()}, NotImplementedError),
-    ("chunk_kda", {"return_intermediate_states": True}, NotImplementedError),
-    ("chunk_kda", {"chunk_size": 48}, ValueError),
+    ("chunk_kda", {"chunk_size": 32.0}, TypeError),
+    ("chunk_kda", {"g": torch.zeros(2, 5, HV)}, ValueError),
+    ("chunk_gated_delta_rule", {"g": torch.zeros(2, 5, HV, K)}, ValueError),
+    ("chunk_simple_gla", {"g": torch.zeros(2, 5, H, K)}, ValueError),
+    (
+        "chunk_simple_gla",
+        {"g_gamma": torch.zeros(2, 1), "g": None},
+        ValueError,
+    ),
+    ("fused_recurrent_gla", {"gk": torch.zeros(2, 5, H)}, ValueError),
+    ("chunk_gla", {"q": torch.zeros(2, 5, K)}, ValueError),
+    ("chunk_gla", {"v": 3}, TypeError),
+    ("chunk_gla", {"initial_state": 3}, TypeError),
+    ("chunk_gla", {"cu_seqlens": [0, 5]}, TypeError),
+    ("chunk_gla", {"output_final_state": "yes"}, TypeError),
+    ("chunk_kda", {"use_qk_l2norm_in_kernel": 2}, TypeError),
+    ("chunk_kda", {"seq_idx": 0}, TypeError),
+    (
+        "chunk_kda",
+        {"dt_bias": torch.zeros(HV), "use_gate_in_kernel": True},
+        ValueError,
+    ),
+    (
+        "chunk_gated_delta_rule",
+        {"A_log": torch.zeros(HV, K), "use_gate_in_kernel": True},
+        ValueError,
+    ),
+    (
+        "chunk_kda",
+        {"lower_bound": float("nan"), "use_gate_in_kernel": True},
+        ValueError,
+    ),
+    (
+        "chunk_linear_attn",
+        {"initial_state": (torch.zeros(2, H, K, V), 3)},
+        TypeError,
+    ),
+    (
+        "chunk_linear_attn",
+        {"initial_state": (torch.zeros(2, H, K, V), torch.zeros(2, H, K))},
+        ValueError,
+    ),
     ("chunk_kda", {"allow_neg_eigval": True}, ValueError),
     ("chunk_kda", {"A_log": None, "use_gate_in_kernel": True}, ValueError),
     (
@@ -301,7 +483,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     "name, wrong, error",
     REFUSED,
-    ids=[f"{x}-{next(iter(y))}" for x, y, _ in REFUSED],
+    ids=[f"{x}-{'-'.join(y)}" for x, y, _ in REFUSED],
 )
 def test_what_is_refused_is_named(name, wrong, error):
     x = inputs(name, 5, 0)

@@ -621,6 +621,34 @@ def test_an_older_gpu_gets_chunkwise_and_is_told_why_once(gpu):
         fw.choose_backend("triton", "cuda")
 
 
+@pytest.mark.parametrize("function", ["linear_recurrence", "decode_step"])
+def test_keys_wider_than_the_kernels_get_chunkwise_and_are_told_once(
+    gpu, monkeypatch, function
+):
+    pytest.importorskip("triton")
+    gpu(9, 0)
+    torch.manual_seed(0)
+    q, k = F.normalize(torch.randn(2, 1, 3, 2, 320), dim=-1)
+    v, beta = torch.randn(1, 3, 2, 5), torch.rand(1, 3, 2)
+    g = -torch.rand(1, 3, 2, 320)
+    want, _ = fw.linear_recurrence(q, k, v, g, beta, backend="loop")
+
+    def run(**backend):
+        if function == "decode_step":
+            state, others = torch.zeros(1, 2, 320, 5), {"g": g, "beta": beta}
+            return fw.decode_step(q, k, v, state=state, **others, **backend)
+        return fw.linear_recurrence(q, k, v, g, beta, **backend)[0]
+
+    monkeypatch.setattr(ops, "choose_backend", lambda *_: "triton")
+    reason = "kernels need K <= 256, not 320$"
+    with pytest.warns(UserWarning, match=reason):
+        assert relative_error(run(), want) <= 1e-6
+    with warnings.catch_warnings(action="error"):
+        assert relative_error(run(), want) <= 1e-6
+    with pytest.raises(ValueError, match="'triton', which needs K <= 256"):
+        run(backend="triton")
+
+
 @pytest.mark.parametrize(
     "capability, version, backend",
     [
@@ -822,11 +850,6 @@ SHAPES = {
     "k-other-heads": (
         {"k": ones(1, 6, 1, 3)},
         "k: got shape [1, 6, 1, 3], need q's, [1, 6, 2, 3]",
-    ),
-    "K-over-256": (
-        {"q": ones(1, 6, 2, 257), "k": ones(1, 6, 2, 257)},
-        "q: got shape [1, 6, 2, 257], need [B, T, H, K] with B, T, H, K >= 1 "
-        "and K <= 256",
     ),
     "T-zero": (
         {"q": ones(1, 0, 2, 3), "k": ones(1, 0, 2, 3), "v": ones(1, 0, 4, 5)},

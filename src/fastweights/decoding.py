@@ -19,8 +19,8 @@ from fastweights.arguments import (
 from fastweights.ops import (
     Backend,
     autocast,
+    backend_for,
     check_name,
-    choose_backend,
     past_dispatcher,
     ran,
     wide,
@@ -197,7 +197,7 @@ def _decode(
     backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after the last token."""
-    if choose_backend(backend, q.device, q.dtype) == "triton":
+    if backend_for(backend, q) == "triton":
         from fastweights.kernels.decode import decode
 
         ran("triton decode")

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from fastweights import private, values
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
+    MAX_K,
     PLAIN,
     check_arguments,
 )
@@ -59,8 +60,7 @@ def linear_recurrence(
     """Every member of the family, from linear attention to KDA.
 
     Args:
-        q, k: [B, T, H, K], K <= 256, of one dtype with v (fp64, fp32, fp16
-            or bf16).
+        q, k: [B, T, H, K], of one dtype with v (fp64, fp32, fp16 or bf16).
         v: [B, T, HV, V]; HV is a multiple of H, and value head h uses key
             head h // (HV // H).
         g: natural log of the decay, finite and <= 0: [HV] fixed,
@@ -81,9 +81,9 @@ def linear_recurrence(
             and checked on the host.
         chunk_size: tokens per chunk, 16, 32 or 64; None chooses.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
-            not fp64), "chunkwise" (the same matrix products in PyTorch),
-            "loop" (one token at a time, PyTorch) or "auto" (the first that
-            runs on q's device and dtype).
+            K <= 256, not fp64), "chunkwise" (the same matrix products in
+            PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
+            first that runs on q's device, dtype and K).
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the state after the last token of
@@ -174,6 +174,18 @@ def choose_backend(
     return backend
 
 
+def backend_for(asked: str, q: Tensor) -> str:
+    """The backend that runs on q [.., K], of at most MAX_K in the kernels."""
+    backend, K = choose_backend(asked, q.device, q.dtype), q.shape[-1]
+    if backend != "triton" or K <= MAX_K:
+        return backend
+    lack = f"K <= {MAX_K}, not {K}"
+    if asked == "triton":
+        raise ValueError(f"backend: got 'triton', which needs {lack}")
+    _explain(lack)
+    return "chunkwise"
+
+
 def check_name(backend: str) -> None:
     """Raise ValueError unless there is such a backend."""
     if backend not in BACKENDS:
@@ -253,7 +265,7 @@ def _implementation(
     asked: str, q: Tensor, chunk_size: int | None
 ) -> tuple[str, ModuleType, int]:
     """A backend's name, where its functions stand, and tokens per chunk."""
-    backend = choose_backend(asked, q.device, q.dtype)
+    backend = backend_for(asked, q)
     module: ModuleType = chunkwise
     if backend == "triton":
         from fastweights.kernels import backend as module

@@ -4,11 +4,13 @@ COMPAT = "fastweights/compat/__init__.py"
 FLA = "fastweights/compat/fla.py"
 CONVOLUTION = "fastweights/compat/causal_conv1d.py"
 HUB = "fastweights/compat/hub.py"
+PACKED = "fastweights/compat/packed.py"
 TESTS = {
     COMPAT: "test_compat.py",
     FLA: "test_compat_fla.py",
     CONVOLUTION: "test_compat_fla.py",
     HUB: "test_compat_hub.py",
+    PACKED: "test_compat_fla.py",
 }
 MUTANTS = {
     "fla-norm-eps": (FLA, "(rest + 1e-6)", "(rest + 1e-5)"),
@@ -38,7 +40,32 @@ MUTANTS = {
         "+ (T - cu_seq_lens_q[-1])",
         "+ 0 * T",
     ),
-    "conv-rows-of-a-batch": (CONVOLUTION, "new[:, 1:] = ", "new[:] = True #"),
+    "conv-rows-of-a-batch": (PACKED, "new[:, 1:] = ", "new[:] = True #"),
+    "packed-old-documents": (PACKED, "version == seq_idx._version", "version"),
+    "packed-states-of-rows": (PACKED, "cumsum(0) - 1", "cumsum(0) - 2"),
+    "fla-decodes-packed": (
+        FLA,
+        'and options["cu_seqlens"] is None\n',
+        "and True\n",
+    ),
+    "fla-documents-ignored": (FLA, "or seq_idx is None", "or True"),
+    "fla-narrow-keys": (
+        FLA,
+        "q.to(full), k.to(full)",
+        "q.to(dtype), k.to(dtype)",
+    ),
+    "fla-states-after-chunks": (FLA, "initial_state=S, scale", "scale"),
+    "fla-older-name-unheard": (FLA, "if older is None", "if True"),
+    "fla-chunks-of-kda": (
+        FLA,
+        "CHUNK_SIZES[1:] if name",
+        "CHUNK_SIZES if name",
+    ),
+    "fla-gate-of-any-rank": (
+        FLA,
+        "y.dim() != dims.get(name, y.dim())",
+        "False",
+    ),
     "conv-padding": (
         CONVOLUTION,
         "seq_idx[:, None] < 0",

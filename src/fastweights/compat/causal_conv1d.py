@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.compat.packed import first_tokens
 from fastweights.convolution import short_convolution
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -158,8 +159,7 @@ def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     many documents there are: the last ones are empty.
     """
     B, T = seq_idx.shape
-    new = torch.ones_like(seq_idx, dtype=torch.bool)
-    new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    new = first_tokens(seq_idx)
     place = torch.arange(B * T, device=seq_idx.device)
     starts = torch.where(new.flatten(), place, B * T).sort().values
     return F.pad(starts, (0, 1), value=B * T)

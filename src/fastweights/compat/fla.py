@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -20,11 +22,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastweights.arguments import (
+    CHUNK_SIZES,
+    DEFAULT_CHUNK_SIZE,
+    check_flags,
+    check_number,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.compat.packed import documents
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
 from fastweights.ops import linear_recurrence
-from fastweights.reference.backend import wide
+from fastweights.reference.backend import sequences, wide
 
+SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
+TENSORS = (
+    *("q", "k", "v", "g", "gk", "g_gamma", "beta", "A_log", "dt_bias"),
+    *("initial_state", "cu_seqlens", "cu_seq_lens_q", "seq_idx"),
+)
+FLAGS = (
+    *("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate"),
+    *("normalize", "state_v_first", "transpose_state_layout"),
+    "return_intermediate_states",
+)
 P = ParamSpec("P")
 Arguments = dict[str, Any]
 
@@ -55,14 +77,20 @@ MEANINGS = {
     "lower_bound": "of the log decay, for use_gate_in_kernel",
     "normalize": "o is divided by scale q . (sum of the keys) + 1e-10",
     "state_v_first": "states are [N, HV, V, K]",
+    "transpose_state_layout": "the older name of state_v_first, deprecated",
     "cu_seqlens": "[N + 1] offsets of packed sequences, B = 1",
     "cu_seq_lens_q": "the same, by the name that transformers gives it",
-    "chunk_size": "16, 32 or 64; None chooses",
+    "seq_idx": "[B, T] the document of each token, instead of offsets; the "
+    "final states are then those of each row's last document",
+    "chunk_size": "16, 32 or 64, of kda 32 or 64, of simple_gla and retention "
+    "any power of 2, of which the nearest is taken; None chooses",
     "cu_seqlens_cpu": "a hint, not needed",
     "chunk_indices": "a hint, not needed",
     "disable_recompute": "a hint, not needed",
     "reverse": "not supported: False",
-    "return_intermediate_states": "not supported: False",
+    "return_intermediate_states": "whether to return the state before each "
+    "chunk too, [B, chunks, HV, K, V] in k's dtype, without gradients; those "
+    "of packed sequences one after another, B = 1",
     "cp_context": "not supported: None",
     "use_graph": "not supported: False",
     "max_num_seqs": "not supported: None",
@@ -70,14 +98,13 @@ MEANINGS = {
 NEEDS = {
     "gv": "None: there is no decay per value channel",
     "reverse": "False: flip q, k, v, g and o along T instead",
-    "return_intermediate_states": "False: only the last state is returned",
     "cp_context": "None: a sequence lies on one device",
     "use_graph": "False: calls are captured in CUDA graphs as they are",
     "max_num_seqs": "None: it belongs to use_graph",
 }
 
 
-def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Tensor, Any]]:
+def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Any, ...]]:
     """The function of FLA that has this name and signature."""
     parameters = inspect.signature(stub).parameters
     defaults = {
@@ -88,7 +115,7 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Tensor, Any]]:
     names, title = tuple(parameters), stub.__name__
 
     @functools.wraps(stub)
-    def call(*given: P.args, **named: P.kwargs) -> tuple[Tensor, Any]:
+    def call(*given: P.args, **named: P.kwargs) -> tuple[Any, ...]:
         stub(*given, **named)  # Python itself refuses what does not fit
         positional = dict(zip(names, given, strict=False))
         return _compute(title, {**defaults, **positional, **named})
@@ -102,7 +129,7 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Tensor, Any]]:
     return call
 
 
-def _compute(name: str, x: Arguments) -> tuple[Tensor, Any]:
+def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
     """What the function of this name returns for these arguments."""
     for argument, need in NEEDS.items():
         got = x.get(argument)
@@ -110,21 +137,41 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Any]:
             raise NotImplementedError(
                 f"{argument}: got {type(got).__name__}, need {need}"
             )
+    _check(name, x)
     q, k, v = x["q"], x["k"], x["v"]
+    dtype = v.dtype
+    if not q.dtype == k.dtype == dtype:
+        # q and k in fp32, say, beside v in half precision: in the wider one.
+        full = torch.promote_types(
+            torch.promote_types(q.dtype, k.dtype), dtype
+        )
+        q, k, v = q.to(full), k.to(full), v.to(full)
     if x.get("use_qk_l2norm_in_kernel"):
         q, k = _unit(q), _unit(k)
-    options = {"scale": x["scale"], "cu_seqlens": _offsets(x)}
+    offsets, last = _offsets(x)
+    options = {"scale": x["scale"], "cu_seqlens": offsets}
     if x.get("normalize"):
-        return _normalised(q, k, v, x, **options)
+        o, pair = _normalised(q, k, v, x, **options)
+        return o.to(dtype), pair
     g = _log_decay(name, x)
     beta = _strength(x) if "beta" in x else None
     g, beta = (_fitting(y, q) for y in (g, beta))
-    state = x["initial_state"]
-    v_first = x.get("state_v_first")
+    state: Any = x["initial_state"]
+    v_first = _v_first(x)
     if state is not None:
         state = state.to(wide(q.dtype))
         state = state.mT.contiguous() if v_first else state
+    B, T = q.shape[:2]
+    if last is not None:  # rows of documents: one row of all of them
+        q, k, v, g, beta = (
+            y if y is None else y.reshape(1, B * T, *y.shape[2:])
+            for y in (q, k, v, g, beta)
+        )
     few = name.startswith("fused") and q.shape[1] <= MAX_TOKENS
+    chunk_size = _chunk_size(name, x.get("chunk_size"))
+    states = None
+    if x.get("return_intermediate_states"):
+        states = _states(q, k, v, g, beta, state, chunk_size, **options)
     if (
         few
         and state is not None
@@ -141,12 +188,114 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Any]:
             g,
             beta,
             initial_state=state,
-            chunk_size=x.get("chunk_size"),
+            chunk_size=chunk_size,
             **options,
         )
+    if last is not None:
+        o, state = o.reshape(B, T, *o.shape[2:]), state[last]
+    o = o.to(dtype)
     if not x["output_final_state"]:
-        return o, None
-    return o, state.mT.contiguous() if v_first else state
+        state = None
+    elif v_first:
+        state = state.mT.contiguous()
+    if states is None:
+        return o, state
+    return o, state, states.mT.contiguous() if v_first else states
+
+
+def _check(title: str, x: Arguments) -> None:
+    """Raise for what linear_recurrence would not refuse by this name."""
+    given = {name: y for name, y in x.items() if y is not None}
+    if given.get("normalize") and isinstance(
+        given.get("initial_state"), tuple
+    ):
+        del given["initial_state"]
+    check_tensors({name: y for name, y in given.items() if name in TENSORS})
+    check_flags(**{name: y for name, y in given.items() if name in FLAGS})
+    by_channel = title.endswith("kda") or (
+        title.endswith("_gla") and ("simple" not in title)
+    )
+    dims = {"g": 4 if by_channel else 3, "gk": 4, "g_gamma": 1, "beta": 3}
+    for name, y in given.items():
+        if name in TENSORS and y.dim() != dims.get(name, y.dim()):
+            wrong_shape(name, y, SHAPES[dims[name]])
+    HV = given["v"].shape[2:3]
+    if given.get("use_gate_in_kernel") and "g" in given:
+        sizes = {"A_log": HV, "dt_bias": given["g"].shape[2:]}
+        for name, size in sizes.items():
+            if name in given and given[name].numel() != size.numel():
+                wrong_shape(name, given[name], f"[{size.numel()}]")
+    if "lower_bound" in given:
+        check_number("lower_bound", given["lower_bound"], "< 0")
+
+
+def _chunk_size(name: str, asked: int | None) -> int | None:
+    """The chunk_size of linear_recurrence, refused where FLA refuses it."""
+    if asked is None or not isinstance(asked, int):
+        return asked  # linear_recurrence refuses what is no integer
+    if name.endswith(("simple_gla", "retention")):
+        if asked < 1 or asked & (asked - 1):
+            raise ValueError(f"chunk_size: got {asked}, need a power of 2")
+        return min(max(asked, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
+    sizes = CHUNK_SIZES[1:] if name.endswith("kda") else CHUNK_SIZES
+    if asked not in sizes:
+        raise ValueError(f"chunk_size: got {asked}, need one of {sizes}")
+    return asked
+
+
+def _v_first(x: Arguments) -> bool:
+    """Whether states are [N, HV, V, K], by the newer or the older name."""
+    older, newer = x.get("transpose_state_layout"), x.get("state_v_first")
+    if older is None:
+        return bool(newer)
+    if newer:
+        raise ValueError(
+            "transpose_state_layout: got a value beside state_v_first, need "
+            "one of them"
+        )
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "transpose_state_layout is the older name of state_v_first",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+    return older
+
+
+def _states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
+    chunk_size: int | None,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """The state before each chunk, one call of the recurrence per chunk."""
+    if _differentiable(q, k, v, g, beta, state):
+        raise ValueError(
+            "return_intermediate_states: got True where a gradient is asked "
+            "for, need torch.inference_mode() or torch.no_grad()"
+        )
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is None:
+        shape = (N, v.shape[2], q.shape[3], v.shape[3])
+        state = q.new_zeros(shape, dtype=wide(q.dtype))
+    size, before = chunk_size or DEFAULT_CHUNK_SIZE, []
+    for n, tokens in sequences(cu_seqlens, q.shape[1]):
+        S, row = state[n], []
+        cut = [None if y is None else y[:, tokens] for y in (q, k, v, g, beta)]
+        parts = [
+            itertools.repeat(None) if y is None else y.split(size, 1)
+            for y in cut
+        ]
+        for part in zip(*parts, strict=False):
+            row.append(S.to(k.dtype))
+            _, S = linear_recurrence(*part, initial_state=S, scale=scale)
+        before.append(torch.stack(row, 1))
+    return torch.cat(before, 1)
 
 
 def _normalised(
@@ -155,12 +304,19 @@ def _normalised(
     """linear_attn with normalize; the key sum is our state's last column."""
     state = x["initial_state"]
     if state is not None:
-        if not isinstance(state, tuple):
+        if not isinstance(state, tuple) or len(state) != 2:
             raise ValueError(
                 f"initial_state: got {type(state).__name__}, need the pair "
                 "of a state [N, H, K, V] and a key sum [N, 1, H, K] because "
                 "of normalize"
             )
+        cu_seqlens, keys = options["cu_seqlens"], q.shape[2:]
+        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        need = (N, *keys, v.shape[3]), (N, 1, *keys)
+        for y, shape in zip(state, need, strict=False):
+            check_tensors({"initial_state": y})
+            if y.shape != shape:
+                wrong_shape("initial_state", y, f"{list(shape)}")
         S, total = (y.to(wide(q.dtype)) for y in state)
         state = torch.cat([S, total.movedim(1, -1)], -1)
     o, state = linear_attention(
@@ -179,14 +335,26 @@ def _unit(x: Tensor) -> Tensor:
     return (full * (rest + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _offsets(x: Arguments) -> Tensor | None:
-    """The offsets of packed sequences, by either of their names."""
+def _offsets(x: Arguments) -> tuple[Tensor | None, Tensor | None]:
+    """The offsets of packed sequences, by any of their names.
+
+    And for a seq_idx the number of each row's last document; where offsets
+    are given too, both say the same, and these are used.
+    """
     ours, theirs = x["cu_seqlens"], x.get("cu_seq_lens_q")
     if ours is not None and theirs is not None:
         raise ValueError(
             "cu_seq_lens_q: got offsets beside cu_seqlens, need one of them"
         )
-    return theirs if ours is None else ours
+    offsets, seq_idx = theirs if ours is None else ours, x.get("seq_idx")
+    if offsets is not None or seq_idx is None:
+        return offsets, None
+    if x["initial_state"] is not None:
+        raise ValueError(
+            "seq_idx: got documents beside initial_state, need cu_seqlens "
+            "for these"
+        )
+    return documents(seq_idx, x["q"])
 
 
 def _log_decay(name: str, x: Arguments) -> Tensor | None:
@@ -272,6 +440,7 @@ def chunk_gated_delta_rule(
     state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
     chunk_indices=None, cp_context=None, *, use_gate_in_kernel=False,
     A_log=None, dt_bias=None, chunk_size=None, cu_seq_lens_q=None,
+    seq_idx=None, transpose_state_layout=None,
 ): ...
 
 
@@ -282,6 +451,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None,
     dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     state_v_first=False, cu_seqlens=None, *, cu_seq_lens_q=None,
+    seq_idx=None, transpose_state_layout=None,
 ): ...
 
 
@@ -295,6 +465,7 @@ def chunk_kda(
     state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
     cp_context=None, use_graph=False, max_num_seqs=None, *, A_log=None,
     dt_bias=None, chunk_size=None, cu_seq_lens_q=None,
+    seq_idx=None, transpose_state_layout=None,
 ): ...
 
 
@@ -306,6 +477,7 @@ def fused_recurrent_kda(
     use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     lower_bound=None, state_v_first=False, cu_seqlens=None, *,
     cu_seq_lens_q=None,
+    seq_idx=None, transpose_state_layout=None,
 ): ...
 
 
@@ -336,6 +508,7 @@ def fused_recurrent_gla(
     q, k, v, gk=None, gv=None, scale=None, initial_state=None,
     output_final_state=False, reverse=False, state_v_first=False,
     cu_seqlens=None,
+    *, transpose_state_layout=None,
 ): ...
 
 
@@ -352,6 +525,7 @@ def fused_recurrent_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
     output_final_state=False, reverse=False, state_v_first=False,
     cu_seqlens=None,
+    *, transpose_state_layout=None,
 ): ...
 
 
@@ -366,6 +540,7 @@ def chunk_retention(
 def fused_recurrent_retention(
     q, k, v, scale=None, initial_state=None, output_final_state=False,
     reverse=False, state_v_first=False, cu_seqlens=None,
+    *, transpose_state_layout=None,
 ): ...
 
 

@@ -39,6 +39,8 @@ def check_inputs(
         raise TypeError(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
         )
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
+        wrong_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
     check_arguments(
         q, k, v, None, None, scale, initial_state, None, chunk_size
     )

@@ -1,0 +1,50 @@
+"""Packed documents as transformers names them: seq_idx, cu_seq_lens_q."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastweights.arguments import wrong_shape
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Whether a document begins at each token of each row."""
+    new = torch.ones_like(seq_idx, dtype=torch.bool)
+    new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return new
+
+
+def documents(
+    seq_idx: Int[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
+) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
+    """Offsets of the documents of all rows, one row after another.
+
+    And of each row the number of its last document. How many there are the
+    device tells the host, once per tensor seq_idx and not once per layer.
+
+    Raises:
+        ValueError: seq_idx has not the shape of x's first two dimensions.
+    """
+    if seq_idx.shape != x.shape[:2]:
+        wrong_shape("seq_idx", seq_idx, f"{list(x.shape[:2])}")
+    compiling = torch.compiler.is_compiling()
+    cached = not compiling and not seq_idx.is_inference()
+    if cached:
+        version, found = _known.get(seq_idx, (None, None))
+        if version == seq_idx._version:
+            return found
+    new = first_tokens(seq_idx)
+    starts = new.flatten().nonzero().flatten()
+    if compiling:
+        torch._check(starts.shape[0] >= 1)
+    offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
+    found = offsets, new.sum(1).cumsum(0) - 1
+    if cached:
+        _known[seq_idx] = seq_idx._version, found
+    return found
