@@ -125,8 +125,8 @@ MUTANTS = {
     ),
     "layer-packed-kernels-by-sequence-numbers": (
         SDPA,
-        "offsets = torch.cat([cu_seqlens, ends]).to(torch.int32)",
-        "offsets = torch.cat([cu_seqlens, ends])",
+        "offsets = offsets.to(torch.int32)",
+        "offsets = offsets.clone()",
     ),
     "layer-packed-kernels-without-shared-heads": (
         SDPA,

@@ -62,19 +62,19 @@ def packed_attention(
     NaN in one of them reaches the gradients of the others.
     """
     q, k, v = autocast(q, k, v)
+    # What stands after the last sequence is read as one more.
+    offsets = F.pad(cu_seqlens, (0, 1), value=q.shape[1])
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
         asked = {"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS else {}
         named: dict[str, Any] = {"window_size": (-1, 0), **asked}  # causal
-        # What stands after the last sequence is read as one more.
-        ends = cu_seqlens.new_full((1,), q.shape[1])
-        offsets = torch.cat([cu_seqlens, ends]).to(torch.int32)
+        offsets = offsets.to(torch.int32)
         longest = max(q.shape[1], 2)  # it takes a 1 for a step of decoding
         given = offsets, offsets, longest, longest
         o = varlen_attn(q[0], k[0], v[0], *given, **named)
         assert isinstance(o, Tensor)  # alone, since nothing else is asked
         return o[None]
     if readable(cu_seqlens):
-        sizes = cu_seqlens.diff().tolist()
+        sizes = offsets.diff().tolist()
         parts = zip(*(x.split(sizes, 1) for x in (q, k, v)), strict=True)
         found = [attention(*part) for part in parts if part[0].shape[1]]
         return torch.cat(found, 1)
