@@ -155,6 +155,18 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_each_module_draws_its_own_parameters(name):
+    """As FSDP does with a layer on meta, a module at a time."""
+    layer = CASES[name](device=torch.device("meta")).to_empty(device="cpu")
+    for p in layer.parameters():
+        torch.nn.init.constant_(p, float("nan"))
+    for module in layer.modules():
+        if [*module.parameters(recurse=False)]:
+            module.reset_parameters()
+    assert all(p.isfinite().all() for p in layer.parameters())
+
+
 def test_output_norm():
     o = torch.randn(2, 3, 2, 5, dtype=torch.float64)
     gate = torch.randn(2, 3, 10, dtype=torch.float64)

@@ -134,6 +134,23 @@ def test_a_layer_of_ones_own(monkeypatch):
     m.loss(text(2, 9)).backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_made_on_meta_is_drawn(kind):
+    """As the constructor draws: what is constant there is the same here."""
+    fresh = model((kind,), num_layers=1)
+    empty = LanguageModel(fresh.config, device=torch.device("meta"))
+    empty = empty.to_empty(device="cpu")
+    for p in empty.parameters():
+        nn.init.constant_(p, math.nan)
+    empty.reset_parameters()
+    for (name, p), want in zip(
+        empty.named_parameters(), fresh.parameters(), strict=True
+    ):
+        assert p.isfinite().all(), name
+        if want.numel() > 1 and want.max() == want.min():
+            assert p.equal(want), name
+
+
 def test_what_the_parameters_start_from():
     m = model(("gated_deltanet", "mlstm"), dim=128, tie_embeddings=False)
     assert m.config.num_branches == 4

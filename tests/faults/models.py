@@ -66,6 +66,11 @@ MUTANTS = {
         "(full(t) * dtotal).to(t.dtype)",
         "t * dtotal.to(t.dtype)",
     ),
+    "model-reset-leaves-what-is-not-drawn": (
+        MODEL,
+        "child.apply(_reset)",
+        "pass",
+    ),
     "model-head-is-not-called": (
         MODEL,
         "return self.head.weight if is_product(self.head, x) else None",
@@ -93,8 +98,8 @@ MUTANTS = {
     ),
     "model-gates-drawn-like-matrices": (
         MODEL,
-        "own is not None and not isinstance(module, nn.Linear)",
-        "False",
+        "if not isinstance(module, nn.Linear):\n                    _reset",
+        "if False:\n                    _reset",
     ),
     "model-checkpoint-that-keeps-all": (
         MODEL,

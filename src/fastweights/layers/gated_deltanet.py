@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
         self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **to)
         self.b_bias = (
-            nn.Parameter(torch.zeros(HV, **to)) if beta_bias else None
+            nn.Parameter(torch.empty(HV, **to)) if beta_bias else None
         )
         self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **to)
         self.g_proj = (
@@ -100,6 +100,13 @@ class GatedDeltaNet(nn.Module):
         )
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A bias of beta is 0."""
+        if self.b_bias is not None:
+            self.b_bias.zero_()
 
     def forward(
         self,

@@ -73,10 +73,15 @@ class GatedLinearAttention(nn.Module):
             **to,
         )
         self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **to)
-        nn.init.zeros_(self.f_proj.get_parameter("1.bias"))
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """b = 0."""
+        self.f_proj.get_parameter("1.bias").zero_()
 
     def forward(
         self,

@@ -77,13 +77,14 @@ class Mamba(nn.Module):
         self.dt_proj = nn.Linear(R, inner, bias=False, **to)
         self.dt_bias = nn.Parameter(torch.empty(inner, **to))
         self.A_log = nn.Parameter(torch.empty(inner, state_size, **to))
-        self.D = nn.Parameter(torch.ones(inner, **to))
+        self.D = nn.Parameter(torch.empty(inner, **to))
         self.o_proj = nn.Linear(inner, dim, bias=False, **to)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A = 1 .. N in every channel, dt log-uniform, both in fp32."""
+        """A = 1 .. N in every channel, dt log-uniform, both in fp32; D = 1."""
+        self.D.fill_(1)
         n = torch.arange(1, self.A_log.shape[1] + 1, device=self.D.device)
         self.A_log.copy_(n.float().log().expand_as(self.A_log))
         draw_dt_bias_(self.dt_bias, self.dt_range)

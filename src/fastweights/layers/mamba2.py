@@ -91,12 +91,18 @@ class Mamba2(nn.Module):
         )
         self.dt_proj = nn.Linear(dim, H, bias=False, **to)
         self.decay = StepAndDecay(H, A_range=A_range, dt_range=dt_range, **to)
-        self.D = nn.Parameter(torch.ones(H, **to))
+        self.D = nn.Parameter(torch.empty(H, **to))
         self.z_proj = nn.Linear(dim, inner, bias=False, **to)
         self.norm = OutputNorm(
             inner // G, None, num_heads=G, eps=norm_eps, **to
         )
         self.o_proj = nn.Linear(inner, dim, bias=False, **to)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """D = 1."""
+        self.D.fill_(1)
 
     def forward(
         self,

@@ -240,8 +240,14 @@ class OutputNorm(nn.Module):
         self.size, self.activation = size, activation
         self.center, self.eps = center, eps
         self.weight = nn.Parameter(
-            torch.ones(num_heads * size, device=device, dtype=dtype)
+            torch.empty(num_heads * size, device=device, dtype=dtype)
         )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights of 1."""
+        self.weight.fill_(1)
 
     def forward(
         self,

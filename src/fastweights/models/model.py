@@ -133,11 +133,17 @@ class LanguageModel(nn.Module):
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(D, V, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self._draw()
+
+    def reset_parameters(self) -> None:
+        """All parameters as at the start, drawn again."""
+        for child in self.children():
+            child.apply(_reset)  # what a module holds before the module
+        self._draw()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the matrices again, and what layers draw themselves."""
+    def _draw(self) -> None:
+        """Draw the matrices, and what layers draw themselves."""
         small = 0.02 / math.sqrt(self.config.num_branches)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -145,9 +151,8 @@ class LanguageModel(nn.Module):
                 module.weight.normal_(std=small if out else 0.02)
         for block in self.blocks:
             for module in block.get_submodule("layer").modules():
-                own = getattr(module, "reset_parameters", None)
-                if own is not None and not isinstance(module, nn.Linear):
-                    own()
+                if not isinstance(module, nn.Linear):
+                    _reset(module)
 
     @overload
     def forward(
@@ -413,6 +418,12 @@ class LanguageModel(nn.Module):
         model = LanguageModel(self.config, device=meta, dtype=dtype)
         tokens = torch.empty(1, T, dtype=torch.int64, device=meta)
         return model(tokens)[1]
+
+
+def _reset(module: nn.Module) -> None:
+    own = getattr(module, "reset_parameters", None)
+    if own is not None:
+        own()
 
 
 def _output(
