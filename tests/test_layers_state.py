@@ -166,6 +166,59 @@ def test_a_state_of_another_dtype_than_the_layer():
     torch.testing.assert_close(y, layer(tokens(2, 5))[0], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("first", [True, False], ids=["made", "used"])
+def test_made_or_used_under_autocast(name, first):
+    """In place it keeps its dtypes, and S is never narrow."""
+
+    def mode(on):
+        return torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+    layer, x, more = made(name), tokens(2, 9), tokens(2, 3, seed=1)
+    with torch.no_grad():
+        with mode(first):
+            _, state = layer(x)
+        kinds = {k: t.dtype for k, t in state.tensors().items()}
+        ref = layer(more, layer(x)[1])[0]
+        with mode(not first):
+            y, after = layer(more, state.clone())
+    assert (y - ref).norm() < 0.06 * ref.norm()
+    assert {k: t.dtype for k, t in after.tensors().items()} == kinds
+    assert {kinds.get("S"), kinds.get("m")} <= {None, torch.float32}
+    with mode(not first):
+        again, after = layer(more, state)
+    assert (again - y).norm() < 0.02 * ref.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_made_in_inference_mode_and_continued_outside(name, gradients):
+    layer, x, more = made(name), tokens(2, 9), tokens(2, 3, seed=1)
+    with torch.no_grad():
+        ref, after_ref = layer(more, layer(x)[1])
+    with torch.inference_mode():
+        _, state = layer(x)
+    with torch.set_grad_enabled(gradients):
+        y, after = layer(more, state)
+    torch.testing.assert_close(y, ref)
+    torch.testing.assert_close(contents(after), contents(after_ref))
+    assert (after is state) != gradients and y.requires_grad == gradients
+    with torch.inference_mode():
+        layer(more, state)
+
+
+@torch.no_grad()
+def test_rows_of_a_pool_made_in_inference_mode():
+    """They cannot change, and a copy would be no pool."""
+    layer = made("gated-deltanet")
+    with torch.inference_mode():
+        _, state = layer(tokens(3, 5))
+    rows = torch.tensor([2, 0])
+    with pytest.raises(ValueError, match="need one that was not, or that"):
+        layer(tokens(2, 1), state.at(rows, 5))
+    layer(tokens(2, 1), state.clone().at(rows, 5))
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_state_of_another_layer(gradients):
     """Told before anything of it is changed."""

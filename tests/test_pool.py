@@ -1,9 +1,11 @@
 """Requests that come and go, side by side in one pool of states."""
 
+import contextlib
 import random
 
 import pytest
 import torch
+from crossed import crossed
 
 from fastweights.models import LAYERS, LanguageModel, ModelConfig, StatePool
 from fastweights.models.pool import NARROWED
@@ -274,6 +276,43 @@ def test_a_call_without_any_row_beside_a_full_one():
     for state, was in zip(pool.states, before, strict=True):
         for name, x in was.tensors().items():
             assert torch.equal(state.tensors()[name], x)
+
+
+MODES = {
+    "plain": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+}
+SEVERAL = ("gated_deltanet", "softmax", "mamba", "lact", "titans_gate")
+
+
+@torch.no_grad()
+@crossed(made=MODES, used=MODES)
+def test_made_in_one_mode_and_used_in_another(made, used):
+    """The same tensors whatever made them, and the same dtypes after."""
+    m, text = model(SEVERAL).float(), drawn(20)
+    plain = [s.tensors() for s in StatePool(m, 1, 20).states]
+    with made():
+        pool = StatePool(m, size=2, capacity=20)
+        row = pool.take()
+    kinds = [
+        {name: x.dtype for name, x in state.tensors().items()}
+        for state in pool.states
+    ]
+    assert kinds == [{k: x.dtype for k, x in of.items()} for of in plain]
+    with used():
+        m(text[None, :9], pool.at([row], 9))
+        kept = pool.keep([row])
+        m(text[None, 9:12], pool.at([row], 3))
+    m(text[None, 9:12], pool.at([row], 3))
+    pool.restore(kept)
+    logits, _ = m(text[None, 9:12], pool.at([row], 3))
+    ref = m(text[None, :12])[0][:, 9:]
+    assert (logits - ref).norm() < 0.05 * ref.norm()
+    assert kinds == [
+        {name: x.dtype for name, x in state.tensors().items()}
+        for state in pool.states
+    ]
 
 
 def test_what_a_pool_refuses():

@@ -123,6 +123,21 @@ def test_steps_in_a_pool(case, index):
         assert (P[[0, 1, 3, 4]] == 7).all()
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_states_of_inference_mode_go_on_outside_of_it(case, in_rows):
+    torch.manual_seed(0)
+    x, _, step, state = CASES[case]()
+    token = {name: y[:, :2] for name, y in x.items()}
+    rows = {"rows": torch.arange(3)} if in_rows else {}
+    with torch.inference_mode():
+        inside = tuple(S.clone() for S in state)
+    o_ref = step(**token, state=given(state), **rows)
+    o = step(**token, state=given(inside), **rows)
+    assert torch.equal(o, o_ref) and not o.is_inference()
+    assert all(map(torch.equal, inside, state))
+
+
 def test_decode_step_in_a_pool():
     x = member("vector", "delta", B=3, T=2, H=1, HV=2, K=6, V=5)
     pool = torch.randn(7, 2, 6, 5, **double)

@@ -5,7 +5,8 @@ normalised linear attention and Mamba's selective scan compute something
 beside it, which goes on from here. Like decode_step these change the state
 that they are given, have no gradients, and take ``rows``: the state is then a
 pool of N states, and sequence b has row rows[b] of it. A row that is none of
-0 to N - 1 reads and writes nothing, and its outputs are 0.
+0 to N - 1 reads and writes nothing, and its outputs are 0. A state may come
+from torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -215,7 +216,18 @@ def writes(
 
 
 def put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
-    """Write ``new`` into these rows of the pool, those that it has."""
+    """Write ``new`` into these rows of the pool, those that it has.
+
+    A pool that comes from torch.inference_mode may change there only.
+    """
+    if not torch.compiler.is_compiling() and pool.is_inference():
+        with torch.inference_mode():
+            _put(pool, new, rows)
+    else:
+        _put(pool, new, rows)
+
+
+def _put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
     if rows is None:
         pool.copy_(new)
         return

@@ -65,6 +65,34 @@ MUTANTS = {
         "at[source]",
         "test_pool.py",
     ),
+    "state-of-a-convolution-under-autocast": (
+        "fastweights/layers/convolution.py",
+        ".to(autocast(x)[0].dtype)",
+        "",
+        "test_layers_state.py",
+    ),
+    "state-of-inference-mode-stays-there": (
+        STATE,
+        "setattr(state, name, x.clone())",
+        "pass",
+        "test_layers_state.py",
+    ),
+    "step-on-a-state-of-inference-mode": (
+        "fastweights/serving.py",
+        "with torch.inference_mode():",
+        "if True:",
+        "test_serving.py",
+    ),
+    "pool-made-under-autocast": (
+        POOL,
+        "torch.autocast(device.type, enabled=False)",
+        "torch.autocast(device.type, enabled=torch.is_autocast_enabled())",
+    ),
+    "pool-made-in-inference-mode": (
+        POOL,
+        "torch.inference_mode(False)",
+        "torch.inference_mode(torch.is_inference_mode_enabled())",
+    ),
     "decode-of-no-row": (
         "fastweights/decoding.py",
         "        if not len(at):\n            return o\n",

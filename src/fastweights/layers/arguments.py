@@ -14,7 +14,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.layers.state import LayerState, Offsets
+from fastweights.layers.state import LayerState, Offsets, leave_inference
 
 
 def whole(name: str, size: float) -> int:
@@ -102,6 +102,7 @@ def check_input(
     if not isinstance(state, LayerState):
         kind = type(state).__name__
         raise TypeError(f"state: got {kind}, need a LayerState or None")
+    leave_inference(state)
     tensors = state.tensors()
     if set(tensors) != set(needs):
         raise ValueError(

@@ -13,6 +13,7 @@ from fastweights.convolution import convolve_heads, short_convolution
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets
+from fastweights.ops import autocast
 from fastweights.projections import is_plain, untouched
 
 Inputs = Float[Tensor, "N W-1 C"]
@@ -69,7 +70,7 @@ class ShortConvolution(nn.Module):
             self.weight,
             self.bias,
             activation="silu" if self.activation else None,
-            initial_state=inputs_of(state),
+            initial_state=inputs_of(state, x),
             cu_seqlens=cu_seqlens,
         )
 
@@ -151,7 +152,7 @@ class HeadsConvolution(nn.Module):
                 sizes=self.sizes,
                 normalize=self.normalize,
                 activation="silu" if self.activation else None,
-                initial_state=inputs_of(state),
+                initial_state=inputs_of(state, x),
                 cu_seqlens=cu_seqlens,
             )
         else:
@@ -168,6 +169,8 @@ def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
     return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
-def inputs_of(state: LayerState | None) -> Inputs | None:
-    """What a convolution has kept, if there is a state."""
-    return None if state is None else state.get("convolution")
+def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
+    """What a convolution has kept, if there is a state, in x's dtype."""
+    if state is None:
+        return None
+    return state.get("convolution").to(autocast(x)[0].dtype)

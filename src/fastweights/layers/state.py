@@ -25,11 +25,16 @@ Offsets = Int[Tensor, " N+1"]
 class LayerState:
     """What a layer needs of the past, one row per sequence.
 
-    A layer fills the fields that it has; the others are None. Floating
-    point fields other than ``convolution``, ``window``, ``keys`` and
-    ``values`` are fp32 (fp64 in an fp64 layer) whatever the layer's dtype is:
-    a state in half precision loses small writes. A pool may have S in bf16
-    all the same.
+    A layer fills the fields that it has; the others are None. S and m are
+    fp32 (fp64 in an fp64 layer) whatever the layer's dtype is: a state in
+    half precision loses small writes. A pool may have S in bf16 all the same.
+    ``convolution``, ``window``, ``keys`` and ``values`` may be in any dtype: a
+    call reads them in its own, under autocast in that of autocast, writes
+    them in place in theirs, and makes new ones in its own.
+
+    A state made under torch.inference_mode goes on outside of it too, where
+    copies take the places of its tensors; under torch.compile and in a pool
+    it has to be cloned first.
     """
 
     S: Float[Tensor, "N HV K V"] | None = None
@@ -177,6 +182,23 @@ def updated(state: LayerState | None, **new: Any) -> LayerState:
         return after
     state.copy_(after)
     return state
+
+
+def leave_inference(state: LayerState) -> None:
+    """Make a state of torch.inference_mode fit to go on outside of it.
+
+    Only there may its tensors change: copies take their places.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for name, x in state.tensors().items():
+        if x.is_inference():
+            if state.rows is not None:
+                raise ValueError(
+                    f"state: got a pool whose {name} was made under "
+                    "torch.inference_mode, need one that was not, or that mode"
+                )
+            setattr(state, name, x.clone())
 
 
 def in_place(state: LayerState | None, T: int, packed: bool) -> bool:
