@@ -9,7 +9,8 @@ sequences.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -66,29 +67,72 @@ def widen(
     return q, k, v, g, None if beta is None else beta.to(dtype)
 
 
-def pieces(
-    cu_seqlens: Offsets, v: Tensor, chunk_size: int
-) -> list[tuple[slice, tuple[slice, slice], int]]:
-    """What is computed together: its states, its rows and tokens, and C.
+class Part(NamedTuple):
+    """Sequences that are computed together: their states and tokens.
 
-    Packed sequences one by one; else as many rows of the batch as keep what
-    is in between in a core's cache. No chunk is longer than its sequence.
+    Short ones of a pack are rows of one length, filled up with zeros: a zero
+    key and a zero log decay leave the state as it is.
+    """
+
+    states: Any  # an index of [N, ...]
+    tokens: Any  # an index of [B, T, ...], for [rows, length, ...]
+    chunk_size: int
+    own: Bool[Tensor, "rows length"] | None = None  # what is no filling
+
+    def of(self, *tensors: Tensor | None) -> list[Any]:
+        """These rows and tokens of each tensor; a None stays None."""
+        return [None if x is None else self.taken(x) for x in tensors]
+
+    def taken(self, x: Tensor) -> Tensor:
+        found = x[self.tokens]
+        if self.own is None:
+            return found
+        lead = self.own.shape + (1,) * (found.dim() - 2)
+        return found.masked_fill_(~self.own.view(lead), 0)
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Their values into x, whose last dimension may be wider."""
+        width = values.shape[-1]
+        if self.own is None:
+            x[self.tokens][..., :width] = values
+        else:
+            at = self.tokens[1][self.own]
+            x[0, at, ..., :width] = values[self.own].to(x.dtype)
+
+
+def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Part]:
+    """What is computed together, so much that it stays in a core's cache.
+
+    Of a batch some rows. Of a pack every long sequence by itself, as a view,
+    and short ones with those of like length: none is filled up to twice its
+    own. No chunk is longer than its sequences.
     """
     B, T, HV = v.shape[:3]
-    if cu_seqlens is not None:
-        return [
-            (n, (slice(None), t), min(chunk_size, t.stop - t.start))
-            for n, t in sequences(cu_seqlens, T)
-        ]
-    C = min(chunk_size, T)
-    rows = max(1, torch.get_num_threads() * IN_CACHE // (T * HV * C))
-    parts = [slice(b, b + rows) for b in range(0, B, rows)]
-    return [(n, (n, slice(None)), C) for n in parts]
-
-
-def at(where: tuple[slice, slice], *tensors: Tensor | None) -> list[Any]:
-    """These rows and tokens of each tensor; a None stays None."""
-    return [None if x is None else x[where] for x in tensors]
+    in_cache = max(1, torch.get_num_threads() * IN_CACHE // HV)
+    if cu_seqlens is None:
+        C = min(chunk_size, T)
+        rows = max(1, in_cache // (T * C))
+        parts = [slice(b, b + rows) for b in range(0, B, rows)]
+        return [Part(n, (n, slice(None)), C) for n in parts]
+    found, short = [], defaultdict(list)
+    for n, t in sequences(cu_seqlens, T):
+        length = t.stop - t.start
+        if length > chunk_size:
+            found.append(Part(n, (slice(None), t), chunk_size))
+        else:
+            short[(length - 1).bit_length()].append((n.start, t))
+    for like in short.values():
+        longest = max(t.stop - t.start for _, t in like)
+        rows = max(1, in_cache // longest**2)
+        for i in range(0, len(like), rows):
+            ns, ts = zip(*like[i : i + rows], strict=True)
+            starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
+            at = starts[:, None] + torch.arange(longest)
+            own = at < stops[:, None]
+            where = [x.to(v.device) for x in (torch.tensor(ns), at, own)]
+            states, at, own = where
+            found.append(Part(states, (0, at.clamp(max=T - 1)), longest, own))
+    return found
 
 
 def advance(
@@ -115,9 +159,10 @@ def advance(
     ]
     outputs = []
     for t in range(T):
-        q_t, k_t, v_t, decay_t, beta_t = (
-            tokens if T == 1 else at((slice(None), slice(t, t + 1)), *tokens)
-        )
+        step: list[Any] = tokens
+        if T > 1:
+            step = [None if x is None else x[:, t : t + 1] for x in tokens]
+        q_t, k_t, v_t, decay_t, beta_t = step
         if decay_t is not None:
             S.mul_(decay_t.mT)
         if beta_t is not None:
@@ -186,18 +231,19 @@ def forward(
         # Short sequences fill less than a row; the last may end before T.
         for x in (o, *saved):
             x.zero_()
-    for n, where, C in pieces(cu_seqlens, v, chunk_size):
+    for part in pieces(cu_seqlens, v, chunk_size):
+        inputs, n = part.of(*tokens), part.states
         o_n, state[n], Aqk, P = chunkwise_forward(
-            *at(where, *tokens),
+            *inputs,
             scale=scale,
             initial_state=None if initial_state is None else state[n],
-            chunk_size=C,
+            chunk_size=part.chunk_size,
         )
-        o[where] = from_chunks(o_n, o[where].shape[1])
+        length = inputs[0].shape[1]
+        part.put(o, from_chunks(o_n, length))
         kept = [Aqk] if P is None else [Aqk, P]
         for x, x_n in zip(saved, kept, strict=True):
-            x = x.transpose(1, 2)[where]
-            x[..., :C] = from_chunks(x_n, x.shape[1])
+            part.put(x.transpose(1, 2), from_chunks(x_n, length))
     return o, state, saved
 
 
@@ -235,11 +281,13 @@ def backward(
         for x in tokens
         if x is not None
     ]
-    for n, where, C in pieces(cu_seqlens, v, chunk_size):
-        kept = [to_chunks(x.transpose(1, 2)[where][..., :C], C) for x in saved]
+    for part in pieces(cu_seqlens, v, chunk_size):
+        n, C = part.states, part.chunk_size
+        kept = part.of(*(x.transpose(1, 2) for x in saved))
+        kept = [to_chunks(x[..., :C], C) for x in kept]
         *grads_n, dS_n = chunkwise_backward(
-            *at(where, *tokens),
-            do=do[where],
+            *part.of(*tokens),
+            do=part.taken(do),
             dS=None if dstate is None else dstate[n],
             scale=scale,
             initial_state=None if initial_state is None else initial_state[n],
@@ -250,7 +298,7 @@ def backward(
             dS[n] = dS_n
         parts = [x for x in grads_n if x is not None]
         for dx, dx_n in zip(grads, parts, strict=True):
-            dx[where] = dx_n
+            part.put(dx, dx_n)
     if q.shape[2] != v.shape[2]:
         # Heads that share a key head are summed before they are rounded.
         grads[:2] = (
