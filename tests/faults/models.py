@@ -116,6 +116,42 @@ MUTANTS = {
         "x[0, cu_seqlens[1:] - 1]",
         "x[0, cu_seqlens[1:] - 2]",
     ),
+    "stream-forgets-who-is-done": (
+        SAMPLING,
+        "done |= torch.isin",
+        "done = torch.isin",
+        "test_sampling.py",
+    ),
+    "stream-lends-what-it-reads": (
+        SAMPLING,
+        "yield token.clone()",
+        "yield token",
+        "test_sampling.py",
+    ),
+    "sampling-looks-at-the-first-logits-only": (
+        SAMPLING,
+        "finite &= (logits.amax(-1).isfinite() | done).all()",
+        "finite &= bool(step) | (logits.amax(-1).isfinite() | done).all()",
+        "test_sampling.py",
+    ),
+    "sampling-of-a-temperature-of-nothing": (
+        SAMPLING,
+        "max(temperature, least)",
+        "temperature",
+        "test_sampling.py",
+    ),
+    "sampling-of-large-logits": (
+        SAMPLING,
+        "logits.float() - logits.amax(-1, keepdim=True).float()",
+        "logits.float()",
+        "test_sampling.py",
+    ),
+    "model-bytes-of-half-a-token-more": (
+        f"{MODELS}/model.py",
+        "return after(1024) + per_token",
+        "return after(1024) + per_token // 2 + per_token",
+        "test_sampling.py",
+    ),
     "model-stop-token-is-written": (
         SAMPLING,
         "(is_end.cumsum(1) == 0)",

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastweights.arguments import wrong_shape
+from fastweights.arguments import check_sizes, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
 from fastweights.models import files, sampling
@@ -342,7 +342,7 @@ class LanguageModel(nn.Module):
         temperature: float = 0.0,
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
-        stop: int | Iterable[int] | None = None,
+        stop: int | Iterable[int] | Tensor | None = None,
     ) -> list[Int[Tensor, " new"]]:
         """Continue prompts: the new tokens of each.
 
@@ -383,6 +383,7 @@ class LanguageModel(nn.Module):
         tokens every further one is taken to cost what it costs up to there:
         nothing, or its keys and values.
         """
+        check_sizes(T=T)
 
         def after(T: int) -> int:
             return sum(x.nbytes for x in self._outline(T) if x is not None)

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.arguments import check_integers, check_number, readable
+
 if TYPE_CHECKING:
     from fastweights.models.model import LanguageModel
 
@@ -24,15 +26,22 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: int | Iterable[int] | None = None,
+    stop: int | Iterable[int] | Tensor | None = None,
 ) -> Iterator[Int[Tensor, " N"]]:
     """Yield the next token of every prompt; see LanguageModel.generate.
 
     It ends when every row has come to a token of ``stop``. What a row gets
     after its own has no meaning.
+
+    Raises:
+        ValueError: logits are not finite, but for -inf, which bans a token:
+            before a token is taken from them, or, where nothing else makes
+            the host wait for a GPU, at the end.
     """
-    rows = as_rows(prompts)
-    check(max_new_tokens, temperature, top_p)
+    V = model.config.vocabulary
+    rows = as_rows(prompts, V)
+    check(max_new_tokens, temperature, top_p, generator)
+    ends = as_stop(stop, V)
     device = model.embedding.weight.device
     if device.type == "meta":  # it is fetched when it is called
         device = rows[0].device
@@ -43,26 +52,28 @@ def stream(
     states = model.new_states(len(rows), capacity, device=device)
     x, states = model.hidden(packed, states, cu_seqlens)
     logits = model.logits(x[0, cu_seqlens[1:] - 1])
-    if temperature and not logits.isfinite().all():
-        raise ValueError(
-            "model: got logits that are not finite, need finite ones to draw "
-            "from; its parameters may have diverged in training"
-        )
-    ends = None
-    if stop is not None:
-        stop = [stop] if isinstance(stop, int) else list(stop)
-        ends = torch.tensor(stop, device=device)
+    at_end = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    waits = device.type == "cpu" or temperature > 0 or len(ends) > 0
     for step in range(max_new_tokens):
+        finite &= (logits.amax(-1).isfinite() | done).all()
+        if waits and not finite:
+            break
         token = chosen(logits, temperature, top_p, generator)
-        yield token
-        if ends is not None:
-            done |= torch.isin(token, ends)
+        yield token.clone()  # whoever gets it may change it
+        if ends:
+            done |= torch.isin(token, at_end)
             if done.all():
                 return
         if step < max_new_tokens - 1:
             after, states = model(token[:, None], states)
             logits = after[:, 0]
+    if not finite:
+        raise ValueError(
+            "model: got logits that are not finite, need finite ones, or -inf "
+            "for some tokens; its parameters may have diverged in training"
+        )
 
 
 def generate(
@@ -73,10 +84,11 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: int | Iterable[int] | None = None,
+    stop: int | Iterable[int] | Tensor | None = None,
 ) -> list[Int[Tensor, " new"]]:
     """The new tokens of each prompt, up to its first one of ``stop``."""
-    ends = [stop] if isinstance(stop, int) else list(stop or ())
+    V = model.config.vocabulary
+    ends = as_stop(stop, V)
     tokens = stream(
         model,
         prompts,
@@ -84,11 +96,11 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         generator=generator,
-        stop=ends or None,
+        stop=ends,
     )
     found = list(tokens)
     if not found:
-        return [row.new_empty(0) for row in as_rows(prompts)]
+        return [row.new_empty(0) for row in as_rows(prompts, V)]
     rows = torch.stack(found, 1)
     if not ends:
         return list(rows)
@@ -110,7 +122,10 @@ def chosen(
     """
     if temperature == 0:
         return logits.argmax(-1)
-    p = (logits.float() / temperature).softmax(-1)
+    # Of the likeliest, so that no quotient is too large.
+    logits = logits.float() - logits.amax(-1, keepdim=True).float()
+    least = torch.finfo(torch.float32).tiny
+    p = (logits / max(temperature, least)).softmax(-1)
     if top_p < 1:
         p, order = p.sort(-1, descending=True)
         p = p.where(p.cumsum(-1) - p < top_p, 0)
@@ -119,10 +134,15 @@ def chosen(
     return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
-def as_rows(prompts: Prompts) -> list[Int[Tensor, " T"]]:
+def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " T"]]:
     """One tensor per prompt."""
-    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+    if isinstance(prompts, Tensor) and prompts.dim() < 2:
         prompts = [prompts]
+    if not isinstance(prompts, Tensor | Sequence):
+        raise TypeError(
+            f"prompts: got {type(prompts).__name__}, need a tensor or a list "
+            "of tensors"
+        )
     rows: list[Tensor] = list(prompts)
     if not rows:
         raise ValueError("prompts: got none, need one or more")
@@ -139,16 +159,56 @@ def as_rows(prompts: Prompts) -> list[Int[Tensor, " T"]]:
             )
         if row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(f"prompts: got {row.dtype}, need integers")
+        if readable(row):
+            check_tokens(
+                "prompts", [int(row.min()), int(row.max())], vocabulary
+            )
     return [row.to(torch.int64) for row in rows]
 
 
-def check(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def as_stop(
+    stop: int | Iterable[int] | Tensor | None, vocabulary: int
+) -> list[int]:
+    """The tokens at which a row ends, of whatever type they were given in."""
+    if stop is None:
+        return []
+    plain = getattr(stop, "tolist", lambda: stop)()  # of PyTorch and numpy
+    some = isinstance(plain, Iterable) and not isinstance(plain, str)
+    tokens = list(plain) if some else [plain]
+    for token in tokens:
+        check_integers({"stop": token})
+    check_tokens("stop", tokens, vocabulary)
+    return tokens
+
+
+def check_tokens(name: str, tokens: list[int], vocabulary: int) -> None:
+    """Raise unless they are in the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"{name}: got {token}, need tokens of the vocabulary, 0 to "
+                f"{vocabulary - 1}"
+            )
+
+
+def check(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+) -> None:
     """Raise for what cannot be meant."""
+    check_integers({"max_new_tokens": max_new_tokens})
     if max_new_tokens < 0:
         raise ValueError(
             f"max_new_tokens: got {max_new_tokens}, need 0 or more"
         )
-    if not temperature >= 0:
-        raise ValueError(f"temperature: got {temperature}, need 0 or more")
-    if not 0 < top_p <= 1:
+    check_number("temperature", temperature, ">= 0")
+    check_number("top_p", top_p, "> 0")
+    if top_p > 1:
         raise ValueError(f"top_p: got {top_p}, need 0 < top_p <= 1")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(
+            f"generator: got {type(generator).__name__}, need a "
+            "torch.Generator or None"
+        )
