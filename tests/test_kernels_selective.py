@@ -120,6 +120,20 @@ def test_mambas_own_arguments(dtype):
 
 
 @interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_the_gate_is_taken_in_single_precision():
+    """Of x in fp16 too: what is fp32 has gradients as in fp32."""
+    x = tokens(T=9, D=4, N=3, own=True, dtype=torch.float16)
+    x["z"] = x["z"].float()
+    found = results(fw.selective_scan, x, dt_softplus=True, backend="triton")
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, dt_softplus=True, backend="loop")
+    single = ("dD", "dA", "dz", "ddt", "ddt_bias")
+    found, ref = ({name: x[name] for name in single} for x in (found, ref))
+    same(found, ref, 1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(
     "T, D, N", [(17, 17, 16), (65, 3, 1), (33, 2, 5), (9, 9, 64)]
 )
@@ -173,7 +187,7 @@ def test_states_are_kept_for_a_backward_only():
     grouped = {name: x[name][:, :, None] for name in ("B", "C")}
     inputs = (*(x | grouped).values(), None)
     for keep, tiles in ((False, 0), (True, 3)):
-        *then, states = FORWARD(*inputs, keep, "triton")
+        *then, states = FORWARD(*inputs, keep, False, "triton")
         torch.testing.assert_close(first, tuple(then), rtol=0, atol=0)
         states = states.view(2, tiles, 3, 5)
     assert torch.equal(states[:, 0], x["initial_state"])
@@ -207,7 +221,7 @@ def test_operator_passes_opcheck():
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     x = tokens(batch=1, T=3, D=4, N=3, G=2, S=3, dtype=torch.float32).values()
     inputs = (*x, torch.tensor([0, 1, 2, 3]))
-    call = (*inputs, True, "triton")
+    call = (*inputs, True, False, "triton")
     y, state, states = FORWARD(*call)
     torch.library.opcheck(FORWARD, call, **checks)
     call = (y, state, *inputs, states, "triton")

@@ -227,6 +227,22 @@ def test_steps_are_added_and_softened_in_single_precision():
     same({"state": found["state"]}, {"state": ref["state"]}, 1e-6)
 
 
+@pytest.mark.parametrize("backend", PYTORCH)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gate_is_taken_in_single_precision(dtype, backend):
+    """y is rounded once, after it: what is fp32 has gradients as in fp32."""
+    x = tokens(own=True, dtype=dtype)
+    x["z"] = x["z"].float()
+    options = {"dt_softplus": True, "backend": backend}
+    found = results(fw.selective_scan, x, **options)
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, **options)
+    same({"o": found["o"]}, {"o": ref["o"]}, torch.finfo(dtype).eps)
+    single = ("dD", "dA", "dz", "ddt", "ddt_bias")
+    found, ref = ({name: x[name] for name in single} for x in (found, ref))
+    same(found, ref, 1e-6)
+
+
 @pytest.mark.parametrize("strength", [-1e3, -1e30])
 def test_nothing_overflows(strength):
     """Only a token's own write is left, and every gradient is finite."""
@@ -246,7 +262,7 @@ def test_a_chunk_at_a_time():
     chunks = T // 64
     states = torch.empty(chunks * D * N)
     with Footprint() as footprint, Exponentials() as exponentials:
-        y, state = chunkwise.forward(*inputs, states)
+        y, state = chunkwise.forward(*inputs, states, torch.float32)
         chunkwise.backward(y, state, *inputs, states)
     assert footprint.largest == T * N < T * D * N
     assert exponentials.count == 2 * (T + 2 * chunks) * D * N
@@ -261,7 +277,7 @@ def test_states_are_kept_for_a_backward_only():
     packed = torch.tensor([0, 130])
     for cu_seqlens, chunks in ((None, 3), (packed, 3)):
         for keep in (False, True):
-            *_, states = FORWARD(*inputs, cu_seqlens, keep, "chunkwise")
+            *_, states = FORWARD(*inputs, cu_seqlens, keep, False, "chunkwise")
             assert states.shape == (chunks * keep * 2 * 3,)
         assert torch.equal(states[:6].view(1, 2, 3), x["initial_state"])
 
@@ -270,7 +286,7 @@ def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
     kept = []
 
     def record(*arguments):
-        kept.append(arguments[-2])
+        kept.append(arguments[-3])
         return FORWARD(*arguments)
 
     monkeypatch.setattr("fastweights.selective.FORWARD", record)
@@ -522,9 +538,9 @@ def test_operator_passes_opcheck(packed):
     offsets = torch.tensor([0, 1, 2, 7]) if packed else None
     if not packed:
         inputs[5:] = None, None
-    torch.library.opcheck(FORWARD, (*inputs, offsets, True, "auto"))
+    torch.library.opcheck(FORWARD, (*inputs, offsets, True, False, "auto"))
     inputs = [t if t is None else t.detach() for t in inputs]
-    y, state, states = FORWARD(*inputs, offsets, True, "auto")
+    y, state, states = FORWARD(*inputs, offsets, True, False, "auto")
     for dstate in (state, None):
         last = (*inputs, offsets, states, "auto")
         torch.library.opcheck(BACKWARD, (y, dstate, *last))

@@ -132,10 +132,10 @@ def selective_scan(
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         # Views of a wider tensor are copied once, not in forward and backward.
         contiguous = (None if t is None else t.contiguous() for t in inputs)
-        y, state, _ = FORWARD(*contiguous, keep, backend)
+        y, state, _ = FORWARD(*contiguous, keep, z is not None, backend)
     if z is not None:
-        y = (y.to(full) * F.silu(z.to(full))).to(x.dtype)
-    return y, state
+        y = y * F.silu(z.to(full))
+    return y.to(x.dtype), state
 
 
 def check_scan(
@@ -217,7 +217,10 @@ def _loop(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One token at a time, with the gradients that autograd finds."""
+    """One token at a time, with the gradients that autograd finds.
+
+    y is in the dtype of the arithmetic.
+    """
     ran("loop forward")
     full, G = wide(x.dtype), B.shape[2]
     with without_autocast(x):
@@ -239,4 +242,4 @@ def _loop(
         if D is not None:
             y = y + D.to(full) * x[:, :ends].to(full)
         y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
-        return y.to(x.dtype), torch.cat(states).flatten(1, 2)
+        return y, torch.cat(states).flatten(1, 2)

@@ -30,7 +30,7 @@ INPUTS = (
 NUMBER = 8  # of these inputs, of which all but the last have a gradient
 
 LIBRARY.define(
-    f"selective_scan({INPUTS}, bool keep, str backend)"
+    f"selective_scan({INPUTS}, bool keep, bool full, str backend)"
     " -> (Tensor y, Tensor state, Tensor states)"
 )
 LIBRARY.define(
@@ -78,23 +78,33 @@ def empty_states(
 
 
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What a backend computes; with ``keep``, what its backward re-uses."""
-    *inputs, keep, asked = arguments
+    """What a backend computes; with ``keep``, what its backward re-uses.
+
+    y is in x's dtype, with ``full`` in that of the arithmetic.
+    """
+    *inputs, keep, full, asked = arguments
     backend, module = implementation(asked, x)
     ran(f"{backend} forward")
     _, A, B, *_, cu_seqlens = inputs
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     with without_autocast(x):
-        y, state = module.forward(x, *inputs, states if keep else None)
+        kept = states if keep else None
+        y, state = module.forward(x, *inputs, kept, y_dtype(x, full))
     return y, state, states
 
 
+def y_dtype(x: Tensor, full: bool) -> torch.dtype:
+    """The dtype of y, in which a gate after it takes its gradient too."""
+    return wide(x.dtype) if full else x.dtype
+
+
 @torch.library.register_fake("fastweights::selective_scan")
-def _(x, dt, A, B, C, D, initial_state, cu_seqlens, keep, backend):
+def _(x, dt, A, B, C, D, initial_state, cu_seqlens, keep, full, backend):
     _, module = implementation(backend, x)
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(x.shape), states.new_empty(S, *A.shape), states
+    y = x.new_empty(x.shape, dtype=y_dtype(x, full))
+    return y, states.new_empty(S, *A.shape), states
 
 
 def _backward(
@@ -127,7 +137,7 @@ def _(dy, dstate, *others):
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, _, ctx.backend = inputs
+    *tensors, _, _, ctx.backend = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
@@ -139,7 +149,7 @@ def _differentiate(
     grads = iter(BACKWARD(dy, dstate, *tensors, ctx.backend))
     inputs = tensors[: NUMBER - 1]
     found = [None if x is None else next(grads) for x in inputs]
-    return (*found, None, None, None)
+    return (*found, None, None, None, None)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:

@@ -41,7 +41,11 @@ MUTANTS = {
         "+ 0 * T",
     ),
     "conv-rows-of-a-batch": (PACKED, "new[:, 1:] = ", "new[:] = True #"),
-    "packed-old-documents": (PACKED, "version == seq_idx._version", "version"),
+    "packed-old-documents": (
+        PACKED,
+        "version == seq_idx._version",
+        "version is not None",
+    ),
     "packed-states-of-rows": (PACKED, "cumsum(0) - 1", "cumsum(0) - 2"),
     "fla-decodes-packed": (
         FLA,

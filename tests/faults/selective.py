@@ -18,6 +18,11 @@ TESTS = {
     TILES: "test_kernels_selective.py",
 }
 MUTANTS = {
+    "selective-gate-after-rounding": (
+        SELECTIVE,
+        "keep, z is not None, backend",
+        "keep, False, backend",
+    ),
     "selective-bias-in-half-precision": (
         SELECTIVE,
         "dt = dt.to(full) + dt_bias.to(full)",

@@ -319,6 +319,7 @@ def forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     states: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and last states, as :mod:`fastweights.reference.selective`.
 
@@ -326,7 +327,8 @@ def forward(
     """
     check_on_host(cu_seqlens, x.shape[1])
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    y, state = torch.empty_like(x), x.new_empty(S, *A.shape, dtype=FP32)
+    y = torch.empty_like(x, dtype=dtype)
+    state = x.new_empty(S, *A.shape, dtype=FP32)
     tensors = (x, A, dt, B, C, D, initial_state, cu_seqlens, y, state, states)
     with torch.cuda.device_of(x):
         launch(

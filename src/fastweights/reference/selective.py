@@ -150,14 +150,15 @@ def forward(
     initial_state: Float[Tensor, "S D N"] | None,
     cu_seqlens: Offsets,
     states: Float[Tensor, " Bt*NT*D*N"] | None,
+    dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
-    """Outputs and last states.
+    """Outputs, in ``dtype``, and last states.
 
     The state that enters each chunk goes into ``states`` unless it is None.
     """
     full, G = wide(x.dtype), B.shape[2]
     state = first_states(x, A, initial_state, cu_seqlens)
-    y = torch.zeros_like(x)  # as after the last sequence
+    y = torch.zeros_like(x, dtype=dtype)  # as after the last sequence
     if states is not None:
         states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
