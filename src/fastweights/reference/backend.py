@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -103,18 +104,31 @@ class Part(NamedTuple):
 def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Part]:
     """What is computed together, so much that it stays in a core's cache.
 
-    Of a batch some rows. Of a pack every long sequence by itself, as a view,
-    and short ones with those of like length: none is filled up to twice its
-    own. No chunk is longer than its sequences.
+    Of a batch some rows; of a pack what :func:`documents` says. No chunk is
+    longer than its sequences.
     """
     B, T, HV = v.shape[:3]
     in_cache = max(1, torch.get_num_threads() * IN_CACHE // HV)
-    if cu_seqlens is None:
-        C = min(chunk_size, T)
-        rows = max(1, in_cache // (T * C))
-        parts = [slice(b, b + rows) for b in range(0, B, rows)]
-        return [Part(n, (n, slice(None)), C) for n in parts]
-    found, short = [], defaultdict(list)
+    if cu_seqlens is not None:
+        return documents(cu_seqlens, v, chunk_size, lambda C: in_cache // C**2)
+    C = min(chunk_size, T)
+    rows = max(1, in_cache // (T * C))
+    parts = [slice(b, b + rows) for b in range(0, B, rows)]
+    return [Part(n, (n, slice(None)), C) for n in parts]
+
+
+def documents(
+    cu_seqlens: Int[Tensor, " N+1"],
+    x: Float[Tensor, "1 T ..."],
+    chunk_size: int,
+    rows: Callable[[int], int],
+) -> list[Part]:
+    """Every sequence of a pack that is longer than a chunk, and then others.
+
+    Those are rows with some of like length: none is filled up to twice its
+    own. ``rows`` says how many of a length are computed together.
+    """
+    T, found, short = x.shape[1], [], defaultdict(list)
     for n, t in sequences(cu_seqlens, T):
         length = t.stop - t.start
         if length > chunk_size:
@@ -123,15 +137,15 @@ def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Part]:
             short[(length - 1).bit_length()].append((n.start, t))
     for like in short.values():
         longest = max(t.stop - t.start for _, t in like)
-        rows = max(1, in_cache // longest**2)
-        for i in range(0, len(like), rows):
-            ns, ts = zip(*like[i : i + rows], strict=True)
+        number = max(1, rows(longest))
+        for i in range(0, len(like), number):
+            ns, ts = zip(*like[i : i + number], strict=True)
             starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
             at = starts[:, None] + torch.arange(longest)
             own = at < stops[:, None]
-            where = [x.to(v.device) for x in (torch.tensor(ns), at, own)]
-            states, at, own = where
-            found.append(Part(states, (0, at.clamp(max=T - 1)), longest, own))
+            index = (torch.tensor(ns), at.clamp(max=T - 1), own)
+            states, at, own = (i.to(x.device) for i in index)
+            found.append(Part(states, (0, at), longest, own))
     return found
 
 

@@ -15,13 +15,14 @@ and dt x a value. Channels lie side by side, which a CPU's vectors like.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.reference.backend import sequences, wide
+from fastweights.reference.backend import Part, documents, wide
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read
 
@@ -90,21 +91,37 @@ def tile_length(D: int, N: int, G: int) -> int:
 
 
 def chunks(
-    cu_seqlens: Offsets, T: int, length: int
-) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    cu_seqlens: Offsets, x: Float[Tensor, "Bt T D"], length: int
+) -> Iterator[tuple[Any, list[tuple[Any, Part]]]]:
     """Of each sequence: which states are its own, and its chunks.
 
-    A chunk is the place of its first state among all that are kept, and
-    its tokens.
+    A chunk is an index of its first state among all that are kept, and its
+    tokens. Short sequences of a pack are one chunk together.
     """
-    for n, t in sequences(cu_seqlens, T):
-        start, stop, _ = t.indices(T)
-        place = start // length + (n.start or 0)
-        firsts = range(start, stop, length)
+    T = x.shape[1]
+    parts = [Part(slice(None), (slice(None), slice(0, T)), length)]
+    if cu_seqlens is not None:
+        parts = documents(cu_seqlens, x, length, lambda L: 4 * length // L)
+    for part in parts:
+        n = part.states
+        if part.own is not None:
+            place = part.tokens[1][:, 0] // length + n
+            yield n, [((0, place), part)]
+            continue
+        rows, t = part.tokens
+        place = t.start // length + (n.start or 0)
+        firsts = range(t.start, t.stop, length)
         yield (
             n,
             [
-                (place + i, slice(first, min(first + length, stop)))
+                (
+                    (rows, place + i),
+                    Part(
+                        n,
+                        (rows, slice(first, min(first + length, t.stop))),
+                        length,
+                    ),
+                )
                 for i, first in enumerate(firsts)
             ],
         )
@@ -163,18 +180,19 @@ def forward(
         states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     length = tile_length(x.shape[2], A.shape[1], G)
-    for n, parts in chunks(cu_seqlens, x.shape[1], length):
+    for n, parts in chunks(cu_seqlens, x, length):
         h = keys_first(state[n], G)
-        for place, t in parts:
+        for place, part in parts:
             if states is not None:
-                states[:, place] = channels_first(h)
-            x_t, dt_t = in_groups(G, full, x[:, t], dt[:, t])
+                states[place] = channels_first(h)
+            x_t, dt_t, B_t, C_t = part.of(x, dt, B, C)
+            x_t, dt_t = in_groups(G, full, x_t, dt_t)
             a, w = decays(dt_t, A), dt_t * x_t
-            hs = states_of(a, w, B[:, t].to(full), h)
-            y_t = read(hs[:, 1:], C[:, t].to(full)).flatten(2)
+            hs = states_of(a, w, B_t.to(full), h)
+            y_t = read(hs[:, 1:], C_t.to(full)).flatten(2)
             if D is not None:
                 y_t.addcmul_(D.to(full), x_t.flatten(2))
-            y[:, t] = y_t
+            part.put(y, y_t)
             h = hs[:, -1]
         state[n] = channels_first(h)
     return y, state
@@ -206,20 +224,23 @@ def backward(
     dA = torch.zeros_like(A)
     dD = None if D is None else torch.zeros_like(D, dtype=full)
     length = tile_length(x.shape[2], A.shape[1], G)
-    for n, parts in chunks(cu_seqlens, x.shape[1], length):
+    for n, parts in chunks(cu_seqlens, x, length):
         dh_t = keys_first(dh[n], G)
-        for place, t in reversed(parts):
-            x_t, dt_t, dy_t = in_groups(G, full, x[:, t], dt[:, t], dy[:, t])
-            B_t, C_t = B[:, t].to(full), C[:, t].to(full)
-            h = keys_first(states[:, place], G)
-            dx_t, ddt_t, dA_t, dB[:, t], dC[:, t], dh_t = chunk_backward(
-                x_t, dt_t, A, B_t, C_t, h, dy_t, dh_t
+        for place, part in reversed(parts):
+            x_t, dt_t, dy_t, B_t, C_t = part.of(x, dt, dy, B, C)
+            x_t, dt_t, dy_t = in_groups(G, full, x_t, dt_t, dy_t)
+            h = keys_first(states[place], G)
+            dx_t, ddt_t, dA_t, dB_t, dC_t, dh_t = chunk_backward(
+                x_t, dt_t, A, B_t.to(full), C_t.to(full), h, dy_t, dh_t
             )
             dA += dA_t
+            part.put(dB, dB_t)
+            part.put(dC, dC_t)
             dx_t = dx_t.flatten(2)
             if D is not None and dD is not None:
                 dx_t.addcmul_(D.to(full), dy_t.flatten(2))
                 dD += (dy_t * x_t).sum(dim=(0, 1)).flatten()
-            dx[:, t], ddt[:, t] = dx_t, ddt_t.flatten(2)
+            part.put(dx, dx_t)
+            part.put(ddt, ddt_t.flatten(2))
         dh[n] = channels_first(dh_t)
     return [dx, ddt, channels_first(dA), dB, dC, dD, dh]
