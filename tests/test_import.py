@@ -61,8 +61,11 @@ def test_importing_the_library_is_quick_and_brings_no_compiler():
     assert seconds <= SECONDS
 
 
-def test_models_ask_for_no_package_before_they_need_it():
-    script = "import sys, fastweights.train; print(*sys.modules)"
+def test_programs_ask_for_nothing_heavy_before_they_need_it():
+    script = (
+        "import sys, fastweights.train, fastweights.experiments;"
+        "print(*sys.modules)"
+    )
     run = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -70,7 +73,7 @@ def test_models_ask_for_no_package_before_they_need_it():
         check=True,
     )
     assert "fastweights.models" in run.stdout.split()
-    assert not {"safetensors", "tokenizers"} & set(run.stdout.split())
+    assert not set(HEAVY) & set(run.stdout.split())
 
 
 @pytest.mark.parametrize("name", ["the rest", *ABOVE])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from crossed import crossed
 from layer_cases import made, tokens
+from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error
 from fastweights.layers import SoftmaxAttention, sdpa
@@ -118,7 +119,7 @@ def literal(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa):
 def pretend(monkeypatch):
     """That PyTorch's kernels, as documented, run here."""
     monkeypatch.setattr(sdpa, "reads_offsets", lambda *given: True)
-    monkeypatch.setattr(sdpa, "varlen_attn", literal)
+    monkeypatch.setattr(varlen, "varlen_attn", literal)
     monkeypatch.setattr(sdpa, "_ASKS", True)
 
 

@@ -89,7 +89,7 @@ def gated_rms_norm(
     return past_dispatcher(FORWARD, _forward, inputs)(*inputs, *options)
 
 
-@torch.compiler.assume_constant_result
+@private.constant_in_graphs
 def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that runs, which torch.compile asks for as it traces."""
     if asked == "triton" and dtype == torch.float64:

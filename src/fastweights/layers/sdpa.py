@@ -10,16 +10,15 @@ scores unless it is compiled, and nested tensors have no shared heads.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from fastweights import private
 from fastweights.arguments import readable
 from fastweights.layers.state import Offsets, sequence_of
 from fastweights.ops import autocast
@@ -30,7 +29,7 @@ Packed = Float[Tensor, "1 T H K"]
 TILE = 512  # queries per tile, where the mask is written
 
 # From PyTorch 2.12 on heads are shared only if one says so, before always.
-_ASKS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_ASKS = private.version_of(torch) >= (2, 12)
 
 
 def attention(
@@ -65,6 +64,9 @@ def packed_attention(
     # What stands after the last sequence is read as one more.
     offsets = F.pad(cu_seqlens, (0, 1), value=q.shape[1])
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
+        # Here, since its module imports a compiler.
+        from torch.nn.attention.varlen import varlen_attn
+
         asked = {"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS else {}
         named: dict[str, Any] = {"window_size": (-1, 0), **asked}  # causal
         offsets = offsets.to(torch.int32)
@@ -103,7 +105,7 @@ def in_tiles(q: Packed, k: Packed, v: Packed, cu_seqlens: Offsets) -> Packed:
     return torch.cat(tiles, 1)
 
 
-@torch.compiler.assume_constant_result
+@private.constant_in_graphs
 def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
     """Whether PyTorch has kernels for packed sequences of such heads.
 
