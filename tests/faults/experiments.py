@@ -117,8 +117,8 @@ MUTANTS = {
     "table-edge-of-one-rate": (TABLE, "if len(merits) > 1 and", "if"),
     "table-edge-where-tied": (
         TABLE,
-        "if x == max(merits.values())]",
-        "if x == max(merits.values())][-1:]",
+        "if x == highest]",
+        "if x == highest][-1:]",
     ),
     "recorded-first-run-for-all": (
         RECORDING,

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastweights.experiments.trial import Trial
 
@@ -44,12 +44,19 @@ def append(file: Path, record: Record) -> None:
     """Add a run. It is on the disk when this returns."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+b") as out:
-        out.seek(0)
-        whole = out.read().rfind(b"\n") + 1
+        whole = out.seek(0, os.SEEK_END)
+        while whole and last_byte(out, whole) != b"\n":
+            whole -= 1  # of a line that was cut off as it was written
         out.truncate(whole)
         out.write(json.dumps(record).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
+
+
+def last_byte(file: BinaryIO, end: int) -> bytes:
+    """The byte before this place."""
+    file.seek(end - 1)
+    return file.read(1)
 
 
 def matching(

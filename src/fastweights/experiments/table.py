@@ -34,7 +34,8 @@ def at_edge(records: Iterable[Record]) -> dict[Place, float]:
     found = {}
     for place, by_lr in _by_rate(records).items():
         merits = {lr: _merit(runs) for lr, runs in by_lr.items()}
-        winners = [lr for lr, x in merits.items() if x == max(merits.values())]
+        highest = max(merits.values())
+        winners = [lr for lr, x in merits.items() if x == highest]
         if len(merits) > 1 and winners in ([min(merits)], [max(merits)]):
             found[place] = winners[0]
     return found
