@@ -65,6 +65,18 @@ def test_a_run_says_what_it_was_and_found(little_text):
     assert parts == pytest.approx(run["bits per byte"])
 
 
+def test_a_run_that_diverges_finds_nan_and_ends(little_text):
+    wild = replace(little_text, lr=1e13, clip=1e30, warmup=0, steps=30)
+    run = comparison.train("linear", 0, wild, every=9)
+    last, loss = run["losses"][-1]
+    assert math.isnan(loss) and last < 29
+    for name in ("bits per byte", "repeated", "new"):
+        assert math.isnan(run[name])
+    assert all(math.isnan(bits) for _, bits in run["by position"])
+    assert all(math.isnan(x["bits"]) for x in run["planted"])
+    assert run["after"] is None and run["before"]
+
+
 def test_positions_are_those_of_the_windows(little_text):
     run = Training(comparison.chosen("linear", 0, little_text))
     run.model.token_losses = lambda tokens, targets: (

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from fastweights import comparison, corpus, models, train
+from fastweights.models.files import written
 from fastweights.training import Settings, Training, read_checkpoint
 
 SMALL = {
@@ -153,6 +154,63 @@ def test_a_tokenizer_of_ones_own(tokenizer_file, settings):
     assert run.sample("1 and", 3).startswith("1 and")
 
 
+def test_a_tokenizer_of_another_tool_encodes_whole_texts(
+    tokenizer_file, tmp_path
+):
+    """Whatever its file says of truncation, padding and special tokens."""
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_file(str(tokenizer_file))
+    inner.enable_truncation(8)
+    inner.enable_padding(length=1024)
+    inner.add_special_tokens(["<|end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = corpus.FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.separator == 41
+    text = b"1 and 2 are 3\n" * 20
+    whole = corpus.FileTokenizer(tokenizer_file).encode(text)
+    assert len(whole) > 8 and tokenizer.encode(text).equal(whole)
+    assert tokenizer.encode(b"1 <|end|>").max() < 40
+    assert tokenizer.decode(torch.tensor([40, 41])) == "<|end|>"
+
+
+def test_the_separator_is_no_token_of_the_file(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"a": 0, "b": 1, "c": 5, "d": 9}
+    inner = Tokenizer(models.WordLevel(words, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = corpus.FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.separator == 10 and tokenizer.vocabulary == 11
+    tokens = tokenizer.encode(b"d c b")
+    assert tokens.tolist() == [9, 5, 1]
+    assert tokenizer.decode(tokens) == "d c b"
+
+
+def test_a_run_holds_its_tokenizer_and_goes_on_with_it_alone(
+    tokenizer_file, folder, tmp_path, capsys
+):
+    from tokenizers import Tokenizer
+
+    out, other = tmp_path / "run", tmp_path / "other.json"
+    more = ["--tokenizer", str(tokenizer_file), "--steps", "1"]
+    assert not train.main(words(folder, out, *more))
+    kept = corpus.FileTokenizer(out / "tokenizer.json")
+    text = b"1 and 2 are 3\n"
+    want = corpus.FileTokenizer(tokenizer_file).encode(text)
+    assert kept.encode(text).equal(want)
+
+    inner = json.loads(Tokenizer.from_file(str(tokenizer_file)).to_str())
+    of = inner["model"]["vocab"]
+    of["1"], of["2"] = of["2"], of["1"]
+    other.write_text(json.dumps(inner))
+    again = ["--resume", str(out), "--steps", "2", "--tokenizer"]
+    assert train.main([*again, str(other)]) == 2
+    assert "tokenizer: got " in capsys.readouterr().err
+    assert not train.main([*again, str(out / "tokenizer.json")])
+
+
 # Batches.
 
 
@@ -171,6 +229,21 @@ def test_windows_are_of_their_step_and_split_among_processes():
     parts = [windows.batch(5, i, 3).tokens for i in range(3)]
     assert torch.cat(parts).equal(batch.tokens)
     assert {len(x) for x in parts} == {2}
+
+
+@pytest.mark.parametrize(
+    "batches, name",
+    [
+        (lambda: corpus.Windows(stream(), length=10, rows=6), "rows = 6"),
+        (lambda: corpus.Packed(stream(), length=26), "length = 26"),
+    ],
+    ids=["windows", "packed"],
+)
+def test_parts_of_a_batch_are_equal(batches, name):
+    with pytest.raises(ValueError, match=f"parts: got 4, need .* {name}"):
+        batches().batch(0, 0, 4)
+    with pytest.raises(ValueError, match="part: got 2, need 0 to 1"):
+        batches().batch(0, 2, 2)
 
 
 def test_packed_documents_are_whole_and_come_once_per_pass():
@@ -220,6 +293,22 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1
     assert rates[55] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
+    assert s.learning_rate(150) == rates[100]
+
+
+def test_each_step_is_taken_with_its_own_rate(settings):
+    settings = replace(settings, warmup=2, steps=5, weight_decay=0.0)
+    run, rates = Training(settings), []
+    for _ in range(5):
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.step()
+        (rate,) = {group["lr"] for group in run.optimizer.param_groups}
+        rates.append(rate)
+        pairs = zip(before, run.model.parameters(), strict=True)
+        moved = max(float((a - b.detach()).abs().max()) for a, b in pairs)
+        if len(rates) == 1:  # AdamW's first step is its rate
+            assert moved == pytest.approx(rate, rel=0.01)
+    assert rates == [settings.learning_rate(i) for i in range(5)]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["windows", "packed"])
@@ -258,6 +347,36 @@ def test_accumulated_passes_make_the_same_step(settings):
         loss = once.step().item()
         assert often.step().item() == pytest.approx(loss, abs=1e-4)
         assert float(often.norm) == pytest.approx(float(once.norm), rel=1e-2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_changes_nothing(bad, settings):
+    """Nor do later steps notice."""
+    run, twin = Training(settings), Training(settings)
+    run.step(), twin.step()
+    hook = run.model.embedding.weight.register_hook(lambda x: x * bad)
+    with pytest.raises(FloatingPointError, match=r"^step 2: the norm of the"):
+        run.step()
+    hook.remove()
+    assert run.done == 1
+    assert run.step() == twin.step()
+    pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
+    assert all(a.equal(b) for a, b in pairs)
+
+
+def test_held_out_text_of_more_than_2_to_the_24_tokens(settings):
+    """Where fp32 no longer holds every integer."""
+    run = Training(replace(settings, eval_windows=3))
+    tokens = torch.zeros(2**24 + 3 + 17, dtype=torch.int16)
+    tokens[2**24 + 3 :] = 1
+    starts = torch.tensor([0, len(tokens)])
+    run.held_out = corpus.Stream(tokens, starts, len(tokens))
+    seen = []
+    run.model.token_losses = lambda x, y: (
+        seen.append(y) or torch.zeros(y.shape)
+    )
+    run.evaluate()
+    assert seen[0].sum(1).tolist() == [0, 0, 16]  # to the last token
 
 
 def test_bf16_is_asked_for(settings):
@@ -311,6 +430,140 @@ def test_the_program_trains_saves_and_goes_on(folder, tmp_path, capsys):
     assert "dim: got 32, need 16 as before" in capsys.readouterr().err
     assert not train.main(["--resume", str(out), "--sample", "2"])
     assert "def " in capsys.readouterr().out
+
+
+def test_a_run_that_is_done_goes_on_with_more_steps(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert not train.main(words(folder, out, "--steps", "3"))
+    capsys.readouterr()
+    assert not train.main(["--resume", str(out)])
+    assert "all 3 steps are done; --steps 6 would" in capsys.readouterr().err
+    assert train.main(["--resume", str(out), "--steps", "2"]) == 2
+    assert "steps: got 2, need the 3 that are" in capsys.readouterr().err
+    assert not train.main(["--resume", str(out), "--steps", "6"])
+    assert "step 6/6  loss " in capsys.readouterr().err
+    rows = [json.loads(x) for x in (out / "log.jsonl").open()]
+    rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
+    for steps, done in ((3, (1, 2, 3)), (6, (4, 5, 6))):
+        of = Settings(steps=steps, warmup=4)
+        for step in done:
+            assert rates[step] == of.learning_rate(step - 1)
+    state = read_checkpoint(out / "checkpoint.pt")
+    assert state["step"] == state["settings"]["steps"] == 6
+
+
+def test_a_run_that_diverges_keeps_its_last_checkpoint(
+    folder, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    wild = "--lr 1e13 --clip 1e30 --warmup 0 --save-every 1 --steps 99"
+    assert train.main(words(folder, out, *wild.split())) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    found = re.search(
+        r": step (\d+): the norm of .* is that of step (\d+)$", said
+    )
+    assert (
+        int(found[1])
+        == int(found[2]) + 1
+        == 1 + read_checkpoint(out / "checkpoint.pt")["step"]
+    )
+    state = read_checkpoint(out / "checkpoint.pt")["model"]
+    assert all(x.isfinite().all() for x in state.values())
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for row in (out / "log.jsonl").open():
+        json.loads(row, parse_constant=refuse)
+    assert not (out / "model.safetensors").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
+    folder, tmp_path, capsys
+):
+    resource = pytest.importorskip("resource")
+    out = tmp_path / "run"
+    assert not train.main(words(folder, out, "--steps", "1"))
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        code = train.main(["--resume", str(out), "--steps", "2"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot write" in said and "MiB are free" in said
+    assert said.endswith("checkpoint.pt is that of step 1")
+    assert read_checkpoint(out / "checkpoint.pt")["step"] == 1
+    assert not list(out.glob(".*"))
+
+
+def test_what_killed_programs_left_is_removed(tmp_path):
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    left = tmp_path / f".checkpoint.pt.{done.pid}"
+    others = [
+        tmp_path / f".checkpoint.pt.{os.getppid()}",  # which still runs
+        tmp_path / ".checkpoint.pt.old",
+        tmp_path / f".other.pt.{done.pid}",
+    ]
+    for path in (left, *others):
+        path.touch()
+    written(tmp_path / "checkpoint.pt", lambda path: path.write_text("new"))
+    assert (tmp_path / "checkpoint.pt").read_text() == "new"
+    assert not left.exists() and all(path.exists() for path in others)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(
+    folder, tmp_path, capsys, monkeypatch
+):
+    def press(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("goes on")
+
+    for of, name in (
+        (corpus, "read"),
+        (train, "from_words"),
+        (train, "finish"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, press)
+            out = tmp_path / name
+            assert train.main(words(folder, out, "--steps", "1")) == 130
+        assert capsys.readouterr().err.endswith("stopped at once\n")
+
+
+def test_training_without_safetensors_is_refused_at_once(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert train.main(words(folder, tmp_path / "run")) == 2
+    said = capsys.readouterr().err
+    assert "needs safetensors: pip install safetensors\n" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_one_thread_is_taken_where_more_are_slow(
+    slow, settings, monkeypatch, capsys
+):
+    run, before = Training(settings), torch.get_num_threads()
+    run.model.token_losses = lambda *given: time.sleep(
+        0.05 if torch.get_num_threads() == slow else 0.01
+    )
+    try:
+        for given, want in (("2", 2), (None, 1 if slow == 2 else 2)):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if given:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            torch.set_num_threads(2)
+            train.choose_threads(run)
+            assert torch.get_num_threads() == want
+    finally:
+        torch.set_num_threads(before)
+    assert ("1 thread, " in capsys.readouterr().err) == (slow == 2)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path):
@@ -409,13 +662,17 @@ def test_the_model_is_gone_before_the_process_group(
         ("--options []", r"options: got \[\], need a dictionary"),
         (
             '--options {"softmax":{"theta":"x"}} --pattern softmax',
-            "theta: got str, need a real number",
+            "options: theta: got str, need a real number",
         ),
-        ("--device nvidia", "device: got 'nvidia', which does not work"),
+        ("--device nvidia", "device: got 'nvidia', need auto, cpu, cuda, .."),
+        ("--device meta", "device: got 'meta', need auto, cpu, cuda, .."),
+        ("--vocabulary 10000000000000000", "model: got vocabulary 1000000"),
+        ('--options {"softmax":1}', "options: got 1 for softmax, need a dict"),
+        ("--seed 2000000000000", "seed: got 2000000000000, need less than"),
         ("--steps 0", "steps: got 0, need an integer >= 1"),
-        ("--lr nan", "lr: got nan, need > 0"),
+        ("--lr nan", "lr: got nan, need a finite number"),
         ("--final-lr 2", "final_lr: got 2.0, need 0 to 1"),
-        ("--resume nowhere", "resume: got nowhere/checkpoint.pt, which is"),
+        ("--resume nowhere", "resume: got nowhere, which has no checkp"),
         ("--out EMPTY/run", r"out: got \S+, need a folder to write to"),
     ],
 )
@@ -438,6 +695,57 @@ def test_help_lists_every_setting(capsys):
     said = capsys.readouterr().out
     for name in Settings.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in said
+
+
+WRONG = {
+    "steps": (True, 2.5, "3", None),
+    "lr": ("x", None, math.inf, 0),
+    "final_lr": (None, 1.5),
+    "precision": ("fp16",),
+    "corpus": ("stdlib", None, (3,)),
+    "pattern": ("softmax", (), ("rnn",), (None,)),
+    "suffixes": (".py",),
+    "mlp_ratio": (-1, math.inf),
+    "num_layers": (0, 1.0),
+    "num_heads": (3,),
+    "options": ("{", "[]", '{"softmax": 1}', '{"softmax": {"x": 1}}', {}),
+    "dim": (-5,),
+    "device": ("x", "meta", 0),
+    "packed": ("no",),
+    "vocabulary": (0, 1.5),
+    "seed": (-1, 2**60),
+    "clip": (math.nan,),
+    "weight_decay": (-1.0,),
+    "out": (None, 3),
+    "tokenizer": (3,),
+}
+
+
+@pytest.mark.parametrize(
+    "name, value", [(k, value) for k, of in WRONG.items() for value in of]
+)
+def test_a_setting_is_checked_when_it_is_made(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: got "):
+        Settings(**{name: value})
+
+
+def test_paths_become_strings_which_a_checkpoint_can_hold(
+    folder, settings, tmp_path
+):
+    run = Training(replace(settings, corpus=(folder,), out=tmp_path))
+    run.save(tmp_path / "checkpoint.pt")
+    read_checkpoint(tmp_path / "checkpoint.pt")
+
+
+def test_what_is_no_run_is_named(settings, tmp_path):
+    for wrong in (None, {"steps": 3}):
+        with pytest.raises(TypeError, match=r"^settings: got .*, need Setti"):
+            Training(wrong)
+    with pytest.raises(ValueError, match=r"^path: got nowhere\.pt, need a fi"):
+        read_checkpoint("nowhere.pt")
+    Training(settings).save(tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"^dim: got 32, need 16 as before"):
+        Training(replace(settings, dim=32), tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(

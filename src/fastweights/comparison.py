@@ -153,8 +153,8 @@ def train(
         :func:`fastweights.planted.recalled`), the gates, strengths and keys
         ``at the start`` and ``learned`` (see
         :func:`fastweights.learned.learned`), text ``before`` and ``after``,
-        and seconds of the steps but the first. A run whose loss is no number
-        any more ends there, finds nan and writes nothing.
+        and seconds of the steps but the first. A run whose gradient is no
+        number any more ends there, finds nan and writes nothing.
     """
     run = Training(chosen(variant, seed, base))
     length, losses = run.settings.length, []
@@ -162,19 +162,24 @@ def train(
     before = run.sample(PROMPT, 200) if sample else None
     start = since = time.perf_counter()
     for step in range(run.settings.steps):
-        loss = run.step()
+        try:
+            loss = run.step()
+        except FloatingPointError:
+            losses.append((step, math.nan))
+            break
         if step % every == 0 or step == run.settings.steps - 1:
             losses.append((step, loss.item()))
             if progress is not None:
                 progress(*losses[-1])
-            if not math.isfinite(losses[-1][1]):
-                break
         if step == 0:
             since = time.perf_counter()
     if run.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()
-    sample = sample and math.isfinite(losses[-1][1])
+    if math.isnan(losses[-1][1]):  # and so shall be all that is found
+        sample = False
+        for p in run.model.parameters():
+            p.detach().fill_(math.nan)
     return {
         "variant": variant,
         "seed": seed,

@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fastweights.arguments import check_integers, check_sizes
+
 STDLIB = "4257fb64c0a7257a72875be09ea5f448eed2730860f03b97cc54ce5a9668428b"
 """The sha256 of the library's text, which every recorded run has read."""
 
@@ -156,6 +158,8 @@ class Tokenizer(Protocol):
     vocabulary: int
     separator: int
     """The token with which every document begins."""
+    sha256: str | None
+    """Of its file; None without one."""
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]: ...
 
@@ -166,6 +170,7 @@ class ByteTokenizer:
     """Every byte is a token, and 256 begins a document."""
 
     vocabulary, separator = 257, 256
+    sha256: str | None = None
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
         """Of bytes, which need not be UTF-8."""
@@ -183,7 +188,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer of the package tokenizers, from its tokenizer.json.
 
-    One token is added to its vocabulary, which begins a document.
+    One token is added to its vocabulary, which begins a document. Texts are
+    encoded whole, whatever the file says of truncation and padding, and a
+    special token's name in a text is text.
 
     Raises:
         ValueError: the package is missing, or cannot read the file.
@@ -195,17 +202,23 @@ class FileTokenizer:
         except ImportError:
             raise ValueError(
                 f"tokenizer: got {path}, whose reading needs tokenizers: pip "
-                "install 'fastweights[models]'"
+                "install tokenizers"
             ) from None
         if not Path(path).is_file():
             raise ValueError(f"tokenizer: got {path}, need a file")
         try:
-            self._inner: Any = tokenizers.Tokenizer.from_file(str(path))
+            self.file = Path(path).read_bytes()
+            self._inner: Any = tokenizers.Tokenizer.from_buffer(self.file)
         except Exception as error:  # the package has no class of its own
             raise ValueError(
                 f"tokenizer: got {path}, which tokenizers cannot read: {error}"
             ) from None
-        self.separator = self._inner.get_vocab_size()
+        self.sha256: str | None = hashlib.sha256(self.file).hexdigest()
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        # Not their number, as there may be gaps in the tokens.
+        self.separator = max(self._inner.get_vocab().values(), default=-1) + 1
         self.vocabulary = self.separator + 1
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
@@ -219,7 +232,7 @@ class FileTokenizer:
     def decode(self, tokens: Int[Tensor, " T"]) -> str:
         """Without separators."""
         values = [x for x in tokens.tolist() if x != self.separator]
-        return self._inner.decode(values)
+        return self._inner.decode(values, skip_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,7 @@ class Windows:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_sizes(length=self.length, rows=self.rows)
         if len(self.stream.tokens) <= self.length:
             raise ValueError(
                 f"length: got {self.length}, need less than the "
@@ -288,6 +302,7 @@ class Windows:
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """One of so many equal parts of a step's batch."""
+        check_part(part, parts, rows=self.rows)
         last = len(self.stream.tokens) - self.length
         starts = torch.randint(
             last, (self.rows,), generator=generator(self.seed, step)
@@ -308,6 +323,7 @@ class Packed:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_sizes(length=self.length)
         if len(self.stream.tokens) < self.length:
             raise ValueError(
                 f"tokens: got {self.length} per step, need no more than the "
@@ -316,6 +332,7 @@ class Packed:
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """One of so many equal parts of a step's batch, with B = 1."""
+        check_part(part, parts, length=self.length)
         whole = len(self.stream.tokens)
         epoch, step = divmod(step, whole // self.length)
         starts = self.stream.starts
@@ -344,6 +361,18 @@ class Packed:
         return Batch(tokens[None, :-1], tokens[None, 1:], cu.to(torch.int32))
 
 
+def check_part(part: int, parts: int, **whole: int) -> None:
+    """Raise unless there is such a part, of so many equal ones."""
+    check_sizes(parts=parts)
+    ((name, size),) = whole.items()
+    if size % parts:
+        raise ValueError(
+            f"parts: got {parts}, need a divisor of {name} = {size}"
+        )
+    if part not in range(parts):
+        raise ValueError(f"part: got {part}, need 0 to {parts - 1}")
+
+
 def windows(stream: Stream, length: int, starts: Int[Tensor, " B"]) -> Batch:
     """The windows that begin at these tokens."""
     at = starts[:, None] + torch.arange(length + 1)
@@ -362,6 +391,9 @@ def repeated(batch: Batch, n: int = 5) -> Bool[Tensor, "B T"]:
     How well a model predicts these shows what it can recall (Arora et al.
     2023, section 3).
     """
+    check_integers({"n": n})
+    if n < 2:
+        raise ValueError(f"n: got {n}, need an integer >= 2")
     rows = torch.cat([batch.tokens[:, :1], batch.targets], 1)
     found = torch.zeros_like(batch.targets, dtype=torch.bool)
     if rows.shape[1] < n + 1:

@@ -11,7 +11,9 @@ Under torchrun every process takes its part of every step:
     torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
 
 The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
-for bit, a log of JSON lines whose first one says what ran, and the model as
+for bit (with more ``--steps`` also a run that is done: from there the rate
+is that of a run of so many steps), a log of JSON lines whose first one says
+what ran, the tokenizer, and the model as
 :func:`fastweights.models.load` reads it. Notebooks call
 :mod:`fastweights.training`, which this program calls too.
 """
@@ -20,7 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import sys
 import time
@@ -34,22 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastweights.models.files import safetensors, written
 from fastweights.training import Settings, Training, read_checkpoint
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
-CHANGEABLE = {
-    "accumulate",
-    "checkpoint",
-    "compile",
-    "device",
-    "eval_every",
-    "log_every",
-    "out",
-    "prompt",
-    "sample",
-    "save_every",
-}
-"""What a run may change when it goes on."""
+TOKENIZER = "tokenizer.json"
 
 
 class Progress:
@@ -97,7 +91,10 @@ def run(
 
     def log(**row: Any) -> None:
         """JSON has no NaN, which evaluate() gives for a mean of nothing."""
-        row = {k: None if v != v else v for k, v in row.items()}
+        row = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in row.items()
+        }
         if lead:
             out.mkdir(parents=True, exist_ok=True)
             with (out / LOG).open("a", encoding="utf-8") as file:
@@ -107,12 +104,23 @@ def run(
         if lead:
             found = training.evaluate()
             log(step=training.done, **found)
+            parts = (
+                f"{found['repeated']:.3f} where a 5-gram is repeated, "
+                f"{found['new']:.3f} elsewhere"
+            )
+            if not 0 < found["share"] < 1:
+                some = "every" if found["share"] else "no"
+                parts = f"{some} byte completes a repeated 5-gram"
             progress.say(
                 f"step {training.done}: {found['bits per byte']:.3f} bits "
-                f"per byte ({found['repeated']:.3f} where a 5-gram is "
-                f"repeated, {found['new']:.3f} elsewhere)"
+                f"per byte ({parts})"
             )
 
+    if training.done == settings.steps:
+        progress.say(
+            f"all {settings.steps} steps are done; --steps "
+            f"{2 * settings.steps} would go on"
+        )
     log(begins_at=training.done, **training.record())
     start, since = time.perf_counter(), training.done
     while training.done < settings.steps:
@@ -130,7 +138,8 @@ def run(
                 tokens=step * settings.tokens,
                 tokens_per_second=rate,
             )
-            text = f"loss {value:.3f}  {rate:,.0f} tokens/s"
+            left = time_of((settings.steps - step) * seconds / (step - since))
+            text = f"loss {value:.3f}  {rate:,.0f} tokens/s  {left} to go"
             progress.show(step, text)
         stop = anywhere(stopped(), training)
         if step % settings.eval_every == 0 or step == settings.steps:
@@ -138,6 +147,7 @@ def run(
         if step % settings.save_every == 0 or step == settings.steps or stop:
             if lead:
                 training.save(out / CHECKPOINT)
+                save_tokenizer(training)
             if dist.is_initialized():
                 dist.barrier()
         if stop and step < settings.steps:
@@ -147,6 +157,21 @@ def run(
             )
             return False
     return True
+
+
+def time_of(seconds: float) -> str:
+    """ "3:20:05" or "0:05": hours, minutes and seconds."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{left:02}"
+
+
+def save_tokenizer(training: Training) -> None:
+    """Beside the checkpoint and the model, if it is of a file."""
+    text = getattr(training.tokenizer, "file", None)
+    if text is not None:
+        path = Path(training.settings.out) / TOKENIZER
+        written(path, lambda beside: beside.write_bytes(text))
 
 
 def mean(loss: Tensor, processes: int) -> float:
@@ -209,9 +234,10 @@ def as_pattern(text: str) -> tuple[str, ...]:
     found: list[str] = []
     for part in text.split(","):
         times, star, kind = part.strip().rpartition("*")
-        if star and not times.strip().isdigit():
+        if star and not re.fullmatch(r"\s*[1-9]\d{0,3}\s*", times, re.ASCII):
             raise argparse.ArgumentTypeError(
-                f"got {part!r}, need a kind, or NUMBER*KIND"
+                f"got {part!r}, need a kind, or NUMBER*KIND with a number "
+                "from 1 to 9999"
             )
         found += [kind.strip()] * (int(times) if star else 1)
     return tuple(found)
@@ -232,6 +258,8 @@ def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
         check_writable(path.parent)
         return settings, None
     path = Path(folder) / CHECKPOINT
+    if not path.is_file():
+        raise ValueError(f"resume: got {folder}, which has no {CHECKPOINT}")
     try:
         saved = Settings(**read_checkpoint(path)["settings"])
     except TypeError as error:
@@ -240,14 +268,6 @@ def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
         ) from None
     given.setdefault("out", str(folder))
     settings = replace(saved, **given)
-    for name, value in given.items():
-        if name not in CHANGEABLE and getattr(saved, name) != getattr(
-            settings, name
-        ):
-            raise ValueError(
-                f"{name}: got {value}, need {getattr(saved, name)} as "
-                f"before, to go on with {folder}"
-            )
     check_writable(Path(settings.out))
     return settings, path
 
@@ -298,13 +318,25 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The program: 0, 2 for settings that do not fit, 130 for Ctrl-C."""
+    """The program.
+
+    Returns:
+        0; 1 for a run that broke off; 2 for settings that do not fit; 130
+        for Ctrl-C.
+    """
     try:
-        settings, path = from_words(sys.argv[1:] if words is None else words)
-    except (TypeError, ValueError) as error:
-        return refuse(error)
-    with process_group(settings.device):
-        return attempt(settings, path)
+        try:
+            safetensors()
+            settings, path = from_words(
+                sys.argv[1:] if words is None else words
+            )
+        except (ImportError, TypeError, ValueError) as error:
+            return refuse(error)
+        with process_group(settings.device):
+            return attempt(settings, path)
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+        return 130
 
 
 def attempt(settings: Settings, path: Path | None) -> int:
@@ -316,35 +348,81 @@ def attempt(settings: Settings, path: Path | None) -> int:
     """
     with ctrl_c() as stopped:
         try:
-            training = Training(settings, path)
-        except (TypeError, ValueError) as error:
-            return refuse(error)
-        try:
+            try:
+                training = Training(settings, path)
+            except (TypeError, ValueError) as error:
+                return refuse(error)
+            choose_threads(training)
             if not run(training, stopped):
                 return 130
+            if training.rank == 0:
+                finish(training)
         except KeyboardInterrupt:
-            print("stopped at once, without a checkpoint", file=sys.stderr)
+            print("stopped at once", file=sys.stderr)
             return 130
-        if training.rank == 0:
-            finish(training)
+        except FloatingPointError as error:
+            return refuse(error, kept(settings), code=1)
+        except OSError as error:
+            free = shutil.disk_usage(settings.out).free / 2**20
+            room = f"({free:,.0f} MiB are free); {kept(settings)}"
+            return refuse(error, room, code=1)
     return 0
 
 
-def refuse(error: Exception) -> int:
+def choose_threads(training: Training) -> None:
+    """Go on with one thread where that is twice as fast as all of them.
+
+    So it is where other programs keep the processors busy, since threads
+    wait for each other. OMP_NUM_THREADS in the environment wins.
+    """
+    threads = torch.get_num_threads()
+    alone = training.processes == 1 and training.device.type == "cpu"
+    if threads == 1 or not alone or "OMP_NUM_THREADS" in os.environ:
+        return
+    tokens = training.held_out.tokens[: training.settings.length + 1].long()
+
+    def seconds(number: int, most: float) -> float:
+        torch.set_num_threads(number)
+        start = time.perf_counter()
+        for _ in range(3):
+            training.model.token_losses(tokens[None, :-1], tokens[None, 1:])
+            if time.perf_counter() - start > most:
+                break
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        seconds(1, 0)  # the first is slow
+        one = seconds(1, math.inf)
+        if seconds(threads, 2 * one) > 2 * one:
+            torch.set_num_threads(1)
+            print(
+                f"1 thread, which is more than twice as fast here as "
+                f"{threads}; OMP_NUM_THREADS={threads} would take them",
+                file=sys.stderr,
+            )
+
+
+def kept(settings: Settings) -> str:
+    """What is left of a run that broke off."""
+    path = Path(settings.out) / CHECKPOINT
+    if not path.is_file():
+        return "no checkpoint was written"
+    step = read_checkpoint(path)["step"]
+    return f"{path} is that of step {step}"
+
+
+def refuse(error: Exception, more: str = "", *, code: int = 2) -> int:
     """Say in one line, once, what does not fit."""
     if os.environ.get("RANK", "0") == "0":
-        line = " ".join(str(error).split())
+        line = " ".join(f"{error} {more}".split())
         print(f"python -m fastweights.train: {line}", file=sys.stderr)
-    return 2
+    return code
 
 
 def finish(training: Training) -> None:
     """Write the model for load(), and a sample if one was asked for."""
     settings = training.settings
-    try:
-        training.model.save(settings.out)
-    except ImportError as error:
-        print(error, file=sys.stderr)
+    training.model.save(settings.out)
     if settings.sample:
         print(training.sample(settings.prompt, settings.sample))
 

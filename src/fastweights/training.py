@@ -7,6 +7,8 @@
     run.save("checkpoint.pt")
     run = Training(run.settings, "checkpoint.pt")   # goes on bit for bit
 
+Bit for bit if nothing differs, the number of threads included.
+
 :mod:`fastweights.train` is the program around it.
 """
 
@@ -17,7 +19,7 @@ import math
 import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastweights as fw
 from fastweights import corpus, private
+from fastweights.arguments import (
+    check_flags,
+    check_integers,
+    check_number,
+    check_sizes,
+)
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import written
@@ -42,7 +50,11 @@ def option(default: Any, text: str, group: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is; each field is an option of the program."""
+    """What a run is; each field is an option of the program.
+
+    Raises:
+        TypeError, ValueError: a field has no fitting value; named.
+    """
 
     corpus: tuple[str, ...] = option(
         ("stdlib",), "files, folders, or stdlib: CPython 3.12.3's", "text"
@@ -81,7 +93,9 @@ class Settings:
     vocabulary: int | None = option(
         None, "tokens that there is room for; the tokenizer's", "model"
     )
-    steps: int = option(300, "steps of the optimiser", "training")
+    steps: int = option(
+        300, "steps of the optimiser, which the rate falls over", "training"
+    )
     lr: float = option(3e-3, "highest learning rate", "training")
     warmup: int = option(20, "steps up to it", "training")
     final_lr: float = option(0.1, "the last one over the highest", "training")
@@ -111,8 +125,18 @@ class Settings:
     prompt: str = option("def ", "what they begin with", "run")
 
     def __post_init__(self) -> None:
-        for name in ("corpus", "suffixes", "pattern"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for of in fields(self):
+            kind, _, empty = str(of.type).partition(" | ")
+            value = getattr(self, of.name)
+            if empty and value is None:
+                continue
+            value = CHECKED[kind](of.name, value)
+            object.__setattr__(self, of.name, value)
+            choices = of.metadata.get("choices", (value,))
+            if value not in choices:
+                raise ValueError(
+                    f"{of.name}: got {value!r}, need one of {choices}"
+                )
         for name, least in (
             ("length", 2),
             ("tokens", 2),
@@ -126,22 +150,23 @@ class Settings:
             ("sample", 0),
             ("seed", 0),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if getattr(self, name) < least:
                 raise ValueError(
-                    f"{name}: got {value!r}, need an integer >= {least}"
+                    f"{name}: got {getattr(self, name)}, need an integer >= "
+                    f"{least}"
                 )
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)}, need > 0"
-                )
+        if self.seed >= 2**40:
+            raise ValueError(f"seed: got {self.seed}, need less than 2**40")
+        check_number("lr", self.lr, "> 0")
+        check_number("clip", self.clip, "> 0")
+        check_number("weight_decay", self.weight_decay, ">= 0")
         if not 0 <= self.final_lr <= 1:
             raise ValueError(f"final_lr: got {self.final_lr}, need 0 to 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"weight_decay: got {self.weight_decay}, need >= 0"
-            )
+        if self.device != "auto":
+            named_device(self.device)
+        if self.vocabulary is not None:
+            check_sizes(vocabulary=self.vocabulary)
+        self.model_config(1)
 
     def model_config(self, vocabulary: int) -> ModelConfig:
         """The model's, for a tokenizer with so many tokens."""
@@ -157,6 +182,13 @@ class Settings:
             raise ValueError(
                 f"options: got {self.options!r}, need JSON: {error}"
             ) from None
+        if isinstance(options, dict):
+            for kind, more in options.items():
+                if not isinstance(more, dict):
+                    raise TypeError(
+                        f"options: got {more!r} for {kind}, need a "
+                        "dictionary of its arguments"
+                    )
         return ModelConfig(
             vocabulary=room,
             dim=self.dim,
@@ -190,6 +222,62 @@ class Settings:
         return learning_rate(self, step)
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {value!r}, need a string")
+    return os.fspath(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"{name}: got {value!r}, need a tuple of strings")
+    return tuple(_text(name, x) for x in value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    check_flags(**{name: value})
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    check_integers({name: value})
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    check_number(name, value, "any")
+    return float(value)
+
+
+CHECKED = {
+    "bool": _flag,
+    "float": _number,
+    "int": _integer,
+    "str": _text,
+    "tuple[str, ...]": _texts,
+}
+"""What makes a value a field's, by the field's type, or raises."""
+
+CHANGEABLE = {
+    "accumulate",
+    "checkpoint",
+    "compile",
+    "device",
+    "eval_every",
+    "log_every",
+    "out",
+    "prompt",
+    "sample",
+    "save_every",
+    "steps",
+    # Of these three the content is compared:
+    "corpus",
+    "suffixes",
+    "tokenizer",
+}
+"""What a run may change when it goes on."""
+
+
 class Schedule(Protocol):
     """The settings that say a step's learning rate."""
 
@@ -207,10 +295,13 @@ class Schedule(Protocol):
 
 
 def learning_rate(of: Schedule, step: int) -> float:
-    """Of a step, the first being 0: up in a line, down in a cosine."""
+    """Of a step, the first being 0: up in a line, down in a cosine.
+
+    And no further after the last one.
+    """
     if step < of.warmup:
         return of.lr * (step + 1) / of.warmup
-    done = (step - of.warmup) / max(1, of.steps - of.warmup)
+    done = min(1.0, (step - of.warmup) / max(1, of.steps - of.warmup))
     low = of.lr * of.final_lr
     return low + (of.lr - low) * (1 + math.cos(math.pi * done)) / 2
 
@@ -223,15 +314,21 @@ class Training:
 
     Args:
         settings: what to run.
-        path: a checkpoint to go on from.
+        path: a checkpoint to go on from. With other ``steps`` than it had,
+            the learning rate goes on as in a run of so many from the start.
 
     Raises:
-        ValueError: a setting does not fit; the message names it.
+        TypeError, ValueError: a setting does not fit, or not the
+            checkpoint; the message names it.
     """
 
     def __init__(
         self, settings: Settings, path: str | Path | None = None
     ) -> None:
+        if not isinstance(settings, Settings):
+            raise TypeError(
+                f"settings: got {type(settings).__name__}, need Settings"
+            )
         self.settings, self.done = settings, 0
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
@@ -244,9 +341,15 @@ class Training:
             else corpus.FileTokenizer(settings.tokenizer)
         )
         config = settings.model_config(self.tokenizer.vocabulary)
-        LanguageModel(config, device=torch.device("meta"))  # its layers
+        made(config, torch.device("meta"))  # whether its layers fit
         self.text = corpus.read(settings.corpus, settings.suffixes)
-        before = None if path is None else read_checkpoint(path, self.text)
+        self.sources = {
+            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            "tokenizer": self.tokenizer.sha256,
+        }
+        before = None if path is None else read_checkpoint(path)
+        if before is not None:
+            self._check(before)
         stream = corpus.Stream.of(self.text.train, self.tokenizer)
         self.held_out = corpus.Stream.of(self.text.held_out, self.tokenizer)
         self.batches: corpus.Packed | corpus.Windows
@@ -269,9 +372,7 @@ class Training:
             )
 
         torch.manual_seed(settings.seed)
-        self.model = LanguageModel(
-            config, checkpoint=settings.checkpoint, device=self.device
-        )
+        self.model = made(config, self.device, settings.checkpoint)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, settings.weight_decay),
             lr=settings.lr,
@@ -302,6 +403,10 @@ class Training:
 
         Of this process' part. The norm of the gradient is left in
         ``self.norm``.
+
+        Raises:
+            FloatingPointError: the norm is not finite; no parameter has
+                changed.
         """
         settings = self.settings
         for group in self.optimizer.param_groups:
@@ -325,6 +430,13 @@ class Training:
         self.norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), settings.clip
         )
+        if not self.norm.isfinite():
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"step {self.done + 1}: the norm of the gradient is "
+                f"{self.norm.item()} and the loss {total.item():.4g}, so no "
+                "parameter was changed; a lower lr or clip may help"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
@@ -348,7 +460,7 @@ class Training:
         T = min(T, len(stream.tokens) - 1)
         last = len(stream.tokens) - 1 - T
         number = min(self.settings.eval_windows, last + 1)
-        starts = torch.linspace(0, last, number).long()
+        starts = torch.arange(number) * last // max(1, number - 1)
         losses, again = [], []
         for rows in starts.split(8):
             batch = corpus.windows(stream, T, rows)
@@ -384,11 +496,15 @@ class Training:
         return prompt + self.tokenizer.decode(new)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint, in one step: the old one or the new is there."""
+        """Write a checkpoint, in one step: the old one or the new is there.
+
+        Raises:
+            OSError: there is no room for it, or no right to write.
+        """
         path = Path(path)
         state = {
             "settings": asdict(self.settings),
-            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            **self.sources,
             "step": self.done,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -397,7 +513,40 @@ class Training:
         if self.device.type == "cuda":
             state["random on cuda"] = torch.cuda.get_rng_state()
         path.parent.mkdir(parents=True, exist_ok=True)
-        written(path, lambda beside: torch.save(state, beside))
+        try:
+            written(path, lambda beside: torch.save(state, beside))
+        except RuntimeError as error:  # of a full disk
+            raise OSError(
+                f"cannot write {path}: {first_line(error)}"
+            ) from None
+
+    def _check(self, before: dict[str, Any]) -> None:
+        """Raise unless a checkpoint is of this run: settings and text."""
+        ours = asdict(self.settings)
+        for name, value in before["settings"].items():
+            same = ours.get(name, value) == value
+            if name not in CHANGEABLE and not same:
+                raise ValueError(
+                    f"{name}: got {ours[name]}, need {value} as before, to "
+                    "go on"
+                )
+        found, text = before["corpus"]["sha256"], self.text.sha256
+        if text != found:
+            raise ValueError(
+                f"corpus: got text with sha256 {text[:12]}.., need what the "
+                f"checkpoint has read, {found[:12]}.."
+            )
+        tokenizer = self.tokenizer.sha256
+        if tokenizer != before.get("tokenizer", tokenizer):
+            raise ValueError(
+                f"tokenizer: got {self.settings.tokenizer or 'bytes'}, which "
+                "is another one than the checkpoint's"
+            )
+        if self.settings.steps < before["step"]:
+            raise ValueError(
+                f"steps: got {self.settings.steps}, need the "
+                f"{before['step']} that are done, or more"
+            )
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.done = state["step"]
@@ -411,9 +560,10 @@ class Training:
         """What ran: settings, corpus, model, versions, device."""
         return {
             "settings": asdict(self.settings),
-            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            **self.sources,
             "parameters": self.model.num_parameters,
             "processes": self.processes,
+            "threads": torch.get_num_threads(),
             **machine(self.device),
         }
 
@@ -433,44 +583,71 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def read_checkpoint(
-    path: str | Path, text: corpus.Corpus | None = None
-) -> dict[str, Any]:
+def made(
+    config: ModelConfig, device: torch.device, checkpoint: bool = False
+) -> LanguageModel:
+    """The model; a ValueError says where it is too large for the device."""
+    try:
+        return LanguageModel(config, checkpoint=checkpoint, device=device)
+    except (TypeError, ValueError) as error:
+        name = str(error).partition(":")[0]
+        if any(name in more for more in config.options.values()):
+            raise type(error)(f"options: {error}") from None
+        raise
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"model: got vocabulary {config.vocabulary}, dim {config.dim} "
+            f"and {config.num_layers} layers, need less of them, for "
+            f"{device.type} says: {first_line(error)}"
+        ) from None
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """What :meth:`Training.save` wrote.
 
     Raises:
-        ValueError: there is none, it cannot be read, or it is of a run on
-            another text.
+        ValueError: there is none, or it cannot be read.
     """
     if not Path(path).is_file():
-        raise ValueError(f"resume: got {path}, which is not there")
+        raise ValueError(f"path: got {path}, need a file, a checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        found = state["corpus"]["sha256"]
+        state["corpus"]["sha256"], state["settings"], state["step"]
     except Exception as error:  # a broken zip, a pickle, another program's
         raise ValueError(
-            f"resume: got {path}, which is no checkpoint of this program: "
-            f"{str(error).splitlines()[0]}"
+            f"path: got {path}, which is no checkpoint of this program: "
+            f"{first_line(error)}"
         ) from None
-    if text is not None and text.sha256 != found:
-        raise ValueError(
-            f"corpus: got text with sha256 {text.sha256[:12]}.., need what "
-            f"the checkpoint has read, {found[:12]}.."
-        )
     return state
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def named_device(name: str) -> torch.device:
+    """The device of a name, which may not be there; none without values."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "meta":
+        raise ValueError(f"device: got {name!r}, need auto, cpu, cuda, ..")
+    return device
 
 
 def chosen_device(name: str) -> torch.device:
     """The device of this name; "auto" is CUDA if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = named_device(name)
     try:
-        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {name!r}, which does not work here: "
-            f"{str(error).splitlines()[0]}"
+            f"device: got {name!r}, which does not work here, need auto, cpu "
+            f"or another one: {first_line(error)}"
         ) from None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

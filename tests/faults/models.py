@@ -210,8 +210,38 @@ MUTANTS = {
     ),
     "train-goes-on-with-another-text": (
         TRAINING,
-        "if text is not None and text.sha256 != found:",
+        "if text != found:",
         "if False:",
+    ),
+    "train-goes-on-with-another-tokenizer": (
+        TRAINING,
+        'if tokenizer != before.get("tokenizer", tokenizer):',
+        "if False:",
+    ),
+    "train-rate-a-step-late": (
+        TRAINING,
+        "settings.learning_rate(self.done)",
+        "settings.learning_rate(max(0, self.done - 1))",
+    ),
+    "train-applies-what-is-no-number": (
+        TRAINING,
+        "if not self.norm.isfinite():",
+        "if self.norm.isnan():",
+    ),
+    "train-evaluates-in-fp32": (
+        TRAINING,
+        "torch.arange(number) * last // max(1, number - 1)",
+        "torch.linspace(0, last, number).long()",
+    ),
+    "train-separator-is-a-count": (
+        CORPUS,
+        "max(self._inner.get_vocab().values(), default=-1) + 1",
+        "self._inner.get_vocab_size()",
+    ),
+    "train-reads-hidden-folders": (
+        CORPUS,
+        'name for name in folders if not name.startswith(".")',
+        "name for name in folders if name",
     ),
     "train-stops-without-a-checkpoint": (
         TRAIN,
@@ -220,7 +250,7 @@ MUTANTS = {
     ),
     "train-holds-the-model-to-the-end": (
         TRAIN,
-        "try:\n            training = Training(",
-        "global training\n        try:\n            training = Training(",
+        "        training = Training(",
+        "        global training\n                training = Training(",
     ),
 }

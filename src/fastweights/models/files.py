@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -120,13 +121,32 @@ def load(
 
 
 def written(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have a file written beside its place, and put it there in one step."""
+    """Have a file written beside its place, and put it there in one step.
+
+    What a program left there that was killed while it wrote is removed.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if not _running(left.suffix[1:]):
+            left.unlink(missing_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _running(pid: str) -> bool:
+    """Whether a process has this number; True where nobody can tell."""
+    if os.name != "posix" or not pid.isdecimal():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        return True
+    return True
 
 
 def safetensors() -> Any:
@@ -136,6 +156,6 @@ def safetensors() -> Any:
     except ImportError as error:
         raise ImportError(
             "saving and loading models needs safetensors: pip install "
-            "'fastweights[models]'"
+            "safetensors"
         ) from error
     return safetensors.torch
