@@ -25,6 +25,12 @@ endif
 ENV ?= .venv
 PY := "$(ENV)/bin/python"
 
+# make test OTHER=/usr/bin/python3.11 tests the library with that Python, on
+# the packages of the first, which has to be of the same minor version.
+TESTER := $(if $(OTHER),build/other/bin/python,$(PY))
+BESIDE = $(SAY) "environment: build/other, $$("$(OTHER)" --version)" \
+	&& "$(OTHER)" book/environment.py beside build/other $(PY)
+
 # What runs the cells: with other versions than before they run again.
 READY := build/environment
 VERSIONS := $(shell $(PY) book/environment.py versions 2>/dev/null)
@@ -47,8 +53,8 @@ LIBRARY := $(shell find src -type f ! -name '*.pyc' \
 LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 	! -name '*.pyc' -print)
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
-PYTEST := $(PY) -m pytest -q -p no:nbval
-UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal
+PYTEST := -m pytest -q -p no:nbval -n auto --maxprocesses 8 --dist worksteal
+UNIT := $(TESTER) $(PYTEST)
 BUILT_TESTS := tests/test_answers.py tests/test_notebooks.py tests/test_site.py
 LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS)) \
 	--ignore-glob 'tests/test_kernels_*'
@@ -90,6 +96,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
 	@$(MAKE) --no-print-directory -j2 types prose
+	@$(if $(OTHER),$(BESIDE))
 	@$(SAY) "library: unit tests"
 	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \
 		$(LIBRARY_TESTS)
@@ -105,7 +112,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
 		-d build/test/doctrees chapters build/test/html
 	@$(SAY) "site: answers, links, alt texts, no other host; notebooks"
-	@$(UNIT) $(BUILT_TESTS)
+	@$(PY) $(PYTEST) $(BUILT_TESTS)
 
 test-all: test ## test, all parameters crossed, notebooks, other versions
 	@$(SAY) "library: the combinations that make test leaves out"
@@ -189,7 +196,9 @@ $(READY): pyproject.toml constraints.txt $(if $(filter-out .venv,$(ENV)),,.venv/
 		|| "$(PYTHON)" book/environment.py make .venv
 	@$(SAY) "environment: installing the packages (PyTorch is large)"
 	@.venv/bin/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[chapters,book,models,test]'
+		--no-compile -c constraints.txt \
+		-e '.[chapters,book,models,test]'
+	@.venv/bin/python -m compileall -qq -j 0 .venv/lib || true # quicker
 	@touch $@
 
 $(MATHJAX): book/package.json book/package-lock.json

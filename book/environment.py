@@ -2,12 +2,15 @@
 
 With no argument it prints what this Python lacks, with `versions` what runs
 the book's cells; with `make .venv` it makes a virtual environment in that
-folder.
+folder. `beside build/other .venv/bin/python` makes one that has no packages
+of its own but those of another Python's, which has to be of the same minor
+version.
 """
 
 import platform
 import subprocess
 import sys
+import sysconfig
 import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,9 +77,28 @@ def make(folder: str) -> None:
             sys.exit("no pip for .venv: install python3-venv (Debian)")
 
 
+def beside(folder: str, python: str) -> None:
+    """A virtual environment of this Python with another's packages."""
+    code = (
+        "import sys, sysconfig; print('%d.%d' % sys.version_info[:2]); "
+        "print(sysconfig.get_path('purelib'))"
+    )
+    said = subprocess.check_output([python, "-c", code], text=True)
+    minor, packages = said.splitlines()
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if minor != own:
+        sys.exit(f"{python} is Python {minor}, not {own}")
+    venv.create(folder, clear=True)
+    there = sysconfig.get_path("purelib", "venv", {"base": folder})
+    line = f"import site; site.addsitedir({packages!r})\n"
+    Path(there, "others.pth").write_text(line)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["make"]:
         make(sys.argv[2])
+    elif sys.argv[1:2] == ["beside"]:
+        beside(*sys.argv[2:])
     elif sys.argv[1:] == ["versions"]:
         print(versions())
     else:

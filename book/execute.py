@@ -79,7 +79,6 @@ def execute(
             if result.err is not None:
                 failures.append(f"{path.name}:\n{result.exc_string}")
                 continue
-            print(f"    {path.stem}: {result.time:.0f} s", flush=True)
             if then is not None:
                 waiting[path].cells.pop()
             data = {"execution_seconds": result.time}
@@ -87,6 +86,7 @@ def execute(
             cache.cache_notebook_bundle(
                 bundle, check_validity=False, overwrite=True
             )
+            print(f"    {path.stem}: {result.time:.0f} s", flush=True)
     finally:
         end(pool, list(running))
     return failures

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ def clone(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "book", clone / "book", ignore=lambda *_: MODULES)
     for name in ["Makefile", "pyproject.toml", "constraints.txt", "README.md"]:
         shutil.copy(ROOT / name, clone)
-    for env in [tmp_path / "my env", clone / ".venv"]:
+    for env in [tmp_path / "my env", clone / ".venv", clone / "build/other"]:
         (env / "bin").mkdir(parents=True)
         for name in ("python", "typos"):
             (env / "bin" / name).write_text(PYTHON)
@@ -113,6 +114,42 @@ def test_make_uses_whole_paths_and_the_library_of_its_clone(clone, active):
 
 
 @needs_make
+def test_another_python_tests_the_library_and_no_more(clone):
+    ran = make("test", f"OTHER={clone}/build/other/bin/python", cwd=clone)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    calls = [x for x in ran.stdout.split("\n") if x.startswith("<")]
+    others = [
+        x for x in calls if x.partition(">")[0].endswith("other/bin/python")
+    ]
+    beside, library, kernels = others
+    assert "<beside><build/other><.venv/bin/python>" in beside
+    assert "<pytest>" in library and "<tests>" in library
+    assert "<pytest>" in kernels and "<not full>" in kernels
+    assert "<tests/test_site.py>" in calls[-1] and calls[-1] not in others
+
+
+def test_another_python_has_the_packages_of_the_first(tmp_path):
+    def make_beside(python: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "book" / "environment.py")]
+        return subprocess.run(
+            [*command, "beside", str(tmp_path / "an other"), python],
+            capture_output=True,
+            text=True,
+        )
+
+    assert make_beside(sys.executable).returncode == 0
+    code = "import sys, numpy; print(sys.prefix, numpy.__file__)"
+    other = tmp_path / "an other" / "bin" / "python"
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    said = subprocess.check_output([other, "-c", code], env=kept, text=True)
+    assert said == f"{tmp_path / 'an other'} {numpy.__file__}\n"
+    older = tmp_path / "older"
+    older.write_text("#!/bin/sh\necho 3.9; echo /packages\n")
+    older.chmod(0o755)
+    assert f"{older} is Python 3.9" in make_beside(str(older)).stderr
+
+
+@needs_make
 def test_what_the_book_is_built_from_builds_it_again(clone):
     assert make("build/environment", cwd=clone).returncode == 0
     for name in ["build/notebooks.made", "build/book"]:
@@ -144,7 +181,7 @@ def test_the_cells_cache_is_named_after_all_that_their_output_shows(
     names.append(conf.sources_digest(clone))
     (clone / "src/fastweights/new").write_bytes(b"\xff")
     names.append(conf.sources_digest(clone))
-    monkeypatch.setattr("platform.python_version", lambda: "3.11.2")
+    monkeypatch.setattr("platform.python_version", lambda: "3.11")
     names.append(conf.sources_digest(clone))
     monkeypatch.setattr("environment.version", lambda name: "0")
     names.append(conf.sources_digest(clone))

@@ -92,7 +92,8 @@ def test_the_makefile_asks_for_the_same_python_and_extras() -> None:
     newest = f"3.{int(NEWER.split('.')[1]) - 1}"
     assert f"PYTHONS := {oldest} to {newest}" in MAKEFILE
     assert f"({least}) <= sys.version_info < ({beyond})" in MAKEFILE
-    assert "-c constraints.txt -e '.[chapters,book,models,test]'" in MAKEFILE
+    assert "-c constraints.txt" in MAKEFILE
+    assert "-e '.[chapters,book,models,test]'" in MAKEFILE
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,26 @@ def test_every_make_target_named_elsewhere_exists(file: str) -> None:
     named = set(re.findall(rf"{before}make ([a-z-]+)", text, re.M))
     assert named
     assert named <= set(TARGETS)
+
+
+def test_the_notebooks_run_each_week_wherever_a_reader_may() -> None:
+    """On every Python, with one thread and two, and an older processor."""
+    text = (ROOT / ".github/workflows/publish.yml").read_text("utf-8")
+    weekly = yaml.safe_load(text)["jobs"]["weekly"]
+    runs = weekly["strategy"]["matrix"]["include"]
+    pythons = [f"3.{minor}" for minor in range(11, int(NEWER[2:]))]
+    assert [run["python"] for run in runs] == pythons
+    for name, values in {
+        "threads": {1, 2},
+        "processor": {"default", "avx2"},
+    }.items():
+        assert {run[name] for run in runs} == values
+    *_, notebooks = weekly["steps"]
+    assert "--nbval-lax" in notebooks["run"]
+    assert notebooks["env"] == {
+        "OMP_NUM_THREADS": "${{ matrix.threads }}",
+        "ATEN_CPU_CAPABILITY": "${{ matrix.processor }}",
+    }
 
 
 def test_the_lock_file_names_no_host() -> None:
