@@ -48,6 +48,13 @@ def test_an_unknown_variant_is_named(capsys):
         comparison.chosen("rope", 0, TINY)
     assert comparison.main(["rope"]) == 2
     assert "variant: got 'rope'" in capsys.readouterr().err
+    assert comparison.main(["delta", "--lr", "nan"]) == 2
+    assert "comparison: lr: got nan, need" in capsys.readouterr().err
+    for option in ("--seeds", "--steps", "--workers"):
+        with pytest.raises(SystemExit):
+            comparison.main(["delta", option, "0", "--dry"])
+        said = f"argument {option}: got '0', need an integer >= 1"
+        assert said in capsys.readouterr().err
 
 
 def test_a_run_says_what_it_was_and_found(little_text):

@@ -129,3 +129,17 @@ def test_bad_texts_are_named():
     for shape in ((8,), (2, 1)):
         with pytest.raises(ValueError, match=r"tokens: got shape \["):
             learned(model_of("recurrence"), torch.ones(shape).long())
+
+
+@pytest.mark.parametrize(
+    "tokens, chunk, name",
+    [
+        ([[1, 2]], 4, "tokens"),
+        (torch.zeros(2, 1), 4, "tokens"),
+        (torch.zeros(2, 9, dtype=torch.int64), 0, "chunk"),
+        (torch.zeros(2, 9, dtype=torch.int64), 2.5, "chunk"),
+    ],
+)
+def test_what_does_not_fit_is_named(tokens, chunk, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: got "):
+        learned(None, tokens, chunk)

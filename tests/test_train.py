@@ -214,6 +214,9 @@ def test_a_run_holds_its_tokenizer_and_goes_on_with_it_alone(
 # Batches.
 
 
+BYTES = corpus.ByteTokenizer()
+
+
 def stream(count=30):
     documents = [bytes([65 + i]) * (1 + i % 7) for i in range(count)]
     return corpus.Stream.of(documents, corpus.ByteTokenizer())
@@ -244,6 +247,27 @@ def test_parts_of_a_batch_are_equal(batches, name):
         batches().batch(0, 0, 4)
     with pytest.raises(ValueError, match="part: got 2, need 0 to 1"):
         batches().batch(0, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda: corpus.read("stdlib"), "sources: got 'stdlib', need a list"),
+        (lambda: corpus.read(3), "sources: got 3, need a list"),
+        (lambda: corpus.read([3]), "sources: got 3, need strings or paths"),
+        (lambda: corpus.read(["x"], ".py"), "suffixes: got '.py', need a li"),
+        (lambda: corpus.Windows(stream(), 0, 2), "length: got 0, need"),
+        (lambda: corpus.Windows(stream(), 4, 2.5), "rows: got float, need"),
+        (lambda: corpus.Windows(stream(), 4, 2).batch(-1), "step: got -1"),
+        (lambda: corpus.Packed(stream(), 4).batch(0.5), "step: got float"),
+        (lambda: corpus.Stream.of([], BYTES), "documents: got none, need"),
+        (lambda: corpus.Stream.of(["a"], BYTES), "documents: got str, need"),
+        (lambda: corpus.repeated(None, 1), "n: got 1, need an integer >= 2"),
+    ],
+)
+def test_what_is_no_text_or_batch_is_named(call, said):
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        call()
 
 
 def test_packed_documents_are_whole_and_come_once_per_pass():
@@ -460,7 +484,7 @@ def test_a_run_that_diverges_keeps_its_last_checkpoint(
     assert train.main(words(folder, out, *wild.split())) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     found = re.search(
-        r": step (\d+): the norm of .* is that of step (\d+)$", said
+        r": step (\d+): the norm of .*; \S+ is that of step (\d+)$", said
     )
     assert (
         int(found[1])
@@ -497,6 +521,20 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     assert said.endswith("checkpoint.pt is that of step 1")
     assert read_checkpoint(out / "checkpoint.pt")["step"] == 1
     assert not list(out.glob(".*"))
+
+
+def test_too_little_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Training, "step", lambda run: torch.empty(2**50))
+    assert train.main(words(folder, tmp_path / "run")) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tokens: got too many for the memory, need fewer" in said
+    assert said.endswith("no checkpoint was written")
+
+
+def test_a_progress_line_says_how_long_it_takes():
+    assert train.time_of(7.4) == "0:07"
+    assert train.time_of(754) == "12:34"
+    assert train.time_of(2 * 3600 + 5 * 60) == "2:05:00"
 
 
 def test_what_killed_programs_left_is_removed(tmp_path):
@@ -669,6 +707,7 @@ def test_the_model_is_gone_before_the_process_group(
         ("--vocabulary 10000000000000000", "model: got vocabulary 1000000"),
         ('--options {"softmax":1}', "options: got 1 for softmax, need a dict"),
         ("--seed 2000000000000", "seed: got 2000000000000, need less than"),
+        ("--tokens 1600000000000", "tokens: got 1600000000000, need less"),
         ("--steps 0", "steps: got 0, need an integer >= 1"),
         ("--lr nan", "lr: got nan, need a finite number"),
         ("--final-lr 2", "final_lr: got 2.0, need 0 to 1"),

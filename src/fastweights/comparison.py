@@ -305,14 +305,14 @@ def main(words: Sequence[str] | None = None) -> int:
         "what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}"
     )
     program.add_argument("--json", type=Path, help="file of the results")
-    program.add_argument("--seeds", type=int, default=3)
+    program.add_argument("--seeds", type=_size, default=3)
     program.add_argument("--lr", type=float, nargs="+", default=RATES)
     program.add_argument(
         "--each", action="store_true", help="every seed with every rate"
     )
-    program.add_argument("--steps", type=int, help="in place of the size's")
+    program.add_argument("--steps", type=_size, help="in place of the size's")
     program.add_argument("--small", action="store_true", help="for a CPU")
-    program.add_argument("--workers", type=int, default=6, help="at once")
+    program.add_argument("--workers", type=_size, default=6, help="at once")
     program.add_argument("--dry", action="store_true", help="run nothing")
     asked = program.parse_args(words)
     base = SMALL if asked.small else LARGE
@@ -320,7 +320,8 @@ def main(words: Sequence[str] | None = None) -> int:
     names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
     try:
         for name in names:
-            chosen(name, 0, base)
+            for lr in asked.lr:
+                chosen(name, 0, replace(base, lr=lr))
     except ValueError as error:
         print(f"python -m fastweights.comparison: {error}", file=sys.stderr)
         return 2
@@ -352,6 +353,13 @@ def main(words: Sequence[str] | None = None) -> int:
         ]
     )
     return 0
+
+
+def _size(word: str) -> int:
+    """An option that is an integer >= 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"got {word!r}, need an integer >= 1")
+    return int(word)
 
 
 def _side_by_side(

@@ -59,12 +59,15 @@ def read(
         suffixes: of the files that are taken from folders.
 
     Raises:
-        TypeError: sources or suffixes is one string.
+        TypeError: sources or suffixes is one string, or of something else.
         ValueError: there is no such path, or nothing in it to read.
     """
     for name, words in (("sources", sources), ("suffixes", suffixes)):
-        if isinstance(words, str):
-            raise TypeError(f"{name}: got the string {words!r}, need a list")
+        if isinstance(words, str) or not isinstance(words, Iterable):
+            raise TypeError(f"{name}: got {words!r}, need a list of strings")
+    for source in sources:
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(f"sources: got {source!r}, need strings or paths")
     suffixes = tuple(suffixes)
     documents: list[bytes] = []
     for source in dict.fromkeys(sources):
@@ -248,7 +251,17 @@ class Stream:
 
     @classmethod
     def of(cls, documents: Sequence[bytes], tokenizer: Tokenizer) -> Stream:
-        """Of documents, encoded one by one."""
+        """Of documents, encoded one by one.
+
+        Raises:
+            TypeError, ValueError: they are not bytes, or there is none.
+        """
+        if not documents:
+            raise ValueError("documents: got none, need one or more")
+        for document in documents:
+            if not isinstance(document, bytes | bytearray):
+                kind = type(document).__name__
+                raise TypeError(f"documents: got {kind}, need bytes")
         dtype = torch.int16 if tokenizer.vocabulary <= 32768 else torch.int32
         first = torch.tensor([tokenizer.separator], dtype=dtype)
         pieces, starts = [], [0]
@@ -302,7 +315,7 @@ class Windows:
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """One of so many equal parts of a step's batch."""
-        check_part(part, parts, rows=self.rows)
+        check_part(step, part, parts, rows=self.rows)
         last = len(self.stream.tokens) - self.length
         starts = torch.randint(
             last, (self.rows,), generator=generator(self.seed, step)
@@ -332,7 +345,7 @@ class Packed:
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """One of so many equal parts of a step's batch, with B = 1."""
-        check_part(part, parts, length=self.length)
+        check_part(step, part, parts, length=self.length)
         whole = len(self.stream.tokens)
         epoch, step = divmod(step, whole // self.length)
         starts = self.stream.starts
@@ -361,8 +374,11 @@ class Packed:
         return Batch(tokens[None, :-1], tokens[None, 1:], cu.to(torch.int32))
 
 
-def check_part(part: int, parts: int, **whole: int) -> None:
-    """Raise unless there is such a part, of so many equal ones."""
+def check_part(step: int, part: int, parts: int, **whole: int) -> None:
+    """Raise unless a step has such a part, of so many equal ones."""
+    check_integers({"step": step, "part": part})
+    if step < 0:
+        raise ValueError(f"step: got {step}, need an integer >= 0")
     check_sizes(parts=parts)
     ((name, size),) = whole.items()
     if size % parts:

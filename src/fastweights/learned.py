@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fastweights.arguments import check_sizes, check_tensors
 from fastweights.layers import LinearRecurrence
 from fastweights.layers.parts import write_strength
 from fastweights.models import LanguageModel
@@ -65,8 +66,11 @@ def learned(
         a gate.
 
     Raises:
-        ValueError: tokens are no texts of two tokens or more.
+        TypeError, ValueError: tokens are no texts of two tokens or more, or
+            chunk is no integer >= 1.
     """
+    check_tensors({"tokens": tokens})
+    check_sizes(chunk=chunk)
     if tokens.dim() != 2 or tokens.shape[1] < 2:
         raise ValueError(
             f"tokens: got shape {list(tokens.shape)}, need [B, T], T >= 2"

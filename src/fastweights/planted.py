@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights import corpus
+from fastweights.arguments import check_sizes
 from fastweights.models import LanguageModel
 
 NAME, DIGITS = 5, 4
@@ -58,8 +59,10 @@ def planted(
         seed: of the places in the stream, the names and the numbers.
 
     Raises:
-        ValueError: the stream has too few tokens.
+        TypeError, ValueError: distance or rows is no integer >= 1, or the
+            stream has too few tokens.
     """
+    check_sizes(distance=distance, rows=rows)
     need = BEFORE + distance
     last = len(stream.tokens) - need
     if last < 1:
@@ -109,6 +112,7 @@ def recalled(
         ``right``, the share of texts whose four digits are all likeliest.
         A digit that nothing is known of takes log2(10) = 3.32 bits.
     """
+    check_sizes(at_once=at_once)
     device = model.embedding.weight.device
     found = []
     for texts in planted(stream, distance, rows, seed):

@@ -362,9 +362,20 @@ def attempt(settings: Settings, path: Path | None) -> int:
             return 130
         except FloatingPointError as error:
             return refuse(error, kept(settings), code=1)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return refuse(
+                ValueError(
+                    "tokens: got too many for the memory, need fewer, or "
+                    "--accumulate, or --checkpoint"
+                ),
+                kept(settings),
+                code=1,
+            )
         except OSError as error:
             free = shutil.disk_usage(settings.out).free / 2**20
-            room = f"({free:,.0f} MiB are free); {kept(settings)}"
+            room = f"{free:,.0f} MiB are free; {kept(settings)}"
             return refuse(error, room, code=1)
     return 0
 
@@ -402,6 +413,12 @@ def choose_threads(training: Training) -> None:
             )
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether it says that there is no memory, on any device."""
+    of_cpu = "DefaultCPUAllocator" in str(error)
+    return of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def kept(settings: Settings) -> str:
     """What is left of a run that broke off."""
     path = Path(settings.out) / CHECKPOINT
@@ -414,7 +431,7 @@ def kept(settings: Settings) -> str:
 def refuse(error: Exception, more: str = "", *, code: int = 2) -> int:
     """Say in one line, once, what does not fit."""
     if os.environ.get("RANK", "0") == "0":
-        line = " ".join(f"{error} {more}".split())
+        line = " ".join("; ".join(filter(None, (str(error), more))).split())
         print(f"python -m fastweights.train: {line}", file=sys.stderr)
     return code
 

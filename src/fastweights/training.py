@@ -155,8 +155,11 @@ class Settings:
                     f"{name}: got {getattr(self, name)}, need an integer >= "
                     f"{least}"
                 )
-        if self.seed >= 2**40:
-            raise ValueError(f"seed: got {self.seed}, need less than 2**40")
+        for name in ("tokens", "seed"):
+            if getattr(self, name) >= 2**40:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, need less than 2**40"
+                )
         check_number("lr", self.lr, "> 0")
         check_number("clip", self.clip, "> 0")
         check_number("weight_decay", self.weight_decay, ">= 0")
@@ -539,8 +542,8 @@ class Training:
         tokenizer = self.tokenizer.sha256
         if tokenizer != before.get("tokenizer", tokenizer):
             raise ValueError(
-                f"tokenizer: got {self.settings.tokenizer or 'bytes'}, which "
-                "is another one than the checkpoint's"
+                f"tokenizer: got {self.settings.tokenizer or 'bytes'}, need "
+                "the checkpoint's, which is another one"
             )
         if self.settings.steps < before["step"]:
             raise ValueError(
