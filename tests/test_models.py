@@ -175,9 +175,9 @@ def test_what_the_parameters_start_from():
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 def test_the_loss_in_pieces_is_pytorchs(ignored):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 13, 8, generator=generator, requires_grad=True)
+    x = torch.randn(3, 213, 8, generator=generator, requires_grad=True)
     w = torch.randn(45, 8, generator=generator, requires_grad=True)
-    targets = torch.randint(45, (3, 13), generator=generator)
+    targets = torch.randint(45, (3, 213), generator=generator)
     if ignored != "none":
         targets[:, 3:9] = 7
     if ignored == "all":
@@ -201,24 +201,39 @@ def test_the_loss_in_pieces_is_pytorchs(ignored):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made."""
+    """The most elements of any tensor that is made, and of all of them."""
 
-    elements = 0
+    elements = total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         for x in out if isinstance(out, tuple | list) else [out]:
             if isinstance(x, torch.Tensor):
                 self.elements = max(self.elements, x.numel())
+                self.total += x.numel()
         return out
 
 
 def test_the_logits_are_never_there_whole():
-    x = torch.randn(64, 8, requires_grad=True)
+    x = torch.randn(1024, 8, requires_grad=True)
     w = torch.randn(400, 8, requires_grad=True)
     with Largest() as largest:
-        models.cross_entropy(x, w, torch.arange(64)).backward()
-    assert largest.elements == max(w.numel(), 2 * 400)
+        models.cross_entropy(x, w, torch.arange(1024) % 400).backward()
+    assert largest.elements == 256 * 400
+
+
+@pytest.mark.parametrize("rows", [8, 300])
+def test_the_loss_costs_by_its_rows(rows):
+    """What is multiplied and added, whatever the vocabulary."""
+    x = torch.randn(rows, 8, requires_grad=True)
+    w = torch.randn(9000, 8, requires_grad=True)
+    targets = torch.arange(rows)
+    plain, own = Largest(), Largest()
+    with plain:
+        F.cross_entropy(x @ w.T, targets).backward()
+    with own:
+        models.cross_entropy(x, w, targets).backward()
+    assert own.total < 3 * plain.total
 
 
 def test_the_loss_is_fp32_under_autocast():

@@ -43,18 +43,28 @@ MUTANTS = {
     ),
     "model-loss-learns-from-what-is-ignored": (
         LOSS,
-        "error = (error * there).to(x.dtype)",
-        "error = error.to(x.dtype)",
+        "(error @ weight).masked_fill_(left_out, 0)",
+        "error @ weight",
     ),
     "model-loss-of-rounded-logits": (
         LOSS,
-        "logits = full(rows @ weight.T)\n    lse = logits",
-        "logits = rows @ weight.T\n    lse = logits",
+        "F.log_softmax(logits, -1, dtype=wide(logits.dtype))",
+        "F.log_softmax(logits, -1)",
     ),
     "model-loss-in-one-piece": (
         LOSS,
-        "number = math.ceil(V / D)",
-        "number = 1",
+        "size = max(D, LEAST)",
+        "size = 10**9",
+    ),
+    "model-loss-in-pieces-of-a-row": (
+        LOSS,
+        "size = max(D, LEAST)",
+        "size = 1",
+    ),
+    "model-loss-reads-what-is-ignored": (
+        LOSS,
+        "rows = rows.masked_fill(left_out, 0)",
+        "pass",
     ),
     "model-document-predicts-the-next": (
         LOSS,

@@ -9,8 +9,7 @@ backward has the size of the hidden states and of the head's weight.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,8 @@ from fastweights.reference.backend import outside, wide
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
+
+LEAST = 256
 
 
 def cross_entropy(
@@ -52,8 +53,7 @@ def cross_entropy(
         return of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)
     x, weight = autocast(x, weight)
-    learned = x.requires_grad or weight.requires_grad
-    if learned and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         total = _Total.apply(x, weight, targets, ignore_index)
     else:
         total = token_losses(x, weight, targets, ignore_index).sum()
@@ -71,13 +71,9 @@ def token_losses(
     It has no gradient; for evaluation.
     """
     _check(x, weight, targets, ignore_index)
+    losses = LOSSES if torch.compiler.is_compiling() else _losses
     with torch.no_grad():
-        x, weight = autocast(x, weight)
-        losses = [
-            _piece(rows, weight, at, ignore_index)[0]
-            for rows, at in _pieces(x, weight, targets)
-        ]
-        return torch.cat(losses).view(targets.shape)
+        return losses(*autocast(x, weight), targets, ignore_index)
 
 
 def of_logits(
@@ -185,24 +181,9 @@ class _Total(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
-        to = wide(x.dtype)
-        total = torch.zeros((), dtype=to, device=x.device)
-        dx, dweight = [], torch.zeros_like(weight, dtype=to)
-        with without_autocast(x):
-            for rows, at in _pieces(x, weight, targets):
-                losses, logits, lse = _piece(rows, weight, at, ignored)
-                total = total + losses.sum()
-                there = (at != ignored)[:, None]
-                error = (logits - lse).exp()
-                one = torch.ones_like(lse)
-                index = at.where(there[:, 0], 0)[:, None]
-                error = error.scatter_add(1, index, -one)
-                error = (error * there).to(x.dtype)
-                dx.append(error @ weight)
-                dweight = dweight + error.T @ rows
-        ctx.save_for_backward(
-            torch.cat(dx).view(x.shape), dweight.to(weight.dtype)
-        )
+        made = TOTAL if torch.compiler.is_compiling() else _total
+        total, dx, dweight = made(x, weight, targets, ignored)
+        ctx.save_for_backward(dx, dweight)
         return total
 
     @staticmethod
@@ -221,28 +202,83 @@ class _Total(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def _pieces(
-    x: Tensor, weight: Tensor, targets: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Rows in so many pieces that one's logits take no more than x does.
+def _total(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and its gradients by x and weight."""
+    to = wide(x.dtype)
+    total = x.new_zeros((), dtype=to)
+    dweight, parts = torch.zeros_like(weight, dtype=to), []
+    with without_autocast(x):
+        for rows, at in _pieces(x, targets):
+            left_out = (at == ignored)[:, None]
+            rows = rows.masked_fill(left_out, 0)
+            losses, log_p, index = _piece(rows, weight, at, ignored)
+            total += losses.sum()
+            error = log_p.exp_()  # softmax, less 1 at the target
+            error.scatter_add_(1, index, -torch.ones_like(index, dtype=to))
+            error = error.to(x.dtype)
+            parts.append((error @ weight).masked_fill_(left_out, 0))
+            if x.dtype == to:
+                dweight.addmm_(error.T, rows)
+            else:
+                dweight += error.T @ rows
+    return total, torch.cat(parts).view(x.shape), dweight.to(weight.dtype)
 
-    The number is V / D whatever the rows are, so that one compiled graph
-    serves every number of rows.
-    """
-    V, D = weight.shape
-    number = math.ceil(V / D)
-    rows = x.reshape(-1, D).tensor_split(number)
-    at = targets.reshape(-1).tensor_split(number)
-    return list(zip(rows, at, strict=True))
+
+def _losses(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
+) -> Tensor:
+    """Each row's loss."""
+    with without_autocast(x):
+        found = [
+            _piece(rows, weight, at, ignored)[0]
+            for rows, at in _pieces(x, targets)
+        ]
+    return torch.cat(found).view(targets.shape)
 
 
 def _piece(
-    rows: Tensor, weight: Tensor, targets: Tensor, ignored: int
+    rows: Float[Tensor, "R D"], weight: Head, targets: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, logits and their logsumexp of some rows, in fp32."""
-    logits = full(rows @ weight.T)
-    lse = logits.logsumexp(-1, keepdim=True)
+    """Losses and log-probabilities of some rows, and their targets [R, 1]."""
+    logits = rows @ weight.T
+    log_p = F.log_softmax(logits, -1, dtype=wide(logits.dtype))
     there = targets != ignored
-    at = targets.where(there, 0)[:, None]
-    losses = (lse - logits.gather(-1, at))[:, 0].where(there, 0)
-    return losses, logits, lse
+    index = targets.where(there, 0).to(torch.int64)[:, None]
+    losses = -log_p.gather(-1, index)[:, 0].where(there, 0)
+    return losses, log_p, index
+
+
+def _pieces(x: Hidden, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and targets, LEAST at once or so many as the head has columns.
+
+    Then a piece's logits take no more than the head, and to add the head's
+    gradient up, no longer than to find it.
+    """
+    D = x.shape[-1]
+    size = max(D, LEAST)
+    rows, targets = x.reshape(-1, D), targets.reshape(-1)
+    return zip(rows.split(size), targets.split(size), strict=True)
+
+
+# One node each of a compiled graph, for any number of rows.
+TOTAL = torch.library.custom_op(
+    "fastweights::cross_entropy", _total, mutates_args=()
+)
+LOSSES = torch.library.custom_op(
+    "fastweights::token_losses", _losses, mutates_args=()
+)
+
+
+@TOTAL.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty((), dtype=wide(x.dtype))
+    return total, x.new_empty(x.shape), torch.empty_like(weight)
+
+
+@LOSSES.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    return x.new_empty(targets.shape, dtype=wide(x.dtype))
