@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.rows import Rows
 from fastweights.layers.sdpa import Heads, attention, packed_attention
@@ -23,7 +24,7 @@ from fastweights.layers.state import (
 from fastweights.serving import inside, writes
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Layer):
     """Causal softmax attention with grouped heads and rotary positions.
 
         q, k, v = W_qkv x, q and k turned by their positions

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.convolution import convolve_heads, short_convolution
 from fastweights.layers.arguments import check_one_of, check_sizes
+from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets
 from fastweights.ops import autocast
@@ -19,7 +20,7 @@ from fastweights.projections import is_plain, untouched
 Inputs = Float[Tensor, "N W-1 C"]
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Part):
     """A causal convolution per channel, then SiLU.
 
         y_t = silu(bias + sum_j weight[:, W - 1 - j] x_{t-j})
@@ -78,7 +79,7 @@ class ShortConvolution(nn.Module):
 TAPS = untouched(ShortConvolution)
 
 
-class HeadsConvolution(nn.Module):
+class HeadsConvolution(Part):
     """q, k and v of a recurrence, from channels [q | k | v].
 
     A short convolution with SiLU over all channels, then q and k divided by

@@ -17,6 +17,7 @@ from fastweights.layers.arguments import (
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution, unit
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
@@ -30,7 +31,7 @@ FEATURES = {
 }
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(Layer):
     """Correct what the state returns for a key (arXiv 2406.06484).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length

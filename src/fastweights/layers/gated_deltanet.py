@@ -13,6 +13,7 @@ from fastweights.layers.arguments import (
     value_heads,
 )
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import (
     Decay,
     Factory,
@@ -23,7 +24,7 @@ from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Layer):
     """Forget by e^g, then correct by the delta rule (arXiv 2412.06464).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
 
 
-class GatedLinearAttention(nn.Module):
+class GatedLinearAttention(Layer):
     """The additive rule with a decay per key channel (arXiv 2312.06635).
 
         q, k, v = W_qkv x

@@ -13,6 +13,7 @@ from fastweights.layers.arguments import (
     value_heads,
 )
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import (
     Decay,
     Factory,
@@ -24,7 +25,7 @@ from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(Layer):
     """The delta rule with a decay per key channel (arXiv 2510.26692).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length

@@ -17,13 +17,14 @@ from fastweights.layers.arguments import (
     head_size,
     scaled,
 )
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full, rotary
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, positions, updated
 from fastweights.layers.window import window_attention
 
 
-class LaCT(nn.Module):
+class LaCT(Layer):
     """A SwiGLU network as memory, and attention in a window beside it.
 
         q, k, v = W_qkv x, q and k normed, RMS over all channels

@@ -15,6 +15,7 @@ from fastweights.layers.arguments import (
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import (
     Decay,
     Factory,
@@ -29,7 +30,7 @@ Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel"]
 
 
-class LinearRecurrence(nn.Module):
+class LinearRecurrence(Layer):
     """Any member of the family, all of them in the same surroundings.
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length

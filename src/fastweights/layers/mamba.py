@@ -16,6 +16,7 @@ from fastweights.layers.arguments import (
     scaled,
 )
 from fastweights.layers.convolution import ShortConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, draw_dt_bias_, full
 from fastweights.layers.state import (
     LayerState,
@@ -28,7 +29,7 @@ from fastweights.selective import selective_scan
 from fastweights.serving import selective_step
 
 
-class Mamba(nn.Module):
+class Mamba(Layer):
     """Mamba's layer: a decay for every entry of the state (arXiv 2312.00752).
 
         u, z = W_in x

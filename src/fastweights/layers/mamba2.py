@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur, updated
 from fastweights.projections import project
@@ -26,7 +27,7 @@ class StepAndDecay(Decay):
         return dt, self.log_decay(dt)
 
 
-class Mamba2(nn.Module):
+class Mamba2(Layer):
     """Mamba-2's layer: a decay per head and step (arXiv 2405.21060).
 
         C, B, u = silu(convolution(W_x x))

@@ -13,11 +13,12 @@ from fastweights.arguments import check_number
 from fastweights.deep import mesa
 from fastweights.layers.arguments import check_input, check_sizes
 from fastweights.layers.convolution import ShortConvolution, unit
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, updated
 
 
-class MesaNet(nn.Module):
+class MesaNet(Layer):
     """The matrix that fits all decayed tokens best (arXiv 2506.05233).
 
         q, k = silu(convolution(W_qk x)), of unit length, v = W_v x

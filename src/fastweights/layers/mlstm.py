@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
 from fastweights.layers.state import (
     LayerState,
@@ -22,7 +23,7 @@ from fastweights.projections import project
 from fastweights.serving import mlstm_step
 
 
-class MLSTM(nn.Module):
+class MLSTM(Layer):
     """xLSTM's matrix memory as in xLSTM-7B (arXiv 2503.13427).
 
         q, k, v = W_qkv x

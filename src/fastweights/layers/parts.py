@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, TypedDict
 
 import torch
@@ -17,16 +16,11 @@ from fastweights.layers.arguments import (
     check_range,
     check_sizes,
 )
+from fastweights.layers.layer import Part, spared
 from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference.backend import wide
 
 SMALLEST_STEP = 1e-4
-EXEMPT = re.compile(
-    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
-)
-"""Names of parameters without weight decay, whatever their shape."""
-
-
 class Factory(TypedDict):
     """On which device a module's parameters are made, and in which dtype."""
 
@@ -41,24 +35,24 @@ def parameter_groups(
 
         torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
 
-    Weight decay is for matrices. Exempt are norms and biases, which are all
+    Weight decay, >= 0, is for matrices. Exempt are norms and biases, which are all
     the parameters with fewer than two dimensions, and what sets how fast a
     state forgets, A_log and dt_bias: an A_log of 0 is not a small weight.
     Exempt too are the norms and biases per head [H, n] of networks that are
     a layer's state.
     """
+    check_number("weight_decay", weight_decay, ">= 0")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            matrix = parameter.dim() >= 2 and not EXEMPT.search(name)
-            groups[matrix].append(parameter)
+            groups[not spared(name, parameter)].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
     ]
 
 
-class Decay(nn.Module):
+class Decay(Part):
     """g = -exp(A_log) softplus(a + dt_bias): Mamba-2's gate (Dao and Gu 2024).
 
     When a is 0, head h forgets half in ln 2 / (A dt) tokens, with A uniform
@@ -205,7 +199,7 @@ def uniform(like: Tensor, low: float, high: float) -> Tensor:
     return torch.empty_like(like, dtype=wide(like.dtype)).uniform_(low, high)
 
 
-class OutputNorm(nn.Module):
+class OutputNorm(Part):
     """A norm over each head's channels, times a function of a gate.
 
         y = o / sqrt(mean(o^2) + eps) * weight * activation(gate)

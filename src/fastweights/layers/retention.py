@@ -15,6 +15,7 @@ from fastweights.layers.arguments import (
     head_size,
     scaled,
 )
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import (
     Factory,
     OutputNorm,
@@ -33,7 +34,7 @@ from fastweights.projections import project
 from fastweights.reference.backend import wide
 
 
-class MultiScaleRetention(nn.Module):
+class MultiScaleRetention(Layer):
     """RetNet's layer: a fixed decay per head (Sun et al. 2023, eq. 8).
 
         q, k, v = W_qkv x, q and k turned by their positions
@@ -105,7 +106,7 @@ class MultiScaleRetention(nn.Module):
         return y, updated(state, S=S, position=position)
 
 
-class LightningAttention(nn.Module):
+class LightningAttention(Layer):
     """Lightning Attention as in MiniMax-01 (arXiv 2501.08313).
 
         q, k, v = silu(W_qkv x)

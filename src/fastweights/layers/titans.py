@@ -14,12 +14,13 @@ from fastweights.deep import titans
 from fastweights.deep.dual import Layers, Norm
 from fastweights.layers.arguments import check_input, check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer, Part
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, updated
 
 
-class Start(nn.Module):
+class Start(Part):
     """What every sequence's memory begins with: weights, and its norm's.
 
     A module that is called for them: what shards parameters, or fetches them
@@ -65,7 +66,7 @@ class Start(nn.Module):
         bias.zero_()
 
 
-class TitansMemory(nn.Module):
+class TitansMemory(Layer):
     """A network that learns v from k, with momentum and weight decay.
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length

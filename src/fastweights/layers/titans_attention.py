@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, rotary
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, positions, updated
@@ -17,7 +18,7 @@ from fastweights.layers.window import window_attention
 Tokens = Float[Tensor, "B T D"]
 
 
-class Beside(nn.Module):
+class Beside(Layer):
     """Attention, N persistent tokens that it always sees, and a memory.
 
     Keys and values of the persistent tokens p [N, D], which are learned, are

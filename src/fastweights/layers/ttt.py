@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.deep import ttt
 from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, full, rotary, split_heads
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, positions, updated
 
 
-class TTTLinear(nn.Module):
+class TTTLinear(Layer):
     """Weights trained on v - k from k, by mini-batches (arXiv 2407.04620).
 
         q, k, v = W_qkv x, q and k turned by their place in the mini-batch

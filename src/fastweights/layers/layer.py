@@ -1,0 +1,171 @@
+"""What all layers have in common: how they are made, and what they keep."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.arguments import (
+    check_dtype,
+    check_flags,
+    check_integers,
+    check_number,
+    check_sizes,
+)
+
+EXEMPT = re.compile(
+    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
+)
+"""Names of parameters without weight decay, whatever their shape."""
+
+PEERS = {
+    "d_conv": "conv_size",
+    "conv_kernel": "conv_size",
+    "d_model": "dim",
+    "d_state": "state_size",
+    "expand_ratio": "expand",
+    "expand_qk": "expand_k",
+    "gate_logit_normalizer": "temperature",
+    "gate_low_rank_dim": "gate_rank",
+    "head_k_dim": "head_dim",
+    "head_size": "head_dim",
+    "headdim": "head_dim",
+    "hidden_size": "dim",
+    "input_dim": "dim",
+    "key_dim": "head_dim",
+    "layer_idx": "layer",
+    "n_groups": "num_groups",
+    "n_heads": "num_heads",
+    "ngroups": "num_groups",
+    "num_key_value_heads": "num_kv_heads",
+    "num_attention_heads": "num_heads",
+    "qk_dim_factor": "qk_factor",
+    "rope_theta": "theta",
+    "use_beta_bias": "beta_bias",
+    "use_gate": "gate",
+    "use_output_gate": "gate",
+    "use_short_conv": "conv_size (None: no convolution)",
+    "v_dim_factor": "v_factor",
+    "window_size": "window",
+}
+"""What public implementations call an argument, and its name here."""
+
+
+class Part(nn.Module):
+    """A module that says which argument of its constructor does not fit.
+
+    What an argument has to be is read off its annotation: True or False, an
+    integer, a finite number, a device, a floating point dtype. Names of
+    public implementations are answered by the one they have here. Parameters
+    that weight decay should spare carry ``_no_weight_decay``, for optimisers
+    that look for it; a copy loses such marks, and
+    :func:`fastweights.layers.parameter_groups` goes by names.
+    """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
+
+
+class Layer(Part):
+    """A layer: y, state = layer(x, state, cu_seqlens)."""
+
+    dim: int
+    """Width D of x and y."""
+
+    @torch.no_grad()
+    def state_bytes(self, T: int) -> int:
+        """Bytes of the state of one sequence after T tokens.
+
+        As the layer makes it, without any room to grow. Beyond 1,024 tokens
+        every further one is taken to cost what it costs up to there: nothing,
+        or its keys and values.
+        """
+        args, options = self._made_with
+        dtype = next((p.dtype for p in self.parameters()), None)
+        on_meta = {"device": torch.device("meta"), "dtype": dtype}
+        outline = type(self)(*args, **options | on_meta)
+
+        def after(T: int) -> int:
+            x = torch.empty(1, T, self.dim, **on_meta)
+            return outline(x)[1].nbytes
+
+        return extended(after, T)
+
+
+def extended(after: Callable[[int], int], T: int) -> int:
+    """after(T); beyond 1,024 as if every further token cost the same."""
+    check_sizes(T=T)
+    if T <= 1024:
+        return after(T)
+    per_token = (after(1024) - after(512)) // 512
+    return after(1024) + per_token * (T - 1024)
+
+
+def spared(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay is not for a parameter of this name."""
+    return parameter.dim() < 2 or EXEMPT.search(name) is not None
+
+
+def _checked(make: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that looks at its arguments first."""
+    signature = inspect.signature(make)
+    taken = signature.parameters
+
+    @functools.wraps(make)
+    def __init__(self: nn.Module, *args: Any, **options: Any) -> None:
+        for name, x in options.items():
+            if name not in taken:
+                _refuse(type(self).__name__, name, x, [*taken][1:])
+        given = signature.bind_partial(self, *args, **options).arguments
+        for name, x in given.items():
+            _check(name, x, str(taken[name].annotation))
+        make(self, *args, **options)
+        self._made_with = args, options
+        for name, parameter in self.named_parameters():
+            if spared(name, parameter):
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    return __init__
+
+
+def _refuse(cls: str, name: str, x: object, taken: list[str]) -> NoReturn:
+    """Raise TypeError for an argument that there is not."""
+    ours = PEERS.get(name, "")
+    if ours and ours.split()[0] in taken:
+        raise TypeError(f"{name}: got {x!r}, need it as {ours}")
+    raise TypeError(
+        f"{name}: got {x!r}, which {cls} has not, need one of "
+        f"{', '.join(taken)}"
+    )
+
+
+def _check(name: str, x: Any, annotation: str) -> None:
+    """Raise unless an argument is what its annotation says."""
+    if x is None and annotation.endswith(" | None"):
+        return
+    match annotation.removesuffix(" | None"):
+        case "bool":
+            check_flags(**{name: x})
+        case "int":
+            check_integers({name: x})
+        case "float":
+            check_number(name, x, "any")
+        case "torch.device":
+            try:
+                torch.device(x)
+            except (RuntimeError, TypeError):
+                raise ValueError(
+                    f'{name}: got {x!r}, need a device, as "cpu" or "cuda"'
+                ) from None
+        case "torch.dtype":
+            check_dtype(x)
