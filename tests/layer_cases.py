@@ -77,7 +77,9 @@ CASES = {
         D, 2, expand_k=1.0, expand_v=2.0, temperature=4.0, conv_size=4, **to
     ),
     "retnet": lambda **to: MultiScaleRetention(D, 2, **to),
-    "lightning": lambda **to: LightningAttention(D, 3, 1, 4, head_dim=4, **to),
+    "lightning": lambda **to: LightningAttention(
+        D, 3, 4, layer=1, num_layers=4, **to
+    ),
     "recurrence-linear": lambda **to: LinearRecurrence(
         D, 2, 4, rule="additive", decay=None, normalize=False, **to
     ),

@@ -1,10 +1,13 @@
 """What layers refuse: each message names what came and what is needed."""
 
+import inspect
+import math
 import re
 
 import pytest
 import torch
 from layer_cases import CASES, made, tokens
+from torch import zeros
 
 from fastweights.layers import (
     MLSTM,
@@ -12,6 +15,7 @@ from fastweights.layers import (
     DeltaNet,
     GatedDeltaNet,
     GatedLinearAttention,
+    HeadsConvolution,
     KimiDeltaAttention,
     LaCT,
     LightningAttention,
@@ -24,6 +28,7 @@ from fastweights.layers import (
     SoftmaxAttention,
     TitansMemory,
     TTTLinear,
+    parameter_groups,
 )
 
 WHOLE = "need an integer >= 1"
@@ -77,7 +82,7 @@ VALUES = {
         "qk_norm: got None",
         "need one of ('l2', 'sum')",
     ),
-    "gate": (
+    "gate-of-a-norm": (
         lambda: OutputNorm(8, "swish"),
         "activation: got 'swish'",
         "need one of ('silu', 'sigmoid', None)",
@@ -88,16 +93,21 @@ VALUES = {
         "need >= 0",
     ),
     "A": (
-        lambda: GatedDeltaNet(8, 2, 4, A_range=(0.0, 16.0)),
-        "A_range: got (0.0, 16.0)",
-        "need (lower, upper) with 0 < lower <= upper",
+        lambda: GatedDeltaNet(8, 2, 4, A_range=(-0.1, 16.0)),
+        "A_range: got (-0.1, 16.0)",
+        "need (lower, upper) with 0 <= lower <= upper",
+    ),
+    "no-A": (
+        lambda: GatedDeltaNet(8, 2, 4, A_range=(0.0, 0.0)),
+        "A_range: got (0.0, 0.0)",
+        "need (lower, upper) with 0 <= lower <= upper",
     ),
     "dt": (
         lambda: Mamba(8, dt_range=(0.1, 0.001)),
         "dt_range: got (0.1, 0.001)",
         "need (lower, upper) with 0 < lower <= upper",
     ),
-    "lower-bound": (
+    "lower-bound-inf": (
         lambda: KimiDeltaAttention(8, 2, 4, lower_bound=5.0),
         "lower_bound: got 5.0",
         "need < 0",
@@ -174,19 +184,19 @@ VALUES = {
         "need > 0",
     ),
     "layer": (
-        lambda: LightningAttention(8, 2, 4, 4),
+        lambda: LightningAttention(8, 2, layer=4, num_layers=4),
         "layer: got 4",
         "need 0 to num_layers - 1 = 3",
     ),
     "mamba2-heads": (
         lambda: Mamba2(8, head_dim=5),
-        "head_dim: got 5",
-        "need a divisor",
+        "expand * dim / head_dim: got 3.2",
+        WHOLE,
     ),
     "mamba2-groups": (
         lambda: Mamba2(8, head_dim=4, num_groups=3),
-        "head_dim: got 4",
-        "whole groups",
+        "num_groups: got 3",
+        "need a divisor of the 4 heads",
     ),
     "expand": (lambda: Mamba(7, expand=1.5), "expand * dim: got 10.5", WHOLE),
     "dt-rank": (lambda: Mamba(8, dt_rank=0), "dt_rank: got 0", WHOLE),
@@ -216,6 +226,68 @@ VALUES = {
         "rotary_fraction: got 1.5",
         "need at most 1",
     ),
+    "norm-eps": (
+        lambda: GatedDeltaNet(8, 2, 4, norm_eps=math.inf),
+        "norm_eps: got inf",
+        "need a finite number",
+    ),
+    "lower-bound": (
+        lambda: KimiDeltaAttention(8, 2, lower_bound=-math.inf),
+        "lower_bound: got -inf",
+        "need a finite number",
+    ),
+    "theta-inf": (
+        lambda: MultiScaleRetention(8, 2, theta=math.inf),
+        "theta: got inf",
+        "need a finite number",
+    ),
+    "expand-v-inf": (
+        lambda: GatedDeltaNet(8, 2, 4, expand_v=math.inf),
+        "expand_v: got inf",
+        "need a finite number",
+    ),
+    "odd": (
+        lambda: MultiScaleRetention(6, 2),
+        "dim / num_heads: got 3",
+        "need an even number",
+    ),
+    "state-size": (
+        lambda: Mamba(8, state_size=300),
+        "state_size: got 300",
+        "need at most 256",
+    ),
+    "shared-heads": (
+        lambda: HeadsConvolution((2, 3), (4, 4)),
+        "heads: got (2, 3)",
+        "need HV a multiple of H, 2",
+    ),
+    "device": (
+        lambda: GatedDeltaNet(8, 2, 4, device="nonsense"),
+        "device: got 'nonsense'",
+        "need a device",
+    ),
+    "gate": (
+        lambda: OutputNorm(4, None)(zeros(1, 2, 1, 4), zeros(1, 2, 4)),
+        "activation: got None",
+        "need the gate's",
+    ),
+    "centred-gate": (
+        lambda: OutputNorm(4, None, center=True)(
+            zeros(1, 2, 1, 4), zeros(1, 2, 4)
+        ),
+        "activation: got None",
+        "need the gate's",
+    ),
+    "weight-decay": (
+        lambda: parameter_groups(DeltaNet(8, 2), -1.0),
+        "weight_decay: got -1.0",
+        "need >= 0",
+    ),
+    "size": (
+        lambda: DeltaNet(8, 2).state_bytes(0),
+        "T: got 0",
+        WHOLE,
+    ),
     "room": (
         lambda: SoftmaxAttention(8, 4).new_state(2, 0),
         "capacity: got 0",
@@ -224,6 +296,67 @@ VALUES = {
 }
 TYPES = {
     "heads": (lambda: GatedDeltaNet(8, 2.0, 4), "num_heads: got float", "int"),
+    "one-head": (lambda: DeltaNet(8, True), "num_heads: got bool", "int"),
+    "taps": (
+        lambda: GatedDeltaNet(8, 2, 4, conv_size=4.0),
+        "conv_size: got float",
+        "int",
+    ),
+    "pair": (
+        lambda: HeadsConvolution(2, (4, 4)),
+        "heads: got 2",
+        "need two ints, H and HV",
+    ),
+    "dtype": (
+        lambda: GatedDeltaNet(8, 2, 4, dtype=torch.int64),
+        "dtype: got torch.int64",
+        "need one of",
+    ),
+    "dtype-name": (
+        lambda: GatedDeltaNet(8, 2, 4, dtype="fp32"),
+        "dtype: got 'fp32'",
+        "need one of",
+    ),
+    "weight-decay": (
+        lambda: parameter_groups(DeltaNet(8, 2), "x"),
+        "weight_decay: got str",
+        "real number",
+    ),
+    "token-ids": (
+        lambda: DeltaNet(8, 2)(torch.zeros(2, 5, 8, dtype=torch.int64)),
+        "x: got torch.int64",
+        "need embeddings, [B, T, 8]",
+    ),
+    "double": (
+        lambda: DeltaNet(8, 2)(zeros(2, 5, 8).double()),
+        "x: got torch.float64",
+        "need the layer's, torch.float32",
+    ),
+    "half": (
+        lambda: DeltaNet(8, 2)(zeros(2, 5, 8).half()),
+        "x: got torch.float16",
+        "need the layer's, torch.float32",
+    ),
+    "hidden-size": (
+        lambda: GatedDeltaNet(hidden_size=8, num_heads=2),
+        "hidden_size: got 8",
+        "need it as dim",
+    ),
+    "short-conv": (
+        lambda: DeltaNet(8, 2, use_short_conv=False),
+        "use_short_conv: got False",
+        "need it as conv_size (None: no convolution)",
+    ),
+    "d-state": (
+        lambda: Mamba(8, d_state=4),
+        "d_state: got 4",
+        "need it as state_size",
+    ),
+    "layer-index": (
+        lambda: DeltaNet(8, 2, layer_idx=0),
+        "layer_idx: got 0, which DeltaNet has not",
+        "need one of dim, num_heads, head_dim, expand_v",
+    ),
     "dim": (lambda: Mamba("8"), "dim: got str", "int"),
     "expand": (
         lambda: GatedDeltaNet(8, 2, 4, expand_v=None),
@@ -262,6 +395,39 @@ TYPES = {
         "need two real numbers",
     ),
 }
+
+
+LAYERS = {type(make()) for make in CASES.values()}
+
+
+def flags():
+    """Every argument of a layer that is True or False."""
+    for layer in sorted(LAYERS, key=lambda layer: layer.__name__):
+        for name, p in inspect.signature(layer).parameters.items():
+            if isinstance(p.default, bool):
+                yield pytest.param(layer, name, id=f"{layer.__name__}-{name}")
+
+
+@pytest.mark.parametrize("layer, name", flags())
+def test_a_flag_is_true_or_false(layer, name):
+    with pytest.raises(TypeError, match=f"{name}: got 'no', need True or"):
+        layer(8, 2, **{name: "no"})
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_arguments_have_one_order(layer):
+    """dim, num_heads, head_dim, each that there is; the rest by name."""
+    parameters = inspect.signature(layer).parameters.values()
+    order = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert order == ["dim", "num_heads", "head_dim"][: len(order)]
+    if len(order) == 3:
+        assert inspect.signature(layer).parameters["head_dim"].default is None
+
+
+def test_a_layer_with_autocast_takes_what_is_cast():
+    layer, x = DeltaNet(8, 2), zeros(2, 5, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -22,6 +22,7 @@ from fastweights.layers import (
     Mamba2,
     OutputNorm,
     ShortConvolution,
+    SoftmaxAttention,
     parameter_groups,
 )
 from fastweights.layers.parts import rotary
@@ -153,6 +154,28 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
     groups = parameter_groups(model, 0.1)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    marked = dict(CASES[name]().named_parameters(prefix="0"))
+    marked = {k for k, p in marked.items() if hasattr(p, "_no_weight_decay")}
+    assert marked == spared
+
+
+def test_a_and_dt_start_no_smaller_than_a_bound():
+    """A of 0 has no logarithm and would never learn."""
+    decay = Decay(3, 2, A_range=(0, 1e-9), dt_range=(1e-9, 1e-8)).double()
+    torch.testing.assert_close(
+        decay.A_log.exp(), torch.full((3,), 1e-4).double()
+    )
+    least = torch.full((1, 1, 3, 2), -1e-8).double()
+    torch.testing.assert_close(
+        decay(torch.zeros(1, 1, 6).double()), least, rtol=1e-3, atol=0
+    )
+    decay = Decay(1000, A_range=(0, 16))
+    assert decay.A_log.exp().amax() < 16 and decay.A_log.exp().mean() < 9
+    layer = Mamba(8, dt_range=(1e-9, 1e-8))
+    step = F.softplus(layer.dt_bias)
+    torch.testing.assert_close(
+        step, torch.full((16,), 1e-4), rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,6 +188,22 @@ def test_each_module_draws_its_own_parameters(name):
         if [*module.parameters(recurse=False)]:
             module.reset_parameters()
     assert all(p.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_tells_the_size_of_its_state(name):
+    layer = CASES[name]()
+    for T in (1, 7):
+        with torch.no_grad():
+            _, state = layer(torch.randn(1, T, 8))
+        assert layer.state_bytes(T) == state.nbytes
+
+
+def test_a_state_that_grows_is_not_written_out():
+    """2^40 tokens have keys and values of 64 bytes each, and a position."""
+    layer = SoftmaxAttention(8, 2)
+    assert layer.state_bytes(2**40) == 64 * 2**40 + 8
+    assert layer.double().state_bytes(2**40) == 128 * 2**40 + 8
 
 
 def test_output_norm():
@@ -244,7 +283,7 @@ def test_three_convolutions_are_one():
 def test_lightning_as_transformers_and_as_minimax():
     """At a power of two they agree; else transformers has other slopes."""
     for heads, same in ((4, True), (3, False)):
-        layer = LightningAttention(8, heads, 1, 4, head_dim=2).double()
+        layer = LightningAttention(8, heads, 2, layer=1, num_layers=4).double()
         x = tokens(1, 5, dtype=torch.float64)
         y, _ = layer(x)
         slopes = 2 ** (-8 * torch.arange(1.0, heads + 1).double() / heads)

@@ -492,7 +492,7 @@ def xlstm_mlstm_layer(w):
 
 def minimax_lightning_attention(w):
     rows = w["qkv_proj.weight"].unflatten(0, (4, 3, 3))
-    return LightningAttention(8, 4, 1, 4, head_dim=3), {
+    return LightningAttention(8, 4, 3, layer=1, num_layers=4), {
         "qkv_proj.weight": rows.transpose(0, 1).flatten(0, 2),
         "g_proj.weight": w["output_gate.weight"],
         "norm.weight": w["norm.weight"],

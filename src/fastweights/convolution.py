@@ -232,6 +232,16 @@ def _layout(
     x: Tensor, heads: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[int, int, int, int]:
     """H, K, HV and V; raise unless x has as many channels."""
+    check_pairs(heads, sizes)
+    (H, HV), (K, V) = heads, sizes
+    C = 2 * H * K + HV * V
+    if x.shape[2] != C:
+        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
+    return H, K, HV, V
+
+
+def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Raise unless they are H and HV, K and V, each an integer >= 1."""
     for name, pair in (("heads", heads), ("sizes", sizes)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             what = "H and HV" if name == "heads" else "K and V"
@@ -240,8 +250,3 @@ def _layout(
             check_integers({f"{name}[{i}]": number})
         if min(pair) < 1:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
-    (H, HV), (K, V) = heads, sizes
-    C = 2 * H * K + HV * V
-    if x.shape[2] != C:
-        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
-    return H, K, HV, V

@@ -3,12 +3,14 @@
 LAYERS = "fastweights/layers"
 PARTS, STATE = f"{LAYERS}/parts.py", f"{LAYERS}/state.py"
 ATTENTION, SDPA = f"{LAYERS}/attention.py", f"{LAYERS}/sdpa.py"
+LAYER = f"{LAYERS}/layer.py"
 PIECES, PUBLISHED = "test_layers.py", "test_layers_published.py"
 TESTS = {
     PARTS: "test_layers_parts.py",
     STATE: "test_layers_state.py",
     ATTENTION: "test_layers_state.py",
     SDPA: "test_layers_sdpa.py",
+    LAYER: "test_layers_arguments.py",
     f"{LAYERS}/arguments.py": "test_layers_arguments.py",
     f"{LAYERS}/convolution.py": PUBLISHED,
     f"{LAYERS}/kda.py": PUBLISHED,
@@ -152,13 +154,53 @@ MUTANTS = {
     ),
     "layer-A-log-uniform": (
         PARTS,
-        "uniform(self.A_log, *self.A_range).log()",
-        "uniform(self.A_log, *(math.log(x) for x in self.A_range))",
+        "uniform(self.A_log, *self.A_range)\n",
+        "uniform(self.A_log, *map(math.log, self.A_range)).exp()\n",
+    ),
+    "layer-A-of-nothing": (PARTS, "A.clamp_min(SMALLEST).log()", "A.log()"),
+    "layer-dt-of-nothing": (
+        PARTS,
+        ".exp().clamp_min(SMALLEST)",
+        ".exp()",
+    ),
+    "layer-norm-keeps-what-was-in-memory": (
+        PARTS,
+        "self.weight.fill_(1)",
+        "pass",
+    ),
+    "layer-flags-unchecked": (LAYER, 'case "bool":', 'case "flag":'),
+    "layer-infinite-numbers-unchecked": (
+        LAYER,
+        'case "float":',
+        'case "real":',
+    ),
+    "layer-parameters-unmarked": (
+        LAYER,
+        "if spared(name, parameter):",
+        "if False:",
+        "test_layers_parts.py",
+    ),
+    "layer-size-from-a-longer-state": (
+        LAYER,
+        "per_token * (T - 1024)",
+        "per_token * T",
+        "test_layers_parts.py",
+    ),
+    "layer-dtype-unchecked": (
+        f"{LAYERS}/arguments.py",
+        "and is_product(out, x)\n",
+        "and False\n",
+    ),
+    "layer-dtype-checked-under-autocast": (
+        f"{LAYERS}/arguments.py",
+        "and not _autocasts(x)",
+        "and True",
     ),
     "layer-weight-decay-pulls-at-A": (
-        PARTS,
+        LAYER,
         "(A_log|dt_bias|",
         "(dt_bias|",
+        "test_layers_parts.py",
     ),
     "layer-other-rows-unchecked": (
         f"{LAYERS}/arguments.py",

@@ -65,7 +65,7 @@ class ConvolvedSoftmax(LinearRecurrence):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the keys and values of all tokens."""
         check_whole_rows(state, cu_seqlens)
-        check_input(x, self.dim, state, cu_seqlens)
+        check_input(x, self, state, cu_seqlens)
         q, k, v, inputs = self.convolution(self.qkv_proj(x))
         if self.theta is not None:
             place = positions(x.shape[1], x.device, None, None)

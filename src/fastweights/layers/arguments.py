@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.arguments import (
+    DTYPES,
     check_number,
     check_sizes,
     check_tensors,
     wrong_shape,
 )
 from fastweights.layers.state import LayerState, Offsets, leave_inference
+from fastweights.ops import _autocasts
+from fastweights.projections import is_product
 
 
 def whole(name: str, size: float) -> int:
@@ -43,6 +47,12 @@ def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
     return head_dim
 
 
+def check_even(name: str, size: int) -> None:
+    """Raise unless the size is even."""
+    if size % 2:
+        raise ValueError(f"{name}: got {size}, need an even number")
+
+
 def value_heads(num_v_heads: int | None, num_heads: int) -> int:
     """num_v_heads, a multiple of num_heads; num_heads if it is None."""
     if num_v_heads is None:
@@ -56,15 +66,22 @@ def value_heads(num_v_heads: int | None, num_heads: int) -> int:
     return num_v_heads
 
 
-def check_range(name: str, bounds: tuple[float, float]) -> None:
-    """Raise unless 0 < bounds[0] <= bounds[1] < infinity."""
+def check_range(
+    name: str, bounds: tuple[float, float], *, zero: bool = False
+) -> None:
+    """Raise unless 0 < bounds[0] <= bounds[1] < infinity.
+
+    With ``zero`` the lower bound may be 0, not the upper.
+    """
     pair = isinstance(bounds, tuple | list) and len(bounds) == 2
     if not pair or not all(isinstance(x, numbers.Real) for x in bounds):
         raise TypeError(f"{name}: got {bounds!r}, need two real numbers")
-    if not 0 < bounds[0] <= bounds[1] < math.inf:
+    low, high = bounds
+    least = low >= 0 if zero else low > 0
+    if not (least and low <= high and 0 < high < math.inf):
         raise ValueError(
             f"{name}: got {bounds}, need (lower, upper) with "
-            "0 < lower <= upper"
+            f"0 {'<=' if zero else '<'} lower <= upper"
         )
 
 
@@ -76,17 +93,32 @@ def check_one_of(name: str, value: object, choices: tuple) -> None:
 
 def check_input(
     x: Tensor,
-    dim: int,
+    layer: Any,
     state: LayerState | None,
     cu_seqlens: Offsets | None,
     *needs: str,
 ) -> None:
-    """Raise unless x is [B, T, dim] and the state fits it.
+    """Raise unless x is [B, T, dim], of the layer's dtype, and the state fits.
 
     ``needs`` are the fields that a state of this layer has; it has one row
     per sequence.
     """
     check_tensors({"x": x})
+    dim: int = layer.dim
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"x: got {x.dtype}, need embeddings, [B, T, {dim}] of a floating "
+            "point dtype; token ids go to a LanguageModel"
+        )
+    out = layer.o_proj
+    if (
+        x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
+        and not _autocasts(x)
+        and is_product(out, x)
+    ):
+        raise TypeError(
+            f"x: got {x.dtype}, need the layer's, {out.weight.dtype}"
+        )
     if x.dim() != 3 or x.shape[-1] != dim or min(x.shape) < 1:
         wrong_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
     rows = len(x)

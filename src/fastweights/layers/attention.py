@@ -42,9 +42,9 @@ class SoftmaxAttention(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H of q.
+        head_dim: size K of a head; dim / num_heads if None.
         num_kv_heads: heads of k and v, a divisor of H; H if None.
             Consecutive heads of q share one of k and v.
-        head_dim: size K of a head; dim / num_heads if None.
         theta: base of the rotary positions; None: there are none.
         rotary_fraction: share of a head's channels that turn, the first.
         qk_norm: whether q and k are normed per head, by RMSNorm.
@@ -56,9 +56,9 @@ class SoftmaxAttention(Layer):
         self,
         dim: int,
         num_heads: int,
+        head_dim: int | None = None,
         *,
         num_kv_heads: int | None = None,
-        head_dim: int | None = None,
         theta: float | None = 1e4,
         rotary_fraction: float = 1.0,
         qk_norm: bool = False,
@@ -134,7 +134,7 @@ class SoftmaxAttention(Layer):
         (:func:`fastweights.layers.sdpa.packed_attention`).
         """
         fields = ("keys", "values", "position")
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         q, k, v = (
             part.unflatten(-1, (-1, self.K))
             for part in self.qkv_proj(x).split(self.widths, -1)

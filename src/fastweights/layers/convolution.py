@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.convolution import convolve_heads, short_convolution
+from fastweights.convolution import (
+    check_pairs,
+    convolve_heads,
+    short_convolution,
+)
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
@@ -110,6 +114,11 @@ class HeadsConvolution(Part):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_pairs(heads, sizes)
+        if heads[1] % heads[0]:
+            raise ValueError(
+                f"heads: got {heads}, need HV a multiple of H, {heads[0]}"
+            )
         self.heads, self.sizes = heads, sizes
         self.normalize, self.activation = normalize, activation
         (H, HV), (K, V) = heads, sizes

@@ -110,7 +110,7 @@ class DeltaNet(Layer):
         returned.
         """
         fields = ("S", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         qkv, b, gate = project(x, self.qkv_proj, self.b_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         if not self.convolution.activation:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fastweights.layers.arguments import (
     check_input,
     check_sizes,
+    head_size,
     scaled,
     value_heads,
 )
@@ -52,7 +53,7 @@ class GatedDeltaNet(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H of q and k.
-        head_dim: their size K.
+        head_dim: their size K; dim / num_heads if None.
         num_v_heads: value heads HV, a multiple of H; H if None. Consecutive
             value heads share a head of q and k.
         expand_v: V / K.
@@ -68,7 +69,7 @@ class GatedDeltaNet(Layer):
         self,
         dim: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         num_v_heads: int | None = None,
         expand_v: float = 1.0,
@@ -83,9 +84,10 @@ class GatedDeltaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(dim=dim, num_heads=num_heads)
         H, HV = num_heads, value_heads(num_v_heads, num_heads)
-        K, V = head_dim, scaled("expand_v", expand_v, head_dim=head_dim)
+        K = head_size(head_dim, dim, num_heads)
+        V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
@@ -121,7 +123,7 @@ class GatedDeltaNet(Layer):
         returned.
         """
         fields = ("S", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         qkv, ab, gate = project(x, self.qkv_proj, self.ab_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         a, b = ab.chunk(2, -1)

@@ -96,7 +96,7 @@ class GatedLinearAttention(Layer):
         returned.
         """
         fields = ("S", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         qkv, f, gate = project(x, self.qkv_proj, self.f_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         g = F.logsigmoid(full(f)) / self.temperature

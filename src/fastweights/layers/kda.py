@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fastweights.layers.arguments import (
     check_input,
     check_sizes,
+    head_size,
     scaled,
     value_heads,
 )
@@ -50,7 +51,7 @@ class KimiDeltaAttention(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H of q and k.
-        head_dim: their size K.
+        head_dim: their size K; dim / num_heads if None.
         num_v_heads: value heads HV, a multiple of H; H if None.
         expand_v: V / K.
         conv_size: taps of the convolution, 2 to 4; None: there is none.
@@ -65,7 +66,7 @@ class KimiDeltaAttention(Layer):
         self,
         dim: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         num_v_heads: int | None = None,
         expand_v: float = 1.0,
@@ -80,9 +81,10 @@ class KimiDeltaAttention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(dim=dim, num_heads=num_heads)
         H, HV = num_heads, value_heads(num_v_heads, num_heads)
-        K, V = head_dim, scaled("expand_v", expand_v, head_dim=head_dim)
+        K = head_size(head_dim, dim, num_heads)
+        V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
@@ -114,7 +116,7 @@ class KimiDeltaAttention(Layer):
         returned.
         """
         fields = ("S", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         qkv, f, b, gate = project(
             x, self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         )

@@ -139,7 +139,7 @@ class LaCT(Layer):
         changed in place and returned.
         """
         fields = ("S", "position", "convolution")
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         at = positions(x.shape[1], x.device, state, cu_seqlens)

@@ -72,8 +72,9 @@ class Part(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
+        make = vars(cls).get("__init__")
+        if make is not None:
+            cls.__init__ = _checked(make)  # type: ignore[method-assign]
 
 
 class Layer(Part):
@@ -92,7 +93,8 @@ class Layer(Part):
         """
         args, options = self._made_with
         dtype = next((p.dtype for p in self.parameters()), None)
-        on_meta = {"device": torch.device("meta"), "dtype": dtype}
+        meta = torch.device("meta")
+        on_meta: dict[str, Any] = {"device": meta, "dtype": dtype}
         outline = type(self)(*args, **options | on_meta)
 
         def after(T: int) -> int:
@@ -122,7 +124,7 @@ def _checked(make: Callable[..., None]) -> Callable[..., None]:
     taken = signature.parameters
 
     @functools.wraps(make)
-    def __init__(self: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
         for name, x in options.items():
             if name not in taken:
                 _refuse(type(self).__name__, name, x, [*taken][1:])

@@ -12,6 +12,7 @@ from fastweights.layers.arguments import (
     check_input,
     check_one_of,
     check_sizes,
+    head_size,
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution
@@ -49,7 +50,7 @@ class LinearRecurrence(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H.
-        head_dim: their size K.
+        head_dim: their size K; dim / num_heads if None.
         rule: "additive" adds k v^T to the state; "delta" corrects what the
             state answers to k.
         decay: None keeps everything; "head" or "channel" decays the state
@@ -69,7 +70,7 @@ class LinearRecurrence(Layer):
         self,
         dim: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         rule: Rule = "delta",
         decay: Per | None = "head",
@@ -86,11 +87,11 @@ class LinearRecurrence(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(dim=dim, num_heads=num_heads)
         check_one_of("rule", rule, ("additive", "delta"))
         check_one_of("decay", decay, (None, "head", "channel"))
-        H, K = num_heads, head_dim
-        V = scaled("expand_v", expand_v, head_dim=head_dim)
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
@@ -133,7 +134,7 @@ class LinearRecurrence(Layer):
         returned.
         """
         fields = ("S", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         qkv, a, b, gate = project(
             x, self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
         )

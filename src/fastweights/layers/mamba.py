@@ -25,7 +25,7 @@ from fastweights.layers.state import (
     updated,
     whole,
 )
-from fastweights.selective import selective_scan
+from fastweights.selective import MAX_N, selective_scan
 from fastweights.serving import selective_step
 
 
@@ -66,6 +66,10 @@ class Mamba(Layer):
         super().__init__()
         check_sizes(dim=dim, state_size=state_size)
         check_range("dt_range", dt_range)
+        if state_size > MAX_N:
+            raise ValueError(
+                f"state_size: got {state_size}, need at most {MAX_N}"
+            )
         inner = scaled("expand", expand, dim=dim)
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
         check_sizes(dt_rank=R)
@@ -103,7 +107,7 @@ class Mamba(Layer):
         Without gradients the state that came in is changed in place and
         returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
+        check_input(x, self, state, cu_seqlens, "S", "convolution")
         u, z = self.in_proj(x).chunk(2, -1)
         u, inputs = self.convolution(u, state, cu_seqlens)
         dt, B, C = self.x_proj(u).split(self.widths, -1)

@@ -7,7 +7,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    scaled,
+    whole,
+)
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
@@ -78,12 +83,12 @@ class Mamba2(Layer):
         G, N, P = num_groups, state_size, head_dim
         check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
         inner = scaled("expand", expand, dim=dim)
-        if inner % P or (inner // P) % G:
+        H = whole("expand * dim / head_dim", inner / P)
+        if H % G:
             raise ValueError(
-                f"head_dim: got {P} with expand * dim = {inner} and {G} "
-                "groups, need a divisor that leaves whole groups of heads"
+                f"num_groups: got {G}, need a divisor of the {H} heads, "
+                "expand * dim / head_dim"
             )
-        H = inner // P
         self.dim, self.G = dim, G
         to: Factory = {"device": device, "dtype": dtype}
         self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **to)
@@ -116,7 +121,7 @@ class Mamba2(Layer):
         Without gradients the state that came in is changed in place and
         returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
+        check_input(x, self, state, cu_seqlens, "S", "convolution")
         xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
         C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
         dt, g = self.decay(dt)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import mesa
-from fastweights.layers.arguments import check_input, check_sizes
+from fastweights.layers.arguments import check_input, check_sizes, head_size
 from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full
@@ -37,7 +37,7 @@ class MesaNet(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H.
-        head_dim: their size K; v has the same.
+        head_dim: their size K, that of v too; dim / num_heads if None.
         conv_size: taps of the convolution of q and k, 2 to 4.
         min_ridge: lower bound of the ridge, > 0; it starts at 0.75 more.
         steps: of conjugate gradients.
@@ -48,7 +48,7 @@ class MesaNet(Layer):
         self,
         dim: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         conv_size: int = 4,
         min_ridge: float = 0.25,
@@ -58,10 +58,10 @@ class MesaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(dim=dim, num_heads=num_heads)
         check_sizes(steps=steps)
         check_number("min_ridge", min_ridge, "> 0")
-        H, K = num_heads, head_dim
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.steps = dim, H, steps
         self.min_ridge = min_ridge
         to: Factory = {"device": device, "dtype": dtype}
@@ -89,7 +89,7 @@ class MesaNet(Layer):
         S is [N, H, K, 2 K], sums of k k^T beside those of k v^T. Without
         gradients the state that came in is changed in place and returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "convolution")
+        check_input(x, self, state, cu_seqlens, "S", "convolution")
         H = self.heads
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
         qk, inputs = self.convolution(qk, state, cu_seqlens)

@@ -102,7 +102,7 @@ class MLSTM(Layer):
         Without gradients the state that came in is changed in place and
         returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "m")
+        check_input(x, self, state, cu_seqlens, "S", "m")
         qkv, a, gate = project(x, self.qkv_proj, self.gates, self.g_proj)
         q, k, v = split_heads(qkv, self.heads, self.sizes)
         a = full(a)

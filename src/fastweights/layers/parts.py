@@ -20,7 +20,9 @@ from fastweights.layers.layer import Part, spared
 from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference.backend import wide
 
-SMALLEST_STEP = 1e-4
+SMALLEST = 1e-4  # A and dt at the start
+
+
 class Factory(TypedDict):
     """On which device a module's parameters are made, and in which dtype."""
 
@@ -35,11 +37,11 @@ def parameter_groups(
 
         torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
 
-    Weight decay, >= 0, is for matrices. Exempt are norms and biases, which are all
-    the parameters with fewer than two dimensions, and what sets how fast a
-    state forgets, A_log and dt_bias: an A_log of 0 is not a small weight.
-    Exempt too are the norms and biases per head [H, n] of networks that are
-    a layer's state.
+    Weight decay, >= 0, is for matrices. Exempt are norms and biases, which
+    are all the parameters with fewer than two dimensions, and what sets how
+    fast a state forgets, A_log and dt_bias: an A_log of 0 is not a small
+    weight. Exempt too are the norms and biases per head [H, n] of networks
+    that are a layer's state, and scales and offsets of q and k [2, D].
     """
     check_number("weight_decay", weight_decay, ">= 0")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -57,9 +59,10 @@ class Decay(Part):
 
     When a is 0, head h forgets half in ln 2 / (A dt) tokens, with A uniform
     in ``A_range`` and dt log-uniform in ``dt_range``: 0.4 to 700 tokens with
-    the published ranges. A is drawn in fp32 and has a lower bound. Without
-    one a draw in bf16 does give A = 0: A_log is -inf, its gradient 0, and the
-    head never forgets, nor learns to.
+    the published ranges, half of the heads within 10. What has to be recalled
+    over more tokens starts better from a smaller A: (0.01, 0.16) is a hundred
+    times slower. A is drawn in fp32 and is at least 1e-4: from a draw of 0
+    A_log is -inf, its gradient 0, and the head never forgets, nor learns to.
 
     With ``lower_bound`` g = lower_bound * sigmoid(exp(A_log) (a + dt_bias)),
     which no input makes smaller than the bound: KDA's "safe gate" in
@@ -69,7 +72,8 @@ class Decay(Part):
     Args:
         num_heads: heads H, one A each.
         channels: gates per head, one dt_bias each.
-        A_range, dt_range: bounds of A and of dt at the start, > 0.
+        A_range: bounds of A at the start, >= 0, as (0, 16).
+        dt_range: bounds of dt at the start, > 0.
         lower_bound: the least g, < 0; None: there is none.
     """
 
@@ -86,7 +90,7 @@ class Decay(Part):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, channels=channels)
-        check_range("A_range", A_range)
+        check_range("A_range", A_range, zero=True)
         check_range("dt_range", dt_range)
         if lower_bound is not None:
             check_number("lower_bound", lower_bound, "< 0")
@@ -101,7 +105,8 @@ class Decay(Part):
     def reset_parameters(self) -> None:
         """Draw A and dt again, in fp32."""
         if self.lower_bound is None:
-            self.A_log.copy_(uniform(self.A_log, *self.A_range).log())
+            A = uniform(self.A_log, *self.A_range)
+            self.A_log.copy_(A.clamp_min(SMALLEST).log())
         else:
             self.A_log.zero_()
         draw_dt_bias_(self.dt_bias, self.dt_range)
@@ -144,7 +149,7 @@ def full(x: Tensor) -> Tensor:
 def draw_dt_bias_(bias: Tensor, dt_range: tuple[float, float]) -> None:
     """Set a bias such that softplus(bias) is log-uniform, drawn in fp32."""
     low, high = (math.log(x) for x in dt_range)
-    dt = uniform(bias, low, high).exp().clamp_min(SMALLEST_STEP)
+    dt = uniform(bias, low, high).exp().clamp_min(SMALLEST)
     bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus, inverted
 
 
@@ -250,16 +255,13 @@ class OutputNorm(Part):
     ) -> Float[Tensor, "B T HV*V"]:
         """The heads side by side, in o's dtype."""
         weight = self.weight
+        if gate is not None and self.activation is None:
+            raise ValueError("activation: got None, need the gate's")
         if self.weight.shape[0] > self.size:
             weight = weight.unflatten(0, (-1, self.size))
         if not self.center:
-            # A gate without an activation has a sigmoid.
             return gated_rms_norm(
-                o,
-                weight,
-                gate,
-                activation=self.activation or "sigmoid",
-                eps=self.eps,
+                o, weight, gate, activation=self.activation, eps=self.eps
             )
         y = full(o)
         y = y - y.mean(-1, keepdim=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.family import lightning_decay, retnet_decay
 from fastweights.layers.arguments import (
+    check_even,
     check_input,
     check_sizes,
     head_size,
@@ -73,6 +74,7 @@ class MultiScaleRetention(Layer):
         check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
         V = scaled("expand_v", expand_v, H, dim=dim)
+        check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
         self.heads, self.sizes = (H, H), (K, V)
         to: Factory = {"device": device, "dtype": dtype}
@@ -92,7 +94,7 @@ class MultiScaleRetention(Layer):
         Without gradients the state that came in is changed in place and
         returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "position")
+        check_input(x, self, state, cu_seqlens, "S", "position")
         qkv, gate = project(x, self.qkv_proj, self.g_proj)
         q, k, v = split_heads(qkv, self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
@@ -129,9 +131,9 @@ class LightningAttention(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H.
+        head_dim: size of a head; dim / num_heads if None.
         layer: the layer's number, from 0.
         num_layers: layers of the model.
-        head_dim: size of a head; dim / num_heads if None.
         norm_eps: of the output norm.
     """
 
@@ -139,10 +141,10 @@ class LightningAttention(Layer):
         self,
         dim: int,
         num_heads: int,
+        head_dim: int | None = None,
+        *,
         layer: int,
         num_layers: int,
-        *,
-        head_dim: int | None = None,
         norm_eps: float = 1e-6,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -170,7 +172,7 @@ class LightningAttention(Layer):
         Without gradients the state that came in is changed in place and
         returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S")
+        check_input(x, self, state, cu_seqlens, "S")
         qkv, gate = project(x, self.qkv_proj, self.g_proj)
         q, k, v = split_heads(F.silu(qkv), self.heads, self.sizes)
         g = lightning_decay(

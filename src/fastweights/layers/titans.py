@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.deep import titans
 from fastweights.deep.dual import Layers, Norm
-from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.arguments import (
+    check_input,
+    check_sizes,
+    head_size,
+    scaled,
+)
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Part
 from fastweights.layers.parts import Factory, OutputNorm, full
@@ -87,7 +92,7 @@ class TitansMemory(Layer):
     Args:
         dim: width D of x and y.
         num_heads: heads H, each with a memory of its own.
-        head_dim: their size K; q, k and v have the same.
+        head_dim: their size K, that of q, k and v; dim / num_heads if None.
         depth: layers of the memory; 1: a matrix and a bias.
         expansion: width of the memory's hidden layers over head_dim.
         chunk_size: tokens whose gradients are taken at the same weights.
@@ -100,7 +105,7 @@ class TitansMemory(Layer):
         self,
         dim: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         depth: int = 2,
         expansion: float = 4.0,
@@ -112,11 +117,11 @@ class TitansMemory(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(dim=dim, num_heads=num_heads)
         check_sizes(depth=depth, chunk_size=chunk_size)
         check_number("max_rate", max_rate, "> 0")
-        H, K = num_heads, head_dim
-        hidden = scaled("expansion", expansion, head_dim=head_dim)
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
         to: Factory = {"device": device, "dtype": dtype}
         widths = [K, *[hidden] * (depth - 1), K]
@@ -149,7 +154,7 @@ class TitansMemory(Layer):
         gradients the state that came in is changed in place and returned.
         """
         fields = ("S", "position", *self.convolution.fields)
-        check_input(x, self.dim, state, cu_seqlens, *fields)
+        check_input(x, self, state, cu_seqlens, *fields)
         y, after = self.remember(x, state, cu_seqlens)
         return y, updated(state, **after)
 

@@ -7,7 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import (
+    check_even,
+    check_input,
+    check_sizes,
+    head_size,
+)
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, rotary
 from fastweights.layers.rows import Rows
@@ -62,9 +67,7 @@ class Beside(Layer):
         check_number("theta", theta, "> 0")
         check_number("norm_eps", norm_eps, ">= 0")
         K = head_size(None, dim, num_heads)
-        if K % 2:
-            raise ValueError(f"dim / num_heads: got {K}, need an even number")
-        head_dim = K if head_dim is None else head_dim
+        check_even("dim / num_heads", K)
         self.dim, self.window, self.theta = dim, window, theta
         self.heads = (num_heads, K)
         to: Factory = {"device": device, "dtype": dtype}
@@ -157,7 +160,7 @@ class MemoryAsGate(Beside):
 
         As of :class:`TitansMemory`, and ``window`` the last keys and values.
         """
-        check_input(x, self.dim, state, cu_seqlens, *self.fields)
+        check_input(x, self, state, cu_seqlens, *self.fields)
         a, past = self.attend(x, state, cu_seqlens)
         m, after = self.memory.remember(x, state, cu_seqlens)
         return self.gated(a, m), updated(state, window=past, **after)
@@ -178,7 +181,7 @@ class MemoryAsLayer(Beside):
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, window, convolution) after x."""
-        check_input(x, self.dim, state, cu_seqlens, *self.fields)
+        check_input(x, self, state, cu_seqlens, *self.fields)
         m, after = self.memory.remember(x, state, cu_seqlens)
         m = self.memory_norm(m).to(m.dtype)
         a, past = self.attend(m, state, cu_seqlens)

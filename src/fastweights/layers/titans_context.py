@@ -86,7 +86,7 @@ class MemoryAsContext(Beside):
         S as of :class:`TitansMemory`; ``window`` [N, segment, .] has keys and
         values of h and of x, by their places in the segment.
         """
-        check_input(x, self.dim, state, cu_seqlens, *self.fields)
+        check_input(x, self, state, cu_seqlens, *self.fields)
         rows = Rows(x, state, cu_seqlens)
         x = rows.spread(x)
         start, norm = self.memory.start()

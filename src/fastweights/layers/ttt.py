@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import ttt
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import (
+    check_even,
+    check_input,
+    check_sizes,
+    head_size,
+)
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, full, rotary, split_heads
 from fastweights.layers.rows import Rows
@@ -54,8 +59,8 @@ class TTTLinear(Layer):
         self,
         dim: int,
         num_heads: int,
-        *,
         head_dim: int | None = None,
+        *,
         mini_batch: int = 16,
         base_lr: float | None = None,
         theta: float = 1e4,
@@ -70,8 +75,7 @@ class TTTLinear(Layer):
         check_number("theta", theta, "> 0")
         check_number("norm_eps", norm_eps, ">= 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        if K % 2:
-            raise ValueError(f"head_dim: got {K}, need an even number")
+        check_even("head_dim", K)
         self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
         to: Factory = {"device": device, "dtype": dtype}
@@ -123,7 +127,7 @@ class TTTLinear(Layer):
         gradients of a mini-batch that is not complete. Without gradients the
         state that came in is changed in place and returned.
         """
-        check_input(x, self.dim, state, cu_seqlens, "S", "position")
+        check_input(x, self, state, cu_seqlens, "S", "position")
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         at = at % self.mini_batch

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fastweights import layers
-from fastweights.arguments import check_number, check_sizes
+from fastweights.arguments import check_flags, check_number, check_sizes
 
 LAYERS: dict[str, type[nn.Module]] = {
     "deltanet": layers.DeltaNet,
@@ -87,12 +87,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("pattern", "without_mlp"):
-            if isinstance(getattr(self, name), str):
+            names = getattr(self, name)
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                kind = "the string " if isinstance(names, str) else ""
                 raise TypeError(
-                    f"{name}: got the string {getattr(self, name)!r}, need "
-                    "a tuple of names"
+                    f"{name}: got {kind}{names!r}, need a tuple of names"
                 )
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, tuple(names))
+            for kind in names:
+                _known(name, kind)
         sizes = ("vocabulary", "dim", "num_layers", "num_heads")
         check_sizes(**{name: getattr(self, name) for name in sizes})
         check_sizes(mlp_multiple=self.mlp_multiple)
@@ -105,15 +108,9 @@ class ModelConfig:
             )
         check_number("mlp_ratio", self.mlp_ratio, "> 0")
         check_number("norm_eps", self.norm_eps, "> 0")
-        if not isinstance(self.tie_embeddings, bool):
-            raise TypeError(
-                f"tie_embeddings: got {self.tie_embeddings!r}, need True or "
-                "False"
-            )
+        check_flags(tie_embeddings=self.tie_embeddings)
         if not self.pattern:
             raise ValueError("pattern: got nothing, need a kind of layer")
-        for kind in self.pattern:
-            _known("pattern", kind)
         if not isinstance(self.options, Mapping):
             raise TypeError(
                 f"options: got {self.options!r}, need a dictionary of "
@@ -121,6 +118,11 @@ class ModelConfig:
             )
         for kind, options in self.options.items():
             _known("options", kind)
+            if not isinstance(options, Mapping):
+                raise TypeError(
+                    f"options: got {options!r} for {kind}, need a dictionary "
+                    "of its arguments"
+                )
             taken = arguments(kind)
             for name in options:
                 if name not in taken:
@@ -172,7 +174,12 @@ class ModelConfig:
             ValueError: it is not JSON, lacks a field, has one that is not
                 known here, or one that does not fit.
         """
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"config: got text that is no JSON, need an object: {error}"
+            ) from None
         if not isinstance(found, dict):
             raise ValueError(f"config: got {found!r}, need a JSON object")
         known = {f.name for f in fields(cls)}
@@ -194,7 +201,7 @@ def arguments(kind: str) -> list[str]:
 
 
 def _known(name: str, kind: str) -> None:
-    if kind not in LAYERS:
+    if not isinstance(kind, str) or kind not in LAYERS:
         raise ValueError(
             f"{name}: got {kind!r}, need one of {', '.join(LAYERS)} (a layer "
             "of your own: fastweights.models.LAYERS[name] = its class)"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
+from fastweights.layers.layer import Part, extended
 from fastweights.models import files, sampling
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -94,7 +95,7 @@ class Block(nn.Module):
         return x, state
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Part):
     """A decoder-only language model: tokens in, logits of the next ones out.
 
     Its parameters start as follows. Matrices and embeddings are drawn from
@@ -120,6 +121,10 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(
+                f"config: got {type(config).__name__}, need a ModelConfig"
+            )
         self.config, self.checkpoint = config, checkpoint
         V, D = config.vocabulary, config.dim
         self.embedding = nn.Embedding(V, D, device=device, dtype=dtype)
@@ -272,6 +277,10 @@ class LanguageModel(nn.Module):
             wrong_shape("tokens", tokens, "[B, T] with B, T >= 1")
         if states is None:
             states = [None] * len(self.blocks)
+        if not isinstance(states, Sequence):
+            raise TypeError(
+                f"states: got {type(states).__name__}, need a list of states"
+            )
         if len(states) != len(self.blocks):
             raise ValueError(
                 f"states: got {len(states)}, need {len(self.blocks)}, one "
@@ -388,10 +397,7 @@ class LanguageModel(nn.Module):
         def after(T: int) -> int:
             return sum(x.nbytes for x in self._outline(T) if x is not None)
 
-        if T <= 1024:
-            return after(T)
-        per_token = (after(1024) - after(512)) // 512
-        return after(1024) + per_token * (T - 1024)
+        return extended(after, T)
 
     def flops_per_token(self, T: int) -> float:
         """FLOPs of a forward, per token of a sequence of T tokens.
@@ -404,6 +410,7 @@ class LanguageModel(nn.Module):
         """
         from torch.utils.flop_counter import FlopCounterMode
 
+        check_sizes(T=T)
         with FlopCounterMode(display=False) as counter:
             self._outline(T)
         return counter.get_total_flops() / T
