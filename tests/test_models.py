@@ -567,7 +567,9 @@ def test_a_folder_that_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match="dim: got nothing"):
         models.load(tmp_path)
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: config: got text that is no"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: config: got text that is no"
+    ):
         models.load(tmp_path)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):

@@ -180,12 +180,6 @@ MUTANTS = {
         "if False:",
         "test_layers_parts.py",
     ),
-    "layer-size-from-a-longer-state": (
-        LAYER,
-        "per_token * (T - 1024)",
-        "per_token * T",
-        "test_layers_parts.py",
-    ),
     "layer-dtype-unchecked": (
         f"{LAYERS}/arguments.py",
         "and is_product(out, x)\n",

@@ -157,7 +157,7 @@ MUTANTS = {
         "test_sampling.py",
     ),
     "model-bytes-of-half-a-token-more": (
-        f"{MODELS}/model.py",
+        "fastweights/layers/layer.py",
         "return after(1024) + per_token",
         "return after(1024) + per_token // 2 + per_token",
         "test_sampling.py",
