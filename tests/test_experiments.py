@@ -1,6 +1,7 @@
 """Experiments: one run, grids, files, processes, tables, the program."""
 
 import json
+import math
 import multiprocessing
 import signal
 import subprocess
@@ -172,6 +173,21 @@ def test_accuracy_is_the_share_of_right_answers_per_kind():
     plain = Needles(level=1, segments=1)
     model = LanguageModel(replace(trial.model_config, vocabulary=103))
     assert [*accuracy(model, plain, 4, 0)] == ["needle"]
+
+
+def test_a_model_that_has_diverged_answers_nothing(tmp_path):
+    """Where argmax would say token 0, or a larger one."""
+    model = LanguageModel(TRIAL.model_config)
+    targets = TASK.batch(64, 0).targets
+    token = int(targets[targets != IGNORE][0])
+    for i in (0, token):  # the first that is no number is the largest
+        model.logits = lambda x, i=i: torch.full(
+            (len(x), 128), math.nan
+        ).index_fill(1, torch.arange(i), 0.0)
+        assert set(accuracy(model, TASK, 64, 0).values()) == {0.0}
+    append(tmp_path / "a", {"settings": TRIAL.settings(), "x": (math.nan, 1)})
+    (found,) = read(tmp_path / "a")
+    assert found["x"] == [None, 1]
 
 
 def test_logits_are_made_where_something_is_asked():

@@ -32,6 +32,7 @@ import torch
 
 import fastweights as fw
 from fastweights import bench, corpus
+from fastweights.experiments.records import finite
 from fastweights.learned import learned
 from fastweights.models.files import written
 from fastweights.planted import recalled
@@ -403,24 +404,16 @@ def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
 
 def _write(record: dict[str, Any], file: Path) -> None:
     """In one step; what is no number as null."""
-    lines = ",\n".join(json.dumps(_finite(run)) for run in record["runs"])
+    lines = ",\n".join(json.dumps(finite(run)) for run in record["runs"])
     head = json.dumps({**record, "runs": []}, indent=1)
     text = head.replace('"runs": []', f'"runs": [\n{lines}\n ]') + "\n"
     written(file, lambda beside: beside.write_text(text))
 
 
-def _finite(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
 def _same(run: dict[str, Any], name: str, seed: int, base: Settings) -> bool:
     """Whether this is that run, with these settings."""
-    wanted = _finite(asdict(chosen(name, seed, base)))
-    return run["variant"] == name and _finite(run["settings"]) == wanted
+    wanted = finite(asdict(chosen(name, seed, base)))
+    return run["variant"] == name and finite(run["settings"]) == wanted
 
 
 def _line(run: dict[str, Any]) -> str:

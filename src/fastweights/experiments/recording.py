@@ -108,6 +108,7 @@ def _short(record: Record) -> Record:
     }
 
 
-def _digits(point: Iterable[float]) -> list[float]:
+def _digits(point: Iterable[float | None]) -> list[float | None]:
+    """Three of them; None, in the place of what is no number, stays."""
     step, *figures = point
-    return [step, *(float(f"{x:.3g}") for x in figures)]
+    return [step, *(x if x is None else float(f"{x:.3g}") for x in figures)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,9 +49,18 @@ def append(file: Path, record: Record) -> None:
         while whole and last_byte(out, whole) != b"\n":
             whole -= 1  # of a line that was cut off as it was written
         out.truncate(whole)
-        out.write(json.dumps(record).encode() + b"\n")
+        out.write(json.dumps(finite(record)).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
+
+
+def finite(x: Any) -> Any:
+    """For JSON, which has no nan: None in the place of what is no number."""
+    if isinstance(x, dict):
+        return {key: finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def last_byte(file: BinaryIO, end: int) -> bytes:

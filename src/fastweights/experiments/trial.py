@@ -237,7 +237,8 @@ def accuracy(
     """Share of right answers, by kind of question.
 
     Of ``rows`` sequences, ``at_once`` of them in one pass, a seed for each
-    pass. Right is the one token with the largest logit.
+    pass. Right is the one token with the largest logit; among logits that
+    are no numbers there is none.
     """
     device = model.embedding.weight.device
     right = torch.zeros(len(task.kinds), device=device)
@@ -246,7 +247,8 @@ def accuracy(
         number = min(at_once, rows - done)
         batch = task.batch(number, seed + 1024 * i, device)
         logits, targets, groups = answers(model, batch)
-        hits = (logits.argmax(-1) == targets).float()
+        hits = (logits.argmax(-1) == targets) & ~logits.isnan().any(-1)
+        hits = hits.float()
         right = right.index_add(0, groups, hits)
         count = count.index_add(0, groups, torch.ones_like(hits))
     found = zip(task.kinds, right.tolist(), count.tolist(), strict=True)
