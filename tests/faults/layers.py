@@ -105,8 +105,8 @@ MUTANTS = {
     ),
     "layer-packed-tiles-look-ahead": (
         SDPA,
-        "same.tril(len(row) - len(own))",
-        "same.tril(len(row))",
+        "same.tril(row.shape[0] - own.shape[0])",
+        "same.tril(row.shape[0])",
     ),
     "layer-packed-tiles-keep-their-masks": (
         SDPA,

@@ -121,14 +121,14 @@ def check_input(
         )
     if x.dim() != 3 or x.shape[-1] != dim or min(x.shape) < 1:
         wrong_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
-    rows = len(x)
+    rows = x.shape[0]
     if cu_seqlens is not None:
         check_tensors({"cu_seqlens": cu_seqlens})
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
         if rows != 1:
             wrong_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
-        rows = len(cu_seqlens) - 1
+        rows = cu_seqlens.shape[0] - 1
     if state is None:
         return
     if not isinstance(state, LayerState):
@@ -150,7 +150,7 @@ def check_input(
             wrong_shape("state: rows", state.rows, f"[{rows}]")
         return
     for name, tensor in tensors.items():
-        if len(tensor) != rows:
+        if tensor.shape[0] != rows:
             raise ValueError(
                 f"state: got {name} of shape {list(tensor.shape)}, need "
                 f"{rows} rows, one per sequence"

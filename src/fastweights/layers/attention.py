@@ -249,7 +249,7 @@ def enlarged(x: Tensor, capacity: int) -> Tensor:
     if x.shape[1] >= capacity:
         return x
     more = max(capacity, 2 * x.shape[1]) - x.shape[1]
-    return torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1)
+    return torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], 1)
 
 
 def attend_packed(

@@ -127,4 +127,4 @@ def tile(
 ) -> Float[Tensor, "1 C H K"]:
     """The last C queries of T tokens; of each, which sequence it is in."""
     same = own[:, None] == row
-    return attention(q, k, v, same.tril(len(row) - len(own)))
+    return attention(q, k, v, same.tril(row.shape[0] - own.shape[0]))

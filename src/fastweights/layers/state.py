@@ -86,7 +86,7 @@ class LayerState:
         check_integers({"used": used})
         if used < 0:
             raise ValueError(f"used: got {used}, need an integer >= 0")
-        size = min(len(x) for x in self.tensors().values())
+        size = min(x.shape[0] for x in self.tensors().values())
         check_rows(rows, None, size, none=True)
         return LayerState(**self.tensors(), used=used, rows=rows)
 
@@ -144,7 +144,7 @@ class LayerState:
                 f"{sorted(mine)}"
             )
         for name, x in mine.items():
-            count = len(x) if rows is None else len(rows)
+            count = x.shape[0] if rows is None else rows.shape[0]
             y, room = theirs[name], list(x.shape[1:])
             if name in ("keys", "values") and y.shape[1] < x.shape[1]:
                 mine[name] = x[:, : y.shape[1]]
@@ -281,5 +281,5 @@ def lengths(
 ) -> Int[Tensor, " N"]:
     """How many tokens of each sequence stand in x."""
     if cu_seqlens is None:
-        return torch.full((len(x),), x.shape[1], device=x.device)
+        return torch.full((x.shape[0],), x.shape[1], device=x.device)
     return cu_seqlens.diff().to(torch.int64)

@@ -94,7 +94,7 @@ class MemoryAsContext(Beside):
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = norm[0].to(full), norm[1].to(full)
         if state is None:
-            (H, K), N = self.heads, len(x)
+            (H, K), N = self.heads, x.shape[0]
             P = sum(w[0].numel() for layer in start for w in layer)
             seen = x.new_zeros(N, self.window, 4 * H * K)
             S0 = x.new_zeros(N, H, 3, P, dtype=full)

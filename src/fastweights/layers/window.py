@@ -79,7 +79,7 @@ def seen_always(
     if always is None:
         return keys, values, mask
     more = always.transpose(1, 2).to(keys.dtype)[:, None]
-    k, v = more.expand(-1, len(keys), -1, -1, -1)
+    k, v = more.expand(-1, keys.shape[0], -1, -1, -1)
     return (
         torch.cat([k, keys], 2),
         torch.cat([v, values], 2),
