@@ -130,19 +130,19 @@ def _check(
     if k.shape != q.shape:
         wrong_shape("k", k, f"q's, {list(q.shape)}")
     B, T, H, K = q.shape
-    if min(B, T, H, K) < 1:
+    if any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
-    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or min(v.shape) < 1:
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or any(
+        n < 1 for n in v.shape
+    ):
         wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     HV, V = v.shape[2:]
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
         wrong_shape("v", v, need)
-    if g is not None and g.shape not in (
-        (HV,),
-        (B, T, HV),
-        (B, T, HV, K),
-    ):
+    # By dimensions first: to compare B with HV would make a graph for one B.
+    gates = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
+    if g is not None and g.shape != gates.get(g.dim()):
         need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
         wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):

@@ -175,7 +175,7 @@ def check_scan(
         "cu_seqlens": (torch.int32, torch.int64),
     }
     check_kinds(tensors, dtypes)
-    if x.dim() != 3 or min(x.shape) < 1:
+    if x.dim() != 3 or any(n < 1 for n in x.shape):
         wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
     for name in ("dt", "z"):

@@ -41,7 +41,7 @@ def check_tokens(
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (wide(q.dtype), q.dtype))
     check_kinds(tokens | given, dtypes | dict.fromkeys(given, WHOLE))
-    if q.dim() != 4 or min(q.shape) < 1:
+    if q.dim() != 4 or any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:
         wrong_shape("k", k, f"q's, {list(q.shape)}")

@@ -72,7 +72,7 @@ def mesa(
     check_tokens(q, k, v, {"g": g, "beta": beta})
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
     check_shapes(
         {"ridge": (ridge, (H, K))}
         | {"initial_state": (initial_state, (N, H, K, K + V))}

@@ -211,13 +211,13 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for Aqk and, under the delta rule, P: a row of C per token.
 
-    One token needs none of it. Another backend may keep more, of a size
+    One token needs none of it: as many tensors, which are empty, so that a
+    graph for any T is one for T = 1. Another backend may keep more, of a size
     that g and cu_seqlens decide.
     """
     B, T, HV = v.shape[:3]
-    if T == 1:
-        return []
-    shape = (B, HV, T, torch.sym_min(chunk_size, T))  # a head's rows together
+    width = 0 if T == 1 else torch.sym_min(chunk_size, T)
+    shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None else 2
     return [q.new_empty(shape, dtype=wide(q.dtype)) for _ in range(number)]
 
@@ -236,11 +236,12 @@ def forward(
     """Outputs, final states, and what the backward re-uses."""
     tokens = widen(q, k, v, g, beta)
     state = first_states(q, v, initial_state, cu_seqlens)
+    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     if v.shape[1] == 1 and (found := sequences(cu_seqlens, 1)):
         [(n, _)] = found
-        return advance(state[n], *tokens, scale=scale).to(v.dtype), state, []
+        o = advance(state[n], *tokens, scale=scale).to(v.dtype)
+        return o, state, saved
     o = v.new_empty(v.shape)
-    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     if cu_seqlens is not None:
         # Short sequences fill less than a row; the last may end before T.
         for x in (o, *saved):
@@ -297,7 +298,7 @@ def backward(
     ]
     for part in pieces(cu_seqlens, v, chunk_size):
         n, C = part.states, part.chunk_size
-        kept = part.of(*(x.transpose(1, 2) for x in saved))
+        kept = part.of(*(x.transpose(1, 2) for x in saved if x.numel()))
         kept = [to_chunks(x[..., :C], C) for x in kept]
         *grads_n, dS_n = chunkwise_backward(
             *part.of(*tokens),
