@@ -132,8 +132,10 @@ def _check(
     B, T, H, K = q.shape
     if any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
-    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or any(
-        n < 1 for n in v.shape
+    if (
+        v.dim() != 4
+        or v.shape[:2] != q.shape[:2]
+        or any(n < 1 for n in v.shape)
     ):
         wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     HV, V = v.shape[2:]

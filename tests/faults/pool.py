@@ -93,6 +93,30 @@ MUTANTS = {
         "torch.inference_mode(False)",
         "torch.inference_mode(torch.is_inference_mode_enabled())",
     ),
+    "graph-of-one-batch": (
+        "fastweights/layers/arguments.py",
+        "rows = x.shape[0]",
+        "rows = len(x)",
+        "test_export.py",
+    ),
+    "graph-of-gates-of-one-batch": (
+        "fastweights/arguments.py",
+        "if g is not None and g.shape != gates.get(g.dim()):",
+        "if g is not None and g.shape not in tuple(gates.values()):",
+        "test_export.py",
+    ),
+    "graph-of-more-than-one-token": (
+        "fastweights/reference/backend.py",
+        "        return o, state, saved\n    o = v",
+        "        return o, state, []\n    o = v",
+        "test_export.py",
+    ),
+    "graph-without-states": (
+        STATE,
+        "torch.export.register_dataclass(",
+        "(lambda *given, **named: None)(",
+        "test_export.py",
+    ),
     "decode-of-no-row": (
         "fastweights/decoding.py",
         "        if not len(at):\n            return o\n",

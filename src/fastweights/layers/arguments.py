@@ -119,9 +119,7 @@ def check_input(
         raise TypeError(
             f"x: got {x.dtype}, need the layer's, {out.weight.dtype}"
         )
-    if x.dim() != 3 or x.shape[-1] != dim or any(
-        n < 1 for n in x.shape
-    ):
+    if x.dim() != 3 or x.shape[-1] != dim or any(n < 1 for n in x.shape):
         wrong_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
     rows = x.shape[0]
     if cu_seqlens is not None:

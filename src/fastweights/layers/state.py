@@ -167,6 +167,12 @@ class LayerState:
         return sum(x.nbytes for x in self.tensors().values())
 
 
+# In what torch.export and others take apart, a state is its fields.
+torch.export.register_dataclass(
+    LayerState, serialized_type_name="fastweights.LayerState"
+)
+
+
 def updated(state: LayerState | None, **new: Any) -> LayerState:
     """The state after a call: in place without gradients, else a new one."""
     after = LayerState(**new)
