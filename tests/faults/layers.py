@@ -198,7 +198,7 @@ MUTANTS = {
     ),
     "layer-other-rows-unchecked": (
         f"{LAYERS}/arguments.py",
-        "if len(tensor) != rows:",
+        "if tensor.shape[0] != rows:",
         "if False:",
         "test_layers_state.py",
     ),

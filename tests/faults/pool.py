@@ -12,8 +12,8 @@ MUTANTS = {
     ),
     "pool-rows-are-not-cleared": (
         POOL,
-        "self._clear(row)\n        self.free",
-        "self.free",
+        "self._clear(row)\n        self._kept",
+        "self._kept",
     ),
     "pool-m-is-cleared-to-nothing": (POOL, 'name == "m"', "False"),
     "pool-restores-the-first-row": (
