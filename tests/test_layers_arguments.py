@@ -227,7 +227,7 @@ VALUES = {
         "need at most 1",
     ),
     "norm-eps": (
-        lambda: GatedDeltaNet(8, 2, 4, norm_eps=math.inf),
+        lambda: SoftmaxAttention(8, 2, norm_eps=math.inf),
         "norm_eps: got inf",
         "need a finite number",
     ),
@@ -422,6 +422,20 @@ def test_arguments_have_one_order(layer):
     assert order == ["dim", "num_heads", "head_dim"][: len(order)]
     if len(order) == 3:
         assert inspect.signature(layer).parameters["head_dim"].default is None
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_every_norm_has_the_eps_that_was_asked_for(layer):
+    if "norm_eps" not in inspect.signature(layer).parameters:
+        assert layer is Mamba  # which has no norm
+        return
+    more = {"qk_norm": True} if layer is SoftmaxAttention else {}
+    if layer is LightningAttention:
+        more = {"layer": 0, "num_layers": 1}
+    first = {"head_dim": 4} if layer is Mamba2 else {"num_heads": 2}
+    made = layer(8, **first, norm_eps=0.5, **more)
+    norms = [m.eps for m in made.modules() if hasattr(m, "eps")]
+    assert norms and set(norms) == {0.5}
 
 
 def test_a_layer_with_autocast_takes_what_is_cast():

@@ -251,6 +251,8 @@ def test_rotary_turns_by_differences():
     turned = rotary(q, torch.tensor([[3]]), fraction=0.6)
     assert torch.equal(turned[..., 4:], q[..., 4:])
     assert not (turned[..., :4] == q[..., :4]).any()
+    alone = rotary(q[..., :4], torch.tensor([[3]]))  # as if it were a head
+    torch.testing.assert_close(turned[..., :4], alone)
     far = torch.tensor([[100_000]])
     low = rotary(q.bfloat16(), far)
     assert low.dtype == torch.bfloat16

@@ -98,6 +98,11 @@ def test_the_mlp_is_rounded_up_as_published():
         ("tie_embeddings", 1, "tie_embeddings: got 1, need True or False"),
         ("options", {"rnn": {}}, "options: got 'rnn', need one of"),
         ("options", {"kda": {"H": 2}}, "options: got 'H' for kda, need one"),
+        ("options", {"kda": None}, "options: got None for kda, need a dict"),
+        ("pattern", ([],), "pattern: got [], need one of deltanet"),
+        ("without_mlp", None, "without_mlp: got None, need a tuple"),
+        ("without_mlp", ("rnn",), "without_mlp: got 'rnn', need one of"),
+        ("mlp_ratio", math.inf, "mlp_ratio: got inf, need a finite number"),
     ],
 )
 def test_a_config_says_what_does_not_fit(field, value, said):
@@ -112,6 +117,21 @@ def test_options_reach_the_layers_of_their_kind():
     )
     assert m.blocks[0].layer.qkv_proj.out_features == 64
     assert m.blocks[1].layer.layer == 1
+
+
+def test_options_of_a_kind_win_over_those_of_all():
+    options = {"softmax": {"num_heads": 1, "head_dim": 8}}
+    m = model(("softmax", "kda"), head_dim=4, options=options)
+    softmax, kda = (m.blocks[i].layer.o_proj.in_features for i in (0, 1))
+    assert (softmax, kda) == (8, 2 * 4)
+    m = model(("lightning",), options={"lightning": {"num_layers": 9}})
+    assert m.blocks[1].layer.num_layers == 9
+
+
+def test_branches_are_layers_and_the_mlps_that_there_are():
+    c = config(("mamba", "softmax", "gla"), num_layers=4)
+    assert c.num_branches == 4 + 2
+    assert config(("gla",), without_mlp=("gla",)).num_branches == 2
 
 
 class Shift(nn.Module):
@@ -327,6 +347,107 @@ def test_states_of_every_kind(kind):
         for T in (1, 23):
             _, states = m(tokens[:1, :T])
             assert m.state_bytes(T) == sum(s.nbytes for s in states)
+
+
+LONG = {"dtype": torch.int64}
+WRONG = {
+    "config": (lambda m: LanguageModel({}), "config: got dict, need a Model"),
+    "pattern": (
+        lambda m: ModelConfig(9, 8, 2, pattern=None),
+        "pattern: got None, need a tuple of names",
+    ),
+    "json": (
+        lambda m: ModelConfig.from_json("{"),
+        "config: got text that is no JSON, need an object",
+    ),
+    "flag": (
+        lambda m: LanguageModel(m.config, checkpoint="no"),
+        "checkpoint: got 'no', need True or False",
+    ),
+    "dtype": (
+        lambda m: LanguageModel(m.config, dtype=torch.int64),
+        "dtype: got torch.int64, need one of",
+    ),
+    "beyond": (
+        lambda m: m(torch.tensor([[71, 3]])),
+        "tokens: got 71, need 0 to 70",
+    ),
+    "below": (
+        lambda m: m(torch.tensor([[-1, 3]])),
+        "tokens: got -1, need 0 to 70",
+    ),
+    "list": (lambda m: m([[1, 2]]), "tokens: got list, need a Tensor"),
+    "none": (
+        lambda m: m(torch.zeros(2, 0, **LONG)),
+        "tokens: got shape [2, 0], need [B, T] with B, T >= 1",
+    ),
+    "bool": (
+        lambda m: m(torch.zeros(2, 5, dtype=torch.bool)),
+        "tokens: got torch.bool, need torch.int64 or torch.int32",
+    ),
+    "states": (lambda m: m(text(2, 5), 3), "states: got int, need a list"),
+    "target": (
+        lambda m: m.loss(text(2, 5), torch.full((2, 5), 71)),
+        "targets: got 71, need 0 to 70 or -100",
+    ),
+    "target-of-each": (
+        lambda m: m.token_losses(text(2, 5), torch.full((2, 5), -1)),
+        "targets: got -1, need 0 to 70 or -100",
+    ),
+    "target-dtype": (
+        lambda m: m.loss(text(2, 5), torch.randn(2, 5)),
+        "targets: got torch.float32, need torch.int64 or torch.int32",
+    ),
+    "target-shape": (
+        lambda m: m.token_losses(text(2, 5), text(2, 4)),
+        "targets: got shape [2, 4], need [2, 5]",
+    ),
+    "no-target": (
+        lambda m: m.token_losses(text(2, 5), None),
+        "targets: got NoneType, need a Tensor",
+    ),
+    "reduction": (
+        lambda m: m(text(2, 5), targets=text(2, 5), reduction="sum"),
+        "reduction: got 'sum', need one of ('mean', 'none')",
+    ),
+    "ignored": (
+        lambda m: m.loss(text(2, 5), text(2, 5), ignore_index="x"),
+        "ignore_index: got str, need an int",
+    ),
+    "weight": (
+        lambda m: models.cross_entropy(
+            torch.randn(3, 4), torch.randn(5, 3), torch.zeros(3, **LONG)
+        ),
+        "weight: got shape [5, 3], need [V, 4]",
+    ),
+    "weight-dtype": (
+        lambda m: models.cross_entropy(
+            torch.randn(3, 4), torch.randn(5, 4).double(), text(3) % 5
+        ),
+        "weight: got torch.float64, need x's, torch.float32",
+    ),
+    "row": (
+        lambda m: models.next_tokens(text(5)),
+        "tokens: got shape [5], need [B, T]",
+    ),
+    "offsets": (
+        lambda m: m.loss(text(1, 5), cu_seqlens=torch.tensor([0, 6])),
+        "cu_seqlens: got [0, 6], need values that start at 0",
+    ),
+    "size": (lambda m: m.state_bytes(-4), "T: got -4, need an integer >= 1"),
+    "room": (
+        lambda m: m.new_states(0, 3),
+        "num_sequences: got 0, need an integer >= 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_named(name):
+    call, said = WRONG[name]
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(model(("gla",)))
+    assert str(error.value).startswith(said)
 
 
 def test_what_does_not_fit_the_model_is_refused():
@@ -546,6 +667,24 @@ def test_a_model_comes_back_from_its_folder(tied, tmp_path):
     assert names == {"config.json", "model.safetensors"}
     half = models.load(tmp_path / "new" / "folder", dtype=torch.bfloat16)
     assert half.norm.weight.dtype == torch.bfloat16
+
+
+def test_a_file_keeps_its_dtype_and_its_mode(tmp_path):
+    """Both files may be read by whom a new file may be read by."""
+    model().bfloat16().save(tmp_path)
+    assert {p.dtype for p in models.load(tmp_path).parameters()} == {
+        torch.bfloat16
+    }
+    (tmp_path / "new").touch()
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1
+
+
+def test_a_parameter_that_is_not_there_is_not_saved(tmp_path):
+    m = model()
+    m.norm.weight = nn.Parameter(m.norm.weight.to("meta"))
+    with pytest.raises(ValueError, match=r"model: got norm.weight as meta"):
+        m.save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_does_not_fit(tmp_path):

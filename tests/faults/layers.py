@@ -157,6 +157,11 @@ MUTANTS = {
         "uniform(self.A_log, *self.A_range)\n",
         "uniform(self.A_log, *map(math.log, self.A_range)).exp()\n",
     ),
+    "layer-rotary-by-the-whole-head": (
+        PARTS,
+        "theta ** (-j / R)",
+        "theta ** (-j / x.shape[-1])",
+    ),
     "layer-A-of-nothing": (PARTS, "A.clamp_min(SMALLEST).log()", "A.log()"),
     "layer-dt-of-nothing": (
         PARTS,

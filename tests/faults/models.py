@@ -178,6 +178,27 @@ MUTANTS = {
         'found.pop("tie_embeddings")\n'
         "        known = {f.name for f in fields(cls)}",
     ),
+    "model-branches-without-mlps": (
+        CONFIG,
+        "return self.num_layers + sum(mlps)",
+        "return self.num_layers + len(mlps)",
+    ),
+    "model-options-of-all-win": (
+        CONFIG,
+        "return found | dict(self.options.get(kind, {}))",
+        "return dict(self.options.get(kind, {})) | found",
+    ),
+    "model-file-of-another-dtype": (
+        FILES,
+        "dtype = next(iter(there.values())).dtype",
+        "pass",
+    ),
+    "model-file-for-its-owner": (
+        FILES,
+        "path.chmod(",
+        "int(",
+    ),
+    "model-saved-without-numbers": (FILES, "or x.is_meta", ""),
     "model-shapes-unchecked": (
         FILES,
         "there[name].shape != x.shape",

@@ -18,9 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import private
-from fastweights.arguments import check_packed, check_tensors, wrong_shape
+from fastweights.arguments import (
+    check_integers,
+    check_packed,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.layers.parts import full
-from fastweights.ops import autocast, without_autocast
+from fastweights.ops import _autocasts, autocast, without_autocast
 from fastweights.reference.backend import outside, wide
 
 Hidden = Float[Tensor, "*rows D"]
@@ -72,8 +77,9 @@ def token_losses(
     """
     _check(x, weight, targets, ignore_index)
     losses = LOSSES if torch.compiler.is_compiling() else _losses
+    x, weight = autocast(x, weight)
     with torch.no_grad():
-        return losses(*autocast(x, weight), targets, ignore_index)
+        return losses(x, weight, targets, ignore_index)
 
 
 def of_logits(
@@ -112,6 +118,8 @@ def check_tokens(
     on a CPU, where nothing is traced.
     """
     check_tensors({name: tokens})
+    if ignore_index is not None:
+        check_integers({"ignore_index": ignore_index})
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{name}: got {tokens.dtype}, need torch.int64 or torch.int32"
@@ -139,6 +147,8 @@ def check_tokens(
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     """Raise for the first argument that does not fit the others."""
     check_tensors({"x": x, "weight": weight})
+    if weight.dtype != x.dtype and not _autocasts(x):
+        raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         wrong_shape("weight", weight, f"[V, {x.shape[-1]}]")
     check_tokens("targets", targets, len(weight), x.shape[:-1], ignored)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastweights.arguments import check_sizes, wrong_shape
+from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
 from fastweights.layers.layer import Part, extended
@@ -250,6 +250,7 @@ class LanguageModel(Part):
         ignore_index: int = -100,
     ) -> Float[Tensor, "B T"]:
         """Each token's loss in nats, without gradients; 0 if ignored."""
+        check_tensors({"targets": targets})  # None asks for logits
         with torch.no_grad():
             return self(
                 tokens,
@@ -337,6 +338,7 @@ class LanguageModel(Part):
         per sequence, on their parameters' device if ``device`` is None. The
         others get None and make their own.
         """
+        check_sizes(num_sequences=num_sequences, capacity=capacity)
         found = []
         for block in self.blocks:
             make = getattr(block.get_submodule("layer"), "new_state", None)
