@@ -78,7 +78,9 @@ def test_of_one_file_the_last_bytes_are_held_out(folder):
     assert len(text.held_out[0]) == round(0.05 * len(whole))
 
 
-def test_the_standard_library_is_that_of_every_recorded_run(monkeypatch):
+def test_the_standard_library_is_that_of_every_recorded_run(
+    monkeypatch, tmp_path
+):
     text = corpus.read()
     sets = ("text", "text_again", "text_learned")
     runs = [run for name in sets for run in comparison.load(name)]
@@ -86,6 +88,9 @@ def test_the_standard_library_is_that_of_every_recorded_run(monkeypatch):
     for run in runs:
         assert run["corpus"] == {"bytes": text.size, "sha256": text.sha256}
     assert len(text.train) + len(text.held_out) == 511
+    (tmp_path / "one.py").write_bytes(text.train[9])
+    both = corpus.read([tmp_path, "stdlib", tmp_path, "stdlib"])
+    assert both.size == text.size and both.train[0] == text.train[9]
     monkeypatch.setattr(corpus, "STDLIB", "0" * 64)
     with pytest.raises(ValueError, match=r"stdlib\.tar\.gz with sha256 4257"):
         corpus.read()

@@ -65,18 +65,18 @@ def read(
     for name, words in (("sources", sources), ("suffixes", suffixes)):
         if isinstance(words, str) or not isinstance(words, Iterable):
             raise TypeError(f"{name}: got {words!r}, need a list of strings")
+    sources, suffixes = tuple(sources), tuple(suffixes)
     for source in sources:
         if not isinstance(source, str | os.PathLike):
             raise TypeError(f"sources: got {source!r}, need strings or paths")
-    suffixes = tuple(suffixes)
     documents: list[bytes] = []
     for source in dict.fromkeys(sources):
+        before = {b"", *documents}
         if source == "stdlib":
-            documents += library()
-            continue
-        before = set(documents)
-        found = dict.fromkeys(map(content, files(source, suffixes)))
-        documents += [x for x in found if x and x not in before]
+            found = library()
+        else:
+            found = [*dict.fromkeys(map(content, files(source, suffixes)))]
+        documents += [x for x in found if x not in before]
     if not documents:
         named = ", ".join(map(str, sources)) or "no source"
         raise ValueError(f"corpus: got {named}, which holds no text")
@@ -101,7 +101,7 @@ def library() -> list[bytes]:
     left out. The archive ``data/stdlib.tar.gz`` holds their licences too.
 
     Raises:
-        ValueError: the archive is damaged.
+        ValueError: the archive holds another text.
     """
     archive = resources.files("fastweights") / "data" / "stdlib.tar.gz"
     whole, documents = hashlib.sha256(), []
