@@ -326,6 +326,37 @@ def test_the_loss_of_every_kind(kind):
     agree(gradients(m, loss), gradients(m, ref))
 
 
+REFUSING = {  # which have a recurrence or a convolution
+    *("deltanet", "gated_deltanet", "gla", "kda", "lightning", "mamba"),
+    *("mamba2", "mesanet", "mlstm", "recurrence", "retention", "titans"),
+    *("titans_gate", "titans_layer"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_per_sample(kind):
+    """By torch.func, or as its refusal says."""
+    m, tokens = model((kind,), num_layers=1).double(), text(2, 9)
+    parameters = dict(m.named_parameters())
+
+    def loss(parameters, row):
+        call = torch.func.functional_call
+        return call(m, parameters, (row[None],), {"targets": row[None]})
+
+    def of_each():
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        return per_sample(parameters, tokens).values()
+
+    if kind in REFUSING:
+        with pytest.raises(NotImplementedError, match="a sample at a time"):
+            of_each()
+        return
+    found = [list(g) for g in zip(*of_each(), strict=True)]
+    for row, each in zip(tokens, found, strict=True):
+        agree(each, gradients(m, m.loss(row[None], row[None])), atol=1e-12)
+
+
 # States.
 
 

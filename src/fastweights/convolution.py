@@ -159,7 +159,7 @@ def _call(
     if torch.compiler.is_compiling():
         return FORWARD(*inputs, *options)
     if private.transformed():
-        refuse_transforms(name, *inputs)
+        refuse_transforms(name, *inputs, loop=False)
     asked = torch.is_grad_enabled() and any(
         [t is not None and t.requires_grad for t in inputs]
     )

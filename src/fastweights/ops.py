@@ -441,13 +441,20 @@ def _refuse_inference(*inputs: Tensor | None) -> None:
             )
 
 
-def refuse_transforms(name: str, *inputs: Tensor | None) -> None:
-    """Raise under torch.func, and where an input has a tangent."""
+def refuse_transforms(
+    name: str, *inputs: Tensor | None, loop: bool = True
+) -> None:
+    """Raise under torch.func, and where an input has a tangent.
+
+    ``loop`` is whether there is a backend "loop", which has both.
+    """
     duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
     if private.in_torch_func() or any(x.tangent is not None for x in duals):
+        has = 'only backend="loop" has' if loop else "it has not"
         raise NotImplementedError(
-            f"{name}: got a transform of torch.func, or "
-            'forward-mode autograd, which only backend="loop" has'
+            f"{name}: got a transform of torch.func, or forward-mode "
+            f"autograd, which {has}; a layer's gradients per sample are "
+            "those of torch.autograd.grad, a sample at a time"
         )
 
 

@@ -81,6 +81,11 @@ MUTANTS = {
         "child.apply(_reset)",
         "pass",
     ),
+    "model-loss-under-no-transform": (
+        LOSS,
+        "if private.transformed():",
+        "if False:",
+    ),
     "model-head-is-not-called": (
         MODEL,
         "return self.head.weight if is_product(self.head, x) else None",
