@@ -1,5 +1,7 @@
 """Networks as fast weights: by chunks as token by token, and in pieces."""
 
+import copy
+
 import pytest
 import torch
 from deep_cases import CASES, WEIGHTS, B, C, H, K, V, drawn
@@ -20,6 +22,7 @@ from fastweights.fast_weights import (
     sgd,
     squared_error,
 )
+from fastweights.layers import LaCT
 from fastweights.reference import steps
 
 T = 3 * C + 2
@@ -200,6 +203,70 @@ def test_singular_values_land_near_one(coefficients, low, high, shape):
     assert low < values.min() and values.max() < high
     rest = between - torch.diag_embed(values)
     assert rest.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, 1e-30),
+        (torch.float32, 1e-12),
+        (torch.float32, 1e18),
+        (torch.float32, 1e30),
+        (torch.bfloat16, 1e-30),
+        (torch.bfloat16, 1e30),
+        (torch.float16, 1e-5),
+        (torch.float16, 10.0),
+        (torch.float16, 3e4),
+    ],
+    ids=str,
+)
+def test_matrices_of_any_size_are_orthogonalised(dtype, size):
+    """The norm of 128 x 128 entries is not taken in their dtype."""
+    torch.manual_seed(0)
+    G = torch.randn(64, 128).clamp(-2, 2) * size
+    found = newton_schulz(G.to(dtype))
+    values = torch.linalg.svdvals(found.double())
+    assert found.dtype == dtype
+    assert 0.93 < values.min() and values.max() < 1.07
+
+
+@pytest.mark.parametrize(
+    ("G", "options", "message"),
+    [
+        (torch.ones(3, 4, dtype=torch.int64), {}, "G: got torch.int64, need"),
+        (3, {}, "G: got int, need a Tensor"),
+        (torch.ones(4), {}, r"G: got shape \[4\], need \[..., K, N\]"),
+        (
+            torch.ones(3, 4),
+            {"coefficients": ((1, 2),)},
+            r"coefficients: got \(\(1, 2\),\), need \(a, b, c\)",
+        ),
+        (torch.ones(3, 4), {"eps": -1.0}, "eps: got -1.0, need >= 0"),
+    ],
+)
+def test_what_newton_schulz_refuses(G, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        newton_schulz(G, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float16, 5e-3), (torch.bfloat16, 3.3e-2)],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_lact_in_half_precision(width, dtype, most):
+    """After a step by rates of 1e-3, whose errors are below fp16's least."""
+    torch.manual_seed(0)
+    layer, x = LaCT(width, 1, chunk_size=256), torch.randn(1, 260, width)
+    exact = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        want = exact(x.double())[0][:, 256:]
+        with torch.autocast("cpu", dtype):
+            found = layer(x)[0][:, 256:]
+        half = layer.to(dtype)(x.to(dtype))[0][:, 256:]
+    assert relative_error(found, want) < most
+    assert relative_error(half, want) < most
 
 
 def test_nothing_to_orthogonalise():

@@ -168,6 +168,20 @@ def test_random_features_have_the_shape_and_dtype_of_their_input(name, dtype):
         assert (y > 0).all()
 
 
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_random_features_in_half_precision_are_rounded_once(name, dtype):
+    """An exponential has as many wrong digits as its argument is long."""
+    phi = MAPS[name](feature_maps.random_directions(5, K).to(dtype))
+    x = (1.5 * torch.randn(40, K)).clamp(-2.5, 2.5).to(dtype)
+    want = phi(x.double())
+    assert (want.abs() < 6e4).all()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        phi(x).double(), want, rtol=eps, atol=torch.finfo(dtype).tiny
+    )
+
+
 def test_the_package_has_them_without_an_import_of_their_own():
     """The package's own imports bind every public name."""
     imports = ast.walk(ast.parse(inspect.getsource(fw)))

@@ -20,6 +20,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
+from fastweights.reference.backend import wide
 
 Input = Float[Tensor, "*lead K"]
 Features = Float[Tensor, "*lead features"]
@@ -87,7 +88,9 @@ def random_directions(
 class RandomFeatures(nn.Module):
     """A feature map with random directions: a buffer, [R, K].
 
-    It takes x [..., K], of any floating dtype, in which it computes.
+    It takes x [..., K] of any floating dtype, and computes in fp32 (fp64 if
+    x is): an exponential's error is its argument's, and x's dtype may have no
+    room for it.
 
     Raises:
         TypeError: directions or x is no tensor.
@@ -104,13 +107,14 @@ class RandomFeatures(nn.Module):
         super().__init__()
         self.register_buffer("directions", directions)
 
-    def directions_for(self, x: Input) -> Float[Tensor, "R K"]:
-        """The directions, in x's dtype and on its device."""
+    def widened(self, x: Input) -> tuple[Input, Float[Tensor, "R K"]]:
+        """x in the dtype that it is computed in, and directions like it."""
         check_tensors({"x": x})
         K = self.directions.shape[1]
         if x.dim() < 1 or x.shape[-1] != K:
             wrong_shape("x", x, f"[..., {K}], as wide as the directions")
-        return self.directions.to(x)
+        x = x.to(wide(x.dtype))
+        return x, self.directions.to(x)
 
 
 class RandomFourier(RandomFeatures):
@@ -125,11 +129,11 @@ class RandomFourier(RandomFeatures):
     """
 
     def forward(self, x: Input) -> Features:
-        w = self.directions_for(x)
-        angle = x @ w.T
-        size = (0.5 * x.square().sum(-1, keepdim=True)).exp()
+        z, w = self.widened(x)
+        angle = z @ w.T
+        size = (0.5 * z.square().sum(-1, keepdim=True)).exp()
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
-        return size * waves / math.sqrt(w.shape[0])
+        return (size * waves / math.sqrt(w.shape[0])).to(x.dtype)
 
 
 class PositiveRandom(RandomFeatures):
@@ -143,6 +147,7 @@ class PositiveRandom(RandomFeatures):
     """
 
     def forward(self, x: Input) -> Features:
-        w = self.directions_for(x)
-        size = 0.5 * x.square().sum(-1, keepdim=True)
-        return (x @ w.T - size).exp() / math.sqrt(w.shape[0])
+        z, w = self.widened(x)
+        size = 0.5 * z.square().sum(-1, keepdim=True)
+        found = (z @ w.T - size).exp() / math.sqrt(w.shape[0])
+        return found.to(x.dtype)

@@ -2,6 +2,7 @@
 
 DEEP, LAYERS = "fastweights/deep", "fastweights/layers"
 LOOP, PUBLIC = "test_deep.py", "test_deep_published.py"
+LENGTHS = "test_deep_lengths.py"
 PIECES, BEYOND = "test_layers.py", "fastweights/reference/beyond.py"
 TESTS = {
     f"{DEEP}/chunks.py": LOOP,
@@ -24,8 +25,8 @@ TESTS = {
 MUTANTS = {
     "lact-second-matrix-not-turned": (
         f"{DEEP}/lact.py",
-        "found = [m0, m1.mT, m2]",
-        "found = [m0, m1, m2]",
+        "return [m0, m1.mT, m2]",
+        "return [m0, m1, m2]",
         PUBLIC,
     ),
     "newton-schulz-without-the-matrix-itself": (
@@ -135,8 +136,8 @@ MUTANTS = {
     ),
     "lact-rates-of-other-matrices": (
         f"{DEEP}/lact.py",
-        "((eta[1] * silu * up).mT @ v)",
-        "((eta[2] * silu * up).mT @ v)",
+        "eta[1] * silu * up",
+        "eta[2] * silu * up",
     ),
     "lact-reads-after-it-writes": (
         f"{DEEP}/lact.py",
@@ -170,13 +171,52 @@ MUTANTS = {
     ),
     "mesa-solves-nothing-again-for-gradients": (
         f"{DEEP}/mesa.py",
-        "dx = solve(dx.contiguous(), ctx.how, *ctx.saved_tensors)",
+        "dx = solve(dx.contiguous(), ctx.how, *matrices)",
         "pass",
+    ),
+    "mesa-reads-what-it-saved-twice": (
+        f"{DEEP}/mesa.py",
+        "[None] * len(matrices)",
+        "[None] * len(ctx.saved_tensors)",
+        LENGTHS,
+    ),
+    "newton-schulz-norm-in-half-precision": (
+        f"{DEEP}/newton_schulz.py",
+        ".to(wide(G.dtype))",
+        "",
+    ),
+    "newton-schulz-squares-what-is-large": (
+        f"{DEEP}/newton_schulz.py",
+        "X = X / most",
+        "most = 1.0",
+    ),
+    "lact-errors-below-fp16": (
+        f"{DEEP}/lact.py",
+        "if x.dtype != torch.float16:",
+        "if True:",
+    ),
+    "lact-rates-without-a-gradient": (
+        f"{DEEP}/lact.py",
+        "start[0].where(always, rates.sum() + momentum.sum())",
+        "start[0]",
+        LENGTHS,
+    ),
+    "any-length-without-a-gradient": (
+        "fastweights/any_length.py",
+        "return None, grads, None",
+        "return None, [None for _ in grads], None",
+        LENGTHS,
+    ),
+    "any-length-is-never-open": (
+        "fastweights/any_length.py",
+        "return not has_static_value(T)",
+        "return False",
+        LENGTHS,
     ),
     "newton-schulz-on-the-longer-side": (
         f"{DEEP}/newton_schulz.py",
-        "return X.mT if tall else X",
-        "return X",
+        "(X.mT if tall else X)",
+        "X",
     ),
     "newton-schulz-one-step-fewer": (
         f"{DEEP}/newton_schulz.py",
@@ -185,8 +225,8 @@ MUTANTS = {
     ),
     "newton-schulz-root-of-nothing": (
         f"{DEEP}/newton_schulz.py",
-        "norm = norm.where(norm > 0, 1.0).sqrt()",
-        "norm = norm.sqrt()",
+        "norm = _or_one(X.square().sum((-2, -1), keepdim=True)).sqrt()",
+        "norm = X.square().sum((-2, -1), keepdim=True).sqrt()",
     ),
     "chunk-never-ends": (
         f"{DEEP}/chunks.py",
@@ -247,8 +287,8 @@ MUTANTS = {
     ),
     "layer-lact-memory-of-unscaled-keys": (
         f"{LAYERS}/lact.py",
-        "F.silu(t * scales[i] + offsets[i])",
-        "F.silu(t * scales[0] + offsets[0])",
+        "F.silu(full(t) * scales[i] + offsets[i])",
+        "F.silu(full(t) * scales[0] + offsets[0])",
         PUBLIC,
     ),
     "layer-lact-values-without-silu": (

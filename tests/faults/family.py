@@ -348,13 +348,13 @@ MUTANTS = {
     ),
     "fourier-shrinks": (
         MAPS,
-        "size = (0.5 * x.square()",
-        "size = (-0.5 * x.square()",
+        "size = (0.5 * z.square()",
+        "size = (-0.5 * z.square()",
     ),
     "positive-without-the-norm": (
         MAPS,
-        "(x @ w.T - size).exp()",
-        "(x @ w.T).exp()",
+        "(z @ w.T - size).exp()",
+        "(z @ w.T).exp()",
     ),
     "directions-of-length-one": (
         MAPS,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import any_length
 from fastweights.deep.arguments import (
     check_chunk,
     check_shapes,
     check_tokens,
 )
 from fastweights.deep.chunks import Layout, Part, chosen
-from fastweights.deep.newton_schulz import newton_schulz
+from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
@@ -34,36 +37,50 @@ def answer(w: Weights, x: Tensor) -> Tensor:
 def ascent(w: Weights, k: Tensor, v: Tensor, rates: Tensor) -> Weights:
     """The chunk's sums of rate * gradient of f(k) . v, per matrix.
 
-    Products are in k's dtype; rates [B, H, C, 3] are for W0, W1 and W2.
+    Products are in k's dtype, what is between them in that of the rates [B,
+    H, C, 3], which are for W0, W1 and W2.
     """
     dtype, full = k.dtype, rates.dtype
     w0, w1, w2 = (W.to(dtype) for W in w)
-    gate, up = k @ w0, k @ w2
+    gate, up, hidden = (x.to(full) for x in (k @ w0, k @ w2, v @ w1.mT))
     s = torch.sigmoid(gate)
     silu = gate * s
-    hidden = v @ w1.mT
-    eta = rates.to(dtype)[..., None].unbind(-2)
-    d0 = hidden * up * s * (1 + gate * (1 - s))
-    return (
-        (k.mT @ (eta[0] * d0)).to(full),
-        ((eta[1] * silu * up).mT @ v).to(full),
-        (k.mT @ (eta[2] * hidden * silu)).to(full),
+    eta = rates[..., None].unbind(-2)
+    errors = (
+        eta[0] * hidden * up * s * (1 + gate * (1 - s)),
+        eta[1] * silu * up,
+        eta[2] * hidden * silu,
     )
+    d0, d1, d2 = errors
+    return _product(k, d0), _product(v, d1).mT, _product(k, d2)
+
+
+def _product(x: Tensor, errors: Tensor) -> Tensor:
+    """x^T errors by products in x's dtype, in that of the errors.
+
+    At a rate of 1e-3 most of them are below fp16's least normal number:
+    there the largest, of C, becomes C^-1/2.
+    """
+    if x.dtype != torch.float16:
+        return (x.mT @ errors.to(x.dtype)).to(errors.dtype)
+    most = errors.detach().abs().amax((-2, -1), keepdim=True)
+    size = most.where(most > 0, 1.0) * math.sqrt(x.shape[-2])
+    found = x.mT @ (errors / size).to(x.dtype)
+    return found.to(errors.dtype) * size
 
 
 def orthogonal(M: Weights, dtype: torch.dtype) -> Weights:
-    """newton_schulz of W0's, W1's and W2's, each in its own dtype.
+    """newton_schulz of W0's, W1's and W2's, with products in ``dtype``.
 
-    Products are in ``dtype``. W1 has the others' shape turned if K = V: then
-    the three are one batch, which fills a GPU better than a third of it.
+    W1 has the others' shape turned if K = V: then the three are one batch,
+    which fills a GPU better than a third of it.
     """
-    m0, m1, m2 = (m.to(dtype) for m in M)
+    m0, m1, m2 = M
     if m0.shape == m1.mT.shape:
-        m0, m1, m2 = newton_schulz(torch.stack([m0, m1.mT, m2])).unbind()
-        found = [m0, m1.mT, m2]
-    else:
-        found = [newton_schulz(m) for m in (m0, m1, m2)]
-    return [x.to(m.dtype) for x, m in zip(found, M, strict=True)]
+        together = torch.stack([m0, m1.mT, m2])
+        m0, m1, m2 = newton_schulz(together, eps=EPS, dtype=dtype).unbind()
+        return [m0, m1.mT, m2]
+    return [newton_schulz(m, eps=EPS, dtype=dtype) for m in M]
 
 
 def lact(
@@ -126,6 +143,12 @@ def lact(
         {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
         | {"initial_state": (initial_state, (B, H, 3 * numbers + 1))}
     )
+    if any_length.is_open(T):
+        tensors = [q, k, v, rates, *start, momentum, initial_state]
+        tensors += [position, lengths]
+        options = [chunk_size, int(muon), int(prenorm)]
+        sizes = [B, H, 3 * numbers + 1]
+        return any_length.call("lact", tensors, options, sizes, full)
     with without_autocast(q):
         rates = rates.to(full)
         if momentum is None:
@@ -133,6 +156,10 @@ def lact(
         momentum = momentum.to(full)
         start = [W.to(full) for W in start]
         norms = [W.norm(dim=-2, keepdim=True) for W in start]
+        if torch.is_grad_enabled():
+            # The first chunk's outputs know no rates: a gradient of 0 then.
+            always = torch.ones_like(start[0], dtype=torch.bool)
+            start[0] = start[0].where(always, rates.sum() + momentum.sum())
         if initial_state is None:
             # One zero, which is read wherever it is needed.
             initial_state = rates.new_zeros(()).expand(B, H, 3 * numbers + 1)
@@ -175,6 +202,29 @@ def lact(
             stepped = stepped | part.ends
         flat = [x.flatten(2) for x in (*since, *memory, *total)]
         return layout.join(outputs), torch.cat([*flat, mean], -1)
+
+
+def _open(
+    tensors: list[Any], numbers: list[int], _: str
+) -> tuple[Tensor, Tensor]:
+    q, k, v, rates, w0, w1, w2, momentum, S0, position, lengths = tensors
+    return lact(
+        q,
+        k,
+        v,
+        rates,
+        (w0, w1, w2),
+        momentum,
+        chunk_size=numbers[0],
+        muon=bool(numbers[1]),
+        prenorm=bool(numbers[2]),
+        initial_state=S0,
+        position=position,
+        lengths=lengths,
+    )
+
+
+any_length.FUNCTIONS["lact"] = _open
 
 
 def _unpack(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:

@@ -139,9 +139,9 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         """The matrices are symmetric: the same equations once more."""
-        nothing = (None,) * (1 + len(ctx.saved_tensors))
-        dx = solve(dx.contiguous(), ctx.how, *ctx.saved_tensors)
-        return dx, *nothing
+        matrices = ctx.saved_tensors  # checkpointing lets them be read once
+        dx = solve(dx.contiguous(), ctx.how, *matrices)
+        return dx, None, *[None] * len(matrices)
 
 
 def solve(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fastweights.deep.newton_schulz import newton_schulz
+from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.fast_weights import (
     Gradient,
     Optimiser,
@@ -177,7 +177,7 @@ def muon(
 
     memory = tree_map(gather, memory, gradient(params))
     return (
-        tree_map(lambda W, M: W - newton_schulz(M), params, memory),
+        tree_map(lambda W, M: W - newton_schulz(M, eps=EPS), params, memory),
         memory,
     )
 

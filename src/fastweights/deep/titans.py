@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import any_length
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
     check_chunk,
@@ -102,6 +104,11 @@ def titans(
     check_shapes({"initial_state": (initial_state, (B, H, 3, P))})
     for i, x in enumerate(norm or ()):
         check_shapes({f"norm[{i}]": (x, (H, v.shape[-1]))})
+    if any_length.is_open(T):
+        tensors = [q, k, v, rate, momentum, g, *(norm or (None, None))]
+        tensors += [initial_state, position, lengths, *dual.leaves(start)]
+        numbers, sizes = [chunk_size], [B, H, 3, P]
+        return any_length.call("titans", tensors, numbers, sizes, full)
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         momentum, decay = momentum.to(full), g.to(full).exp()
@@ -136,6 +143,24 @@ def titans(
         if rest:
             outputs.append(layout.join(rest))
         return torch.cat(outputs, 1).to(dtype), packed(M, S, base, start)
+
+
+def _open(
+    tensors: list[Any], numbers: list[int], _: str
+) -> tuple[Tensor, Tensor]:
+    weight, bias, S0, position, lengths, *start = tensors[6:]
+    return titans(
+        *tensors[:6],
+        dual.pairs(start),
+        None if weight is None else (weight, bias),
+        chunk_size=numbers[0],
+        initial_state=S0,
+        position=position,
+        lengths=lengths,
+    )
+
+
+any_length.FUNCTIONS["titans"] = _open
 
 
 def unpacked(

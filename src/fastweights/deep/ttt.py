@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import any_length
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
     check_layers,
@@ -89,6 +91,11 @@ def ttt(
             "initial_state": (initial_state, (B, H, 2, P)),
         }
     )
+    if any_length.is_open(T):
+        tensors = [q, k, v, rate, *norm, rows, initial_state, position]
+        tensors += [lengths, *dual.leaves(start)]
+        numbers, sizes = [len(start)], [B, H, 2, P]
+        return any_length.call("ttt", tensors, numbers, sizes, full, backend)
     with without_autocast(q):
         tokens = (q, k, v)
         start = [(W.to(full), b.to(full)) for W, b in start]
@@ -136,6 +143,28 @@ def ttt(
             outputs.append(layout.join(rest).to(dtype))
         since = dual.flatten(weights) - first
         return torch.cat(outputs, 1), torch.stack([since, total], 2)
+
+
+def _open(
+    tensors: list[Any], _: list[int], backend: str
+) -> tuple[Tensor, Tensor]:
+    q, k, v, rate, weight, bias, rows, S0, position, lengths, *start = tensors
+    return ttt(
+        q,
+        k,
+        v,
+        rate,
+        dual.pairs(start),
+        (weight, bias),
+        rows,
+        initial_state=S0,
+        position=position,
+        lengths=lengths,
+        backend=backend,
+    )
+
+
+any_length.FUNCTIONS["ttt"] = _open
 
 
 def _stepped(row: Tensor, W: Tensor, G: Tensor) -> Tensor:

@@ -158,10 +158,10 @@ class LaCT(Layer):
             rows.position,
             rows.lengths,
         )
-        scales, offsets = self.qk_scale, self.qk_offset
+        scales, offsets = full(self.qk_scale), full(self.qk_offset)
         split = (self.heads, -1)
         q, k = (
-            turned(self.unit(F.silu(t * scales[i] + offsets[i])))
+            turned(self.unit(F.silu(full(t) * scales[i] + offsets[i])))
             .to(v.dtype)
             .flatten(2)
             .unflatten(-1, split)
@@ -192,8 +192,8 @@ class LaCT(Layer):
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Of length 1 per head of the memory, as x / (|x| + 1e-5)."""
-        heads = full(x).unflatten(-1, (self.heads, -1))
+        heads = x.unflatten(-1, (self.heads, -1))
         size = heads.square().sum(-1, keepdim=True)
         # The root of 0 has no gradient.
         size = size.where(size > 0, 1.0).sqrt()
-        return (heads / (size + 1e-5)).flatten(2).to(x.dtype)
+        return (heads / (size + 1e-5)).flatten(2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from fastweights import any_length
 
 
 def window_attention(
@@ -36,6 +40,10 @@ def window_attention(
     """
     N, L, H, K = q.shape
     before = window - 1
+    if any_length.is_open(L):
+        tensors = [q, k, v, past, position, lengths, always]
+        sizes = [N, before, 2 * H * K]
+        return any_length.call("window", tensors, [window], sizes, k.dtype)
     both = torch.cat([k.flatten(2), v.flatten(2)], -1)
     if past is None:
         past = both.new_zeros(N, before, 2 * H * K)
@@ -67,6 +75,15 @@ def window_attention(
         return o, both[:, L:]
     at = lengths[:, None] + torch.arange(before, device=q.device)
     return o, torch.take_along_dim(both, at[..., None], 1)
+
+
+def _open(
+    tensors: list[Any], numbers: list[int], _: str
+) -> tuple[Tensor, Tensor]:
+    return window_attention(*tensors[:3], numbers[0], *tensors[3:])
+
+
+any_length.FUNCTIONS["window"] = _open
 
 
 def seen_always(

@@ -1,0 +1,170 @@
+"""Lengths: of pieces that gradients cross, and that one graph has to take."""
+
+import pytest
+import torch
+from deep_cases import CASES, B, C, H, K, drawn
+from layer_cases import CASES as LAYERS
+from layer_cases import made, tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from fastweights import any_length
+from fastweights.checks import relative_error
+
+DOUBLE = {"dtype": torch.float64}
+# The chunks, segments and windows of layer_cases have 3 to 7 tokens, or 20.
+PIECES = [(4, 3), (6, 6), (5, 2, 20), (20, 1, 21), (1, 1, 12)]
+
+
+def slopes(layer, outputs, x):
+    return torch.autograd.grad(
+        torch.cat(outputs, 1).sin().sum(), [x, *layer.parameters()]
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_cross_the_state_between_pieces(name):
+    """Truncated backpropagation: of two or three calls as of one."""
+    layer = made(name, torch.float64)
+    for pieces in PIECES:
+        x = tokens(2, sum(pieces), **DOUBLE).requires_grad_()
+        want = slopes(layer, [layer(x)[0]], x)
+        state, outputs = None, []
+        for part in x.split(list(pieces), 1):
+            y, state = layer(part, state)
+            outputs.append(y)
+        found = slopes(layer, outputs, x)
+        for a, b in zip(found, want, strict=True):
+            assert relative_error(a, b) < 1e-8, pieces
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("offsets", [None, [0, 1, 3, 3]])
+def test_every_parameter_has_a_gradient_at_any_length(name, offsets):
+    """DistributedDataParallel waits for all of them: 0, not None."""
+    for length in (1, 2, 3) if offsets is None else (3,):
+        layer = made(name)
+        cu_seqlens = offsets and torch.tensor(offsets)
+        y, _ = layer(tokens(1, length), cu_seqlens=cu_seqlens)
+        y.square().sum().backward()
+        missing = [k for k, p in layer.named_parameters() if p.grad is None]
+        assert not missing, length
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed(name, reentrant):
+    """What a backward saves it may read once."""
+    layer = made(name, torch.float64)
+    x = tokens(2, 9, **DOUBLE).requires_grad_()
+    want = slopes(layer, [layer(x)[0]], x)
+    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+    y.sin().sum().backward()
+    found = [x.grad, *(p.grad for p in layer.parameters())]
+    torch.testing.assert_close(found, [*want])
+
+
+# Without a compiler.
+
+OPEN = [name for name in CASES if name != "mesa"]
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_as_one_operator(name, monkeypatch):
+    """What a graph for any length calls, with rows at different places."""
+    case, results = CASES[name], []
+    place = {
+        "position": torch.tensor([3, 0]),
+        "lengths": torch.tensor([C + 3, 2]),
+    }
+    for options in ({}, place):
+        results = []
+        for is_open in (False, True):
+            monkeypatch.setattr(any_length, "is_open", lambda _: is_open)
+            x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
+            o, state = _once(case, x, options, monkeypatch)
+            loss = o.sin().sum() + state.sin().sum()
+            grads = torch.autograd.grad(loss, x.values())
+            results.append((o, state, *grads))
+        torch.testing.assert_close(*results)
+
+
+def _once(case, x, options, monkeypatch):
+    """The operator's own call of the function is not another operator."""
+    call = any_length.call
+
+    def closed(*arguments):
+        monkeypatch.setattr(any_length, "is_open", lambda _: False)
+        return call(*arguments)
+
+    monkeypatch.setattr(any_length, "call", closed)
+    found = case.chunked(x, **options)
+    monkeypatch.setattr(any_length, "call", call)
+    return found
+
+
+def test_a_gradients_gradient_of_the_operator_is_refused():
+    x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
+    names = ("q", "k", "v", "rate", "gamma", "bias", "rows")
+    given = [*(x[n] for n in names), None, None, None, x["W1"], x["b1"]]
+    sizes = [B, H, 2, K * K + K]
+    o, _ = any_length.call("ttt", given, [1], sizes, o64, "auto")
+    message = "ttt: got a gradient of its gradient"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(o.sum(), x["W1"], create_graph=True)
+
+
+o64 = torch.float64
+
+
+# By a compiler.
+
+KINDS = ["lact", "ttt-linear", "ttt-mlp", "titans", "titans-gate"]
+KINDS += ["titans-layer", "mesanet", "softmax", "gated-deltanet"]
+OFTEN = ["lact", "ttt-linear"]
+SOME = [
+    n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in KINDS
+]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", SOME)
+def test_two_graphs_for_all_lengths(name, dynamic):
+    """The first is of its length, the second of any; and all numbers."""
+    torch._dynamo.reset()
+    layer = made(name, torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(
+        layer, fullgraph=True, backend=counter, dynamic=dynamic
+    )
+    for length in (5, 9, 2, 3, 4, 6, 7, 8, 12, 20, 41):
+        results = []
+        for call in (layer, run):
+            x = tokens(2, length, **DOUBLE).requires_grad_()
+            y = call(x)[0]
+            results.append((y, *slopes(layer, [y], x)))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_exported_for_any_length(name):
+    layer = made(name)
+    program = torch.export.export(
+        torch.nn.Sequential(First(layer)),
+        (tokens(2, 9),),
+        dynamic_shapes=({1: torch.export.Dim("T", min=3, max=512)},),
+    )
+    for length in (9, 4, 30):
+        x = tokens(2, length)
+        torch.testing.assert_close(program.module()(x), layer(x)[0])
+
+
+class First(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
