@@ -72,7 +72,7 @@ OPEN = [name for name in CASES if name != "mesa"]
 @pytest.mark.parametrize("name", OPEN)
 def test_as_one_operator(name, monkeypatch):
     """What a graph for any length calls, with rows at different places."""
-    case, results = CASES[name], []
+    case = CASES[name]
     place = {
         "position": torch.tensor([3, 0]),
         "lengths": torch.tensor([C + 3, 2]),
@@ -80,7 +80,7 @@ def test_as_one_operator(name, monkeypatch):
     for options in ({}, place):
         results = []
         for is_open in (False, True):
-            monkeypatch.setattr(any_length, "is_open", lambda _: is_open)
+            monkeypatch.setattr(any_length, "is_open", lambda _, a=is_open: a)
             x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
             o, state = _once(case, x, options, monkeypatch)
             loss = o.sin().sum() + state.sin().sum()

@@ -148,9 +148,15 @@ def titans(
 def _open(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
-    weight, bias, S0, position, lengths, *start = tensors[6:]
+    q, k, v, rate, momentum, g, weight, bias, *rest = tensors
+    S0, position, lengths, *start = rest
     return titans(
-        *tensors[:6],
+        q,
+        k,
+        v,
+        rate,
+        momentum,
+        g,
         dual.pairs(start),
         None if weight is None else (weight, bias),
         chunk_size=numbers[0],

@@ -80,7 +80,11 @@ def window_attention(
 def _open(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
-    return window_attention(*tensors[:3], numbers[0], *tensors[3:])
+    q, k, v, *rest = tensors
+    past, position, lengths, always = rest
+    return window_attention(
+        q, k, v, numbers[0], past, position, lengths, always
+    )
 
 
 any_length.FUNCTIONS["window"] = _open
