@@ -107,6 +107,11 @@ VALUES = {
         "dt_range: got (0.1, 0.001)",
         "need (lower, upper) with 0 < lower <= upper",
     ),
+    "norm-eps-of-none": (
+        lambda: SoftmaxAttention(8, 2, norm_eps=-1),
+        "norm_eps: got -1",
+        "need >= 0",
+    ),
     "lower-bound-inf": (
         lambda: KimiDeltaAttention(8, 2, 4, lower_bound=5.0),
         "lower_bound: got 5.0",
@@ -412,6 +417,11 @@ def flags():
 def test_a_flag_is_true_or_false(layer, name):
     with pytest.raises(TypeError, match=f"{name}: got 'no', need True or"):
         layer(8, 2, **{name: "no"})
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_a_layer_says_how_it_differs(layer):
+    assert layer.__doc__.count("Differs from the published one in: ") == 1
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)

@@ -34,6 +34,10 @@ class SoftmaxAttention(Layer):
     ``gate``, a ``rotary_fraction`` of 0.25 and head_dim 256; Kimi Linear's
     has no positions, and is multi-head latent attention, which this is not.
 
+    Differs from the published one in: rotary positions, which turn q and k
+    unless ``theta=None`` (Vaswani et al. 2017 add positions to the
+    embeddings); no biases; no dropout.
+
     Weights of Qwen3-Next: the rows of its q_proj are q and the gate of the
     first head, then of the second, and so on; here qkv_proj is q of all
     heads, then k, then v, and the gate is g_proj. Its q_norm and k_norm
@@ -78,6 +82,7 @@ class SoftmaxAttention(Layer):
             )
         if theta is not None:
             check_number("theta", theta, "> 0")
+        check_number("norm_eps", norm_eps, ">= 0")
         check_number("rotary_fraction", rotary_fraction, "> 0")
         if rotary_fraction > 1:
             raise ValueError(

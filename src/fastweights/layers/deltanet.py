@@ -44,6 +44,8 @@ class DeltaNet(Layer):
     activation; here and in flash-linear-attention it has SiLU). As in
     flash-linear-attention the output has no gate by default.
 
+    Differs from the published one in: nothing, by its defaults.
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
     norm is o_norm.

@@ -43,6 +43,10 @@ class GatedDeltaNet(Layer):
     head_dim 128, expand_v 1, twice as many value heads as heads and
     norm_eps 1e-6.
 
+    Differs from the published one in: A, from (1, 16) where the authors
+    have ``A_range=(0, 16)``; expand_v, 1 for their 2; heads of dim /
+    num_heads for their 256; no bias of beta (``beta_bias``).
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
     ab_proj is a_proj and b_proj, norm is o_norm. Of Qwen3-Next: the rows of

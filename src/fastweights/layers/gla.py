@@ -27,6 +27,8 @@ class GatedLinearAttention(Layer):
     16 tokens. The paper has neither a convolution nor unit keys; zoology's
     comparisons give it a convolution, which SiLU follows (``conv_size``).
 
+    Differs from the published one in: b, which starts at 0.
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, f_proj is gk_proj, norm is g_norm_swish_gate.
 

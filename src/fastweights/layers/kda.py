@@ -42,6 +42,8 @@ class KimiDeltaAttention(Layer):
     W_f2 W_f1. With fewer heads of q and k than of v, flash-linear-attention
     had one gate per head of q and k; here each value head has its own.
 
+    Differs from the published one in: no bias in W_g2 (``gate_bias``).
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
     norm is o_norm. Of transformers' Kimi Linear: the same, with one conv1d;

@@ -39,6 +39,8 @@ class LaCT(Layer):
     memory is read with the weights of the chunk's start: what a token can
     know of its own chunk comes from the window, which should be as long.
 
+    Differs from the published one in: w0 and w2 as full matrices.
+
     Weights of the authors' layer_lact_swiglu.py: qkv_proj is qkv, rates_proj
     is lr_proj, w0, w1 and w2 are their transposes, momentum_proj is
     momentum_proj.0, scale_proj is ttt_scale_proj, norm is ttt_norm, and the

@@ -47,6 +47,9 @@ class LinearRecurrence(Layer):
     ``decay="channel"`` it has :class:`KimiDeltaAttention`'s gate, and the
     output gate of the others. The additive rule writes with strength one.
 
+    Differs from the published one in: its surroundings, which are Gated
+    DeltaNet's for every recurrence.
+
     Args:
         dim: width D of x and y.
         num_heads: heads H.

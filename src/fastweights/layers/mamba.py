@@ -39,6 +39,8 @@ class Mamba(Layer):
     with u = silu(convolution(u)), A = -exp(A_log), and softplus(. + dt_bias)
     taken of W_dt dt by the scan.
 
+    Differs from the published one in: nothing, by its defaults.
+
     Weights of mamba_ssm and transformers have the same layout: convolution
     is conv1d, dt_bias is dt_proj.bias, o_proj is out_proj.
 

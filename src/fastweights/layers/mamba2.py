@@ -48,6 +48,8 @@ class Mamba2(Layer):
     flash-linear-attention and is drawn in mamba_ssm, as here; with several
     groups mamba_ssm's kernel norms each of them, and so does this layer.
 
+    Differs from the published one in: the order of the channels of x_proj.
+
     Weights of mamba_ssm and transformers: the rows of in_proj are z_proj,
     then those of x_proj in the order u, B, C, then dt_proj; conv1d has the
     order u, B, C, and convolution.taps has C, B, u.

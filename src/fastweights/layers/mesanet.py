@@ -30,6 +30,9 @@ class MesaNet(Layer):
     either, and its conjugate gradients add 1e-5 to denominators, which these
     do not.
 
+    Differs from the published one in: no 1e-5 in the denominators of
+    conjugate gradients.
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution is q_conv1d and k_conv1d, ab_proj is
     a_proj and b_proj, lam is lambda_params, norm is o_norm.

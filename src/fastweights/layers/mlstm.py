@@ -40,6 +40,8 @@ class MLSTM(Layer):
     left out. xLSTM-7B's code starts the stabilizer m at 0 and this layer at
     -inf, which differs only in what eps adds to the normaliser.
 
+    Differs from the published one in: m, which starts at -inf for 0.
+
     Weights of xLSTM-7B: qkv_proj is q, k and v one below the other, gates is
     igate_preact above fgate_preact, g_proj is ogate_preact, norm is
     multihead_norm.

@@ -47,6 +47,9 @@ class MultiScaleRetention(Layer):
     this layer channels half a head apart, which is the same up to the order
     of the rows of W_q and of W_k.
 
+    Differs from the published one in: RMS norm for GroupNorm; which
+    channels turn as a pair.
+
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, norm is g_norm_swish_gate.
 
@@ -123,6 +126,8 @@ class LightningAttention(Layer):
     takes 2^(-8h/H) all the same. transformers divides the layer's number by
     num_layers - 1 + 1e-5 and not by num_layers - 1, which changes g by less
     than 2e-5 of the slope.
+
+    Differs from the published one in: the order of the rows of W_qkv.
 
     Weights of MiniMax: the rows of its qkv_proj are q, k and v of the first
     head, then of the second, and so on; here q of all heads, then k, then v.

@@ -89,6 +89,9 @@ class TitansMemory(Layer):
     takes one rate of momentum and decay per chunk, steps once per chunk, and
     has no convolution.
 
+    Differs from the published one in: what the paper leaves open: GELU, a
+    bound of the rates, a LayerNorm behind the memory.
+
     Args:
         dim: width D of x and y.
         num_heads: heads H, each with a memory of its own.

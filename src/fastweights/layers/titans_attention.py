@@ -148,6 +148,9 @@ class MemoryAsGate(Beside):
     of arXiv 2501.00663, eqs. 26 to 28, whose gate is open: this one's norms
     and sigmoid are the "learnable vector-valued weights" and the "sigma" of
     the text.
+
+    Differs from the published one in: the persistent tokens, which the
+    memory does not read; the norms and the sigmoid of the gate.
     """
 
     def forward(
@@ -172,6 +175,9 @@ class MemoryAsLayer(Beside):
         y = W_o norm(attention(norm(memory(x))))
 
     of arXiv 2501.00663, eqs. 29 to 31; the norms are this library's.
+
+    Differs from the published one in: the persistent tokens, which the
+    memory does not read; the norms.
     """
 
     def forward(

@@ -37,6 +37,9 @@ class MemoryAsContext(Beside):
     would let t see what follows it. A segment has ``window`` tokens, and is
     one chunk of the memory, which has no convolution.
 
+    Differs from the published one in: one h per token, which sees no later
+    one; the gate.
+
     Args:
         window: tokens per segment; the others are those of
             :class:`MemoryAsGate`.

@@ -34,6 +34,9 @@ class TTTLinear(Layer):
     shares one projection of q and k, convolves them, and has a gate. Rotary
     positions turn neighbouring channels.
 
+    Differs from the published one in: nothing, by its defaults, of the
+    layer for a Transformer's backbone.
+
     Weights of the authors' ttt.py: qkv_proj is q_proj, k_proj and v_proj one
     below the other, rate_proj is learnable_ttt_lr_weight and _bias, rows is
     learnable_token_idx, W1, b1, W2 and b2 are their namesakes (b without its
@@ -158,6 +161,9 @@ class TTTMLP(TTTLinear):
 
     f(z) = W2^T gelu(W1^T z + b1) + b2 in place of W1^T z + b1; all else is
     :class:`TTTLinear`, its arguments too.
+
+    Differs from the published one in: a bound of the rate of 0.1 from the
+    first step, which the authors reach from 0.01.
     """
 
     hidden = 4
