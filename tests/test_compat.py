@@ -7,11 +7,15 @@ most, were off by 0.9 to 1.2 in the second and third document, and with our
 recurrence but transformers' convolution, in all models, by 0.9 to 1.5.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
+import inspect
+import operator
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -39,8 +43,9 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-    "layer_types": ["linear_attention"] * 2 + ["full_attention"],
 }
+OWN_LAYERS = ("bamba", "falcon_h1", "inkling2", "zamba", "zamba2")
+LAYERS = ["linear_attention"] * 2 + ["full_attention"]
 GDN = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 24,
@@ -68,6 +73,24 @@ INDEXER = {
     "budget": 64,
     "compress_ratio": 4,
 }
+SCAN = {
+    "state_size": 10,
+    "n_groups": 2,
+    "num_heads": 8,
+    "head_dim": 12,
+    "chunk_size": 16,
+}
+SSM = {
+    "mamba_d_state": 10,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_chunk_size": 16,
+}
+SHORT = {
+    "layer_types": ["conv", "conv", "full_attention"],
+    "num_dense_layers": 1,
+}
 # The classes' prefix, and what they are configured with.
 MODELS = {
     "qwen3_next": ("Qwen3Next", GDN | MIXTURE),
@@ -89,15 +112,110 @@ MODELS = {
         "BailingHybrid",
         LATENT | {"head_dim": 12, "n_group": 1, "topk_group": 1},
     ),
+    "lara_mini": ("LaraMini", GDN),
+    "mamba2": ("Mamba2", SCAN),
+    "bamba": ("Bamba", SSM | {"attn_layer_indices": [2], "head_dim": 12}),
+    "falcon_h1": ("FalconH1", SSM | {"mamba_d_ssm": 96, "head_dim": 12}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        SSM
+        | {"layer_types": ["mamba", "mamba", "attention"]}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 32},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {"layers_block_type": ["mamba", "mamba", "attention"]}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 12, "head_dim": 12}
+        | {"ssm_state_size": 10, "n_groups": 2, "chunk_size": 16},
+    ),
+    "zamba2": (
+        "Zamba2",
+        SSM
+        | {"layers_block_type": ["mamba", "mamba", "hybrid"]}
+        | {"mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 12}
+        | {"num_mem_blocks": 1, "adapter_rank": 4, "chunk_size": 16},
+    ),
+    "mamba": ("Mamba", {"state_size": 10, "time_step_rank": 5}),
+    "falcon_mamba": ("FalconMamba", {"state_size": 10, "time_step_rank": 5}),
+    "jamba": (
+        "Jamba",
+        {"mamba_d_state": 10, "mamba_dt_rank": 5}
+        | {"attn_layer_period": 3, "attn_layer_offset": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "zamba": (
+        "Zamba",
+        {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"]}
+        | {"mamba_d_state": 10, "mamba_dt_rank": 5, "n_mamba_heads": 2}
+        | {"num_hidden_layers": 5},
+    ),
+    "minimax": (
+        "MiniMax",
+        {"head_dim": 12, "block_size": 16}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "lfm2": ("Lfm2", SHORT),
+    "lfm2_moe": ("Lfm2Moe", SHORT | EXPERTS | {"num_experts": 4}),
+    "lfm3": ("Lfm3", SHORT | EXPERTS | {"num_experts": 4}),
+    "inkling2": (
+        "Inkling2",
+        EXPERTS
+        | {"head_dim": 12, "swa_head_dim": 12, "swa_num_attention_heads": 4}
+        | {"swa_num_key_value_heads": 4, "n_routed_experts": 4}
+        | {"n_shared_experts": 1, "unpadded_vocab_size": 64}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
 }
-SELDOM = ("qwen3_5_moe", "qwen4_exp", "bailing_hybrid")
-every_model = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=pytest.mark.full if x in SELDOM else ())
-        for x in MODELS
-    ],
-)
+OFTEN = ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+OFTEN += ("mamba2", "mamba", "minimax", "lfm2")
+
+
+def here(module):
+    """Whether the transformers that is installed has it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+MODULES = [x for x in compat.MODELS if here(x)]
+
+
+def models(names):
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(x, marks=() if x in OFTEN else pytest.mark.full)
+            for x in names
+            if f"transformers.models.{x}.modeling_{x}" in MODULES
+        ],
+    )
+
+
+every_model = models(MODELS)
+# Those whose scan has no state to begin with, in transformers itself; and
+# there bamba is off by 0.007 and minimax by 0.1 where a piece of several
+# tokens follows a cache.
+MAMBA = ("mamba", "falcon_mamba", "jamba", "zamba")
+# Those that do not tell their layers where documents end, and those whose
+# attention looks past the ends.
+ALONE = (*MAMBA, "mamba2", "inkling2")
+LOOK_BACK = ("granitemoehybrid",)
+# Of each model how many recurrences and convolutions run, unless 2 and 2.
+RUNS = {
+    "mamba2": (3, 3),
+    "mamba": (3, 3),
+    "falcon_mamba": (3, 3),
+    "zamba2": (3, 3),
+    "falcon_h1": (3, 3),
+    "zamba": (10, 5),
+    "minimax": (2, 0),
+    "lfm2": (0, 2),
+    "lfm2_moe": (0, 2),
+    "lfm3": (0, 0),  # seven taps: PyTorch, unrecorded
+    "inkling2": (0, 12),
+}
 LENGTHS = (2, 31, 37)
 OFFSETS = torch.tensor([0, 2, 33, 70], dtype=torch.int32)
 
@@ -124,12 +242,13 @@ def model(name, layers=3):
     torch.manual_seed(0)
     prefix, options = MODELS[name]
     module = modeling(name)
-    kinds = SIZES["layer_types"][-layers:]
-    sizes = {"num_hidden_layers": layers, "layer_types": kinds}
+    kinds = LAYERS[-layers:]
+    sizes = {"num_hidden_layers": layers, "layer_types": kinds} | options
     config = getattr(module, f"{prefix}ForCausalLM").config_class
-    made = getattr(module, f"{prefix}ForCausalLM")(
-        config(**SIZES | options | sizes)
-    )
+    own = getattr(config, "layer_types", None)
+    if isinstance(own, property) or name in OWN_LAYERS:
+        del sizes["layer_types"]  # which these make of something else
+    made = getattr(module, f"{prefix}ForCausalLM")(config(**SIZES | sizes))
     return with_spread_gates(made).eval()
 
 
@@ -180,34 +299,82 @@ class InDouble(TorchFunctionMode):
 def doubled(m):
     m = copy.deepcopy(m).double()
     m.config._experts_implementation = "eager"  # grouped_mm has no fp64
+    for layer in m.modules():  # minimax's own decays were made in fp32
+        if hasattr(layer, "decay_factors"):
+            found = layer.decay_factors(layer.slope_rate)
+            layer.query_decay, layer.key_decay, layer.diagonal_decay = found
     return m
 
 
+@contextlib.contextmanager
+def gates_of(patch):
+    """The log decays that our recurrence is given, with their gradients."""
+    given = []
+
+    def record(q, k, v, g, *others, **options):
+        if g.requires_grad:
+            g.retain_grad()
+            given.append(g)
+        return fw.linear_recurrence(q, k, v, g, *others, **options)
+
+    with patch.context() as here:
+        for module in (compat.fla, compat.mamba_ssm):
+            here.setattr(module, "linear_recurrence", record)
+        yield given
+
+
+def written(gates):
+    """g dg of each layer, [heads, the rest], whose sums are A_log's dA_log."""
+    return [
+        (g.detach() * g.grad).double().movedim(2, 0).flatten(1) for g in gates
+    ]
+
+
 @every_model
-def test_logits_and_gradients_are_those_of_transformers(name):
-    """In fp64 the same; in fp32 as near to that as transformers' own."""
+def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
+    """In fp64 the same; in fp32 as near to that as transformers' own.
+
+    1e-5 is for ours, on top of what the rest of the model does in fp32.
+    A_log's gradient is a sum of g dg over tokens and channels. These are
+    within 5e-6, but they cancel, in bailing_hybrid 33-fold: so much further
+    may the sum be off, in either of the two fp32 runs.
+    """
     m, inputs = model(name), {"input_ids": tokens()}
     _, theirs = trained(m, **inputs)
-    with fw.accelerate() as handle, record_backends() as ran:
+    with (
+        fw.accelerate() as handle,
+        record_backends() as ran,
+        gates_of(monkeypatch) as gates,
+    ):
         assert modeling(name).__name__ in handle.replaced
         got, grads = trained(m, **inputs)
-    assert Counter(ran) == {
-        "chunkwise forward": 2,
-        "chunkwise backward": 2,
-        "torch forward": 2,
-        "torch backward": 2,
-    }
+    recurrences, convolutions = RUNS.get(name, (2, 2))
+    assert Counter(ran) == Counter(
+        {
+            "chunkwise forward": recurrences,
+            "chunkwise backward": recurrences,
+            "torch forward": convolutions,
+            "torch backward": convolutions,
+        }
+    )
     with InDouble():
         want, wanted = trained(doubled(m), **inputs)
-        with fw.accelerate():
+        with fw.accelerate(), gates_of(monkeypatch) as exact:
             wide, wider = trained(doubled(m), **inputs)
+    keys = [key for key in grads if key.endswith("A_log")]
+    budget = {}
+    for key, x, ref in zip(keys, written(gates), written(exact), strict=False):
+        assert relative_error(x, ref) <= 5e-6
+        folds = ref.abs().sum(1).norm() / ref.sum(1).norm()
+        budget[key] = 5e-6 * folds.item()
     assert wide.dtype == want.dtype == torch.float64
     assert (wide - want).abs().max() <= 1e-13
     assert (got - want).abs().max() <= 1e-5
     assert grads.keys() == theirs.keys() == wider.keys() == wanted.keys()
     for key, x in wanted.items():
         assert relative_error(wider[key], x) <= 1e-12, key
-        allowed = max(1e-5, relative_error(theirs[key], x))
+        own = relative_error(theirs[key], x)
+        allowed = max(own + 1e-5, budget.get(key, 0))
         assert relative_error(grads[key], x) <= allowed, key
 
 
@@ -233,26 +400,31 @@ def test_the_tokens_generated_are_those_of_transformers(name):
     want = model(name).generate(prompt, **options)
     with fw.accelerate(), record_backends() as ran:
         got = model(name).generate(prompt, **options)
-    assert ran.count("loop forward") == 2 * 63  # one token each
+    recurrences, _ = RUNS.get(name, (2, 2))
+    steps = 0 if name in MAMBA else recurrences * 63  # one token each
+    assert ran.count("loop forward") == steps
     assert got.shape == (2, 73)
     assert torch.equal(got, want)
 
 
-@every_model
+@models(x for x in MODELS if x not in (*MAMBA, "bamba", "minimax"))
 def test_a_prompt_in_pieces_is_the_prompt(name):
     """Pieces of many, few and one token, the later ones from the cache."""
     m = model(name)
     with torch.no_grad(), fw.accelerate():
         want = m(tokens()).logits
+        names = inspect.signature(m.forward).parameters
+        kept = ("cache", "past_key_values", "cache_params")
+        name = next(x for x in kept if x in names)
         cache, got = None, []
         for ids in tokens().split([30, 1, 3, 35, 1], 1):
-            out = m(ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = m(ids, **{name: cache}, use_cache=True)
+            cache = getattr(out, name)
             got.append(out.logits)
     assert (torch.cat(got, 1) - want).abs().max() <= 1e-5
 
 
-@every_model
+@models(x for x in MODELS if x not in (*ALONE, *LOOK_BACK))
 @pytest.mark.parametrize("by", ["offsets", "offsets and seq_idx", "seq_idx"])
 def test_each_packed_document_is_itself_alone(name, by):
     """As DataCollatorWithFlattening packs them, with any of its options."""
@@ -289,7 +461,14 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("name, backend", COMPILED)
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        *COMPILED,
+        pytest.param("mamba2", "eager", marks=pytest.mark.full),
+        pytest.param("mamba", "eager", marks=pytest.mark.full),
+    ],
+)
 def test_generate_compiles_whole(name, backend):
     m, prompt = model(name, 2), tokens()[:, :9]
     options = {"max_new_tokens": 8, "do_sample": False}
@@ -332,6 +511,65 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
     same({key: x.grad for key, x in m.named_parameters()}, wanted)
 
 
+@models(ALONE)
+@pytest.mark.parametrize("by", ["seq_idx", "cu_seq_lens_q"])
+def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):
+    """The model drops what says where they end."""
+    packed = {"seq_idx": torch.zeros(1, 70), "cu_seq_lens_q": OFFSETS}
+    inputs = {"input_ids": tokens()[:1], by: packed[by], "use_cache": False}
+    with fw.accelerate(), pytest.raises(ValueError, match=f"^{by}: got pack"):
+        model(name)(**inputs)
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("glm5_next", "chunk_kimi_delta_attention"),
+        ("granitemoehybrid", "mamba2_chunk_scan"),
+    ],
+)
+def test_attention_that_looks_past_the_ends_is_warned_of(name, function):
+    module = modeling(name)
+    x = torch.randn(1, 9, 2, 4)
+    rates = -torch.rand(1, 9, 2)
+    given = (x, x, x, rates[..., None].expand_as(x), -rates)
+    if function.startswith("mamba2"):
+        given = (x, -rates, rates[0, 0], x, x, 16)
+    with fw.accelerate():
+        call = getattr(module, function)
+        with warnings.catch_warnings(action="error"):
+            call(*given)
+        for packed in (
+            {"seq_idx": torch.zeros(1, 9)},
+            {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
+        ):
+            with pytest.warns(UserWarning, match="through this model type's"):
+                call(*given, **packed)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba", "lfm2"])
+def test_any_activation(name):
+    """transformers' own after a convolution that has none."""
+    module, x = modeling(name), torch.randn(2, 6, 9)
+    given = (x, torch.randn(6, 4), torch.randn(6))
+    state = torch.randn(2, 6, 4)
+    for activation in ("gelu", "silu", None):
+        wanted = module.causal_conv1d_fn(*given, activation)
+        before, want = state.clone(), None
+        want = module.causal_conv1d_update(
+            x[..., :1], before, *given[1:], activation
+        )
+        with fw.accelerate():
+            got = module.causal_conv1d_fn(*given, activation=activation)
+            after = state.clone()
+            step = module.causal_conv1d_update(
+                x[..., :1], after, *given[1:], activation
+            )
+        assert relative_error(got, wanted) <= 1e-6
+        assert relative_error(step, want) <= 1e-6
+        assert torch.equal(after, before)
+
+
 def test_any_number_of_documents_is_one_graph():
     m = model("kimi_linear", 2)
     torch._dynamo.reset()
@@ -352,38 +590,37 @@ def test_any_number_of_documents_is_one_graph():
 
 def names_in(modules):
     """The functions that accelerate() may replace, by module and name."""
-    table = compat.GATED_DELTANET | compat.KDA | compat.CONVOLUTION
     return {
-        (module, name): getattr(sys.modules[module], name)
+        (module, name): operator.attrgetter(name)(sys.modules[module])
         for module in modules
-        for name in table
-        if hasattr(sys.modules[module], name)
+        for name in compat.MODELS[module]
     }
 
 
 def test_undo_gives_back_every_name_of_every_model():
-    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
-    other = modeling("mamba2").__name__  # its convolution is not ours
-    before = names_in([*modules, other])
+    for module in MODULES:
+        importlib.import_module(module)
+    before = names_in(MODULES)
     finders = sys.meta_path.copy()
     handle = fw.accelerate()
-    assert handle.replaced.keys() == set(modules)
-    ours = names_in([*modules, other])
+    assert handle.replaced.keys() == set(MODULES)
+    ours = names_in(MODULES)
     for (module, name), function in ours.items():
-        assert (function is before[module, name]) == (module == other)
-        assert (name in handle.replaced.get(module, ())) == (module != other)
+        assert function is not before[module, name]
+        assert name in handle.replaced[module]
     again = fw.accelerate()
-    assert not again.replaced and names_in([*modules, other]) == ours
+    assert not again.replaced and names_in(MODULES) == ours
     again.undo()
-    assert names_in([*modules, other]) == ours
-    assert repr(handle) == "<32 names in 8 modules replaced>"
+    assert names_in(MODULES) == ours
+    count = f"{len(before)} names in {len(MODULES)} modules"
+    assert repr(handle) == f"<{count} replaced>"
     handle.undo()
     handle.undo()
-    assert names_in([*modules, other]) == before
+    assert names_in(MODULES) == before
     assert not handle.replaced and sys.meta_path == finders
     with fw.accelerate() as handle:
-        assert len(handle.replaced) == 8
-    assert names_in([*modules, other]) == before
+        assert len(handle.replaced) == len(MODULES)
+    assert names_in(MODULES) == before
 
 
 SCRIPT = """
@@ -483,8 +720,9 @@ def test_no_transformers(monkeypatch):
 def test_unknown_internals_of_transformers_are_named(monkeypatch):
     hub = importlib.import_module("transformers.integrations.hub_kernels")
     version = transformers.__version__
-    modules = [importlib.import_module(x).__name__ for x in compat.MODELS]
-    before = names_in(modules)
+    for module in MODULES:
+        importlib.import_module(module)
+    before = names_in(MODULES)
     module = modeling("kimi_linear")
 
     def other(query, key, value, beta, g): ...
@@ -503,6 +741,6 @@ def test_unknown_internals_of_transformers_are_named(monkeypatch):
             with pytest.raises(ImportError, match=text) as raised:
                 fw.accelerate()
             assert f"got transformers {version} with" in str(raised.value)
-        assert names_in(modules) == before
+        assert names_in(MODULES) == before
     with fw.accelerate() as handle:
-        assert len(handle.replaced) == 8
+        assert len(handle.replaced) == len(MODULES)

@@ -529,7 +529,7 @@ def convolved(x, weight, bias, activation, before, document):
 
 
 @crossed(
-    W=(4, 2, 3),
+    W=(4, 2, 3, 7),
     bias=(False, True),
     activation=(None, "silu", "swish"),
     packing=("none", "states", "seq_idx", "offsets", "cached"),

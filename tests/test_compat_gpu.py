@@ -20,7 +20,14 @@ from fastweights.checks import relative_error
 from fastweights.ops import record_backends
 
 pytest.importorskip("transformers")
-from test_compat import GDN, MODELS, SIZES, modeling, with_spread_gates
+from test_compat import (
+    GDN,
+    LAYERS,
+    MODELS,
+    SIZES,
+    modeling,
+    with_spread_gates,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +55,8 @@ def model(name):
     elif "linear_head_dim" in options:
         options = options | {"linear_head_dim": 128}
     made = getattr(modeling(name), f"{prefix}ForCausalLM")
-    m = made(made.config_class(**SIZES | options | WIDER)).cuda()
+    options = SIZES | {"layer_types": LAYERS} | options | WIDER
+    m = made(made.config_class(**options)).cuda()
     return with_spread_gates(m)
 
 

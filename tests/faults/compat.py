@@ -5,12 +5,16 @@ FLA = "fastweights/compat/fla.py"
 CONVOLUTION = "fastweights/compat/causal_conv1d.py"
 HUB = "fastweights/compat/hub.py"
 PACKED = "fastweights/compat/packed.py"
+MAMBA = "fastweights/compat/mamba_ssm.py"
+TRANSFORMERS = "fastweights/compat/transformers.py"
 TESTS = {
     COMPAT: "test_compat.py",
     FLA: "test_compat_fla.py",
     CONVOLUTION: "test_compat_fla.py",
     HUB: "test_compat_hub.py",
     PACKED: "test_compat_fla.py",
+    MAMBA: "test_compat_mamba.py",
+    TRANSFORMERS: "test_compat.py",
 }
 MUTANTS = {
     "fla-norm-eps": (FLA, "(rest + 1e-6)", "(rest + 1e-5)"),
@@ -75,8 +79,42 @@ MUTANTS = {
         "seq_idx[:, None] < 0",
         "seq_idx[:, None] < -9",
     ),
+    "conv-wide-across-documents": (CONVOLUTION, "past >= s", "past >= 0"),
     "conv-state-kept": (CONVOLUTION, "conv_state.copy_(", "conv_state.clone("),
-    "accelerate-no-undo": (COMPAT, "vars(module).update(before)", "pass"),
+    "mamba-steps-unlimited": (MAMBA, "low > 0 or high < math.inf", "False"),
+    "mamba-states-of-rows": (MAMBA, "slice(-1, None)", "slice(0, 1)"),
+    "mamba-state-kept": (MAMBA, "state.copy_(S)", "state.clone()"),
+    "mamba-steps-not-shared": (
+        MAMBA,
+        "expanded = _expanded(A, 2) and _expanded(dt, 1)",
+        "expanded = True",
+    ),
+    "mamba-step-without-gradients": (
+        MAMBA,
+        "if _differentiable(C, B, v, g, state):",
+        "if False:",
+    ),
+    "accelerate-packs-alone": (
+        TRANSFORMERS,
+        "if named.get(name) is not None:",
+        "if False:",
+    ),
+    "accelerate-attention-unwarned": (
+        TRANSFORMERS,
+        "if packed and not",
+        "if not",
+    ),
+    "accelerate-activation-lost": (
+        TRANSFORMERS,
+        "functions[activation](run())",
+        "run()",
+    ),
+    "accelerate-lightning-padding": (
+        TRANSFORMERS,
+        "if attention_mask is not None:",
+        "if False:",
+    ),
+    "accelerate-no-undo": (COMPAT, "setattr(owner, name, before)", "pass"),
     "accelerate-stays": (COMPAT, "sys.meta_path.remove(self._finder)", "pass"),
     "accelerate-not-later": (COMPAT, "self.after(module)", "pass"),
     "accelerate-twice": (COMPAT, "if _active is None:", "if True:"),

@@ -1,8 +1,9 @@
 """fastweights where others are expected.
 
 :mod:`fastweights.compat.fla` has flash-linear-attention's functions,
-:mod:`fastweights.compat.causal_conv1d` that package's, and
-:func:`accelerate` puts both into transformers' models;
+:mod:`fastweights.compat.mamba_ssm` and :mod:`fastweights.compat.causal_conv1d`
+those of these packages, and :func:`accelerate` puts them all into
+transformers' models, which :mod:`fastweights.compat.transformers` lists;
 :mod:`fastweights.compat.hub` hands them to the package ``kernels``.
 """
 
@@ -20,48 +21,9 @@ from typing import Any
 
 import torch
 
-from fastweights.compat import fla
-from fastweights.compat.causal_conv1d import (
-    causal_conv1d_fn,
-    causal_conv1d_update,
-)
+from fastweights.compat.transformers import MODELS, one_document
 
-Table = dict[str, tuple[Callable, tuple[str, ...]]]
-
-# What transformers' modeling files call a function, ours, and the arguments
-# that they pass it without a name.
-QKV = ("query", "key", "value", "g", "beta")
-GATED_DELTANET: Table = {
-    "torch_chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, QKV),
-    "torch_recurrent_gated_delta_rule": (
-        fla.fused_recurrent_gated_delta_rule,
-        QKV,
-    ),
-}
-KDA: Table = {
-    "chunk_kimi_delta_attention": (fla.chunk_kda, QKV),
-    "recurrent_kimi_delta_attention": (fla.fused_recurrent_kda, QKV),
-}
-CONVOLUTION: Table = {
-    "causal_conv1d_fn": (
-        causal_conv1d_fn,
-        ("hidden_states", "weight", "bias"),
-    ),
-    "causal_conv1d_update": (
-        causal_conv1d_update,
-        ("hidden_states", "conv_state", "weight", "bias", "activation"),
-    ),
-}
-MODELS = {
-    f"transformers.models.{model}.modeling_{model}": table | CONVOLUTION
-    for table, models in (
-        (GATED_DELTANET, "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next"),
-        (GATED_DELTANET, "qwen4_exp"),
-        (KDA, "bailing_hybrid glm5_next kimi_linear"),
-    )
-    for model in models.split()
-}
-KNOWN = "5.23"  # the transformers whose internals these are
+KNOWN = "5.23 and 5.24"  # whose internals MODELS is about
 
 _active: Acceleration | None = None
 
@@ -76,7 +38,7 @@ class Acceleration:
 
     def __init__(self) -> None:
         self.replaced: dict[str, tuple[str, ...]] = {}
-        self._before: list[tuple[ModuleType, dict[str, Any]]] = []
+        self._before: list[tuple[Any, str, Any]] = []
         self._finder = _Finder(self._replace)
 
     def __repr__(self) -> str:
@@ -95,8 +57,8 @@ class Acceleration:
         if _active is self:
             _active = None
             sys.meta_path.remove(self._finder)
-        for module, before in self._before:
-            vars(module).update(before)
+        for owner, name, before in self._before:
+            setattr(owner, name, before)
         self._before.clear()
         self.replaced.clear()
 
@@ -115,18 +77,24 @@ class Acceleration:
         """Put ours into a modeling module, whose functions are checked."""
         if _active is not self:  # undone while the module was imported
             return
-        table = MODELS[module.__name__]
-        before: dict[str, Any] = {}
-        for name, (_, arguments) in table.items():
-            own = before[name] = getattr(module, name, None)
+        table, found = MODELS[module.__name__], []
+        for name, (ours, arguments) in table.items():
+            *owners, last = name.split(".")  # a function's, or a class's
+            owner: Any = module
+            for part in owners:
+                owner = getattr(owner, part, None)
+            own = getattr(owner, last, None)
             # With the package kernels installed it is a torch.nn.Module.
             call = getattr(own, "forward", own)
             names = tuple(inspect.signature(call).parameters) if call else ()
-            if names[: len(arguments)] != arguments:
+            if own is None or names[: len(arguments)] != arguments:
                 raise _unknown(f"{module.__name__}.{name}{names}")
-        self._before.append((module, before))
-        for name, (function, _) in table.items():
-            setattr(module, name, _served(function, before[name]))
+            found.append((owner, last, own, ours))
+        for owner, last, own, ours in found:
+            self._before.append((owner, last, own))
+            around = ours is one_document
+            new = ours(own) if around else _served(ours, own)
+            setattr(owner, last, new)
         self.replaced[module.__name__] = tuple(table)
 
 
@@ -185,17 +153,26 @@ def _unknown(lack: str) -> ImportError:
 def accelerate() -> Acceleration:
     """Let transformers' models run on this library: one line, any time.
 
-    Gated DeltaNet, Kimi Delta Attention and the short convolution before
-    them become ours in Qwen3-Next, Qwen3.5 (dense and mixture), Qwen4-exp,
-    OLMo-Hybrid, Kimi Linear, GLM-5-next and Bailing hybrid (Ling), for
-    models that exist and for those made later, in place of
-    flash-linear-attention and causal_conv1d too where these are installed.
+    Of models that exist and of those made later, in place of the packages
+    that they would use (flash-linear-attention, mamba_ssm, causal_conv1d)
+    where these are installed too, these become ours:
 
-    The offsets cu_seq_lens_q of packed documents reach all of them, where
-    position_ids alone do not say that a document ends; GLM-5-next's own
-    sparse attention looks past the ends all the same. A model that was
-    compiled is compiled anew. Kernels from the hub (use_kernels=True) stay
-    unused. Mamba-2 models keep theirs.
+    * Gated DeltaNet of Qwen3-Next, Qwen3.5 (dense and mixture), Qwen4-exp,
+      OLMo-Hybrid and LARA-mini; Kimi Delta Attention of Kimi Linear,
+      GLM-5-next and Bailing hybrid (Ling);
+    * the scan of Mamba-2, Bamba, Falcon-H1, Granite-MoE-hybrid, Nemotron-H
+      and Zamba2; that of Mamba, Falcon-Mamba, Jamba and Zamba; MiniMax's
+      lightning attention;
+    * the short convolutions of all of these but MiniMax, and of LFM2 (dense
+      and mixture), LFM3, Inkling, Inkling2 and Inkling2-loop, with any
+      activation.
+
+    Packed documents stay apart if cu_seq_lens_q or seq_idx says where they
+    end (position_ids alone do not). Mamba, Mamba2ForCausalLM, Falcon-Mamba,
+    Jamba, Zamba and the Inklings drop both, and refuse them from now on.
+    Other attention than flash attention looks past the ends in GLM-5-next
+    and Granite-MoE-hybrid, which warn. A model that was compiled is compiled
+    anew. Kernels from the hub (use_kernels=True) stay unused.
 
     Returns:
         a handle: ``replaced`` says which names in which modules, ``undo()``
@@ -204,7 +181,7 @@ def accelerate() -> Acceleration:
 
     Raises:
         ImportError: transformers is not installed, or its internals are not
-            those of 5.23; then also later, as it imports a model.
+            those of 5.23 or 5.24; then also later, as it imports a model.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(

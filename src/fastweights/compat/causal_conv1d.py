@@ -14,8 +14,10 @@ from torch import Tensor
 
 from fastweights.compat.packed import first_tokens
 from fastweights.convolution import short_convolution
+from fastweights.reference.backend import wide
 
 ACTIVATIONS = (None, "silu", "swish")
+WIDTHS = (2, 3, 4)  # of short_convolution; wider ones are a sum of shifts
 
 
 def causal_conv1d_fn(
@@ -179,6 +181,10 @@ def _short_convolution(
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
+    if weight.shape[-1] not in WIDTHS:
+        return _wide_convolution(
+            *(x, weight, bias, activation, initial_state, cu_seqlens)
+        )
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
     if bias is not None:
@@ -193,3 +199,32 @@ def _short_convolution(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
     )
+
+
+def _wide_convolution(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C W"],
+    bias: Float[Tensor, " C"] | None,
+    activation: str | None,
+    initial_state: Float[Tensor, "B W-1 C"] | None,
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B W-1 C"]]:
+    """_short_convolution of any width, in PyTorch: one product per tap."""
+    full, (T, W) = wide(x.dtype), (x.shape[1], weight.shape[-1])
+    first = initial_state
+    if first is None:
+        first = x.new_zeros(x.shape[0], W - 1, x.shape[2])
+    columns = torch.cat([first.to(full), x.to(full)], 1)
+    taps = weight.to(full)
+    y = columns[:, W - 1 :] * taps[:, -1]
+    if cu_seqlens is not None:
+        t = torch.arange(T, device=x.device)
+        own = torch.searchsorted(cu_seqlens.to(t.dtype), t, right=True) - 1
+        past = (t - cu_seqlens[own])[:, None]  # tokens of its document [T, 1]
+    for s in range(1, W):
+        tap = columns[:, W - 1 - s : W - 1 - s + T] * taps[:, W - 1 - s]
+        y = y + (tap if cu_seqlens is None else tap.where(past >= s, 0))
+    if bias is not None:
+        y = y + bias.to(full)
+    y = y if activation is None else F.silu(y)
+    return y.to(x.dtype), columns[:, T:].to(x.dtype)

@@ -164,7 +164,7 @@ def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
     B, T = q.shape[:2]
     if last is not None:  # rows of documents: one row of all of them
         q, k, v, g, beta = (
-            y if y is None else y.reshape(1, B * T, *y.shape[2:])
+            y if y is None or y.dim() < 3 else y.reshape(1, -1, *y.shape[2:])
             for y in (q, k, v, g, beta)
         )
     few = name.startswith("fused") and q.shape[1] <= MAX_TOKENS
@@ -507,8 +507,7 @@ def chunk_gla(
 def fused_recurrent_gla(
     q, k, v, gk=None, gv=None, scale=None, initial_state=None,
     output_final_state=False, reverse=False, state_v_first=False,
-    cu_seqlens=None,
-    *, transpose_state_layout=None,
+    cu_seqlens=None, *, transpose_state_layout=None,
 ): ...
 
 
@@ -524,8 +523,8 @@ def chunk_simple_gla(
 def fused_recurrent_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
     output_final_state=False, reverse=False, state_v_first=False,
-    cu_seqlens=None,
-    *, transpose_state_layout=None,
+    cu_seqlens=None, *, cu_seq_lens_q=None, seq_idx=None,
+    transpose_state_layout=None,
 ): ...
 
 

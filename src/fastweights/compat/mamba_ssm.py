@@ -1,0 +1,348 @@
+"""mamba_ssm's functions by name, computed by this library.
+
+Mamba-2's chunk scan, Mamba's selective scan, and the step of both. Each
+takes what the function of that name takes in mamba_ssm 2.3, in that order
+and layout; what is not supported is refused by name. cu_seq_lens_q is one
+more name for offsets, the one that transformers gives them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.arguments import (
+    check_flags,
+    check_packed,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.compat.packed import documents
+from fastweights.decoding import decode_step
+from fastweights.ops import linear_recurrence
+from fastweights.reference.backend import wide
+from fastweights.selective import selective_scan
+from fastweights.serving import selective_step
+
+
+def mamba_chunk_scan_combined(
+    x: Float[Tensor, "B T H P"],
+    dt: Float[Tensor, "B T H"],
+    A: Float[Tensor, " H"],
+    B: Float[Tensor, "B T G N"],
+    C: Float[Tensor, "B T G N"],
+    chunk_size: int | None = None,
+    D: Float[Tensor, " H *P"] | None = None,
+    z: Float[Tensor, "B T H P"] | None = None,
+    dt_bias: Float[Tensor, " H"] | None = None,
+    initial_states: Float[Tensor, "B H P N"] | None = None,
+    seq_idx: Int[Tensor, "B T"] | None = None,
+    cu_seqlens: Int[Tensor, " S+1"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    *,
+    cu_seq_lens_q: Int[Tensor, " S+1"] | None = None,
+) -> (
+    Float[Tensor, "B T H P"]
+    | tuple[Float[Tensor, "B T H P"], Float[Tensor, "B H P N"]]
+):
+    """Mamba-2: y_t = (S_t C_t + D x_t) silu(z_t), one state S_t per head,
+
+    S_t = e^{dt_t A} S_{t-1} + dt_t x_t B_t^T.
+
+    Args:
+        x, dt, A, B, C, D, z, dt_bias: any floating dtype; G divides H. dt is
+            dt + dt_bias, with dt_softplus the softplus of that, and clamped
+            to dt_limit, in fp32 (fp64 if x is).
+        chunk_size: a hint, not needed.
+        initial_states: zeros if None.
+        seq_idx, cu_seqlens, cu_seq_lens_q: where packed documents end, the
+            number of each token's or, for B = 1, offsets.
+        return_final_states: whether to return the state after the last
+            token of each row too.
+        return_varlen_states: not supported, False.
+
+    Returns:
+        y in x's dtype, with return_final_states the pair of it and the
+        states in fp32 (fp64 if x is).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument is wrong or
+            not supported; the message names it.
+    """
+    check_flags(
+        dt_softplus=dt_softplus,
+        return_final_states=return_final_states,
+        return_varlen_states=return_varlen_states,
+    )
+    if return_varlen_states:
+        _unsupported("return_varlen_states", "False: only rows' last states")
+    shape, H = _heads(x, B), x.shape[2]
+    rows, T = x.shape[:2]
+    _check(
+        {"dt": (dt, (rows, T, H)), "A": (A, (H,)), "C": (C, B.shape)}
+        | {"z": (z, x.shape), "dt_bias": (dt_bias, (H,))}
+        | {"initial_states": (initial_states, (rows, *shape))}
+    )
+    full = wide(x.dtype)
+    dt = _steps(dt, dt_bias, dt_softplus, full)
+    low, high = dt_limit
+    if not low <= high:
+        raise ValueError(f"dt_limit: got {dt_limit}, need a least, a most")
+    if low > 0 or high < math.inf:
+        dt = dt.clamp(low, high)
+    offsets = cu_seqlens if cu_seq_lens_q is None else cu_seq_lens_q
+    last: Tensor | slice = slice(None)
+    if offsets is not None:
+        check_packed(x, offsets)
+        last = slice(-1, None)
+    elif seq_idx is not None:
+        check_tensors({"seq_idx": seq_idx})
+        offsets, last = documents(seq_idx, x)
+    if offsets is not None and initial_states is not None:
+        raise ValueError(
+            "initial_states: got states beside packed documents, need None"
+        )
+    # q, k, v and g of the recurrence; rows of documents are one row.
+    v = (dt[..., None] * x).to(x.dtype)
+    tokens = [C.to(x.dtype), B.to(x.dtype), v, dt * A.to(full)]
+    if seq_idx is not None:
+        tokens = [t.reshape(1, rows * T, *t.shape[2:]) for t in tokens]
+    state = None if initial_states is None else initial_states.to(full).mT
+    y, state = linear_recurrence(
+        *tokens,
+        scale=1.0,
+        initial_state=None if state is None else state.contiguous(),
+        cu_seqlens=offsets,
+    )
+    y = _finished(y.reshape(x.shape), x, D, z, full)
+    if not return_final_states:
+        return y
+    return y, state[last].mT.contiguous()
+
+
+def selective_state_update(
+    state: Float[Tensor, "B *H P N"],
+    x: Float[Tensor, "B *H P"],
+    dt: Float[Tensor, "B *H P"],
+    A: Float[Tensor, "*H P N"],
+    B: Float[Tensor, "B *G N"],
+    C: Float[Tensor, "B *G N"],
+    D: Float[Tensor, "*H P"] | None = None,
+    z: Float[Tensor, "B *H P"] | None = None,
+    dt_bias: Float[Tensor, "*H P"] | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B *H P"]:
+    """Either scan for one more token, the state in place.
+
+    Args:
+        state: of any floating dtype; it is rounded to it.
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus: those of
+            :func:`mamba_chunk_scan_combined` with H heads of P channels, of
+            :func:`selective_scan_fn` without H. Mamba-2's dt, A and dt_bias,
+            which are one number per head, are expanded and not copied.
+        state_batch_indices: not supported, None.
+
+    Returns:
+        y in x's dtype.
+
+    Raises:
+        as :func:`mamba_chunk_scan_combined`.
+    """
+    if state_batch_indices is not None:
+        _unsupported("state_batch_indices", "None: row b has state[b]")
+    check_flags(dt_softplus=dt_softplus)
+    heads = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
+    check_tensors(heads)
+    if x.dim() not in (2, 3):
+        wrong_shape("x", x, "[B, P] or [B, H, P]")
+    N = A.shape[-1]
+    own = x.shape[1:]
+    _check(
+        {"dt": (dt, x.shape), "A": (A, (*own, N)), "z": (z, x.shape)}
+        | {"D": (D, own), "dt_bias": (dt_bias, own)}
+        | {"state": (state, (*x.shape, N))}
+    )
+    full = wide(x.dtype)
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    expanded = _expanded(A, 2) and _expanded(dt, 1)
+    if x.dim() == 2 or not (
+        expanded and (dt_bias is None or _expanded(dt_bias, 1))
+    ):
+        return _channels(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    step = _steps(dt[..., 0], bias, dt_softplus, full)
+    v = (step[..., None] * x).to(x.dtype)
+    g = step * A[:, 0, 0].to(full)
+    C, B, v, g = (t[:, None] for t in (C, B, v, g))
+    if _differentiable(C, B, v, g, state):
+        first = state.to(full).mT.contiguous()
+        y, S = linear_recurrence(C, B, v, g, scale=1.0, initial_state=first)
+        state.copy_(S.mT)
+    else:
+        S = state.to(full)
+        y = decode_step(C, B, v, g=g, state=S.mT, scale=1.0)
+        if S is not state:
+            state.copy_(S)
+    return _finished(y[:, 0], x, D, z, full)
+
+
+def _channels(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> Tensor:
+    """selective_state_update where each channel has its own step and decay."""
+    full = wide(x.dtype)
+    S = state.flatten(1, -2).to(full, copy=True)
+    u, step, A = x.flatten(1), dt.flatten(1), A.flatten(0, -2)
+    tokens = (u[:, None], step[:, None], A, B[:, None], C[:, None])
+    options: dict[str, Any] = {
+        "D": None if D is None else D.flatten(),
+        "z": None if z is None else z.flatten(1)[:, None],
+        "dt_bias": None if dt_bias is None else dt_bias.flatten().to(full),
+        "dt_softplus": dt_softplus,
+    }
+    if _differentiable(*tokens, D, z, dt_bias, S):
+        y, S = selective_scan(*tokens, **options, initial_state=S)
+    else:
+        y = selective_step(*tokens, **options, state=S)
+    state.copy_(S.view_as(state))
+    return y.view_as(x)
+
+
+def selective_scan_fn(
+    u: Float[Tensor, "B D T"],
+    delta: Float[Tensor, "B D T"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "B *G N T"],
+    C: Float[Tensor, "B *G N T"],
+    D: Float[Tensor, " D"] | None = None,
+    z: Float[Tensor, "B D T"] | None = None,
+    delta_bias: Float[Tensor, " D"] | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> (
+    Float[Tensor, "B D T"]
+    | tuple[Float[Tensor, "B D T"], Float[Tensor, "B D N"]]
+):
+    """:func:`fastweights.selective_scan` in Mamba's own layout.
+
+    Args:
+        as there, of any floating dtypes; B and C that no token has for
+            itself, [D, N], are not supported.
+        return_last_state: whether to return the last state too.
+
+    Returns:
+        y in u's dtype, with return_last_state the pair of it and the state
+        in fp32 (fp64 if u is).
+
+    Raises:
+        as :func:`fastweights.selective_scan`, which calls u x, delta dt and
+            delta_bias dt_bias.
+    """
+    check_flags(return_last_state=return_last_state)
+    check_tensors({"u": u, "delta": delta, "A": A, "B": B, "C": C})
+    for name, t in (("B", B), ("C", C)):
+        if t.dim() not in (3, 4):
+            wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
+    full = wide(u.dtype)
+
+    def fitting(t: Any) -> Any:
+        fits = t is None or t.dtype in (u.dtype, full)
+        return t if fits else t.to(full)
+
+    z = fitting(z)
+    y, state = selective_scan(
+        u.mT,
+        fitting(delta).mT,
+        fitting(A),
+        B.to(u.dtype).movedim(-1, 1),
+        C.to(u.dtype).movedim(-1, 1),
+        fitting(D),
+        z=None if z is None else z.mT,
+        dt_bias=fitting(delta_bias),
+        dt_softplus=delta_softplus,
+    )
+    return (y.mT, state) if return_last_state else y.mT
+
+
+def _heads(x: Tensor, B: Tensor) -> tuple[int, int, int]:
+    """H, P and N, of x [B, T, H, P] and B [B, T, G, N]."""
+    check_tensors({"x": x, "B": B})
+    if x.dim() != 4:
+        wrong_shape("x", x, "[B, T, H, P]")
+    H, P = x.shape[2:]
+    if B.dim() != 4 or B.shape[:2] != x.shape[:2] or H % max(B.shape[2], 1):
+        need = f"[{x.shape[0]}, {x.shape[1]}, G, N] with G a divisor of {H}"
+        wrong_shape("B", B, need)
+    return H, P, B.shape[3]
+
+
+def _check(
+    needed: dict[str, tuple[Tensor | None, tuple[int, ...]]],
+) -> None:
+    """Raise for the first argument that is no tensor of its shape."""
+    for name, (t, shape) in needed.items():
+        if t is None:
+            continue
+        check_tensors({name: t})
+        if t.shape != tuple(shape):
+            wrong_shape(name, t, f"{list(shape)}")
+
+
+def _steps(
+    dt: Tensor, bias: Tensor | None, softplus: bool, full: torch.dtype
+) -> Tensor:
+    dt = dt.to(full)
+    dt = dt if bias is None else dt + bias.to(full)
+    return F.softplus(dt) if softplus else dt
+
+
+def _finished(
+    y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, full: torch.dtype
+) -> Tensor:
+    """(y + D x) silu(z), in x's dtype; D is one number per head or channel."""
+    if D is not None:
+        check_tensors({"D": D})
+        if D.shape not in (x.shape[-2:-1], x.shape[-2:]):
+            need = f"{list(x.shape[-2:-1])} or {list(x.shape[-2:])}"
+            wrong_shape("D", D, need)
+        D = D[:, None] if D.dim() == 1 else D
+        y = y.to(full) + D.to(full) * x.to(full)
+    if z is not None:
+        y = y.to(full) * F.silu(z.to(full))
+    return y.to(x.dtype)
+
+
+def _expanded(t: Tensor, dims: int) -> bool:
+    """Whether its last dimensions repeat one number."""
+    return all(
+        [t.shape[-i] == 1 or t.stride(-i) == 0 for i in range(1, dims + 1)]
+    )
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is asked for, which a step does not have."""
+    return torch.is_grad_enabled() and any(
+        [t is not None and t.requires_grad for t in tensors]
+    )
+
+
+def _unsupported(name: str, need: str) -> NoReturn:
+    raise NotImplementedError(f"{name}: got it, need {need}")

@@ -1,0 +1,236 @@
+"""Which functions of transformers' modeling files are this library's, where.
+
+A table has what a modeling file calls a function, ours, and the arguments
+that the file passes without a name. Arguments that ours does not name are
+left out: :func:`fastweights.accelerate` sees to that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastweights.compat import causal_conv1d, fla, mamba_ssm
+
+Table = dict[str, tuple[Callable, tuple[str, ...]]]
+
+PACKED = ("seq_idx", "cu_seq_lens_q")
+
+
+def one_document(own: Callable) -> Callable:
+    """A forward that drops what says where documents end: then refused."""
+
+    @functools.wraps(own)
+    def forward(*given: Any, **named: Any) -> Any:
+        for name in PACKED:
+            if named.get(name) is not None:
+                raise ValueError(
+                    f"{name}: got packed documents, need None: this model "
+                    "type does not hand it to its recurrence, so that they "
+                    "would reach each other; pass one document per row"
+                )
+        return own(*given, **named)
+
+    return forward
+
+
+def beside_attention(ours: Callable) -> Callable:
+    """Ours, with a warning that the model's attention looks past the ends."""
+
+    @functools.wraps(ours)
+    def call(*given: Any, **named: Any) -> Any:
+        packed = any([named.get(name) is not None for name in PACKED])
+        if packed and not torch.compiler.is_compiling():
+            warnings.warn(
+                "packed documents reach each other through this model "
+                "type's own attention, unless it is flash attention; its "
+                "recurrence keeps them apart",
+                stacklevel=3,
+            )
+        return ours(*given, **named)
+
+    return call
+
+
+def convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    """causal_conv1d_fn with any of transformers' activations."""
+    run: Any = functools.partial(
+        causal_conv1d.causal_conv1d_fn,
+        *(hidden_states, weight, bias),
+        seq_idx=seq_idx,
+        cu_seq_lens_q=cu_seq_lens_q,
+    )
+    return _activated(run, activation)
+
+
+def convolve_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """causal_conv1d_update with any of transformers' activations."""
+    run = functools.partial(
+        causal_conv1d.causal_conv1d_update,
+        *(hidden_states, conv_state, weight, bias),
+    )
+    return _activated(run, activation)
+
+
+def _activated(run: Callable[..., Tensor], activation: str | None) -> Tensor:
+    if activation in causal_conv1d.ACTIVATIONS:
+        return run(activation=activation)
+    functions = importlib.import_module("transformers.activations").ACT2FN
+    return functions[activation](run())
+
+
+def unfused(*given: Any) -> None:
+    """None: the modeling file then calls its parts, which are ours."""
+
+
+def lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """MiniMaxLightningAttention.forward: retention between its own parts.
+
+    Returns:
+        y, and the state [B, H, D, D] in fp32 (fp64 if y is).
+    """
+    cache = past_key_values if cache is None else cache
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = qkv * attention_mask[..., None].to(qkv.dtype)
+    H, width = self.num_attention_heads, self.head_dim
+    q, k, v = qkv.unflatten(-1, (H, -1)).split(width, -1)
+    state = None
+    if cache is not None:
+        state = cache.get_linear_cache(self.layer_idx)
+    full = torch.promote_types(q.dtype, torch.float32)
+    slopes = self.get_slope_rate(q.device)  # its buffer may be narrower
+    o, state = fla.fused_recurrent_simple_gla(
+        *(q, k, v),
+        g_gamma=-slopes.flatten().to(full),
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+        seq_idx=seq_idx,
+        cu_seq_lens_q=cu_seq_lens_q,
+    )
+    y = self.norm(o.flatten(2))
+    y = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * y)
+    if cache is not None:
+        cache.set_linear_cache(self.layer_idx, state)
+    return y, state
+
+
+QKV = ("query", "key", "value", "g", "beta")
+SCAN = ("hidden_states", "dt", "A", "B", "C")
+STEP = ("state", *SCAN, "D")
+UPDATE: Table = {
+    "causal_conv1d_update": (
+        convolve_update,
+        ("hidden_states", "conv_state", "weight", "bias", "activation"),
+    ),
+}
+CONVOLUTION: Table = UPDATE | {
+    "causal_conv1d_fn": (convolve, ("hidden_states", "weight", "bias")),
+}
+GATED_DELTANET: Table = CONVOLUTION | {
+    "torch_chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, QKV),
+    "torch_recurrent_gated_delta_rule": (
+        fla.fused_recurrent_gated_delta_rule,
+        QKV,
+    ),
+}
+KDA: Table = CONVOLUTION | {
+    "chunk_kimi_delta_attention": (fla.chunk_kda, QKV),
+    "recurrent_kimi_delta_attention": (fla.fused_recurrent_kda, QKV),
+}
+MAMBA2: Table = CONVOLUTION | {
+    "mamba2_chunk_scan": (mamba_ssm.mamba_chunk_scan_combined, SCAN),
+    "mamba2_selective_state_update": (mamba_ssm.selective_state_update, STEP),
+    "mamba2_split_conv1d_scan_combined": (unfused, ()),
+}
+PARTS: Table = CONVOLUTION | {  # of Mamba; zamba has no whole of them
+    "mamba_selective_scan": (mamba_ssm.selective_scan_fn, SCAN),
+    "mamba_selective_state_update": (mamba_ssm.selective_state_update, STEP),
+}
+MAMBA: Table = PARTS | {"mamba_inner_fn": (unfused, ())}
+LIGHTNING: Table = {
+    "MiniMaxLightningAttention.forward": (
+        lightning_attention,
+        ("self", "hidden_states", "position_embeddings", "attention_mask"),
+    ),
+}
+# Model types that drop what says where packed documents end, and where they
+# can be seen to do so.
+WHOLE, LAYER = ("self", "input_ids"), ("self", "hidden_states")
+ALONE = {
+    "falcon_mamba": (WHOLE, "FalconMambaModel FalconMambaForCausalLM"),
+    "inkling": (LAYER, "InklingDecoderLayer"),
+    "inkling2": (
+        LAYER,
+        "Inkling2SlidingDecoderLayer Inkling2FullDecoderLayer",
+    ),
+    "inkling2_loop": (
+        LAYER,
+        "Inkling2LoopSlidingDecoderLayer Inkling2LoopFullDecoderLayer",
+    ),
+    "jamba": (LAYER, "JambaMambaDecoderLayer"),
+    "mamba": (WHOLE, "MambaModel MambaForCausalLM"),
+    "mamba2": (WHOLE, "Mamba2ForCausalLM"),
+    "zamba": (LAYER, "ZambaMambaMixer"),
+}
+ALSO: dict[str, Table] = {
+    model: {f"{x}.forward": (one_document, first) for x in classes.split()}
+    for model, (first, classes) in ALONE.items()
+}
+ALSO |= {
+    "glm5_next": {
+        "chunk_kimi_delta_attention": (beside_attention(fla.chunk_kda), QKV),
+    },
+    "granitemoehybrid": {
+        "mamba2_chunk_scan": (
+            beside_attention(mamba_ssm.mamba_chunk_scan_combined),
+            SCAN,
+        ),
+    },
+}
+TABLES = (
+    (GATED_DELTANET, "lara_mini olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next"),
+    (GATED_DELTANET, "qwen4_exp"),
+    (KDA, "bailing_hybrid glm5_next kimi_linear"),
+    (MAMBA2, "bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2"),
+    (MAMBA, "falcon_mamba jamba mamba"),
+    (PARTS, "zamba"),
+    (LIGHTNING, "minimax"),
+    (CONVOLUTION, "inkling inkling2 inkling2_loop lfm2 lfm2_moe lfm3"),
+)
+MODELS = {
+    f"transformers.models.{model}.modeling_{model}": table
+    | ALSO.get(model, {})
+    for table, models in TABLES
+    for model in models.split()
+}
