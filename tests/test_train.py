@@ -528,6 +528,20 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     assert not list(out.glob(".*"))
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """Though it looked as if it could."""
+
+    def mkdir(self, **given):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(train.Path, "mkdir", mkdir)
+    assert train.main(words(folder, tmp_path / "run")) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "Permission denied" in said and "MiB are free" in said
+
+
 def test_too_little_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Training, "step", lambda run: torch.empty(2**50))
     assert train.main(words(folder, tmp_path / "run")) == 1

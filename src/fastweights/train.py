@@ -272,11 +272,17 @@ def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
     return settings, path
 
 
-def check_writable(folder: Path) -> None:
-    """Raise if the folder, or what it will be made in, takes no files."""
+def existing(folder: Path) -> Path:
+    """The folder, or what it will be made in."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
+    return there
+
+
+def check_writable(folder: Path) -> None:
+    """Raise if the folder, or what it will be made in, takes no files."""
+    there = existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"out: got {folder}, need a folder to write to")
 
@@ -374,7 +380,7 @@ def attempt(settings: Settings, path: Path | None) -> int:
                 code=1,
             )
         except OSError as error:
-            free = shutil.disk_usage(settings.out).free / 2**20
+            free = shutil.disk_usage(existing(Path(settings.out))).free / 2**20
             room = f"{free:,.0f} MiB are free; {kept(settings)}"
             return refuse(error, room, code=1)
     return 0
