@@ -184,8 +184,9 @@ class StatePool:
 
     def _recount(self) -> None:
         """Tokens that each row has read, as the layers know them."""
-        counts = [s.position for s in self.states if s.keys is not None]
-        self.read = torch.stack(counts).amax(0).tolist()
+        known = [s.position for s in self.states if s.keys is not None]
+        counts = torch.stack([x for x in known if x is not None])
+        self.read = counts.amax(0).tolist()
 
     def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
         """The rows as numbers: of taken ones, each once; or -1, for none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -172,7 +172,7 @@ def as_stop(
     """The tokens at which a row ends, of whatever type they were given in."""
     if stop is None:
         return []
-    plain = getattr(stop, "tolist", lambda: stop)()  # of PyTorch and numpy
+    plain: Any = getattr(stop, "tolist", lambda: stop)()  # PyTorch, numpy
     some = isinstance(plain, Iterable) and not isinstance(plain, str)
     tokens = list(plain) if some else [plain]
     for token in tokens:
