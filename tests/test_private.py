@@ -11,6 +11,7 @@ from inputs import member, results
 
 import fastweights as fw
 from fastweights import private
+from fastweights.projections import is_product
 
 NAMES = (
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
@@ -71,9 +72,18 @@ def test_the_number_of_a_storage_may_be_gone():
     assert private.storage_of(x) != private.storage_of(z)
 
 
+def test_hooks_of_all_modules_may_be_untold(without):
+    """Then every module is called, whoever looks."""
+    linear = torch.nn.Linear(3, 3, bias=False)
+    assert is_product(linear, torch.zeros(1, 3))
+    without("torch.nn.modules.module", "_has_any_global_hook")
+    assert not is_product(linear, torch.zeros(1, 3))
+
+
 def test_they_all_stand_in_one_file():
     src = Path(private.__file__).parent
     names = [name for _, name in NAMES if name.startswith("_")]
+    names += ["_has_any_global_hook"]
     names += ["_current_level", "_cdata", "AsyncCompileMode", "FutureKernel"]
     names += [r"torch\._[a-zA-Z]", r"triton\._[a-z]", r"knobs\."]
     # pytrees and TorchDispatchMode are used by many, if not documented

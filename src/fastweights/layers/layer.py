@@ -120,15 +120,14 @@ def spared(name: str, parameter: Tensor) -> bool:
 
 def _checked(make: Callable[..., None]) -> Callable[..., None]:
     """A constructor that looks at its arguments first."""
-    signature = inspect.signature(make)
-    taken = signature.parameters
+    taken = inspect.signature(make).parameters
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         for name, x in options.items():
             if name not in taken:
                 _refuse(type(self).__name__, name, x, [*taken][1:])
-        given = signature.bind_partial(self, *args, **options).arguments
+        given = dict(zip([*taken][1:], args, strict=False)) | options
         for name, x in given.items():
             _check(name, x, str(taken[name].annotation))
         make(self, *args, **options)
