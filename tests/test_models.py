@@ -227,8 +227,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
+        made = not (func._schema.is_mutable or func.is_view)
         for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and made:
                 self.elements = max(self.elements, x.numel())
                 self.total += x.numel()
         return out
@@ -254,6 +255,27 @@ def test_the_loss_costs_by_its_rows(rows):
     with own:
         models.cross_entropy(x, w, targets).backward()
     assert own.total < 3 * plain.total
+
+
+@torch.no_grad()
+def test_attention_costs_by_what_was_read():
+    """Not by the room for more: a prompt, and the tokens after it."""
+    m = model(("softmax",))
+    tokens = text(1, 201)
+    T = tokens.shape[1]
+
+    def cost(capacity, prompt=False):
+        states = m.new_states(1, capacity)
+        with Largest() as largest:
+            _, states = m(tokens[:, :-1], states)
+        if prompt:
+            return largest.elements
+        with Largest() as largest:
+            m(tokens[:, -1:], states)
+        return largest.total
+
+    assert cost(T, prompt=True) < (T - 1) ** 2
+    assert cost(64 * T) == cost(T)
 
 
 def test_the_loss_is_fp32_under_autocast():

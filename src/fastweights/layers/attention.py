@@ -174,24 +174,56 @@ def attend(
 ) -> tuple[Heads, LayerState]:
     """Attention of new tokens to themselves and to what the state holds.
 
+    ``count`` and ``used`` are those of :func:`remember`.
+    """
+    alone = fresh(state, q)  # before the state is changed in place
+    keys, values, at, after = remember(k, v, state, count, used)
+    if alone:
+        return attention(q, k, v), after
+    if not recorded(q):  # else the room for all tokens that may come
+        keys, values = keys[:, : after.used], values[:, : after.used]
+    if after.rows is not None:
+        own = inside(after.rows, keys)
+        keys, values = keys[own], values[own]
+    return attention_at(q, keys, values, at), after
+
+
+def recorded(q: Heads) -> bool:
+    """Whether the call will run again, by itself, with more tokens read."""
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or capturing
+
+
+def fresh(state: LayerState | None, q: Heads) -> bool:
+    """Whether no sequence has read a token before."""
+    return state is None or (state.used == 0 and not recorded(q))
+
+
+def remember(
+    k: Heads,
+    v: Heads,
+    state: LayerState | None,
+    count: Int[Tensor, " B"] | None = None,
+    used: int | None = None,
+) -> tuple[Heads, Heads, Int[Tensor, "B T"], LayerState]:
+    """Keys and values with the new ones, their places, and the state then.
+
     ``count`` is how many of the T tokens of each row are there; all if None.
     ``used`` is what the state's is after them, of a pool that they have been
     written to already.
     """
-    B, T = q.shape[:2]
+    B, T = k.shape[:2]
     if count is None:
-        count = lengths(q, None)
+        count = lengths(k, None)
+    at = torch.arange(T, device=k.device)[None]
     if state is None:
-        o = attention(q, k, v)
-        return o, LayerState(keys=k, values=v, position=count, used=T)
+        return k, v, at, LayerState(keys=k, values=v, position=count, used=T)
     before = state.get("position")
-    at = before[:, None] + torch.arange(T, device=q.device)
+    at = before[:, None] + at
     if state.rows is not None:
         if used is None:
             into_pool(k, v, state, state.rows, at, state.used + T)
         keys, values = whole(state, "keys"), whole(state, "values")
-        own = inside(state.rows, keys)
-        o = attention_at(q, keys[own], values[own], at)
     else:
         keys, values = (
             enlarged(state.get(name), state.used + T)
@@ -201,18 +233,18 @@ def attend(
             keys, values = keys.clone(), values.clone()
         # What is not there is written too, past the end of its sequence,
         # where the next tokens overwrite it before any query sees it.
-        row = torch.arange(B, device=q.device)[:, None]
+        row = torch.arange(B, device=k.device)[:, None]
         keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
-        o = attention_at(q, keys, values, at)
         if not torch.is_grad_enabled():
             state.keys, state.values = keys, values
-    return o, updated(
+    after = updated(
         state,
         keys=keys,
         values=values,
         position=before + count,
         used=state.used + T if used is None else used,
     )
+    return keys, values, at, after
 
 
 def attention_at(
@@ -264,7 +296,7 @@ def attend_packed(
     state: LayerState | None,
     cu_seqlens: Offsets,
 ) -> tuple[Heads, LayerState]:
-    """The same for packed sequences, which are laid side by side for it."""
+    """The same for packed sequences, laid side by side if they go on."""
     rows, used = Rows(q, state, cu_seqlens), None
     if state is not None and state.rows is not None:
         # Each token alone: what pads a row may not fit into the pool.
@@ -274,6 +306,11 @@ def attend_packed(
         used = int(torch.where(there, at + 1, 0).max())
         k_t, v_t = k[0][:, None], v[0][:, None]
         into_pool(k_t, v_t, state, own, at[:, None], used)
+    if fresh(state, q):
+        o = packed_attention(q, k, v, cu_seqlens)
+        k, v = rows.spread(k), rows.spread(v)
+        *_, after = remember(k, v, state, rows.count, used)
+        return o, after
     q, k, v = (rows.spread(x) for x in (q, k, v))
     o, after = attend(q, k, v, state, rows.count, used)
     return rows.pack(o), after
