@@ -195,8 +195,8 @@ def test_a_python_that_does_not_fit_gives_one_clear_line(
 ):
     other = tmp_path / "a python"
     other.write_text(
-        f'#!/bin/sh\ntest "$1" = --version && echo "Python {version}"\n'
-        f'exec {sys.executable} -c "import sys; sys.version_info = '
+        f'#!/bin/sh\ntest "$1" = --version && exec echo "Python {version}"\n'
+        f'exec "{sys.executable}" -c "import sys; sys.version_info = '
         f'({version.replace(".", ", ")}); exec(sys.argv[-1])" "$2"\n'
     )
     other.chmod(0o755)
