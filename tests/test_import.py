@@ -30,9 +30,9 @@ ABOVE = (
     "planted",
     "learned",
     "train",
+    "experiments",
     "comparison",
     "bench_trained",
-    "experiments",
 )
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """
