@@ -492,3 +492,20 @@ def test_inputs(name):
         layer([1.0])
     with pytest.raises(TypeError, match="cu_seqlens: got list, need a Tens"):
         layer(x[:1], cu_seqlens=[0, 3])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_offsets_that_are_none(name, gradients):
+    """Read on the host by every layer, before anything is computed."""
+    layer, x = made(name), tokens(1, 9)
+    with torch.set_grad_enabled(gradients):
+        for values in ([0, 5, 3, 9], [1, 9], [0, 10], [-1, 9]):
+            with pytest.raises(
+                ValueError, match=r"cu_seqlens: got .*, need v"
+            ):
+                layer(x, cu_seqlens=torch.tensor(values))
+        with pytest.raises(TypeError, match=r"cu_seqlens: got torch\.float"):
+            layer(x, cu_seqlens=torch.tensor([0.0, 9.0]))
+        with pytest.raises(ValueError, match="cu_seqlens: got device meta"):
+            layer(x, cu_seqlens=torch.tensor([0, 9], device="meta"))

@@ -5,7 +5,14 @@ import torch
 from crossed import crossed
 from layer_cases import CASES, contents, made, tokens
 
-from fastweights.layers import LayerState, SoftmaxAttention
+from fastweights.layers import (
+    MLSTM,
+    GatedDeltaNet,
+    LaCT,
+    LayerState,
+    SoftmaxAttention,
+    TTTLinear,
+)
 
 SOFTMAX = [name for name in CASES if name.startswith("softmax")]
 OTHERS = [name for name in CASES if name not in SOFTMAX]
@@ -273,3 +280,117 @@ def test_an_empty_state_is_a_start():
     x = tokens(2, 5)
     y, _ = layer(x, layer.new_state(2, 5))
     torch.testing.assert_close(y, layer(x)[0])
+
+
+OF_OTHER_SIZES = {
+    "heads": ("gated-deltanet", lambda: GatedDeltaNet(8, 2, 2), "S"),
+    "taps": (
+        "gated-deltanet",
+        lambda: GatedDeltaNet(8, 2, 4, conv_size=2),
+        "convolution",
+    ),
+    "keys": ("softmax", lambda: SoftmaxAttention(8, 4), "keys"),
+    "network": ("ttt-linear", lambda: TTTLinear(8, 4), "S"),
+    "window": ("lact", lambda: LaCT(8, 2, chunk_size=4), "convolution"),
+    "units": ("mlstm", lambda: MLSTM(8, 1), "[Sm]"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 20])
+@pytest.mark.parametrize("case", OF_OTHER_SIZES)
+def test_the_state_of_a_layer_of_another_size(case, length):
+    """Named as the state, before anything of it is changed; rows too."""
+    name, other, field = OF_OTHER_SIZES[case]
+    _, state = after(name, 3, 5)
+    before = state.clone()
+    said = f"^state: got {field} of shape .*, need .*: is it the state of an"
+    with pytest.raises(ValueError, match=said):
+        other()(tokens(3, length), state)
+    with pytest.raises(ValueError, match=said):
+        other()(tokens(2, length), state.at(torch.tensor([2, 0]), 5))
+    assert equal(state, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "field", "dtype", "need"),
+    [
+        ("gated-deltanet", "S", torch.float16, torch.float32),
+        ("gated-deltanet", "S", torch.float64, torch.float32),
+        ("mlstm", "m", torch.bfloat16, torch.float32),
+        ("softmax", "position", torch.float32, torch.int64),
+        ("ttt-linear", "position", torch.int32, torch.int64),
+        ("softmax", "keys", torch.int64, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 20])
+def test_a_state_of_another_dtype(name, field, dtype, need, length):
+    layer, state = after(name, 2, 5)
+    setattr(state, field, getattr(state, field).to(dtype))
+    with pytest.raises(TypeError, match=f"state: got {field} in {dtype}, nee"):
+        layer(tokens(2, length), state)
+    setattr(state, field, getattr(state, field).to("meta", need))
+    with pytest.raises(ValueError, match=f"got {field} on meta, need x's, c"):
+        layer(tokens(2, length), state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("refused", "kind", "said"),
+    [
+        (lambda s: s.at([0, 1], 0), TypeError, "rows: got list, need a Ten"),
+        (lambda s: s.at(torch.ones(2), 0), TypeError, r"rows: got torch\.fl"),
+        (
+            lambda s: s.at(torch.tensor([1, 1]), 0),
+            ValueError,
+            r"rows: got \[1, 1\], need each row once",
+        ),
+        (
+            lambda s: s.at(torch.tensor([1]), -5),
+            ValueError,
+            "used: got -5, need an integer >= 0",
+        ),
+        (
+            lambda s: s.at(torch.tensor([1]), 0.5),
+            TypeError,
+            "used: got float, need an int",
+        ),
+        (lambda s: s.select([0]), TypeError, "rows: got list, need a Tensor"),
+        (
+            lambda s: s.select(torch.tensor([0, 3])),
+            ValueError,
+            r"rows: got \[0, 3\], need sequences, 0 to 2",
+        ),
+        (
+            lambda s: s.select(torch.tensor([-1])),
+            ValueError,
+            r"rows: got \[-1\], need sequences, 0 to 2",
+        ),
+        (lambda s: s.copy_(3), TypeError, "other: got int, need a LayerStat"),
+        (
+            lambda s: s.copy_(s, torch.tensor([0, 0, 1])),
+            ValueError,
+            r"rows: got \[0, 0, 1\], need each row once",
+        ),
+        (
+            lambda s: s.copy_(s, torch.tensor([0, 1, 3])),
+            ValueError,
+            r"rows: got \[0, 1, 3\], need rows of the pool, 0 to 2",
+        ),
+    ],
+)
+def test_rows_that_are_none(refused, kind, said):
+    _, state = after("gated-deltanet", 3, 5)
+    with pytest.raises(kind, match=f"^{said}"):
+        refused(state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated-deltanet", "softmax", "mlstm"])
+def test_rows_of_a_pool_for_other_sequences(name):
+    layer, state = after(name, 3, 5)
+    for count in (1, 3):
+        rows = torch.arange(count)
+        with pytest.raises(ValueError, match=rf"rows: got shape \[{count}\]"):
+            layer(tokens(2, 1), state.at(rows, 5))

@@ -101,14 +101,16 @@ def test_steps_are_the_whole(case, pieces):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_steps_in_a_pool(case, index):
+@pytest.mark.parametrize(
+    "index, none", [(torch.int32, -1), (torch.int64, 6), (torch.int64, 99)]
+)
+def test_steps_in_a_pool(case, index, none):
     """Rows of a pool, one sequence with none; other rows stay."""
     torch.manual_seed(0)
     x, _, step, state = CASES[case]()
     alone = tuple(S.clone() for S in state)
     pool = tuple(S.new_full((6, *S.shape[1:]), 7.0) for S in state)
-    rows = torch.tensor([5, -1, 2], dtype=index)
+    rows = torch.tensor([5, none, 2], dtype=index)
     for P, S in zip(pool, state, strict=True):
         P[rows[0]], P[rows[2]] = S[0], S[2]
     for t in range(0, 12, 2):
@@ -136,6 +138,94 @@ def test_states_of_inference_mode_go_on_outside_of_it(case, in_rows):
     o = step(**token, state=given(inside), **rows)
     assert torch.equal(o, o_ref) and not o.is_inference()
     assert all(map(torch.equal, inside, state))
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_an_empty_state_of_mlstm_is_cleared(in_rows):
+    """Whatever stands in it: an m of -inf says that there is nothing."""
+    torch.manual_seed(0)
+    x, _, step, (S, m) = mlstm()
+    token = {name: y[:, :2] for name, y in x.items()}
+    rows = {"rows": torch.arange(3)} if in_rows else {}
+    left = (torch.full_like(S, 7.0), m.clone())
+    o = step(**token, state=left, **rows)
+    assert torch.equal(o, step(**token, state=(S, m), **rows))
+    assert torch.equal(left[0], S) and torch.equal(left[1], m)
+
+
+def refusals():
+    """Steps with one argument that does not fit, and what is said."""
+    S, m = torch.zeros(3, 4, 6, 6, **double), torch.zeros(3, 4, **double)
+    pool = torch.zeros(5, 4, 6, 6, **double), torch.zeros(5, 4, **double)
+    h, rows = torch.zeros(3, 8, 5, **double), torch.arange(3)
+    twice, floats = torch.tensor([0, 1, 1]), torch.arange(3.0)
+    each = {
+        "mlstm": [
+            ({"state": None}, "state: got NoneType, need a pair"),
+            ({"state": S}, "state: got Tensor, need a pair"),
+            ({"state": (S, 3)}, r"state\[1\]: got int, need a Tensor"),
+            ({"state": (S, m[:2])}, r"state\[1\]: got shape \[2, 4\]"),
+            ({"state": (S, m[:, :2])}, r"state\[1\]: got shape \[3, 2\]"),
+            ({"state": (S[..., :5], m)}, r"state\[0\]: got shape \[3, 4"),
+            ({"state": (S, m.float())}, r"state\[1\]: got torch\.float32"),
+            ({"state": (pool[0], m), "rows": rows}, r"state\[1\]: got sha"),
+            ({"state": pool, "rows": [0, 1, 2]}, "rows: got list, need a T"),
+            ({"state": pool, "rows": twice}, r"rows: got \[0, 1, 1\], need"),
+            ({"state": pool, "rows": floats}, r"rows: got torch\.float32"),
+        ],
+        "normalised": [
+            ({"state": None}, "state: got NoneType, need a Tensor"),
+            ({"state": S[..., :5]}, r"state: got shape \[3, 4, 6, 5\], nee"),
+            ({"state": pool[0], "rows": twice}, r"rows: got \[0, 1, 1\], n"),
+        ],
+        "selective": [
+            ({"state": None}, "state: got NoneType, need a Tensor"),
+            ({"state": h[..., :4]}, r"state: got shape \[3, 8, 4\], need"),
+            ({"state": h.half()}, r"state: got torch\.float16, need torch"),
+            ({"state": h[..., :4], "rows": rows}, r"state: got shape \[3, 8"),
+            ({"state": h.half(), "rows": rows}, r"state: got torch\.float1"),
+            ({"state": h, "rows": rows[:2]}, r"rows: got shape \[2\], need"),
+            ({"state": h, "rows": floats}, r"rows: got torch\.float32, nee"),
+            ({"state": h, "rows": twice}, r"rows: got \[0, 1, 1\], need ea"),
+        ],
+    }
+    return [(case, *of) for case, some in each.items() for of in some]
+
+
+@pytest.mark.parametrize("case, given, said", refusals())
+def test_states_and_rows_that_do_not_fit(case, given, said):
+    """Told by the name that they have here, before anything changes."""
+    x, _, step, _ = CASES[case]()
+    token = {name: y[:, :2] for name, y in x.items()}
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        step(**token, **given)
+
+
+def test_mlstms_state_may_be_narrow_but_not_its_units():
+    torch.manual_seed(0)
+    x, _, step, state = mlstm()
+    token = {name: y[:, :2].float() for name, y in x.items()}
+    S, m = (y.float() for y in state)
+    narrow = S.bfloat16()
+    with pytest.raises(TypeError, match=r"state\[1\]: got torch\.bfloat16"):
+        step(**token, state=(narrow, m.bfloat16()))
+    left = (narrow, m.clone())
+    o = [step(**token, state=given) for given in ((S, m), left, (S, m), left)]
+    assert torch.equal(o[0], o[1]) and relative_error(o[3], o[2]) < 0.02
+
+
+def test_steps_refuse_what_is_no_function_no_flag_and_no_few_tokens():
+    x, *_ = normalised()
+    with pytest.raises(TypeError, match="feature_map: got str, need a funct"):
+        linear_attention_step(**x, state=None, feature_map="elu")
+    x, _, step, (state,) = selective(1)
+    x = {name: torch.cat([y, y], 1) for name, y in x.items()}
+    with pytest.raises(ValueError, match=r"x: got shape .*T <= 16"):
+        step(**x, state=state)
+    del x["z"]
+    with pytest.raises(TypeError, match="dt_softplus: got 'yes', need True"):
+        A = -torch.rand(8, 5, **double)
+        selective_step(**x, A=A, state=state, dt_softplus="yes")
 
 
 def test_decode_step_in_a_pool():
@@ -168,8 +258,9 @@ def test_no_row_at_all_changes_nothing():
         (torch.tensor([0, 1]), ValueError, r"rows: got shape \[2\], need"),
         (torch.zeros(3), TypeError, "rows: got torch.float32, need"),
         ([0, 1, 2], TypeError, "rows: got list, need a Tensor"),
+        (torch.tensor([2, 0, 2]), ValueError, r"rows: got \[2, 0, 2\], need"),
     ],
-    ids=["too-few", "no-integers", "no-tensor"],
+    ids=["too-few", "no-integers", "no-tensor", "twice"],
 )
 def test_rows_that_do_not_fit(rows, error, message):
     x = member("none", "additive", B=3, T=1, H=1, HV=1, K=4, V=4)

@@ -12,9 +12,9 @@ from fastweights import values
 from fastweights.arguments import (
     check_arguments,
     check_kinds,
+    check_rows,
     check_states,
     check_tensors,
-    wrong_shape,
 )
 from fastweights.ops import (
     Backend,
@@ -80,8 +80,8 @@ def decode_step(
             rounded once per call: :data:`NARROW` says what that costs.
         rows: [B] int32 or int64, for a state [N, HV, K, V] that is a pool:
             sequence b has row rows[b] of it, and the other rows stay as they
-            are. No two sequences may have the same row, which is not
-            checked. One whose row is none of 0 to N - 1 (-1, say, where a
+            are. No two sequences may have the same row, which is checked
+            on a CPU. One whose row is none of 0 to N - 1 (-1, say, where a
             batch is filled up) reads and writes no state; its outputs are 0.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "chunkwise" and "loop" are both the
@@ -144,9 +144,8 @@ def _check(
         check_tensors({"state": state, "rows": rows})
         whole = (torch.int32, torch.int64)
         check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": whole})
-        if rows.shape != q.shape[:1]:
-            wrong_shape("rows", rows, f"[{q.shape[0]}]")
         N = state.shape[0] if state.dim() else 0
+        check_rows(rows, q.shape[0], N, none=True)
         shape = (max(N, 1), v.shape[2], q.shape[3], v.shape[3])
         check_states(q, {"state": state}, {"state": shape}, narrow)
     if q.shape[1] > MAX_TOKENS:

@@ -144,16 +144,18 @@ def divided(o: Tensor, z: Tensor, least: Tensor, eps: float) -> Tensor:
     return o / (torch.maximum(z.abs(), least) + eps)
 
 
-def named(memory: Memory | None) -> dict[str, Tensor]:
+def named(
+    memory: Memory | None, name: str = "initial_state"
+) -> dict[str, Tensor]:
     """State and stabilizer as the arguments they are; raise if no pair."""
     if memory is None:
         return {}
     if not isinstance(memory, tuple | list) or len(memory) != 2:
         raise TypeError(
-            f"initial_state: got {type(memory).__name__}, need a pair of "
+            f"{name}: got {type(memory).__name__}, need a pair of "
             "tensors, (state, m)"
         )
-    return {f"initial_state[{n}]": x for n, x in enumerate(memory)}
+    return {f"{name}[{n}]": x for n, x in enumerate(memory)}
 
 
 @torch.no_grad()

@@ -18,10 +18,20 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_number
-from fastweights.decoding import decode_step
+from fastweights.arguments import (
+    OFFSETS,
+    check_flags,
+    check_kinds,
+    check_number,
+    check_rows,
+    check_states,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.decoding import MAX_TOKENS, NARROW, decode_step
 from fastweights.family import Keys, PerHead, Values, check_gate, need
-from fastweights.mlstm import divided, in_units
+from fastweights.mlstm import divided, in_units, named
+from fastweights.normaliser import check_normalised
 from fastweights.ops import Backend, autocast, without_autocast
 from fastweights.reference.backend import wide
 from fastweights.reference.chunkwise import CLEARS
@@ -60,7 +70,10 @@ def mlstm_step(
         TypeError, ValueError: as mlstm and decode_step.
     """
     q, k, v = autocast(q, k, v)
+    if state is None:
+        raise TypeError("state: got NoneType, need a pair of tensors")
     need("g", g, 3, "[B, T, HV]")
+    _check_normalised(q, k, v, g, named(state, "state"), rows, scale)
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
     S, m = state
@@ -112,9 +125,15 @@ def linear_attention_step(
         TypeError, ValueError: as linear_attention and decode_step.
     """
     if feature_map is not None:
+        if not callable(feature_map):
+            raise TypeError(
+                f"feature_map: got {type(feature_map).__name__}, need a "
+                "function or None"
+            )
         q, k = feature_map(q), feature_map(k)
     check_number("eps", eps, ">= 0")
     q, k, v = autocast(q, k, v)
+    _check_normalised(q, k, v, None, {"state": state}, rows, scale)
     dtype = wide(q.dtype)
     v_and_one = torch.cat(
         [v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1
@@ -162,8 +181,12 @@ def selective_step(
         TypeError, ValueError: as selective_scan.
     """
     x, B, C = autocast(x, B, C)
-    own = state if rows is None else None
-    check_scan(x, dt, A, B, C, D, z, dt_bias, own, None)
+    check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)
+    check_flags(dt_softplus=dt_softplus)
+    if x.shape[1] > MAX_TOKENS:
+        need = f"[B, T, D] with T <= {MAX_TOKENS}; for more tokens there is "
+        wrong_shape("x", x, f"{need}selective_scan")
+    _check_states(x, {"state": state}, rows, tuple(A.shape))
     full = wide(x.dtype)
     u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))
     if dt_bias is not None:
@@ -193,6 +216,46 @@ def selective_step(
         there = (rows >= 0) & (rows < state.shape[0])
         y = y.where(there[:, None, None], 0)
     return y.to(x.dtype)
+
+
+def _check_normalised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    states: dict[str, Tensor],
+    rows: Rows | None,
+    scale: float | None,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    check_normalised(q, k, v, g, {}, scale=scale)
+    HV, V = v.shape[2:]
+    narrow = () if q.dtype == torch.float64 else NARROW
+    shapes = (HV, q.shape[3], V + 1), (HV,)
+    _check_states(q, states, rows, *shapes, besides=narrow)
+
+
+def _check_states(
+    q: Tensor,
+    states: dict[str, Tensor],
+    rows: Rows | None,
+    *shapes: tuple[int, ...],
+    besides: tuple[torch.dtype, ...] = (),
+) -> None:
+    """Raise unless states have rows of these shapes.
+
+    The first may be in one of the dtypes ``besides``.
+    """
+    check_tensors(states)
+    N = q.shape[0]
+    if rows is not None:
+        first = next(iter(states.values()))
+        N = first.shape[0] if first.dim() else 0
+        check_rows(rows, q.shape[0], N, none=True)
+        check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS})
+    for (name, state), shape in zip(states.items(), shapes, strict=False):
+        check_states(q, {name: state}, {name: (N, *shape)}, besides)
+        besides = ()
 
 
 def inside(rows: Rows, pool: Tensor) -> Rows:

@@ -3,6 +3,8 @@
 POOL = "fastweights/models/pool.py"
 STATE = "fastweights/layers/state.py"
 ATTENTION = "fastweights/layers/attention.py"
+ARGUMENTS = "fastweights/layers/arguments.py"
+SERVING = "fastweights/serving.py"
 TESTS = {POOL: "test_pool.py"}
 MUTANTS = {
     "pool-in-bf16-of-any-kind": (
@@ -78,7 +80,7 @@ MUTANTS = {
         "test_layers_state.py",
     ),
     "step-on-a-state-of-inference-mode": (
-        "fastweights/serving.py",
+        SERVING,
         "with torch.inference_mode():",
         "if True:",
         "test_serving.py",
@@ -94,7 +96,7 @@ MUTANTS = {
         "torch.inference_mode(torch.is_inference_mode_enabled())",
     ),
     "graph-of-one-batch": (
-        "fastweights/layers/arguments.py",
+        ARGUMENTS,
         "rows = x.shape[0]",
         "rows = len(x)",
         "test_export.py",
@@ -116,6 +118,66 @@ MUTANTS = {
         "torch.export.register_dataclass(",
         "(lambda *given, **named: None)(",
         "test_export.py",
+    ),
+    "layer-rows-of-any-shape": (
+        ARGUMENTS,
+        'check_rows(state.rows, rows, name="state: rows")',
+        "pass",
+        "test_layers_state.py",
+    ),
+    "layer-states-of-any-size": (
+        ARGUMENTS,
+        "_check_shapes(tensors, layer.row_shapes)",
+        "pass",
+        "test_layers_state.py",
+    ),
+    "layer-position-of-any-dtype": (
+        ARGUMENTS,
+        "needs = (torch.int64,)",
+        "pass",
+        "test_layers_state.py",
+    ),
+    "layer-state-on-any-device": (
+        ARGUMENTS,
+        "if tensor.device != x.device:",
+        "if False:",
+        "test_layers_state.py",
+    ),
+    "layer-offsets-of-any-value": (
+        ARGUMENTS,
+        "check_packed(x, cu_seqlens)",
+        "pass",
+        "test_layers_arguments.py",
+    ),
+    "rows-twice": (
+        "fastweights/arguments.py",
+        "if len(set(there)) < len(there):",
+        "if False:",
+        "test_serving.py",
+    ),
+    "step-of-mlstm-keeps-what-is-empty": (
+        SERVING,
+        "of_empty=CLEARS",
+        "of_empty=0.0",
+        "test_serving.py",
+    ),
+    "step-of-rows-beyond-a-pool": (
+        SERVING,
+        "there = (rows >= 0) & (rows < state.shape[0])",
+        "there = rows >= 0",
+        "test_serving.py",
+    ),
+    "step-writes-rows-beyond-a-pool": (
+        SERVING,
+        "there = (rows >= 0) & (rows < pool.shape[0])",
+        "there = rows >= 0",
+        "test_serving.py",
+    ),
+    "step-of-mlstm-in-narrow-units": (
+        SERVING,
+        "        besides = ()\n",
+        "",
+        "test_serving.py",
     ),
     "decode-of-no-row": (
         "fastweights/decoding.py",

@@ -12,13 +12,18 @@ from torch import Tensor
 from fastweights.arguments import (
     DTYPES,
     check_number,
+    check_packed,
+    check_rows,
     check_sizes,
     check_tensors,
     wrong_shape,
 )
+from fastweights.decoding import NARROW
 from fastweights.layers.state import LayerState, Offsets, leave_inference
 from fastweights.ops import _autocasts
+from fastweights.private import traced
 from fastweights.projections import is_product
+from fastweights.reference.backend import wide
 
 
 def whole(name: str, size: float) -> int:
@@ -123,11 +128,14 @@ def check_input(
         wrong_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
     rows = x.shape[0]
     if cu_seqlens is not None:
-        check_tensors({"cu_seqlens": cu_seqlens})
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-            wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
         if rows != 1:
             wrong_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
+        check_packed(x, cu_seqlens)
+        if cu_seqlens.device != x.device:
+            raise ValueError(
+                f"cu_seqlens: got device {cu_seqlens.device}, need x's, "
+                f"{x.device}"
+            )
         rows = cu_seqlens.shape[0] - 1
     if state is None:
         return
@@ -146,12 +154,47 @@ def check_input(
             raise ValueError(
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
-        if state.rows.shape != (rows,):
-            wrong_shape("state: rows", state.rows, f"[{rows}]")
-        return
+        check_rows(state.rows, rows, name="state: rows")
     for name, tensor in tensors.items():
-        if tensor.shape[0] != rows:
+        if state.rows is None and tensor.shape[0] != rows:
             raise ValueError(
                 f"state: got {name} of shape {list(tensor.shape)}, need "
                 f"{rows} rows, one per sequence"
+            )
+        _check_kind(name, tensor, x)
+    if hasattr(layer, "outline") and not (
+        torch.compiler.is_compiling() or traced()
+    ):
+        _check_shapes(tensors, layer.row_shapes)
+
+
+def _check_kind(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raise unless a field of a state has its dtype, and x's device."""
+    if tensor.device != x.device:
+        raise ValueError(
+            f"state: got {name} on {tensor.device}, need x's, {x.device}"
+        )
+    needs: tuple[torch.dtype, ...] = DTYPES
+    if name in ("S", "m"):
+        needs = (wide(x.dtype), *(NARROW if name == "S" else ()))
+    elif name == "position":
+        needs = (torch.int64,)
+    if tensor.dtype not in needs:
+        raise TypeError(
+            f"state: got {name} in {tensor.dtype}, need {needs[0]}"
+        )
+
+
+def _check_shapes(
+    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Raise unless a row of each field is as the layer makes it."""
+    for name, tensor in tensors.items():
+        need, free = shapes[name], 2 if name in ("keys", "values") else 1
+        if tensor.shape[free:] != need[free - 1 :]:
+            some = ["N", "capacity"][:free]
+            shape = ", ".join(map(str, [*some, *need[free - 1 :]]))
+            raise ValueError(
+                f"state: got {name} of shape {list(tensor.shape)}, need "
+                f"[{shape}]: is it the state of another layer?"
             )

@@ -91,17 +91,23 @@ class Layer(Part):
         every further one is taken to cost what it costs up to there: nothing,
         or its keys and values.
         """
+        return extended(lambda T: self.outline(T).nbytes, T)
+
+    @torch.no_grad()
+    def outline(self, T: int) -> Any:
+        """A state after T tokens, on a device that holds no numbers."""
         args, options = self._made_with
         dtype = next((p.dtype for p in self.parameters()), None)
         meta = torch.device("meta")
         on_meta: dict[str, Any] = {"device": meta, "dtype": dtype}
-        outline = type(self)(*args, **options | on_meta)
+        layer = type(self)(*args, **options | on_meta)
+        return layer(torch.empty(1, T, self.dim, **on_meta))[1]
 
-        def after(T: int) -> int:
-            x = torch.empty(1, T, self.dim, **on_meta)
-            return outline(x)[1].nbytes
-
-        return extended(after, T)
+    @functools.cached_property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each field of its states, the shape of a row."""
+        fields = self.outline(1).tensors()
+        return {name: tuple(x.shape[1:]) for name, x in fields.items()}
 
 
 def extended(after: Callable[[int], int], T: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastweights.arguments import (
     check_integers,
     check_rows,
-    check_tensors,
+    readable,
 )
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.ops import linear_recurrence, wide
@@ -124,7 +124,12 @@ class LayerState:
 
     def select(self, rows: Int[Tensor, " M"]) -> LayerState:
         """The sequences with these indices, copied; one may come twice."""
-        check_tensors({"rows": rows})
+        check_rows(rows, None)
+        size = min(x.shape[0] for x in self.tensors().values())
+        if readable(rows) and not all(0 <= i < size for i in rows.tolist()):
+            raise ValueError(
+                f"rows: got {rows.tolist()}, need sequences, 0 to {size - 1}"
+            )
         return self._map(lambda x: x.index_select(0, rows))
 
     def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:
@@ -137,6 +142,12 @@ class LayerState:
             ValueError: the two do not hold the same fields, or one of other's
                 does not fit into this one's.
         """
+        if not isinstance(other, LayerState):
+            kind = type(other).__name__
+            raise TypeError(f"other: got {kind}, need a LayerState")
+        if rows is not None:
+            size = min(x.shape[0] for x in self.tensors().values())
+            check_rows(rows, None, size)
         mine, theirs = self.tensors(), other.tensors()
         if mine.keys() != theirs.keys():
             raise ValueError(

@@ -160,9 +160,7 @@ def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " T"]]:
         if row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(f"prompts: got {row.dtype}, need integers")
         if readable(row):
-            check_tokens(
-                "prompts", [int(row.min()), int(row.max())], vocabulary
-            )
+            check_ids("prompts", [int(row.min()), int(row.max())], vocabulary)
     return [row.to(torch.int64) for row in rows]
 
 
@@ -177,11 +175,11 @@ def as_stop(
     tokens = list(plain) if some else [plain]
     for token in tokens:
         check_integers({"stop": token})
-    check_tokens("stop", tokens, vocabulary)
+    check_ids("stop", tokens, vocabulary)
     return tokens
 
 
-def check_tokens(name: str, tokens: list[int], vocabulary: int) -> None:
+def check_ids(name: str, tokens: list[int], vocabulary: int) -> None:
     """Raise unless they are in the vocabulary."""
     for token in tokens:
         if not 0 <= token < vocabulary:
