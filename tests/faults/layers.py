@@ -203,7 +203,7 @@ MUTANTS = {
     ),
     "layer-other-rows-unchecked": (
         f"{LAYERS}/arguments.py",
-        "if tensor.shape[0] != rows:",
+        "if state.rows is None and tensor.shape[0] != rows:",
         "if False:",
         "test_layers_state.py",
     ),
