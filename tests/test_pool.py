@@ -265,6 +265,24 @@ def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
 
 
 @torch.no_grad()
+def test_calls_with_more_tokens_than_was_said():
+    """And states that go on: what a row has read is asked of the device."""
+    m, (text, new) = model(HYBRID), drawn(2, 9)
+    pool = StatePool(m, size=1, capacity=20)
+    row = pool.take()
+    m(text[None, :6], pool.at([row], 2))
+    assert goes_on(m, pool, row, text[:6], text[6:])
+    states = pool.at([row], 1)
+    for token in new[:3]:
+        m(token[None, None], states)
+    kept = pool.keep([row])
+    m(text[None, :5], pool.at([row], 1))
+    pool.restore(kept)
+    prompt = torch.cat([text, new[:3]])
+    assert goes_on(m, pool, row, prompt, new[3:])
+
+
+@torch.no_grad()
 def test_a_call_without_any_row_beside_a_full_one():
     m, text = model(HYBRID), drawn(8)
     pool = StatePool(m, size=1, capacity=8)

@@ -49,6 +49,16 @@ MUTANTS = {
         "            self._recount()",
         "            pass",
     ),
+    "pool-believes-what-it-was-told": (
+        POOL,
+        "any(state.used > most for state in told)",
+        "False",
+    ),
+    "pool-keeps-what-it-was-told": (
+        POOL,
+        '_taken("rows", rows)\n        self._settle()\n',
+        '_taken("rows", rows)\n',
+    ),
     "pool-has-no-room-for-the-last-token": (
         ATTENTION,
         "if used > keys.shape[1]",

@@ -89,6 +89,8 @@ class StatePool:
         self.free = list(range(size))[::-1]
         self.read = [0] * size
         """Tokens that each row has read, at most."""
+        # The last call's states, and the most that a row then has, as told.
+        self._told: tuple[list[LayerState], int] = [], 0
         self._grows = any(s.keys is not None for s in self.states)
         # What was kept of each row and may be restored, oldest first.
         self._kept: list[dict[object, None]] = [{} for _ in range(size)]
@@ -162,6 +164,7 @@ class StatePool:
             check_sizes(tokens=tokens)
             each = [tokens] * len(index)
         some = {row: n for row, n in zip(index, each, strict=True) if row >= 0}
+        self._settle()
         if self._full(some):
             self._recount()
         if full := self._full(some):
@@ -174,13 +177,22 @@ class StatePool:
         for row, n in some.items():
             self.read[row] += n
         on_device = torch.tensor(index, device=self.device)
-        return [state.at(on_device, used) for state in self.states]
+        states = [state.at(on_device, used) for state in self.states]
+        self._told = states, used + max(each)
+        return states
 
     def _full(self, some: dict[int, int]) -> list[int]:
         """Rows that may not have room for so many more tokens."""
         if not self._grows:
             return []
         return [r for r, n in some.items() if self.read[r] + n > self.capacity]
+
+    def _settle(self) -> None:
+        """Count again if the last call had more tokens than was told."""
+        told, most = self._told
+        if any(state.used > most for state in told):
+            self._recount()
+        self._told = [], 0
 
     def _recount(self) -> None:
         """Tokens that each row has read, as the layers know them."""
@@ -214,6 +226,7 @@ class StatePool:
         and values may stand in the places of theirs after that.
         """
         index = self._taken("rows", rows)
+        self._settle()
         on_device = torch.tensor(index, device=self.device)
         states = [
             # Keys and values of later tokens are overwritten, not undone.
