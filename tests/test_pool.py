@@ -371,7 +371,7 @@ def test_what_a_pool_refuses():
 )
 def test_rows_and_tokens_that_cannot_be_meant(refused, kind, message):
     pool = StatePool(model(("gated_deltanet",)), size=2, capacity=8)
-    pool.free = []
+    pool.free = {}
     with pytest.raises(kind, match=f"^{message}"):
         refused(pool)
 
@@ -400,3 +400,25 @@ def test_a_full_row_is_named_and_gradients_are_refused():
         m(tokens, states)
     with pytest.raises(ValueError, match=r"need torch\.no_grad"):
         m(tokens, states)
+
+
+def test_a_rows_ways_cost_the_same_in_any_pool():
+    """Taking, calling and giving back look at their own rows only."""
+
+    def steps(size):
+        pool = StatePool(model(("gated_deltanet",)), size=size, capacity=8)
+        seen = 0
+
+        class Counted(dict):
+            def __iter__(self):
+                nonlocal seen
+                seen += len(self)
+                return super().__iter__()
+
+        pool.free = Counted(pool.free)
+        row = pool.take()
+        pool.at([row], 1)
+        pool.give(row)
+        return seen
+
+    assert steps(4) == steps(64) == 0

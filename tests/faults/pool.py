@@ -14,8 +14,8 @@ MUTANTS = {
     ),
     "pool-rows-are-not-cleared": (
         POOL,
-        "self._clear(row)\n        self._kept",
-        "self._kept",
+        "        self._clear(row)\n        self.read",
+        "        self.read",
     ),
     "pool-m-is-cleared-to-nothing": (POOL, 'name == "m"', "False"),
     "pool-restores-the-first-row": (
@@ -31,8 +31,8 @@ MUTANTS = {
     ),
     "pool-restores-what-was-given-back": (
         POOL,
-        "self._kept[row] = {}\n",
-        "pass\n",
+        "self.read[row], self._kept[row] = 0, {}",
+        "self.read[row] = 0",
     ),
     "pool-restores-what-went-back-further": (
         POOL,

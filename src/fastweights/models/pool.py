@@ -86,7 +86,8 @@ class StatePool:
             if dtype is not None:
                 self._keep_in(dtype, {*model.config.kinds})
         self.device, self.capacity = device, capacity
-        self.free = list(range(size))[::-1]
+        # The last is the next to be taken.
+        self.free = dict.fromkeys(reversed(range(size)))
         self.read = [0] * size
         """Tokens that each row has read, at most."""
         # The last call's states, and the most that a row then has, as told.
@@ -94,8 +95,7 @@ class StatePool:
         self._grows = any(s.keys is not None for s in self.states)
         # What was kept of each row and may be restored, oldest first.
         self._kept: list[dict[object, None]] = [{} for _ in range(size)]
-        for row in range(size):
-            self._clear(row)
+        self._clear(slice(None))
 
     def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
         if other := sorted(kinds - NARROWED - {"softmax"}):
@@ -111,11 +111,10 @@ class StatePool:
             if state.S is not None:
                 state.S = state.S.to(dtype)
 
-    def _clear(self, row: int) -> None:
+    def _clear(self, rows: int | slice) -> None:
         for state in self.states:
             for name, x in state.tensors().items():
-                x[row] = -torch.inf if name == "m" else 0
-        self.read[row] = 0
+                x[rows] = -torch.inf if name == "m" else 0
 
     def take(self) -> int:
         """A row for a new sequence, empty.
@@ -127,14 +126,15 @@ class StatePool:
             raise RuntimeError(
                 f"pool: got a sequence more than its {len(self.read)} rows"
             )
-        return self.free.pop()
+        row, _ = self.free.popitem()
+        return row
 
     def give(self, row: int) -> None:
         """A row back: what it held is gone, and what was kept of it too."""
         (row,) = self._taken("row", [row])
         self._clear(row)
-        self._kept[row] = {}
-        self.free.append(row)
+        self.read[row], self._kept[row] = 0, {}
+        self.free[row] = None
 
     def at(self, rows: Rows, tokens: int | Sequence[int]) -> list[LayerState]:
         """States for one call of the model with these rows.
@@ -210,7 +210,7 @@ class StatePool:
         if not index or not all(0 <= row < size for row in some):
             need = f"rows of the pool, 0 to {size - 1}"
             raise ValueError(f"{name}: got {index}, need {need}")
-        if gone := set(some) & set(self.free):
+        if gone := [row for row in some if row in self.free]:
             raise ValueError(
                 f"{name}: got {min(gone)}, need one that is taken"
             )
