@@ -511,6 +511,15 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
     same({key: x.grad for key, x in m.named_parameters()}, wanted)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "minimax"])
+def test_tokens_past_the_last_offset_are_refused(name):
+    """The convolution would take as many columns at the front for a cache."""
+    inputs = {"input_ids": tokens()[:1], "cu_seq_lens_q": OFFSETS[:3]}
+    match = "^cu_seq_lens_q: got offsets that end at 33, need T = 70"
+    with fw.accelerate(), pytest.raises(ValueError, match=match):
+        model(name)(**inputs, use_cache=False)
+
+
 @models(ALONE)
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seq_lens_q"])
 def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):

@@ -435,7 +435,7 @@ WRONG = {
     "z-dtype": ("z", ones(2, 20, 3).half(), TypeError, "torch.float16"),
     "bias-shape": ("dt_bias", ones(1), ValueError, r"need \[3\]"),
     "bias-dtype": ("dt_bias", ones(3).half(), TypeError, "torch.float16"),
-    "softplus": ("dt_softplus", 1, TypeError, "int, need a bool"),
+    "softplus": ("dt_softplus", 1, TypeError, "1, need True or False"),
     "offsets-dtype": ("cu_seqlens", ones(2), TypeError, "torch.int32 or"),
     "offsets-list": ("cu_seqlens", [0, 20], TypeError, "need a Tensor"),
     "offsets-shape": (

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastweights import private
 from fastweights.arguments import (
     DTYPES,
+    check_flags,
     check_kinds,
     check_tensors,
     wrong_shape,
@@ -105,9 +106,7 @@ def selective_scan(
     """
     x, B, C = autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
-    if not isinstance(dt_softplus, bool):
-        kind = type(dt_softplus).__name__
-        raise TypeError(f"dt_softplus: got {kind}, need a bool")
+    check_flags(dt_softplus=dt_softplus)
     check_name(backend)
     full = wide(x.dtype)
     if cu_seqlens is not None:

@@ -30,7 +30,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.compat.packed import documents
+from fastweights.compat.packed import check_whole, documents
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
 from fastweights.ops import linear_recurrence
@@ -346,6 +346,8 @@ def _offsets(x: Arguments) -> tuple[Tensor | None, Tensor | None]:
         raise ValueError(
             "cu_seq_lens_q: got offsets beside cu_seqlens, need one of them"
         )
+    if theirs is not None:
+        check_whole(x["q"], theirs)
     offsets, seq_idx = theirs if ours is None else ours, x.get("seq_idx")
     if offsets is not None or seq_idx is None:
         return offsets, None

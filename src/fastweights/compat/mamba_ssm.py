@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.compat.packed import documents
+from fastweights.compat.packed import check_whole, documents
 from fastweights.decoding import decode_step
 from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import wide
@@ -98,7 +98,11 @@ def mamba_chunk_scan_combined(
         raise ValueError(f"dt_limit: got {dt_limit}, need a least, a most")
     if low > 0 or high < math.inf:
         dt = dt.clamp(low, high)
-    offsets = cu_seqlens if cu_seq_lens_q is None else cu_seq_lens_q
+    offsets = cu_seqlens
+    if cu_seq_lens_q is not None:
+        check_tensors({"cu_seq_lens_q": cu_seq_lens_q})
+        check_whole(x, cu_seq_lens_q)
+        offsets = cu_seq_lens_q
     last: Tensor | slice = slice(None)
     if offsets is not None:
         check_packed(x, offsets)

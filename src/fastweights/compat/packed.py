@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastweights.arguments import wrong_shape
+from fastweights.arguments import readable, wrong_shape
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -18,6 +18,21 @@ def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     new = torch.ones_like(seq_idx, dtype=torch.bool)
     new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return new
+
+
+def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
+    """Raise unless these end with x, as transformers' cu_seq_lens_q do.
+
+    A convolution takes the columns that they leave out for a cache's, which
+    come first; where offsets may end earlier, what is left out comes last.
+    Values are read where that costs no synchronisation.
+    """
+    T = x.shape[1]
+    if readable(offsets) and (end := offsets[-1].item()) != T:
+        raise ValueError(
+            f"cu_seq_lens_q: got offsets that end at {end}, need T = {T}: "
+            "padding is one more document"
+        )
 
 
 def documents(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastweights.compat import causal_conv1d, fla, mamba_ssm
+from fastweights.compat.packed import check_whole
 
 Table = dict[str, tuple[Callable, tuple[str, ...]]]
 
@@ -39,6 +40,18 @@ def one_document(own: Callable) -> Callable:
         return own(*given, **named)
 
     return forward
+
+
+def whole(ours: Callable) -> Callable:
+    """Ours, which by the name cu_seqlens takes offsets that end earlier."""
+
+    @functools.wraps(ours)
+    def call(query: Tensor, *given: Any, **named: Any) -> Any:
+        if named.get("cu_seqlens") is not None:
+            check_whole(query, named["cu_seqlens"])
+        return ours(query, *given, **named)
+
+    return call
 
 
 def beside_attention(ours: Callable) -> Callable:
@@ -158,9 +171,9 @@ CONVOLUTION: Table = UPDATE | {
     "causal_conv1d_fn": (convolve, ("hidden_states", "weight", "bias")),
 }
 GATED_DELTANET: Table = CONVOLUTION | {
-    "torch_chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, QKV),
+    "torch_chunk_gated_delta_rule": (whole(fla.chunk_gated_delta_rule), QKV),
     "torch_recurrent_gated_delta_rule": (
-        fla.fused_recurrent_gated_delta_rule,
+        whole(fla.fused_recurrent_gated_delta_rule),
         QKV,
     ),
 }
