@@ -71,21 +71,23 @@ OPEN = [name for name in CASES if name != "mesa"]
 
 @pytest.mark.parametrize("name", OPEN)
 def test_as_one_operator(name, monkeypatch):
-    """What a graph for any length calls, with rows at different places."""
+    """What a graph for any length calls, with rows of different lengths."""
     case = CASES[name]
-    place = {
-        "position": torch.tensor([3, 0]),
+    _, state = case.chunked(drawn(name, 3, seed=1))
+    begun = {
+        "initial_state": state.requires_grad_(),
+        "position": torch.tensor([3, 3]),
         "lengths": torch.tensor([C + 3, 2]),
     }
-    for options in ({}, place):
+    for options in ({}, begun):
         results = []
         for is_open in (False, True):
             monkeypatch.setattr(any_length, "is_open", lambda _, a=is_open: a)
             x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
-            o, state = _once(case, x, options, monkeypatch)
-            loss = o.sin().sum() + state.sin().sum()
-            grads = torch.autograd.grad(loss, x.values())
-            results.append((o, state, *grads))
+            o, after = _once(case, x, options, monkeypatch)
+            loss = o.sin().sum() + after.sin().sum()
+            given = [*x.values(), state] if options else [*x.values()]
+            results.append((o, after, *torch.autograd.grad(loss, given)))
         torch.testing.assert_close(*results)
 
 

@@ -33,12 +33,14 @@ def identity(x: Input) -> Features:
 
 def elu1(x: Input) -> Features:
     """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7)."""
+    check_tensors({"x": x})
     # F.elu(x) + 1 rounds to 0 below about -6.2 in bf16, -17 in fp32.
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def relu(x: Input) -> Features:
     """max(x, 0): non-negative, and zero for a whole orthant."""
+    check_tensors({"x": x})
     return F.relu(x)
 
 
@@ -48,6 +50,7 @@ def softmax(x: Input) -> Features:
     Shen et al. 2021 apply it to queries; their keys take the softmax over
     positions, which is no map of one token.
     """
+    check_tensors({"x": x})
     return torch.softmax(x, dim=-1)
 
 

@@ -2,7 +2,7 @@
 
 DEEP, LAYERS = "fastweights/deep", "fastweights/layers"
 LOOP, PUBLIC = "test_deep.py", "test_deep_published.py"
-LENGTHS = "test_deep_lengths.py"
+LENGTHS, REFUSED = "test_deep_lengths.py", "test_deep_arguments.py"
 PIECES, BEYOND = "test_layers.py", "fastweights/reference/beyond.py"
 TESTS = {
     f"{DEEP}/chunks.py": LOOP,
@@ -173,6 +173,42 @@ MUTANTS = {
         f"{DEEP}/mesa.py",
         "dx = solve(dx.contiguous(), ctx.how, *matrices)",
         "pass",
+    ),
+    "deep-position-of-any-dtype": (
+        f"{DEEP}/arguments.py",
+        "dtypes | dict.fromkeys(given, WHOLE)",
+        "dtypes | {n: (x.dtype,) for n, x in given.items()}",
+        REFUSED,
+    ),
+    "deep-lengths-beyond-the-call": (
+        f"{DEEP}/arguments.py",
+        'T if name == "lengths" else math.inf',
+        "math.inf",
+        REFUSED,
+    ),
+    "deep-state-of-integers": (
+        f"{DEEP}/arguments.py",
+        "check_kinds(kinds, dict.fromkeys(kinds, DTYPES))",
+        "pass",
+        REFUSED,
+    ),
+    "deep-position-without-a-state": (
+        f"{DEEP}/arguments.py",
+        "and after.any():",
+        "and False:",
+        REFUSED,
+    ),
+    "mesa-ridge-of-nothing": (
+        f"{DEEP}/mesa.py",
+        "(ridge <= 0) | ridge.isinf()",
+        "(ridge < 0) | ridge.isinf()",
+        REFUSED,
+    ),
+    "rows-offsets-unchecked": (
+        f"{LAYERS}/rows.py",
+        "check_packed(x, cu_seqlens)",
+        "pass",
+        REFUSED,
     ),
     "mesa-reads-what-it-saved-twice": (
         f"{DEEP}/mesa.py",

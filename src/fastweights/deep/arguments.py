@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from fastweights.arguments import (
     DTYPES,
-    check_integers,
     check_kinds,
     check_tensors,
+    readable,
     wrong_shape,
 )
 from fastweights.reference.backend import wide
@@ -55,6 +56,41 @@ def check_tokens(
     for name, x in given.items():
         if x.shape != (B,):
             wrong_shape(name, x, f"[{B}]")
+        if readable(x):
+            values, most = x.tolist(), T if name == "lengths" else math.inf
+            if not all(0 <= n <= most for n in values):
+                need = f"0 to T = {T}" if name == "lengths" else ">= 0"
+                raise ValueError(f"{name}: got {values}, need {need}")
+
+
+def check_state(
+    q: Tensor, initial_state: Tensor | None, *shape: int, after: Tensor | None
+) -> None:
+    """Raise unless it has this shape, or is None before any token.
+
+    In any floating point dtype; ``after`` are the tokens read before it.
+    """
+    if initial_state is not None:
+        check_shapes({"initial_state": (initial_state, shape)})
+        kinds = {"q": q, "initial_state": initial_state}
+        check_kinds(kinds, dict.fromkeys(kinds, DTYPES))
+    elif after is not None and readable(after) and after.any():
+        raise ValueError(
+            "initial_state: got None, need the state after position = "
+            f"{after.tolist()} tokens"
+        )
+
+
+def check_pair(
+    name: str, pair: Sequence[Tensor], shape: tuple[int, ...] | None = None
+) -> None:
+    """Raise unless it is a weight and a bias, both of this shape."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        got = len(pair) if hasattr(pair, "__len__") else type(pair).__name__
+        raise TypeError(f"{name}: got {got}, need a pair of tensors")
+    check_tensors({f"{name}[{i}]": x for i, x in enumerate(pair)})
+    if shape is not None:
+        check_shapes({f"{name}[{i}]": (x, shape) for i, x in enumerate(pair)})
 
 
 def check_layers(
@@ -64,8 +100,9 @@ def check_layers(
     if not start:
         raise ValueError("start: got no layer, need (W, b) for each")
     width = K
-    for i, (W, b) in enumerate(start):
-        check_tensors({f"start[{i}][0]": W, f"start[{i}][1]": b})
+    for i, layer in enumerate(start):
+        check_pair(f"start[{i}]", layer)
+        W, b = layer
         out = V if i == len(start) - 1 else W.shape[-1]
         check_shapes(
             {f"start[{i}][0]": (W, (heads, width, out))}
@@ -74,20 +111,15 @@ def check_layers(
         width = out
 
 
-def check_chunk(chunk_size: int) -> None:
-    """Raise unless it is an integer >= 1."""
-    check_integers({"chunk_size": chunk_size})
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}, need >= 1")
-
-
 def check_shapes(
     expected: dict[str, tuple[Tensor | None, tuple[int, ...]]],
 ) -> None:
     """Raise for the first tensor, by name, that has not the shape beside it.
 
-    What is None has no shape to check.
+    Or is no tensor. What is None has no shape to check.
     """
     for name, (x, shape) in expected.items():
+        if x is not None:
+            check_tensors({name: x})
         if x is not None and tuple(x.shape) != shape:
             wrong_shape(name, x, f"{list(shape)}")

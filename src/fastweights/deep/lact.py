@@ -13,9 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import any_length
+from fastweights.arguments import (
+    check_flags,
+    check_sizes,
+    check_tensors,
+    wrong_shape,
+)
 from fastweights.deep.arguments import (
-    check_chunk,
     check_shapes,
+    check_state,
     check_tokens,
 )
 from fastweights.deep.chunks import Layout, Part, chosen
@@ -133,7 +139,14 @@ def lact(
     given = {"rates": rates}
     given |= {} if momentum is None else {"momentum": momentum}
     check_tokens(q, k, v, given, position, lengths, matrices=3)
-    check_chunk(chunk_size)
+    check_sizes(chunk_size=chunk_size)
+    check_flags(muon=muon, prenorm=prenorm)
+    if not isinstance(start, tuple | list) or len(start) != 3:
+        got = len(start) if hasattr(start, "__len__") else type(start).__name__
+        raise TypeError(f"start: got {got}, need three tensors, W0, W1, W2")
+    check_tensors({"start[0]": start[0]})
+    if start[0].dim() != 3:
+        wrong_shape("start[0]", start[0], "[H, K, N]")
     dtype, full = q.dtype, wide(q.dtype)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N = start[0].shape[-1]
@@ -141,8 +154,8 @@ def lact(
     numbers = sum(s.numel() for s in shapes)
     check_shapes(
         {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
-        | {"initial_state": (initial_state, (B, H, 3 * numbers + 1))}
     )
+    check_state(q, initial_state, B, H, 3 * numbers + 1, after=position)
     if any_length.is_open(T):
         tensors = [q, k, v, rates, *start, momentum, initial_state]
         tensors += [position, lengths]

@@ -9,7 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import private
-from fastweights.deep.arguments import check_shapes, check_tokens
+from fastweights.arguments import (
+    DTYPES,
+    check_kinds,
+    check_packed,
+    check_sizes,
+    check_tensors,
+    readable,
+)
+from fastweights.deep.arguments import check_shapes, check_state, check_tokens
 from fastweights.deep.mesa_operator import SOLVE, takes
 from fastweights.flops import tell_counters
 from fastweights.ops import (
@@ -70,13 +78,18 @@ def mesa(
             message names the argument, what it got and what it needs.
     """
     check_tokens(q, k, v, {"g": g, "beta": beta})
+    check_sizes(steps=steps)
+    check_packed(q, cu_seqlens)
+    check_tensors({"ridge": ridge})
+    check_kinds({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
     dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
     N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
-    check_shapes(
-        {"ridge": (ridge, (H, K))}
-        | {"initial_state": (initial_state, (N, H, K, K + V))}
-    )
+    check_shapes({"ridge": (ridge, (H, K))})
+    if readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
+        got = ridge[wrong][0].item()
+        raise ValueError(f"ridge: got {got}, need finite numbers > 0")
+    check_state(q, initial_state, N, H, K, K + V, after=None)
     how = How(steps, backend, takes(backend, q), dtype != full)
     # Products are in q's dtype beside the kernel, else in fp32.
     products = dtype if how.by_kernel else full
@@ -89,6 +102,7 @@ def mesa(
             x.to(full).contiguous() for x in (q, k, v, g, beta)
         )
         ridge, S0 = ridge.to(full).contiguous(), initial_state
+        S0 = None if S0 is None else S0.to(full)
         weighted = beta[..., None] * k
         H0 = None if S0 is None else S0[..., :K].contiguous()
         matrices = (k, beta, g, ridge, H0, cu_seqlens)

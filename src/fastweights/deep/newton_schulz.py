@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     DTYPES,
+    check_dtype,
     check_number,
     check_tensors,
     wrong_shape,
@@ -60,11 +61,13 @@ def newton_schulz(
         raise TypeError(f"G: got {G.dtype}, need one of {DTYPES}")
     if G.dim() < 2:
         wrong_shape("G", G, "[..., K, N]")
-    if not all(len(step) == 3 for step in coefficients):
+    given = isinstance(coefficients, tuple | list)
+    if not given or not all(len(step) == 3 for step in coefficients):
         raise ValueError(
             f"coefficients: got {coefficients}, need (a, b, c) for each step"
         )
     check_number("eps", eps, ">= 0")
+    check_dtype(dtype)
     tall = G.shape[-2] > G.shape[-1]
     X = (G.mT if tall else G).to(wide(G.dtype))
     most = _or_one(X.detach().abs().amax((-2, -1), keepdim=True))

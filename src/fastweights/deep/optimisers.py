@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fastweights.arguments import check_sizes
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.fast_weights import (
     Gradient,
@@ -67,6 +68,7 @@ def stale(
     tokens no longer wait for each other. With ``base`` all gradients are
     taken there, at a sequence's first weights, say.
     """
+    check_sizes(size=size)
 
     def step(
         params: Params, gradient: Gradient, memory: Any, *rates: Any
@@ -98,6 +100,7 @@ def summed(
     always from the chunk's first weights with the memory of that time; or
     only at the chunk's last.
     """
+    check_sizes(size=size)
     if every not in ("token", "chunk"):
         raise ValueError(f"every: got {every!r}, need 'token' or 'chunk'")
 

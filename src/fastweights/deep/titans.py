@@ -11,11 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import any_length
+from fastweights.arguments import check_sizes
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
-    check_chunk,
     check_layers,
-    check_shapes,
+    check_pair,
+    check_state,
     check_tokens,
 )
 from fastweights.deep.chunks import Layout
@@ -96,14 +97,14 @@ def titans(
     """
     rates = {"rate": rate, "momentum": momentum, "g": g}
     check_tokens(q, k, v, rates, position, lengths)
-    check_chunk(chunk_size)
+    check_sizes(chunk_size=chunk_size)
     dtype, full = q.dtype, wide(q.dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, v.shape[-1])
     P = sum(x[0].numel() for layer in start for x in layer)
-    check_shapes({"initial_state": (initial_state, (B, H, 3, P))})
-    for i, x in enumerate(norm or ()):
-        check_shapes({f"norm[{i}]": (x, (H, v.shape[-1]))})
+    check_state(q, initial_state, B, H, 3, P, after=position)
+    if norm is not None:
+        check_pair("norm", norm, (H, v.shape[-1]))
     if any_length.is_open(T):
         tensors = [q, k, v, rate, momentum, g, *(norm or (None, None))]
         tensors += [initial_state, position, lengths, *dual.leaves(start)]

@@ -11,10 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights import any_length
+from fastweights.arguments import check_tensors, wrong_shape
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
     check_layers,
+    check_pair,
     check_shapes,
+    check_state,
     check_tokens,
 )
 from fastweights.deep.chunks import Layout
@@ -77,20 +80,18 @@ def ttt(
             message names the argument, what it got and what it needs.
     """
     check_tokens(q, k, v, {"rate": rate}, position, lengths)
+    check_tensors({"rows": rows})
+    if rows.dim() != 1 or len(rows) < 1:
+        wrong_shape("rows", rows, "[C] with C >= 1")
     dtype, size = q.dtype, len(rows)
     full = wide(dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
     by_kernel = takes(backend, q, size, len(start))
     P = sum(x[0].numel() for layer in start for x in layer)
-    check_shapes(
-        {
-            "v": (v, (B, T, H, K)),
-            "norm[0]": (norm[0], (H, K)),
-            "norm[1]": (norm[1], (H, K)),
-            "initial_state": (initial_state, (B, H, 2, P)),
-        }
-    )
+    check_shapes({"v": (v, (B, T, H, K))})
+    check_pair("norm", norm, (H, K))
+    check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_open(T):
         tensors = [q, k, v, rate, *norm, rows, initial_state, position]
         tensors += [lengths, *dual.leaves(start)]

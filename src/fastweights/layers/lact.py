@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.deep import lact
 from fastweights.layers.arguments import (
+    check_even,
     check_input,
     check_sizes,
     head_size,
@@ -97,12 +98,13 @@ class LaCT(Layer):
                 f"num_attention_heads: got {near}, need a divisor of dim = "
                 f"{dim}"
             )
+        check_even("dim / num_attention_heads", dim // near)
         self.attention_heads = near
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.heads, self.theta = dim, H, theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
-        self.base = math.log(math.expm1(base_lr))
+        self.base = base_lr + math.log(-math.expm1(-base_lr))
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **to)
         self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
