@@ -276,7 +276,7 @@ def test_calls_with_more_tokens_than_was_said():
     for token in new[:3]:
         m(token[None, None], states)
     kept = pool.keep([row])
-    m(text[None, :5], pool.at([row], 1))
+    m(text[None, :5], pool.at([row], 5))
     pool.restore(kept)
     prompt = torch.cat([text, new[:3]])
     assert goes_on(m, pool, row, prompt, new[3:])
