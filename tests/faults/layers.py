@@ -174,11 +174,6 @@ MUTANTS = {
         "pass",
     ),
     "layer-flags-unchecked": (LAYER, 'case "bool":', 'case "flag":'),
-    "layer-infinite-numbers-unchecked": (
-        LAYER,
-        'case "float":',
-        'case "real":',
-    ),
     "layer-parameters-unmarked": (
         LAYER,
         "if spared(name, parameter):",

@@ -203,7 +203,12 @@ MUTANTS = {
         "path.chmod(",
         "int(",
     ),
-    "model-saved-without-numbers": (FILES, "or x.is_meta", ""),
+    "model-saved-without-numbers": (
+        FILES,
+        "or x.is_meta",
+        "",
+        "test_models.py::test_a_parameter_that_is_not_there_is_not_saved",
+    ),
     "model-shapes-unchecked": (
         FILES,
         "there[name].shape != x.shape",

@@ -12,7 +12,11 @@ which gradients flow. ``state.clone()`` keeps one.
 
 The projections of q, k and v are one matrix, W_qkv: their rows are those of
 q for all heads, then of k, then of v. Each class says how the weights of
-public implementations map to it.
+public implementations map to it, and in what it differs from the published
+layer. Arguments have one order, (dim, num_heads, head_dim), and the rest go by
+name; :data:`fastweights.layers.layer.PEERS` has the names of other libraries
+(hidden_size, d_model, use_short_conv, ...), each of which is answered by the
+one that it has here. ``layer.state_bytes(T)`` is the size of a state.
 """
 
 from fastweights.layers.attention import SoftmaxAttention

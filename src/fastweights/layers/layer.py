@@ -15,7 +15,6 @@ from fastweights.arguments import (
     check_dtype,
     check_flags,
     check_integers,
-    check_number,
     check_sizes,
 )
 
@@ -61,8 +60,8 @@ class Part(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
     What an argument has to be is read off its annotation: True or False, an
-    integer, a finite number, a device, a floating point dtype. Names of
-    public implementations are answered by the one they have here. Parameters
+    integer, a device, a floating point dtype. Names of public implementations
+    are answered by the one they have here. Parameters
     that weight decay should spare carry ``_no_weight_decay``, for optimisers
     that look for it; a copy loses such marks, and
     :func:`fastweights.layers.parameter_groups` goes by names.
@@ -165,8 +164,6 @@ def _check(name: str, x: Any, annotation: str) -> None:
             check_flags(**{name: x})
         case "int":
             check_integers({name: x})
-        case "float":
-            check_number(name, x, "any")
         case "torch.device":
             try:
                 torch.device(x)
