@@ -68,9 +68,8 @@ class LayerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are there, by name; whole, also of a pool."""
-        names = [f.name for f in fields(self) if f.name != "rows"]
-        found = {name: getattr(self, name) for name in names}
-        return {k: x for k, x in found.items() if isinstance(x, Tensor)}
+        found = [(name, getattr(self, name)) for name in TENSORS]
+        return {name: x for name, x in found if isinstance(x, Tensor)}
 
     def at(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
         """The same memory as a pool, for calls without gradients.
@@ -88,6 +87,10 @@ class LayerState:
             raise ValueError(f"used: got {used}, need an integer >= 0")
         size = min(x.shape[0] for x in self.tensors().values())
         check_rows(rows, None, size, none=True)
+        return self.view(rows, used)
+
+    def view(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
+        """As :meth:`at`, of rows that are known to be right."""
         return LayerState(**self.tensors(), used=used, rows=rows)
 
     def get(self, name: str) -> Tensor:
@@ -177,6 +180,10 @@ class LayerState:
         """Bytes of all the tensors."""
         return sum(x.nbytes for x in self.tensors().values())
 
+
+TENSORS = tuple(
+    f.name for f in fields(LayerState) if f.name not in ("used", "rows")
+)
 
 # In what torch.export and others take apart, a state is its fields.
 torch.export.register_dataclass(

@@ -177,7 +177,7 @@ class StatePool:
         for row, n in some.items():
             self.read[row] += n
         on_device = torch.tensor(index, device=self.device)
-        states = [state.at(on_device, used) for state in self.states]
+        states = [state.view(on_device, used) for state in self.states]
         self._told = states, used + max(each)
         return states
 
