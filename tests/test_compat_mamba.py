@@ -157,6 +157,51 @@ def test_step(tied, heads, softplus, without, dtype):
     assert relative_error(state, S.reshape(state.shape)) <= max(eps, 1e-13)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_rows_of_a_pool(tied, dtype):
+    x = inputs(H)
+    cut = one_token(x, tied)
+    pool = torch.randn(5, H, P, N).to(dtype)
+    before = pool.clone()
+    rows = torch.tensor([3, 0])
+    own = pool[rows]
+    want = selective_state_update(own, **cut, dt_softplus=True)
+    found = selective_state_update(
+        pool, **cut, dt_softplus=True, state_batch_indices=rows
+    )
+    assert torch.equal(found, want) and torch.equal(pool[rows], own)
+    assert torch.equal(pool[[1, 2, 4]], before[[1, 2, 4]])
+    cut["x"] = cut["x"].clone().requires_grad_()
+    with pytest.raises(ValueError, match="gradient"):
+        selective_state_update(pool, **cut, state_batch_indices=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_b_and_c_in_fp32_beside_x_in_half_precision(dtype):
+    """Are not rounded: neither for a step nor for the scans."""
+    x = inputs(dtype=torch.float32)
+    del x["D"], x["z"]
+    x["x"] = x["x"].to(dtype)
+    exact = {name: t.double() for name, t in x.items()}
+    options = {"dt_softplus": True, "return_final_states": True}
+    _, state = mamba_chunk_scan_combined(**x, **options)
+    _, want = mamba_chunk_scan_combined(**exact, **options)
+    assert relative_error(state, want) <= 1e-6
+    found, ref = x["initial_states"].clone(), exact["initial_states"].clone()
+    for S, y in ((found, x), (ref, exact)):
+        y["D"], y["z"] = torch.zeros(H), torch.ones_like(y["x"])
+        selective_state_update(S, **one_token(y), dt_softplus=True)
+    assert relative_error(found, ref) <= 1e-6
+    u, B = x["x"][:, :, 0].mT, x["B"][:, :, 0].mT
+    A = -torch.rand(P, N)
+    given = (u, u.abs(), A, B, B)
+    _, last = selective_scan_fn(*given, return_last_state=True)
+    wide = [t.double() for t in given]
+    _, want = selective_scan_fn(*wide, return_last_state=True)
+    assert relative_error(last, want) <= 1e-6
+
+
 def test_channels_of_a_head_with_steps_of_their_own():
     """As the same channels without heads."""
     x = inputs(1)
@@ -283,7 +328,6 @@ def test_what_is_refused_is_named(wrong, error):
         ({"D": torch.zeros(H)}, ValueError),
         ({"B": 3}, TypeError),
         ({"dt_softplus": 1}, TypeError),
-        ({"state_batch_indices": torch.zeros(2)}, NotImplementedError),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -115,8 +115,9 @@ def mamba_chunk_scan_combined(
             "initial_states: got states beside packed documents, need None"
         )
     # q, k, v and g of the recurrence; rows of documents are one row.
-    v = (dt[..., None] * x).to(x.dtype)
-    tokens = [C.to(x.dtype), B.to(x.dtype), v, dt * A.to(full)]
+    dtype = _common(x, B, C)
+    v = (dt[..., None] * x).to(dtype)
+    tokens = [C.to(dtype), B.to(dtype), v, dt * A.to(full)]
     if seq_idx is not None:
         tokens = [t.reshape(1, rows * T, *t.shape[2:]) for t in tokens]
     state = None if initial_states is None else initial_states.to(full).mT
@@ -153,17 +154,17 @@ def selective_state_update(
             :func:`mamba_chunk_scan_combined` with H heads of P channels, of
             :func:`selective_scan_fn` without H. Mamba-2's dt, A and dt_bias,
             which are one number per head, are expanded and not copied.
-        state_batch_indices: not supported, None.
+        state_batch_indices: [B] int32 or int64, for a state that is a pool:
+            row b has state[state_batch_indices[b]]. Not with gradients.
 
     Returns:
-        y in x's dtype.
+        y in x's dtype. All arithmetic is in fp32 (fp64 if x is).
 
     Raises:
         as :func:`mamba_chunk_scan_combined`.
     """
-    if state_batch_indices is not None:
-        _unsupported("state_batch_indices", "None: row b has state[b]")
     check_flags(dt_softplus=dt_softplus)
+    rows = state_batch_indices
     heads = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
     check_tensors(heads)
     if x.dim() not in (2, 3):
@@ -173,27 +174,30 @@ def selective_state_update(
     _check(
         {"dt": (dt, x.shape), "A": (A, (*own, N)), "z": (z, x.shape)}
         | {"D": (D, own), "dt_bias": (dt_bias, own)}
-        | {"state": (state, (*x.shape, N))}
+        | {"state": (state, (*state.shape[:1], *own, N))}
     )
+    if rows is None and state.shape[0] != x.shape[0]:
+        wrong_shape("state", state, f"{[*x.shape, N]}")
     full = wide(x.dtype)
-    B, C = B.to(x.dtype), C.to(x.dtype)
+    B, C = B.to(full), C.to(full)
     expanded = _expanded(A, 2) and _expanded(dt, 1)
     if x.dim() == 2 or not (
         expanded and (dt_bias is None or _expanded(dt_bias, 1))
     ):
-        return _channels(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+        return _channels(
+            *(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, rows)
+        )
     bias = None if dt_bias is None else dt_bias[:, 0]
     step = _steps(dt[..., 0], bias, dt_softplus, full)
-    v = (step[..., None] * x).to(x.dtype)
-    g = step * A[:, 0, 0].to(full)
+    v, g = step[..., None] * x, step * A[:, 0, 0].to(full)
     C, B, v, g = (t[:, None] for t in (C, B, v, g))
-    if _differentiable(C, B, v, g, state):
+    if rows is None and _differentiable(C, B, v, g, state):
         first = state.to(full).mT.contiguous()
         y, S = linear_recurrence(C, B, v, g, scale=1.0, initial_state=first)
         state.copy_(S.mT)
     else:
         S = state.to(full)
-        y = decode_step(C, B, v, g=g, state=S.mT, scale=1.0)
+        y = decode_step(C, B, v, g=g, state=S.mT, rows=rows, scale=1.0)
         if S is not state:
             state.copy_(S)
     return _finished(y[:, 0], x, D, z, full)
@@ -210,24 +214,31 @@ def _channels(
     z: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+    rows: Tensor | None,
 ) -> Tensor:
     """selective_state_update where each channel has its own step and decay."""
     full = wide(x.dtype)
     S = state.flatten(1, -2).to(full, copy=True)
-    u, step, A = x.flatten(1), dt.flatten(1), A.flatten(0, -2)
-    tokens = (u[:, None], step[:, None], A, B[:, None], C[:, None])
+    u, step, A = x.flatten(1).to(full), dt.flatten(1), A.flatten(0, -2)
+    tokens = [t[:, None] for t in (u, step.to(full), B, C)]
+    tokens.insert(2, A.to(full))
     options: dict[str, Any] = {
-        "D": None if D is None else D.flatten(),
-        "z": None if z is None else z.flatten(1)[:, None],
+        "D": None if D is None else D.flatten().to(full),
+        "z": None if z is None else z.flatten(1)[:, None].to(full),
         "dt_bias": None if dt_bias is None else dt_bias.flatten().to(full),
         "dt_softplus": dt_softplus,
     }
-    if _differentiable(*tokens, D, z, dt_bias, S):
+    if not _differentiable(*tokens, D, z, dt_bias, S):
+        y = selective_step(*tokens, **options, state=S, rows=rows)
+    elif rows is None:
         y, S = selective_scan(*tokens, **options, initial_state=S)
     else:
-        y = selective_step(*tokens, **options, state=S)
+        raise ValueError(
+            "state_batch_indices: got rows where a gradient is asked for, "
+            "need torch.no_grad()"
+        )
     state.copy_(S.view_as(state))
-    return y.view_as(x)
+    return y.to(x.dtype).view_as(x)
 
 
 def selective_scan_fn(
@@ -267,23 +278,26 @@ def selective_scan_fn(
             wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
     full = wide(u.dtype)
 
+    dtype = _common(u, B, C)
+
     def fitting(t: Any) -> Any:
-        fits = t is None or t.dtype in (u.dtype, full)
+        fits = t is None or t.dtype in (dtype, full)
         return t if fits else t.to(full)
 
     z = fitting(z)
     y, state = selective_scan(
-        u.mT,
+        u.to(dtype).mT,
         fitting(delta).mT,
         fitting(A),
-        B.to(u.dtype).movedim(-1, 1),
-        C.to(u.dtype).movedim(-1, 1),
+        B.to(dtype).movedim(-1, 1),
+        C.to(dtype).movedim(-1, 1),
         fitting(D),
         z=None if z is None else z.mT,
         dt_bias=fitting(delta_bias),
         dt_softplus=delta_softplus,
     )
-    return (y.mT, state) if return_last_state else y.mT
+    y = y.to(u.dtype).mT
+    return (y, state) if return_last_state else y
 
 
 def _heads(x: Tensor, B: Tensor) -> tuple[int, int, int]:
@@ -308,6 +322,14 @@ def _check(
         check_tensors({name: t})
         if t.shape != tuple(shape):
             wrong_shape(name, t, f"{list(shape)}")
+
+
+def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
+    """The widest of their dtypes, as far as x's arithmetic has it."""
+    dtypes = (x.dtype, B.dtype, C.dtype)
+    if wide(x.dtype) in dtypes:
+        return wide(x.dtype)
+    return x.dtype
 
 
 def _steps(
