@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_models import KINDS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -43,13 +44,11 @@ def sharded(model):
 
 
 def in_units(model):
-    """The head is a unit, or the embedding that stands in for it."""
+    """Every module with parameters of its own is a unit."""
     mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model.embedding, mesh=mesh)
-    if model.head is not None:
-        fully_shard(model.head, mesh=mesh)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+    for module in reversed([*model.modules()]):
+        if [*module.parameters(recurse=False)]:
+            fully_shard(module, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -76,6 +75,11 @@ def one_process(rank, file, folder):
         for name, x in load(folder).state_dict().items():
             assert x.equal(whole.state_dict()[name])
         dist.barrier()
+    for kind in KINDS:
+        of_one = replace(CONFIG, pattern=(kind,), num_layers=1)
+        whole = LanguageModel(of_one, dtype=torch.float64)
+        whole.loss(tokens).backward()
+        compared(whole, tokens, rank, in_units, False)
     dist.destroy_process_group()
 
 

@@ -53,22 +53,30 @@ class Start(Part):
         self.norm_bias = nn.Parameter(torch.empty(size, **to))
 
     def forward(self) -> tuple[Layers, Norm]:
-        """Weights and biases layer by layer, and the norm's."""
-        numbers = range(1, self.depth + 1)
-        layers = [
-            (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
+        """Weights and biases layer by layer, and the norm's, as copies.
+
+        What has fetched the parameters takes them away after the call.
+        """
+        tensors = [p.clone() for p in self._in_order()]
+        pairs = [*zip(tensors[::2], tensors[1::2], strict=True)]
+        return pairs[:-1], pairs[-1]
+
+    def _in_order(self) -> list[nn.Parameter]:
+        names = [f"{x}{i + 1}" for i in range(self.depth) for x in "Wb"]
+        return [
+            getattr(self, name)
+            for name in (*names, "norm_weight", "norm_bias")
         ]
-        return layers, (self.norm_weight, self.norm_bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """A memory of which a unit has variance 1."""
-        layers, (weight, bias) = self.forward()
-        for W, b in layers:
+        for p in self.parameters():
+            p.zero_()
+        for i in range(self.depth):
+            W = self.get_parameter(f"W{i + 1}")
             W.normal_(std=1 / math.sqrt(W.shape[1]))
-            b.zero_()
-        weight.fill_(1)
-        bias.zero_()
+        self.norm_weight.fill_(1)
 
 
 class TitansMemory(Layer):
