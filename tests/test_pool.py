@@ -224,7 +224,9 @@ def test_what_was_kept_after_a_row_went_back_further(pattern):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("told", [[1, 5], 5], ids=["each", "the-most"])
+@pytest.mark.parametrize(
+    "told", [[1, 5], torch.tensor([1, 5]), 5], ids=["each", "tensor", "most"]
+)
 def test_a_row_that_decodes_beside_prompts(told):
     """Each row has room up to its own last token; a refusal counts nothing."""
     m, text = model(HYBRID), drawn(40)
@@ -234,12 +236,13 @@ def test_a_row_that_decodes_beside_prompts(told):
     offsets = torch.tensor([0, 1, 6])
     for n in range(5, 10):
         b, packed = pool.take(), torch.cat([text[n : n + 1], text[:5]])
-        if n > 6 and told == 5:
+        if isinstance(told, int) and n > 6:
             # Of a row with 7 tokens, 5 more than there is room for.
             with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
                 pool.at([a, b], told)
             assert pool.read[a] == n and pool.read[b] == 0
-        logits, _ = m(packed[None], pool.at([a, b], [1, 5]), offsets)
+        each = [1, 5] if isinstance(told, int) else told
+        logits, _ = m(packed[None], pool.at([a, b], each), offsets)
         ref = m(text[None, : n + 1])[0]
         assert (logits[0, 0] - ref[0, n]).abs().max() < 1e-10
         assert (logits[0, 1:] - ref[0, :5]).abs().max() < 1e-10
@@ -355,6 +358,10 @@ def test_what_a_pool_refuses():
 @pytest.mark.parametrize(
     ("refused", "kind", "message"),
     [
+        (lambda p: p.at(None, 1), TypeError, "rows: got NoneType, need a l"),
+        (lambda p: p.at(torch.tensor(0), 1), TypeError, "rows: got Tensor"),
+        (lambda p: p.at([0], None), TypeError, "tokens: got NoneType, need"),
+        (lambda p: p.restore(None), TypeError, "kept: got NoneType, need w"),
         (lambda p: p.at([], 1), ValueError, r"rows: got \[\], need rows"),
         (lambda p: p.at([0, 2], 1), ValueError, r"rows: got \[0, 2\], need"),
         (lambda p: p.at([0, -2], 1), ValueError, r"rows: got \[0, -2\]"),

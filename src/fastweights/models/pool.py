@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +70,10 @@ class StatePool:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not hasattr(model, "new_states"):
+            raise TypeError(
+                f"model: got {type(model).__name__}, need a LanguageModel"
+            )
         check_sizes(size=size, capacity=capacity)
         check_dtype(dtype)
         device = model.embedding.weight.device
@@ -136,7 +140,7 @@ class StatePool:
         self.read[row], self._kept[row] = 0, {}
         self.free[row] = None
 
-    def at(self, rows: Rows, tokens: int | Sequence[int]) -> list[LayerState]:
+    def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
         """States for one call of the model with these rows.
 
         Args:
@@ -151,8 +155,9 @@ class StatePool:
                 attention has no room for its tokens.
         """
         index = self._taken("rows", rows, none=True)
-        if isinstance(tokens, Sequence):
-            each = list(tokens)
+        told = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if isinstance(told, Sequence):
+            each = list(told)
             for n in each:
                 check_integers({"tokens": n})
             if len(each) != len(index) or min(each) < 0:
@@ -161,8 +166,8 @@ class StatePool:
                     f"{len(index)}, each 0 or more"
                 )
         else:
-            check_sizes(tokens=tokens)
-            each = [tokens] * len(index)
+            check_sizes(tokens=told)
+            each = [told] * len(index)
         some = {row: n for row, n in zip(index, each, strict=True) if row >= 0}
         self._settle()
         if self._full(some):
@@ -202,7 +207,11 @@ class StatePool:
 
     def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
         """The rows as numbers: of taken ones, each once; or -1, for none."""
-        index = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        given = rows.tolist() if isinstance(rows, Tensor) else rows
+        if not isinstance(given, Iterable):
+            kind = type(rows).__name__
+            raise TypeError(f"{name}: got {kind}, need a list of rows")
+        index = list(given)
         for row in index:
             check_integers({name: row})
         some = [row for row in index if row != -1 or not none]
@@ -249,6 +258,9 @@ class StatePool:
             ValueError: one of the rows was not kept, or what was kept of it
                 is no longer good; nothing is restored then.
         """
+        if not isinstance(kept, Kept):
+            kind = type(kept).__name__
+            raise TypeError(f"kept: got {kind}, need what keep returned")
         index = kept.rows if rows is None else self._taken("rows", rows)
         for row in index:
             if row not in kept.rows:

@@ -88,6 +88,7 @@ def generate(
 ) -> list[Int[Tensor, " new"]]:
     """The new tokens of each prompt, up to its first one of ``stop``."""
     V = model.config.vocabulary
+    prompts = as_rows(prompts, V)
     ends = as_stop(stop, V)
     tokens = stream(
         model,
@@ -100,7 +101,7 @@ def generate(
     )
     found = list(tokens)
     if not found:
-        return [row.new_empty(0) for row in as_rows(prompts, V)]
+        return [row.new_empty(0) for row in prompts]
     rows = torch.stack(found, 1)
     if not ends:
         return list(rows)
@@ -138,7 +139,7 @@ def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " T"]]:
     """One tensor per prompt."""
     if isinstance(prompts, Tensor) and prompts.dim() < 2:
         prompts = [prompts]
-    if not isinstance(prompts, Tensor | Sequence):
+    if not isinstance(prompts, Iterable):
         raise TypeError(
             f"prompts: got {type(prompts).__name__}, need a tensor or a list "
             "of tensors"
