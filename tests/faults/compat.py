@@ -91,7 +91,7 @@ MUTANTS = {
     ),
     "mamba-step-without-gradients": (
         MAMBA,
-        "if _differentiable(C, B, v, g, state):",
+        "if rows is None and _differentiable(C, B, v, g, state):",
         "if False:",
     ),
     "accelerate-packs-alone": (
