@@ -592,20 +592,65 @@ def test_convolution_token_by_token(L, T):
     assert torch.equal(state, F.pad(x[..., :end], (6, 0))[..., -L:])
 
 
-def test_convolution_refuses_by_name():
-    x, weight = torch.ones(2, 3, 5), torch.ones(3, 4)
-    idx, cu = torch.zeros(2, 5), torch.tensor([0, 5])
-    for wrong, name in (
-        ({"activation": "gelu"}, "activation"),
-        ({"seq_idx": idx[:, 1:]}, "seq_idx"),
-        ({"seq_idx": idx, "return_final_states": True}, "seq_idx"),
-        ({"cu_seq_lens_q": cu, "initial_states": x}, "cu_seq_lens_q"),
-        ({"cu_seq_lens_q": cu}, "x"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name}: got .*, need "):
-            causal_conv1d_fn(x, weight, **wrong)
-    with pytest.raises(ValueError, match=r"^conv_state: got .*, need "):
-        causal_conv1d_update(x, x[..., :2], weight)
-    for name in ("cache_seqlens", "conv_state_indices"):
-        with pytest.raises(NotImplementedError, match=f"^{name}: got "):
-            causal_conv1d_update(x, x, weight, **{name: idx})
+X, TAPS, CU = torch.ones(2, 3, 5), torch.ones(3, 4), torch.tensor([0, 5])
+WRONG = [
+    ({"activation": "gelu"}, ValueError),
+    ({"x": 3}, TypeError),
+    ({"x": X[0]}, ValueError),
+    ({"x": X.long()}, TypeError),
+    ({"weight": None}, TypeError),
+    ({"weight": TAPS[:2]}, ValueError),
+    ({"weight": torch.ones(2, 9)}, ValueError),
+    ({"weight": torch.ones(3, 0)}, ValueError),
+    ({"bias": 1.0}, TypeError),
+    ({"bias": torch.ones(4), "weight": torch.ones(3, 9)}, ValueError),
+    ({"seq_idx": 3}, TypeError),
+    ({"seq_idx": torch.zeros(2, 4)}, ValueError),
+    ({"seq_idx": torch.zeros(2, 5), "return_final_states": True}, ValueError),
+    ({"initial_states": 3}, TypeError),
+    ({"initial_states": X}, ValueError),
+    ({"final_states_out": X, "return_final_states": True}, ValueError),
+    ({"return_final_states": "yes"}, TypeError),
+    ({"cu_seq_lens_q": CU, "initial_states": X}, ValueError),
+    ({"x": X, "cu_seq_lens_q": CU}, ValueError),
+    ({"cu_seq_lens_q": [0, 5], "x": X[:1]}, TypeError),
+    ({"cu_seq_lens_q": CU.float(), "x": X[:1]}, TypeError),
+    ({"cu_seq_lens_q": CU + 1, "x": X[:1]}, ValueError),
+    ({"cu_seq_lens_q": torch.tensor([0, 6]), "x": X[:1]}, ValueError),
+    (
+        {"cu_seq_lens_q": torch.tensor([0, 4, 2, 5]), "x": X[:1]}
+        | {"weight": torch.ones(3, 9)},
+        ValueError,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "wrong, error", WRONG, ids=["-".join(x) for x, _ in WRONG]
+)
+def test_convolution_refuses_by_name(wrong, error):
+    name = next(iter(wrong))
+    with pytest.raises(error, match=f"^{name}: got .*, need "):
+        causal_conv1d_fn(**({"x": X, "weight": TAPS} | wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ({"x": 3}, TypeError),
+        ({"x": X[0, 0]}, ValueError),
+        ({"weight": torch.ones(4, 4)}, ValueError),
+        ({"conv_state": 3}, TypeError),
+        ({"conv_state": X[..., :2]}, ValueError),
+        ({"conv_state": X[:1]}, ValueError),
+        ({"activation": "gelu"}, ValueError),
+        ({"cache_seqlens": CU}, NotImplementedError),
+        ({"conv_state_indices": CU}, NotImplementedError),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_step_of_the_convolution_refuses_by_name(wrong, error):
+    name = next(iter(wrong))
+    given = {"x": X, "conv_state": X, "weight": TAPS} | wrong
+    with pytest.raises(error, match=f"^{name}: got .*, need "):
+        causal_conv1d_update(**given)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.compat.packed import first_tokens
+from fastweights.arguments import check_flags, check_tensors, wrong_shape
+from fastweights.compat.packed import check_named, first_tokens
 from fastweights.convolution import short_convolution
 from fastweights.reference.backend import wide
 
@@ -57,7 +58,7 @@ def causal_conv1d_fn(
         ValueError: there is no such activation, a shape does not fit, or
             states go with packed documents.
     """
-    B, _, T = x.shape
+    check_flags(return_final_states=return_final_states)
     packed = seq_idx is not None or cu_seq_lens_q is not None
     if packed and (initial_states is not None or return_final_states):
         name = "seq_idx" if cu_seq_lens_q is None else "cu_seq_lens_q"
@@ -65,8 +66,14 @@ def causal_conv1d_fn(
             f"{name}: got packed documents, need None with initial_states "
             "or return_final_states"
         )
+    states = {
+        "initial_states": initial_states,
+        "final_states_out": final_states_out,
+    }
+    B, _, T = _check(x, weight, bias, states)
     cu_seqlens = None
     if cu_seq_lens_q is not None:
+        check_named(x.mT, cu_seq_lens_q)
         if B != 1:
             raise ValueError(
                 f"x: got shape {list(x.shape)}, need [1, D, T] because "
@@ -75,6 +82,7 @@ def causal_conv1d_fn(
         ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
         cu_seqlens = torch.cat([cu_seq_lens_q[:1], ends])
     elif seq_idx is not None:
+        check_tensors({"seq_idx": seq_idx})
         if seq_idx.shape != (B, T):
             raise ValueError(
                 f"seq_idx: got shape {list(seq_idx.shape)}, need [{B}, {T}]"
@@ -82,13 +90,13 @@ def causal_conv1d_fn(
         cu_seqlens = _offsets(seq_idx)
     # [B, T, D]; a batch of packed rows is one row, with more documents.
     rows = x.mT if cu_seqlens is None else x.mT.reshape(1, B * T, -1)
-    states = None if initial_states is None else initial_states.mT
+    before = None if initial_states is None else initial_states.mT
     y, final = _short_convolution(
         rows,
         weight,
         bias,
         activation=activation,
-        initial_state=states,
+        initial_state=before,
         cu_seqlens=cu_seqlens,
     )
     y = y.reshape(B, T, -1).mT
@@ -135,13 +143,19 @@ def causal_conv1d_update(
                 f"{name}: got {type(got).__name__}, need None: the state of "
                 "row b is conv_state[b], oldest column first"
             )
+    columns = x
+    if isinstance(x, Tensor) and x.dim() == 2:
+        columns = x[..., None]
+    B, D, _ = _check(columns, weight, bias, {})
+    check_tensors({"conv_state": conv_state})
+    if conv_state.dim() != 3 or conv_state.shape[:2] != (B, D):
+        wrong_shape("conv_state", conv_state, f"[{B}, {D}, L]")
     L, past = conv_state.shape[-1], weight.shape[-1] - 1
     if past > L:
         raise ValueError(
             f"conv_state: got shape {list(conv_state.shape)}, need "
             f"[B, D, L] with L >= {past}"
         )
-    columns = x if x.dim() == 3 else x[..., None]
     y, _ = _short_convolution(
         columns.mT,
         weight,
@@ -152,6 +166,28 @@ def causal_conv1d_update(
     both = torch.cat([conv_state, columns.to(conv_state.dtype)], -1)
     conv_state.copy_(both[..., -L:])
     return y.mT.reshape(x.shape)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: dict[str, Tensor | None],
+) -> tuple[int, int, int]:
+    """B, D and T, unless an argument does not fit: then raise, by its name."""
+    check_tensors({"x": x, "weight": weight})
+    if x.dim() != 3:
+        wrong_shape("x", x, "[B, D, T]")
+    B, D, T = x.shape
+    if weight.dim() != 2 or weight.shape[0] != D or not weight.shape[1]:
+        wrong_shape("weight", weight, f"[{D}, W]")
+    shapes = {name: (B, D, weight.shape[1] - 1) for name in states}
+    for name, y in ({"bias": bias} | states).items():
+        if y is not None:
+            check_tensors({name: y})
+            if y.shape != shapes.get(name, (D,)):
+                wrong_shape(name, y, f"{list(shapes.get(name, (D,)))}")
+    return B, D, T
 
 
 def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:

@@ -100,7 +100,6 @@ def mamba_chunk_scan_combined(
         dt = dt.clamp(low, high)
     offsets = cu_seqlens
     if cu_seq_lens_q is not None:
-        check_tensors({"cu_seq_lens_q": cu_seq_lens_q})
         check_whole(x, cu_seq_lens_q)
         offsets = cu_seq_lens_q
     last: Tensor | slice = slice(None)
