@@ -11,7 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_models import KINDS
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fastweights.models import (
@@ -70,6 +73,9 @@ def one_process(rank, file, folder):
         losses = model.token_losses(tokens, tokens)
         want = whole.token_losses(tokens, tokens)
         torch.testing.assert_close(losses, want, rtol=1e-4, atol=1e-6)
+        register_fsdp_forward_method(model, "generate")
+        new, want = (m.generate(tokens[0], 5)[0] for m in (model, whole))
+        assert new.equal(want)
         model.save(folder)
         dist.barrier()
         for name, x in load(folder).state_dict().items():

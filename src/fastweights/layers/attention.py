@@ -116,12 +116,12 @@ class SoftmaxAttention(Layer):
         check_sizes(num_sequences=num_sequences, capacity=capacity)
         like = next(self.parameters(), torch.empty(0))
         size = (num_sequences, capacity, self.widths[1] // self.K, self.K)
+        device = like.device if device is None else device
+        dtype = like.dtype if dtype is None else dtype
         keys, values = (
-            like.new_zeros(size, dtype=dtype, device=device) for _ in "kv"
+            torch.zeros(size, dtype=dtype, device=device) for _ in "kv"
         )
-        position = torch.zeros(
-            num_sequences, dtype=torch.int64, device=keys.device
-        )
+        position = torch.zeros(num_sequences, dtype=torch.int64, device=device)
         return LayerState(keys=keys, values=values, position=position)
 
     def forward(

@@ -359,7 +359,9 @@ class LanguageModel(Part):
 
         All prompts are read packed, in one go; then all rows go on
         together, one token per step, on states that stay where they are.
-        ``model.compile(fullgraph=True)`` compiles these steps.
+        ``model.compile(fullgraph=True)`` compiles these steps. What FSDP
+        has sharded needs its ``register_fsdp_forward_method(model,
+        "generate")`` before.
         :func:`fastweights.models.sampling.stream` yields them as they come.
 
         Args:
