@@ -1,10 +1,12 @@
 """Inputs that the tests share, and an independent judge of the recurrence."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights.checks import relative_error
 
@@ -143,3 +145,25 @@ def same(
             allowed = tolerance[name]
         error = relative_error(x[name], ref[name])
         assert error <= allowed, f"{name}: {error:.1e} > {allowed:.0e}"
+
+
+class Largest(TorchDispatchMode):
+    """The most elements and bytes of any tensor that is made, the elements of
+    all of them, and how often each operator was called."""
+
+    elements = nbytes = total = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.calls[func.overloadpacket.__name__] += 1
+        made = not (func._schema.is_mutable or func.is_view)
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and made:
+                self.elements = max(self.elements, x.numel())
+                self.nbytes = max(self.nbytes, x.nbytes)
+                self.total += x.numel()
+        return out

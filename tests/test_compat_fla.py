@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import crossed
+from inputs import Largest
 
 from fastweights.checks import relative_error
 from fastweights.compat import fla
@@ -566,6 +567,34 @@ def test_convolution(W, bias, activation, packing, dtype):
         assert torch.equal(final, both[..., 12:])
     assert y.dtype == dtype
     assert relative_error(y, ref) <= (1e-15 if dtype.itemsize == 8 else 1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_convolution_of_rows_of_documents(graph):
+    """In a graph there are as many documents as tokens, most of them empty."""
+    torch.manual_seed(0)
+    seq_idx = torch.tensor([[0] * 2 + [1] * 7 + [2] * 3, [4] * 11 + [5]])
+    x, weight = torch.randn(2, 3, 12), torch.randn(3, 4)
+    convolve = causal_conv1d_fn
+    if graph:
+        convolve = torch.compile(convolve, backend="eager", fullgraph=True)
+    y = convolve(x, weight, None, seq_idx)
+    ref = convolved(x, weight, None, None, None, seq_idx.tolist())
+    assert relative_error(y, ref) <= 1e-6
+
+
+def test_the_convolution_of_documents_costs_their_number():
+    """Rows before each document, and not before each token."""
+    seq_idx = torch.arange(4).repeat_interleave(128)[None]
+    x = torch.randn(1, 8, 512, requires_grad=True)
+    weight = torch.randn(8, 4)
+    plain, packed = Largest(), Largest()
+    for mode, documents in ((plain, None), (packed, seq_idx)):
+        with mode:
+            y = causal_conv1d_fn(x, weight, None, documents)
+            y.sum().backward()
+    assert packed.elements < 1.1 * x.numel()
+    assert packed.total < 3 * plain.total
 
 
 def test_tokens_of_no_document_get_zero():

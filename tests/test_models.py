@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from inputs import Largest
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights import models
 from fastweights.models import LAYERS, LanguageModel, ModelConfig
@@ -218,21 +218,6 @@ def test_the_loss_in_pieces_is_pytorchs(ignored):
         torch.autograd.grad(loss, (x, w)),
         [g.nan_to_num() for g in expected],
     )
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made, and of all of them."""
-
-    elements = total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        made = not (func._schema.is_mutable or func.is_view)
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor) and made:
-                self.elements = max(self.elements, x.numel())
-                self.total += x.numel()
-        return out
 
 
 def test_the_logits_are_never_there_whole():

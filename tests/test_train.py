@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from inputs import Largest
 
 from fastweights import comparison, corpus, models, train
 from fastweights.models.files import written
@@ -302,6 +303,117 @@ def test_packed_documents_are_whole_and_come_once_per_pass():
     # the last token of a pass is followed by a document's beginning
     whole = corpus.Packed(text, length=L).batch(0)
     assert whole.targets[0, -1] == 256 and len(whole.cu_seqlens) == 31
+
+
+@pytest.mark.parametrize("length", [1, 12, 50, 117])
+def test_packed_tokens_are_those_of_all_shuffled_documents(length):
+    """Joined whole, as no batch does; those of step 40 before step 0's."""
+    text = corpus.Stream.of([b"a" * (i * i % 23) for i in range(30)], BYTES)
+    text.tokens[:] = torch.arange(len(text.tokens))
+    packed = corpus.Packed(text, length, seed=7)
+    steps = len(text.tokens) // length
+    for step in (40, *range(2 * steps + 1)):
+        order = torch.randperm(
+            30, generator=corpus.generator(7, step // steps)
+        )
+        documents = text.tokens.long().split(text.starts.diff().tolist())
+        shuffled = [documents[i] for i in order]
+        whole = torch.cat([*shuffled, text.tokens[:1].long()])
+        offsets = torch.tensor([0, *map(len, shuffled)]).cumsum(0)
+        for part in range(parts := 2 if length % 2 == 0 else 1):
+            T = length // parts
+            first = step % steps * length + part * T
+            batch = packed.batch(step, part, parts)
+            assert batch.tokens[0].equal(whole[first : first + T])
+            assert batch.targets[0].equal(whole[first + 1 : first + T + 1])
+            inner = offsets[(offsets > first) & (offsets < first + T)] - first
+            assert batch.cu_seqlens.tolist() == [0, *inner.tolist(), T]
+
+
+@pytest.mark.parametrize("number, size", [(4, 5000), (2000, 10)])
+def test_a_packed_batch_costs_its_own_tokens(number, size):
+    text = corpus.Stream.of([b"a" * size] * number, BYTES)
+    packed = corpus.Packed(text, 256)
+    packed.batch(3)  # shuffles, once per pass
+    with Largest() as largest:
+        packed.batch(1)
+    assert largest.elements <= 257 and largest.total <= 12 * 257
+
+
+def test_bytes_are_read_in_one_pass():
+    """Whatever the number of documents, and with two bytes for each."""
+    calls = set()
+    for number in (1, 1000):
+        with Largest() as largest:
+            text = corpus.Stream.of([b"abc" * 8000] * number, BYTES)
+        calls.add(largest.calls.total())
+        assert largest.nbytes == text.tokens.nbytes == 2 * len(text.tokens)
+    assert len(calls) == 1
+
+
+def test_files_tokens_are_read_many_documents_at_once(tokenizer_file):
+    class Counted:
+        calls = 0
+
+        def encode_batch(self, texts, **options):
+            self.calls += 1
+            return inner.encode_batch(texts, **options)
+
+    tokenizer = corpus.FileTokenizer(tokenizer_file)
+    inner, tokenizer._inner = tokenizer._inner, Counted()
+    documents = [b"%d and \xff" % i for i in range(130)] + [b""]
+    text = corpus.Stream.of(documents, tokenizer)
+    assert tokenizer._inner.calls == 3
+    assert text.tokens.dtype == torch.int16
+    found = text.tokens.long().split(text.starts.diff().tolist())
+    for document, tokens in zip(documents, found, strict=True):
+        assert tokens[0] == tokenizer.separator
+        assert tokens[1:].equal(tokenizer.encode(document))
+
+
+class Letters:
+    """Somebody's own tokenizer."""
+
+    vocabulary, separator = 40_000, 39_999
+
+    def encode(self, text):
+        return torch.tensor([ord(x) - 97 for x in text.decode()])
+
+
+def test_a_tokenizer_needs_no_more_than_encode():
+    text = corpus.Stream.of([b"ab", b"", b"c"], Letters())
+    assert text.tokens.tolist() == [39_999, 0, 1, 39_999, 39_999, 2]
+    assert text.starts.tolist() == [0, 3, 4, 6]
+    assert text.tokens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 30])
+@pytest.mark.parametrize("vocabulary", [1, 2, 257, 152_000, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_repeated_is_any_ngram_before(n, vocabulary, dtype):
+    """Of few tokens among all there are, so that many are repeated."""
+    torch.manual_seed(0)
+    few = torch.randint(vocabulary, (3,))
+    few[0], few[1] = 0, vocabulary - 1
+    rows = few[torch.randint(3, (6, 120))].to(dtype)
+    rows[:2, 60:] = rows[:2, :60]
+    found = corpus.repeated(corpus.Batch(rows[:, :-1], rows[:, 1:]), n)
+    for row, got in zip(rows.tolist(), found.tolist(), strict=True):
+        seen = set()
+        for end in range(1, 120):
+            gram = tuple(row[end + 1 - n : end + 1]) if end + 1 >= n else None
+            assert got[end - 1] == (gram in seen)
+            seen |= {gram} - {None}
+
+
+@pytest.mark.parametrize("vocabulary, ranks", [(257, 0), (152_000, 1)])
+def test_repeated_costs_a_sort_of_integers(vocabulary, ranks):
+    rows = torch.randint(vocabulary, (4, 65))
+    rows[0, :2] = torch.tensor([0, vocabulary - 1])
+    with Largest() as largest:
+        corpus.repeated(corpus.Batch(rows[:, :-1], rows[:, 1:]))
+    sorts = {k: v for k, v in largest.calls.items() if "uni" in k or "so" in k}
+    assert sorts == {"sort": 1} | ({"_unique2": ranks} if ranks else {})
 
 
 def test_which_targets_complete_a_repeated_ngram():

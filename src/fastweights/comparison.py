@@ -329,8 +329,11 @@ def main(words: Sequence[str] | None = None) -> int:
     record = _begun(asked.json, sys.argv[1:] if words is None else words)
 
     def go(wanted: list[tuple[str, int, Settings]]) -> None:
+        there = {_key(run["variant"], run["settings"]) for run in runs}
         waiting = [
-            one for one in wanted if not any(_same(r, *one) for r in runs)
+            one
+            for one in wanted
+            if _key(one[0], asdict(chosen(*one))) not in there
         ]
         for name, seed, settings in waiting:
             print(f"to run: {name}, seed {seed}, lr {settings.lr}")
@@ -344,12 +347,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
     runs: list[dict[str, Any]] = record["runs"]
     go([(name, 0, replace(base, lr=lr)) for lr in asked.lr for name in names])
+    best = {name: [best_rate(runs, name)] for name in names}
     go(
         [
             (name, seed, replace(base, lr=lr))
             for seed in range(1, asked.seeds)
             for name in names
-            for lr in (asked.lr if asked.each else [best_rate(runs, name)])
+            for lr in (asked.lr if asked.each else best[name])
             if lr is not None
         ]
     )
@@ -410,10 +414,9 @@ def _write(record: dict[str, Any], file: Path) -> None:
     written(file, lambda beside: beside.write_text(text))
 
 
-def _same(run: dict[str, Any], name: str, seed: int, base: Settings) -> bool:
-    """Whether this is that run, with these settings."""
-    wanted = finite(asdict(chosen(name, seed, base)))
-    return run["variant"] == name and finite(run["settings"]) == wanted
+def _key(variant: str, settings: dict[str, Any]) -> str:
+    """The same for two runs that are one, read from a file or not."""
+    return json.dumps([variant, finite(settings)], sort_keys=True)
 
 
 def _line(run: dict[str, Any]) -> str:

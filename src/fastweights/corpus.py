@@ -14,13 +14,16 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -226,11 +229,16 @@ class FileTokenizer:
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
         """Of UTF-8, with a mark where it is none."""
-        decoded = text.decode("utf-8", "replace")
-        return torch.tensor(
-            self._inner.encode(decoded, add_special_tokens=False).ids,
-            dtype=torch.int64,
-        )
+        return torch.tensor(next(self._encoded([text])), dtype=torch.int64)
+
+    def _encoded(self, texts: Sequence[bytes]) -> Iterator[list[int]]:
+        """The tokens of each; 64 at a time, on all processors."""
+        for i in range(0, len(texts), 64):
+            decoded = [x.decode("utf-8", "replace") for x in texts[i : i + 64]]
+            for found in self._inner.encode_batch(
+                decoded, add_special_tokens=False
+            ):
+                yield found.ids
 
     def decode(self, tokens: Int[Tensor, " T"]) -> str:
         """Without separators."""
@@ -251,7 +259,7 @@ class Stream:
 
     @classmethod
     def of(cls, documents: Sequence[bytes], tokenizer: Tokenizer) -> Stream:
-        """Of documents, encoded one by one.
+        """Of documents, each encoded by itself.
 
         Raises:
             TypeError, ValueError: they are not bytes, or there is none.
@@ -263,14 +271,25 @@ class Stream:
                 kind = type(document).__name__
                 raise TypeError(f"documents: got {kind}, need bytes")
         dtype = torch.int16 if tokenizer.vocabulary <= 32768 else torch.int32
-        first = torch.tensor([tokenizer.separator], dtype=dtype)
-        pieces, starts = [], [0]
-        for document in documents:
-            encoded = tokenizer.encode(document)
-            pieces += [first, encoded.to(dtype)]
-            starts.append(starts[-1] + 1 + len(encoded))
-        size = sum(map(len, documents))
-        return cls(torch.cat(pieces), torch.tensor(starts), size)
+        starts = [0]
+        if type(tokenizer) is ByteTokenizer:  # a byte each, in one pass
+            whole = bytearray(1).join([b"", *documents])
+            tokens = torch.frombuffer(whole, dtype=torch.uint8).to(dtype)
+            starts += accumulate(len(x) + 1 for x in documents)
+        else:
+            narrow = array("h" if dtype == torch.int16 else "i")
+            for encoded in (
+                tokenizer._encoded(documents)
+                if type(tokenizer) is FileTokenizer
+                else (tokenizer.encode(x).tolist() for x in documents)
+            ):
+                narrow.append(0)
+                narrow.extend(encoded)
+                starts.append(len(narrow))
+            tokens = torch.frombuffer(narrow, dtype=dtype)
+        begin = torch.tensor(starts)
+        tokens[begin[:-1]] = tokenizer.separator
+        return cls(tokens, begin, sum(map(len, documents)))
 
     @property
     def tokens_per_byte(self) -> float:
@@ -334,6 +353,9 @@ class Packed:
     stream: Stream
     length: int
     seed: int = 0
+    _passes: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         check_sizes(length=self.length)
@@ -348,30 +370,40 @@ class Packed:
         check_part(step, part, parts, length=self.length)
         whole = len(self.stream.tokens)
         epoch, step = divmod(step, whole // self.length)
-        starts = self.stream.starts
-        order = torch.randperm(
-            len(starts) - 1, generator=generator(self.seed, epoch)
-        )
-        bounds = torch.cat(
-            [starts.new_zeros(1), starts.diff()[order].cumsum(0)]
-        )
+        bounds, shifts = self._pass(epoch)
         T = self.length // parts
         first = step * self.length + part * T
         end = min(first + T + 1, whole)  # one more, as the last's target
         a = int(torch.searchsorted(bounds, first, right=True)) - 1
         b = int(torch.searchsorted(bounds, end))
-        tokens = torch.cat(
-            [
-                self.stream.tokens[starts[i] : starts[i + 1]]
-                for i in order[a:b].tolist()
-            ]
-        ).to(torch.int64)[first - bounds[a] : end - bounds[a]]
+        at = torch.arange(first, end)
+        own = torch.searchsorted(bounds[a:b], at, right=True) - 1
+        tokens = self.stream.tokens[at + shifts[a:b][own]].to(torch.int64)
         if end < first + T + 1:  # the next document's separator
             tokens = torch.cat([tokens, self.stream.tokens[:1].long()])
         inner = bounds[a + 1 : b] - first
         inner = inner[inner < T]
         cu = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), T)])
         return Batch(tokens[None, :-1], tokens[None, 1:], cu.to(torch.int32))
+
+    def _pass(
+        self, epoch: int
+    ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " N"]]:
+        """Where shuffled documents begin, and how far off the stream's are.
+
+        Of the last pass that was asked for they are kept.
+        """
+        found = self._passes.get(epoch)
+        if found is None:
+            starts = self.stream.starts
+            order = torch.randperm(
+                len(starts) - 1, generator=generator(self.seed, epoch)
+            )
+            bounds = F.pad(starts.diff()[order].cumsum(0), (1, 0))
+            self._passes.clear()
+            found = bounds, starts[order] - bounds[:-1]
+            self._passes[epoch] = found
+        return found
 
 
 def check_part(step: int, part: int, parts: int, **whole: int) -> None:
@@ -414,10 +446,15 @@ def repeated(batch: Batch, n: int = 5) -> Bool[Tensor, "B T"]:
     found = torch.zeros_like(batch.targets, dtype=torch.bool)
     if rows.shape[1] < n + 1:
         return found
-    grams = rows.unfold(1, n, 1)
-    B, G = grams.shape[:2]
-    _, kind = grams.reshape(-1, n).unique(dim=0, return_inverse=True)
-    kind, order = kind.view(B, G).sort(dim=1, stable=True)
+    kind = tokens = rows.long() - rows.min()
+    size = vocabulary = int(tokens.max()) + 1
+    for i in range(1, n):  # one number for each n-gram
+        if size * vocabulary > 2**63:
+            kinds, kind = kind.unique(return_inverse=True)
+            size = len(kinds)
+        kind = kind[:, :-1] * vocabulary + tokens[:, i:]
+        size *= vocabulary
+    kind, order = kind.sort(dim=1, stable=True)
     again = torch.zeros_like(kind, dtype=torch.bool)
     again[:, 1:] = kind[:, 1:] == kind[:, :-1]
     found[:, n - 2 :] = again.scatter(1, order, again)

@@ -44,6 +44,11 @@ MUTANTS = {
         "+ (T - cu_seq_lens_q[-1])",
         "+ 0 * T",
     ),
+    "conv-documents-of-a-graph": (
+        CONVOLUTION,
+        "place, B * T).sort",
+        "place, place).sort",
+    ),
     "conv-rows-of-a-batch": (PACKED, "new[:, 1:] = ", "new[:] = True #"),
     "packed-old-documents": (
         PACKED,

@@ -229,6 +229,21 @@ MUTANTS = {
         "first = step * self.length + part * T",
         "first = step * self.length",
     ),
+    "train-packed-order-of-the-pass-before": (
+        CORPUS,
+        "self._passes.get(epoch)",
+        "next(iter(self._passes.values()), None)",
+    ),
+    "train-first-document-without-separator": (
+        CORPUS,
+        "tokens[begin[:-1]] =",
+        "tokens[begin[1:-1]] =",
+    ),
+    "train-ngrams-overflow": (
+        CORPUS,
+        "if size * vocabulary > 2**63:",
+        "if False:",
+    ),
     "train-first-of-a-pair-is-repeated": (
         CORPUS,
         "again[:, 1:] = kind",

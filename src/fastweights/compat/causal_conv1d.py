@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_flags, check_tensors, wrong_shape
-from fastweights.compat.packed import check_named, first_tokens
+from fastweights.compat.packed import check_named, documents, first_tokens
 from fastweights.convolution import short_convolution
 from fastweights.reference.backend import wide
 
@@ -193,10 +193,13 @@ def _check(
 def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     """Offsets of the documents of all rows, one after another.
 
-    As many as there are tokens, so that no device has to tell a host how
-    many documents there are: the last ones are empty.
+    In a graph, and on another device than a CPU, there are as many as
+    tokens, of which the last are empty: no device has to tell a host how
+    many documents there are.
     """
     B, T = seq_idx.shape
+    if seq_idx.is_cpu and not torch.compiler.is_compiling():
+        return documents(seq_idx, seq_idx)[0]
     new = first_tokens(seq_idx)
     place = torch.arange(B * T, device=seq_idx.device)
     starts = torch.where(new.flatten(), place, B * T).sort().values
