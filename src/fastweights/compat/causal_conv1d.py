@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_flags, check_tensors, wrong_shape
+from fastweights.arguments import (
+    check_flags,
+    check_tensors,
+    readable,
+    wrong_shape,
+)
 from fastweights.compat.packed import check_named, documents, first_tokens
 from fastweights.convolution import short_convolution
 from fastweights.reference.backend import wide
@@ -198,7 +203,7 @@ def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     many documents there are.
     """
     B, T = seq_idx.shape
-    if seq_idx.is_cpu and not torch.compiler.is_compiling():
+    if readable(seq_idx):
         return documents(seq_idx, seq_idx)[0]
     new = first_tokens(seq_idx)
     place = torch.arange(B * T, device=seq_idx.device)
