@@ -690,7 +690,8 @@ def test_an_export_holds_none_of_our_operators(monkeypatch):
     given = (x, k, x, -x[..., 0].abs(), x[..., 0].sigmoid())
     want, _ = module.torch_chunk_gated_delta_rule(*given)
     with fw.accelerate():
-        got, _ = module.torch_chunk_gated_delta_rule(*given, unknown=1)
+        other = {"unknown": 1, "chunk_size": 4}
+        got, _ = module.torch_chunk_gated_delta_rule(*given, **other)
         with record_backends() as ran:
             module.torch_chunk_gated_delta_rule(*given)
         assert ran == ["chunkwise forward"]

@@ -130,7 +130,8 @@ def _served(ours: Callable, own: Callable) -> Callable:
 
     torch.export gets transformers' own, which has no operators of ours.
     """
-    names = frozenset(inspect.signature(ours).parameters)
+    # Of transformers' own functions a chunk may have any size.
+    names = frozenset(inspect.signature(ours).parameters) - {"chunk_size"}
 
     @functools.wraps(ours)
     def call(*arguments: Any, **keywords: Any) -> Any:
