@@ -437,6 +437,7 @@ def test_packed_sequences(gate, rule):
     judge(x, 1e-4, **packed(LENGTHS, torch.int64), chunk_size=32)
 
 
+@interpreted
 def test_packing_is_checked_on_the_host():
     x = cast(member("scalar", "delta", T=20), torch.float32)
     del x["initial_state"]

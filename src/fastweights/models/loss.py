@@ -57,7 +57,6 @@ def cross_entropy(
         logits = F.linear(*autocast(x, weight))
         return of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)
-    x, weight = autocast(x, weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         total = _Total.apply(x, weight, targets, ignore_index)
     else:
@@ -192,8 +191,10 @@ class _Total(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
         made = TOTAL if torch.compiler.is_compiling() else _total
-        total, dx, dweight = made(x, weight, targets, ignored)
+        rows, head = autocast(x, weight)
+        total, dx, dweight = made(rows, head, targets, ignored)
         ctx.save_for_backward(dx, dweight)
+        ctx.dtypes = x.dtype, weight.dtype
         return total
 
     @staticmethod
@@ -207,7 +208,8 @@ class _Total(torch.autograd.Function):
         # In half precision one over their number would be off by .2 %, the
         # same way for every gradient.
         dx, dweight = (
-            (full(t) * dtotal).to(t.dtype) for t in ctx.saved_tensors
+            (full(t) * dtotal).to(dtype)
+            for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return dx, dweight, None, None
 
@@ -215,7 +217,7 @@ class _Total(torch.autograd.Function):
 def _total(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients by x and weight."""
+    """The sum of the losses, its gradient by x, and in fp32 by weight."""
     to = wide(x.dtype)
     total = x.new_zeros((), dtype=to)
     dweight, parts = torch.zeros_like(weight, dtype=to), []
@@ -223,17 +225,21 @@ def _total(
         for rows, at in _pieces(x, targets):
             left_out = (at == ignored)[:, None]
             rows = rows.masked_fill(left_out, 0)
-            losses, log_p, index = _piece(rows, weight, at, ignored)
+            losses, logits, log_p, index = _piece(rows, weight, at, ignored)
             total += losses.sum()
-            error = log_p.exp_()  # softmax, less 1 at the target
-            error.scatter_add_(1, index, -torch.ones_like(index, dtype=to))
-            error = error.to(x.dtype)
+            # The softmax in the logits' place, less 1 at the targets.
+            error = torch.exp(log_p, out=logits)
+            own = log_p.gather(-1, index).expm1_().to(error.dtype)
+            error.scatter_(1, index, own)
             parts.append((error @ weight).masked_fill_(left_out, 0))
             if x.dtype == to:
                 dweight.addmm_(error.T, rows)
+            elif x.is_cuda:
+                how: Any = {"out_dtype": to, "out": dweight}
+                torch.addmm(dweight, error.T, rows, **how)
             else:
                 dweight += error.T @ rows
-    return total, torch.cat(parts).view(x.shape), dweight.to(weight.dtype)
+    return total, torch.cat(parts).view(x.shape), dweight
 
 
 def _losses(
@@ -250,14 +256,14 @@ def _losses(
 
 def _piece(
     rows: Float[Tensor, "R D"], weight: Head, targets: Tensor, ignored: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and log-probabilities of some rows, and their targets [R, 1]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some rows' losses, logits, log-probabilities and targets [R, 1]."""
     logits = rows @ weight.T
     log_p = F.log_softmax(logits, -1, dtype=wide(logits.dtype))
     there = targets != ignored
     index = targets.where(there, 0).to(torch.int64)[:, None]
     losses = -log_p.gather(-1, index)[:, 0].where(there, 0)
-    return losses, log_p, index
+    return losses, logits, log_p, index
 
 
 def _pieces(x: Hidden, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -286,7 +292,8 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_empty((), dtype=wide(x.dtype))
-    return total, x.new_empty(x.shape), torch.empty_like(weight)
+    dweight = torch.empty_like(weight, dtype=total.dtype)
+    return total, x.new_empty(x.shape), dweight
 
 
 @LOSSES.register_fake
