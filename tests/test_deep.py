@@ -230,6 +230,14 @@ def test_matrices_of_any_size_are_orthogonalised(dtype, size):
     assert values.min() > 0.93 and values.max() < 1.07
 
 
+def test_a_sum_of_squares_beyond_fp16():
+    """Of 64 x 2048 signs, 131072, where fp16 ends at 65504."""
+    torch.manual_seed(0)
+    found = newton_schulz(torch.randn(64, 2048).sign().half())
+    values = torch.linalg.svdvals(found.double())
+    assert values.min() > 0.93 and values.max() < 1.07
+
+
 @pytest.mark.parametrize(
     ("G", "options", "message"),
     [

@@ -204,12 +204,6 @@ MUTANTS = {
         "(ridge < 0) | ridge.isinf()",
         REFUSED,
     ),
-    "rows-offsets-unchecked": (
-        f"{LAYERS}/rows.py",
-        "check_packed(x, cu_seqlens)",
-        "pass",
-        REFUSED,
-    ),
     "mesa-reads-what-it-saved-twice": (
         f"{DEEP}/mesa.py",
         "[None] * len(matrices)",

@@ -251,11 +251,13 @@ def _any_ends(part: Part) -> bool:
     """Whether a step is due; rows of a batch may differ.
 
     Newton-Schulz costs thousands of times what a token costs. So one number
-    is read back from the device, which a compiled graph cannot do: there
-    every part computes the step.
+    is read back from the device, which a compiled graph or one of CUDA cannot
+    do: there every part computes the step.
     """
     if isinstance(part.ends, bool):
         return part.ends
     if torch.compiler.is_compiling() or part.ends.is_meta:
+        return True
+    if part.ends.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     return bool(part.ends.any())

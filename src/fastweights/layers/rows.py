@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights.arguments import check_packed
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -30,7 +29,6 @@ class Rows:
     def __init__(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> None:
-        check_packed(x, cu_seqlens)
         self.cu_seqlens = cu_seqlens
         self.count = lengths(x, cu_seqlens)
         self.position: Int[Tensor, " N"] | None = None
