@@ -98,7 +98,7 @@ MUTANTS = {
     "pool-made-under-autocast": (
         POOL,
         "torch.autocast(device.type, enabled=False)",
-        "torch.autocast(device.type, enabled=torch.is_autocast_enabled())",
+        "torch.autocast('cpu', enabled=torch.is_autocast_enabled('cpu'))",
     ),
     "pool-made-in-inference-mode": (
         POOL,
