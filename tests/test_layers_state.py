@@ -165,6 +165,33 @@ def test_softmax_stays_where_there_is_room():
 
 
 @torch.no_grad()
+def test_softmax_counts_a_packs_tokens_by_sequence():
+    """A row with 8 tokens goes on by one, beside a prompt of 6."""
+    layer, x = made("softmax"), tokens(1, 20)
+    state = layer.new_state(2, 10)
+    layer(x[:, :8], state, torch.tensor([0, 8, 8]))
+    where = places(state)
+    for n in (8, 9):
+        state.position[1] = 0
+        y, _ = layer(x[:, n : n + 8], state, torch.tensor([0, 1, 7]))
+        torch.testing.assert_close(y[:, 0], layer(x[:, : n + 1])[0][:, n])
+        ref = layer(x[:, n + 1 : n + 7])[0]
+        torch.testing.assert_close(y[:, 1:7], ref)
+        assert places(state) == where and state.used == n + 1
+    layer(x[:, :2], state, torch.tensor([0, 1, 2]))
+    assert state.keys.shape[1] == 20
+    state = layer.new_state(2, 12)
+    layer(x[:, :5], state, torch.tensor([0, 5, 5]))
+    for n in (5, 6):
+        state.position[1] = 0
+        layer(x[:, n : n + 7], state, torch.tensor([0, 1, 7]))
+    where = places(state)
+    y, _ = layer(x[:, 7:9].expand(2, -1, -1), state)
+    torch.testing.assert_close(y[:1], layer(x[:, :9])[0][:, 7:])
+    assert places(state) == where and state.used == 9
+
+
+@torch.no_grad()
 def test_a_state_of_another_dtype_than_the_layer():
     layer = made("softmax")
     state = layer.new_state(2, 8, dtype=torch.bfloat16)

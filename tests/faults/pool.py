@@ -71,6 +71,18 @@ MUTANTS = {
         "state.used + longest",
         "test_pool.py",
     ),
+    "softmax-takes-a-row-for-the-longest": (
+        ATTENTION,
+        'return state.used + rows.longest > whole(state, "keys").shape[1]',
+        "return False",
+        "test_layers_state.py",
+    ),
+    "softmax-counts-what-pads-a-row": (
+        ATTENTION,
+        "    if used is not None:\n        after.used = used\n",
+        "",
+        "test_layers_state.py",
+    ),
     "pool-writes-past-a-full-row": (
         ATTENTION,
         "at[source].clamp(max=keys.shape[1] - 1)",

@@ -209,7 +209,7 @@ def remember(
     """Keys and values with the new ones, their places, and the state then.
 
     ``count`` is how many of the T tokens of each row are there; all if None.
-    ``used`` is what the state's is after them, of a pool that they have been
+    ``used`` is what the state's is after them, of one that they have been
     written to already.
     """
     B, T = k.shape[:2]
@@ -220,8 +220,9 @@ def remember(
         return k, v, at, LayerState(keys=k, values=v, position=count, used=T)
     before = state.get("position")
     at = before[:, None] + at
-    if state.rows is not None:
+    if state.rows is not None or used is not None:
         if used is None:
+            assert state.rows is not None
             into_pool(k, v, state, state.rows, at, state.used + T)
         keys, values = whole(state, "keys"), whole(state, "values")
     else:
@@ -298,19 +299,40 @@ def attend_packed(
 ) -> tuple[Heads, LayerState]:
     """The same for packed sequences, laid side by side if they go on."""
     rows, used = Rows(q, state, cu_seqlens), None
-    if state is not None and state.rows is not None:
-        # Each token alone: what pads a row may not fit into the pool.
-        own = F.pad(state.rows, (0, 1), value=-1)[rows.row]
+    if state is not None and by_token(state, rows):
+        # Each token alone: what pads a row may not fit into the state.
+        mine = state.rows
+        if mine is None:
+            mine = torch.arange(rows.count.shape[0], device=q.device)
+        own = F.pad(mine, (0, 1), value=-1)[rows.row]
         at = F.pad(state.get("position"), (0, 1))[rows.row] + rows.place
         there = (own >= 0) & (own < state.tensors()["position"].shape[0])
         used = int(torch.where(there, at + 1, 0).max())
+        if state.rows is None:
+            state.keys, state.values = (
+                enlarged(state.get(name), used) for name in ("keys", "values")
+            )
         k_t, v_t = k[0][:, None], v[0][:, None]
         into_pool(k_t, v_t, state, own, at[:, None], used)
     if fresh(state, q):
         o = packed_attention(q, k, v, cu_seqlens)
         k, v = rows.spread(k), rows.spread(v)
         *_, after = remember(k, v, state, rows.count, used)
-        return o, after
-    q, k, v = (rows.spread(x) for x in (q, k, v))
-    o, after = attend(q, k, v, state, rows.count, used)
-    return rows.pack(o), after
+    else:
+        q, k, v = (rows.spread(x) for x in (q, k, v))
+        o, after = attend(q, k, v, state, rows.count, used)
+        o = rows.pack(o)
+    if used is not None:
+        after.used = used
+    return o, after
+
+
+def by_token(state: LayerState, rows: Rows) -> bool:
+    """Whether keys go to their places one by one, as far as they reach.
+
+    Always in a pool; in place where a row of its own might have no room for
+    the longest sequence.
+    """
+    if state.rows is not None or torch.is_grad_enabled():
+        return state.rows is not None
+    return state.used + rows.longest > whole(state, "keys").shape[1]
