@@ -376,9 +376,10 @@ class Packed:
         end = min(first + T + 1, whole)  # one more, as the last's target
         a = int(torch.searchsorted(bounds, first, right=True)) - 1
         b = int(torch.searchsorted(bounds, end))
-        at = torch.arange(first, end)
-        own = torch.searchsorted(bounds[a:b], at, right=True) - 1
-        tokens = self.stream.tokens[at + shifts[a:b][own]].to(torch.int64)
+        lengths = bounds[a : b + 1].clamp(first, end).diff()
+        at = shifts[a:b].repeat_interleave(lengths)  # in the stream
+        at += torch.arange(first, end)
+        tokens = self.stream.tokens.index_select(0, at).to(torch.int64)
         if end < first + T + 1:  # the next document's separator
             tokens = torch.cat([tokens, self.stream.tokens[:1].long()])
         inner = bounds[a + 1 : b] - first
