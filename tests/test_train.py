@@ -118,6 +118,22 @@ def test_no_text_is_both_trained_on_and_held_out(folder, tmp_path):
     assert twice == corpus.read([folder / "01.txt"])
 
 
+def test_each_of_many_sources_is_compared_once(tmp_path, monkeypatch):
+    class Counted(bytes):
+        hashes = 0
+
+        def __hash__(self):
+            Counted.hashes += 1
+            return super().__hash__()
+
+    for i in range(50):
+        (tmp_path / f"{i}.txt").write_text(f"{i // 2}")
+    monkeypatch.setattr(corpus, "content", lambda p: Counted(p.read_bytes()))
+    text = corpus.read(sorted(tmp_path.iterdir()))
+    assert len(text.train + text.held_out) == 25
+    assert Counted.hashes <= 4 * 50
+
+
 def test_bytes_are_tokens(folder):
     tokenizer = corpus.ByteTokenizer()
     tokens = tokenizer.encode("aé".encode())

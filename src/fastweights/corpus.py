@@ -73,13 +73,14 @@ def read(
         if not isinstance(source, str | os.PathLike):
             raise TypeError(f"sources: got {source!r}, need strings or paths")
     documents: list[bytes] = []
+    before = {b""}
     for source in dict.fromkeys(sources):
-        before = {b"", *documents}
         if source == "stdlib":
             found = library()
         else:
             found = [*dict.fromkeys(map(content, files(source, suffixes)))]
         documents += [x for x in found if x not in before]
+        before.update(found)
     if not documents:
         named = ", ".join(map(str, sources)) or "no source"
         raise ValueError(f"corpus: got {named}, which holds no text")
