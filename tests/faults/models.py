@@ -53,13 +53,13 @@ MUTANTS = {
     ),
     "model-loss-in-one-piece": (
         LOSS,
-        "size = max(D, LEAST)",
-        "size = 10**9",
+        "rows.split(size), targets.split(size)",
+        "rows.split(10**9), targets.split(10**9)",
     ),
     "model-loss-in-pieces-of-a-row": (
         LOSS,
-        "size = max(D, LEAST)",
-        "size = 1",
+        "_pieces(x, targets, max(x.shape[-1], LEAST))",
+        "_pieces(x, targets, 1)",
     ),
     "model-loss-reads-what-is-ignored": (
         LOSS,
@@ -73,8 +73,8 @@ MUTANTS = {
     ),
     "model-gradients-scaled-in-half-precision": (
         LOSS,
-        "(full(t) * dtotal).to(t.dtype)",
-        "t * dtotal.to(t.dtype)",
+        "(full(t) * dtotal).to(dtype)",
+        "(t * dtotal.to(t.dtype)).to(dtype)",
     ),
     "model-reset-leaves-what-is-not-drawn": (
         MODEL,

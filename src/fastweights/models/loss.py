@@ -32,6 +32,11 @@ Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
 
 LEAST = 256
+"""Rows whose probabilities are in fp32 at once.
+
+The head's gradient is added up of so many rows as the head has columns, or
+of these: then adding it up takes no longer than finding it.
+"""
 
 
 def cross_entropy(
@@ -222,15 +227,17 @@ def _total(
     total = x.new_zeros((), dtype=to)
     dweight, parts = torch.zeros_like(weight, dtype=to), []
     with without_autocast(x):
-        for rows, at in _pieces(x, targets):
+        for rows, at in _pieces(x, targets, max(x.shape[-1], LEAST)):
             left_out = (at == ignored)[:, None]
             rows = rows.masked_fill(left_out, 0)
-            losses, logits, log_p, index = _piece(rows, weight, at, ignored)
-            total += losses.sum()
-            # The softmax in the logits' place, less 1 at the targets.
-            error = torch.exp(log_p, out=logits)
-            own = log_p.gather(-1, index).expm1_().to(error.dtype)
-            error.scatter_(1, index, own)
+            error = rows @ weight.T
+            for logits, of in _pieces(error, at, LEAST):
+                losses, log_p, index = _of(logits, of, ignored)
+                total += losses.sum()
+                # The softmax in the logits' place, less 1 at the targets.
+                torch.exp(log_p, out=logits)
+                own = log_p.gather(-1, index).expm1_()
+                logits.scatter_(1, index, own.to(logits.dtype))
             parts.append((error @ weight).masked_fill_(left_out, 0))
             if x.dtype == to:
                 dweight.addmm_(error.T, rows)
@@ -239,6 +246,7 @@ def _total(
                 torch.addmm(dweight, error.T, rows, **how)
             else:
                 dweight += error.T @ rows
+            del error, logits, log_p  # before the next ones are made
     return total, torch.cat(parts).view(x.shape), dweight
 
 
@@ -248,33 +256,28 @@ def _losses(
     """Each row's loss."""
     with without_autocast(x):
         found = [
-            _piece(rows, weight, at, ignored)[0]
-            for rows, at in _pieces(x, targets)
+            _of(rows @ weight.T, at, ignored)[0]
+            for rows, at in _pieces(x, targets, LEAST)
         ]
     return torch.cat(found).view(targets.shape)
 
 
-def _piece(
-    rows: Float[Tensor, "R D"], weight: Head, targets: Tensor, ignored: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some rows' losses, logits, log-probabilities and targets [R, 1]."""
-    logits = rows @ weight.T
+def _of(
+    logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"], ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows' losses and log-probabilities, and their targets [R, 1]."""
     log_p = F.log_softmax(logits, -1, dtype=wide(logits.dtype))
     there = targets != ignored
     index = targets.where(there, 0).to(torch.int64)[:, None]
     losses = -log_p.gather(-1, index)[:, 0].where(there, 0)
-    return losses, logits, log_p, index
+    return losses, log_p, index
 
 
-def _pieces(x: Hidden, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and targets, LEAST at once or so many as the head has columns.
-
-    Then a piece's logits take no more than the head, and to add the head's
-    gradient up, no longer than to find it.
-    """
-    D = x.shape[-1]
-    size = max(D, LEAST)
-    rows, targets = x.reshape(-1, D), targets.reshape(-1)
+def _pieces(
+    x: Hidden, targets: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """So many rows at once, and their targets."""
+    rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     return zip(rows.split(size), targets.split(size), strict=True)
 
 
