@@ -520,6 +520,33 @@ def test_tokens_past_the_last_offset_are_refused(name):
         model(name)(**inputs, use_cache=False)
 
 
+def test_no_layer_that_is_checkpointed_has_another_forward():
+    """It would no longer be checkpointed: it compares its forward."""
+    layers = importlib.import_module("transformers.modeling_layers")
+    for module in MODULES:
+        for name in compat.MODELS[module]:
+            if "." in name:
+                owner = operator.attrgetter(name.partition(".")[0])
+                kind = owner(importlib.import_module(module))
+                assert not issubclass(kind, layers.GradientCheckpointingLayer)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "minimax"])
+def test_a_compiled_model_is_compiled_anew(name):
+    torch._dynamo.reset()
+    inputs = {"input_ids": tokens()[:, :20], "use_cache": False}
+    whole = torch.compile(model(name), backend="eager")
+    with torch.no_grad():
+        want = whole(**inputs).logits
+        with fw.accelerate(), record_backends() as ran:
+            got = whole(**inputs).logits
+        assert ran.count("chunkwise forward") == 2
+        with record_backends() as ran:
+            again = whole(**inputs).logits
+    assert not ran and torch.equal(again, want)
+    assert (got - want).abs().max() <= 1e-5
+
+
 @models(ALONE)
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seq_lens_q"])
 def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):

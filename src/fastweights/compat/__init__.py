@@ -59,6 +59,7 @@ class Acceleration:
             sys.meta_path.remove(self._finder)
         for owner, name, before in self._before:
             setattr(owner, name, before)
+        self._recompile()
         self._before.clear()
         self.replaced.clear()
 
@@ -72,6 +73,14 @@ class Acceleration:
         except ImportError:
             self.undo()
             raise
+        self._recompile()
+
+    def _recompile(self) -> None:
+        """Forget compiled models, which do not watch their classes."""
+        dynamo = sys.modules.get("torch._dynamo")
+        classes = [x for x, _, _ in self._before if isinstance(x, type)]
+        if classes and dynamo is not None:
+            dynamo.reset()
 
     def _replace(self, module: ModuleType) -> None:
         """Put ours into a modeling module, whose functions are checked."""

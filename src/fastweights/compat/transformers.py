@@ -197,28 +197,25 @@ LIGHTNING: Table = {
         ("self", "hidden_states", "position_embeddings", "attention_mask"),
     ),
 }
-# Model types that drop what says where packed documents end, and where they
-# can be seen to do so.
-WHOLE, LAYER = ("self", "input_ids"), ("self", "hidden_states")
+# Model types that drop what says where packed documents end, and classes that
+# see it before: whole models, since a layer that transformers checkpoints
+# compares its forward with the one that it knows.
 ALONE = {
-    "falcon_mamba": (WHOLE, "FalconMambaModel FalconMambaForCausalLM"),
-    "inkling": (LAYER, "InklingDecoderLayer"),
-    "inkling2": (
-        LAYER,
-        "Inkling2SlidingDecoderLayer Inkling2FullDecoderLayer",
-    ),
-    "inkling2_loop": (
-        LAYER,
-        "Inkling2LoopSlidingDecoderLayer Inkling2LoopFullDecoderLayer",
-    ),
-    "jamba": (LAYER, "JambaMambaDecoderLayer"),
-    "mamba": (WHOLE, "MambaModel MambaForCausalLM"),
-    "mamba2": (WHOLE, "Mamba2ForCausalLM"),
-    "zamba": (LAYER, "ZambaMambaMixer"),
+    "falcon_mamba": "FalconMambaModel FalconMambaForCausalLM",
+    "inkling": "InklingTextModel",
+    "inkling2": "Inkling2TextModel",
+    "inkling2_loop": "Inkling2LoopTextModel",
+    "jamba": "JambaModel",
+    "mamba": "MambaModel MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "zamba": "ZambaModel",
 }
 ALSO: dict[str, Table] = {
-    model: {f"{x}.forward": (one_document, first) for x in classes.split()}
-    for model, (first, classes) in ALONE.items()
+    model: {
+        f"{x}.forward": (one_document, ("self", "input_ids"))
+        for x in classes.split()
+    }
+    for model, classes in ALONE.items()
 }
 ALSO |= {
     "glm5_next": {
