@@ -8,7 +8,7 @@ from layer_cases import made, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fastweights import any_length
+from fastweights import any_length, private
 from fastweights.checks import relative_error
 
 DOUBLE = {"dtype": torch.float64}
@@ -147,6 +147,25 @@ def test_two_graphs_for_all_lengths(name, dynamic):
             results.append((y, *slopes(layer, [y], x)))
         torch.testing.assert_close(*results)
     assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(private.SCAN is None, reason="this PyTorch has no scan")
+def test_segments_of_any_length_are_a_loop_of_the_graph():
+    """A batch of one size; an open one still has a graph for each length."""
+    torch._dynamo.reset()
+    layer = made("titans-context", torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(layer, fullgraph=True, backend=counter)
+    for length in (5, 9, 2, 6, 41):
+        results = []
+        for call in (layer, run):
+            x = tokens(2, length, **DOUBLE).requires_grad_()
+            y = call(x)[0]
+            results.append((y, *slopes(layer, [y], x)))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 2
     torch._dynamo.reset()
 
 

@@ -250,8 +250,8 @@ MUTANTS = {
     ),
     "context-recalls-by-the-latest-weights": (
         CONTEXT,
-        "h = self.recalled(x_, base, norm)",
-        "h = self.recalled(x_, M, norm)",
+        "h = self.recalled(x, base, norm)",
+        "h = self.recalled(x, M, norm)",
         "test_layers.py",
     ),
     "context-learns-its-input": (

@@ -50,18 +50,28 @@ def fold(
         for x in tokens
     ]
     if count > FEW and torch.compiler.is_compiling() and private.SCAN:
-        first = [x.clone(memory_format=torch.contiguous_format) for x in state]
-        given = [x.contiguous() for x in chunks]
-        state, outputs = private.SCAN(
-            lambda state, xs: step(state, *xs), first, given
+        state, outputs = scanned(
+            lambda state, xs: step(state, *xs), state, chunks
         )
-        # Gradients of one memory, which a scan refuses, become several.
-        state = [1.0 * x for x in state]
     elif torch.is_grad_enabled() and count > 2 * GROUP:
         state, outputs = _checkpointed(step, state, chunks)
     else:
         state, outputs = _looped(step, state, chunks)
     return state, outputs.transpose(2, 3).movedim(0, 1).flatten(1, 2)
+
+
+def scanned(
+    step: Callable[..., tuple[State, Tensor]],
+    state: State,
+    chunks: Sequence[Tensor],
+) -> tuple[State, Tensor]:
+    """The same as one loop of a compiled graph, of (state, chunk) -> both."""
+    first = [x.clone(memory_format=torch.contiguous_format) for x in state]
+    given = [x.contiguous() for x in chunks]
+    assert private.SCAN is not None
+    state, outputs = private.SCAN(step, first, given)
+    # Gradients of one memory, which a scan refuses, become several.
+    return [1.0 * x for x in state], outputs
 
 
 def _looped(

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights import any_length, private
 from fastweights.deep.chunks import Layout, Part
-from fastweights.deep.dual import Layers, Norm, each
+from fastweights.deep.dual import Layers, Norm, each, leaves, pairs
 from fastweights.deep.titans import chunk, packed, recall, unpacked
+from fastweights.deep.whole import scanned
 from fastweights.layers.arguments import check_input
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, updated
@@ -103,24 +105,66 @@ class MemoryAsContext(Beside):
             S0 = x.new_zeros(N, H, 3, P, dtype=full)
         else:
             seen, S0 = state.get("window").to(x.dtype), state.get("S")
-        M, S, base = unpacked(S0, start)
-        always, outputs = self.always(), []
-        layout = Layout(
-            self.window, x.shape[1], x.device, rows.position, rows.lengths
-        )
-        for part in layout:
-            x_ = part.take(x)
-            h = self.recalled(x_, base, norm)
-            q, k, v = self.projected(x_, part.place)
+        always = self.always()
+
+        def segment(
+            carried: Sequence[Tensor], x: Tokens, part: Part
+        ) -> tuple[list[Tensor], Tokens]:
+            """A segment's part: what is carried on, and what it puts out."""
+            seen, *weights = carried
+            third = len(weights) // 3
+            M, S, base = (
+                pairs(weights[i : i + third])
+                for i in range(0, len(weights), third)
+            )
+            h = self.recalled(x, base, norm)
+            q, k, v = self.projected(x, part.place)
             _, *of_h = self.projected(h, part.place)
             seen = written(seen, [*of_h, k, v], part)
             a = in_segment(q, seen, part.place, always).flatten(2)
             M, S, m = self.learned(M, S, base, a, part, norm)
-            outputs.append(self.gated(a, m))
             base = each(part.choose, M, base)
-        y = rows.pack(layout.join(outputs))
+            after = (t for layers in (M, S, base) for t in leaves(layers))
+            return [seen, *after], self.gated(a, m)
+
+        begun = unpacked(S0, start)
+        carried: Sequence[Tensor] = [
+            seen,
+            *(t for w in begun for t in leaves(w)),
+        ]
+        layout = Layout(
+            self.window, x.shape[1], x.device, rows.position, rows.lengths
+        )
+        # A scan of PyTorch 2.13 fails where the batch is open as well.
+        opened = [any_length.is_open(n) for n in x.shape[:2]]
+        if private.SCAN and opened == [False, True]:
+            slots = torch.arange(self.window, device=x.device)
+
+            def step(
+                carried: Sequence[Tensor], given: Sequence[Tensor]
+            ) -> tuple[list[Tensor], Tokens]:
+                x, valid, ends = given
+                place = slots.expand(valid.shape)
+                part = Part(slice(None), place, valid, ends)
+                return segment(carried, x, part)
+
+            carried, outputs = scanned(step, carried, layout.grid(x))
+            y = layout.from_grid(outputs.movedim(0, 1).flatten(1, 2))
+        else:
+            parts = []
+            for part in layout:
+                carried, o = segment(carried, part.take(x), part)
+                parts.append(o)
+            y = layout.join(parts)
+        seen, *weights = carried
+        third = len(weights) // 3
+        M, S, base = (
+            pairs(weights[i : i + third])
+            for i in range(0, len(weights), third)
+        )
         S0, at = packed(M, S, base, start), rows.after()
-        return y, updated(state, S=S0, position=at, window=seen)
+        after = {"S": S0, "position": at, "window": seen}
+        return rows.pack(y), updated(state, **after)
 
     def recalled(self, x: Tokens, weights: Layers, norm: Norm) -> Tokens:
         """What these weights answer to each token."""
