@@ -32,11 +32,10 @@ Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
 
 LEAST = 256
-"""Rows whose probabilities are in fp32 at once.
-
-The head's gradient is added up of so many rows as the head has columns, or
-of these: then adding it up takes no longer than finding it.
-"""
+"""Rows that go through the head at once, at least: or as many as it has
+columns, since then to add its gradient up takes no longer than to find it."""
+ENTRIES = 2**24
+"""Probabilities that are in fp32 at once."""
 
 
 def cross_entropy(
@@ -223,7 +222,7 @@ def _total(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, its gradient by x, and in fp32 by weight."""
-    to = wide(x.dtype)
+    to, V = wide(x.dtype), weight.shape[0]
     total = x.new_zeros((), dtype=to)
     dweight, parts = torch.zeros_like(weight, dtype=to), []
     with without_autocast(x):
@@ -231,7 +230,7 @@ def _total(
             left_out = (at == ignored)[:, None]
             rows = rows.masked_fill(left_out, 0)
             error = rows @ weight.T
-            for logits, of in _pieces(error, at, LEAST):
+            for logits, of in _pieces(error, at, max(1, ENTRIES // V)):
                 losses, log_p, index = _of(logits, of, ignored)
                 total += losses.sum()
                 # The softmax in the logits' place, less 1 at the targets.
