@@ -1,15 +1,25 @@
 """Lengths: of pieces that gradients cross, and that one graph has to take."""
 
+import itertools
+
 import pytest
 import torch
 from deep_cases import CASES, B, C, H, K, drawn
 from layer_cases import CASES as LAYERS
-from layer_cases import made, tokens
+from layer_cases import contents, made, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastweights import any_length, private
 from fastweights.checks import relative_error
+from fastweights.layers import (
+    lact,
+    rows,
+    titans,
+    titans_attention,
+    titans_context,
+    ttt,
+)
 
 DOUBLE = {"dtype": torch.float64}
 # The chunks, segments and windows of layer_cases have 3 to 7 tokens, or 20.
@@ -189,3 +199,46 @@ class First(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x)[0]
+
+
+UNEVEN = [0, 1, 1, 40, 43, 44, 45, 46, 47, 49, 50]
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in LAYERS if x.startswith(("lact", "titans", "ttt"))]
+)
+@pytest.mark.parametrize("how", ["learned", "in place", "pool"])
+def test_documents_of_uneven_length(name, how, monkeypatch):
+    """Each is itself alone, and none is filled up to the longest."""
+    layer = made(name, torch.float64)
+    x, cu_seqlens = tokens(1, 52, dtype=torch.float64), torch.tensor(UNEVEN)
+    spans = [*itertools.pairwise(UNEVEN)]
+    filled = []
+
+    class Counted(rows.Rows):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if self.cu_seqlens is not None:
+                filled.append(len(self.count) * self.longest)
+
+    for module in (lact, titans, titans_attention, titans_context, ttt):
+        monkeypatch.setattr(module, "Rows", Counted)
+    with torch.set_grad_enabled(how == "learned"):
+        _, before = layer(tokens(len(spans), 3, seed=1, dtype=torch.float64))
+        each = [before.select(torch.tensor([n])) for n in range(len(spans))]
+        state = before.clone()
+        if how == "pool":
+            state = state.at(torch.arange(len(spans)), 3)
+        y, after = layer(x, state, cu_seqlens)
+        assert how == "learned" or after is state
+        assert sum(filled) <= 4 * UNEVEN[-1]  # some have two kinds of rows
+        assert (y[:, UNEVEN[-1] :] == 0).all()
+        for n, (a, b) in enumerate(spans):
+            if a == b:
+                want = contents(each[n])
+            else:
+                alone, own = layer(x[:, a:b], each[n])
+                assert relative_error(y[:, a:b], alone) < 1e-12
+                want = contents(own)
+            for key, value in contents(after).items():
+                assert relative_error(value[n : n + 1], want[key]) < 1e-12

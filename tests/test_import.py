@@ -33,6 +33,7 @@ ABOVE = (
     "experiments",
     "comparison",
     "bench_trained",
+    "bench_growth",
 )
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """

@@ -402,7 +402,7 @@ TYPES = {
 }
 
 
-LAYERS = {type(make()) for make in CASES.values()}
+LAYERS = [*dict.fromkeys(type(make()) for make in CASES.values())]
 
 
 def flags():

@@ -69,6 +69,18 @@ MUTANTS = {
         "pass",
         PYTORCH,
     ),
+    "rows-filled-up-to-the-longest": (
+        FILES["layers/rows"],
+        "if longest * len(spans) <= 2 * whole:",
+        "if True:",
+        "test_deep_lengths.py",
+    ),
+    "rows-states-in-order-of-length": (
+        FILES["layers/rows"],
+        "order = ns.argsort()",
+        "order = ns",
+        "test_deep_lengths.py",
+    ),
     "tail-has-targets": (
         FILES["models/loss"],
         "outside(cu_seqlens, tokens.shape[1]), ignore_index",

@@ -20,7 +20,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, OutputNorm, full, rotary
-from fastweights.layers.rows import Rows
+from fastweights.layers.rows import Rows, by_length
 from fastweights.layers.state import LayerState, Offsets, positions, updated
 from fastweights.layers.window import window_attention
 
@@ -129,6 +129,7 @@ class LaCT(Layer):
         self.qk_scale.fill_(1)
         self.qk_offset.zero_()
 
+    @by_length
     def forward(
         self,
         x: Float[Tensor, "B T D"],

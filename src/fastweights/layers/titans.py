@@ -21,7 +21,7 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Part
 from fastweights.layers.parts import Factory, OutputNorm, full
-from fastweights.layers.rows import Rows
+from fastweights.layers.rows import Rows, by_length
 from fastweights.layers.state import LayerState, Offsets, updated
 
 
@@ -152,6 +152,7 @@ class TitansMemory(Layer):
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
+    @by_length
     def forward(
         self,
         x: Float[Tensor, "B T D"],

@@ -15,7 +15,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, rotary
-from fastweights.layers.rows import Rows
+from fastweights.layers.rows import Rows, by_length
 from fastweights.layers.state import LayerState, Offsets, positions, updated
 from fastweights.layers.titans import TitansMemory
 from fastweights.layers.window import window_attention
@@ -153,6 +153,7 @@ class MemoryAsGate(Beside):
     memory does not read; the norms and the sigmoid of the gate.
     """
 
+    @by_length
     def forward(
         self,
         x: Tokens,
@@ -180,6 +181,7 @@ class MemoryAsLayer(Beside):
     memory does not read; the norms.
     """
 
+    @by_length
     def forward(
         self,
         x: Tokens,

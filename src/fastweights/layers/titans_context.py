@@ -15,7 +15,7 @@ from fastweights.deep.dual import Layers, Norm, each, leaves, pairs
 from fastweights.deep.titans import chunk, packed, recall, unpacked
 from fastweights.deep.whole import scanned
 from fastweights.layers.arguments import check_input
-from fastweights.layers.rows import Rows
+from fastweights.layers.rows import Rows, by_length
 from fastweights.layers.state import LayerState, Offsets, updated
 from fastweights.layers.titans_attention import Beside, Tokens
 from fastweights.layers.window import seen_always
@@ -80,6 +80,7 @@ class MemoryAsContext(Beside):
             dtype=dtype,
         )
 
+    @by_length
     def forward(
         self,
         x: Tokens,

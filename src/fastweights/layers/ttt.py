@@ -16,7 +16,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import Factory, full, rotary, split_heads
-from fastweights.layers.rows import Rows
+from fastweights.layers.rows import Rows, by_length
 from fastweights.layers.state import LayerState, Offsets, positions, updated
 
 
@@ -118,6 +118,7 @@ class TTTLinear(Layer):
             (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
         ]
 
+    @by_length
     def forward(
         self,
         x: Float[Tensor, "B T D"],
