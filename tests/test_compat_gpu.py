@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fastweights as fw
-from fastweights import compat
 from fastweights.checks import relative_error
+from fastweights.compat import transformers as ours
 from fastweights.ops import record_backends
 
 pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def trained(m):
 def in_pytorch(name):
     """transformers' own functions, FLA installed or not."""
     module, patch = modeling(name), pytest.MonkeyPatch()
-    for key in compat.GATED_DELTANET | compat.KDA | compat.CONVOLUTION:
+    for key in ours.GATED_DELTANET | ours.KDA | ours.CONVOLUTION:
         if hasattr(module, key):
             patch.setattr(module, key, inspect.unwrap(getattr(module, key)))
     yield

@@ -29,7 +29,8 @@ def test_one_token_is_one_step(member, monkeypatch):
     x = arguments(member, 1, 1, 2, 8, monkeypatch)
     with Footprint() as seen:
         _, _, saved = backend.forward(*x, None, None, 0.3, 64)
-    assert seen.largest == 2 * 8 * 8 and saved == []
+    assert seen.largest == 2 * 8 * 8
+    assert not any(x.numel() for x in saved)
     assert seen.calls <= 26
 
 

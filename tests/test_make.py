@@ -17,7 +17,8 @@ import conf  # noqa: E402  (it lies in book/)
 
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 TARGETS = " ".join(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)).split()
-MAKES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VIRTUAL_ENV", "CONDA_PREFIX"}
+MAKES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "OTHER"}
+MAKES |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 
 MODULES = ["node_modules", "__pycache__"]

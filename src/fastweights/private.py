@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,19 @@ def leave_graphs_whole() -> None:
     config = _found("torch._dynamo", "config")
     if hasattr(config, "optimize_ddp"):
         config.optimize_ddp = False
+
+
+def at_least_one(number: Any) -> None:
+    """Tell a graph that a number it does not know is 1 or more."""
+    if torch.compiler.is_compiling():
+        torch._check(number >= 1)
+
+
+def forget_graphs() -> None:
+    """Have compiled functions be compiled again, if any has been."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -119,7 +119,7 @@ MUTANTS = {
         "if attention_mask is not None:",
         "if False:",
     ),
-    "accelerate-compiled-stays": (COMPAT, "dynamo.reset()", "pass"),
+    "accelerate-compiled-stays": (COMPAT, "private.forget_graphs()", "pass"),
     "accelerate-no-undo": (COMPAT, "setattr(owner, name, before)", "pass"),
     "accelerate-stays": (COMPAT, "sys.meta_path.remove(self._finder)", "pass"),
     "accelerate-not-later": (COMPAT, "self.after(module)", "pass"),

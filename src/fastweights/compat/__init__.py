@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fastweights import private
 from fastweights.compat.transformers import MODELS, one_document
 
 KNOWN = "5.23 and 5.24"  # whose internals MODELS is about
@@ -77,10 +78,8 @@ class Acceleration:
 
     def _recompile(self) -> None:
         """Forget compiled models, which do not watch their classes."""
-        dynamo = sys.modules.get("torch._dynamo")
-        classes = [x for x, _, _ in self._before if isinstance(x, type)]
-        if classes and dynamo is not None:
-            dynamo.reset()
+        if any(isinstance(x, type) for x, _, _ in self._before):
+            private.forget_graphs()
 
     def _replace(self, module: ModuleType) -> None:
         """Put ours into a modeling module, whose functions are checked."""

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastweights import private
 from fastweights.arguments import check_packed, readable, wrong_shape
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -66,8 +67,7 @@ def documents(
             return found
     new = first_tokens(seq_idx)
     starts = new.flatten().nonzero().flatten()
-    if compiling:
-        torch._check(starts.shape[0] >= 1)
+    private.at_least_one(starts.shape[0])
     offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
     found = offsets, new.sum(1).cumsum(0) - 1
     if cached:

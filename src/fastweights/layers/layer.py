@@ -126,15 +126,16 @@ def spared(name: str, parameter: Tensor) -> bool:
 def _checked(make: Callable[..., None]) -> Callable[..., None]:
     """A constructor that looks at its arguments first."""
     taken = inspect.signature(make).parameters
+    others = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         for name, x in options.items():
-            if name not in taken:
+            if name not in taken and not others:
                 _refuse(type(self).__name__, name, x, [*taken][1:])
         given = dict(zip([*taken][1:], args, strict=False)) | options
-        for name, x in given.items():
-            _check(name, x, str(taken[name].annotation))
+        for name in given.keys() & taken.keys():
+            _check(name, given[name], str(taken[name].annotation))
         make(self, *args, **options)
         self._made_with = args, options
         for name, parameter in self.named_parameters():
