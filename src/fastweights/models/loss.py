@@ -34,7 +34,7 @@ Head = Float[Tensor, "V D"]
 LEAST = 256
 """Rows that go through the head at once, at least: or as many as it has
 columns, since then to add its gradient up takes no longer than to find it."""
-ENTRIES = 2**24
+ENTRIES = 2**25
 """Probabilities that are in fp32 at once."""
 
 
