@@ -68,9 +68,10 @@ def short_convolution(
             zeros if None.
         cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
             from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none, and
-            sees no other. It lies on x's device. On a GPU nothing reads it
-            on the host: offsets that do not rise from 0 to T give wrong
-            numbers, but reach no other memory. On a CPU it is checked.
+            sees no other. Tokens after the last one have outputs and
+            gradients of 0. It lies on x's device. On a GPU nothing reads it
+            on the host: offsets that do not rise from 0 to at most T give
+            wrong numbers, but reach no other memory. On a CPU it is checked.
         backend: "triton" (a kernel: CUDA, compute capability 8.0 or higher,
             not fp64), "torch" (PyTorch, anywhere) or "auto" (the first that
             runs on x's device and dtype).

@@ -6,7 +6,8 @@
     y, state = layer(packed, cu_seqlens=offsets)    # B = 1
 
 Every layer reads [B, T, dim], or packed sequences with B = 1, and returns a
-:class:`LayerState` with one row per sequence. Without gradients a state that
+:class:`LayerState` with one row per sequence. Tokens after the last sequence
+of a pack change nothing, and what comes out for them means nothing. Without gradients a state that
 comes back in is changed in place; with gradients a new one is made, through
 which gradients flow. ``state.clone()`` keeps one.
 
