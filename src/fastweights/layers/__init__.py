@@ -7,9 +7,9 @@
 
 Every layer reads [B, T, dim], or packed sequences with B = 1, and returns a
 :class:`LayerState` with one row per sequence. Tokens after the last sequence
-of a pack change nothing, and what comes out for them means nothing. Without gradients a state that
-comes back in is changed in place; with gradients a new one is made, through
-which gradients flow. ``state.clone()`` keeps one.
+of a pack change nothing, and what comes out for them means nothing. Without
+gradients a state that comes back in is changed in place; with gradients a new
+one is made, through which gradients flow. ``state.clone()`` keeps one.
 
 The projections of q, k and v are one matrix, W_qkv: their rows are those of
 q for all heads, then of k, then of v. Each class says how the weights of
