@@ -285,6 +285,20 @@ def check_kinds(
             )
 
 
+def check_shapes(
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]],
+) -> None:
+    """Raise for the first tensor, by name, that has not the shape beside it.
+
+    Or is no tensor. What is None has no shape to check.
+    """
+    for name, (x, shape) in expected.items():
+        if x is not None:
+            check_tensors({name: x})
+        if x is not None and tuple(x.shape) != shape:
+            wrong_shape(name, x, f"{list(shape)}")
+
+
 def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
     """Raise ValueError: the argument, its shape, and the one it needs."""
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")

@@ -426,8 +426,13 @@ def _differentiable(*inputs: Tensor | None) -> bool:
     """Whether autograd needs to know."""
     if private.transformed():
         refuse_transforms("linear_recurrence", *inputs)
+    return needs_gradient(*inputs)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient by one of them is asked for."""
     return torch.is_grad_enabled() and any(
-        [x is not None and x.requires_grad for x in inputs]
+        [x is not None and x.requires_grad for x in tensors]
     )
 
 

@@ -31,8 +31,8 @@ MUTANTS = {
     "fla-ignores-what-it-lacks": (FLA, "got is not None and", "False and"),
     "fla-decodes-with-gradients": (
         FLA,
-        "return torch.is_grad_enabled() and any(",
-        "return False and any(",
+        "and not needs_gradient(q, k, v, g, beta, state)",
+        "and True",
     ),
     "fla-two-decays": (
         FLA,
@@ -96,7 +96,7 @@ MUTANTS = {
     ),
     "mamba-step-without-gradients": (
         MAMBA,
-        "if rows is None and _differentiable(C, B, v, g, state):",
+        "if rows is None and needs_gradient(C, B, v, g, state):",
         "if False:",
     ),
     "accelerate-packs-alone": (

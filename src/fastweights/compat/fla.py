@@ -33,7 +33,7 @@ from fastweights.arguments import (
 from fastweights.compat.packed import check_whole, documents
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
-from fastweights.ops import linear_recurrence
+from fastweights.ops import linear_recurrence, needs_gradient
 from fastweights.reference.backend import sequences, wide
 
 SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
@@ -176,7 +176,7 @@ def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
         few
         and state is not None
         and options["cu_seqlens"] is None
-        and not _differentiable(q, k, v, g, beta, state)
+        and not needs_gradient(q, k, v, g, beta, state)
     ):
         state = state.clone()  # FLA leaves the one that it is given
         o = decode_step(q, k, v, state=state, g=g, beta=beta, scale=x["scale"])
@@ -274,7 +274,7 @@ def _states(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """The state before each chunk, one call of the recurrence per chunk."""
-    if _differentiable(q, k, v, g, beta, state):
+    if needs_gradient(q, k, v, g, beta, state):
         raise ValueError(
             "return_intermediate_states: got True where a gradient is asked "
             "for, need torch.inference_mode() or torch.no_grad()"
@@ -424,13 +424,6 @@ def _fitting(x: Tensor | None, q: Tensor) -> Tensor | None:
     if x is None or x.dtype in (torch.float32, q.dtype):
         return x
     return x.to(wide(q.dtype))
-
-
-def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for, which decode_step does not have."""
-    return torch.is_grad_enabled() and any(
-        [x is not None and x.requires_grad for x in tensors]
-    )
 
 
 # fmt: off

@@ -19,12 +19,13 @@ from torch import Tensor
 from fastweights.arguments import (
     check_flags,
     check_packed,
+    check_shapes,
     check_tensors,
     wrong_shape,
 )
 from fastweights.compat.packed import check_whole, documents
 from fastweights.decoding import decode_step
-from fastweights.ops import linear_recurrence
+from fastweights.ops import linear_recurrence, needs_gradient
 from fastweights.reference.backend import wide
 from fastweights.selective import selective_scan
 from fastweights.serving import selective_step
@@ -86,7 +87,7 @@ def mamba_chunk_scan_combined(
         _unsupported("return_varlen_states", "False: only rows' last states")
     shape, H = _heads(x, B), x.shape[2]
     rows, T = x.shape[:2]
-    _check(
+    check_shapes(
         {"dt": (dt, (rows, T, H)), "A": (A, (H,)), "C": (C, B.shape)}
         | {"z": (z, x.shape), "dt_bias": (dt_bias, (H,))}
         | {"initial_states": (initial_states, (rows, *shape))}
@@ -170,7 +171,7 @@ def selective_state_update(
         wrong_shape("x", x, "[B, P] or [B, H, P]")
     N = A.shape[-1]
     own = x.shape[1:]
-    _check(
+    check_shapes(
         {"dt": (dt, x.shape), "A": (A, (*own, N)), "z": (z, x.shape)}
         | {"D": (D, own), "dt_bias": (dt_bias, own)}
         | {"state": (state, (*state.shape[:1], *own, N))}
@@ -190,7 +191,7 @@ def selective_state_update(
     step = _steps(dt[..., 0], bias, dt_softplus, full)
     v, g = step[..., None] * x, step * A[:, 0, 0].to(full)
     C, B, v, g = (t[:, None] for t in (C, B, v, g))
-    if rows is None and _differentiable(C, B, v, g, state):
+    if rows is None and needs_gradient(C, B, v, g, state):
         first = state.to(full).mT.contiguous()
         y, S = linear_recurrence(C, B, v, g, scale=1.0, initial_state=first)
         state.copy_(S.mT)
@@ -227,7 +228,7 @@ def _channels(
         "dt_bias": None if dt_bias is None else dt_bias.flatten().to(full),
         "dt_softplus": dt_softplus,
     }
-    if not _differentiable(*tokens, D, z, dt_bias, S):
+    if not needs_gradient(*tokens, D, z, dt_bias, S):
         y = selective_step(*tokens, **options, state=S, rows=rows)
     elif rows is None:
         y, S = selective_scan(*tokens, **options, initial_state=S)
@@ -311,18 +312,6 @@ def _heads(x: Tensor, B: Tensor) -> tuple[int, int, int]:
     return H, P, B.shape[3]
 
 
-def _check(
-    needed: dict[str, tuple[Tensor | None, tuple[int, ...]]],
-) -> None:
-    """Raise for the first argument that is no tensor of its shape."""
-    for name, (t, shape) in needed.items():
-        if t is None:
-            continue
-        check_tensors({name: t})
-        if t.shape != tuple(shape):
-            wrong_shape(name, t, f"{list(shape)}")
-
-
 def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
     """The widest of their dtypes, as far as x's arithmetic has it."""
     dtypes = (x.dtype, B.dtype, C.dtype)
@@ -359,13 +348,6 @@ def _expanded(t: Tensor, dims: int) -> bool:
     """Whether its last dimensions repeat one number."""
     return all(
         [t.shape[-i] == 1 or t.stride(-i) == 0 for i in range(1, dims + 1)]
-    )
-
-
-def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for, which a step does not have."""
-    return torch.is_grad_enabled() and any(
-        [t is not None and t.requires_grad for t in tensors]
     )
 
 

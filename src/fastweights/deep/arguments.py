@@ -11,6 +11,7 @@ from torch import Tensor
 from fastweights.arguments import (
     DTYPES,
     check_kinds,
+    check_shapes,
     check_tensors,
     readable,
     wrong_shape,
@@ -109,17 +110,3 @@ def check_layers(
             | {f"start[{i}][1]": (b, (heads, out))}
         )
         width = out
-
-
-def check_shapes(
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]],
-) -> None:
-    """Raise for the first tensor, by name, that has not the shape beside it.
-
-    Or is no tensor. What is None has no shape to check.
-    """
-    for name, (x, shape) in expected.items():
-        if x is not None:
-            check_tensors({name: x})
-        if x is not None and tuple(x.shape) != shape:
-            wrong_shape(name, x, f"{list(shape)}")

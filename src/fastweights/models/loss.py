@@ -22,6 +22,7 @@ from fastweights.arguments import (
     check_integers,
     check_packed,
     check_tensors,
+    readable,
     wrong_shape,
 )
 from fastweights.layers.parts import full
@@ -129,12 +130,7 @@ def check_tokens(
         )
     if shape is not None and tokens.shape != shape:
         wrong_shape(name, tokens, f"{list(shape)}")
-    if (
-        tokens.device.type != "cpu"
-        or not tokens.numel()
-        or torch.compiler.is_compiling()
-        or private.watched()
-    ):
+    if not tokens.numel() or not readable(tokens):
         return
     if ignore_index is not None:
         tokens = tokens.where(tokens != ignore_index, 0)
