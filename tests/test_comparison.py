@@ -63,7 +63,7 @@ def test_a_run_says_what_it_was_and_found(little_text):
     assert run["settings"]["seed"] == 1 and run["settings"]["steps"] == 3
     assert [step for step, _ in run["losses"]] == [0, 2]
     assert run["losses"][0][1] == pytest.approx(math.log(257), abs=0.3)
-    assert run["before"].startswith("def ") and run["after"] != run["before"]
+    assert run["after"].startswith("def ")
     assert [place for place, _ in run["by position"]] == [0, 64]
     assert [x["distance"] for x in run["planted"]] == [16, 64]
     assert all(0 < x["bits"] < 20 for x in run["planted"])
@@ -81,7 +81,7 @@ def test_a_run_that_diverges_finds_nan_and_ends(little_text):
         assert math.isnan(run[name])
     assert all(math.isnan(bits) for _, bits in run["by position"])
     assert all(math.isnan(x["bits"]) for x in run["planted"])
-    assert run["after"] is None and run["before"]
+    assert run["after"] is None
 
 
 def test_positions_are_those_of_the_windows(little_text):

@@ -143,7 +143,7 @@ def train(
         seed: of the parameters and of the batches.
         base: everything else.
         every: steps between two entries of ``losses``.
-        sample: whether it writes text, before and after.
+        sample: whether it writes text at the end.
         progress: is told the step and the loss at each of them.
 
     Returns:
@@ -153,14 +153,14 @@ def train(
         :func:`by_position`), ``planted`` (see
         :func:`fastweights.planted.recalled`), the gates, strengths and keys
         ``at the start`` and ``learned`` (see
-        :func:`fastweights.learned.learned`), text ``before`` and ``after``,
-        and seconds of the steps but the first. A run whose gradient is no
-        number any more ends there, finds nan and writes nothing.
+        :func:`fastweights.learned.learned`), the text that it writes
+        ``after`` its last step, and seconds of the steps but the first. A
+        run whose gradient is no number any more ends there, finds nan and
+        writes nothing.
     """
     run = Training(chosen(variant, seed, base))
     length, losses = run.settings.length, []
     at_the_start = inside(run)
-    before = run.sample(PROMPT, 200) if sample else None
     start = since = time.perf_counter()
     for step in range(run.settings.steps):
         try:
@@ -193,7 +193,6 @@ def train(
         "planted": planted(run, LONG * length),
         "at the start": at_the_start,
         "learned": inside(run),
-        "before": before,
         "after": run.sample(PROMPT, 400) if sample else None,
         "seconds": end - since,
         "first step": since - start,

@@ -125,12 +125,7 @@ MUTANTS = {
         "if all(record[key] == value for record in records)",
         "if True",
     ),
-    "recorded-curve-without-its-end": (
-        RECORDING,
-        "curve[::-every][::-1]",
-        "curve[::every]",
-    ),
-    "recorded-whole-curve": (RECORDING, "[::-every][::-1]", ""),
+    "recorded-with-its-curve": (RECORDING, ' if key != "curve"', ""),
     "recorded-settings-of-the-run-lost": (
         RECORDING,
         '{**found["settings"], **run["settings"]}',

@@ -10,7 +10,7 @@ file from a folder of runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,12 @@ from fastweights import bench
 from fastweights.experiments.records import Record
 from fastweights.models.files import written
 
-POINTS = 16
-"""Points of a curve that are kept, at most."""
-
 
 def recorded(experiment: str) -> list[Record]:
     """An experiment's recorded runs, as :func:`run` returned them.
 
-    But for this: accuracies have four decimals, seconds one, and a curve
-    has some of its points, with three digits.
+    But for this: accuracies have four decimals, seconds one, and there is
+    no curve.
 
     Raises:
         ValueError: there are none of this experiment.
@@ -94,21 +91,12 @@ def _common(
 
 
 def _short(record: Record) -> Record:
-    curve = record["curve"]
-    every = -(-len(curve) // POINTS)
     return {
-        **record,
+        **{key: value for key, value in record.items() if key != "curve"},
         "accuracy": {
             test: {kind: round(share, 4) for kind, share in kinds.items()}
             for test, kinds in record["accuracy"].items()
         },
         "validation": round(record["validation"], 4),
-        "curve": [_digits(point) for point in curve[::-every][::-1]],
         "seconds": round(record["seconds"], 1),
     }
-
-
-def _digits(point: Iterable[float | None]) -> list[float | None]:
-    """Three of them; None, in the place of what is no number, stays."""
-    step, *figures = point
-    return [step, *(x if x is None else float(f"{x:.3g}") for x in figures)]
