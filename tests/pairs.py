@@ -25,7 +25,6 @@ COMPILED = (
     "test_compile_convolution.py",
     "test_compile_decode.py",
     "test_compile_family.py",
-    "test_compile_flash.py",
     "test_compile_output_norm.py",
     "test_compile_selective.py",
     "test_convolution.py",

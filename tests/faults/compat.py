@@ -3,7 +3,6 @@
 COMPAT = "fastweights/compat/__init__.py"
 FLA = "fastweights/compat/fla.py"
 CONVOLUTION = "fastweights/compat/causal_conv1d.py"
-HUB = "fastweights/compat/hub.py"
 PACKED = "fastweights/compat/packed.py"
 MAMBA = "fastweights/compat/mamba_ssm.py"
 TRANSFORMERS = "fastweights/compat/transformers.py"
@@ -11,7 +10,6 @@ TESTS = {
     COMPAT: "test_compat.py",
     FLA: "test_compat_fla.py",
     CONVOLUTION: "test_compat_fla.py",
-    HUB: "test_compat_hub.py",
     PACKED: "test_compat_fla.py",
     MAMBA: "test_compat_mamba.py",
     TRANSFORMERS: "test_compat.py",
@@ -131,14 +129,4 @@ MUTANTS = {
         'if name in names - {"cu_seq_lens_q"}}',
     ),
     "accelerate-unchecked": (COMPAT, "!= arguments:", "== 0:"),
-    "hub-passes-what-ours-lacks": (HUB, "if k in known})", "})"),
-    "hub-shifts-what-has-no-name": (
-        HUB,
-        "zip(order, given",
-        "zip(order[1:], given",
-    ),
-    "hub-names-of-transformers": (HUB, "OURS.get(name, name)", "name"),
-    "hub-not-to-be-compiled": (HUB, '"can_torch_compile": True, ', ""),
-    "hub-others-by-position": (HUB, 'others if "*" in name else', ""),
-    "hub-one-id-for-all": (HUB, "_{backend}_", "_"),
 }

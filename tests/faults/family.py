@@ -19,7 +19,6 @@
     COMPOSE,
     LAUNCH,
     DECODE,
-    FLASH,
 ) = (
     f"fastweights/{file}.py"
     for file in (
@@ -41,7 +40,6 @@
         "kernels/compose",
         "kernels/launch",
         "kernels/decode",
-        "kernels/flash",
     )
 )
 TESTS = {
@@ -63,7 +61,6 @@ TESTS = {
     COMPOSE: "test_kernels_family.py",
     LAUNCH: "test_kernels_family.py",
     DECODE: "test_kernels_decode.py",
-    FLASH: "test_kernels_flash.py",
 }
 
 MUTANTS = {

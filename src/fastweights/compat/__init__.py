@@ -3,8 +3,7 @@
 :mod:`fastweights.compat.fla` has flash-linear-attention's functions,
 :mod:`fastweights.compat.mamba_ssm` and :mod:`fastweights.compat.causal_conv1d`
 those of these packages, and :func:`accelerate` puts them all into
-transformers' models, which :mod:`fastweights.compat.transformers` lists;
-:mod:`fastweights.compat.hub` hands them to the package ``kernels``.
+transformers' models, which :mod:`fastweights.compat.transformers` lists.
 """
 
 from __future__ import annotations

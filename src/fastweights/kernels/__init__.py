@@ -4,26 +4,16 @@
 why they are as they are.
 
 What stands here is what the wrappers of one kernel do on the host before a
-launch (linear, prefix, flash): they check their arguments, and name the one
+launch (linear, prefix): they check their arguments, and name the one
 that does not fit.
 """
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 
-from fastweights.arguments import (
-    MAX_K,
-    check_arguments,
-    check_kinds,
-    check_tensors,
-    wrong_shape,
-)
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from fastweights.arguments import MAX_K, check_arguments, wrong_shape
 
 
 def check_inputs(
@@ -55,31 +45,6 @@ def check_inputs(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): this has no backward"
             )
-    check_device(q)
-
-
-def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> None:
-    """The same for softmax attention, where k and v have the fewer heads."""
-    tensors = {"q": q, "k": k, "v": v}
-    check_tensors(tensors)
-    check_kinds(tensors, {"q": DTYPES, "k": (q.dtype,), "v": (q.dtype,)})
-    for name, x in tensors.items():
-        if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] > MAX_K:
-            need = f"[B, T, heads, width], each >= 1 and width <= {MAX_K}"
-            wrong_shape(name, x, need)
-    B, T, HQ, K = q.shape
-    H = k.shape[2]
-    if k.shape != (B, T, H, K) or HQ % H:
-        need = f"[{B}, {T}, H, {K}] with H a divisor of q's {HQ} heads"
-        wrong_shape("k", k, need)
-    if v.shape[:3] != k.shape[:3]:
-        wrong_shape("v", v, f"[{B}, {T}, {H}, V]")
-    if scale is not None and not isinstance(scale, numbers.Real):
-        raise TypeError(
-            f"scale: got {type(scale).__name__}, need a real number or None"
-        )
     check_device(q)
 
 
