@@ -110,30 +110,48 @@ def activated(x, bound):
     return -A * (1 + g.exp()).log()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@crossed(
-    unit=(False, True),
-    gate=("given", "kernel", "bound"),
-    beta=("given", "sigmoid", "negative"),
-    state=("none", "first", "v_first"),
-    layout=("few", "many", "packed", "few packed"),
-)
+CASES = []  # each function with the axes that it takes: all cases differ
+for name in FUNCTIONS:
+    takes = inspect.signature(getattr(fla, name)).parameters.keys()
+    axes = {
+        "unit": {False: "q", True: "use_qk_l2norm_in_kernel"},
+        "gate": {"given": "q", "kernel": "use_gate_in_kernel"}
+        | {"bound": "lower_bound"},
+        "beta": {"given": "q", "sigmoid": "use_beta_sigmoid_in_kernel"}
+        | {"negative": "allow_neg_eigval"},
+        "state": {"none": "q", "first": "q", "v_first": "state_v_first"},
+    }
+    axes = {
+        axis: [x for x, needs in values.items() if needs in takes]
+        for axis, values in axes.items()
+    }
+    layouts = ("few", "many", "packed", "few packed")
+    for case in crossed(**axes, layout=layouts).args[1]:
+        label = f"{name}-{case.id}"
+        CASES.append(
+            pytest.param(name, *case.values, id=label, marks=case.marks)
+        )
+
+
+@pytest.mark.parametrize("name, unit, gate, beta, state, layout", CASES)
 def test_functions(name, unit, gate, beta, state, layout):
     function = getattr(fla, name)
     takes = inspect.signature(function).parameters
     T = 3 if layout.startswith("few") else 40
     x = inputs(name, T, T + 2 if layout.endswith("packed") else 0)
-    scale = 0.7 if beta == "negative" else None
+    scale = 0.7 if layout in ("few", "packed") else None
     wanted = {"scale": scale, "output_final_state": state != "none"}
-    wanted["use_qk_l2norm_in_kernel"] = unit
-    wanted["use_gate_in_kernel"] = gate != "given"
-    wanted["use_beta_sigmoid_in_kernel"] = beta != "given"
-    wanted["allow_neg_eigval"] = beta == "negative"
-    wanted["state_v_first"] = state == "v_first"
-    wanted["lower_bound"] = -3.0 if gate == "bound" else None
-    wanted = {key: y for key, y in wanted.items() if key in takes}
+    options = {
+        "use_qk_l2norm_in_kernel": unit,
+        "use_gate_in_kernel": gate != "given",
+        "use_beta_sigmoid_in_kernel": beta != "given",
+        "allow_neg_eigval": beta == "negative",
+        "state_v_first": state == "v_first",
+        "lower_bound": -3.0 if gate == "bound" else None,
+    }
+    wanted |= {key: y for key, y in options.items() if key in takes}
     given = {key: y for key, y in x.items() if key in takes}
-    v_first = wanted.get("state_v_first", False)
+    v_first = state == "v_first"
     normalize = "normalize" in takes and state == "first"
     if "normalize" in takes:
         given["normalize"] = normalize
@@ -150,12 +168,12 @@ def test_functions(name, unit, gate, beta, state, layout):
     for key, y in before.items():
         assert torch.equal(given[key], y), key
 
-    if wanted.get("use_qk_l2norm_in_kernel"):
+    if unit:
         for key in "qk":
             x[key] = x[key] / (x[key].pow(2).sum(-1)[..., None] + 1e-6).sqrt()
-    if wanted.get("use_gate_in_kernel"):
-        x["g"] = activated(x, wanted.get("lower_bound"))
-    if wanted.get("use_beta_sigmoid_in_kernel"):
+    if gate != "given":
+        x["g"] = activated(x, -3.0 if gate == "bound" else None)
+    if beta != "given":
         x["beta"] = 1 / (1 + (-x["beta"]).exp())
         x["beta"] = x["beta"] * (2 if beta == "negative" else 1)
     if "gk" in x:

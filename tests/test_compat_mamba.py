@@ -66,17 +66,19 @@ def formula(x, *, softplus, limit=(0.0, math.inf), document=None):
     G=(2, 1, 4),
     softplus=(True, False),
     limit=((0.0, math.inf), (0.1, 0.5)),
-    without=((), ("D",), ("z", "dt_bias"), ("D", "z", "dt_bias")),
-    wide_D=(False, True),
+    without=((), ("z", "dt_bias")),
+    D=(None, "per head", "per channel"),
     packed=("", "state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
 )
-def test_chunk_scan(G, softplus, limit, without, wide_D, packed):
+def test_chunk_scan(G, softplus, limit, without, D, packed):
     x = inputs(G)
     x = {name: t for name, t in x.items() if name not in without}
     if not softplus:
         x["dt"] = x["dt"].abs()
         x.pop("dt_bias", None)
-    if wide_D and "D" in x:
+    if D is None:
+        del x["D"]
+    elif D == "per channel":
         x["D"] = torch.randn(H, P, dtype=torch.float64)
     document, options = None, {}
     if packed != "state":
@@ -114,14 +116,14 @@ def one_token(x, tied=True):
 
 
 @crossed(
-    tied=(True, False),
-    heads=(True, False),
+    steps=("per head", "per channel", "no heads"),
     softplus=(True, False),
     without=((), ("D",), ("z", "dt_bias")),
     dtype=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
 )
-def test_step(tied, heads, softplus, without, dtype):
+def test_step(steps, softplus, without, dtype):
     """Heads that share a step or not; states in any dtype."""
+    heads, tied = steps != "no heads", steps == "per head"
     x = inputs(H if heads else 1)
     x["dt"] = x["dt"].abs()
     x["dt_bias"] = x["dt_bias"].abs()
