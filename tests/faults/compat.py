@@ -82,7 +82,11 @@ MUTANTS = {
         "seq_idx[:, None] < 0",
         "seq_idx[:, None] < -9",
     ),
-    "conv-wide-across-documents": (CONVOLUTION, "past >= s", "past >= 0"),
+    "conv-wide-across-documents": (
+        CONVOLUTION,
+        "bias, before, cu_seqlens)\n        y =",
+        "bias, before, None)\n        y =",
+    ),
     "conv-state-kept": (CONVOLUTION, "conv_state.copy_(", "conv_state.clone("),
     "mamba-steps-unlimited": (MAMBA, "low > 0 or high < math.inf", "False"),
     "mamba-states-of-rows": (MAMBA, "slice(-1, None)", "slice(0, 1)"),

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_flags,
+    check_shapes,
     check_tensors,
     readable,
     wrong_shape,
 )
 from fastweights.compat.packed import check_named, documents, first_tokens
-from fastweights.convolution import short_convolution
-from fastweights.reference.backend import wide
+from fastweights.convolution import WIDTHS, short_convolution
+from fastweights.reference import convolution as pytorch
 
 ACTIVATIONS = (None, "silu", "swish")
-WIDTHS = (2, 3, 4)  # of short_convolution; wider ones are a sum of shifts
 
 
 def causal_conv1d_fn(
@@ -71,40 +71,27 @@ def causal_conv1d_fn(
             f"{name}: got packed documents, need None with initial_states "
             "or return_final_states"
         )
-    states = {
-        "initial_states": initial_states,
-        "final_states_out": final_states_out,
-    }
-    B, _, T = _check(x, weight, bias, states)
+    B, D, T = _sizes(x, weight, bias)
+    W = weight.shape[1]
+    check_shapes(
+        {"initial_states": (initial_states, (B, D, W - 1))}
+        | {"final_states_out": (final_states_out, (B, D, W - 1))}
+        | {"seq_idx": (seq_idx, (B, T))}
+    )
     cu_seqlens = None
     if cu_seq_lens_q is not None:
         check_named(x.mT, cu_seq_lens_q)
         if B != 1:
-            raise ValueError(
-                f"x: got shape {list(x.shape)}, need [1, D, T] because "
-                "cu_seq_lens_q is given"
-            )
+            wrong_shape("x", x, "[1, D, T] because cu_seq_lens_q is given")
         ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
         cu_seqlens = torch.cat([cu_seq_lens_q[:1], ends])
     elif seq_idx is not None:
-        check_tensors({"seq_idx": seq_idx})
-        if seq_idx.shape != (B, T):
-            raise ValueError(
-                f"seq_idx: got shape {list(seq_idx.shape)}, need [{B}, {T}]"
-            )
         cu_seqlens = _offsets(seq_idx)
     # [B, T, D]; a batch of packed rows is one row, with more documents.
-    rows = x.mT if cu_seqlens is None else x.mT.reshape(1, B * T, -1)
+    rows = x.mT if cu_seqlens is None else x.mT.reshape(1, B * T, D)
     before = None if initial_states is None else initial_states.mT
-    y, final = _short_convolution(
-        rows,
-        weight,
-        bias,
-        activation=activation,
-        initial_state=before,
-        cu_seqlens=cu_seqlens,
-    )
-    y = y.reshape(B, T, -1).mT
+    y, final = _convolve(rows, weight, bias, activation, before, cu_seqlens)
+    y = y.reshape(B, T, D).mT
     if seq_idx is not None and cu_seq_lens_q is None:
         y = y.masked_fill(seq_idx[:, None] < 0, 0)
     if not return_final_states:
@@ -151,33 +138,22 @@ def causal_conv1d_update(
     columns = x
     if isinstance(x, Tensor) and x.dim() == 2:
         columns = x[..., None]
-    B, D, _ = _check(columns, weight, bias, {})
+    B, D, _ = _sizes(columns, weight, bias)
     check_tensors({"conv_state": conv_state})
-    if conv_state.dim() != 3 or conv_state.shape[:2] != (B, D):
-        wrong_shape("conv_state", conv_state, f"[{B}, {D}, L]")
-    L, past = conv_state.shape[-1], weight.shape[-1] - 1
-    if past > L:
-        raise ValueError(
-            f"conv_state: got shape {list(conv_state.shape)}, need "
-            f"[B, D, L] with L >= {past}"
-        )
-    y, _ = _short_convolution(
-        columns.mT,
-        weight,
-        bias,
-        activation=activation,
-        initial_state=conv_state[..., L - past :].mT,
-    )
+    *rows, L = conv_state.shape or (0,)
+    past = weight.shape[1] - 1
+    if rows != [B, D] or past > L:
+        need = f"[{B}, {D}, L] with L >= {past}"
+        wrong_shape("conv_state", conv_state, need)
+    before = conv_state[..., L - past :].mT
+    y, _ = _convolve(columns.mT, weight, bias, activation, before)
     both = torch.cat([conv_state, columns.to(conv_state.dtype)], -1)
     conv_state.copy_(both[..., -L:])
     return y.mT.reshape(x.shape)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: dict[str, Tensor | None],
+def _sizes(
+    x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[int, int, int]:
     """B, D and T, unless an argument does not fit: then raise, by its name."""
     check_tensors({"x": x, "weight": weight})
@@ -186,12 +162,7 @@ def _check(
     B, D, T = x.shape
     if weight.dim() != 2 or weight.shape[0] != D or not weight.shape[1]:
         wrong_shape("weight", weight, f"[{D}, W]")
-    shapes = {name: (B, D, weight.shape[1] - 1) for name in states}
-    for name, y in ({"bias": bias} | states).items():
-        if y is not None:
-            check_tensors({name: y})
-            if y.shape != shapes.get(name, (D,)):
-                wrong_shape(name, y, f"{list(shapes.get(name, (D,)))}")
+    check_shapes({"bias": (bias, (D,))})
     return B, D, T
 
 
@@ -211,64 +182,32 @@ def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     return F.pad(starts, (0, 1), value=B * T)
 
 
-def _short_convolution(
-    x: Float[Tensor, "B T C"],
-    weight: Float[Tensor, "C W"],
-    bias: Float[Tensor, " C"] | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Float[Tensor, "B W-1 C"] | None = None,
+def _convolve(
+    x: Float[Tensor, "B T D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, " D"] | None,
+    activation: str | None,
+    before: Float[Tensor, "B W-1 D"] | None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
-) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B W-1 C"]]:
-    """fastweights.convolution.short_convolution, with weights in any dtype."""
+) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W-1 D"]]:
+    """short_convolution with weights of any dtype and width."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
-    if weight.shape[-1] not in WIDTHS:
-        return _wide_convolution(
-            *(x, weight, bias, activation, initial_state, cu_seqlens)
-        )
+    if weight.shape[1] not in WIDTHS:  # in PyTorch, by its own gradients
+        rows, y, _ = pytorch.activated(x, weight, bias, before, cu_seqlens)
+        y = y if activation is None else F.silu(y)
+        return y.to(x.dtype), rows[:, x.shape[1] :].to(x.dtype)
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
-    if bias is not None:
-        bias = bias.to(weight.dtype)
-    if initial_state is not None:
-        initial_state = initial_state.to(x.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    before = None if before is None else before.to(x.dtype)
     return short_convolution(
         x,
         weight,
         bias,
         activation=None if activation is None else "silu",
-        initial_state=initial_state,
+        initial_state=before,
         cu_seqlens=cu_seqlens,
     )
-
-
-def _wide_convolution(
-    x: Float[Tensor, "B T C"],
-    weight: Float[Tensor, "C W"],
-    bias: Float[Tensor, " C"] | None,
-    activation: str | None,
-    initial_state: Float[Tensor, "B W-1 C"] | None,
-    cu_seqlens: Int[Tensor, " N+1"] | None,
-) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B W-1 C"]]:
-    """_short_convolution of any width, in PyTorch: one product per tap."""
-    full, (T, W) = wide(x.dtype), (x.shape[1], weight.shape[-1])
-    first = initial_state
-    if first is None:
-        first = x.new_zeros(x.shape[0], W - 1, x.shape[2])
-    columns = torch.cat([first.to(full), x.to(full)], 1)
-    taps = weight.to(full)
-    y = columns[:, W - 1 :] * taps[:, -1]
-    if cu_seqlens is not None:
-        t = torch.arange(T, device=x.device)
-        own = torch.searchsorted(cu_seqlens.to(t.dtype), t, right=True) - 1
-        past = (t - cu_seqlens[own])[:, None]  # tokens of its document [T, 1]
-    for s in range(1, W):
-        tap = columns[:, W - 1 - s : W - 1 - s + T] * taps[:, W - 1 - s]
-        y = y + (tap if cu_seqlens is None else tap.where(past >= s, 0))
-    if bias is not None:
-        y = y + bias.to(full)
-    y = y if activation is None else F.silu(y)
-    return y.to(x.dtype), columns[:, T:].to(x.dtype)
