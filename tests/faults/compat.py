@@ -89,17 +89,17 @@ MUTANTS = {
     ),
     "conv-state-kept": (CONVOLUTION, "conv_state.copy_(", "conv_state.clone("),
     "mamba-steps-unlimited": (MAMBA, "low > 0 or high < math.inf", "False"),
-    "mamba-states-of-rows": (MAMBA, "slice(-1, None)", "slice(0, 1)"),
+    "mamba-states-of-rows": (MAMBA, "state = state[-1:]", "state = state[:1]"),
     "mamba-state-kept": (MAMBA, "state.copy_(S)", "state.clone()"),
     "mamba-steps-not-shared": (
         MAMBA,
-        "expanded = _expanded(A, 2) and _expanded(dt, 1)",
-        "expanded = True",
+        "x.dim() == 3 and _expanded(A, 2) and _expanded(dt, 1)",
+        "x.dim() == 3",
     ),
     "mamba-step-without-gradients": (
         MAMBA,
-        "if rows is None and needs_gradient(C, B, v, g, state):",
-        "if False:",
+        "if gradient:\n            first",
+        "if False:\n            first",
     ),
     "accelerate-packs-alone": (
         TRANSFORMERS,

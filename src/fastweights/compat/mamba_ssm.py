@@ -9,7 +9,7 @@ more name for offsets, the one that transformers gives them.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.compat.packed import check_whole, documents
+from fastweights.compat.packed import offsets_of
 from fastweights.decoding import decode_step
 from fastweights.ops import linear_recurrence, needs_gradient
 from fastweights.reference.backend import wide
@@ -84,14 +84,28 @@ def mamba_chunk_scan_combined(
         return_varlen_states=return_varlen_states,
     )
     if return_varlen_states:
-        _unsupported("return_varlen_states", "False: only rows' last states")
-    shape, H = _heads(x, B), x.shape[2]
-    rows, T = x.shape[:2]
+        raise NotImplementedError(
+            "return_varlen_states: got True, need False: only rows' last "
+            "states"
+        )
+    check_tensors({"x": x, "B": B})
+    if x.dim() != 4:
+        wrong_shape("x", x, "[B, T, H, P]")
+    rows, T, H, P = x.shape
+    if B.dim() != 4 or B.shape[:2] != x.shape[:2] or H % max(B.shape[2], 1):
+        need = f"[{rows}, {T}, G, N] with G a divisor of {H}"
+        wrong_shape("B", B, need)
+    first = (rows, H, P, B.shape[3])
     check_shapes(
         {"dt": (dt, (rows, T, H)), "A": (A, (H,)), "C": (C, B.shape)}
         | {"z": (z, x.shape), "dt_bias": (dt_bias, (H,))}
-        | {"initial_states": (initial_states, (rows, *shape))}
+        | {"initial_states": (initial_states, first)}
     )
+    if D is not None:
+        check_tensors({"D": D})
+        if D.shape not in ((H,), (H, P)):
+            wrong_shape("D", D, f"[{H}] or [{H}, {P}]")
+        D = D[:, None] if D.dim() == 1 else D
     full = wide(x.dtype)
     dt = _steps(dt, dt_bias, dt_softplus, full)
     low, high = dt_limit
@@ -99,17 +113,8 @@ def mamba_chunk_scan_combined(
         raise ValueError(f"dt_limit: got {dt_limit}, need a least, a most")
     if low > 0 or high < math.inf:
         dt = dt.clamp(low, high)
-    offsets = cu_seqlens
-    if cu_seq_lens_q is not None:
-        check_whole(x, cu_seq_lens_q)
-        offsets = cu_seq_lens_q
-    last: Tensor | slice = slice(None)
-    if offsets is not None:
-        check_packed(x, offsets)
-        last = slice(-1, None)
-    elif seq_idx is not None:
-        check_tensors({"seq_idx": seq_idx})
-        offsets, last = documents(seq_idx, x)
+    check_packed(x, cu_seqlens)
+    offsets, last = offsets_of(x, cu_seqlens, cu_seq_lens_q, seq_idx)
     if offsets is not None and initial_states is not None:
         raise ValueError(
             "initial_states: got states beside packed documents, need None"
@@ -118,19 +123,22 @@ def mamba_chunk_scan_combined(
     dtype = _common(x, B, C)
     v = (dt[..., None] * x).to(dtype)
     tokens = [C.to(dtype), B.to(dtype), v, dt * A.to(full)]
-    if seq_idx is not None:
-        tokens = [t.reshape(1, rows * T, *t.shape[2:]) for t in tokens]
-    state = None if initial_states is None else initial_states.to(full).mT
+    if last is not None:
+        tokens = [t.flatten(0, 1)[None] for t in tokens]
+    state = initial_states
+    if state is not None:
+        state = state.to(full).mT.contiguous()
     y, state = linear_recurrence(
-        *tokens,
-        scale=1.0,
-        initial_state=None if state is None else state.contiguous(),
-        cu_seqlens=offsets,
+        *tokens, scale=1.0, initial_state=state, cu_seqlens=offsets
     )
     y = _finished(y.reshape(x.shape), x, D, z, full)
     if not return_final_states:
         return y
-    return y, state[last].mT.contiguous()
+    if last is not None:
+        state = state[last]
+    elif offsets is not None:
+        state = state[-1:]  # the row's: its last document's
+    return y, state.mT.contiguous()
 
 
 def selective_state_update(
@@ -165,80 +173,59 @@ def selective_state_update(
     """
     check_flags(dt_softplus=dt_softplus)
     rows = state_batch_indices
-    heads = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
-    check_tensors(heads)
+    given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
+    check_tensors(given)
     if x.dim() not in (2, 3):
         wrong_shape("x", x, "[B, P] or [B, H, P]")
-    N = A.shape[-1]
-    own = x.shape[1:]
+    own, N = x.shape[1:], A.shape[-1]
+    pool = x.shape[:1] if rows is None else state.shape[:1]
     check_shapes(
         {"dt": (dt, x.shape), "A": (A, (*own, N)), "z": (z, x.shape)}
         | {"D": (D, own), "dt_bias": (dt_bias, own)}
-        | {"state": (state, (*state.shape[:1], *own, N))}
+        | {"state": (state, (*pool, *own, N))}
     )
-    if rows is None and state.shape[0] != x.shape[0]:
-        wrong_shape("state", state, f"{[*x.shape, N]}")
-    full = wide(x.dtype)
-    B, C = B.to(full), C.to(full)
-    expanded = _expanded(A, 2) and _expanded(dt, 1)
-    if x.dim() == 2 or not (
-        expanded and (dt_bias is None or _expanded(dt_bias, 1))
-    ):
-        return _channels(
-            *(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, rows)
-        )
-    bias = None if dt_bias is None else dt_bias[:, 0]
-    step = _steps(dt[..., 0], bias, dt_softplus, full)
-    v, g = step[..., None] * x, step * A[:, 0, 0].to(full)
-    C, B, v, g = (t[:, None] for t in (C, B, v, g))
-    if rows is None and needs_gradient(C, B, v, g, state):
-        first = state.to(full).mT.contiguous()
-        y, S = linear_recurrence(C, B, v, g, scale=1.0, initial_state=first)
-        state.copy_(S.mT)
-    else:
-        S = state.to(full)
-        y = decode_step(C, B, v, g=g, state=S.mT, rows=rows, scale=1.0)
-        if S is not state:
-            state.copy_(S)
-    return _finished(y[:, 0], x, D, z, full)
-
-
-def _channels(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    rows: Tensor | None,
-) -> Tensor:
-    """selective_state_update where each channel has its own step and decay."""
-    full = wide(x.dtype)
-    S = state.flatten(1, -2).to(full, copy=True)
-    u, step, A = x.flatten(1).to(full), dt.flatten(1), A.flatten(0, -2)
-    tokens = [t[:, None] for t in (u, step.to(full), B, C)]
-    tokens.insert(2, A.to(full))
-    options: dict[str, Any] = {
-        "D": None if D is None else D.flatten().to(full),
-        "z": None if z is None else z.flatten(1)[:, None].to(full),
-        "dt_bias": None if dt_bias is None else dt_bias.flatten().to(full),
-        "dt_softplus": dt_softplus,
-    }
-    if not needs_gradient(*tokens, D, z, dt_bias, S):
-        y = selective_step(*tokens, **options, state=S, rows=rows)
-    elif rows is None:
-        y, S = selective_scan(*tokens, **options, initial_state=S)
-    else:
+    gradient = needs_gradient(*given.values(), D, z, dt_bias)
+    if gradient and rows is not None:
         raise ValueError(
             "state_batch_indices: got rows where a gradient is asked for, "
             "need torch.no_grad()"
         )
-    state.copy_(S.view_as(state))
-    return y.to(x.dtype).view_as(x)
+    full = wide(x.dtype)
+    B, C = B[:, None].to(full), C[:, None].to(full)
+    heads = x.dim() == 3 and _expanded(A, 2) and _expanded(dt, 1)
+    if heads and (dt_bias is None or _expanded(dt_bias, 1)):
+        bias = None if dt_bias is None else dt_bias[:, 0]
+        step = _steps(dt[:, None, :, 0], bias, dt_softplus, full)
+        v, g = step[..., None] * x[:, None], step * A[:, 0, 0].to(full)
+        S = state.to(full)
+        if gradient:
+            first = S.mT.contiguous()
+            y, S = linear_recurrence(
+                C, B, v, g, scale=1.0, initial_state=first
+            )
+            S = S.mT
+        else:
+            y = decode_step(C, B, v, g=g, state=S.mT, rows=rows, scale=1.0)
+        y = _finished(y[:, 0], x, D, z, full)
+    else:  # each channel has a step and a decay of its own
+        S = state.flatten(1, -2).to(full, copy=True)
+        u, step = (t.flatten(1)[:, None].to(full) for t in (x, dt))
+        tokens = (u, step, A.flatten(0, -2).to(full), B, C)
+        if z is not None:
+            z = z.flatten(1)[:, None].to(full)
+        D, dt_bias = (
+            t if t is None else t.flatten().to(full) for t in (D, dt_bias)
+        )
+        options: Any = {"D": D, "z": z, "dt_bias": dt_bias}
+        options["dt_softplus"] = dt_softplus
+        if gradient:
+            y, S = selective_scan(*tokens, **options, initial_state=S)
+        else:
+            y = selective_step(*tokens, **options, state=S, rows=rows)
+        y, S = y.to(x.dtype).view_as(x), S.view_as(state)
+    if S is not state:
+        state.copy_(S)
+    return y
 
 
 def selective_scan_fn(
@@ -276,9 +263,7 @@ def selective_scan_fn(
     for name, t in (("B", B), ("C", C)):
         if t.dim() not in (3, 4):
             wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
-    full = wide(u.dtype)
-
-    dtype = _common(u, B, C)
+    full, dtype = wide(u.dtype), _common(u, B, C)
 
     def fitting(t: Any) -> Any:
         fits = t is None or t.dtype in (dtype, full)
@@ -300,18 +285,6 @@ def selective_scan_fn(
     return (y, state) if return_last_state else y
 
 
-def _heads(x: Tensor, B: Tensor) -> tuple[int, int, int]:
-    """H, P and N, of x [B, T, H, P] and B [B, T, G, N]."""
-    check_tensors({"x": x, "B": B})
-    if x.dim() != 4:
-        wrong_shape("x", x, "[B, T, H, P]")
-    H, P = x.shape[2:]
-    if B.dim() != 4 or B.shape[:2] != x.shape[:2] or H % max(B.shape[2], 1):
-        need = f"[{x.shape[0]}, {x.shape[1]}, G, N] with G a divisor of {H}"
-        wrong_shape("B", B, need)
-    return H, P, B.shape[3]
-
-
 def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
     """The widest of their dtypes, as far as x's arithmetic has it."""
     dtypes = (x.dtype, B.dtype, C.dtype)
@@ -331,13 +304,8 @@ def _steps(
 def _finished(
     y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, full: torch.dtype
 ) -> Tensor:
-    """(y + D x) silu(z), in x's dtype; D is one number per head or channel."""
+    """(y + D x) silu(z), in x's dtype; D as broadcast to x [..., H, P]."""
     if D is not None:
-        check_tensors({"D": D})
-        if D.shape not in (x.shape[-2:-1], x.shape[-2:]):
-            need = f"{list(x.shape[-2:-1])} or {list(x.shape[-2:])}"
-            wrong_shape("D", D, need)
-        D = D[:, None] if D.dim() == 1 else D
         y = y.to(full) + D.to(full) * x.to(full)
     if z is not None:
         y = y.to(full) * F.silu(z.to(full))
@@ -349,7 +317,3 @@ def _expanded(t: Tensor, dims: int) -> bool:
     return all(
         [t.shape[-i] == 1 or t.stride(-i) == 0 for i in range(1, dims + 1)]
     )
-
-
-def _unsupported(name: str, need: str) -> NoReturn:
-    raise NotImplementedError(f"{name}: got it, need {need}")

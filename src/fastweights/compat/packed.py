@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastweights import private
-from fastweights.arguments import check_packed, readable, wrong_shape
+from fastweights.arguments import check_packed, check_shapes, readable
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -46,6 +46,32 @@ def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
         )
 
 
+def offsets_of(
+    x: Shaped[Tensor, "B T *others"],
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+    cu_seq_lens_q: Int[Tensor, " N+1"] | None,
+    seq_idx: Int[Tensor, "B T"] | None,
+) -> tuple[Int[Tensor, " N+1"] | None, Int[Tensor, " B"] | None]:
+    """Offsets by any of their names, which are used instead of a seq_idx.
+
+    And for a seq_idx without offsets the number of each row's last document.
+
+    Raises:
+        TypeError, ValueError: offsets are given twice, or do not fit x.
+    """
+    if cu_seq_lens_q is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seq_lens_q: got offsets beside cu_seqlens, need one of "
+                "them"
+            )
+        check_whole(x, cu_seq_lens_q)
+        cu_seqlens = cu_seq_lens_q
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens, None
+    return documents(seq_idx, x)
+
+
 def documents(
     seq_idx: Int[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
 ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
@@ -57,8 +83,7 @@ def documents(
     Raises:
         ValueError: seq_idx has not the shape of x's first two dimensions.
     """
-    if seq_idx.shape != x.shape[:2]:
-        wrong_shape("seq_idx", seq_idx, f"{list(x.shape[:2])}")
+    check_shapes({"seq_idx": (seq_idx, x.shape[:2])})
     compiling = torch.compiler.is_compiling()
     cached = not compiling and not seq_idx.is_inference()
     if cached:
