@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastweights import feature_maps, show
-from fastweights.reference import chunkwise, parallel, steps
+from fastweights.reference import steps
 
 
 def test_source_is_the_text_of_the_file():
@@ -50,24 +50,6 @@ def test_show_highlights_in_a_notebook(monkeypatch):
     assert markdown.data.startswith("```python\n# fastweights/reference")
     assert markdown.data.endswith("\n```")
     assert show.source(steps.read) in markdown.data
-
-
-def test_show_says_what_a_listing_holds_for(capsys):
-    show.show(steps.recurrence, given={"g": None, "beta": None})
-    printed = capsys.readouterr().out
-    title = "# fastweights/reference/steps.py, for g = beta = None"
-    assert printed.startswith(title + "\n\ndef recurrence(")
-    assert "exp()" not in printed
-    given = dict.fromkeys(["g", "G", "beta", "P", "rest"])
-    show.show(chunkwise.scan, chunkwise.next_state, given=given)
-    assert ", for g = G = beta" in capsys.readouterr().out
-
-
-def test_show_leaves_out_docstrings_and_checks(capsys):
-    show.show(parallel.causal_mask, docstring=False, checks=False)
-    printed = capsys.readouterr().out
-    assert "raise" not in printed and '"""' not in printed
-    assert "return j <= i" in printed
 
 
 def test_show_needs_something_to_show():

@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from fastweights.specialise import WIDTH, source, specialise
 
 __all__ = ["notebook", "show", "source"]
 
 _ROOT = Path(__file__).parent
 
 
-def show(
-    *objects: Callable[..., Any] | type,
-    given: Mapping[str, Any] | None = None,
-    docstring: bool | str = True,
-    checks: bool = True,
-) -> None:
+def show(*objects: Callable[..., Any] | type) -> None:
     """Display the source of each object under the name of its file.
 
     In a notebook the text is highlighted Python; without IPython it is
-    printed. ``given``, ``docstring`` and ``checks`` leave lines out, as
-    :func:`fastweights.specialise.specialise` says: ``given={"g": None}``
-    shows a function as it is without gates.
+    printed.
     """
     if not objects:
         raise TypeError("show: got no objects, need at least one")
-    texts = specialise(
-        *objects, given=given, docstring=docstring, checks=checks
-    )
-    about = _about(given or {})
     text = ""
     previous = None
-    for obj, listing in zip(objects, texts, strict=True):
-        raw = getattr(obj, "fn", obj)
-        path = Path(inspect.getsourcefile(raw) or "")
+    for obj in objects:
+        path = Path(inspect.getsourcefile(_raw(obj)) or "")
         where = path.relative_to(_ROOT).as_posix()
         if where != previous:
-            title = f"# fastweights/{where}"
-            if about:
-                wide = len(title) + len(about) + 2 > WIDTH
-                title += f"\n# {about}" if wide else f", {about}"
-            text += title + "\n\n"
+            text += f"# fastweights/{where}\n\n"
             previous = where
-        text += listing + "\n\n\n"
+        text += source(obj) + "\n\n\n"
     text = text.rstrip()
     if notebook() is None:
         print(text)
@@ -57,13 +40,14 @@ def show(
     display(Markdown(f"```python\n{text}\n```"))
 
 
-def _about(given: Mapping[str, Any]) -> str:
-    """What the listing holds for: "for g = beta = None"."""
-    names: dict[str, list[str]] = {}
-    for name, value in given.items():
-        names.setdefault(repr(value), []).append(name)
-    said = [" = ".join([*same, value]) for value, same in names.items()]
-    return f"for {' and '.join(said)}" if said else ""
+def source(obj: Any) -> str:
+    """The source text of a function, class or Triton kernel, dedented."""
+    return textwrap.dedent(inspect.getsource(_raw(obj))).rstrip()
+
+
+def _raw(obj: Any) -> Any:
+    """The Python function that ``triton.jit`` wraps, or the object itself."""
+    return getattr(obj, "fn", obj)
 
 
 def notebook() -> Any:
