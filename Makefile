@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks serve
-.PHONY: oldest prose test test-all types
+.PHONY: oldest test test-all types
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first with which it works:
@@ -86,7 +86,7 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you changed
 	@$(STYLE)
 	@$(SPELLING)
-	@$(MAKE) --no-print-directory -j2 types prose
+	@$(MAKE) --no-print-directory -j2 types build/grammar
 	@$(SAY) "library: the tests of what the change touches"
 	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
@@ -95,7 +95,7 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
-	@$(MAKE) --no-print-directory -j2 types prose
+	@$(MAKE) --no-print-directory -j2 types build/grammar
 	@$(if $(OTHER),$(BESIDE))
 	@$(SAY) "library: unit tests"
 	@OMP_NUM_THREADS=1 $(UNIT) -m "not full and not script" \
@@ -158,10 +158,6 @@ $(OLD)/.made: $(READY)
 	@$(PY) -m pip install --quiet --no-deps --upgrade --target $(OLD) \
 		"triton==3.6.*"
 	@touch $@
-
-prose: $(READY) build/grammar ## part of check: 'per' for 'a', and grammar
-	@$(SAY) "prose: 'per' for 'a'"
-	@$(PY) tests/prose.py
 
 types: $(READY) ## part of check: mypy
 	@$(SAY) "types: mypy"
