@@ -10,8 +10,11 @@ from inputs import results, same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import ops
-from fastweights.convolution import convolve_heads, short_convolution
-from fastweights.convolution_operator import BACKWARD, FORWARD
+from fastweights.convolution import (
+    CONVOLUTION,
+    convolve_heads,
+    short_convolution,
+)
 
 HEADS = {"heads": (2, 3), "sizes": (3, 2)}  # 18 channels
 PACKED = {
@@ -302,14 +305,14 @@ def test_results_share_no_memory():
     assert len({*map(storage, (*parts, last, state))}) == 5
     call = (*x.values(), None, [2, 3, 3, 2], 1e-6, True, "torch")
     douts = [t.detach() for t in (*parts, last)]
-    grads = BACKWARD(*douts, *call)
+    grads = CONVOLUTION.backward(*douts, *call)
     assert len({*map(storage, (*grads, *douts, *x.values()))}) == 12
     assert not any(t.storage_offset() for t in grads)
 
 
 def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):
     """On a GPU no host reads them: wrong numbers, but no other memory."""
-    target = "fastweights.convolution_operator.check_on_host"
+    target = "fastweights.convolution.check_offsets_on_host"
     monkeypatch.setattr(target, lambda *_: None)
     for offsets in ([5, 7, 3, 0], [-9, 99, 2, 1], [4, 4, 4, 4]):
         x = tokens(B=1, T=6, C=18, N=3)
@@ -358,19 +361,19 @@ def test_operators_pass_opcheck():
     )
     layout = [2, 3, 3, 2]
     call = (*inputs, layout, 1e-6, True, "torch")
-    torch.library.opcheck(FORWARD, call)
-    outputs = FORWARD(*call)
+    torch.library.opcheck(CONVOLUTION.forward, call)
+    outputs = CONVOLUTION.forward(*call)
     douts = [t.detach() for t in outputs]
     plain = [t.detach() for t in inputs]
     torch.library.opcheck(
-        BACKWARD, (*douts, *plain, layout, 1e-6, True, "torch")
+        CONVOLUTION.backward, (*douts, *plain, layout, 1e-6, True, "torch")
     )
     plain[2:4] = None, None
     call = (*plain, [0, 0, 1, 0], None, False, "torch")
     checks = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(FORWARD, call, **checks)
+    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
     call = (None, None, douts[0].new_ones(1, 4, 18), None, *call)
-    torch.library.opcheck(BACKWARD, call, **checks)
+    torch.library.opcheck(CONVOLUTION.backward, call, **checks)
 
 
 def test_refuses_gradients_of_gradients():

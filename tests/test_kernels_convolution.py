@@ -11,8 +11,11 @@ from test_convolution import HEADS, flat, tokens
 
 from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.convolution import convolve_heads, short_convolution
-from fastweights.convolution_operator import BACKWARD, FORWARD
+from fastweights.convolution import (
+    CONVOLUTION,
+    convolve_heads,
+    short_convolution,
+)
 from fastweights.kernels import convolution
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -218,9 +221,9 @@ def test_operators_pass_opcheck():
     x = tokens(B=1, T=4, C=3, N=2, dtype=torch.float32)
     inputs = (*x.values(), torch.tensor([0, 1, 4]))
     call = (*inputs, [0, 0, 1, 0], None, True, "triton")
-    outputs = FORWARD(*call)
-    torch.library.opcheck(FORWARD, call, **checks)
-    torch.library.opcheck(BACKWARD, (*outputs, *call), **checks)
+    outputs = CONVOLUTION.forward(*call)
+    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
+    torch.library.opcheck(CONVOLUTION.backward, (*outputs, *call), **checks)
 
 
 @interpreted

@@ -11,7 +11,7 @@ from test_output_norm import heads, results
 
 from fastweights import ops
 from fastweights.kernels import output_norm as kernels
-from fastweights.output_norm import BACKWARD, FORWARD, gated_rms_norm
+from fastweights.output_norm import NORM, gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -116,9 +116,9 @@ def test_the_operators(gate):
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     x = heads(gate=gate, dtype=torch.float32)
     call = (x["o"], x["weight"], x.get("gate"), True, 1e-5)
-    y = FORWARD(*call)
-    torch.library.opcheck(FORWARD, call, **checks)
-    torch.library.opcheck(BACKWARD, (y, *call), **checks)
+    y = NORM.forward(*call)
+    torch.library.opcheck(NORM.forward, call, **checks)
+    torch.library.opcheck(NORM.backward, (y, *call), **checks)
     torch._dynamo.reset()
     function = torch.compile(
         gated_rms_norm, backend="aot_eager", fullgraph=True

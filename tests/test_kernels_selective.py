@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastweights as fw
 from fastweights import ops
 from fastweights.kernels import selective
-from fastweights.selective_operator import BACKWARD, FORWARD
+from fastweights.selective import SCAN
 
 pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]
@@ -93,7 +93,7 @@ def test_packed_sequences_in_groups_from_nothing():
 @pytest.mark.usefixtures("small_tiles")
 def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
     """On a GPU no host reads them: wrong numbers, but no other memory."""
-    monkeypatch.setattr(selective, "check_on_host", lambda *_: None)
+    monkeypatch.setattr(selective, "check_offsets_on_host", lambda *_: None)
     x = tokens(batch=1, T=6, D=2, N=1, S=3, dtype=torch.float32)
     found, ref = (
         results(fw.selective_scan, x, backend="triton", cu_seqlens=offsets)
@@ -187,7 +187,7 @@ def test_states_are_kept_for_a_backward_only():
     grouped = {name: x[name][:, :, None] for name in ("B", "C")}
     inputs = (*(x | grouped).values(), None)
     for keep, tiles in ((False, 0), (True, 3)):
-        *then, states = FORWARD(*inputs, keep, False, "triton")
+        *then, states = SCAN.forward(*inputs, keep, False, "triton")
         torch.testing.assert_close(first, tuple(then), rtol=0, atol=0)
         states = states.view(2, tiles, 3, 5)
     assert torch.equal(states[:, 0], x["initial_state"])
@@ -222,10 +222,10 @@ def test_operator_passes_opcheck():
     x = tokens(batch=1, T=3, D=4, N=3, G=2, S=3, dtype=torch.float32).values()
     inputs = (*x, torch.tensor([0, 1, 2, 3]))
     call = (*inputs, True, False, "triton")
-    y, state, states = FORWARD(*call)
-    torch.library.opcheck(FORWARD, call, **checks)
-    call = (y, state, *inputs, states, "triton")
-    torch.library.opcheck(BACKWARD, call, **checks)
+    y, state, states = SCAN.forward(*call)
+    torch.library.opcheck(SCAN.forward, call, **checks)
+    call = (y, state, *inputs, [states], True, False, "triton")
+    torch.library.opcheck(SCAN.backward, call, **checks)
 
 
 def one_graph_for_every_length(backend, lengths, tolerance, device="cpu"):

@@ -10,7 +10,7 @@ from kernel_judge import compiled, in_one_graph, interpreted
 
 from fastweights import ops
 from fastweights.deep import backends, ttt
-from fastweights.deep.ttt_operator import BACKWARD, FORWARD
+from fastweights.deep.ttt_operator import TTT
 
 pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]
@@ -158,10 +158,12 @@ def test_operator_passes_opcheck():
     x |= {n: x[n].expand(2, *x[n].shape).contiguous() for n in ("W", "b")}
     inputs = tuple(x.values())
     checks = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(FORWARD, (*inputs, True), **checks)
-    o, *rest = FORWARD(*inputs, True)
+    torch.library.opcheck(TTT.forward, (*inputs, True), **checks)
+    o, *rest = TTT.forward(*inputs, True)
     grads = (o, rest[0], None)
-    torch.library.opcheck(BACKWARD, (*grads, *inputs, *rest), **checks)
+    torch.library.opcheck(
+        TTT.backward, (*grads, *inputs, rest, True), **checks
+    )
 
 
 def one_graph(backend, x, tolerance):

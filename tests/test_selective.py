@@ -14,7 +14,7 @@ from fastweights import ops
 from fastweights.checks import Exponentials, Footprint
 from fastweights.reference import selective as chunkwise
 from fastweights.reference import steps
-from fastweights.selective_operator import BACKWARD, FORWARD
+from fastweights.selective import SCAN
 
 
 def tokens(
@@ -277,19 +277,21 @@ def test_states_are_kept_for_a_backward_only():
     packed = torch.tensor([0, 130])
     for cu_seqlens, chunks in ((None, 3), (packed, 3)):
         for keep in (False, True):
-            *_, states = FORWARD(*inputs, cu_seqlens, keep, False, "chunkwise")
+            *_, states = SCAN.forward(
+                *inputs, cu_seqlens, keep, False, "chunkwise"
+            )
             assert states.shape == (chunks * keep * 2 * 3,)
         assert torch.equal(states[:6].view(1, 2, 3), x["initial_state"])
 
 
 def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
-    kept = []
+    kept, operator = [], SCAN
 
     def record(*arguments):
         kept.append(arguments[-3])
-        return FORWARD(*arguments)
+        return operator(*arguments)
 
-    monkeypatch.setattr("fastweights.selective.FORWARD", record)
+    monkeypatch.setattr("fastweights.selective.SCAN", record)
     x = tokens(T=2)
     fw.selective_scan(**x)
     x["A"].requires_grad_()
@@ -538,12 +540,13 @@ def test_operator_passes_opcheck(packed):
     offsets = torch.tensor([0, 1, 2, 7]) if packed else None
     if not packed:
         inputs[5:] = None, None
-    torch.library.opcheck(FORWARD, (*inputs, offsets, True, False, "auto"))
+    options = (True, False, "auto")
+    torch.library.opcheck(SCAN.forward, (*inputs, offsets, *options))
     inputs = [t if t is None else t.detach() for t in inputs]
-    y, state, states = FORWARD(*inputs, offsets, True, False, "auto")
+    y, state, states = SCAN.forward(*inputs, offsets, *options)
     for dstate in (state, None):
-        last = (*inputs, offsets, states, "auto")
-        torch.library.opcheck(BACKWARD, (y, dstate, *last))
+        last = (*inputs, offsets, [states], *options)
+        torch.library.opcheck(SCAN.backward, (y, dstate, *last))
 
 
 def one_graph_for_every_length(backend, device="cpu", **options):
@@ -552,7 +555,7 @@ def one_graph_for_every_length(backend, device="cpu", **options):
 
     def count(graph, _):
         targets = [node.target for node in graph.graph.nodes]
-        nodes.append(targets.count(FORWARD))
+        nodes.append(targets.count(SCAN.forward))
         return graph
 
     for packed in (False, True):

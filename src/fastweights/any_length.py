@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops import LIBRARY
+from fastweights.registration import LIBRARY
 
 Both = tuple[Tensor, Tensor]
 FUNCTIONS: dict[str, Callable[..., Both]] = {}

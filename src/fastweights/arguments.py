@@ -314,6 +314,12 @@ def check_offsets(offsets: list[int], T: int) -> None:
         )
 
 
+def check_offsets_on_host(cu_seqlens: Tensor | None, T: int) -> None:
+    """Raise ValueError for offsets that are none, if a CPU has them."""
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        check_offsets(cu_seqlens.tolist(), T)
+
+
 def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raise unless these are the offsets of a pack x [1, T, ...].
 

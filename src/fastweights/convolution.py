@@ -7,36 +7,37 @@ Every channel has a filter of its own, W = 2 to 4 tokens long: what the
 published layers do with queries, keys and values before they meet the state.
 Before a sequence's first token stand its initial state's W - 1 inputs, or
 zeros.
+
+A backend of the operator (:mod:`fastweights.kernels.convolution` or
+:mod:`fastweights.reference.convolution`) has ``forward`` and ``backward``.
+Which one runs is asked inside of it, so that torch.compile has nothing to ask
+while it traces.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private
 from fastweights.arguments import (
     DTYPES,
     check_integers,
     check_kinds,
     check_number,
+    check_offsets_on_host,
     check_tensors,
     wrong_shape,
 )
-from fastweights.convolution_operator import (
-    BACKENDS,
-    FORWARD,
-    NAMES,
-    NUMBER,
-    Backend,
-    Convolution,
-    _forward,
-)
-from fastweights.ops import past_dispatcher, refuse_transforms
+from fastweights.ops import choose_backend, ran, without_autocast
+from fastweights.reference import convolution as pytorch
+from fastweights.registration import Operator
 
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS = get_args(Backend)
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)
 Activation = Literal["silu"] | None
@@ -93,8 +94,9 @@ def short_convolution(
     """
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     _check(*tensors, activation, backend)
+    inputs = [None if t is None else t.contiguous() for t in tensors]
     options = ((0, 0, 1, 0), None, activation == "silu", backend)
-    _, _, y, state = _call("short_convolution", tensors, options)
+    _, _, y, state = CONVOLUTION(*inputs, *options)
     return y, state
 
 
@@ -148,32 +150,8 @@ def convolve_heads(
         raise TypeError(f"normalize: got {kind}, need a bool")
     check_number("eps", eps, "> 0")
     added = float(eps) if normalize else None
-    options = (layout, added, activation == "silu", backend)
-    return _call("convolve_heads", tensors, options)
-
-
-def _call(
-    name: str, tensors: tuple[Tensor | None, ...], options: tuple
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator, or what is behind it where nobody looks."""
     inputs = [None if t is None else t.contiguous() for t in tensors]
-    if torch.compiler.is_compiling():
-        return FORWARD(*inputs, *options)
-    if private.transformed():
-        refuse_transforms(name, *inputs, loop=False)
-    asked = torch.is_grad_enabled() and any(
-        [t is not None and t.requires_grad for t in inputs]
-    )
-    if asked and not torch.jit.is_tracing():
-        for argument, t in zip(NAMES, inputs, strict=True):
-            if t is not None and t.is_inference():
-                raise ValueError(
-                    f"{argument}: got a tensor made in torch.inference_mode, "
-                    "need its clone(), since a gradient is asked for"
-                )
-        return Convolution.apply(*inputs, *options)
-    forward = past_dispatcher(FORWARD, _forward, inputs[:NUMBER])
-    return forward(*inputs, *options)
+    return CONVOLUTION(*inputs, layout, added, activation == "silu", backend)
 
 
 def _check(
@@ -251,3 +229,100 @@ def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
             check_integers({f"{name}[{i}]": number})
         if min(pair) < 1:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
+
+
+def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+    """A backend's name, and where its functions stand.
+
+    Without a token PyTorch's, since there is nothing to launch.
+    """
+    if asked == "triton" and x.dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs x in float32, float16 or "
+            "bfloat16, not float64"
+        )
+    runs = asked
+    if asked != "torch":
+        runs = choose_backend(asked, x.device, x.dtype)
+    if runs == "triton" and x.shape[1]:
+        from fastweights.kernels import convolution as module
+
+        return "triton", module
+    return "torch", pytorch
+
+
+def new_outputs(x: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for q, k and v; without heads for v alone, in x's shape."""
+    (B, T, _), (H, K, HV, V) = x.shape, heads
+    if not H:
+        return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape)
+    q, k = (x.new_empty(B, T, H, K) for _ in range(2))
+    return q, k, x.new_empty(B, T, HV, V)
+
+
+def _forward(
+    x: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a backend computes."""
+    *inputs, heads, eps, silu, asked = arguments
+    backend, module = implementation(asked, x)
+    check_offsets_on_host(inputs[-1], x.shape[1])
+    ran(f"{backend} forward")
+    with without_autocast(x):
+        return module.forward(x, *inputs, tuple(heads), eps, silu)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, cu_seqlens, heads, *_ = others
+    shape = pytorch.state_shape(x, weight.shape[1], cu_seqlens)
+    return *new_outputs(x, heads), x.new_empty(shape)
+
+
+def _backward(
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dstate: Tensor | None,
+    x: Tensor,
+    *arguments: Any,
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None.
+
+    Each has its input's shape and dtype. A gradient of a result is None where
+    nothing depends on it.
+    """
+    *others, heads, eps, silu, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} backward")
+    outputs = [dq, dk, dv]
+    if any(dy is None for dy in outputs):
+        empty = new_outputs(x, heads)
+        outputs = [
+            room.zero_() if dy is None else dy
+            for dy, room in zip(outputs, empty, strict=True)
+        ]
+    given = (None if t is None else t.contiguous() for t in (*outputs, dstate))
+    with without_autocast(x):
+        grads = module.backward(*given, x, *others, tuple(heads), eps, silu)
+    return [
+        grad.to(t.dtype).contiguous()
+        for grad, t in zip(grads, (x, *others[:3]), strict=True)
+        if t is not None
+    ]
+
+
+CONVOLUTION = Operator(
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens",
+    # H, K, HV and V, of which H is 0 where v is all there is, in x's shape;
+    # what is added under the root of the norm, None without one.
+    "int[] heads, float? eps, bool silu, str backend",
+    "Tensor q, Tensor k, Tensor v, Tensor state",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead="it has not",
+)

@@ -21,12 +21,11 @@ from fastweights.ops import (
     autocast,
     backend_for,
     check_name,
-    past_dispatcher,
     ran,
-    wide,
     without_autocast,
 )
-from fastweights.reference.backend import advance, widen
+from fastweights.reference.backend import advance, wide, widen
+from fastweights.registration import past_dispatcher
 
 MAX_TOKENS = 16
 

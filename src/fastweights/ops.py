@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -20,13 +20,11 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastweights import private, values
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
     MAX_K,
-    PLAIN,
     check_arguments,
 )
 from fastweights.flops import tell_counters
@@ -38,10 +36,10 @@ from fastweights.reference.backend import (
     widen,
 )
 from fastweights.reference.steps import recurrence, scan
+from fastweights.registration import Operator
 
 Backend = Literal["auto", "triton", "chunkwise", "loop"]
 BACKENDS = get_args(Backend)
-NAMES = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 
 
 def linear_recurrence(
@@ -130,18 +128,7 @@ def linear_recurrence(
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    if torch.compiler.is_compiling():
-        o, state, _ = FORWARD(*inputs, chunk_size, backend)
-    elif (
-        _differentiable(q, k, v, g, beta, initial_state)
-        and not torch.jit.is_tracing()  # which takes the operator's gradient
-    ):
-        _refuse_inference(*inputs[:7])
-        o, state = Recurrence.apply(*inputs, chunk_size, backend)
-    else:
-        forward = past_dispatcher(FORWARD, _forward, inputs[:7])
-        o, state, _ = forward(*inputs, chunk_size, backend)
-    return o, state
+    return RECURRENCE(*inputs, chunk_size, backend)
 
 
 def choose_backend(
@@ -158,7 +145,6 @@ def choose_backend(
         ValueError: there is no such backend or GPU, or "triton" cannot run
             there.
     """
-    check_name(backend)
     device = torch.device(device)
     if backend == "auto" and device.type != "cuda":
         return "chunkwise"
@@ -171,6 +157,7 @@ def choose_backend(
         if dtype != torch.float64:
             _explain(lack)
         return "chunkwise"
+    check_name(backend)
     return backend
 
 
@@ -295,14 +282,14 @@ def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as autocast has them; fp64 stays fp64."""
     if not all(isinstance(x, Tensor) for x in operands):
         return operands
-    if not _autocasts(operands[0]):
+    if not autocasts(operands[0]):
         return operands
     dtype = torch.get_autocast_dtype(operands[0].device.type)
     narrow = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
 
 
-def _autocasts(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
     """Whether autocast is on where x lies; "meta" has none."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
@@ -310,7 +297,7 @@ def _autocasts(x: Tensor) -> bool:
 
 def without_autocast(q: Tensor) -> AbstractContextManager:
     """Where products stay as they are; entering autocast costs 5 us."""
-    if not _autocasts(q):
+    if not autocasts(q):
         return nullcontext()
     return torch.autocast(q.device.type, enabled=False)
 
@@ -347,25 +334,6 @@ def _loop(
         return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
-INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor? initial_state, Tensor? cu_seqlens"
-)
-OPTIONS = "float scale, int? chunk_size, str backend"
-
-
-# The library's lower interface: its custom_op looks for aliases in each call.
-LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
-LIBRARY.define(
-    f"linear_recurrence({INPUTS}, {OPTIONS})"
-    " -> (Tensor o, Tensor state, Tensor[] saved)"
-)
-LIBRARY.define(
-    "linear_recurrence_backward(Tensor? do, Tensor? dstate, "
-    f"{INPUTS}, Tensor[] saved, {OPTIONS}) -> Tensor[] grads"
-)
-
-
 def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -377,9 +345,11 @@ def _forward(
         return module.forward(q, *inputs, chunk_size)
 
 
-@torch.library.register_fake("fastweights::linear_recurrence")
-def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, backend):
-    _, module, chunk_size = _implementation(backend, q, chunk_size)
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    g, beta, initial_state, cu_seqlens, _, chunk_size, asked = others
+    _, module, chunk_size = _implementation(asked, q, chunk_size)
     saved = module.empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
@@ -396,130 +366,17 @@ def _backward(
         return module.backward(do, dstate, q, *inputs, chunk_size)
 
 
-@torch.library.register_fake("fastweights::linear_recurrence_backward")
-def _(do, dstate, q, k, v, g, beta, initial_state, *others):
-    inputs = (q, k, v, g, beta, initial_state)
-    return [x.new_empty(x.shape) for x in inputs if x is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale, ctx.chunk_size, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors  # checkpointing lets them be read once
-    inputs, saved = tensors[:7], list(tensors[7:])
-    options = (ctx.scale, ctx.chunk_size, ctx.backend)
-    operator: Callable = BACKWARD  # which refuses a gradient of its own
-    if not torch.is_grad_enabled():
-        operator = past_dispatcher(BACKWARD, _backward, (do, dstate, *tensors))
-    grads = iter(operator(do, dstate, *inputs, saved, *options))
-    found = [None if x is None else next(grads) for x in inputs[:6]]
-    return (*found, None, None, None, None)
-
-
-def _differentiable(*inputs: Tensor | None) -> bool:
-    """Whether autograd needs to know."""
-    if private.transformed():
-        refuse_transforms("linear_recurrence", *inputs)
-    return needs_gradient(*inputs)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient by one of them is asked for."""
-    return torch.is_grad_enabled() and any(
-        [x is not None and x.requires_grad for x in tensors]
-    )
-
-
-def _refuse_inference(*inputs: Tensor | None) -> None:
-    """Raise for the first input that cannot be kept for a backward."""
-    for i, x in enumerate(inputs):
-        if x is not None and x.is_inference():
-            raise ValueError(
-                f"{NAMES[i]}: got a tensor made in torch.inference_mode, "
-                "need its clone(), since a gradient is asked for"
-            )
-
-
-def refuse_transforms(
-    name: str, *inputs: Tensor | None, loop: bool = True
-) -> None:
-    """Raise under torch.func, and where an input has a tangent.
-
-    ``loop`` is whether there is a backend "loop", which has both.
-    """
-    duals = (forward_ad.unpack_dual(x) for x in inputs if x is not None)
-    if private.in_torch_func() or any(x.tangent is not None for x in duals):
-        has = 'only backend="loop" has' if loop else "it has not"
-        raise NotImplementedError(
-            f"{name}: got a transform of torch.func, or forward-mode "
-            f"autograd, which {has}; a layer's gradients per sample are "
-            "those of torch.autograd.grad, a sample at a time"
-        )
-
-
-def past_dispatcher(
-    operator: Callable, function: Callable, tensors: Iterable[Any]
-) -> Callable:
-    """The function behind an operator, which spares the host 50 us per call.
-
-    But the operator itself where anything looks at operators: a mode (fake
-    tensors, a FLOP counter, selective checkpointing), a transform, a trace,
-    the profiler, a tensor of a class of its own or without data, or a
-    negative view, which the dispatcher resolves.
-    """
-    watched = private.watched()
-    if watched:
-        tell_counters()
-    seen = watched or any(
-        [
-            x is not None and (type(x) not in PLAIN or x.is_meta or x.is_neg())
-            for x in tensors
-        ]
-    )
-    return operator if seen else function
-
-
-class Recurrence(torch.autograd.Function):
-    """FORWARD with its gradient, which costs the host less than its own.
-
-    PyTorch looks through the arguments of an operator's registered gradient
-    for lists of tensors; torch.compile needs that one. Without a
-    setup_context, for which PyTorch reads the signature in each call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = past_dispatcher(FORWARD, _forward, inputs[:7])(*inputs)
-        _save(ctx, inputs, output)
-        return output[:2]
-
-    backward = staticmethod(_differentiate)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "linear_recurrence: got a gradient of its gradient, which only "
-        'backend="loop" has'
-    )
-
-
-for _name, _function in (
-    ("linear_recurrence", _forward),
-    ("linear_recurrence_backward", _backward),
-):
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-torch.library.register_autograd(
-    "fastweights::linear_recurrence", _differentiate, setup_context=_save
-)
-torch.library.register_autograd(
-    "fastweights::linear_recurrence_backward", _refuse
+RECURRENCE = Operator(
+    "linear_recurrence",
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor? initial_state, Tensor? cu_seqlens",
+    "float scale, int? chunk_size, str backend",
+    "Tensor o, Tensor state, Tensor[] saved",
+    hidden=1,
+    kept=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="loop" has',
 )
 tell_counters()
-FORWARD = torch.ops.fastweights.linear_recurrence.default
-BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default

@@ -10,7 +10,6 @@ one backward, behind an operator, so that torch.compile need not look inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +25,8 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops import LIBRARY, choose_backend, past_dispatcher, ran
+from fastweights.ops import choose_backend, ran
+from fastweights.registration import Operator
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS = (*get_args(Activation), None)
@@ -76,17 +76,10 @@ def gated_rms_norm(
     if _choose(backend, o.device, o.dtype) == "torch":
         return _formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
-    options = (silu, float(eps))
-    if torch.compiler.is_compiling():
-        return FORWARD(*inputs, *options)
-    if backend == "auto" and private.transformed():
+    compiling = torch.compiler.is_compiling()
+    if backend == "auto" and not compiling and private.transformed():
         return _formula(o, weight, gate, silu, eps)
-    asked = torch.is_grad_enabled() and any(
-        [x is not None and x.requires_grad for x in inputs]
-    )
-    if asked and not torch.jit.is_tracing():
-        return Norm.apply(*inputs, *options)
-    return past_dispatcher(FORWARD, _forward, inputs)(*inputs, *options)
+    return NORM(*inputs, silu, float(eps))
 
 
 @private.constant_in_graphs
@@ -146,11 +139,6 @@ def _check(
         raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
 
 
-INPUTS = "Tensor o, Tensor weight, Tensor? gate, bool silu, float eps"
-LIBRARY.define(f"gated_rms_norm({INPUTS}) -> Tensor")
-LIBRARY.define(f"gated_rms_norm_backward(Tensor dy, {INPUTS}) -> Tensor[]")
-
-
 def _forward(
     o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> Tensor:
@@ -161,13 +149,12 @@ def _forward(
     return output_norm.forward(o, weight, gate, silu, eps)
 
 
-@torch.library.register_fake("fastweights::gated_rms_norm")
-def _(o, weight, gate, silu, eps):
+def _fake(o: Tensor, *others: Any) -> Tensor:
     return o.new_empty(*o.shape[:2], o.shape[2] * o.shape[3])
 
 
 def _backward(
-    dy: Tensor,
+    dy: Tensor | None,
     o: Tensor,
     weight: Tensor,
     gate: Tensor | None,
@@ -178,54 +165,17 @@ def _backward(
     from fastweights.kernels import output_norm
 
     ran("triton backward")
+    dy = o.new_zeros(_fake(o).shape) if dy is None else dy
     return output_norm.backward(dy.contiguous(), o, weight, gate, silu, eps)
 
 
-@torch.library.register_fake("fastweights::gated_rms_norm_backward")
-def _(dy, o, weight, gate, silu, eps):
-    return [x.new_empty(x.shape) for x in (o, weight, gate) if x is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
-
-
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors  # checkpointing lets them be read once
-    operator: Callable = BACKWARD  # which refuses a gradient of its own
-    if not torch.is_grad_enabled():
-        operator = past_dispatcher(BACKWARD, _backward, (dy, *tensors))
-    grads = operator(dy, *tensors, *ctx.options)
-    return (*grads, *[None] * (5 - len(grads)))
-
-
-class Norm(torch.autograd.Function):
-    """FORWARD with its gradient, which costs the host less than its own."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = past_dispatcher(FORWARD, _forward, inputs[:3])(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_differentiate)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "gated_rms_norm: got a gradient of its gradient, which only "
-        'backend="torch" has'
-    )
-
-
-for _name, _function, _gradient, _setup in (
-    ("gated_rms_norm", _forward, _differentiate, _save),
-    ("gated_rms_norm_backward", _backward, _refuse, None),
-):
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_autograd(
-        f"fastweights::{_name}", _gradient, setup_context=_setup
-    )
-FORWARD = torch.ops.fastweights.gated_rms_norm.default
-BACKWARD = torch.ops.fastweights.gated_rms_norm_backward.default
+NORM = Operator(
+    "gated_rms_norm",
+    "Tensor o, Tensor weight, Tensor? gate",
+    "bool silu, float eps",
+    "Tensor y",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="torch" has',
+)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastweights import private
 from fastweights.arguments import PLAIN
 from fastweights.flops import FORMULAS, Shape
-from fastweights.ops import LIBRARY, past_dispatcher
+from fastweights.registration import past_dispatcher, registered
 
 Untouched = tuple[type[nn.Module] | None, Callable]
 
@@ -133,9 +133,6 @@ class Projections(torch.autograd.Function):
         return operator(left, right).view_as(x), *dweights
 
 
-LIBRARY.define("sum_of_products(Tensor[] a, Tensor[] b) -> Tensor")
-
-
 def _sum(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """sum_i a_i b_i, of matrices."""
     total = a[0] @ b[0]
@@ -144,8 +141,7 @@ def _sum(a: list[Tensor], b: list[Tensor]) -> Tensor:
     return total
 
 
-@torch.library.register_fake("fastweights::sum_of_products")
-def _(a, b):
+def _fake(a: list[Tensor], b: list[Tensor]) -> Tensor:
     return a[0].new_empty(a[0].shape[0], b[0].shape[1])
 
 
@@ -165,9 +161,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[list[Tensor], ...]:
     return [grad @ x.mT for x in b], [x.mT @ grad for x in a]
 
 
-LIBRARY.impl("sum_of_products", _sum, "CompositeExplicitAutograd")
-torch.library.register_autograd(
-    "fastweights::sum_of_products", _differentiate, setup_context=_save
+SUM = registered(
+    "sum_of_products(Tensor[] a, Tensor[] b) -> Tensor",
+    *(_sum, _fake, _differentiate, _save),
 )
 FORMULAS["sum_of_products"] = _flops
-SUM = torch.ops.fastweights.sum_of_products.default

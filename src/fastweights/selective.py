@@ -5,16 +5,23 @@
 
 The state h is [D, N], products with e^{dt_t A}, dt_t, x_t and D are element
 by element, and e^{dt_t A} is [D, N]: entry (d, n) is e^{dt_t[d] A[d, n]}.
+
+A backend of the operator (:mod:`fastweights.kernels.selective` or
+:mod:`fastweights.reference.selective`) has ``tile_length``, ``forward`` and
+``backward``. Which one runs is asked inside of it, so that torch.compile has
+nothing to ask while it traces.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private
 from fastweights.arguments import (
     DTYPES,
     check_flags,
@@ -25,14 +32,15 @@ from fastweights.arguments import (
 from fastweights.ops import (
     autocast,
     check_name,
+    choose_backend,
     ran,
-    refuse_transforms,
     without_autocast,
 )
+from fastweights.reference import selective as chunkwise
 from fastweights.reference.backend import outside, sequences, wide
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
-from fastweights.selective_operator import FORWARD
+from fastweights.registration import Operator, needs_gradient
 
 MAX_N = 256
 
@@ -125,13 +133,10 @@ def selective_scan(
     if backend == "loop":
         y, state = _loop(*inputs)
     else:
-        if not torch.compiler.is_compiling() and private.transformed():
-            refuse_transforms("selective_scan", *inputs)
-        given = [t for t in inputs if t is not None]
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        keep = needs_gradient(*inputs)
         # Views of a wider tensor are copied once, not in forward and backward.
         contiguous = (None if t is None else t.contiguous() for t in inputs)
-        y, state, _ = FORWARD(*contiguous, keep, z is not None, backend)
+        y, state = SCAN(*contiguous, keep, z is not None, backend)
     if z is not None:
         y = y * F.silu(z.to(full))
     return y.to(x.dtype), state
@@ -242,3 +247,110 @@ def _loop(
             y = y + D.to(full) * x[:, :ends].to(full)
         y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
         return y, torch.cat(states).flatten(1, 2)
+
+
+def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+    """A backend's name, and where its functions stand."""
+    if asked == "triton" and x.dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs x, B and C in float32, "
+            "float16 or bfloat16, not float64"
+        )
+    backend = choose_backend(asked, x.device, x.dtype)
+    module: ModuleType = chunkwise
+    if backend == "triton":
+        from fastweights.kernels import selective as module
+    return backend, module
+
+
+def empty_states(
+    module: ModuleType,
+    x: Tensor,
+    A: Tensor,
+    B: Tensor,
+    cu_seqlens: Tensor | None,
+    keep: bool,
+) -> Tensor:
+    """Room for the state that enters each tile of time, if it is kept.
+
+    In one dimension: torch.compile would make a case of a single tile.
+    Packed sequences begin with tiles of their own: sequence n with tile
+    ``cu_seqlens[n] // length + n``, past all of the one before it.
+    """
+    batch, T, _ = x.shape
+    length = module.tile_length(*A.shape, B.shape[2])
+    tiles = 0
+    if keep and cu_seqlens is None:
+        tiles = -(-T // length)
+    elif keep and cu_seqlens is not None:
+        tiles = T // length + cu_seqlens.shape[0] - 1
+    return x.new_empty(batch * tiles * A.numel(), dtype=wide(x.dtype))
+
+
+def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a backend computes; with ``keep``, what its backward re-uses.
+
+    y is in x's dtype, with ``full`` in that of the arithmetic.
+    """
+    *inputs, keep, full, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} forward")
+    _, A, B, *_, cu_seqlens = inputs
+    states = empty_states(module, x, A, B, cu_seqlens, keep)
+    with without_autocast(x):
+        kept = states if keep else None
+        y, state = module.forward(x, *inputs, kept, y_dtype(x, full))
+    return y, state, states
+
+
+def y_dtype(x: Tensor, full: bool) -> torch.dtype:
+    """The dtype of y, in which a gate after it takes its gradient too."""
+    return wide(x.dtype) if full else x.dtype
+
+
+def _fake(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, cu_seqlens, keep, full, asked = others
+    _, module = implementation(asked, x)
+    states = empty_states(module, x, A, B, cu_seqlens, keep)
+    S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = x.new_empty(x.shape, dtype=y_dtype(x, full))
+    return y, states.new_empty(S, *A.shape), states
+
+
+def _backward(
+    dy: Tensor | None, dstate: Tensor | None, x: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None.
+
+    Each has its input's shape and dtype. dy or dstate is None where nothing
+    depends on that result.
+    """
+    *inputs, (states,), _, _, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} backward")
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dstate = None if dstate is None else dstate.contiguous()
+    with without_autocast(x):
+        grads = module.backward(dy, dstate, x, *inputs, states)
+    return [
+        grad.to(t.dtype).contiguous()
+        for grad, t in zip(grads, (x, *inputs[:-1]), strict=True)
+        if t is not None
+    ]
+
+
+SCAN = Operator(
+    "selective_scan",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
+    "Tensor? initial_state, Tensor? cu_seqlens",
+    "bool keep, bool full, str backend",
+    "Tensor y, Tensor state, Tensor states",
+    hidden=1,
+    kept=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="loop" has',
+)

@@ -10,12 +10,23 @@ from faults.family import (
     TILE,
 )
 
-(DECODING, FAST_WEIGHTS, PRIVATE, VALUES, PLAN, LENGTHS, SETTINGS, KERNELS) = (
+(
+    DECODING,
+    FAST_WEIGHTS,
+    PRIVATE,
+    REGISTRATION,
+    VALUES,
+    PLAN,
+    LENGTHS,
+    SETTINGS,
+    KERNELS,
+) = (
     f"fastweights/{file}.py"
     for file in (
         "decoding",
         "fast_weights",
         "private",
+        "registration",
         "values",
         "kernels/plan",
         "kernels/lengths",
@@ -27,6 +38,7 @@ TESTS = {
     DECODING: "test_decode.py",
     FAST_WEIGHTS: "test_fast_weights.py",
     PRIVATE: "test_ops.py",
+    REGISTRATION: "test_ops.py",
     VALUES: "test_values.py",
     PLAN: "test_kernels_plan.py",
     LENGTHS: "test_kernels_family.py",
@@ -73,6 +85,28 @@ MUTANTS = {
         PRIVATE,
         "        or _is_tracing()  # type: ignore[misc]\n",
         "",
+    ),
+    "transforms-pass": (
+        REGISTRATION,
+        "if private.transformed():",
+        "if False:",
+    ),
+    "transforms-pass-in-the-convolution": (
+        REGISTRATION,
+        "if private.transformed():",
+        "if False:",
+        "test_convolution.py",
+    ),
+    "transforms-pass-in-the-selective-scan": (
+        REGISTRATION,
+        "if private.transformed():",
+        "if False:",
+        "test_selective.py",
+    ),
+    "inference-tensors-pass": (
+        REGISTRATION,
+        "if x is not None and x.is_inference():",
+        "if False:",
     ),
     "decays-are-zero-too-early": (
         CHUNKWISE,

@@ -1,10 +1,9 @@
 """In the short convolution: its arguments, its operator, its kernels."""
 
-CONVOLUTION, OPERATOR, SHIFTS, WALKS, WALKS_BACK = (
+CONVOLUTION, SHIFTS, WALKS, WALKS_BACK = (
     f"fastweights/{file}.py"
     for file in (
         "convolution",
-        "convolution_operator",
         "reference/convolution",
         "kernels/convolution_forward",
         "kernels/convolution_backward",
@@ -12,7 +11,6 @@ CONVOLUTION, OPERATOR, SHIFTS, WALKS, WALKS_BACK = (
 )
 TESTS = {
     CONVOLUTION: "test_convolution.py",
-    OPERATOR: "test_convolution.py",
     SHIFTS: "test_convolution.py",
     WALKS: "test_kernels_convolution.py",
     WALKS_BACK: "test_kernels_convolution.py",
@@ -23,18 +21,13 @@ MUTANTS = {
         "float(eps) if normalize else None",
         "float(eps)",
     ),
-    "convolution-transforms-pass": (
-        CONVOLUTION,
-        "if private.transformed():",
-        "if False:",
-    ),
     "convolution-last-inputs-have-no-gradient": (
-        OPERATOR,
+        CONVOLUTION,
         "(*outputs, dstate))",
         "(*outputs, None))",
     ),
     "convolution-rounds-under-autocast": (
-        OPERATOR,
+        CONVOLUTION,
         "    with without_autocast(x):\n        return",
         "    if True:\n        return",
     ),

@@ -187,7 +187,7 @@ MUTANTS = {
     ),
     "layer-dtype-checked-under-autocast": (
         f"{LAYERS}/arguments.py",
-        "and not _autocasts(x)",
+        "and not autocasts(x)",
         "and True",
     ),
     "layer-weight-decay-pulls-at-A": (

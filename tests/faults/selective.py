@@ -1,10 +1,9 @@
 """In the selective scan: its arguments, its operator, its kernels."""
 
-SELECTIVE, OPERATOR, PREFIX, CHUNKS, TILES = (
+SELECTIVE, PREFIX, CHUNKS, TILES = (
     f"fastweights/{file}.py"
     for file in (
         "selective",
-        "selective_operator",
         "reference/prefix",
         "reference/selective",
         "kernels/selective",
@@ -12,7 +11,6 @@ SELECTIVE, OPERATOR, PREFIX, CHUNKS, TILES = (
 )
 TESTS = {
     SELECTIVE: "test_selective.py",
-    OPERATOR: "test_selective.py",
     PREFIX: "reference/test_prefix.py",
     CHUNKS: "test_selective.py",
     TILES: "test_kernels_selective.py",
@@ -40,8 +38,8 @@ MUTANTS = {
     ),
     "selective-states-are-always-kept": (
         SELECTIVE,
-        "keep = torch.is_grad_enabled() and any(",
-        "keep = any(",
+        "keep = needs_gradient(*inputs)",
+        "keep = any(x is not None and x.requires_grad for x in inputs)",
     ),
     "selective-loop-without-the-skip": (
         SELECTIVE,
@@ -59,22 +57,17 @@ MUTANTS = {
         "or G < 1",
     ),
     "selective-last-state-has-no-gradient": (
-        OPERATOR,
-        "module.backward(dy, dstate, x, *others)",
-        "module.backward(dy, None, x, *others)",
-    ),
-    "selective-transforms-pass": (
         SELECTIVE,
-        "if not torch.compiler.is_compiling() and private.transformed():",
-        "if False:",
+        "module.backward(dy, dstate, x, *inputs, states)",
+        "module.backward(dy, None, x, *inputs, states)",
     ),
     "selective-one-tile-short": (
-        OPERATOR,
+        SELECTIVE,
         "T // length + cu_seqlens.shape[0] - 1",
         "T // length + cu_seqlens.shape[0] - 2",
     ),
     "selective-fake-states-of-a-batch": (
-        OPERATOR,
+        SELECTIVE,
         "x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1",
         "x.shape[0]",
     ),
@@ -180,7 +173,7 @@ MUTANTS = {
     ),
     "kernel-selective-offsets-unchecked-on-the-host": (
         TILES,
-        "    check_on_host(cu_seqlens, x.shape[1])\n",
+        "    check_offsets_on_host(cu_seqlens, x.shape[1])\n",
         "",
     ),
 }

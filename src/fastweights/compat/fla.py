@@ -33,8 +33,9 @@ from fastweights.arguments import (
 from fastweights.compat.packed import check_whole, documents
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
-from fastweights.ops import linear_recurrence, needs_gradient
+from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import sequences, wide
+from fastweights.registration import needs_gradient
 
 SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
 TENSORS = (

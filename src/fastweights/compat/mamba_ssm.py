@@ -25,8 +25,9 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.decoding import decode_step
-from fastweights.ops import linear_recurrence, needs_gradient
+from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import wide
+from fastweights.registration import needs_gradient
 from fastweights.selective import selective_scan
 from fastweights.serving import selective_step
 

@@ -21,7 +21,7 @@ from fastweights.deep.arguments import check_shapes, check_state, check_tokens
 from fastweights.deep.mesa_operator import SOLVE, takes
 from fastweights.flops import tell_counters
 from fastweights.ops import (
-    FORWARD,
+    RECURRENCE,
     Backend,
     linear_recurrence,
     without_autocast,
@@ -189,7 +189,7 @@ def solve(
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
         arguments = (None, H0, cu_seqlens, 1.0, None, how.backend)
-        return FORWARD(x, weighted, k, g, *arguments)[0]
+        return RECURRENCE.forward(x, weighted, k, g, *arguments)[0]
 
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops import LIBRARY, ran
+from fastweights.ops import ran
+from fastweights.registration import registered
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""
-
-LIBRARY.define(
-    "mesa_solve(Tensor b, Tensor k, Tensor g, Tensor beta, Tensor ridge, "
-    "Tensor? initial_state, Tensor? cu_seqlens, int steps, bool half)"
-    " -> Tensor"
-)
 
 
 def takes(backend: str, q: Tensor) -> bool:
@@ -52,10 +47,10 @@ def _solve(
     return kernel.solve(b, *matrices, steps, dtype)
 
 
-@torch.library.register_fake("fastweights::mesa_solve")
-def _(b, k, g, beta, ridge, initial_state, cu_seqlens, steps, half):
-    return b.new_empty(b.shape)
-
-
-LIBRARY.impl("mesa_solve", _solve, "CompositeExplicitAutograd")
-SOLVE = torch.ops.fastweights.mesa_solve.default
+SOLVE = registered(
+    "mesa_solve(Tensor b, Tensor k, Tensor g, Tensor beta, Tensor ridge, "
+    "Tensor? initial_state, Tensor? cu_seqlens, int steps, bool half)"
+    " -> Tensor",
+    _solve,
+    lambda b, *_: b.new_empty(b.shape),
+)

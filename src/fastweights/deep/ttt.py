@@ -22,10 +22,11 @@ from fastweights.deep.arguments import (
 )
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
-from fastweights.deep.ttt_operator import FORWARD, takes
+from fastweights.deep.ttt_operator import TTT, takes
 from fastweights.deep.whole import State, fold
 from fastweights.ops import without_autocast
 from fastweights.reference.backend import wide
+from fastweights.registration import needs_gradient
 
 
 def ttt(
@@ -214,6 +215,6 @@ def _kernel(
     """The same of one layer, by Triton."""
     *qkv, rate = tokens
     inputs = (*qkv, rate.to(rows.dtype), *weights[0], *norm, rows)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    o, W, b, _ = FORWARD(*(x.contiguous() for x in inputs), keep)
+    keep = needs_gradient(*inputs)
+    o, W, b = TTT(*(x.contiguous() for x in inputs), keep)
     return [(W, b)], o

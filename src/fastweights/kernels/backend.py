@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.arguments import check_offsets
+from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels import dot_precision, launch
 from fastweights.kernels.gpu import properties
 from fastweights.kernels.lengths import Lengths, lengths_of
@@ -112,9 +112,7 @@ def forward(*call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     is one buffer, but in Triton's interpreter a tensor each.
     """
     *inputs, scale, chunk_size = call
-    q, offsets = inputs[0], inputs[6]
-    if offsets is not None and not offsets.is_cuda:
-        check_offsets(offsets.tolist(), q.shape[1])
+    check_offsets_on_host(inputs[6], inputs[0].shape[1])
     (o, state), saved = run(inputs, None, scale, chunk_size)
     return o, state, saved
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.arguments import check_offsets
+from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32
@@ -325,7 +325,7 @@ def forward(
 
     The tensors are contiguous.
     """
-    check_on_host(cu_seqlens, x.shape[1])
+    check_offsets_on_host(cu_seqlens, x.shape[1])
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty_like(x, dtype=dtype)
     state = x.new_empty(S, *A.shape, dtype=FP32)
@@ -380,9 +380,3 @@ def backward(
     dB, dC = (x.movedim(0, 2) for x in (dB, dC))  # [Bt, T, G, N]
     dD = None if dD is None else dD.sum(0)
     return [dx, ddt, dA.sum(0), dB, dC, dD, dinitial]
-
-
-def check_on_host(cu_seqlens: Tensor | None, T: int) -> None:
-    """Raise ValueError for offsets that are none, if the host has them."""
-    if cu_seqlens is not None and not cu_seqlens.is_cuda:
-        check_offsets(cu_seqlens.tolist(), T)

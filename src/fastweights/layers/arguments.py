@@ -20,7 +20,7 @@ from fastweights.arguments import (
 )
 from fastweights.decoding import NARROW
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops import _autocasts
+from fastweights.ops import autocasts
 from fastweights.private import traced
 from fastweights.projections import is_product
 from fastweights.reference.backend import wide
@@ -118,7 +118,7 @@ def check_input(
     out = layer.o_proj
     if (
         x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
-        and not _autocasts(x)
+        and not autocasts(x)
         and is_product(out, x)
     ):
         raise TypeError(

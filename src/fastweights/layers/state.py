@@ -15,7 +15,8 @@ from fastweights.arguments import (
     readable,
 )
 from fastweights.decoding import MAX_TOKENS, decode_step
-from fastweights.ops import linear_recurrence, wide
+from fastweights.ops import linear_recurrence
+from fastweights.reference.backend import wide
 from fastweights.serving import inside, put
 
 Offsets = Int[Tensor, " N+1"]

@@ -26,7 +26,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.layers.parts import full
-from fastweights.ops import _autocasts, autocast, without_autocast
+from fastweights.ops import autocast, autocasts, without_autocast
 from fastweights.reference.backend import outside, wide
 
 Hidden = Float[Tensor, "*rows D"]
@@ -146,7 +146,7 @@ def check_tokens(
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     """Raise for the first argument that does not fit the others."""
     check_tensors({"x": x, "weight": weight})
-    if weight.dtype != x.dtype and not _autocasts(x):
+    if weight.dtype != x.dtype and not autocasts(x):
         raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         wrong_shape("weight", weight, f"[V, {x.shape[-1]}]")
