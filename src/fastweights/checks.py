@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -301,15 +301,11 @@ def no_autograd() -> Iterator[None]:
     engine = torch.autograd
     places = [(engine, "grad"), (engine, "backward")]
     places += [(engine.forward_ad, "make_dual")]  # torch.func.jvp's as well
-    closed = [getattr(*place) for place in places]
-    for owner, name in places:
-        setattr(owner, name, refuse)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for (owner, name), own in zip(places, closed, strict=True):
-            setattr(owner, name, own)
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, refuse))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def in_torch() -> AbstractContextManager[Any]:

@@ -41,8 +41,8 @@ MUTANTS = {
     ),
     "tail-convolution-learns-of-it": (
         FILES["reference/convolution"],
-        "        dz = dz.masked_fill(where.no_tokens, 0)\n",
-        "        pass\n",
+        "own = dz[0].masked_fill(where.no_tokens, 0)",
+        "own = dz[0]",
         PYTORCH,
     ),
     "tail-selective-gate": (

@@ -222,28 +222,26 @@ def _transposed(
 ) -> list[Tensor | None]:
     """What the gradients of the sums, and of the states, come to."""
     (B, _, C), W = x.shape, weight.shape[1]
-    if where is not None:
-        dz = dz.masked_fill(where.no_tokens, 0)
-    dbias = None if bias is None else dz.sum(dim=(0, 1))
     length = rows.shape[1] - W + 1
     if where is not None:
-        spread = dz.new_zeros(B, length, C)
-        spread[0, where.tokens - (W - 1)] = dz[0]
-        dz = spread
+        own = dz[0].masked_fill(where.no_tokens, 0)
+        dz = dz.new_zeros(B, length, C)
+        dz[0, where.tokens - (W - 1)] = own
+    dbias = None if bias is None else dz.sum(dim=(0, 1))
     taps = weight.to(dz.dtype).mT.contiguous()  # [W, C]
     drows = torch.zeros_like(rows)
     dtaps = []
     for i in range(W):
         drows[:, i : i + length].addcmul_(dz, taps[i])
         dtaps.append((dz * rows[:, i : i + length]).sum(dim=(0, 1)))
-    if dstate is not None and where is None:
-        drows[:, rows.shape[1] - W + 1 :] += dstate
-    elif dstate is not None and where is not None:
-        # No row twice: they lie among those of the sequence and its state.
-        drows[0, where.last] += dstate.to(dz.dtype).flatten(0, 1)
     if where is None:
+        if dstate is not None:
+            drows[:, length:] += dstate
         dx, dinitial = drows[:, W - 1 :], drows[:, : W - 1]
     else:
+        if dstate is not None:
+            # No row twice: they lie among those of a sequence and its state.
+            drows[0, where.last] += dstate.to(dz.dtype).flatten(0, 1)
         dx, dinitial = drows[:, where.tokens], drows[0, where.first]
     # Copies, as in forward.
     grads = [torch.empty_like(x).copy_(dx), torch.stack(dtaps, dim=1), dbias]

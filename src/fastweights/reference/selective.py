@@ -110,21 +110,11 @@ def chunks(
             continue
         rows, t = part.tokens
         place = t.start // length + (n.start or 0)
-        firsts = range(t.start, t.stop, length)
-        yield (
-            n,
-            [
-                (
-                    (rows, place + i),
-                    Part(
-                        n,
-                        (rows, slice(first, min(first + length, t.stop))),
-                        length,
-                    ),
-                )
-                for i, first in enumerate(firsts)
-            ],
-        )
+        found = []
+        for i, first in enumerate(range(t.start, t.stop, length)):
+            tokens = rows, slice(first, min(first + length, t.stop))
+            found.append(((rows, place + i), Part(n, tokens, length)))
+        yield n, found
 
 
 def in_groups(
