@@ -19,7 +19,7 @@ from fastweights.registration import LIBRARY
 
 Both = tuple[Tensor, Tensor]
 FUNCTIONS: dict[str, Callable[..., Both]] = {}
-"""By name: (tensors, numbers, backend) -> an output as v, and a state."""
+"""Functions by name: (tensors, numbers, backend) -> output as v, state."""
 
 ARGUMENTS = (
     "str name, Tensor[] given, bool[] there, int[] numbers, str backend"
@@ -63,7 +63,7 @@ def call(
 def _tensors(
     given: Sequence[Tensor], there: Sequence[bool]
 ) -> list[Tensor | None]:
-    """With None in the places of those that are not there."""
+    """The tensors, with None in the places of those that are not there."""
     more = iter(given)
     return [next(more) if x else None for x in there]
 

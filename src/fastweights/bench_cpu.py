@@ -85,7 +85,7 @@ def one_chunk(
 
 
 def transformers_functions() -> dict[str, dict[str, Member]]:
-    """Its chunk form and its loop, by member; nothing if not installed."""
+    """transformers' chunk form and loop, by member; {} if not installed."""
     try:
         from transformers.models.kimi_linear import modeling_kimi_linear as b
         from transformers.models.qwen3_next import modeling_qwen3_next as a
@@ -197,7 +197,7 @@ def processor() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """As a bench's record has it, for a CPU and one thread."""
+    """The environment as a bench records it, for a CPU and one thread."""
     return bench.environment() | {
         "device": processor(),
         "dtype": "float32",

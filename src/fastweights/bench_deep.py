@@ -293,7 +293,7 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
 
 
 def projections(layer: nn.Module, B: int, training: bool) -> Cost:
-    """Of a layer's linear maps: products, x, y, and the weights themselves."""
+    """Cost of a layer's linear maps: products, x, y and the weights."""
     linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
     weights = sum(m.weight.numel() for m in linear)
     size = linear[0].weight.element_size()

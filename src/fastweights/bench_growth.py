@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def seconds(run: Run, budget: float = 1.0) -> float:
-    """Of the quickest of up to twenty runs, in some ``budget`` seconds."""
+    """Seconds of the quickest of up to 20 runs in about ``budget`` seconds."""
     run()
     found: list[float] = []
     end = time.perf_counter() + budget

@@ -87,7 +87,7 @@ def sequences(
 
 
 def beyond(g: Tensor, tile: int = 64, chunk: int = 64) -> tuple[float, float]:
-    """Which part of chunks has, and of tiles has, more than one product.
+    """The parts of chunks, and of tiles, that have more than one product.
 
     Of heads or channels, and of tiles of so many channels, per chunk.
     """

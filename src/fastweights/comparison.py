@@ -406,7 +406,7 @@ def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _write(record: dict[str, Any], file: Path) -> None:
-    """In one step; what is no number as null."""
+    """Write the record to the file in one step; what is no number as null."""
     lines = ",\n".join(json.dumps(finite(run)) for run in record["runs"])
     head = json.dumps({**record, "runs": []}, indent=1)
     text = head.replace('"runs": []', f'"runs": [\n{lines}\n ]') + "\n"
@@ -414,7 +414,7 @@ def _write(record: dict[str, Any], file: Path) -> None:
 
 
 def _key(variant: str, settings: dict[str, Any]) -> str:
-    """The same for two runs that are one, read from a file or not."""
+    """A run's settings as text: equal for one run, read from a file or not."""
     return json.dumps([variant, finite(settings)], sort_keys=True)
 
 

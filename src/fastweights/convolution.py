@@ -119,7 +119,7 @@ def convolve_heads(
     Float[Tensor, "B T HV V"],
     Float[Tensor, "N W-1 C"],
 ]:
-    """The same of queries, keys and values side by side, cut into heads.
+    """The short convolution of q, k and v side by side, cut into heads.
 
     One pass over memory for what :func:`short_convolution`, three copies and
     two normalisations would do: x is read once, q, k and v are written once,

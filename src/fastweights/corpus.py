@@ -44,7 +44,7 @@ class Corpus:
     size: int
     """Bytes of all documents."""
     sha256: str
-    """Of all documents, one after the other."""
+    """The hash of all documents, one after the other."""
 
 
 def read(
@@ -166,7 +166,7 @@ class Tokenizer(Protocol):
     separator: int
     """The token with which every document begins."""
     sha256: str | None
-    """Of its file; None without one."""
+    """The hash of its file; None without one."""
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]: ...
 
@@ -180,14 +180,14 @@ class ByteTokenizer:
     sha256: str | None = None
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
-        """Of bytes, which need not be UTF-8."""
+        """The tokens of bytes, which need not be UTF-8."""
         if not text:
             return torch.empty(0, dtype=torch.int64)
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return whole.to(torch.int64)
 
     def decode(self, tokens: Int[Tensor, " T"]) -> str:
-        """As UTF-8, with a mark where it is none; without separators."""
+        """The text without separators; with a mark for what is no UTF-8."""
         values = [x for x in tokens.tolist() if x < 256]
         return bytes(values).decode("utf-8", "replace")
 
@@ -229,7 +229,7 @@ class FileTokenizer:
         self.vocabulary = self.separator + 1
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
-        """Of UTF-8, with a mark where it is none."""
+        """The tokens of UTF-8, with a mark where it is none."""
         return torch.tensor(next(self._encoded([text])), dtype=torch.int64)
 
     def _encoded(self, texts: Sequence[bytes]) -> Iterator[list[int]]:
@@ -242,7 +242,7 @@ class FileTokenizer:
                 yield found.ids
 
     def decode(self, tokens: Int[Tensor, " T"]) -> str:
-        """Without separators."""
+        """The text of the tokens, without separators."""
         values = [x for x in tokens.tolist() if x != self.separator]
         return self._inner.decode(values, skip_special_tokens=False)
 
@@ -252,7 +252,7 @@ class Stream:
     """Documents one after the other, each after a separator."""
 
     tokens: Int[Tensor, " L"]
-    """In the narrowest dtype that holds them."""
+    """The tokens, in the narrowest dtype that holds them."""
     starts: Int[Tensor, " N+1"]
     """Where documents begin, and L."""
     size: int
@@ -260,7 +260,7 @@ class Stream:
 
     @classmethod
     def of(cls, documents: Sequence[bytes], tokenizer: Tokenizer) -> Stream:
-        """Of documents, each encoded by itself.
+        """Make a stream of documents, each encoded by itself.
 
         Raises:
             TypeError, ValueError: they are not bytes, or there is none.
@@ -294,7 +294,7 @@ class Stream:
 
     @property
     def tokens_per_byte(self) -> float:
-        """By which nats per token become nats per byte."""
+        """The factor by which nats per token become nats per byte."""
         return len(self.tokens) / self.size
 
 
@@ -307,7 +307,7 @@ class Batch:
     cu_seqlens: Int[Tensor, " N+1"] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
+        """The batch on another device."""
         cu = self.cu_seqlens
         return Batch(
             self.tokens.to(device),
@@ -431,7 +431,7 @@ def windows(stream: Stream, length: int, starts: Int[Tensor, " B"]) -> Batch:
 
 
 def generator(seed: int, step: int) -> torch.Generator:
-    """Of random numbers that depend on nothing but the two."""
+    """A generator of random numbers that depend on seed and step alone."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
 

@@ -207,7 +207,7 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _lack_of_gpu(device: torch.device) -> str:
-    """The same of a GPU: CUDA's, of Ampere or later, for this Triton.
+    """What a GPU lacks: CUDA, of Ampere or later, with this Triton; or "".
 
     On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
     compiles loops in which a product reads the accumulator of another to a

@@ -93,7 +93,7 @@ def host_seconds(fn: Callable[[], object], repeats: int = 51) -> float | None:
 
 
 def package_version(package: str) -> str | None:
-    """Of an installed package; None if it is not, or not as a package."""
+    """An installed package's version; None if it is not installed as one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

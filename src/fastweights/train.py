@@ -191,7 +191,7 @@ def anywhere(flag: bool, training: Training) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the program's options: every field of Settings, and --resume."""
+    """The parser of the program's options: Settings' fields, and --resume."""
     what = argparse.ArgumentParser(
         prog="python -m fastweights.train",
         description=(__doc__ or "").split("The folder")[0],

@@ -221,7 +221,7 @@ class Settings:
         return self.tokens // parts
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, the first being 0: up in a line, down in a cosine."""
+        """A step's learning rate (first: 0): up in a line, down in a cosine."""
         return learning_rate(self, step)
 
 
@@ -298,7 +298,7 @@ class Schedule(Protocol):
 
 
 def learning_rate(of: Schedule, step: int) -> float:
-    """Of a step, the first being 0: up in a line, down in a cosine.
+    """A step's learning rate (first: 0): up in a line, down in a cosine.
 
     And no further after the last one.
     """
@@ -625,7 +625,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says."""
+    """The first line of what an error says."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -50,5 +50,5 @@ def by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
 
 
 def widest(q: Tensor, K: int) -> int:
-    """Of the heads of a kernel that takes K channels, and in fp32 half."""
+    """The widest head of a kernel that takes K channels, and in fp32 half."""
     return K // 2 if q.dtype == torch.float32 else K

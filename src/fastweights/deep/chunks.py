@@ -20,7 +20,7 @@ class Part(NamedTuple):
     """Their numbers in the chunk."""
 
     valid: Bool[Tensor, "B C"] | None
-    """Which of them there are; None: all."""
+    """Mask of the tokens that there are; None: all."""
 
     ends: bool | Bool[Tensor, " B"]
     """Whether the chunk is complete after them."""

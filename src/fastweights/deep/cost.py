@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """Of a call."""
+    """The cost of a call: FLOPs and bytes moved."""
 
     flops: int
     moved: int
 
     def seconds(self, flops_per_second: float, bytes_per_second: float):
-        """The least, at these rates."""
+        """The least seconds that it takes, at these rates."""
         times = self.flops / flops_per_second, self.moved / bytes_per_second
         return max(times)
 
     def __add__(self, other: tuple) -> Cost:
-        """Of both calls, one after the other."""
+        """The cost of both calls, one after the other."""
         flops, moved = other
         return Cost(self.flops + flops, self.moved + moved)
 

@@ -34,7 +34,7 @@ EPS = 1e-6
 
 
 class Gradients(NamedTuple):
-    """Of every layer, its inputs [B, H, C, K] and its errors [B, H, C, N]."""
+    """Every layer's inputs [B, H, C, K] and errors [B, H, C, N]."""
 
     inputs: list[Tensor]
     errors: list[Tensor]
@@ -67,7 +67,7 @@ def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def slope(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
-    """Of |y - target|^2 / 2 at z, where y is z or the LayerNorm of z."""
+    """The gradient of |y - target|^2 / 2 at z; y is z or its LayerNorm."""
     if norm is None:
         return z - target
     y, unit, scale = layer_norm(z, norm)

@@ -131,7 +131,7 @@ def mesa(
 
 
 class How(NamedTuple):
-    """In how many steps, and by what."""
+    """A solve's number of steps, and what takes them."""
 
     steps: int
     backend: Backend

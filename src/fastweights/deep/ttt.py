@@ -212,7 +212,7 @@ def _whole(
 def _kernel(
     weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
 ) -> tuple[Layers, Float[Tensor, "B T H K"]]:
-    """The same of one layer, by Triton."""
+    """Complete mini-batches of one layer, by Triton: what _whole returns."""
     *qkv, rate = tokens
     inputs = (*qkv, rate.to(rows.dtype), *weights[0], *norm, rows)
     keep = needs_gradient(*inputs)

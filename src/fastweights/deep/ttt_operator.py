@@ -35,7 +35,7 @@ def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """And what the backward needs, with ``keep``."""
+    """Outputs, and with ``keep`` what the backward needs."""
     from fastweights.kernels import ttt as kernel
 
     *inputs, keep = arguments

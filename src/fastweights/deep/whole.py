@@ -22,7 +22,7 @@ GROUP = 16
 """Chunks between two whose weights a backward finds; of n, n / 16 + 16."""
 
 FEW = 2
-"""So many chunks torch.compile writes down one by one."""
+"""The number of chunks that torch.compile writes down one by one."""
 
 State = Sequence[Tensor]
 Step = Callable[..., tuple[State, Tensor]]
@@ -65,7 +65,7 @@ def scanned(
     state: State,
     chunks: Sequence[Tensor],
 ) -> tuple[State, Tensor]:
-    """The same as one loop of a compiled graph, of (state, chunk) -> both."""
+    """Fold chunks by one loop of a graph, of (state, chunk) -> both."""
     first = [x.clone(memory_format=torch.contiguous_format) for x in state]
     given = [x.contiguous() for x in chunks]
     assert private.SCAN is not None
@@ -88,7 +88,7 @@ def _looped(
 def _checkpointed(
     step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
-    """The same, keeping for a backward what enters each group of chunks."""
+    """Fold chunks, keeping for a backward what enters each group of them."""
 
     def run(number: int, *tensors: Tensor) -> tuple[Any, ...]:
         state, outputs = _looped(step, tensors[:number], tensors[number:])

@@ -39,7 +39,7 @@ PROGRAM = "python -m fastweights.experiments"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the program's options."""
+    """The parser of the program's options."""
     what = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
@@ -137,7 +137,7 @@ def go(
 
 
 def missing(trials: Sequence[Trial], folder: Path) -> list[Trial]:
-    """Those without a run in the folder."""
+    """The trials without a run in the folder."""
     names = dict.fromkeys(trial.experiment for trial in trials)
     there = [run for name in names for run in read(_file(folder, name))]
     found = zip(trials, matching(trials, there), strict=True)

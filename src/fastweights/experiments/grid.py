@@ -50,7 +50,7 @@ class Grid:
     """Learning rates: the best one counts, per variant and size."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of parameters and of the sequences trained on."""
+    """Seeds of the parameters and of the sequences trained on."""
 
     quick: Mapping[str, Any] = field(default_factory=dict)
     """What the quick version has otherwise: any of these fields, and
@@ -89,7 +89,7 @@ class Grid:
         ]
 
     def only(self, names: tuple[str, ...]) -> Grid:
-        """The same with these variants alone.
+        """The grid with these variants alone.
 
         Raises:
             ValueError: there is no such variant.

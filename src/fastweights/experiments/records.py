@@ -55,7 +55,7 @@ def append(file: Path, record: Record) -> None:
 
 
 def finite(x: Any) -> Any:
-    """For JSON, which has no nan: None in the place of what is no number."""
+    """The value as JSON can hold it: None for what is no finite number."""
     if isinstance(x, dict):
         return {key: finite(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

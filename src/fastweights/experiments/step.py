@@ -70,7 +70,7 @@ class Step:
         return self.tasks[i % len(self.tasks)](self.trial.seed * STEPS + i)
 
     def learn(self, batch: Batch, questions: int) -> Float[Tensor, 2]:
-        """From sequences to new weights, without a wait for the device."""
+        """One step, from sequences to weights, which waits for no device."""
         if self.device.type == "cuda":
             self.lr.copy_(self.table.index_select(0, self.next)[0])
             self.next += 1
@@ -92,7 +92,7 @@ class _Eager:
     """Steps on one of the tasks, each with new sequences."""
 
     questions = 0
-    """Of a batch: as many for every seed."""
+    """Questions of a batch: as many for every seed."""
 
     def __init__(self, step: Step, task: Task) -> None:
         self.step, self.task = step, task
@@ -106,7 +106,7 @@ class _Eager:
 
 
 class _Recorded(_Eager):
-    """The same, once recorded; its sequences are drawn in the graph."""
+    """Steps on one task, recorded; sequences are drawn in the graph."""
 
     def __init__(self, step: Step, task: Task) -> None:
         super().__init__(step, task)

@@ -12,7 +12,7 @@ Place = tuple[str, int, int]
 
 
 def best(records: Iterable[Record]) -> dict[Place, list[Record]]:
-    """Of each variant and size the runs with its best learning rate.
+    """The runs with the best learning rate, for each variant and size.
 
     By variant, heads and size of a head; a run per seed, by seed. The best
     rate has the highest mean over its seeds of ``validation``, of those

@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def model_config(self) -> ModelConfig:
-        """Of the model, with room for the tokens of all the tasks."""
+        """The model's settings, with room for the tokens of all the tasks."""
         every = [*self.train, *self.tests.values()]
         return ModelConfig(
             vocabulary=max(task.vocabulary for task in every),
@@ -114,7 +114,7 @@ class Trial:
         )
 
     def settings(self) -> dict[str, Any]:
-        """As JSON holds them."""
+        """The settings, as JSON holds them."""
         found = {
             **asdict(self),
             "train": [task.settings() for task in self.train],

@@ -42,7 +42,7 @@ def load_four(p_x, m_0, m_1, m_2, m_3, m_d, C: tl.constexpr):
 
 @triton.jit
 def first_rows(p_x, left, m_d, C: tl.constexpr):
-    """Of four rows from p_x on those of which ``left`` are there."""
+    """The first ``left`` of four rows from p_x on, zeros for the others."""
     return load_four(p_x, left > 0, left > 1, left > 2, left > 3, m_d, C)
 
 

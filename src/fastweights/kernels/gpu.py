@@ -29,7 +29,7 @@ class GPU(NamedTuple):
 
 @functools.cache
 def properties(device: torch.device) -> GPU:
-    """Of a device that is no GPU an H200's."""
+    """What kernels ask of a GPU; for another device an H200's."""
     if device.type != "cuda":
         return GPU(232_448, 132, (9, 0), device)
     found: Any = torch.cuda.get_device_properties(device)

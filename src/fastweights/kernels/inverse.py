@@ -36,7 +36,7 @@ def add_product(b_x, b_y, b_z, PRECISION: tl.constexpr):
 
 @triton.jit
 def joined(b_R, b_A, b_beta, m_off, PRECISION: tl.constexpr):
-    """Of the R of two neighbours that of both; they meet in m_off of b_A.
+    """R of two neighbours joined, from R of each; they meet in m_off of b_A.
 
     R_21 = -(I + R_22 Diag(beta_2)) A_21 (I + Diag(beta_1) R_11).
     """

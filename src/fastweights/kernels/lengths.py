@@ -52,7 +52,7 @@ def lengths_of(
 
 
 def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
-    """Of how many chunks segments are, of ``rows`` of so many chunks each.
+    """Chunks per segment, for ``rows`` rows of ``chunks`` chunks each.
 
     So many segments that two programs of ``scan_values``, or one of twice
     those, run on every multiprocessor, as far as a segment has

@@ -161,7 +161,7 @@ def options(K: int) -> dict[str, int]:
 
 
 def columns(K: int) -> int:
-    """Of a matrix, that one program of the states has."""
+    """Columns of a matrix that one program of the states has."""
     return min(options(K)["BK"], 64)
 
 

@@ -170,7 +170,7 @@ def options(o: Tensor, back: bool) -> dict[str, int]:
 
 
 def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
-    """As many of the backward as have registers, of 65,536."""
+    """Programs of the backward for which a GPU has registers at one time."""
     warps = 65536 // (32 * settings["maxnreg"])
     one = warps // settings["num_warps"]
     return one * properties(o.device).multiprocessors
@@ -186,7 +186,7 @@ def launch(
     settings: dict[str, int],
     *arguments: Any,
 ) -> None:
-    """So many programs per group, unless there is nothing to do."""
+    """Programs per group, unless there is nothing to do."""
     _, _, HV, V = o.shape
     rows, stride = o.numel() // (groups * V), 0
     if gate is not None:

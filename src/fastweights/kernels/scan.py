@@ -29,7 +29,7 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def channel_decays(decays, i_ch, x, META: tl.constexpr):
-    """Of chunk and head i_ch the parts [BK, 1] of each channel's decay.
+    """The parts [BK, 1] of each channel's decay, of chunk and head i_ch.
 
     See gates.decay_in_parts, for which x has the dtype.
     """
@@ -42,7 +42,7 @@ def channel_decays(decays, i_ch, x, META: tl.constexpr):
 
 @triton.jit
 def head_decays(decays, i_ch, x, META: tl.constexpr):
-    """The same of a gate per head, two numbers; row_in and row_out [BT, 1].
+    """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
 
     And whether the chunk is seen from half of its decay: then the rows are
     inverses, and only one is loaded.
@@ -280,7 +280,7 @@ def scan_bwd_kernel(
     call,
     META: tl.constexpr,
 ):
-    """From the last chunk to the first, the state's gradient in registers.
+    """Carry the state's gradient from the last chunk to the first.
 
     dv; dh, the gradient of the state that leaves each chunk; and that of the
     initial state. With y the gradient of what the delta rule writes, beta

@@ -38,7 +38,7 @@ def rows_at(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
 
 @triton.jit
 def load_rows(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
-    """Those entries in fp32, 0 where there are none."""
+    """Load entries as fp32, 0 where there are none."""
     p_x, m_x = rows_at(x, o_r, m_r, o_c, m_c, W)
     return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
 

@@ -117,7 +117,7 @@ def inside_options(stage: str, kind: Kind) -> dict[str, int]:
 
 
 def compose_options(kind: Kind) -> dict[str, int]:
-    """Those of compose_kernel, which is fp32 whatever q's dtype is.
+    """Options of compose_kernel, which is fp32 whatever q's dtype is.
 
     A state's few programs go from segment to segment, one after the other:
     the fewer values, the shorter a step. Two programs share a multiprocessor.
@@ -130,7 +130,7 @@ def compose_options(kind: Kind) -> dict[str, int]:
 
 
 def scan_options(stage: str, kind: Kind) -> dict[str, int]:
-    """Those of a scan: on an H200 in bf16 128 values and 8 warps, or half.
+    """Options of a scan: on an H200 in bf16 128 values and 8 warps, or half.
 
     8 warps share what they load of k, q and R. Of two programs each hides
     what the other waits for: that is worth more where three products depend

@@ -185,7 +185,7 @@ def store_rows(x, b_x, rows, i_d, TILES: tl.constexpr):
 
 @triton.jit
 def row_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
-    """The same of x [tokens, H], one number per token: pointers, mask [BT]."""
+    """Pointers to x [tokens, H], one number per token, and mask, [BT]."""
     t, end, i_h = rows
     o_t = tl.arange(0, BT)
     return x + (t * H + i_h) + o_t * H, t + o_t < end
@@ -220,7 +220,7 @@ def sequence_tiles(x, span, TILES: tl.constexpr):
 
 @triton.jit
 def load_chunk(x, span, c, i_h, i_d, TILES: tl.constexpr):
-    """From token start + c of ``span``; x is from :func:`sequence_tiles`."""
+    """The tile from token start + c of ``span``; x is of sequence_tiles()."""
     if TILES.TMA:
         return x.load([c, i_h * TILES.D + i_d * TILES.BD])
     else:
@@ -295,7 +295,7 @@ def nonzero(b_beta):
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """For tl.reduce: two sums in one exchange between the warps."""
+    """Two sums for tl.reduce, in one exchange between the warps."""
     return a + c, b + d
 
 

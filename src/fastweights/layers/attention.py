@@ -251,7 +251,7 @@ def remember(
 def attention_at(
     q: Heads, keys: Heads, values: Heads, at: Int[Tensor, "B T"]
 ) -> Heads:
-    """Of queries at these positions, to the keys of all before them."""
+    """Attention of queries at these positions to the keys up to their own."""
     place = torch.arange(keys.shape[1], device=q.device)
     mask = (place <= at[..., None])[:, None]
     return attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
@@ -297,7 +297,7 @@ def attend_packed(
     state: LayerState | None,
     cu_seqlens: Offsets,
 ) -> tuple[Heads, LayerState]:
-    """The same for packed sequences, laid side by side if they go on."""
+    """Attention of packed sequences, laid side by side if they go on."""
     rows, used = Rows(q, state, cu_seqlens), None
     if state is not None and by_token(state, rows):
         # Each token alone: what pads a row may not fit into the state.

@@ -196,7 +196,7 @@ class LaCT(Layer):
         return y, updated(state, S=S, position=rows.after(), convolution=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Of length 1 per head of the memory, as x / (|x| + 1e-5)."""
+        """x at length 1 per head of the memory: x / (|x| + 1e-5)."""
         heads = x.unflatten(-1, (self.heads, -1))
         size = heads.square().sum(-1, keepdim=True)
         # The root of 0 has no gradient.

@@ -104,7 +104,7 @@ class Layer(Part):
 
     @functools.cached_property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each field of its states, the shape of a row."""
+        """The shape of a row of each field of its states."""
         fields = self.outline(1).tensors()
         return {name: tuple(x.shape[1:]) for name, x in fields.items()}
 

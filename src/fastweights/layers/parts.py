@@ -24,7 +24,7 @@ SMALLEST = 1e-4  # A and dt at the start
 
 
 class Factory(TypedDict):
-    """On which device a module's parameters are made, and in which dtype."""
+    """The device and the dtype that a module's parameters are made in."""
 
     device: torch.device | None
     dtype: torch.dtype | None
@@ -200,7 +200,7 @@ def split_heads(
 
 
 def uniform(like: Tensor, low: float, high: float) -> Tensor:
-    """Of like's shape and device, drawn in fp32 (fp64 if like is)."""
+    """Uniform numbers like ``like``, drawn in fp32 (fp64 if like is)."""
     return torch.empty_like(like, dtype=wide(like.dtype)).uniform_(low, high)
 
 

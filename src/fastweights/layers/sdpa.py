@@ -84,7 +84,7 @@ def packed_attention(
 
 
 def in_tiles(q: Packed, k: Packed, v: Packed, cu_seqlens: Offsets) -> Packed:
-    """The same by a mask, of TILE queries at a time."""
+    """Packed attention by a mask, of TILE queries at a time."""
     T, row = q.shape[1], sequence_of(cu_seqlens, q.shape[1])
     if T <= TILE:
         return tile(q, k, v, row, row)

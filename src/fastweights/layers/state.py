@@ -65,7 +65,7 @@ class LayerState:
     """The most tokens that any sequence may have in ``keys``."""
 
     rows: Int[Tensor, " B"] | None = None
-    """Of a pool: the row of each sequence of the next call; see :meth:`at`."""
+    """The row of each sequence of the next call in a pool; see :meth:`at`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are there, by name; whole, also of a pool."""
@@ -73,7 +73,7 @@ class LayerState:
         return {name: x for name, x in found if isinstance(x, Tensor)}
 
     def at(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
-        """The same memory as a pool, for calls without gradients.
+        """This state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
         they are. No two sequences may have the same row. One whose row is
@@ -91,7 +91,7 @@ class LayerState:
         return self.view(rows, used)
 
     def view(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
-        """As :meth:`at`, of rows that are known to be right."""
+        """The pool that :meth:`at` returns, for rows known to be right."""
         return LayerState(**self.tensors(), used=used, rows=rows)
 
     def get(self, name: str) -> Tensor:
@@ -115,7 +115,7 @@ class LayerState:
         return LayerState(**changed, used=self.used)
 
     def to(self, device: torch.device | str) -> LayerState:
-        """The same on another device, as Tensor.to."""
+        """The state on another device, as Tensor.to."""
         return self._map(lambda x: x.to(device))
 
     def clone(self) -> LayerState:
@@ -123,7 +123,7 @@ class LayerState:
         return self._map(torch.clone)
 
     def detach(self) -> LayerState:
-        """The same without its history, as Tensor.detach."""
+        """The state without its history, as Tensor.detach."""
         return self._map(torch.detach)
 
     def select(self, rows: Int[Tensor, " M"]) -> LayerState:

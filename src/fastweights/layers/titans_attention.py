@@ -118,7 +118,7 @@ class Beside(Layer):
     def attend(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, Float[Tensor, "N W-1 C"]]:
-        """In the window, and what the tokens that follow need of it."""
+        """Attention in the window, and what tokens that follow need of it."""
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         rows = Rows(x, state, cu_seqlens)
         q, k, v = (rows.spread(t) for t in self.projected(x, at))

@@ -217,7 +217,7 @@ def in_segment(
     place: Int[Tensor, "#N T"],
     always: Float[Tensor, "2 P H K"],
 ) -> Float[Tensor, "N T H K"]:
-    """Of queries at these places to h and x, up to their own place."""
+    """Attention of queries at these places to h and x up to their own."""
     N, C = seen.shape[:2]
     H, K = q.shape[2:]
     both = seen.to(q.dtype).unflatten(-1, (2, 2, H, K))

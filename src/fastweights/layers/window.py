@@ -96,7 +96,7 @@ def seen_always(
     mask: Bool[Tensor, "N 1 I J"],
     always: Float[Tensor, "2 P H K"] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With P more keys and values in front, the same for all rows."""
+    """Keys, values and mask with P in front that all rows share."""
     if always is None:
         return keys, values, mask
     more = always.transpose(1, 2).to(keys.dtype)[:, None]

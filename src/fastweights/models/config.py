@@ -83,7 +83,7 @@ class ModelConfig:
     """Whether the logits are products with the embeddings of the tokens."""
 
     norm_eps: float = 1e-6
-    """Of the RMS norms before layers, MLPs and logits."""
+    """The eps of the RMS norms before layers, MLPs and logits."""
 
     def __post_init__(self) -> None:
         for name in ("pattern", "without_mlp"):
@@ -163,12 +163,12 @@ class ModelConfig:
         return found | dict(self.options.get(kind, {}))
 
     def to_json(self) -> str:
-        """As a JSON object, from which :meth:`from_json` makes it again."""
+        """The configuration as a JSON object, for :meth:`from_json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
-        """From :meth:`to_json`'s text.
+        """Read a configuration from :meth:`to_json`'s text.
 
         Raises:
             ValueError: it is not JSON, lacks a field, has one that is not

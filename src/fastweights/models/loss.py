@@ -163,7 +163,7 @@ def next_tokens(
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """For each token the one after it, as targets.
+    """The token after each token, as targets.
 
     The last token of each row, or of each packed sequence, has none, and so
     have tokens after the last sequence.
@@ -271,7 +271,7 @@ def _of(
 def _pieces(
     x: Hidden, targets: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """So many rows at once, and their targets."""
+    """Rows in pieces of so many at once, with their targets."""
     rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     return zip(rows.split(size), targets.split(size), strict=True)
 

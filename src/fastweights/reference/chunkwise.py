@@ -261,7 +261,7 @@ def chunkwise_forward(
     initial_state: State | None,
     chunk_size: int = 64,
 ) -> tuple[Chunks, State, Square, Square | None]:
-    """The same, outputs still in chunks, with what the backward re-uses.
+    """Both stages, outputs still in chunks, and what the backward re-uses.
 
     initial_state None is an empty one.
     That is Aqk and P of every chunk, which took the most work for their

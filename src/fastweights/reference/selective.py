@@ -93,7 +93,7 @@ def tile_length(D: int, N: int, G: int) -> int:
 def chunks(
     cu_seqlens: Offsets, x: Float[Tensor, "Bt T D"], length: int
 ) -> Iterator[tuple[Any, list[tuple[Any, Part]]]]:
-    """Of each sequence: which states are its own, and its chunks.
+    """Each sequence: which states are its own, and its chunks.
 
     A chunk is an index of its first state among all that are kept, and its
     tokens. Short sequences of a pack are one chunk together.

@@ -44,7 +44,7 @@ class Batch:
     """Which kind of question, an index of the task's ``kinds``; or -100."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
+        """The batch on another device."""
         return self.map(lambda x: x.to(device))
 
     def map(self, function: Any) -> Batch:
@@ -206,7 +206,7 @@ class Task(ABC):
         return self.draw(rows, Draws(seed, device))
 
     def settings(self) -> dict[str, Any]:
-        """Its name and sizes, as JSON holds them."""
+        """The task's name and sizes, as JSON holds them."""
         fields: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
         return {"task": type(self).__name__, **fields}
 

@@ -78,7 +78,7 @@ class Needles(Task):
     """Pairs of a segment."""
 
     questions: int = 2
-    """Of a segment's pairs, how many are asked about."""
+    """Pairs of a segment that are asked about."""
 
     keys: int = 64
     """Keys that there are."""

@@ -109,7 +109,7 @@ class Scope(Task):
 
     @property
     def chance(self) -> float:
-        """Of who always says NONE."""
+        """The accuracy of one who always says NONE."""
         return 1 / 2
 
     def draw(self, rows: int, draws: Draws) -> Batch:

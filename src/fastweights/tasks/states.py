@@ -92,7 +92,7 @@ class StateTracking(Task):
 
     @property
     def chance(self) -> float:
-        """Of who says at each position what is likeliest there.
+        """The accuracy of one who says what is likeliest at each position.
 
         That is 1 / order for all elements. After t swaps only permutations
         of t's parity are possible, and at first not all of them.
