@@ -221,7 +221,7 @@ class Settings:
         return self.tokens // parts
 
     def learning_rate(self, step: int) -> float:
-        """A step's learning rate (first: 0): up in a line, down in a cosine."""
+        """A step's learning rate (from 0): up in a line, down by a cosine."""
         return learning_rate(self, step)
 
 
@@ -298,7 +298,7 @@ class Schedule(Protocol):
 
 
 def learning_rate(of: Schedule, step: int) -> float:
-    """A step's learning rate (first: 0): up in a line, down in a cosine.
+    """A step's learning rate (from 0): up in a line, down by a cosine.
 
     And no further after the last one.
     """
