@@ -71,7 +71,7 @@ def products_bwd(values, rows, i_ch, i_k, META: tl.constexpr):
 
 @triton.jit
 def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
-    """From the diagonal of -dAkk, the sum over values of dv and the errors.
+    """Store dbeta, from the diagonal of -dAkk: sums of dv times the errors.
 
     dv has beta as a factor (the scan takes care that it is not 0). Every key
     tile finds the same.

@@ -243,7 +243,7 @@ class Schedule:
         scale: float,
         saved: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Its results for these tensors, and what is kept, if not ``saved``.
+        """Run the schedule: its results, and what is kept if not ``saved``.
 
         The kernels are given addresses, but in Triton's interpreter tensors.
         """

@@ -275,7 +275,7 @@ def whole(state: LayerState, name: str) -> Tensor:
 
 
 def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
-    """For each of T packed tokens, the sequence that it belongs to.
+    """The sequence that each of T packed tokens belongs to.
 
     N, one more than the last, for tokens after all of the N sequences.
     """

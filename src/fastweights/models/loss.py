@@ -260,7 +260,7 @@ def _losses(
 def _of(
     logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"], ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Some rows' losses and log-probabilities, and their targets [R, 1]."""
+    """The losses and log-probabilities of rows, and their targets [R, 1]."""
     log_p = F.log_softmax(logits, -1, dtype=wide(logits.dtype))
     there = targets != ignored
     index = targets.where(there, 0).to(torch.int64)[:, None]

@@ -81,7 +81,7 @@ class Part(NamedTuple):
     own: Bool[Tensor, "rows length"] | None = None  # what is no filling
 
     def of(self, *tensors: Tensor | None) -> list[Any]:
-        """These rows and tokens of each tensor; a None stays None."""
+        """Take these rows and tokens of each tensor; a None stays None."""
         return [None if x is None else self.taken(x) for x in tensors]
 
     def taken(self, x: Tensor) -> Tensor:
