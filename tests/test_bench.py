@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fastweights as fw
-from fastweights import bench, speed, timing
+from fastweights import bench, records, speed, timing
 from fastweights.layers import Decay
 
 
@@ -30,10 +30,9 @@ def test_record(monkeypatch, tmp_path, capsys):
     """A case's rows, with the machine and the command; printed and saved."""
     row = {"form": "softmax", "T": 256, "seconds": 1e-3}
     fast = row | {"moved": 2 * 10**9, "flops": 3 * 10**9}
-    monkeypatch.setitem(bench.CASES, "decode", lambda: iter([row, fast]))
+    monkeypatch.setitem(bench.CASES, "decode", lambda _: iter([row, fast]))
     path = tmp_path / "record.json"
-    monkeypatch.setattr("sys.argv", ["bench", "decode", "--json", str(path)])
-    bench.main()
+    bench.main(["decode", "--json", str(path)])
     record = json.loads(path.read_text())
     assert record["command"] == "python -m fastweights.bench decode"
     assert record["torch"] == torch.__version__
@@ -43,10 +42,13 @@ def test_record(monkeypatch, tmp_path, capsys):
     assert "1.000 ms  2.000 TB/s  3.0 TFLOP/s" in printed
 
 
-def test_unknown_case(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench", "nothing"])
+@pytest.mark.parametrize(
+    "words", ["nothing", "deep tttt", "decode --peer fla"]
+)
+def test_unknown_case(words, capsys):
     with pytest.raises(SystemExit):
-        bench.main()
+        bench.main(words.split())
+    assert words.split()[-1] in capsys.readouterr().err
 
 
 RECORDS = ("ceilings", "crossover", "chunks", "decode")
@@ -54,7 +56,7 @@ RECORDS = ("ceilings", "crossover", "chunks", "decode")
 
 @pytest.mark.parametrize("case", RECORDS)
 def test_recorded_run(case):
-    record = bench.load(f"h200_{case}")
+    record = records.load(f"h200_{case}")
     assert record["command"].endswith(case)
     assert record["device"] == "NVIDIA H200" and record["commit"]
     assert all(row["seconds"] > 0 for row in record["rows"])
@@ -63,12 +65,11 @@ def test_recorded_run(case):
 def test_members_on_this_machine(tmp_path, monkeypatch, capsys):
     """Every column of a small run; the floor from its own ceilings."""
     path = tmp_path / "record.json"
-    command = "--members gated_deltanet linear_attention"
+    command = "members --members gated_deltanet linear_attention"
     command += " --shapes train decode"
     arguments = [*command.split(), "--no-first", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["bench", *arguments])
     monkeypatch.setattr(speed, "ON_CPU", speed.Shape(1, 64, 1, 1, 16, 16))
-    bench.main()
+    bench.main(arguments)
     record = json.loads(path.read_text())
     assert record["command"] == (
         f"python -m fastweights.bench {command} --no-first"
@@ -213,9 +214,7 @@ def bench_lines(arguments, monkeypatch, capsys):
     """What the bench prints of whom, with one small shape for all."""
     small = speed.Shape(1, 64, 1, 1, 128, 128)
     monkeypatch.setattr(speed, "ON_CPU", small)
-    command = f"bench --no-first --shapes train {arguments}"
-    monkeypatch.setattr("sys.argv", command.split())
-    bench.main()
+    bench.main(f"members --no-first --shapes train {arguments}".split())
     return [x for x in capsys.readouterr().out.splitlines() if "who=" in x]
 
 
@@ -287,10 +286,9 @@ def test_flas_safe_gate_is_used_where_the_gates_allow_it(gate):
     assert not speed.peers_for(rivals, "gla", shape, gate)
 
 
-def test_help_says_what_runs_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench", "--help"])
+def test_help_says_what_runs_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
-        bench.main()
+        bench.main(["members", "--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "without a GPU one small shape in place of all but decode" in words
 
@@ -313,9 +311,7 @@ def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     monkeypatch.setattr(speed, "members", lambda *_, **__: iter([ROW]))
     path = tmp_path / "record.json"
-    command = f"bench --peer fla --json {path}"
-    monkeypatch.setattr("sys.argv", command.split())
-    bench.main()
+    bench.main(f"members --peer fla --json {path}".split())
     peers = json.loads(path.read_text())["peers"]
     assert peers.keys() == {"fla"}
     assert peers["fla"]["package"] == "fla-core"
@@ -323,7 +319,7 @@ def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
     assert "lifts its guard" in peers["fla"]["setting"]
 
 
-RECORD = bench.load("h200")
+RECORD = records.load("h200")
 
 
 def times(record):
@@ -340,8 +336,8 @@ TIMES, BESIDE, EARLIER = (
     times(record)
     for record in (
         RECORD,
-        bench.load("h200_peers"),
-        bench.load("h200_flash_qla"),
+        records.load("h200_peers"),
+        records.load("h200_flash_qla"),
     )
 )
 
@@ -441,7 +437,7 @@ def test_the_versions_of_the_peers_in_the_readme():
         ("h200_flash_qla", "flash_qla", "FlashQLA"),
         ("h200_peers", "attn_gym", "Attention Gym"),
     ):
-        found = bench.load(record)
+        found = records.load(record)
         assert f"{name} {found['peers'][peer]['version']}" in README
         assert (found["torch"], found["triton"]) == ("2.11.0+cu130", "3.6.0")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastweights import bench_deep, deep, private, timing
+from fastweights import bench, bench_deep, deep, private, timing
 from fastweights.deep import cost
 from fastweights.deep.cost import Cost
 
@@ -101,12 +101,11 @@ def small(monkeypatch):
 
 
 @pytest.mark.skipif(timing.ON_GPU, reason="small on a CPU only")
-def test_a_record(small, tmp_path, monkeypatch):
+def test_a_record(small, tmp_path):
     file = tmp_path / "record.json"
-    monkeypatch.setattr("sys.argv", ["bench_deep", "--json", str(file)])
-    bench_deep.main()
+    bench.main(["deep", "--json", str(file)])
     record = json.loads(file.read_text())
-    assert record["command"] == "python -m fastweights.bench_deep"
+    assert record["command"] == "python -m fastweights.bench deep"
     rows = [row for row in record["rows"] if "pass" in row]
     names = ["ttt-linear", "lact", "mesa", "TTTLinear", "LaCT", "MesaNet"]
     names += ["TTTMLP", "TitansMemory"]
@@ -129,10 +128,3 @@ def test_steps_are_not_written_down_one_by_one(small, monkeypatch):
     rows = [*bench_deep.layers((1.0, 1.0))]
     assert len(compiled) == 3
     assert [row["compiled"] for row in rows] == 6 * [True] + 4 * [False]
-
-
-def test_a_name_that_is_none(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench_deep", "tttt"])
-    with pytest.raises(SystemExit):
-        bench_deep.main()
-    assert "NAME: got ['tttt'], need some of" in capsys.readouterr().err

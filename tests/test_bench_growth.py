@@ -1,9 +1,10 @@
 """The program that doubles sizes: each case runs, and says what it found."""
 
 import pytest
+import torch
 
-from fastweights import bench_growth
-from fastweights.bench_growth import CASES, main
+from fastweights import bench, bench_growth
+from fastweights.bench_growth import CASES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -22,7 +23,9 @@ def test_what_is_printed(monkeypatch, capsys):
         1, (2, 4, 8), lambda n: (lambda: float(n * n), lambda: 16.0)
     )
     monkeypatch.setattr(bench_growth, "CASES", {"a": case, "b": case})
-    main(["a"])
+    threads = torch.get_num_threads()
+    bench.main(["growth", "a"])
+    torch.set_num_threads(threads)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.split()[0] == "a"
-    assert line.endswith("exponent  2.00, expected 1     4.0 times")
+    assert line.startswith("case=a  ms=[4000.0, 16000.0, 64000.0]  ")
+    assert "exponent=2.0  expected=1  times the plain one=4.0" in line

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights import bench, bench_layer, timing
+from fastweights import bench, bench_layer, records, timing
 from fastweights.bench_layer import by_part, part_of
 from fastweights.kernels import (
     compose,
@@ -62,10 +62,9 @@ def test_a_part_is_the_sum_of_its_kernels():
 
 
 @pytest.mark.skipif(timing.ON_GPU, reason="there is a GPU")
-def test_takes_a_gpu(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_layer"])
+def test_takes_a_gpu():
     with pytest.raises(SystemExit, match="no CUDA device"):
-        bench_layer.main()
+        bench.main(["layer"])
 
 
 @pytest.mark.gpu
@@ -74,7 +73,7 @@ def test_the_parts_are_the_whole(monkeypatch):
     """Kernels that stand in no part's way, and gaps between them."""
     monkeypatch.setattr(bench_layer, "SEEDS", range(1))
     torch._dynamo.reset()
-    *parts, whole, _ = bench_layer.layer()
+    *parts, whole, _ = bench_layer.rows()
     seconds = {row["part"]: row["seconds"] for row in parts}
     assert seconds.keys() == bench_layer.PARTS.keys()
     assert all(x > 0 for x in seconds.values())
@@ -85,7 +84,7 @@ def test_the_parts_are_the_whole(monkeypatch):
 def test_what_the_readme_says_of_a_layer():
     """And that all else takes less than 0.6 of the recurrence's median."""
     draws = {}
-    for row in bench.load("h200_layer")["rows"]:
+    for row in records.load("h200_layer")["rows"]:
         if "seed" in row:
             draws.setdefault(row["seed"], {})[row["part"]] = row["seconds"]
     assert len(draws) == 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights import bench, bench_trained, comparison, speed
+from fastweights import bench_trained, comparison, records, speed
 from fastweights.bench_trained import MODELS, beyond, sequences
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
@@ -69,7 +69,7 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_trained, "ON_GPU", False)
     small = speed.Shape(1, 128, 2, 2, 32, 32)
     monkeypatch.setattr(bench_trained, "SMALL", small)
-    rows = [*bench_trained.members()]
+    rows = [*bench_trained.rows()]
     assert {(r["member"], r["gate"], r["what"]) for r in rows} == {
         (member, gate, what)
         for member in MODELS
@@ -79,8 +79,8 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
 
 
 def test_what_the_readme_says_of_trained_gates():
-    record = bench.load("h200_trained")
-    assert record["command"] == "python -m fastweights.bench_trained"
+    record = records.load("h200_trained")
+    assert record["command"] == "python -m fastweights.bench trained"
     seconds = {}
     for row in record["rows"]:
         if row["what"] == "forward+backward":

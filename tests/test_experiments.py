@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastweights import bench, experiments
+from fastweights import experiments
 from fastweights.experiments import (
     EXPERIMENTS,
     Grid,
@@ -24,21 +24,21 @@ from fastweights.experiments import (
     Variant,
     __main__,
     accuracy,
-    append,
     at_edge,
     best,
-    matching,
-    read,
     recorded,
+    recording,
     run,
     side_by_side,
     summary,
 )
+from fastweights.experiments.__main__ import matched
+from fastweights.experiments.grid import STEPS
 from fastweights.experiments.recording import packed, unpacked, write
-from fastweights.experiments.trial import STEPS, TESTS, VALIDATION, answers
+from fastweights.experiments.trial import TESTS, VALIDATION, answers, stages
 from fastweights.models import LAYERS, LanguageModel
+from fastweights.records import append, load, matching, processor, read
 from fastweights.tasks import IGNORE, Needles, RepeatedRecall, Scope
-from fastweights.training import learning_rate
 
 TASK = RepeatedRecall(pairs=2, writes=1, keys=4, values=4)
 TINY = {
@@ -81,20 +81,24 @@ def test_a_run_learns_what_its_state_can_hold():
     assert record["accuracy"]["pairs"]["recall"] > 0.95
     assert record["validation"] > 0.95
     assert record["chance"] == {"pairs": 0.25}
-    assert record["curve"] == shown
     assert [x[0] for x in shown] == [30, 60, 90, 100]
     assert shown[-1][1] < 0.5 and shown[-1][2] > 0.9
     assert record["state bytes"] == 4 * (8 * 8 + 3 * 24)
-    assert record["device"].startswith("cpu") and record["seconds"] > 0
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["device"] == processor() and record["seconds"] > 0
+    assert record["torch"] == torch.__version__
     assert json.loads(json.dumps(record))["settings"] == trial.settings()
 
 
 def test_a_run_comes_out_the_same_twice_and_another_seed_does_not():
-    a, b = run(TRIAL, "cpu"), run(TRIAL, "cpu")
+    told = []
+
+    def tell(*figures):
+        told.append(figures)
+
+    a, b = (run(TRIAL, "cpu", progress=tell) for _ in "ab")
     assert same(a, b)
-    other = run(replace(TRIAL, seed=1), "cpu")
-    assert other["curve"] != a["curve"]
+    run(replace(TRIAL, seed=1), "cpu", progress=tell)
+    assert told[0] == told[1] != told[2]
 
 
 class Watched(RepeatedRecall):
@@ -149,7 +153,7 @@ def test_a_step_has_its_own_learning_rate_and_gradients_of_its_own():
         after = torch.cat([x.flatten() for x in model.parameters()])
         assert not torch.equal(after, before)
         (rate,) = {group["lr"] for group in step.optimizer.param_groups}
-        assert rate == learning_rate(trial, i)
+        assert rate == trial.learning_rate(i)
 
 
 def test_accuracy_is_the_share_of_right_answers_per_kind():
@@ -315,8 +319,8 @@ def test_what_was_being_written_when_the_program_died_is_written_again(
     assert read(file) == [one]
     append(file, two)
     assert read(file) == [one, two]
-    found = matching([replace(TRIAL, seed=3), TRIAL], read(file))
-    assert found == [None, two]
+    wanted = [of.settings() for of in (replace(TRIAL, seed=3), TRIAL)]
+    assert matching(wanted, read(file)) == [None, two]
     file.write_text('{"other": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 of which is no run"):
         read(file)
@@ -385,7 +389,6 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
     runs = [
         {
             **record(lr, 0, 0.123456, 0.98765432),
-            "curve": [(20 * n, 1.23456, 0.5)],
             "device": "cpu",
             "parameters": n,
             "seconds": 12.3456,
@@ -410,7 +413,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
         {"lr": 1e-2},
         {"lr": 1e-1},
     ]
-    monkeypatch.setattr(bench, "load", {"recall": text}.__getitem__)
+    monkeypatch.setattr(recording, "load", {"recall": text}.__getitem__)
     found = recorded("tiny")
     assert [run["settings"] for run in found] == [
         run["settings"] for run in runs
@@ -422,11 +425,11 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
         recorded("x")
 
 
-@pytest.mark.parametrize("name", bench.load("recall"))
+@pytest.mark.parametrize("name", load("recall"))
 def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
     trials, runs = EXPERIMENTS[name].trials(name), recorded(name)
-    assert len(runs) == len(trials) and None not in matching(trials, runs)
-    assert all(run["versions"]["torch"] and run["device"] for run in runs)
+    assert len(runs) == len(trials) and None not in matched(trials, runs)
+    assert all(run["torch"] and run["device"] for run in runs)
 
 
 # Processes, and the program.
@@ -441,10 +444,10 @@ def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
     told = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = dict(side_by_side.each(trials, "cpu", 1, lambda *x: None))
+    alone = dict(side_by_side.each(stages, trials, "cpu", 1, lambda *x: None))
     torch.set_num_threads(threads)
     runs = side_by_side.each(
-        trials, "cpu", workers, lambda *x: told.append(x[:2]), streams
+        stages, trials, "cpu", workers, lambda *x: told.append(x[:2]), streams
     )
     found = dict(runs)
     assert sorted(found) == [0, 1, 2]
@@ -474,10 +477,10 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
         if len(stopped) == 2:
             raise KeyboardInterrupt
         stopped.append(trial)
-        return run(trial, device, progress=progress)
+        return stages(trial, device, progress=progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(side_by_side, "run", runs_two)
+        patch.setattr(__main__, "stages", runs_two)
         assert tiny("tiny") == 130
     assert stopped == GRID.trials("tiny")[:2]
     assert len(read(tiny.file)) == 2
@@ -492,7 +495,7 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
     ]
     assert said == 2 * [False] + 6 * [True]
     assert tiny.file.read_text().startswith(before)
-    assert None not in matching(GRID.trials("tiny"), read(tiny.file))
+    assert None not in matched(GRID.trials("tiny"), read(tiny.file))
     assert out.startswith("tiny: Does it run?\n8 of 8 runs\npairs: ")
     after = tiny.file.read_text()
     assert tiny("tiny") == 0 and tiny.file.read_text() == after
@@ -529,7 +532,6 @@ def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
                 found = {
                     **record(t.lr, t.seed, t.lr, 0.5),
                     "settings": one.settings(),
-                    "curve": [(1, 1.0, 0.0)],
                     "seconds": 1.0,
                 }
                 append(tiny.file.with_name(f"{name}.jsonl"), found)
@@ -544,7 +546,7 @@ def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
     ]
     text = json.loads(file.read_text())
     assert list(text) == ["tiny"]
-    assert None not in matching(GRID.trials("tiny"), unpacked(text["tiny"]))
+    assert None not in matched(GRID.trials("tiny"), unpacked(text["tiny"]))
     assert len(text["tiny"]["runs"]) == 8
     file.unlink()
     assert tiny("half", "--record", str(file)) == 2
@@ -611,7 +613,7 @@ def alive(pid):
 def test_a_worker_that_dies_is_an_error_that_says_so():
     dead = {"recurrence": {"A_range": (2.0, 1.0)}}
     trials = [replace(TRIAL, options=dead), replace(TRIAL, steps=10**5)]
-    found = side_by_side.each(trials, "cpu", 2, lambda *x: None)
+    found = side_by_side.each(stages, trials, "cpu", 2, lambda *x: None)
     with pytest.raises(side_by_side.WorkerDied, match=r"^workers: one died"):
         next(found)
     assert not multiprocessing.active_children()

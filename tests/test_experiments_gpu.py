@@ -8,7 +8,7 @@ import torch
 
 from fastweights.experiments import EXPERIMENTS, Trial, run, side_by_side
 from fastweights.experiments.step import EAGER, Step
-from fastweights.experiments.trial import a_stream
+from fastweights.experiments.trial import a_stream, stages
 from fastweights.models import LanguageModel
 
 pytestmark = [
@@ -58,14 +58,22 @@ def test_recorded_steps_are_the_steps(name, variant, monkeypatch):
 def test_runs_beside_each_other_are_those_alone():
     of = trial("recall", "delta", test_rows=32)
     trials = [replace(of, seed=seed) for seed in range(4)]
-    alone = [run(one, "cuda", every=1)["curve"] for one in trials]
-    found = dict(
-        side_by_side.each(trials, "cuda", 1, lambda *x: None, streams=4)
-    )
-    for i, curve in enumerate(alone):
-        for mine, wanted in zip(found[i]["curve"], [curve[-1]], strict=True):
-            assert mine == pytest.approx(wanted, rel=2e-3, abs=0.02)
-    assert len({curve[-1][1] for curve in alone}) == 4
+    alone = [last_loss(one) for one in trials]
+    told = {}
+
+    def tell(i, _step, loss, _right):
+        told[i] = loss
+
+    list(side_by_side.each(stages, trials, "cuda", 1, tell, streams=4))
+    found = [told[i] for i in range(4)]
+    assert found == pytest.approx(alone, rel=2e-3, abs=0.02)
+    assert len(set(alone)) == 4
+
+
+def last_loss(of: Trial) -> float:
+    told = []
+    run(of, "cuda", progress=lambda *x: told.append(x))
+    return told[-1][1]
 
 
 def test_what_a_run_leaves_behind_does_not_spoil_a_recording(monkeypatch):
@@ -80,9 +88,9 @@ def test_what_a_run_leaves_behind_does_not_spoil_a_recording(monkeypatch):
     thresholds = gc.get_threshold()
     try:
         gc.set_threshold(0)
-        alone = run(of, "cuda")["curve"]
+        alone = last_loss(of)
         monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", collecting)
-        again = run(of, "cuda")["curve"]
+        again = last_loss(of)
     finally:
         gc.set_threshold(*thresholds)
-    assert again[-1][1] == pytest.approx(alone[-1][1], rel=2e-3)
+    assert again == pytest.approx(alone, rel=2e-3)

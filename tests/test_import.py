@@ -21,8 +21,6 @@ HEAVY = (
 # What the recurrences stand under; each imports those before it.
 ABOVE = (
     "layers",
-    "bench_layer",
-    "bench_deep",
     "models",
     "tasks",
     "corpus",
@@ -32,8 +30,12 @@ ABOVE = (
     "train",
     "experiments",
     "comparison",
+    "bench_cpu",
+    "bench_deep",
+    "bench_layer",
     "bench_trained",
     "bench_growth",
+    "bench",
 )
 ROOT = Path(__file__).resolve().parent.parent / "src" / "fastweights"
 SCRIPT = """

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import matplotlib as mpl
 import pytest
 
-from fastweights import bench, plotting
+from fastweights import plotting, records
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -162,7 +162,7 @@ def test_draw_shows_the_svg_in_a_notebook(figure, monkeypatch):
 @pytest.fixture
 def record():
     """The recorded run, its peer's times twice our own."""
-    found = bench.load("h200")
+    found = records.load("h200")
     ours = [row for row in found["rows"] if row.get("who") != "fla"]
     slower = [
         row | {"who": "fla", "seconds": 2 * row["seconds"]}

@@ -19,7 +19,7 @@ import pytest
 import torch
 from inputs import Largest
 
-from fastweights import comparison, corpus, models, train
+from fastweights import comparison, corpus, models, records, train
 from fastweights.models.files import written
 from fastweights.training import Settings, Training, read_checkpoint
 
@@ -572,8 +572,8 @@ def test_the_program_trains_saves_and_goes_on(folder, tmp_path, capsys):
     rows = [json.loads(x) for x in (out / "log.jsonl").open()]
     assert rows[0]["settings"]["dim"] == 16
     assert rows[0]["corpus"]["bytes"] == corpus.read([folder]).size
-    assert {"fastweights", "python", "torch"} == set(rows[0]["versions"])
-    assert rows[0]["device"].startswith("cpu")
+    assert {"fastweights", "python", "torch"} <= set(rows[0])
+    assert rows[0]["device"] == records.processor()
     assert [row["step"] for row in rows[1:]] == [1, 2, 3, 3]
     assert rows[-1]["bits per byte"] > 0
     assert rows[-1]["repeated"] is None  # none in so short a window

@@ -1,4 +1,4 @@
-"""What a CPU takes: ``python -m fastweights.bench_cpu [--json FILE]``.
+"""What a CPU takes: ``python -m fastweights.bench cpu``.
 
 Every member in four cases: one token from an empty state, one step of
 decode_step, a forward, and a training step of many short sequences. Beside
@@ -11,25 +11,19 @@ turns, which other work on the machine disturbs least.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
-from fastweights import bench
+from fastweights import speed
 from fastweights.speed import MEMBERS
-from fastweights.timing import Row, package_version
+from fastweights.timing import Row
 
 Member = Callable[..., tuple[Tensor, Any]]
 
@@ -43,18 +37,10 @@ CASES = {
 
 
 def inputs(member: str, case: str) -> dict[str, Tensor]:
-    """q, k of unit length, v normal, mild gates, beta uniform in (0, 1)."""
-    torch.manual_seed(0)
+    """A case's q, k, v, mild gates and beta, on the CPU in fp32."""
     B, T, H, D = CASES[case]
-    gate, delta = MEMBERS[member]
-    q, k = F.normalize(torch.randn(2, B, T, H, D), dim=-1)
-    x = {"q": q, "k": k, "v": torch.randn(B, T, H, D)}
-    sizes = {"fixed": (H,), "head": (B, T, H), "channel": (B, T, H, D)}
-    if gate is not None:
-        x["g"] = F.logsigmoid(torch.randn(sizes[gate])) / 16
-    if delta:
-        x["beta"] = torch.rand(B, T, H)
-    return x
+    shape = speed.Shape(B, T, H, H, D, D)
+    return speed.inputs(member, shape, "mild", "cpu", torch.float32)
 
 
 def one_chunk(
@@ -138,21 +124,6 @@ def contenders(member: str, case: str) -> dict[str, Member]:
     return found
 
 
-def call(function: Member, x: dict[str, Tensor], case: str) -> Callable:
-    """What is timed: a call without gradients, or in "train" with them."""
-
-    def forward() -> object:
-        with torch.no_grad():
-            return function(**x)
-
-    def both() -> object:
-        leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
-        o, _ = function(**leaves)
-        return torch.autograd.grad(o, [*leaves.values()], x["v"])
-
-    return both if case == "train" else forward
-
-
 def least_seconds(
     calls: dict[str, Callable], seconds: float
 ) -> dict[str, float]:
@@ -179,64 +150,11 @@ def rows(
     for case in cases:
         for member in members:
             x = inputs(member, case)
+            what = "forward+backward" if case == "train" else "forward"
             calls = {
-                who: call(function, x, case)
+                who: speed.passes(function, x)[what]
                 for who, function in contenders(member, case).items()
             }
             for who, least in least_seconds(calls, seconds).items():
                 row = {"case": case, "member": member, "who": who}
                 yield row | {"seconds": least}
-
-
-def processor() -> str:
-    """The processor's name, as Linux has it; elsewhere its architecture."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [x.split(":")[1].strip() for x in lines if "model name" in x]
-    return names[0] if names else platform.machine()
-
-
-def environment() -> dict[str, Any]:
-    """The environment as a bench records it, for a CPU and one thread."""
-    return bench.environment() | {
-        "device": processor(),
-        "dtype": "float32",
-        "threads": 1,
-        "transformers": package_version("transformers"),
-        "shapes": CASES,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastweights.bench_cpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument(
-        "--members", choices=MEMBERS, default=[*MEMBERS], **several
-    )
-    parser.add_argument("--cases", choices=CASES, default=[*CASES], **several)
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="spent on each; 2 if left"
-    )
-    parser.add_argument("--json", type=Path, help="write the record here")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    given = " ".join(sys.argv[1:])
-    record: dict[str, Any] = {
-        "command": f"python -m fastweights.bench_cpu {given}".strip(),
-        **environment(),
-        "rows": [],
-    }
-    for row in rows(arguments.members, arguments.cases, arguments.seconds):
-        words = (row["case"], row["member"], row["who"])
-        print(*words, f"{1e6 * row['seconds']:.0f} us", flush=True)
-        record["rows"].append(row)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """How long networks as fast weights take.
 
-    python -m fastweights.bench_deep [NAME ...] [--json FILE]
-        [--ttt-video-dit FOLDER]
+    python -m fastweights.bench deep [NAME ...] [--ttt-video-dit FOLDER]
 
 ttt         TTT-Linear's fast weights, heads of 64 and of 128, B 1 and 8
 lact        LaCT's, chunks of 2048, under torch.compile
@@ -24,10 +23,8 @@ share of the rate of products that a call reaches.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastweights import bench, checks, deep, private
-from fastweights.deep import cost
+from fastweights import checks, deep, private
+from fastweights.deep import cost as costs
 from fastweights.deep.cost import Cost
 from fastweights.layers import (
     TTTMLP,
@@ -71,13 +68,16 @@ def timed(
     row: Row,
     call: Callable[[], tuple[Tensor, object]],
     inputs: list[Tensor],
-    costs: dict[bool, Cost],
+    of: Callable[..., Cost],
     best: tuple[float, float],
 ) -> Iterator[Row]:
     """Forward, and forward with backward, beside their floors.
 
-    "first" is what the first call took, compiling it.
+    ``of(training=)`` is what a pass costs. "first" is what the first call
+    took, compiling it.
     """
+    for t in inputs:
+        t.requires_grad_()
     start = time.perf_counter()
     dy = torch.randn_like(call()[0])
 
@@ -92,15 +92,15 @@ def timed(
     for training, fn in ((False, call), (True, both)):
         repeats = 6 if ON_GPU and not slow else 2
         seconds = timeit(fn, repeats=repeats, warmup=1 - slow)
-        flops, _ = costs[training]
+        cost = of(training=training)
         yield {
             **row,
             "pass": "forward+backward" if training else "forward",
             "first": round(first, 1),
-            "of_ceiling": round(flops / seconds / best[0], 3),
+            "of_ceiling": round(cost.flops / seconds / best[0], 3),
             "seconds": seconds,
-            "floor": costs[training].seconds(*best),
-            "flops": flops,
+            "floor": cost.seconds(*best),
+            "flops": cost.flops,
         }
 
 
@@ -126,16 +126,12 @@ def ttt(best: tuple[float, float], clone: Path | None = None) -> Iterator[Row]:
             norm = torch.ones_like(b), torch.zeros_like(b)
             rows = 1 / torch.arange(1, 17, device=DEVICE)
             x = [q, k, v, rate, W, b, *norm, rows]
-            for t in x:
-                t.requires_grad_()
             call = functools.partial(
                 deep.ttt, q, k, v, rate, [(W, b)], norm, rows
             )
             row = {"what": "ttt-linear", "B": B, "T": T, "H": H, "K": K}
-            costs = {
-                f: cost.ttt(B, T, H, K, training=f) for f in (False, True)
-            }
-            yield from timed(row, call, x, costs, best)
+            of = functools.partial(costs.ttt, B, T, H, K)
+            yield from timed(row, call, x, of, best)
             if clone:
                 o, C = call()[0].detach(), len(rows)
                 for group in GROUPS:
@@ -146,7 +142,7 @@ def ttt(best: tuple[float, float], clone: Path | None = None) -> Iterator[Row]:
                     read = theirs()[0].flatten(2, 3).transpose(1, 2)
                     last = slice(C - 1, None, C)
                     checks.close(read[:, last], o[:, last], 2e-2)
-                    yield from timed(row | more, theirs, y, costs, best)
+                    yield from timed(row | more, theirs, y, of, best)
 
 
 GROUPS = (4, 16, 64)
@@ -173,8 +169,6 @@ def by_authors(
     eta = (rows[:, None] * rate[..., None, :]).to(q.dtype).contiguous()
     start = (W.expand(len(q), *W.shape), b[:, None].expand(len(q), -1, 1, -1))
     y = [weight, bias, *(t.contiguous() for t in start), q, v, k, eta]
-    for t in y:
-        t.requires_grad_()
     return lambda: (authors.TritonLinear.apply(*y, group), None), y
 
 
@@ -188,20 +182,13 @@ def lact(best: tuple[float, float]) -> Iterator[Row]:
     momentum = torch.rand(B, T, H, device=DEVICE)
     start = [torch.randn(H, K, K, device=DEVICE) / K**0.5 for _ in range(3)]
     x = [q, k, v, rates, *start, momentum]
-    for t in x:
-        t.requires_grad_()
     run = torch.compile(deep.lact, fullgraph=True)
     call = functools.partial(
         run, q, k, v, rates, start, momentum, chunk_size=CHUNK
     )
-    of = functools.partial(cost.lact, B, T, H, K, K, CHUNK)
-    yield from timed(
-        {"what": "lact", "B": B, "T": T, "H": H, "K": K, "C": CHUNK},
-        call,
-        x,
-        {f: of(training=f) for f in (False, True)},
-        best,
-    )
+    of = functools.partial(costs.lact, B, T, H, K, K, CHUNK)
+    row = {"what": "lact", "B": B, "T": T, "H": H, "K": K, "C": CHUNK}
+    yield from timed(row, call, x, of, best)
 
 
 def mesa(best: tuple[float, float]) -> Iterator[Row]:
@@ -215,15 +202,11 @@ def mesa(best: tuple[float, float]) -> Iterator[Row]:
             beta = torch.rand(B, T, H, device=DEVICE)
             ridge = torch.ones(H, K, device=DEVICE)
             x = [q, k, v, g, beta, ridge]
-            for t in x:
-                t.requires_grad_()
-            costs = {
-                f: cost.mesa(B, T, H, K, training=f) for f in (False, True)
-            }
+            of = functools.partial(costs.mesa, B, T, H, K)
             row = {"what": "mesa", "B": B, "T": T, "H": H, "K": K}
             torch.compiler.reset()
             run = torch.compile(deep.mesa, fullgraph=True)
-            yield from timed(row, functools.partial(run, *x), x, costs, best)
+            yield from timed(row, functools.partial(run, *x), x, of, best)
 
 
 def layers(best: tuple[float, float]) -> Iterator[Row]:
@@ -232,74 +215,62 @@ def layers(best: tuple[float, float]) -> Iterator[Row]:
     M, N = HEADS[-1]
     few, many = BATCHES[0], BATCHES[-1]
     width = DIM // LACT_HEADS
-    window = Cost(2 * 2 * CHUNK * T * DIM, 0)
-    cases: dict[str, tuple[int, Callable, Callable]] = {
-        "TTTLinear": (
-            many,
-            lambda: TTTLinear(DIM, H, **TO),
-            functools.partial(cost.ttt, many, T, H, K),
-        ),
+    a, LACT = functools.partial, LACT_HEADS
+    cases: dict[str, tuple[int, Callable[..., nn.Module], Callable]] = {
+        "TTTLinear": (many, a(TTTLinear, DIM, H), a(costs.ttt, many, T, H, K)),
         "LaCT": (
             many,
-            lambda: LaCT(
-                DIM,
-                LACT_HEADS,
-                num_attention_heads=H,
-                chunk_size=CHUNK,
-                **TO,
-            ),
-            functools.partial(
-                cost.lact, many, T, LACT_HEADS, width, width, CHUNK
-            ),
+            a(LaCT, DIM, LACT, num_attention_heads=H, chunk_size=CHUNK),
+            a(costs.lact, many, T, LACT, width, width, CHUNK),
         ),
-        "MesaNet": (
-            many,
-            lambda: MesaNet(DIM, M, N, **TO),
-            functools.partial(cost.mesa, many, T, M, N),
-        ),
+        "MesaNet": (many, a(MesaNet, DIM, M, N), a(costs.mesa, many, T, M, N)),
         "TTTMLP": (
             few,
-            lambda: TTTMLP(DIM, H, **TO),
-            functools.partial(cost.ttt, few, T, H, K, hidden=4 * K),
+            a(TTTMLP, DIM, H),
+            a(costs.ttt, few, T, H, K, hidden=4 * K),
         ),
         "TitansMemory": (
             few,
-            lambda: TitansMemory(DIM, M, N, **TO),
-            functools.partial(cost.titans, few, T, M, N, 4 * N),
+            a(TitansMemory, DIM, M, N),
+            a(costs.titans, few, T, M, N, 4 * N),
         ),
     }
-    for name, (B, make, of) in cases.items():
+    for name, (B, make, fast) in cases.items():
         torch.compiler.reset()
         torch.manual_seed(0)
-        layer = make()
-        x = torch.randn(B, T, DIM, **TO).requires_grad_()
+        layer = make(**TO)
+        x = torch.randn(B, T, DIM, **TO)
         # Step after step written down, 256 would take an hour to compile.
         compiled = private.SCAN is not None or name not in SCANNED
         run = torch.compile(layer, fullgraph=True) if compiled else layer
-        costs = {f: of(training=f) for f in (False, True)}
-        for training in costs:
-            costs[training] += projections(layer, B, training)
-            if name == "LaCT":
-                flops = B * window.flops * (3 if training else 1)
-                costs[training] += (flops, 0)
+
         yield from timed(
             {"what": name, "compiled": compiled, "B": B, "T": T, "D": DIM},
             functools.partial(run, x),
             [x, *layer.parameters()],
-            costs,
+            functools.partial(of_layer, fast, layer, B),
             best,
         )
         del layer, x, run
 
 
-def projections(layer: nn.Module, B: int, training: bool) -> Cost:
-    """Cost of a layer's linear maps: products, x, y and the weights."""
+def of_layer(
+    fast: Callable[..., Cost], layer: nn.Module, B: int, training: bool
+) -> Cost:
+    """A layer's cost: that of its fast weights, and of its linear maps.
+
+    The latter are products, x, y, and the weights themselves; LaCT has
+    softmax in a window besides.
+    """
     linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
     weights = sum(m.weight.numel() for m in linear)
     size = linear[0].weight.element_size()
     times = 3 if training else 1
-    moved = size * (2 * B * T * DIM + weights) * times
-    return Cost(2 * B * T * weights * times, moved)
+    flops = 2 * B * T * weights
+    if isinstance(layer, LaCT):
+        flops += 4 * B * T * CHUNK * DIM
+    moved = size * (2 * B * T * DIM + weights)
+    return fast(training=training) + Cost(times * flops, times * moved)
 
 
 CASES: dict[str, Callable[..., Iterator[Row]]] = {
@@ -310,42 +281,10 @@ CASES: dict[str, Callable[..., Iterator[Row]]] = {
 }
 
 
-def measured(names: list[str], clone: Path | None = None) -> Iterator[Row]:
-    """The ceilings' rows, then those of the cases."""
-    rows, best = rates()
-    yield from rows
-    for name in names:
+def rows(names: list[str], clone: Path | None = None) -> Iterator[Row]:
+    """The ceilings' rows, then those of the cases; without names of all."""
+    found, best = rates()
+    yield from found
+    for name in names or CASES:
         more = (clone,) if name == "ttt" else ()
         yield from CASES[name](best, *more)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastweights.bench_deep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="default: all"
-    )
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument(
-        "--ttt-video-dit",
-        type=Path,
-        metavar="FOLDER",
-        help="time its TTT-Linear beside ours",
-    )
-    arguments = parser.parse_args()
-    clone = arguments.ttt_video_dit
-    if unknown := set(arguments.names) - {*CASES}:
-        parser.error(f"NAME: got {sorted(unknown)}, need some of {[*CASES]}")
-    names = arguments.names or [*CASES]
-    case = functools.partial(measured, names, clone)
-    given = arguments.names + (
-        ["--ttt-video-dit", clone.name] if clone else []
-    )
-    bench.run(case, shlex.join(given), arguments.json, program="bench_deep")
-
-
-if __name__ == "__main__":
-    main()

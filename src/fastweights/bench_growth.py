@@ -1,6 +1,6 @@
 """How cost grows: each size doubled by itself, beside the plainest program.
 
-    python -m fastweights.bench_growth [name ...]
+    python -m fastweights.bench growth [NAME ...]
 
 For every case the seconds at each size, the exponent of the last doublings
 with the one that is expected, and how many times as long the plainest PyTorch
@@ -10,10 +10,9 @@ least of a few runs, of which other programs on the machine take none away.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from fastweights.models import (
     token_losses,
 )
 from fastweights.models.pool import StatePool
+from fastweights.timing import Row
 
 Run = Callable[[], Any]
 
@@ -58,42 +58,39 @@ def offsets(*lengths: int) -> Tensor:
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
 
 
-def recurrence(T: int, length: int) -> tuple[Run, Run]:
-    """Gated delta on a pack of short documents; the same rows as a batch."""
-
-    def made(B: int, T: int, **options: Any) -> Run:
-        torch.manual_seed(0)
-        x = [torch.randn(B, T, 2, 32, requires_grad=True) for _ in range(3)]
-        g, beta = -torch.rand(B, T, 2), torch.rand(B, T, 2)
-
-        def run() -> None:
-            q, k, v = x
-            k = F.normalize(k, dim=-1)
-            o, _ = fw.gated_deltanet(q, k, v, g, beta, **options)
-            o.sum().backward()
-
-        return run
-
-    packed = offsets(*[length] * (T // length))
-    return made(1, T, cu_seqlens=packed), made(T // length, length)
+def packed(T: int, length: int, made: Callable[..., Run]) -> tuple[Run, Run]:
+    """A pack of short documents; beside it the same rows as a batch."""
+    B = T // length
+    cu_seqlens = offsets(*[length] * B)
+    return made(1, T, cu_seqlens=cu_seqlens), made(B, length)
 
 
-def scan(T: int, length: int) -> tuple[Run, Run]:
+def recurrence(B: int, T: int, **options: Any) -> Run:
+    """Gated delta, forward and backward."""
+    torch.manual_seed(0)
+    x = [torch.randn(B, T, 2, 32, requires_grad=True) for _ in range(3)]
+    g, beta = -torch.rand(B, T, 2), torch.rand(B, T, 2)
+
+    def run() -> None:
+        q, k, v = x
+        k = F.normalize(k, dim=-1)
+        o, _ = fw.gated_deltanet(q, k, v, g, beta, **options)
+        o.sum().backward()
+
+    return run
+
+
+def scan(B: int, T: int, **options: Any) -> Run:
     """Mamba's scan, likewise."""
+    torch.manual_seed(0)
+    x = [torch.rand(B, T, n, requires_grad=True) for n in (32, 32, 8, 8)]
+    A = -torch.rand(32, 8)
 
-    def made(B: int, T: int, **options: Any) -> Run:
-        torch.manual_seed(0)
-        x = [torch.rand(B, T, n, requires_grad=True) for n in (32, 32, 8, 8)]
-        A = -torch.rand(32, 8)
+    def run() -> None:
+        y, _ = fw.selective_scan(x[0], x[1], A, *x[2:], **options)
+        y.sum().backward()
 
-        def run() -> None:
-            y, _ = fw.selective_scan(x[0], x[1], A, *x[2:], **options)
-            y.sum().backward()
-
-        return run
-
-    packed = offsets(*[length] * (T // length))
-    return made(1, T, cu_seqlens=packed), made(T // length, length)
+    return run
 
 
 def uneven(layer: torch.nn.Module, T: int) -> tuple[Run, Run]:
@@ -184,17 +181,12 @@ def prompt(T: int) -> tuple[Run, Run]:
     return lambda: m.generate(tokens, 1), plain
 
 
-def batch(length: int) -> tuple[Run, None]:
-    """256 tokens of documents of so many."""
-    stream = corpus.Stream.of([b"a" * length] * 4, corpus.ByteTokenizer())
-    packed = corpus.Packed(stream, 256)
-    return lambda: packed.batch(1), None
-
-
-def documents(number: int) -> tuple[Run, None]:
-    stream = corpus.Stream.of([b"a" * 20] * number, corpus.ByteTokenizer())
-    packed = corpus.Packed(stream, 256)
-    return lambda: packed.batch(1), None
+def batch(documents: int, length: int) -> tuple[Run, None]:
+    """256 tokens of so many documents of so many bytes."""
+    text = [b"a" * length] * documents
+    stream = corpus.Stream.of(text, corpus.ByteTokenizer())
+    batches = corpus.Packed(stream, 256)
+    return lambda: batches.batch(1), None
 
 
 def grams(T: int) -> tuple[Run, Run]:
@@ -229,13 +221,13 @@ def one_token(layer: torch.nn.Module, D: int) -> tuple[Run, Run]:
 
 CASES = {
     "gated delta, documents of 1": Case(
-        1, (256, 512, 1024, 2048), lambda T: recurrence(T, 1)
+        1, (256, 512, 1024, 2048), lambda T: packed(T, 1, recurrence)
     ),
     "gated delta, documents of 32": Case(
-        1, (512, 1024, 2048, 4096), lambda T: recurrence(T, 32)
+        1, (512, 1024, 2048, 4096), lambda T: packed(T, 32, recurrence)
     ),
     "selective scan, documents of 2": Case(
-        1, (256, 512, 1024, 2048), lambda T: scan(T, 2)
+        1, (256, 512, 1024, 2048), lambda T: packed(T, 2, scan)
     ),
     "softmax, uneven documents": Case(
         2,
@@ -264,9 +256,11 @@ CASES = {
     "softmax prompt, tokens": Case(2, (512, 1024, 2048, 4096), prompt),
     "pool's bookkeeping, size": Case(0, (64, 512, 4096, 16384), pooled),
     "Packed.batch, document's length": Case(
-        0, (2**10, 2**14, 2**18, 2**22), batch
+        0, (2**10, 2**14, 2**18, 2**22), lambda length: batch(4, length)
     ),
-    "Packed.batch, documents": Case(0, (2**8, 2**11, 2**14, 2**17), documents),
+    "Packed.batch, documents": Case(
+        0, (2**8, 2**11, 2**14, 2**17), lambda n: batch(n, 20)
+    ),
     "repeated n-grams, tokens": Case(1, (512, 1024, 2048, 4096), grams),
     "one token of ttt_linear, width": Case(
         2, (64, 128, 256, 512), lambda D: one_token(TTTLinear(D, 4), D)
@@ -282,35 +276,23 @@ CASES = {
 }
 
 
-def measured(case: Case) -> tuple[list[float], float, float | None]:
-    """Seconds by size, the exponent of the last ones, and the ratio."""
-    times = []
-    for size in case.sizes:
-        run, plain = case.made(size)
-        times.append(seconds(run))
-    (a, b), (x, y) = case.sizes[-2:], times[-2:]
-    exponent = math.log(y / x) / math.log(b / a)
-    return times, exponent, plain and times[-1] / seconds(plain)
+def rows(names: Sequence[str] = ()) -> Iterator[Row]:
+    """A row per case: its last seconds, the exponent of the last, the ratio.
 
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Print a line per case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of cases' names")
-    wanted = parser.parse_args(words).names
+    Args:
+        names: parts of cases' names; none: all cases.
+    """
     for name, case in CASES.items():
-        if wanted and not any(part in name for part in wanted):
+        if names and not any(part in name for part in names):
             continue
-        times, exponent, ratio = measured(case)
-        shown = " ".join(f"{1e3 * t:9.2f}" for t in times)
-        beside = "" if ratio is None else f"{ratio:7.1f} times"
-        print(
-            f"{name:32} {shown} ms  exponent {exponent:5.2f}, "
-            f"expected {case.expected} {beside}",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+        times = []
+        for size in case.sizes:
+            run, plain = case.made(size)
+            times.append(seconds(run))
+        (a, b), (x, y) = case.sizes[-2:], times[-2:]
+        row: Row = {"case": name, "ms": [round(1e3 * t, 2) for t in times]}
+        row["exponent"] = round(math.log(y / x) / math.log(b / a), 2)
+        row["expected"] = case.expected
+        if plain is not None:
+            row["times the plain one"] = round(y / seconds(plain), 1)
+        yield row | {"seconds": y}

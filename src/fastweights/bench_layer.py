@@ -1,4 +1,4 @@
-"""Where a layer's time goes: ``python -m fastweights.bench_layer [--json]``.
+"""Where a layer's time goes: ``python -m fastweights.bench layer``.
 
 One Gated DeltaNet layer of width 2048 with 16 heads of 128, under
 torch.compile in bf16, forward and backward. Its kernels are told apart by
@@ -6,22 +6,20 @@ their names, and what each took is the profiler's; those of the library have
 the names of their functions, products those of cuBLAS.
 
 How long the recurrence takes depends on the gates: heads whose chunks decay
-below 2^-64 leave the kernels' fast path (:mod:`fastweights.kernels.scan`),
+below 2^-160 leave the kernels' fast path (:mod:`fastweights.kernels.gates`),
 and how many of the 16 do is a matter of the draw. So there are several.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fastweights import bench
 from fastweights.layers import GatedDeltaNet
 from fastweights.timing import DEVICE, DTYPE, ON_GPU, Row, timeit
 
@@ -68,7 +66,7 @@ def profiled(fn: Callable[[], object]) -> list[tuple[str, float]]:
     ]
 
 
-def layer() -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Seconds of each part by draw of the gates, and of the whole layer.
 
     "all" is between events. "ab_proj" is by itself the small projection,
@@ -78,7 +76,7 @@ def layer() -> Iterator[Row]:
         SystemExit: there is no GPU.
     """
     if not ON_GPU:
-        raise SystemExit("bench_layer: got no CUDA device, need one")
+        raise SystemExit("layer: got no CUDA device, need one")
     torch.manual_seed(0)
     device = torch.device(DEVICE)
     model = GatedDeltaNet(DIM, HEADS, HEAD_DIM, device=device, dtype=DTYPE)
@@ -101,24 +99,10 @@ def layer() -> Iterator[Row]:
 
 
 def _both(
-    run: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    inputs: list[torch.Tensor],
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dy: Tensor,
+    inputs: list[Tensor],
 ) -> Callable[[], object]:
     """Forward and backward, with nothing added to older gradients."""
     return lambda: torch.autograd.grad(run(x), inputs, dy)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastweights.bench_layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, help="write the record here")
-    bench.run(layer, "", parser.parse_args().json, program="bench_layer")
-
-
-if __name__ == "__main__":
-    main()

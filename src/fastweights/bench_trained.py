@@ -1,6 +1,6 @@
 """The operators' speed on what trained models give them.
 
-    python -m fastweights.bench_trained --json h200_trained.json
+    python -m fastweights.bench trained --json h200_trained.json
 
 trains chapter 10's models with a gate (:data:`fastweights.comparison.LARGE`,
 seed 0), each with its best rate, and times the operator on their queries,
@@ -12,17 +12,15 @@ other.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import fastweights as fw
-from fastweights import bench, comparison, corpus, speed
+from fastweights import comparison, corpus, speed
 from fastweights.learned import ONE_PRODUCT, recurrence_inputs
 from fastweights.timing import DTYPE, ON_GPU, Row, timeit
 from fastweights.training import Settings, Training
@@ -98,7 +96,7 @@ def beyond(g: Tensor, tile: int = 64, chunk: int = 64) -> tuple[float, float]:
     return far.mean().item(), tiles.mean().item()
 
 
-def members() -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Each member's seconds by shape, gates and pass."""
     shapes = {where: speed.SHAPES[where] for where in SHAPES}
     if not ON_GPU:
@@ -127,17 +125,3 @@ def members() -> Iterator[Row]:
                         "tiles beyond": tiles,
                         "seconds": timeit(fn),
                     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastweights.bench_trained",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, help="write the record here")
-    bench.run(members, "", parser.parse_args().json, program="bench_trained")
-
-
-if __name__ == "__main__":
-    main()

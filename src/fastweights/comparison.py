@@ -1,6 +1,6 @@
 """One language model with other layers in it, trained on the same text.
 
-    python -m fastweights.comparison kinds parts --json text.json
+    python -m fastweights.comparison kinds parts --json text.jsonl
 
 trains the model of 20 million parameters on CPython 3.12.3's library, with
 each variant, several runs side by side on one GPU: seed 0 with every
@@ -15,30 +15,30 @@ would run. Chapter 10 trains the same variants at a size for its reader's CPU:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fastweights as fw
-from fastweights import bench, corpus
-from fastweights.experiments.records import finite
+from fastweights import corpus
+from fastweights.arguments import check_sizes
+from fastweights.experiments.side_by_side import WorkerDied, each
+from fastweights.experiments.trial import Stages
 from fastweights.learned import learned
-from fastweights.models.files import written
 from fastweights.planted import recalled
+from fastweights.records import Record, append, matching, read, shipped
 from fastweights.training import Settings, Training
 
+PROGRAM = "python -m fastweights.comparison"
 Progress = Callable[[int, float], None]
+Job = tuple[str, int, Settings]
+"""A variant, a seed, and everything else."""
 
 
 def _recurrence(**options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -244,7 +244,7 @@ def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
         )
 
 
-def load(name: str = "text") -> list[dict[str, Any]]:
+def load(name: str = "text") -> list[Record]:
     """Recorded runs that ship with the library.
 
     Args:
@@ -252,7 +252,7 @@ def load(name: str = "text") -> list[dict[str, Any]]:
             from the same seeds, with ``planted``; or ``text_learned``,
             fifteen a third time, with ``at the start`` and ``learned`` too.
     """
-    return bench.load(name)["runs"]
+    return read(shipped() / f"{name}.jsonl")
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
@@ -287,135 +287,74 @@ def of(
     ]
 
 
-def _worker(variant: str, seed: int, base: Settings) -> dict[str, Any]:
-    def tell(step: int, loss: float) -> None:
-        if step % 200 == 0:
-            print(f"{variant}, {seed}: {step} {loss:.3f}", flush=True)
-
-    return train(variant, seed, base, sample=seed == 0, progress=tell)
+def stages(job: Job, _: str, *, progress: Progress) -> Stages:
+    """:func:`train` as a job of :func:`each`; seed 0 writes text."""
+    yield
+    return train(*job, sample=job[1] == 0, progress=progress)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The program: 0, or 2 for words that mean nothing."""
+    """The program: 0, 1 if a run died, 2 for words that mean nothing."""
     program = argparse.ArgumentParser(
-        prog="python -m fastweights.comparison",
+        prog=PROGRAM,
         description="Train one model with other layers on the same text.",
     )
-    program.add_argument(
-        "what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}"
-    )
-    program.add_argument("--json", type=Path, help="file of the results")
-    program.add_argument("--seeds", type=_size, default=3)
-    program.add_argument("--lr", type=float, nargs="+", default=RATES)
-    program.add_argument(
-        "--each", action="store_true", help="every seed with every rate"
-    )
-    program.add_argument("--steps", type=_size, help="in place of the size's")
-    program.add_argument("--small", action="store_true", help="for a CPU")
-    program.add_argument("--workers", type=_size, default=6, help="at once")
-    program.add_argument("--dry", action="store_true", help="run nothing")
+    option = program.add_argument
+    option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
+    option("--json", type=Path, help="file of the results, a line each")
+    option("--seeds", type=int, default=3)
+    option("--lr", type=float, nargs="+", default=RATES)
+    option("--each", action="store_true", help="every seed with every rate")
+    option("--steps", type=int, help="in place of the size's")
+    option("--small", action="store_true", help="for a CPU")
+    option("--workers", type=int, default=6, help="at once")
+    option("--dry", action="store_true", help="run nothing")
     asked = program.parse_args(words)
     base = SMALL if asked.small else LARGE
-    base = replace(base, steps=asked.steps or base.steps)
     names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
-    try:
-        for name in names:
-            for lr in asked.lr:
-                chosen(name, 0, replace(base, lr=lr))
-    except ValueError as error:
-        print(f"python -m fastweights.comparison: {error}", file=sys.stderr)
-        return 2
-    record = _begun(asked.json, sys.argv[1:] if words is None else words)
+    runs: list[Record] = []
 
-    def go(wanted: list[tuple[str, int, Settings]]) -> None:
-        there = {_key(run["variant"], run["settings"]) for run in runs}
-        waiting = [
-            one
-            for one in wanted
-            if _key(one[0], asdict(chosen(*one))) not in there
-        ]
-        for name, seed, settings in waiting:
-            print(f"to run: {name}, seed {seed}, lr {settings.lr}")
+    def go(wanted: list[Job]) -> None:
+        settings = [asdict(chosen(*job)) for job in wanted]
+        found = zip(wanted, matching(settings, runs), strict=True)
+        left = [job for job, run in found if run is None]
+        for name, seed, of in left:
+            print(f"to run: {name}, seed {seed}, lr {of.lr}")
         if asked.dry:
             return
-        for run in _side_by_side(waiting, asked.workers):
+
+        def tell(i: int, step: int, loss: float) -> None:
+            if step % 200 == 0:
+                print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
+
+        for _, run in each(stages, left, "cpu", asked.workers, tell):
             print(_line(run), flush=True)
             runs.append(run)
             if asked.json:
-                _write(record, asked.json)
+                append(asked.json, run)
 
-    runs: list[dict[str, Any]] = record["runs"]
-    go([(name, 0, replace(base, lr=lr)) for lr in asked.lr for name in names])
-    best = {name: [best_rate(runs, name)] for name in names}
-    go(
-        [
-            (name, seed, replace(base, lr=lr))
-            for seed in range(1, asked.seeds)
-            for name in names
-            for lr in (asked.lr if asked.each else best[name])
-            if lr is not None
-        ]
-    )
+    try:
+        check_sizes(seeds=asked.seeds, workers=asked.workers)
+        if asked.steps is not None:
+            base = replace(base, steps=asked.steps)
+        if asked.json:
+            runs += read(asked.json)
+        of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
+        go([(name, 0, of) for of in of_rate.values() for name in names])
+        best = {name: [best_rate(runs, name)] for name in names}
+        go(
+            [
+                (name, seed, replace(base, lr=lr))
+                for seed in range(1, asked.seeds)
+                for name in names
+                for lr in (asked.lr if asked.each else best[name])
+                if lr is not None
+            ]
+        )
+    except (ValueError, WorkerDied) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerDied) else 2
     return 0
-
-
-def _size(word: str) -> int:
-    """An option that is an integer >= 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"got {word!r}, need an integer >= 1")
-    return int(word)
-
-
-def _side_by_side(
-    waiting: list[tuple[str, int, Settings]], workers: int
-) -> Iterator[dict[str, Any]]:
-    """The runs as they end, each in a process of its own.
-
-    What one of them raised is raised when the others have ended.
-    """
-    context = get_context("spawn")
-    failed = None
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        running = [pool.submit(_worker, *one) for one in waiting]
-        for future in as_completed(running):
-            if future.exception() is None:
-                yield future.result()
-            failed = failed or future.exception()
-    if failed is not None:
-        raise failed
-
-
-def _begun(file: Path | None, words: Sequence[str]) -> dict[str, Any]:
-    """What is in the file already, or the head of a new one."""
-    command = f"python -m fastweights.comparison {' '.join(words)}"
-    if file is not None and file.is_file():
-        record = json.loads(file.read_text())
-        record["commands"].append(command)
-        return record
-    on_gpu = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if on_gpu else platform.machine()
-    return {
-        "commands": [command],
-        "device": name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fastweights": fw.__version__,
-        "date": datetime.date.today().isoformat(),
-        "runs": [],
-    }
-
-
-def _write(record: dict[str, Any], file: Path) -> None:
-    """Write the record to the file in one step; what is no number as null."""
-    lines = ",\n".join(json.dumps(finite(run)) for run in record["runs"])
-    head = json.dumps({**record, "runs": []}, indent=1)
-    text = head.replace('"runs": []', f'"runs": [\n{lines}\n ]') + "\n"
-    written(file, lambda beside: beside.write_text(text))
-
-
-def _key(variant: str, settings: dict[str, Any]) -> str:
-    """A run's settings as text: equal for one run, read from a file or not."""
-    return json.dumps([variant, finite(settings)], sort_keys=True)
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from fastweights import bench
+from fastweights.records import timed_rows
 from fastweights.show import notebook
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def show_html(text: str) -> None:
 def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
     """TFLOP/s of each member over its FLOPs per byte, under the roof.
 
-    ``record`` is one of :func:`fastweights.bench.load`'s, of the case
+    ``record`` is one of :func:`fastweights.records.load`'s, of the case
     ``members``; its own ceilings are the roof. Forward (filled) and forward
     with backward (open), where nothing is forgotten.
     """
@@ -140,7 +140,7 @@ def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
     bandwidth = memory["moved"] / memory["seconds"]
     peak = matmul["flops"] / matmul["seconds"]
     fig, ax = plt.subplots()
-    rows = bench.timed_rows(record, shape)
+    rows = timed_rows(record, shape)
     marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
     names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
     for row in rows:
@@ -194,7 +194,7 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
     """
     import matplotlib.pyplot as plt
 
-    rows = bench.timed_rows(record, shape)
+    rows = timed_rows(record, shape)
     members = list(dict.fromkeys(row["member"] for row in rows))
     fig, axes = plt.subplots(1, 2, sharey=True)
     marks = {

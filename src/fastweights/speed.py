@@ -1,6 +1,6 @@
 """How fast each member is, in multiples of what the machine allows.
 
-``python -m fastweights.bench`` (the case ``members``) times every member,
+``python -m fastweights.bench members`` times every member,
 forward and forward + backward, on the shapes below, beside a peer if one is
 asked for. The floor is the longer of two times: each input read once and
 each output written once (three times that with the backward) at the rate of
@@ -26,6 +26,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.flops import forward as chunk_flops
+from fastweights.records import package_version
 from fastweights.timing import (
     DEVICE,
     DTYPE,
@@ -33,7 +34,6 @@ from fastweights.timing import (
     Row,
     ceilings,
     host_seconds,
-    package_version,
     peak_memory,
     timeit,
 )
@@ -115,20 +115,26 @@ GATES = ("mild", "kept", "strong", "model")
 BOUNDED = ("mild", "kept")  # above -5, whatever is drawn
 
 
-def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
+def inputs(
+    member: str,
+    shape: Shape,
+    gate: str,
+    device: str = DEVICE,
+    dtype: torch.dtype = DTYPE,
+) -> dict[str, Tensor]:
     """q, k of unit length, v normal, beta uniform up to shape.most, and gates.
 
-    q, k, v have the dtype of :data:`fastweights.timing.DTYPE`; g, beta fp32.
-    A shape of packed sequences comes with its cu_seqlens.
+    q, k, v have this dtype; g, beta are fp32. A shape of packed sequences
+    comes with its cu_seqlens.
     """
     torch.manual_seed(0)
     B, T, H, HV, K, V = shape.sizes
-    make = functools.partial(torch.randn, device=DEVICE)
+    make = functools.partial(torch.randn, device=device)
     width, delta = MEMBERS[member]
     x = {
-        "q": F.normalize(make(B, T, H, K), dim=-1).to(DTYPE),
-        "k": F.normalize(make(B, T, H, K), dim=-1).to(DTYPE),
-        "v": make(B, T, HV, V).to(DTYPE),
+        "q": F.normalize(make(B, T, H, K), dim=-1).to(dtype),
+        "k": F.normalize(make(B, T, H, K), dim=-1).to(dtype),
+        "v": make(B, T, HV, V).to(dtype),
     }
     sizes = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
     if width is not None:
@@ -140,9 +146,9 @@ def inputs(member: str, shape: Shape, gate: str) -> dict[str, Tensor]:
         if gate == "model" and member != "gla":
             x["g"] = published(shape, width)
     if delta:
-        x["beta"] = shape.most * torch.rand(B, T, HV, device=DEVICE)
+        x["beta"] = shape.most * torch.rand(B, T, HV, device=device)
     if shape.sequences:
-        lengths = torch.tensor((0, *shape.sequences), device=DEVICE)
+        lengths = torch.tensor((0, *shape.sequences), device=device)
         x["cu_seqlens"] = lengths.cumsum(0)
     return x
 
@@ -438,3 +444,104 @@ def members(
                             "peak": peak_memory(fn),
                             "host": host_seconds(fn),
                         }
+
+
+def crossover() -> Iterator[Row]:
+    """Forward time by sequence length T, at a constant B T.
+
+    Every T then does the same linear work on a full GPU: linear attention
+    is a level line, and softmax attention climbs through it.
+    """
+    H = 16 if ON_GPU else 2
+    tokens = 65536 if ON_GPU else 8192
+    lengths = range(8, 17) if ON_GPU else range(9, 14)
+    for D in (64, 128) if ON_GPU else (64,):
+        for T in (2**i for i in lengths):
+            B = tokens // T
+            shape = {"B": B, "T": T, "H": H, "D": D}
+            yield from _timed(_forms(*_inputs(**shape)), shape)
+
+
+def _inputs(B: int, T: int, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, unit k and v, drawn at random."""
+    q, k, v = (
+        torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
+    )
+    return q, F.normalize(k, dim=-1), v
+
+
+def _timed(forms: dict[str, Callable], shape: Row) -> Iterator[Row]:
+    for form, fn in forms.items():
+        seconds = timeit(fn, repeats=20 if ON_GPU else 3)
+        yield {"form": form, **shape, "seconds": seconds}
+
+
+def _forms(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int = 64
+) -> dict[str, Callable]:
+    """Causal attention in each form; the kernels only where they compile."""
+    q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    forms: dict[str, Callable] = {
+        "softmax": lambda: F.scaled_dot_product_attention(
+            q_h, k_h, v_h, is_causal=True
+        ),
+        "chunkwise": lambda: fw.linear_attention(
+            q, k, v, backend="chunkwise", chunk_size=chunk_size
+        ),
+    }
+    if ON_GPU:
+        from fastweights.kernels.linear import scan
+        from fastweights.kernels.prefix import parallel_scan
+
+        for fn in (scan, parallel_scan):
+            forms[fn.__name__] = functools.partial(
+                fn, q, k, v, scale=scale, chunk_size=chunk_size
+            )
+    return forms
+
+
+def chunks() -> Iterator[Row]:
+    """Forward time by tokens per chunk, the GPU filled by B H sequences."""
+    B, T, H = (8, 8192, 16) if ON_GPU else (1, 2048, 2)
+    for D in (64, 128) if ON_GPU else (64,):
+        q, k, v = _inputs(B, T, H, D)
+        beta = torch.rand(B, T, H, device=DEVICE).to(DTYPE)
+        for C in (16, 32, 64):
+            forms = _forms(q, k, v, C)
+            del forms["softmax"]
+            forms["deltanet"] = functools.partial(
+                fw.deltanet, q, k, v, beta, chunk_size=C
+            )
+            yield from _timed(forms, {"B": B, "T": T, "H": H, "D": D, "C": C})
+
+
+def decode() -> Iterator[Row]:
+    """Time of one new token after n, and the bytes kept for it."""
+    B, H, D = (64, 16, 128) if ON_GPU else (4, 2, 64)
+    lengths = [2**i for i in range(8, 17 if ON_GPU else 13)]
+    shape = {"B": B, "H": H, "D": D}
+    q, k, v = (
+        torch.randn(B, H, 1, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
+    )
+    state = torch.zeros(B, H, D, D, device=DEVICE)
+
+    def step() -> Tensor:
+        state.addcmul_(k.mT.float(), v.float())
+        return (q.float() @ state).to(DTYPE)
+
+    kept = state.numel() * state.element_size()
+    seconds = timeit(step)
+    yield {"form": "linear", **shape, "kept": kept, "seconds": seconds}
+    for n in lengths:
+        keys, values = (
+            torch.randn(B, H, n, D, device=DEVICE, dtype=DTYPE) for _ in "kv"
+        )
+
+        def attend(keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            keys[:, :, -1:], values[:, :, -1:] = k, v
+            return F.scaled_dot_product_attention(q, keys, values)
+
+        kept = 2 * keys.numel() * keys.element_size()
+        row = {"form": "softmax", **shape, "n": n, "kept": kept}
+        yield row | {"seconds": timeit(attend)}

@@ -6,7 +6,6 @@ On a CUDA device in bf16; on a CPU in fp32 and small.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -90,14 +89,6 @@ def host_seconds(fn: Callable[[], object], repeats: int = 51) -> float | None:
         seconds.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(seconds)
-
-
-def package_version(package: str) -> str | None:
-    """An installed package's version; None if it is not installed as one."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def ceilings() -> Iterator[Row]:

@@ -21,7 +21,6 @@ what ran, the tokenizer, and the model as
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -40,37 +39,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastweights.models.files import safetensors, written
-from fastweights.training import Settings, Training, read_checkpoint
+from fastweights.records import append
+from fastweights.training import Progress, Settings, Training, read_checkpoint
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TOKENIZER = "tokenizer.json"
-
-
-class Progress:
-    """One line that changes on a terminal, plain lines elsewhere."""
-
-    def __init__(self, steps: int, quiet: bool) -> None:
-        self.steps, self.quiet = steps, quiet
-        self.live = sys.stderr.isatty()
-
-    def show(self, step: int, text: str) -> None:
-        """What a step has to say."""
-        if self.quiet:
-            return
-        line = f"step {step}/{self.steps}  {text}"
-        if self.live:
-            cells = round(20 * step / self.steps)
-            bar = "#" * cells + "." * (20 - cells)
-            print(f"\r[{bar}] {line}\033[K", end="", file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
-        sys.stderr.flush()
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if not self.quiet:
-            end = "\r\033[K" if self.live else ""
-            print(end + text, file=sys.stderr, flush=True)
 
 
 def run(
@@ -90,15 +63,8 @@ def run(
     )
 
     def log(**row: Any) -> None:
-        """JSON has no NaN, which evaluate() gives for a mean of nothing."""
-        row = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in row.items()
-        }
         if lead:
-            out.mkdir(parents=True, exist_ok=True)
-            with (out / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append(out / LOG, row)
 
     def evaluate() -> None:
         if lead:

@@ -17,18 +17,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fastweights as fw
 from fastweights import corpus, private
 from fastweights.arguments import (
     check_flags,
@@ -39,6 +38,7 @@ from fastweights.arguments import (
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import written
+from fastweights.records import machine
 
 
 def option(default: Any, text: str, group: str, **more: Any) -> Any:
@@ -48,8 +48,29 @@ def option(default: Any, text: str, group: str, **more: Any) -> Any:
     )
 
 
+class Schedule:
+    """A run's learning rates, one a step."""
+
+    lr: float
+    steps: int
+    warmup: int
+    final_lr: float
+
+    def learning_rate(self, step: int) -> float:
+        """A step's learning rate (from 0): up in a line, down in a cosine.
+
+        And no further after the last one.
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        left = max(1, self.steps - self.warmup)
+        done = min(1.0, (step - self.warmup) / left)
+        low = self.lr * self.final_lr
+        return low + (self.lr - low) * (1 + math.cos(math.pi * done)) / 2
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(Schedule):
     """What a run is; each field is an option of the program.
 
     Raises:
@@ -220,10 +241,6 @@ class Settings:
             )
         return self.tokens // parts
 
-    def learning_rate(self, step: int) -> float:
-        """A step's learning rate (from 0): up in a line, down by a cosine."""
-        return learning_rate(self, step)
-
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
@@ -279,34 +296,6 @@ CHANGEABLE = {
     "tokenizer",
 }
 """What a run may change when it goes on."""
-
-
-class Schedule(Protocol):
-    """The settings that say a step's learning rate."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def warmup(self) -> int: ...
-
-    @property
-    def final_lr(self) -> float: ...
-
-
-def learning_rate(of: Schedule, step: int) -> float:
-    """A step's learning rate (from 0): up in a line, down by a cosine.
-
-    And no further after the last one.
-    """
-    if step < of.warmup:
-        return of.lr * (step + 1) / of.warmup
-    done = min(1.0, (step - of.warmup) / max(1, of.steps - of.warmup))
-    low = of.lr * of.final_lr
-    return low + (of.lr - low) * (1 + math.cos(math.pi * done)) / 2
 
 
 class Training:
@@ -571,19 +560,31 @@ class Training:
         }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a run runs on: the device's name, and versions."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return {
-        "device": f"{device.type}: {name}",
-        "versions": {
-            "fastweights": fw.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-    }
+class Progress:
+    """One line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, quiet: bool = False) -> None:
+        self.steps, self.quiet = steps, quiet
+        self.live = sys.stderr.isatty()
+
+    def show(self, step: int, text: str) -> None:
+        """What a step has to say."""
+        if self.quiet:
+            return
+        line = f"step {step}/{self.steps}  {text}"
+        if self.live:
+            cells = round(20 * step / self.steps)
+            bar = "#" * cells + "." * (20 - cells)
+            print(f"\r[{bar}] {line}\033[K", end="", file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            end = "\r\033[K" if self.live else ""
+            print(end + text, file=sys.stderr, flush=True)
 
 
 def made(

@@ -3,10 +3,9 @@
 TRIAL = "fastweights/experiments/trial.py"
 STEP = "fastweights/experiments/step.py"
 GRID = "fastweights/experiments/grid.py"
-RECORDS = "fastweights/experiments/records.py"
+RECORDS = "fastweights/records.py"
 SIDE = "fastweights/experiments/side_by_side.py"
 TABLE = "fastweights/experiments/table.py"
-SOFTMAX = "fastweights/experiments/softmax.py"
 CONVOLVED = "fastweights/experiments/convolved.py"
 RECORDING = "fastweights/experiments/recording.py"
 MAIN = "fastweights/experiments/__main__.py"
@@ -14,7 +13,7 @@ RECURRENCE = "fastweights/layers/linear_recurrence.py"
 TESTS = dict.fromkeys(
     (
         *(TRIAL, STEP, GRID, RECORDS, RECORDING, SIDE, TABLE, MAIN),
-        *(SOFTMAX, CONVOLVED),
+        CONVOLVED,
     ),
     "test_experiments.py",
 )
@@ -73,7 +72,7 @@ MUTANTS = {
     ),
     "accuracy-of-the-same-sequences": (TRIAL, "seed + 1024 * i", "seed"),
     "trial-always-an-mlp": (
-        TRIAL,
+        GRID,
         "() if self.mlp_ratio else self.pattern",
         "()",
     ),
@@ -108,9 +107,13 @@ MUTANTS = {
         'lambda r: r["settings"]["seed"]',
         "lambda r: 0",
     ),
-    "softmax-sees-what-comes": (SOFTMAX, "is_causal=True", "is_causal=False"),
+    "softmax-sees-what-comes": (
+        CONVOLVED,
+        "is_causal=True",
+        "is_causal=False",
+    ),
     "softmax-values-turn": (
-        SOFTMAX,
+        CONVOLVED,
         "            v.transpose(1, 2),",
         "            k.transpose(1, 2),",
     ),
@@ -125,7 +128,6 @@ MUTANTS = {
         "if all(record[key] == value for record in records)",
         "if True",
     ),
-    "recorded-with-its-curve": (RECORDING, ' if key != "curve"', ""),
     "recorded-settings-of-the-run-lost": (
         RECORDING,
         '{**found["settings"], **run["settings"]}',

@@ -261,8 +261,8 @@ MUTANTS = {
     ),
     "train-rate-without-warm-up": (
         TRAINING,
-        "return of.lr * (step + 1) / of.warmup",
-        "return of.lr",
+        "return self.lr * (step + 1) / self.warmup",
+        "return self.lr",
     ),
     "train-goes-on-with-another-text": (
         TRAINING,

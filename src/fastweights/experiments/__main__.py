@@ -25,15 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastweights.arguments import check_sizes
-from fastweights.experiments.grid import Grid
+from fastweights.experiments.grid import Grid, Trial
 from fastweights.experiments.recording import write
-from fastweights.experiments.records import Record, append, matching, read
 from fastweights.experiments.registry import EXPERIMENTS
 from fastweights.experiments.side_by_side import WorkerDied, each
 from fastweights.experiments.table import at_edge, summary
-from fastweights.experiments.trial import Trial
-from fastweights.train import Progress
-from fastweights.training import chosen_device
+from fastweights.experiments.trial import stages
+from fastweights.records import Record, append, matching, read
+from fastweights.training import Progress, chosen_device
 
 PROGRAM = "python -m fastweights.experiments"
 
@@ -114,7 +113,7 @@ def go(
     left = missing(trials, folder)
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
-    progress = Progress(steps, quiet=False)
+    progress = Progress(steps)
     progress.say(
         f"{folder}: {len(trials) - len(left)} runs, {len(left)} to go"
     )
@@ -130,7 +129,7 @@ def go(
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    for i, run in each(left, device, workers, tell, streams):
+    for i, run in each(stages, left, device, workers, tell, streams):
         append(_file(folder, left[i].experiment), run)
         found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
         progress.say(f"{_name(left[i])}: {found}")
@@ -140,8 +139,15 @@ def missing(trials: Sequence[Trial], folder: Path) -> list[Trial]:
     """The trials without a run in the folder."""
     names = dict.fromkeys(trial.experiment for trial in trials)
     there = [run for name in names for run in read(_file(folder, name))]
-    found = zip(trials, matching(trials, there), strict=True)
+    found = zip(trials, matched(trials, there), strict=True)
     return [trial for trial, run in found if run is None]
+
+
+def matched(
+    trials: Sequence[Trial], runs: Sequence[Record]
+) -> list[Record | None]:
+    """Each trial's run, or None if there is none with its settings."""
+    return matching((trial.settings() for trial in trials), runs)
 
 
 def _file(folder: Path, experiment: str) -> Path:
@@ -160,7 +166,7 @@ def record(names: Sequence[str], folder: Path, file: Path) -> None:
     whole: dict[str, list[Record]] = {}
     for name in names:
         trials = EXPERIMENTS[name].trials(name)
-        there = matching(trials, read(_file(folder, name)))
+        there = matched(trials, read(_file(folder, name)))
         runs = [run for run in there if run]
         left = len(trials) - len(runs)
         print(f"{name}: {len(runs)} runs", end="")
@@ -206,7 +212,7 @@ def main(words: Sequence[str] | None = None) -> int:
             go(every, asked.out, str(on), workers, asked.streams)
         for name, some in trials.items():
             there = read(_file(asked.out, name))
-            runs = [run for run in matching(some, there) if run]
+            runs = [run for run in matched(some, there) if run]
             print(f"{name}: {grids[name].about}")
             print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")
     except (TypeError, ValueError) as error:

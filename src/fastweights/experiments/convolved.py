@@ -1,18 +1,102 @@
-"""A short convolution before layers that have none."""
+"""Layers of the experiments that have a short convolution in front."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.experiments.softmax import check_whole_rows
-from fastweights.layers import TTTMLP, LaCT, LayerState, TTTLinear
+from fastweights.arguments import check_number
+from fastweights.layers import (
+    TTTMLP,
+    LaCT,
+    LayerState,
+    LinearRecurrence,
+    TTTLinear,
+)
+from fastweights.layers.arguments import check_input
 from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.state import Offsets
+from fastweights.layers.parts import rotary
+from fastweights.layers.state import Offsets, positions
 from fastweights.models import LAYERS
+
+
+class ConvolvedSoftmax(LinearRecurrence):
+    """:class:`fastweights.layers.LinearRecurrence` with softmax inside.
+
+        q, k, v = silu(convolution(W_qkv x))
+        y = W_o (norm(o) * silu(W_g x)), o = softmax(q k^T / sqrt(K)) v
+
+    One layer of plain softmax attention cannot answer with a pair's value:
+    key and value stand in different tokens. The convolution brings them
+    together, as it does for the recurrences. For whole sequences: it goes on
+    from no state.
+
+    Args:
+        dim, num_heads, head_dim: as there.
+        theta: base of rotary positions; None: there are none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        theta: float | None = None,
+        conv_size: int | None = 4,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            num_heads,
+            head_dim,
+            rule="additive",
+            decay=None,
+            conv_size=conv_size,
+            normalize=False,
+            device=device,
+            dtype=dtype,
+        )
+        if theta is not None:
+            check_number("theta", theta, "> 0")
+        self.theta = theta
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+        """y, and the keys and values of all tokens."""
+        check_whole_rows(state, cu_seqlens)
+        check_input(x, self, state, cu_seqlens)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x))
+        if self.theta is not None:
+            place = positions(x.shape[1], x.device, None, None)
+            q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+        )
+        gate = None if self.g_proj is None else self.g_proj(x)
+        y = self.o_proj(self.norm(o.transpose(1, 2), gate))
+        return y, LayerState(keys=k, values=v, convolution=inputs)
+
+
+def check_whole_rows(
+    state: LayerState | None, cu_seqlens: Offsets | None
+) -> None:
+    """A layer that goes on from no state is given none."""
+    if state is not None or cu_seqlens is not None:
+        raise ValueError("state, cu_seqlens: got one, need whole rows")
 
 
 def convolved(layer: type[nn.Module]) -> type[nn.Module]:
@@ -47,6 +131,7 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
     return Convolved
 
 
+LAYERS["convolved_softmax"] = ConvolvedSoftmax
 LAYERS["convolved_ttt_linear"] = convolved(TTTLinear)
 LAYERS["convolved_ttt_mlp"] = convolved(TTTMLP)
 LAYERS["convolved_lact"] = convolved(LaCT)

@@ -14,21 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights import bench
-from fastweights.experiments.records import Record
 from fastweights.models.files import written
+from fastweights.records import Record, load
 
 
 def recorded(experiment: str) -> list[Record]:
     """An experiment's recorded runs, as :func:`run` returned them.
 
-    But for this: accuracies have four decimals, seconds one, and there is
-    no curve.
+    But for this: accuracies have four decimals, seconds one.
 
     Raises:
         ValueError: there are none of this experiment.
     """
-    there = bench.load("recall")
+    there = load("recall")
     if experiment not in there:
         raise ValueError(
             f"experiment: got {experiment!r}, need one of {', '.join(there)}"
@@ -92,7 +90,7 @@ def _common(
 
 def _short(record: Record) -> Record:
     return {
-        **{key: value for key, value in record.items() if key != "curve"},
+        **record,
         "accuracy": {
             test: {kind: round(share, 4) for kind, share in kinds.items()}
             for test, kinds in record["accuracy"].items()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -12,14 +13,14 @@ from typing import Any, cast
 
 import torch
 
-from fastweights.experiments.trial import Trial, a_stream, run, stages
+from fastweights.experiments.trial import Stages, a_stream, driven
+from fastweights.records import Record
 
-Tell = Callable[[int, int, float, float], None]
-"""Is told which trial, its steps done, its loss and its accuracy."""
+Run = Callable[..., Stages]
+"""``run(job, device, progress=)``: a job's stages; found by its name."""
 
-
-Stages = Generator[None, None, dict[str, Any]]
-Stream = AbstractContextManager[Any]
+Tell = Callable[..., None]
+"""Is told which job, and what its ``progress`` was told."""
 
 
 class WorkerDied(RuntimeError):
@@ -27,13 +28,14 @@ class WorkerDied(RuntimeError):
 
 
 def each(
-    trials: Sequence[Trial],
+    run: Run,
+    jobs: Sequence[Any],
     device: str,
     workers: int,
     tell: Tell,
     streams: int = 1,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run them all: yields which one ended, and what came of it.
+) -> Iterator[tuple[int, Record]]:
+    """Run all jobs: yields which one ended, and what came of it.
 
     One worker with one stream runs them in this process, in their order.
     Else they run in processes of their own, each with one thread and with
@@ -44,18 +46,21 @@ def each(
         WorkerDied: a process did; what it printed says why.
     """
     if workers == streams == 1:
-        for i, trial in enumerate(trials):
-            yield i, run(trial, device, progress=_about(i, tell))
+        for i, job in enumerate(jobs):
+            yield (
+                i,
+                driven(run(job, device, progress=partial(tell, i)), device),
+            )
         return
     context = get_context("spawn")
-    waiting = list(enumerate(trials))[::-1]
+    waiting = list(enumerate(jobs))[::-1]
     running: dict[Connection, SpawnProcess] = {}
     busy: dict[Connection, int] = {}
     try:
-        for _ in range(min(workers, len(trials))):
+        for _ in range(min(workers, len(jobs))):
             here, there = context.Pipe()
             process = context.Process(
-                target=_work, args=(there, device, streams)
+                target=_work, args=(there, run, device, streams)
             )
             process.start()
             there.close()
@@ -93,12 +98,8 @@ def each(
             process.join()
 
 
-def _about(i: int, tell: Tell) -> Callable[[int, float, float], None]:
-    return lambda *figures: tell(i, *figures)
-
-
-def _work(pipe: Connection, device: str, streams: int) -> None:
-    """What a process does: the trials that come, until None comes.
+def _work(pipe: Connection, run: Run, device: str, streams: int) -> None:
+    """What a process does: the jobs that come, until None comes.
 
     Or until nobody listens any more.
     """
@@ -110,15 +111,15 @@ def _work(pipe: Connection, device: str, streams: int) -> None:
         pipe.send((False, about))
 
     free = [a_stream(device) for _ in range(streams)]
-    running: list[tuple[int, Stages, Stream]] = []
+    running: list[tuple[int, Stages, AbstractContextManager]] = []
     try:
         while True:
             while free and (not running or pipe.poll()):
                 given = pipe.recv()
                 if given is None:
                     return
-                i, trial = given
-                going = stages(trial, device, progress=_about(i, tell))
+                i, job = given
+                going = run(job, device, progress=partial(tell, i))
                 running.append((i, going, free.pop()))
             i, going, stream = running.pop(0)
             try:

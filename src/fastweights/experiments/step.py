@@ -9,24 +9,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.experiments.grid import STEPS, Trial
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel
 from fastweights.tasks import IGNORE, Batch, Task
 from fastweights.tasks.batch import Draws
-from fastweights.training import learning_rate
-
-if TYPE_CHECKING:
-    from fastweights.experiments.trial import Trial
-
-STEPS = 2**19
-"""Steps that a run may have at most; their seeds are numbered so."""
 
 EAGER = 2
 """Steps of each task before one is recorded: kernels get compiled in them."""
@@ -47,7 +40,7 @@ class Step:
         self.trial, self.model = trial, model
         device = self.device = model.embedding.weight.device
         on_gpu = device.type == "cuda"
-        self.rates = [learning_rate(trial, i) for i in range(trial.steps)]
+        self.rates = [trial.learning_rate(i) for i in range(trial.steps)]
         if on_gpu:
             # Read by the steps themselves: a graph takes no arguments.
             self.lr = torch.tensor(trial.lr, device=device)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from statistics import mean
 
-from fastweights.experiments.records import Record
+from fastweights.records import Record
 
 Place = tuple[str, int, int]
 
