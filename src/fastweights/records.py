@@ -119,7 +119,7 @@ def matching(
 
 
 def _key(settings: Record) -> str:
-    """The same for settings that are one, read from a file or not."""
+    """Settings as text: equal for one run, read from a file or not."""
     return json.dumps(finite(settings), sort_keys=True)
 
 
