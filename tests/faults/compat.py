@@ -23,19 +23,19 @@ MUTANTS = {
         "state = state.mT.contiguous() if v_first else state\n",
         "state = state\n",
     ),
-    "fla-beta-of-eigenvalues": (FLA, "2 * beta if neg", "beta if neg"),
+    "fla-beta-of-eigenvalues": (FLA, "2 * beta if x", "beta if x"),
     "fla-gate-without-bias": (FLA, "if bias is not None", "if False"),
     "fla-bound-without-rate": (FLA, "sigmoid(rate * g)", "sigmoid(g)"),
     "fla-ignores-what-it-lacks": (FLA, "got is not None and", "False and"),
     "fla-decodes-with-gradients": (
         FLA,
-        "and not needs_gradient(q, k, v, g, beta, state)",
+        "and not needs_gradient(*tokens, state)",
         "and True",
     ),
     "fla-two-decays": (
         FLA,
-        "if g is not None and fixed is not None",
-        "if False",
+        '"g" in given and "g_gamma" in given,',
+        "False,",
     ),
     "conv-cached-columns": (
         CONVOLUTION,
@@ -56,17 +56,21 @@ MUTANTS = {
     "packed-states-of-rows": (PACKED, "cumsum(0) - 1", "cumsum(0) - 2"),
     "fla-decodes-packed": (
         FLA,
-        'and options["cu_seqlens"] is None\n',
+        "and offsets is None\n",
         "and True\n",
     ),
-    "fla-documents-ignored": (FLA, "or seq_idx is None", "or True"),
+    "fla-documents-ignored": (PACKED, "or seq_idx is None", "or True"),
     "fla-narrow-keys": (
         FLA,
         "q.to(full), k.to(full)",
         "q.to(dtype), k.to(dtype)",
     ),
     "fla-states-after-chunks": (FLA, "initial_state=S, scale", "scale"),
-    "fla-older-name-unheard": (FLA, "if older is None", "if True"),
+    "fla-older-name-unheard": (
+        FLA,
+        ' or x.get("transpose_state_layout")',
+        "",
+    ),
     "fla-chunks-of-kda": (
         FLA,
         "CHUNK_SIZES[1:] if name",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -27,10 +26,11 @@ from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
     check_flags,
     check_number,
+    check_shapes,
     check_tensors,
     wrong_shape,
 )
-from fastweights.compat.packed import check_whole, documents
+from fastweights.compat.packed import offsets_of
 from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
 from fastweights.ops import linear_recurrence
@@ -113,15 +113,15 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Any, ...]]:
         for name, x in parameters.items()
         if x.default is not x.empty
     }
-    names, title = tuple(parameters), stub.__name__
+    title = stub.__name__
 
     @functools.wraps(stub)
     def call(*given: P.args, **named: P.kwargs) -> tuple[Any, ...]:
         stub(*given, **named)  # Python itself refuses what does not fit
-        positional = dict(zip(names, given, strict=False))
+        positional = dict(zip(parameters, given, strict=False))
         return _compute(title, {**defaults, **positional, **named})
 
-    lines = "\n".join(f"{name}: {MEANINGS[name]}" for name in names)
+    lines = "\n".join(f"{name}: {MEANINGS[name]}" for name in parameters)
     call.__doc__ = (
         f"{title} of fla-core 0.6.0 (fla.ops).\n\n{lines}\n\n"
         "Raises ValueError or NotImplementedError, which name the argument, "
@@ -132,102 +132,143 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Any, ...]]:
 
 def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
     """What the function of this name returns for these arguments."""
-    for argument, need in NEEDS.items():
-        got = x.get(argument)
-        if got is not None and got is not False:
-            raise NotImplementedError(
-                f"{argument}: got {type(got).__name__}, need {need}"
-            )
     _check(name, x)
     q, k, v = x["q"], x["k"], x["v"]
-    dtype = v.dtype
-    if not q.dtype == k.dtype == dtype:
-        # q and k in fp32, say, beside v in half precision: in the wider one.
-        full = torch.promote_types(
-            torch.promote_types(q.dtype, k.dtype), dtype
-        )
-        q, k, v = q.to(full), k.to(full), v.to(full)
+    dtype, shape = v.dtype, v.shape
+    # q and k in fp32, say, beside v in half precision: in the wider one.
+    full = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
+    q, k, v = q.to(full), k.to(full), v.to(full)
     if x.get("use_qk_l2norm_in_kernel"):
         q, k = _unit(q), _unit(k)
-    offsets, last = _offsets(x)
+    names = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+    offsets, last = offsets_of(q, *[x.get(name) for name in names])
     options = {"scale": x["scale"], "cu_seqlens": offsets}
     if x.get("normalize"):
         o, pair = _normalised(q, k, v, x, **options)
         return o.to(dtype), pair
-    g = _log_decay(name, x)
-    beta = _strength(x) if "beta" in x else None
-    g, beta = (_fitting(y, q) for y in (g, beta))
-    state: Any = x["initial_state"]
-    v_first = _v_first(x)
-    if state is not None:
-        state = state.to(wide(q.dtype))
-        state = state.mT.contiguous() if v_first else state
-    B, T = q.shape[:2]
+    tokens = [q, k, v]
+    for gate in (_log_decay(name, x), _strength(x)):
+        if gate is not None and gate.dtype not in (torch.float32, full):
+            gate = gate.to(wide(full))
+        tokens.append(gate)
     if last is not None:  # rows of documents: one row of all of them
-        q, k, v, g, beta = (
-            y if y is None or y.dim() < 3 else y.reshape(1, -1, *y.shape[2:])
-            for y in (q, k, v, g, beta)
-        )
-    few = name.startswith("fused") and q.shape[1] <= MAX_TOKENS
+        tokens = [
+            y if y is None or y.dim() < 3 else y.flatten(0, 1)[None]
+            for y in tokens
+        ]
+    v_first = x.get("state_v_first") or x.get("transpose_state_layout")
+    state = x["initial_state"]
+    if state is not None:
+        state = state.to(wide(full))
+        state = state.mT.contiguous() if v_first else state
     chunk_size = _chunk_size(name, x.get("chunk_size"))
-    states = None
+    before = None
     if x.get("return_intermediate_states"):
-        states = _states(q, k, v, g, beta, state, chunk_size, **options)
+        before = _states(tokens, state, chunk_size, **options)
     if (
-        few
+        name.startswith("fused")
+        and shape[1] <= MAX_TOKENS
         and state is not None
-        and options["cu_seqlens"] is None
-        and not needs_gradient(q, k, v, g, beta, state)
+        and offsets is None
+        and not needs_gradient(*tokens, state)
     ):
         state = state.clone()  # FLA leaves the one that it is given
+        q, k, v, g, beta = tokens
         o = decode_step(q, k, v, state=state, g=g, beta=beta, scale=x["scale"])
     else:
         o, state = linear_recurrence(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=state,
-            chunk_size=chunk_size,
-            **options,
+            *tokens, initial_state=state, chunk_size=chunk_size, **options
         )
     if last is not None:
-        o, state = o.reshape(B, T, *o.shape[2:]), state[last]
-    o = o.to(dtype)
-    if not x["output_final_state"]:
-        state = None
-    elif v_first:
-        state = state.mT.contiguous()
-    if states is None:
-        return o, state
-    return o, state, states.mT.contiguous() if v_first else states
+        o, state = o.reshape(shape), state[last]
+    found = [state if x["output_final_state"] else None, before]
+    if v_first:
+        found = [y if y is None else y.mT.contiguous() for y in found]
+    return o.to(dtype), *found[: 1 if before is None else 2]
 
 
 def _check(title: str, x: Arguments) -> None:
     """Raise for what linear_recurrence would not refuse by this name."""
+    for name, need in NEEDS.items():
+        got = x.get(name)
+        if got is not None and got is not False:
+            raise NotImplementedError(
+                f"{name}: got {type(got).__name__}, need {need}"
+            )
     given = {name: y for name, y in x.items() if y is not None}
-    if given.get("normalize") and isinstance(
-        given.get("initial_state"), tuple
-    ):
-        del given["initial_state"]
-    check_tensors({name: y for name, y in given.items() if name in TENSORS})
+    tensors = {name: y for name, y in given.items() if name in TENSORS}
+    if given.get("normalize") and isinstance(x["initial_state"], tuple):
+        del tensors["initial_state"]
+    check_tensors(tensors)
     check_flags(**{name: y for name, y in given.items() if name in FLAGS})
     by_channel = title.endswith("kda") or (
         title.endswith("_gla") and ("simple" not in title)
     )
     dims = {"g": 4 if by_channel else 3, "gk": 4, "g_gamma": 1, "beta": 3}
-    for name, y in given.items():
-        if name in TENSORS and y.dim() != dims.get(name, y.dim()):
+    for name, y in tensors.items():
+        if y.dim() != dims.get(name, y.dim()):
             wrong_shape(name, y, SHAPES[dims[name]])
-    HV = given["v"].shape[2:3]
-    if given.get("use_gate_in_kernel") and "g" in given:
-        sizes = {"A_log": HV, "dt_bias": given["g"].shape[2:]}
+    gate, bound = given.get("use_gate_in_kernel"), x.get("lower_bound")
+    if gate and "g" in given:
+        sizes = {"A_log": x["v"].shape[2:3], "dt_bias": x["g"].shape[2:]}
         for name, size in sizes.items():
             if name in given and given[name].numel() != size.numel():
                 wrong_shape(name, given[name], f"[{size.numel()}]")
-    if "lower_bound" in given:
-        check_number("lower_bound", given["lower_bound"], "< 0")
+    if bound is not None:
+        check_number("lower_bound", bound, "< 0")
+    because = "because of use_gate_in_kernel"
+    either = " or lower_bound" if "lower_bound" in x else ""
+    narrow = bound is None or bound < -5
+    _refuse(gate and x["g"] is None, "g", None, f"it {because}")
+    _refuse(
+        gate and x["A_log"] is None and bound is None,
+        *("A_log", None, f"it{either} {because}"),
+    )
+    _refuse(
+        gate and x.get("safe_gate") and narrow,
+        *("lower_bound", bound, "one in [-5, 0) because of safe_gate"),
+    )
+    _refuse(
+        "g" in given and "g_gamma" in given,
+        *("g_gamma", "a decay beside g", "one of them"),
+    )
+    sigmoid = "use_beta_sigmoid_in_kernel"
+    _refuse(
+        given.get(sigmoid) and x["beta"] is None,
+        *("beta", None, f"it because of {sigmoid}"),
+    )
+    _refuse(
+        given.get("allow_neg_eigval") and not given[sigmoid],
+        *("allow_neg_eigval", True, f"False unless {sigmoid}"),
+    )
+    offsets = "cu_seqlens" in given or "cu_seq_lens_q" in given
+    _refuse(
+        "seq_idx" in given and "initial_state" in given and not offsets,
+        *("seq_idx", "documents beside initial_state"),
+        "cu_seqlens for these",
+    )
+    _refuse(
+        given.get("return_intermediate_states")
+        and needs_gradient(*tensors.values()),
+        *("return_intermediate_states", "True where a gradient is asked for"),
+        "torch.inference_mode() or torch.no_grad()",
+    )
+    older = "transpose_state_layout"
+    _refuse(
+        older in given and x["state_v_first"],
+        *(older, "a value beside state_v_first", "one of them"),
+    )
+    if older in given and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{older} is the older name of state_v_first",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+
+
+def _refuse(wrong: object, name: str, got: object, need: str) -> None:
+    if wrong:
+        raise ValueError(f"{name}: got {got}, need {need}")
 
 
 def _chunk_size(name: str, asked: int | None) -> int | None:
@@ -244,56 +285,27 @@ def _chunk_size(name: str, asked: int | None) -> int | None:
     return asked
 
 
-def _v_first(x: Arguments) -> bool:
-    """Whether states are [N, HV, V, K], by the newer or the older name."""
-    older, newer = x.get("transpose_state_layout"), x.get("state_v_first")
-    if older is None:
-        return bool(newer)
-    if newer:
-        raise ValueError(
-            "transpose_state_layout: got a value beside state_v_first, need "
-            "one of them"
-        )
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "transpose_state_layout is the older name of state_v_first",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-    return older
-
-
 def _states(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
+    tokens: list[Tensor | None],
     state: Tensor | None,
     chunk_size: int | None,
     scale: float | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """The state before each chunk, one call of the recurrence per chunk."""
-    if needs_gradient(q, k, v, g, beta, state):
-        raise ValueError(
-            "return_intermediate_states: got True where a gradient is asked "
-            "for, need torch.inference_mode() or torch.no_grad()"
-        )
+    q, k, v = (y for y in tokens[:3] if y is not None)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         shape = (N, v.shape[2], q.shape[3], v.shape[3])
         state = q.new_zeros(shape, dtype=wide(q.dtype))
     size, before = chunk_size or DEFAULT_CHUNK_SIZE, []
-    for n, tokens in sequences(cu_seqlens, q.shape[1]):
+    for n, span in sequences(cu_seqlens, q.shape[1]):
         S, row = state[n], []
-        cut = [None if y is None else y[:, tokens] for y in (q, k, v, g, beta)]
-        parts = [
-            itertools.repeat(None) if y is None else y.split(size, 1)
-            for y in cut
-        ]
-        for part in zip(*parts, strict=False):
+        start, stop, _ = span.indices(q.shape[1])
+        for t in range(start, stop, size):
             row.append(S.to(k.dtype))
+            chunk = slice(t, min(t + size, stop))
+            part: Any = [y if y is None else y[:, chunk] for y in tokens]
             _, S = linear_recurrence(*part, initial_state=S, scale=scale)
         before.append(torch.stack(row, 1))
     return torch.cat(before, 1)
@@ -314,10 +326,8 @@ def _normalised(
         cu_seqlens, keys = options["cu_seqlens"], q.shape[2:]
         N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         need = (N, *keys, v.shape[3]), (N, 1, *keys)
-        for y, shape in zip(state, need, strict=False):
-            check_tensors({"initial_state": y})
-            if y.shape != shape:
-                wrong_shape("initial_state", y, f"{list(shape)}")
+        for y, shape in zip(state, need, strict=True):
+            check_shapes({"initial_state": (y, shape)})
         S, total = (y.to(wide(q.dtype)) for y in state)
         state = torch.cat([S, total.movedim(1, -1)], -1)
     o, state = linear_attention(
@@ -336,62 +346,25 @@ def _unit(x: Tensor) -> Tensor:
     return (full * (rest + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _offsets(x: Arguments) -> tuple[Tensor | None, Tensor | None]:
-    """The offsets of packed sequences, by any of their names.
-
-    And for a seq_idx the number of each row's last document; where offsets
-    are given too, both say the same, and these are used.
-    """
-    ours, theirs = x["cu_seqlens"], x.get("cu_seq_lens_q")
-    if ours is not None and theirs is not None:
-        raise ValueError(
-            "cu_seq_lens_q: got offsets beside cu_seqlens, need one of them"
-        )
-    if theirs is not None:
-        check_whole(x["q"], theirs)
-    offsets, seq_idx = theirs if ours is None else ours, x.get("seq_idx")
-    if offsets is not None or seq_idx is None:
-        return offsets, None
-    if x["initial_state"] is not None:
-        raise ValueError(
-            "seq_idx: got documents beside initial_state, need cu_seqlens "
-            "for these"
-        )
-    return documents(seq_idx, x["q"])
-
-
 def _log_decay(name: str, x: Arguments) -> Tensor | None:
     """The g of linear_recurrence."""
     if name.endswith("retention"):
         v = x["v"]
         dtype = wide(v.dtype)
         return retnet_decay(v.shape[2], device=v.device, dtype=dtype)
-    g, fixed, by_channel = x.get("g"), x.get("g_gamma"), x.get("gk")
+    g, by_channel = x.get("g"), x.get("gk")
     if x.get("use_gate_in_kernel"):
-        g = _activated(g, x)
-    if g is not None and fixed is not None:
-        raise ValueError("g_gamma: got a decay beside g, need one of them")
+        g = _activated(x)
     if g is not None and by_channel is not None:
         return g[..., None] + by_channel
-    return next((y for y in (g, fixed, by_channel) if y is not None), None)
+    given = (g, x.get("g_gamma"), by_channel)
+    return next((y for y in given if y is not None), None)
 
 
-def _activated(g: Tensor | None, x: Arguments) -> Tensor:
+def _activated(x: Arguments) -> Tensor:
     """The log decay that use_gate_in_kernel makes of g, in fp32 or fp64."""
     A, bias, bound = x["A_log"], x["dt_bias"], x.get("lower_bound")
-    if g is None:
-        raise ValueError("g: got None, need it because of use_gate_in_kernel")
-    if A is None and bound is None:
-        need = " or lower_bound" if "lower_bound" in x else ""
-        raise ValueError(
-            f"A_log: got None, need it{need} because of use_gate_in_kernel"
-        )
-    if x.get("safe_gate") and not (bound is not None and -5 <= bound < 0):
-        raise ValueError(
-            f"lower_bound: got {bound}, need one in [-5, 0) because of "
-            "safe_gate"
-        )
-    g = g.to(wide(g.dtype))
+    g = x["g"].to(wide(x["g"].dtype))
     if bias is not None:
         g = g + bias.to(g.dtype).view(g.shape[2:])
     rate = 1.0
@@ -402,29 +375,15 @@ def _activated(g: Tensor | None, x: Arguments) -> Tensor:
     return bound * torch.sigmoid(rate * g)
 
 
-def _strength(x: Arguments) -> Tensor:
+def _strength(x: Arguments) -> Tensor | None:
     """The beta of linear_recurrence."""
-    beta, negative = x["beta"], x.get("allow_neg_eigval")
-    if not x.get("use_beta_sigmoid_in_kernel"):
-        if negative:
-            raise ValueError(
-                "allow_neg_eigval: got True, need False unless "
-                "use_beta_sigmoid_in_kernel"
-            )
-        return torch.ones_like(x["v"][..., 0]) if beta is None else beta
-    if beta is None:
-        raise ValueError(
-            "beta: got None, need it because of use_beta_sigmoid_in_kernel"
-        )
-    beta = torch.sigmoid(beta.to(wide(beta.dtype)))
-    return 2 * beta if negative else beta
-
-
-def _fitting(x: Tensor | None, q: Tensor) -> Tensor | None:
-    """A gate or strength in a dtype that linear_recurrence takes with q."""
-    if x is None or x.dtype in (torch.float32, q.dtype):
-        return x
-    return x.to(wide(q.dtype))
+    beta: Any = x.get("beta")
+    if x.get("use_beta_sigmoid_in_kernel"):
+        beta = torch.sigmoid(beta.to(wide(beta.dtype)))
+        return 2 * beta if x["allow_neg_eigval"] else beta
+    if beta is None and "beta" in x:
+        return torch.ones_like(x["v"][..., 0])
+    return beta
 
 
 # fmt: off
