@@ -117,8 +117,8 @@ MUTANTS = {
     ),
     "accelerate-activation-lost": (
         TRANSFORMERS,
-        "functions[activation](run())",
-        "run()",
+        "functions[activation](convolve(*given, **named))",
+        "convolve(*given, **named)",
     ),
     "accelerate-lightning-padding": (
         TRANSFORMERS,
@@ -127,8 +127,12 @@ MUTANTS = {
     ),
     "accelerate-compiled-stays": (COMPAT, "private.forget_graphs()", "pass"),
     "accelerate-no-undo": (COMPAT, "setattr(owner, name, before)", "pass"),
-    "accelerate-stays": (COMPAT, "sys.meta_path.remove(self._finder)", "pass"),
-    "accelerate-not-later": (COMPAT, "self.after(module)", "pass"),
+    "accelerate-stays": (COMPAT, "sys.meta_path.remove(self)", "pass"),
+    "accelerate-not-later": (
+        COMPAT,
+        "execute(module)\n            self._replace(module)",
+        "execute(module)",
+    ),
     "accelerate-twice": (COMPAT, "if _active is None:", "if True:"),
     "accelerate-exports": (COMPAT, "torch.compiler.is_exporting()", "False"),
     "accelerate-no-offsets": (

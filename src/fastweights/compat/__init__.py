@@ -39,7 +39,6 @@ class Acceleration:
     def __init__(self) -> None:
         self.replaced: dict[str, tuple[str, ...]] = {}
         self._before: list[tuple[Any, str, Any]] = []
-        self._finder = _Finder(self._replace)
 
     def __repr__(self) -> str:
         names = sum(map(len, self.replaced.values()))
@@ -56,17 +55,38 @@ class Acceleration:
         global _active
         if _active is self:
             _active = None
-            sys.meta_path.remove(self._finder)
+            sys.meta_path.remove(self)
         for owner, name, before in self._before:
             setattr(owner, name, before)
         self._recompile()
         self._before.clear()
         self.replaced.clear()
 
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Answer sys.meta_path: transformers' own loader, then _replace."""
+        if name not in MODELS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._replace(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
     def _install(self) -> None:
         global _active
         _active = self
-        sys.meta_path.insert(0, self._finder)
+        sys.meta_path.insert(0, self)
         try:
             for name in MODELS.keys() & sys.modules.keys():
                 self._replace(sys.modules[name])
@@ -84,52 +104,22 @@ class Acceleration:
         """Put ours into a modeling module, whose functions are checked."""
         if _active is not self:  # undone while the module was imported
             return
-        table, found = MODELS[module.__name__], []
-        for name, (ours, arguments) in table.items():
-            *owners, last = name.split(".")  # a function's, or a class's
-            owner: Any = module
-            for part in owners:
-                owner = getattr(owner, part, None)
+        found = []
+        for name, (ours, arguments) in MODELS[module.__name__].items():
+            part, _, last = name.rpartition(".")  # a class's, or a function
+            owner = getattr(module, part, None) if part else module
             own = getattr(owner, last, None)
             # With the package kernels installed it is a torch.nn.Module.
             call = getattr(own, "forward", own)
             names = tuple(inspect.signature(call).parameters) if call else ()
             if own is None or names[: len(arguments)] != arguments:
                 raise _unknown(f"{module.__name__}.{name}{names}")
-            found.append((owner, last, own, ours))
-        for owner, last, own, ours in found:
+            new = ours(own) if ours is one_document else _served(ours, own)
+            found.append((owner, last, own, new))
+        for owner, last, own, new in found:
             self._before.append((owner, last, own))
-            around = ours is one_document
-            new = ours(own) if around else _served(ours, own)
             setattr(owner, last, new)
-        self.replaced[module.__name__] = tuple(table)
-
-
-class _Finder:
-    """Sees transformers' modeling modules imported, and calls back then."""
-
-    def __init__(self, after: Callable[[ModuleType], None]) -> None:
-        self.after = after
-
-    def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in MODELS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self.after(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+        self.replaced[module.__name__] = tuple(MODELS[module.__name__])
 
 
 def _served(ours: Callable, own: Callable) -> Callable:

@@ -38,34 +38,28 @@ from fastweights.reference.backend import sequences, wide
 from fastweights.registration import needs_gradient
 
 SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
-TENSORS = (
-    *("q", "k", "v", "g", "gk", "g_gamma", "beta", "A_log", "dt_bias"),
-    *("initial_state", "cu_seqlens", "cu_seq_lens_q", "seq_idx"),
-)
-FLAGS = (
-    *("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
-    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate"),
-    *("normalize", "state_v_first", "transpose_state_layout"),
-    "return_intermediate_states",
-)
 P = ParamSpec("P")
 Arguments = dict[str, Any]
 
-MEANINGS = {
+TENSORS = {
     "q": "[B, T, H, K]",
     "k": "[B, T, H, K]",
     "v": "[B, T, HV, V], HV a multiple of H",
     "g": "log decay [B, T, HV], of gla and kda [B, T, HV, K]",
     "gk": "log decay [B, T, HV, K], times that of g",
-    "gv": "not supported: None",
     "g_gamma": "log decay [HV], instead of g",
     "beta": "[B, T, HV] write strength; 1 if None",
     "A_log": "[HV], for use_gate_in_kernel",
     "dt_bias": "[HV], of kda [HV * K], for use_gate_in_kernel, or None",
-    "scale": "factor on o; K**-0.5 if None",
     "initial_state": "[N, HV, K, V], or None for zeros; with normalize the "
     "pair of it and the sum of the keys [N, 1, H, K], which is also what is "
     "returned",
+    "cu_seqlens": "[N + 1] offsets of packed sequences, B = 1",
+    "cu_seq_lens_q": "the same, by the name that transformers gives it",
+    "seq_idx": "[B, T] the document of each token, instead of offsets; the "
+    "final states are then those of each row's last document",
+}
+FLAGS = {
     "output_final_state": "whether to return the final state",
     "use_qk_l2norm_in_kernel": "q and k are divided by sqrt(|x|^2 + 1e-6)",
     "use_gate_in_kernel": "the log decay is -exp(A_log) softplus(g + "
@@ -75,26 +69,12 @@ MEANINGS = {
     "allow_neg_eigval": "beta is 2 sigmoid(beta)",
     "safe_gate": "with use_gate_in_kernel, lower_bound has to be in [-5, 0); "
     "without, a hint, not needed",
-    "lower_bound": "of the log decay, for use_gate_in_kernel",
     "normalize": "o is divided by scale q . (sum of the keys) + 1e-10",
     "state_v_first": "states are [N, HV, V, K]",
     "transpose_state_layout": "the older name of state_v_first, deprecated",
-    "cu_seqlens": "[N + 1] offsets of packed sequences, B = 1",
-    "cu_seq_lens_q": "the same, by the name that transformers gives it",
-    "seq_idx": "[B, T] the document of each token, instead of offsets; the "
-    "final states are then those of each row's last document",
-    "chunk_size": "16, 32 or 64, of kda 32 or 64, of simple_gla and retention "
-    "any power of 2, of which the nearest is taken; None chooses",
-    "cu_seqlens_cpu": "a hint, not needed",
-    "chunk_indices": "a hint, not needed",
-    "disable_recompute": "a hint, not needed",
-    "reverse": "not supported: False",
     "return_intermediate_states": "whether to return the state before each "
     "chunk too, [B, chunks, HV, K, V] in k's dtype, without gradients; those "
     "of packed sequences one after another, B = 1",
-    "cp_context": "not supported: None",
-    "use_graph": "not supported: False",
-    "max_num_seqs": "not supported: None",
 }
 NEEDS = {
     "gv": "None: there is no decay per value channel",
@@ -102,6 +82,15 @@ NEEDS = {
     "cp_context": "None: a sequence lies on one device",
     "use_graph": "False: calls are captured in CUDA graphs as they are",
     "max_num_seqs": "None: it belongs to use_graph",
+}
+HINTS = ("cu_seqlens_cpu", "chunk_indices", "disable_recompute")
+MEANINGS = TENSORS | FLAGS | dict.fromkeys(HINTS, "a hint, not needed")
+MEANINGS |= {name: f"not supported, {need}" for name, need in NEEDS.items()}
+MEANINGS |= {
+    "scale": "factor on o; K**-0.5 if None",
+    "lower_bound": "of the log decay, for use_gate_in_kernel",
+    "chunk_size": "16, 32 or 64, of kda 32 or 64, of simple_gla and retention "
+    "any power of 2, of which the nearest is taken; None chooses",
 }
 
 
@@ -218,14 +207,14 @@ def _check(title: str, x: Arguments) -> None:
         check_number("lower_bound", bound, "< 0")
     because = "because of use_gate_in_kernel"
     either = " or lower_bound" if "lower_bound" in x else ""
-    narrow = bound is None or bound < -5
+    low = bound is None or bound < -5
     _refuse(gate and x["g"] is None, "g", None, f"it {because}")
     _refuse(
         gate and x["A_log"] is None and bound is None,
         *("A_log", None, f"it{either} {because}"),
     )
     _refuse(
-        gate and x.get("safe_gate") and narrow,
+        gate and x.get("safe_gate") and low,
         *("lower_bound", bound, "one in [-5, 0) because of safe_gate"),
     )
     _refuse(
@@ -254,10 +243,9 @@ def _check(title: str, x: Arguments) -> None:
         "torch.inference_mode() or torch.no_grad()",
     )
     older = "transpose_state_layout"
-    _refuse(
-        older in given and x["state_v_first"],
-        *(older, "a value beside state_v_first", "one of them"),
-    )
+    if older in given:
+        both = "a value beside state_v_first"
+        _refuse(x["state_v_first"], older, both, "one of them")
     if older in given and not torch.compiler.is_compiling():
         warnings.warn(
             f"{older} is the older name of state_v_first",

@@ -21,95 +21,70 @@ from fastweights.compat import causal_conv1d, fla, mamba_ssm
 from fastweights.compat.packed import check_whole
 
 Table = dict[str, tuple[Callable, tuple[str, ...]]]
-
 PACKED = ("seq_idx", "cu_seq_lens_q")
 
 
-def one_document(own: Callable) -> Callable:
-    """A forward that drops what says where documents end: then refused."""
+def checked(check: Callable[..., None], call: Callable) -> Callable:
+    """A function whose arguments go through a check before it has them."""
 
-    @functools.wraps(own)
-    def forward(*given: Any, **named: Any) -> Any:
-        for name in PACKED:
-            if named.get(name) is not None:
-                raise ValueError(
-                    f"{name}: got packed documents, need None: this model "
-                    "type does not hand it to its recurrence, so that they "
-                    "would reach each other; pass one document per row"
-                )
-        return own(*given, **named)
+    @functools.wraps(call)
+    def both(*given: Any, **named: Any) -> Any:
+        check(*given, **named)
+        return call(*given, **named)
 
-    return forward
+    return both
 
 
-def whole(ours: Callable) -> Callable:
-    """Ours, which by the name cu_seqlens takes offsets that end earlier."""
-
-    @functools.wraps(ours)
-    def call(query: Tensor, *given: Any, **named: Any) -> Any:
-        if named.get("cu_seqlens") is not None:
-            check_whole(query, named["cu_seqlens"])
-        return ours(query, *given, **named)
-
-    return call
-
-
-def beside_attention(ours: Callable) -> Callable:
-    """Ours, with a warning that the model's attention looks past the ends."""
-
-    @functools.wraps(ours)
-    def call(*given: Any, **named: Any) -> Any:
-        packed = any([named.get(name) is not None for name in PACKED])
-        if packed and not torch.compiler.is_compiling():
-            warnings.warn(
-                "packed documents reach each other through this model "
-                "type's own attention, unless it is flash attention; its "
-                "recurrence keeps them apart",
-                stacklevel=3,
+def check_unpacked(*given: Any, **named: Any) -> None:
+    """Raise for what says where documents end, which a model type drops."""
+    for name in PACKED:
+        if named.get(name) is not None:
+            raise ValueError(
+                f"{name}: got packed documents, need None: this model "
+                "type does not hand it to its recurrence, so that they "
+                "would reach each other; pass one document per row"
             )
-        return ours(*given, **named)
+
+
+def check_ends(query: Tensor, *given: Any, **named: Any) -> None:
+    """Raise for offsets, by the name cu_seqlens, that end before query."""
+    if named.get("cu_seqlens") is not None:
+        check_whole(query, named["cu_seqlens"])
+
+
+def warn_of_attention(*given: Any, **named: Any) -> None:
+    """Warn that the model's own attention looks past documents' ends."""
+    packed = any([named.get(name) is not None for name in PACKED])
+    if packed and not torch.compiler.is_compiling():
+        warnings.warn(
+            "packed documents reach each other through this model "
+            "type's own attention, unless it is flash attention; its "
+            "recurrence keeps them apart",
+            stacklevel=4,
+        )
+
+
+one_document = functools.partial(checked, check_unpacked)
+whole = functools.partial(checked, check_ends)
+beside_attention = functools.partial(checked, warn_of_attention)
+
+
+def activated(convolve: Callable, tensors: int) -> Callable:
+    """A convolution with any of transformers' activations after it.
+
+    Which transformers' own function takes after these first tensors.
+    """
+
+    @functools.wraps(convolve)
+    def call(*given: Any, activation: str | None = None, **named: Any) -> Any:
+        if len(given) > tensors:
+            given, activation = given[:-1], given[-1]
+        if activation in causal_conv1d.ACTIVATIONS:
+            return convolve(*given, activation=activation, **named)
+        functions = importlib.import_module("transformers.activations").ACT2FN
+        return functions[activation](convolve(*given, **named))
 
     return call
-
-
-def convolve(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-) -> Tensor:
-    """causal_conv1d_fn with any of transformers' activations."""
-    run: Any = functools.partial(
-        causal_conv1d.causal_conv1d_fn,
-        *(hidden_states, weight, bias),
-        seq_idx=seq_idx,
-        cu_seq_lens_q=cu_seq_lens_q,
-    )
-    return _activated(run, activation)
-
-
-def convolve_update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """causal_conv1d_update with any of transformers' activations."""
-    run = functools.partial(
-        causal_conv1d.causal_conv1d_update,
-        *(hidden_states, conv_state, weight, bias),
-    )
-    return _activated(run, activation)
-
-
-def _activated(run: Callable[..., Tensor], activation: str | None) -> Tensor:
-    if activation in causal_conv1d.ACTIVATIONS:
-        return run(activation=activation)
-    functions = importlib.import_module("transformers.activations").ACT2FN
-    return functions[activation](run())
 
 
 def unfused(*given: Any) -> None:
@@ -161,14 +136,15 @@ def lightning_attention(
 QKV = ("query", "key", "value", "g", "beta")
 SCAN = ("hidden_states", "dt", "A", "B", "C")
 STEP = ("state", *SCAN, "D")
-UPDATE: Table = {
+CONVOLUTION: Table = {
+    "causal_conv1d_fn": (
+        activated(causal_conv1d.causal_conv1d_fn, 3),
+        ("hidden_states", "weight", "bias"),
+    ),
     "causal_conv1d_update": (
-        convolve_update,
+        activated(causal_conv1d.causal_conv1d_update, 4),
         ("hidden_states", "conv_state", "weight", "bias", "activation"),
     ),
-}
-CONVOLUTION: Table = UPDATE | {
-    "causal_conv1d_fn": (convolve, ("hidden_states", "weight", "bias")),
 }
 GATED_DELTANET: Table = CONVOLUTION | {
     "torch_chunk_gated_delta_rule": (whole(fla.chunk_gated_delta_rule), QKV),
