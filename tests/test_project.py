@@ -196,13 +196,17 @@ def test_code_cells_fit_their_page(chapter: Path) -> None:
     assert not wide, "\n".join(wide)
 
 
-@pytest.mark.parametrize("name", mutants.MUTANTS)
-def test_a_mutant_has_something_to_replace(name: str) -> None:
+def test_each_mutant_has_something_to_replace() -> None:
     """Where the code has moved on, mutants.py would break nothing."""
-    file, old, new, *tests = mutants.MUTANTS[name]
-    assert old in (ROOT / "src" / file).read_text("utf-8") and old != new
-    [tests] = tests or [mutants.TESTS[file]]
-    assert (ROOT / "tests" / tests.partition("::")[0]).is_file()
+    stale = []
+    for name, (file, old, new, *tests) in mutants.MUTANTS.items():
+        [tests] = tests or [mutants.TESTS[file]]
+        test, text = ROOT / "tests" / tests.partition("::")[0], ""
+        if (ROOT / "src" / file).is_file():
+            text = (ROOT / "src" / file).read_text("utf-8")
+        if old not in text or old == new or not test.is_file():
+            stale.append(name)
+    assert not stale
 
 
 def test_the_readmes_examples_run(
