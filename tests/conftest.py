@@ -77,13 +77,13 @@ def cut(monkeypatch):
 
     Rows: each of a batch, or all packed sequences together.
     """
-    from fastweights.kernels import lengths
+    from fastweights.kernels import settings
 
     def cut(S):
         monkeypatch.setattr(
-            lengths, "segment_chunks", lambda _, __, chunks: -(-chunks // S)
+            settings, "segment_chunks", lambda _, __, chunks: -(-chunks // S)
         )
-        lengths.lengths_of.cache_clear()
+        settings.lengths_of.cache_clear()
 
     yield cut
-    lengths.lengths_of.cache_clear()
+    settings.lengths_of.cache_clear()

@@ -16,9 +16,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from fastweights.kernels import launch
-from fastweights.kernels.gpu import GPU
-from fastweights.kernels.settings import Kind
+from fastweights.kernels import stages
+from fastweights.kernels.settings import GPU, Kind
 from fastweights.private import TESTED
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -55,8 +54,8 @@ def main() -> None:
         kind = Kind(gpu, dtype, 2, 4, 128, 128, gate, delta, 64, "tf32")
         numbers = fp32 if gate else None, fp32 if delta else None
         given = (dtype, dtype, dtype, *numbers, fp32, torch.int64)
-        launches = launch.forward(kind, given, True).launches
-        back = launch.backward(kind, (*given, dtype, fp32), True)
+        launches = stages.forward(kind, given, True).launches
+        back = stages.backward(kind, (*given, dtype, fp32), True)
         for one in launches + back.launches:
             number += 1
             try:

@@ -22,7 +22,7 @@ from inputs import GATES, RULES, member
 import fastweights as fw
 from fastweights.convolution import convolve_heads
 from fastweights.deep import mesa
-from fastweights.kernels import lengths, linear, prefix
+from fastweights.kernels import linear, prefix, settings
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
@@ -52,8 +52,8 @@ def recurrences(dtype: torch.dtype) -> None:
     ):
         if gate == "none" and strength == "mixed":
             continue
-        lengths.segment_chunks = lambda *x, S=segments: -(-x[2] // S)
-        lengths.lengths_of.cache_clear()
+        settings.segment_chunks = lambda *x, S=segments: -(-x[2] // S)
+        settings.lengths_of.cache_clear()
         run(gate, rule, dtype, strength)
         torch.cuda.synchronize()
         print(dtype, gate, rule, segments, strength, flush=True)

@@ -17,9 +17,8 @@ from offline import (
     unwaited_products,
 )
 
-from fastweights.kernels import launch
-from fastweights.kernels.gpu import GPU
-from fastweights.kernels.settings import Kind
+from fastweights.kernels import stages
+from fastweights.kernels.settings import GPU, Kind
 from fastweights.kernels.tile import INTERPRETED
 
 FP32 = DTYPES["fp32"]
@@ -111,8 +110,8 @@ def compile_stage(
     kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
     gate, beta = DG > 0 and FP32, delta and FP32
     given = (low, low, low, gate or None, beta or None, FP32, None)
-    forward = launch.forward(kind, given, True).launches
-    backward = launch.backward(kind, (*given, low, FP32), True).launches
+    forward = stages.forward(kind, given, True).launches
+    backward = stages.backward(kind, (*given, low, FP32), True).launches
     names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]

@@ -166,11 +166,11 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     share = rows(convolution.slots(x, cu_seqlens, 8), W, C)
     call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, settings)
     inputs = (x, weight, None, state, cu_seqlens)
-    convolution.launch(
+    convolution.run_stretches(
         *(convolution.convolution_fwd_kernel, *call, *inputs),
         *(y, y, y, last),
     )
-    convolution.launch(
+    convolution.run_stretches(
         *(convolution.convolution_bwd_kernel, *call, *inputs),
         *(dy, dy, dy, dlast, dx, share, dstate),
     )

@@ -30,11 +30,15 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import backend as kernels
-from fastweights.kernels import dot_precision, lengths
-from fastweights.kernels.gpu import properties
-from fastweights.kernels.lengths import lengths_of
-from fastweights.kernels.plan import Room
-from fastweights.kernels.settings import Kind, constants
+from fastweights.kernels import dot_precision
+from fastweights.kernels.schedule import Room
+from fastweights.kernels.settings import (
+    Kind,
+    constants,
+    lengths_of,
+    properties,
+    segment_chunks,
+)
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 
@@ -649,7 +653,7 @@ def test_tiles_by_descriptors(gate, rule, cut):
 @interpreted
 def test_lengths_that_are_symbols(monkeypatch):
     """In one segment and in four: torch.compile allocates for both."""
-    monkeypatch.setattr("fastweights.kernels.lengths.SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr("fastweights.kernels.settings.SEGMENT_CHUNKS", 1)
     lengths_of.cache_clear()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -684,7 +688,7 @@ def test_how_many_segments():
 
     def segments(heads, chunks=10**6, *, rows=1, gate=1, delta=False, V=128):
         kind = Kind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
-        return -(-chunks // lengths.segment_chunks(kind, rows, chunks))
+        return -(-chunks // segment_chunks(kind, rows, chunks))
 
     assert [segments(n) for n in (1, 16, 44, 66)] == [132, 8, 3, 2]
     assert [segments(n) for n in (67, 132, 10**6)] == [1] * 3

@@ -1,4 +1,4 @@
-"""A call's plan: it takes the kernels Triton would, with what they need."""
+"""A schedule takes the kernels that Triton would, with what they need."""
 
 import itertools
 import random
@@ -24,11 +24,8 @@ from triton.runtime import _allocation, _async_compile
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
-from fastweights.kernels import backend, launch
-from fastweights.kernels.gpu import properties
-from fastweights.kernels.launch import GIVEN
-from fastweights.kernels.lengths import Lengths, lengths_of
-from fastweights.kernels.plan import (
+from fastweights.kernels import backend, stages
+from fastweights.kernels.schedule import (
     SCALE,
     Count,
     Launch,
@@ -37,11 +34,17 @@ from fastweights.kernels.plan import (
     _allocate,
     compile_together,
     flat,
-    numbers_of,
     places,
     stand_in,
 )
-from fastweights.kernels.settings import Kind, constants
+from fastweights.kernels.settings import (
+    Kind,
+    Lengths,
+    constants,
+    lengths_of,
+    properties,
+)
+from fastweights.kernels.stages import GIVEN
 from fastweights.kernels.tile import INTERPRETED
 
 T = Count("T")
@@ -88,8 +91,8 @@ def schedules(x, ends, chunk_size=64):
     lengths = lengths_of(kind, *sizes)
     kinds, cut = backend.dtypes(given), lengths.borders > 0
     last = (given[2].dtype, (ends[0] is not None and torch.float32) or None)
-    forward = launch.forward(kind, kinds, cut)
-    return forward, launch.backward(kind, kinds + last, cut), lengths
+    forward = stages.forward(kind, kinds, cut)
+    return forward, stages.backward(kind, kinds + last, cut), lengths
 
 
 @compiled
@@ -109,9 +112,8 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
             cuts.add(lengths.borders > 0)
             for schedule in both:
                 found[id(schedule)] = schedule
-                programs = [x.programs for x in schedule.launches]
-                assert min(numbers_of(programs)(*lengths)) > 0
                 for step in schedule.launches:
+                    assert step.programs.number(lengths) > 0
                     seen = [as_called(t, q, lengths) for t in step.arguments]
                     for room in filter(is_room, flat(step.arguments)):
                         assert room.empty(q, lengths).dtype == room.dtype
@@ -126,13 +128,13 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_a_new_length_is_of_a_known_kind(gate, rule):
     """Nothing is traced again, and no length is a key."""
-    launch.forward.cache_clear()
-    launch.backward.cache_clear()
+    stages.forward.cache_clear()
+    stages.backward.cache_clear()
     for T in range(65, 500, 29):
         x = low(member(gate, rule, T=T, H=1, HV=1, K=16, V=16))
         schedules(x, (None, None))
-    assert launch.forward.cache_info().misses == 1
-    assert launch.backward.cache_info().misses == 1
+    assert stages.forward.cache_info().misses == 1
+    assert stages.backward.cache_info().misses == 1
 
 
 class Kernel:
@@ -210,8 +212,8 @@ def two_launches(kernel, tma=False, **options):
 
 def run(schedule, scale=1.0):
     given = [torch.ones(2, 3, 5), None]
-    ((z,), _) = schedule(given, LENGTHS, scale, [torch.empty(0)])
-    return given[0], z
+    made, _ = schedule(given, LENGTHS, scale, [torch.empty(0)])
+    return given[0], made["z"]
 
 
 def test_addresses_and_constants():
@@ -229,8 +231,8 @@ def test_addresses_and_constants():
     assert run(schedule, 2.0)[1] is not z
     assert kernel.notes[-1][2][2] == (2.0, 6)
     longer = LENGTHS._replace(T=9, slots=70, N=3)
-    ((z,), _) = schedule([x, None], longer, 1.0, [torch.empty(0)])
-    assert z.shape == (3, 4)
+    made, _ = schedule([x, None], longer, 1.0, [torch.empty(0)])
+    assert made["z"].shape == (3, 4)
     assert [note[0][0] for note in kernel.notes[-2:]] == [70, 105]
     assert kernel.notes[-2][2][1] == (None, 9)
 
@@ -350,9 +352,9 @@ def test_tensors_of_a_buffer_are_aligned():
     sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("L", 129), ("T", 5)
     rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
-    lines = numbers_of(x.lines for x in rooms)(*lengths)
-    assert places(lines) == [0, 128, 256, 256, 512, 640]
-    assert places([]) == [0]
+    lines = [x.lines for x in rooms]
+    assert places(lines, lengths) == [0, 128, 256, 256, 512, 640]
+    assert places([], lengths) == [0]
 
 
 def test_a_call_aligns_its_inputs():

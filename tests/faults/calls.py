@@ -5,8 +5,8 @@ from faults.family import (
     CHUNKWISE,
     GATES,
     INTRA,
-    LAUNCH,
     OPS,
+    STAGES,
     TILE,
 )
 
@@ -16,8 +16,7 @@ from faults.family import (
     PRIVATE,
     REGISTRATION,
     VALUES,
-    PLAN,
-    LENGTHS,
+    SCHEDULE,
     SETTINGS,
     KERNELS,
 ) = (
@@ -28,8 +27,7 @@ from faults.family import (
         "private",
         "registration",
         "values",
-        "kernels/plan",
-        "kernels/lengths",
+        "kernels/schedule",
         "kernels/settings",
         "kernels/__init__",
     )
@@ -40,8 +38,7 @@ TESTS = {
     PRIVATE: "test_ops.py",
     REGISTRATION: "test_ops.py",
     VALUES: "test_values.py",
-    PLAN: "test_kernels_plan.py",
-    LENGTHS: "test_kernels_family.py",
+    SCHEDULE: "test_kernels_schedule.py",
     SETTINGS: "test_kernels_family.py",
     KERNELS: "test_kernels_family.py",
 }
@@ -219,40 +216,40 @@ MUTANTS = {
         "most = 2 * (1 + 2 * torch",
         "most = 1 * (1 + 2 * torch",
     ),
-    "plan-has-one-buffer-for-all": (
-        PLAN,
+    "schedule-has-one-buffer-for-all": (
+        SCHEDULE,
         "values += [theirs + place for place in kept[:-1]]",
         "values += [theirs for place in kept[:-1]]",
     ),
-    "plan-has-one-place-for-all-between": (
-        PLAN,
+    "schedule-has-one-place-for-all-between": (
+        SCHEDULE,
         "values += [ours + place for place in between[:-1]]",
         "values += [ours for place in between[:-1]]",
     ),
-    "plan-lends-no-memory-for-descriptors": (
-        PLAN,
+    "schedule-lends-no-memory-for-descriptors": (
+        SCHEDULE,
         'getattr(x, "TMA", False)',
         'getattr(x, "TMA", 1) is None',
         "test_launch.py",
     ),
-    "plan-takes-a-number-for-the-scale": (
-        PLAN,
+    "schedule-takes-a-number-for-the-scale": (
+        SCHEDULE,
         "order = [SCALE, *names",
         "order = [Count('T'), *names",
     ),
-    "plan-keeps-the-numbers-of-its-first-length": (
-        PLAN,
-        'f"-({x.of} * -{x.times} // {x.per})"',
-        'f"-(T * -{x.times} // {x.per})"',
+    "schedule-keeps-the-numbers-of-its-first-length": (
+        SCHEDULE,
+        "-(getattr(lengths, self.of) * -self.times // self.per)",
+        "-(lengths.T * -self.times // self.per)",
     ),
-    "plan-has-one-program-too-few": (
-        PLAN,
-        'f"-({x.of} * -{x.times} // {x.per})"',
-        'f"{x.of} * {x.times} // {x.per}"',
+    "schedule-has-one-program-too-few": (
+        SCHEDULE,
+        "-(getattr(lengths, self.of) * -self.times // self.per)",
+        "getattr(lengths, self.of) * self.times // self.per",
         "test_launch.py",
     ),
-    "plan-knows-no-later-length": (
-        PLAN,
+    "schedule-knows-no-later-length": (
+        SCHEDULE,
         "= self.cached(lengths)",
         "= self.cached(lengths._replace(T=1))",
         "test_launch.py",
@@ -264,24 +261,24 @@ MUTANTS = {
         "test_launch.py",
     ),
     "lengths-of-packed-sequences-have-no-slot-more": (
-        LENGTHS,
+        SETTINGS,
         "slots=chunks + N if packed",
         "slots=chunks if packed",
     ),
     "lengths-of-a-pack-have-a-border-at-its-end": (
-        LENGTHS,
+        SETTINGS,
         "borders=(T - 1) // (L * C) if packed",
         "borders=T // (L * C) if packed",
     ),
     "backward-computes-no-row-again": (
-        LAUNCH,
-        'Count("slots", HV), "Aqk R")',
-        'Count("slots", HV), "Aqk R G")',
+        STAGES,
+        "x.decayed, x.decays, (None, None), x.strong",
+        "x.decayed, (None,) * 6, (None, None), x.strong",
     ),
     "first-pass-writes-outputs": (
-        LAUNCH,
-        '"o state h errors Aqk")',
-        '"h errors Aqk")',
+        STAGES,
+        "nothing = (x.Aqk, x.R), (None, None, None, None)",
+        "nothing = (x.Aqk, x.R), (x.o, x.state, None, None)",
     ),
     "call-takes-a-gate-a-channel-for-one-a-head": (
         "fastweights/kernels/backend.py",
@@ -291,7 +288,7 @@ MUTANTS = {
     ),
     "gate-of-one-channel-has-a-gradient-per-head": (
         "fastweights/kernels/backend.py",
-        "grads[3] = grads[3].view_as(g)",
+        'made["dg"] = made["dg"].view_as(g)',
         "pass",
         "test_kernels_family.py",
     ),

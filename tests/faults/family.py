@@ -17,7 +17,7 @@
     GRADIENTS,
     SCAN,
     COMPOSE,
-    LAUNCH,
+    STAGES,
     DECODE,
 ) = (
     f"fastweights/{file}.py"
@@ -38,7 +38,7 @@
         "kernels/intra_backward",
         "kernels/scan",
         "kernels/compose",
-        "kernels/launch",
+        "kernels/stages",
         "kernels/decode",
     )
 )
@@ -59,7 +59,7 @@ TESTS = {
     GRADIENTS: "test_kernels_family.py",
     SCAN: "test_kernels_family.py",
     COMPOSE: "test_kernels_family.py",
-    LAUNCH: "test_kernels_family.py",
+    STAGES: "test_kernels_family.py",
     DECODE: "test_kernels_decode.py",
 }
 

@@ -6,7 +6,7 @@ FILES = {
         "deep/mesa",
         "family",
         "kernels/convolution",
-        "kernels/launch",
+        "kernels/stages",
         "kernels/selective",
         "kernels/tail",
         "layers/rows",
@@ -88,9 +88,9 @@ MUTANTS = {
         PYTORCH,
     ),
     "tail-of-kernels-left": (
-        FILES["kernels/launch"],
-        "        self.clear(*results)\n",
-        "",
+        FILES["kernels/stages"],
+        "        if offsets:",
+        "        if None:",
         KERNELS,
     ),
     "tail-of-kernels-a-row-late": (

@@ -2,31 +2,22 @@
 
 As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
 ``backward``. What a call launches is written in the
-:class:`fastweights.kernels.plan.Schedule` of its kind.
+:class:`fastweights.kernels.schedule.Schedule` of its kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.arguments import check_offsets_on_host
-from fastweights.kernels import dot_precision, launch
-from fastweights.kernels.gpu import properties
-from fastweights.kernels.lengths import Lengths, lengths_of
-from fastweights.kernels.plan import (
-    Schedule,
-    compile_together,
-    memory,
-    numbers_of,
-    places,
-)
-from fastweights.kernels.settings import Kind
+from fastweights.kernels import dot_precision, stages
+from fastweights.kernels.schedule import compile_together, memory, places
+from fastweights.kernels.settings import Kind, lengths_of, properties
 
-Given = Sequence[Tensor | None]  # in the order of launch.GIVEN
+Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
 
 
 def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
@@ -46,41 +37,25 @@ def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
     return kind, (B, T, N, offsets is not None)
 
 
-def dtypes(given: Given) -> launch.Dtypes:
+def dtypes(given: Given) -> stages.Dtypes:
     return tuple([None if x is None else x.dtype for x in given])
 
 
-def empty_saved(*call: Any) -> list[Tensor]:
-    """Room for what :func:`forward` keeps.
-
-    Of q, v, g, beta, cu_seqlens and chunk_size.
-    """
-    q, v, g, beta, offsets, chunk_size = call
-    given = (q, q, v, g, beta, None, offsets)
+def empty_saved(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Room for what :func:`forward` keeps."""
+    given = (q, q, v, g, beta, None, cu_seqlens)
     kind, sizes = kind_of(given, chunk_size)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    kept = launch.kept(kind, launch.rooms(kind, dtypes(given)))
-    lines = numbers_of(x.lines for x in kept)(*lengths)
-    return memory(kept, places(lines)[-1], q, lengths)
-
-
-def scheduled(given: Given, chunk_size: int) -> tuple[Schedule, Lengths]:
-    """The schedule of a forward or, of nine tensors, a backward; loaded.
-
-    With a forward's are compiled the kernels of the backward that its inputs
-    will need, if they require a gradient, and only the outputs have one.
-    """
-    kind, sizes = kind_of(given, chunk_size)
-    lengths, of = lengths_of(kind, *sizes), dtypes(given)
-    cut, back = lengths.borders > 0, len(given) > 7
-    schedule = (launch.backward if back else launch.forward)(kind, of, cut)
-    if not schedule.kernels:
-        together = [schedule]
-        if not back and any(x.requires_grad for x in given if x is not None):
-            together += [launch.backward(kind, (*of, of[2], None), cut)]
-        compile_together(*together)
-        schedule.load(kind.gpu.shared)
-    return schedule, lengths
+    kept = stages.kept(kind, stages.rooms(kind, dtypes(given)))
+    size = places((x.lines for x in kept), lengths)[-1]
+    return memory(kept, size, q, lengths)
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
@@ -97,42 +72,76 @@ def aligned(x: Tensor | None) -> Tensor | None:
 
 def run(
     inputs: Given, saved: list[Tensor] | None, scale: float, chunk_size: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The results of a call, and what is kept."""
-    given = [aligned(x) for x in inputs]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The results of a forward or, if it ``saved``, a backward; what is kept.
+
+    With a forward's kernels are compiled those of the backward that its
+    inputs will need, if they require a gradient, and only the outputs have
+    one.
+    """
     with torch.cuda.device_of(inputs[0]):
-        schedule, lengths = scheduled(given, chunk_size)
+        given = [aligned(x) for x in inputs]
+        kind, sizes = kind_of(given, chunk_size)
+        lengths, of = lengths_of(kind, *sizes), dtypes(given)
+        cut, back = lengths.borders > 0, saved is not None
+        schedule = (stages.backward if back else stages.forward)(kind, of, cut)
+        if not schedule.kernels:
+            together = [schedule]
+            leaves = [x for x in given if x is not None and x.requires_grad]
+            if leaves and not back:
+                needed = (*of, of[2], None)
+                together.append(stages.backward(kind, needed, cut))
+            compile_together(*together)
+            schedule.load(kind.gpu.shared)
         return schedule(given, lengths, scale, saved)
 
 
-def forward(*call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is kept.
 
-    Of q, k, v, g, beta, initial_state, cu_seqlens, scale and chunk_size. Kept
-    is one buffer, but in Triton's interpreter a tensor each.
+    Kept is one buffer, but in Triton's interpreter a tensor each.
     """
-    *inputs, scale, chunk_size = call
-    check_offsets_on_host(inputs[6], inputs[0].shape[1])
-    (o, state), saved = run(inputs, None, scale, chunk_size)
-    return o, state, saved
+    check_offsets_on_host(cu_seqlens, q.shape[1])
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    made, saved = run(inputs, None, scale, chunk_size)
+    return made["o"], made["state"], saved
 
 
-def backward(*call: Any) -> list[Tensor]:
+def backward(
+    do: Tensor | None,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    scale: float,
+    chunk_size: int,
+) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
-    Of do, dstate, the inputs of the forward, what it kept, scale and
-    chunk_size. Each has its input's dtype. do or dstate is None where nothing
-    depends on that output.
+    Each has its input's dtype. do or dstate is None where nothing depends on
+    that output.
     """
-    do, dstate, *inputs, saved, scale, chunk_size = call
-    v, g, beta = inputs[2:5]
     if do is None:
         do = torch.zeros_like(v)
-    grads, _ = run((*inputs, do, dstate), saved, scale, chunk_size)
-    if g is not None and grads[3].dim() < g.dim():  # the head's one channel
-        grads[3] = grads[3].view_as(g)
-    if beta is not None:
-        at = 3 + (g is not None)
-        if grads[at].dim() > beta.dim():  # of each value tile
-            grads[at] = grads[at].sum(-1).to(beta.dtype)
-    return grads
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
+    made, _ = run(inputs, saved, scale, chunk_size)
+    if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
+        made["dg"] = made["dg"].view_as(g)
+    if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles
+        made["dbeta"] = made["dbeta"].sum(-1).to(beta.dtype)
+    return [*made.values()]

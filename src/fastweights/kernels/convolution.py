@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
-from fastweights.kernels.gpu import properties
+from fastweights.kernels.settings import properties
 from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32
@@ -54,7 +54,7 @@ def options(
     return settings | {"maxnreg": 128} if lean else settings
 
 
-def launch(
+def run_stretches(
     kernel: Any,
     x: Tensor,
     weight: Tensor,
@@ -109,7 +109,7 @@ def forward(
     else:
         q, k, v = x.new_empty(0), x.new_empty(0), torch.empty_like(x)
     settings = options(C, H, K, B * T, back=False)
-    launch(
+    run_stretches(
         *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *(settings, x, weight, bias, initial_state, cu_seqlens),
         *(q, k, v, state),
@@ -149,7 +149,7 @@ def backward(
     dinitial = None
     if initial_state is not None:
         dinitial = torch.empty_like(initial_state)
-    launch(
+    run_stretches(
         *(convolution_bwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *(settings, x, weight, bias, initial_state, cu_seqlens),
         *(dq, dk, dv, dstate, dx, share, dinitial),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.gpu import properties
+from fastweights.kernels.settings import properties
 from fastweights.kernels.tile import sigmoid
 
 
@@ -176,7 +176,7 @@ def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
     return one * properties(o.device).multiprocessors
 
 
-def launch(
+def run_rows(
     kernel: Any,
     programs: int,
     o: Tensor,
@@ -213,7 +213,7 @@ def forward(
     settings = options(o, back=False)
     groups = weight.numel() // o.shape[3]
     tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
-    launch(
+    run_rows(
         *(norm_fwd_kernel, tiles, o, gate, groups, silu, settings),
         *(o, weight, gate, y, eps),
     )
@@ -241,7 +241,7 @@ def backward(
     at_once = programs_at_once(o, settings)
     programs = min(tiles, max(at_once // groups, 1))
     share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
-    launch(
+    run_rows(
         *(norm_bwd_kernel, programs, o, gate, groups, silu, settings),
         *(o, weight, gate, dy, grads[0], dgate, share, eps),
     )

@@ -300,7 +300,7 @@ def tile_length(D: int, N: int, G: int) -> int:
     return options(D, N, G)["BT"]
 
 
-def launch(
+def run_channels(
     kernel: Any, sequences: int, D: int, N: int, G: int, *arguments: Any
 ) -> None:
     """One program per sequence and tile of channels of a group."""
@@ -331,7 +331,7 @@ def forward(
     state = x.new_empty(S, *A.shape, dtype=FP32)
     tensors = (x, A, dt, B, C, D, initial_state, cu_seqlens, y, state, states)
     with torch.cuda.device_of(x):
-        launch(
+        run_channels(
             selective_fwd_kernel,
             *(S, *A.shape, B.shape[2]),
             *tensors,
@@ -369,7 +369,7 @@ def backward(
     tensors = (x, A, dt, B, C, D, cu_seqlens, states, dy, dstate)
     shares = (dx, ddt, dA, dB, dC, dD, dinitial)
     with torch.cuda.device_of(x):
-        launch(
+        run_channels(
             selective_bwd_kernel,
             *(S, channels, N, G),
             *(*tensors, *shares),

@@ -338,7 +338,7 @@ def options(K: int) -> dict[str, int]:
     return {"BK": BK, "BC": 16, "num_warps": warps, "num_stages": 1}
 
 
-def launch(kernel: Any, q: Tensor, C: int, *tensors: Tensor | None) -> None:
+def run_heads(kernel: Any, q: Tensor, C: int, *tensors: Tensor | None) -> None:
     """One program per sequence and head."""
     B, T, H, K = q.shape
     precision = dot_precision(q.dtype, K)
@@ -367,7 +367,7 @@ def forward(
     """
     o, after = torch.empty_like(q), (torch.empty_like(W), torch.empty_like(b))
     inputs = (q, k, v, rate, W, b, weight, bias, rows)
-    launch(ttt_fwd_kernel, q, len(rows), *inputs, o, X, *after)
+    run_heads(ttt_fwd_kernel, q, len(rows), *inputs, o, X, *after)
     return o, *after
 
 
@@ -396,5 +396,5 @@ def backward(
     after = (do, dW_after, db_after)
     found = (dq, dk, dv, drate, dW, db, dweight, dbias, drows)
     inputs = (q, k, v, rate)
-    launch(ttt_bwd_kernel, q, len(rows), *inputs, *last, *after, *found)
+    run_heads(ttt_bwd_kernel, q, len(rows), *inputs, *last, *after, *found)
     return [*found[:6], dweight.sum(0), dbias.sum(0), drows.sum((0, 1))]

@@ -5,7 +5,7 @@ widths and which arguments it has. To find that takes Python hundreds of
 microseconds, so it is done once per kind of call. Each call then multiplies:
 every tensor is :class:`Room` for so many rows, and every grid and number a
 :class:`Count`, in proportion to one of the call's
-:class:`fastweights.kernels.lengths.Lengths`.
+:class:`fastweights.kernels.settings.Lengths`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from fastweights import private
-from fastweights.kernels.lengths import IntLike, Lengths
+from fastweights.kernels.settings import IntLike, Lengths
 from fastweights.kernels.tile import INTERPRETED
 
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
@@ -66,26 +66,21 @@ class Count(NamedTuple):
     times: int = 1
     per: int = 1
 
+    def number(self, lengths: Lengths) -> IntLike:
+        """What it is in a call of such lengths."""
+        return -(getattr(lengths, self.of) * -self.times // self.per)
+
 
 SCALE = Count("scale")  # the number that no length decides
 
 
-def numbers_of(counts: Iterable[Count]) -> Callable[..., list[Any]]:
-    """A function from a call's lengths to these numbers.
-
-    Written out and compiled: a new length waits for it. It gives SymInts
-    where lengths are symbols.
-    """
-    each = [f"-({x.of} * -{x.times} // {x.per})" for x in counts]
-    return eval(f"lambda {', '.join(Lengths._fields)}: [{', '.join(each)}]")
-
-
-def places(lines: Iterable[Any]) -> list[Any]:
+def places(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
     """Where tensors of so many lines begin in a buffer of them all.
 
     At last, the buffer's bytes.
     """
-    return [ALIGNMENT * n for n in accumulate(lines, initial=0)]
+    numbers = [x.number(lengths) for x in lines]
+    return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
 
 def stand_in(x: Any) -> Any:
@@ -191,14 +186,14 @@ class Schedule:
         arguments = [x for launch in self.launches for x in launch.arguments]
         groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
         single = dict.fromkeys(flat(arguments))
-        counts = [x for x in single if isinstance(x, Count) and x != SCALE]
+        self.counts = [x for x in single if type(x) is Count and x != SCALE]
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
         rooms = {x.name: x for x in single if isinstance(x, Room)}
         names = [*self.given, *(x.name for x in self.results)]
         names += [x.name for x in self.kept]
         self.between = [x for x in rooms.values() if x.name not in names]
         names += [x.name for x in self.between]
-        order = [SCALE, *names, *counts, *self.constants, *groups]
+        order = [SCALE, *names, *self.counts, *self.constants, *groups]
         indices = {x: i for i, x in enumerate(order)}
 
         def pick(arguments: tuple[Any, ...]) -> Callable[[list], tuple]:
@@ -209,9 +204,8 @@ class Schedule:
 
         self.groups = [pick(x) for x in groups]
         self.picks = [pick(x.arguments) for x in self.launches]
-        programs = [x.programs for x in self.launches]
-        lines = [x.lines for x in (*self.kept, *self.between)]
-        self.numbers = numbers_of([*programs, *lines, *counts])
+        buffers = self.kept, self.between
+        self.lines = [[x.lines for x in rooms] for rooms in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.cached = lru_cache(maxsize=256)(self.sized)
 
@@ -228,12 +222,11 @@ class Schedule:
 
     def sized(self, lengths: Lengths) -> tuple[list, ...]:
         """What such a call runs, its places, and its numbers and constants."""
-        numbers = iter(self.numbers(*lengths))
-        programs = islice(numbers, len(self.launches))
-        launches = zip(self.kernels, self.picks, programs, strict=True)
-        runs = [(kernel[n, 1, 1], pick) for kernel, pick, n in launches]
-        kept = places(islice(numbers, len(self.kept)))
-        between = places(islice(numbers, len(self.between)))
+        programs = [x.programs.number(lengths) for x in self.launches]
+        loaded = zip(self.kernels, programs, self.picks, strict=True)
+        runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
+        kept, between = (places(x, lengths) for x in self.lines)
+        numbers = [x.number(lengths) for x in self.counts]
         return runs, kept, between, [*numbers, *self.constants]
 
     def __call__(
@@ -242,15 +235,15 @@ class Schedule:
         lengths: Lengths,
         scale: float,
         saved: list[Tensor] | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the schedule: its results, and what is kept if not ``saved``.
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run it: the results by name, and what is kept if not ``saved``.
 
         The kernels are given addresses, but in Triton's interpreter tensors.
         """
         q = given[0]
         assert q is not None
         runs, kept, between, numbers = self.cached(lengths)
-        made = [x.empty(q, lengths) for x in self.results]
+        made = {x.name: x.empty(q, lengths) for x in self.results}
         if saved is None:
             saved = memory(self.kept, kept[-1], q, lengths)
         own = saved  # nothing of it, if nothing lies between
@@ -260,7 +253,7 @@ class Schedule:
             values = [
                 scale,
                 *given,
-                *made,
+                *made.values(),
                 *saved,
                 *own[: len(self.between)],
                 *numbers,
@@ -269,17 +262,17 @@ class Schedule:
             theirs, ours = saved[0].data_ptr(), own[0].data_ptr()
             values = [scale]
             values += [0 if x is None else x.data_ptr() for x in given]
-            values += [x.data_ptr() for x in made]
+            values += [x.data_ptr() for x in made.values()]
             values += [theirs + place for place in kept[:-1]]
             values += [ours + place for place in between[:-1]]
             values += numbers
         values += [pick(values) for pick in self.groups]
-        run = with_scratch if self.tma else launch
-        run(runs, values)
+        start = with_scratch if self.tma else start_all
+        start(runs, values)
         return made, saved
 
 
-def launch(runs: list, values: list[Any]) -> None:
+def start_all(runs: list, values: list[Any]) -> None:
     """The one place from which the family's kernels are launched."""
     for run, pick in runs:
         run(*pick(values))
@@ -291,11 +284,11 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def with_scratch(runs: list, values: list[Any]) -> None:
-    """:func:`launch` where kernels that make descriptors have memory for it.
+    """:func:`start_all`, with memory for the kernels that make descriptors.
 
     Triton's allocator is a context variable: ours is set in a copy of the
     context, so that the caller's stays.
     """
     context = copy_context()
     context.run(triton.set_allocator, _allocate)
-    context.run(launch, runs, values)
+    context.run(start_all, runs, values)

@@ -13,8 +13,8 @@ from inputs import GATES, RULES, member, results
 from kernel_judge import interpreted
 
 import fastweights as fw
-from fastweights.kernels import backend, launch, plan
-from fastweights.kernels.plan import Room, Schedule
+from fastweights.kernels import backend, schedule, stages
+from fastweights.kernels.schedule import Room, Schedule
 
 
 class ByAddress:
@@ -44,23 +44,23 @@ def start_of(dtype, address):
 
 
 @pytest.fixture
-def by_plan(monkeypatch):
-    """Calls go by their plans, whose launches Triton's interpreter makes."""
+def by_schedule(monkeypatch):
+    """Calls go by addresses, to launches that Triton's interpreter makes."""
 
     def load(schedule, shared):
         schedule.kernels = [ByAddress(x) for x in schedule.launches]
 
     def begin():
-        launch.forward.cache_clear()
-        launch.backward.cache_clear()
-        monkeypatch.setattr(plan, "INTERPRETED", False)
+        stages.forward.cache_clear()
+        stages.backward.cache_clear()
+        monkeypatch.setattr(schedule, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
-        monkeypatch.setattr(plan, "with_scratch", plan.launch)
+        monkeypatch.setattr(schedule, "with_scratch", schedule.start_all)
         monkeypatch.setattr(Schedule, "load", load)
 
     yield begin
-    launch.forward.cache_clear()
-    launch.backward.cache_clear()
+    stages.forward.cache_clear()
+    stages.backward.cache_clear()
 
 
 @interpreted
@@ -71,7 +71,7 @@ def by_plan(monkeypatch):
         itertools.product(GATES, RULES),
     ),
 )
-def test_a_plan_is_the_call(gate, rule, by_plan, poison, cut):
+def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, cut):
     """The same bits, on other data and with another scale too."""
     cut(3)
     calls = []
@@ -98,9 +98,9 @@ def test_a_plan_is_the_call(gate, rule, by_plan, poison, cut):
         ]
 
     expected = run()
-    by_plan()
+    by_schedule()
     for found, ref in zip(run(), expected, strict=True):
         assert found.keys() == ref.keys()
         for name in ref:
             assert torch.equal(found[name], ref[name]), name
-    assert launch.forward.cache_info().currsize == 3
+    assert stages.forward.cache_info().currsize == 3
