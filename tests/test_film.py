@@ -394,24 +394,6 @@ def test_the_code_of_a_large_film_stays_as_narrow():
 @needs_node
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_of_the_script_is_the_references(gate, rule):
-    x = inputs(gate, rule)
-    S = torch.randn(K, V, dtype=torch.float64)
-    token = {n: y[-1] for n, y in x.items()}
-    made = node(
-        "film.step(S, k, v, g, beta)",
-        S=S.tolist(),
-        **as_data(token),
-    )
-    g = token["g"].reshape(-1) if gate != "none" else None
-    args = (token["k"], token["k"], token["v"], g, token.get("beta"))
-    expected, _ = steps.recurrence(S, *args)
-    assert (made - expected).abs().max() < 1e-9
-
-
-@needs_node
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", [None, 0.7, 1.0])
 def test_the_scripts_states_are_the_references(gate, rule, decay):
     x = inputs(gate, rule)
