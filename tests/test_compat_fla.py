@@ -64,6 +64,13 @@ def inputs(name, T, cut):
     return x
 
 
+def arguments(name, T):
+    """The function of this name, and of inputs those that it takes."""
+    function, x = getattr(fla, name), inputs(name, T, 0)
+    takes = inspect.signature(function).parameters
+    return function, {key: y for key, y in x.items() if key in takes}
+
+
 def formula(x, *, scale=None, total=None):
     """o and the last state of each sequence, token by token.
 
@@ -282,10 +289,7 @@ OLDER.remove("fused_recurrent_linear_attn")
 
 @pytest.mark.parametrize("name", OLDER)
 def test_the_older_name_of_value_first_states(name):
-    function = getattr(fla, name)
-    takes = inspect.signature(function).parameters
-    x = inputs(name, 5, 0)
-    x = {key: y for key, y in x.items() if key in takes}
+    function, x = arguments(name, 5)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     x["output_final_state"] = True
     want, last = function(**x, state_v_first=True)
@@ -302,12 +306,11 @@ def test_the_older_name_of_value_first_states(name):
 @pytest.mark.parametrize("T", [3, 40])
 def test_keys_in_fp32_beside_values_in_fp16(name, T):
     """In the arithmetic of the wider; o has v's dtype, as FLA's has."""
-    function = getattr(fla, name)
-    takes = inspect.signature(function).parameters
-    x = {key: y.float() for key, y in inputs(name, T, 0).items()}
-    x = {key: y for key, y in x.items() if key in takes}
+    function, x = arguments(name, T)
+    x = {key: y.float() for key, y in x.items()}
     options = {"output_final_state": True}
-    options |= {"normalize": False} if "normalize" in takes else {}
+    if name.endswith("linear_attn"):
+        options["normalize"] = False
     x["v"] = x["v"].half()
     o, state = function(**x, **options)
     want, last = function(**{**x, "v": x["v"].float()}, **options)
@@ -326,9 +329,7 @@ CHUNKS = [
 
 @pytest.mark.parametrize("name, right, wrong", CHUNKS)
 def test_the_chunk_sizes_are_those_that_fla_takes(name, right, wrong):
-    x, function = inputs(name, 40, 0), getattr(fla, name)
-    takes = inspect.signature(function).parameters
-    x = {key: y for key, y in x.items() if key in takes}
+    function, x = arguments(name, 40)
     want, _ = function(**x)
     for size in right:
         assert relative_error(function(**x, chunk_size=size)[0], want) <= 1e-12
@@ -392,13 +393,12 @@ def test_keys_wider_than_256():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_in_fp32(name):
     """A few tokens with a state too, which decode_step would not have."""
-    function = getattr(fla, name)
-    takes = inspect.signature(function).parameters
-    x = inputs(name, 4, 0)
-    x = {key: y for key, y in x.items() if key in takes}
+    function, x = arguments(name, 4)
     x = {key: y for key, y in x.items() if key not in ("A_log", "dt_bias")}
-    options = {"normalize": False} if "normalize" in takes else {}
-    if "use_qk_l2norm_in_kernel" in takes:
+    options = {}
+    if name.endswith("linear_attn"):
+        options["normalize"] = False
+    if name.endswith(("delta_rule", "kda")):
         options["use_qk_l2norm_in_kernel"] = True
     grads = {}
     for dtype in (torch.float32, torch.float64):
@@ -505,13 +505,11 @@ REFUSED = [
     ids=[f"{x}-{'-'.join(y)}" for x, y, _ in REFUSED],
 )
 def test_what_is_refused_is_named(name, wrong, error):
-    x = inputs(name, 5, 0)
+    function, x = arguments(name, 5)
     del x["initial_state"]
-    takes = inspect.signature(getattr(fla, name)).parameters
-    given = {key: y for key, y in x.items() if key in takes}
     argument = next(iter(wrong))
     with pytest.raises(error, match=f"^{argument}: got .*, need "):
-        getattr(fla, name)(**{**given, **wrong})
+        function(**{**x, **wrong})
 
 
 def test_a_wrong_call_is_refused_in_the_functions_name():
