@@ -9,7 +9,7 @@ from inputs import member
 from torch._subclasses import FakeTensorMode
 
 import fastweights as fw
-from fastweights import values
+from fastweights import arguments
 
 NAN = float("nan")
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -17,7 +17,7 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 @pytest.fixture
 def checked(monkeypatch):
-    monkeypatch.setattr(values, "CHECKED", True)
+    monkeypatch.setattr(arguments, "CHECKED", True)
 
 
 def inputs(gate="scalar", **sizes):
@@ -75,7 +75,7 @@ def test_offsets():
     x = {name: t for name, t in inputs().items() if name != "initial_state"}
     tensors = (*(x[name] for name in NAMES[:5]), None)
     with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 9\]"):
-        values.check_values(*tensors, torch.tensor([0, 9]))
+        arguments.check_values(*tensors, torch.tensor([0, 9]))
 
 
 @pytest.mark.usefixtures("checked")
@@ -90,7 +90,7 @@ def test_what_has_no_values_passes():
 def test_right_values_pass_and_change_nothing(monkeypatch):
     x = inputs("vector")
     expected = fw.linear_recurrence(**x)
-    monkeypatch.setattr(values, "CHECKED", True)
+    monkeypatch.setattr(arguments, "CHECKED", True)
     for got, ref in zip(fw.linear_recurrence(**x), expected, strict=True):
         assert got.equal(ref)
 
@@ -106,8 +106,8 @@ def test_the_environment_decides(value, checked, monkeypatch):
     x = inputs()
     x["g"].fill_(0.1)
     try:
-        importlib.reload(values)
-        assert checked == values.CHECKED
+        importlib.reload(arguments)
+        assert checked == arguments.CHECKED
         if checked:
             with pytest.raises(ValueError, match=r"^g: got 0\.1"):
                 fw.linear_recurrence(**x)
@@ -115,4 +115,4 @@ def test_the_environment_decides(value, checked, monkeypatch):
             fw.linear_recurrence(**x)
     finally:
         monkeypatch.undo()
-        importlib.reload(values)
+        importlib.reload(arguments)

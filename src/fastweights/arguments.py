@@ -1,10 +1,16 @@
-"""What linear_recurrence and decode_step refuse, before anything runs."""
+"""What a call refuses before anything runs: types, shapes, devices, values.
+
+linear_recurrence and decode_step, through which all members go, look at
+values too where FASTWEIGHTS_CHECK=1 is in the environment at import.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import numbers
+import os
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -13,7 +19,6 @@ from torch import Tensor
 from fastweights import private
 
 MAX_K = 256  # of the kernels
-MAX_KINDS = 4096
 CHUNK_SIZES = (16, 32, 64)
 DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -22,7 +27,8 @@ OFFSETS = (torch.int32, torch.int64)
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
-_fitting: set[tuple] = set()  # the kinds of arguments that have passed
+CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
+"""Whether values are looked at."""
 
 
 def check_arguments(
@@ -43,119 +49,44 @@ def check_arguments(
 
     ``state_name`` is what the caller calls ``initial_state``, which may have
     ``state_dtypes`` besides its own. Only types, dtypes, layouts, shapes and
-    devices count, and such as have passed once pass, at any length.
+    devices count.
     """
-    tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
-    key = None
-    if not torch.compiler.is_compiling():
-        try:
-            key = (
-                *[
-                    None
-                    if x is None
-                    else (x.shape, x.dtype, x.device, x.layout)
-                    for x in tensors
-                ],
-                type(scale),
-                type(chunk_size),
-                chunk_size,
-                state_dtypes,
-            )
-            if key in _fitting:
-                return
-            short = of_any_length(key)
-        except (AttributeError, TypeError, RuntimeError):
-            # no tensor; no hash; a nested tensor, which has no shape
-            key = None
-    if key is None or short not in _fitting:
-        _check(*tensors, scale, chunk_size, state_name, state_dtypes)
-    if key is not None:
-        if len(_fitting) >= MAX_KINDS:
-            _fitting.clear()
-        _fitting.update((key, short))
-
-
-def of_any_length(key: tuple) -> tuple:
-    """What is left of a kind of arguments if q's T may be any from 1 on.
-
-    Of q, k, v, g and beta their second dimension: whether it is that T.
-    """
-    T = tuple(key[0][0])[1:2]
-    tokens = []
-    for x in key[:5]:
-        shape = x and tuple(x[0])  # slices of a Size take four times as long
-        tokens.append(
-            x and (len(shape), shape[:1], shape[1:2] == T, shape[2:], *x[1:])
-        )
-    return (0 in T, *tokens, *key[5:])
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    chunk_size: int | None,
-    state_name: str,
-    state_dtypes: tuple[torch.dtype, ...],
-) -> None:
-    tensors = {"q": q, "k": k, "v": v}
-    optional = {
-        "g": g,
-        "beta": beta,
-        state_name: initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    tensors |= {name: x for name, x in optional.items() if x is not None}
-    check_tensors(tensors)
-    check_kinds({"q": q}, {"q": DTYPES})
-    full = torch.promote_types(q.dtype, torch.float32)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {
-        "q": DTYPES,
-        "k": (q.dtype,),
-        "v": (q.dtype,),
-        "g": (torch.float32, q.dtype),
-        "beta": (torch.float32, q.dtype),
-        state_name: (full, *state_dtypes),
-        "cu_seqlens": OFFSETS,
-    }
-    check_kinds(tensors, dtypes)
-
+    check_tensors({"q": q, "k": k, "v": v})
+    check_operands(
+        {"q": q},
+        same={"k": k, "v": v},
+        either={"g": g, "beta": beta},
+        states={state_name: initial_state},
+        offsets={"cu_seqlens": cu_seqlens},
+        besides=state_dtypes,
+    )
     if q.dim() != 4:
         wrong_shape("q", q, "[B, T, H, K]")
     if k.shape != q.shape:
         wrong_shape("k", k, f"q's, {list(q.shape)}")
     B, T, H, K = q.shape
-    if any(n < 1 for n in q.shape):
+    if B < 1 or T < 1 or H < 1 or K < 1:
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if (
         v.dim() != 4
         or v.shape[:2] != q.shape[:2]
-        or any(n < 1 for n in v.shape)
+        or v.shape[2] < 1
+        or v.shape[3] < 1
     ):
         wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     HV, V = v.shape[2:]
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
         wrong_shape("v", v, need)
-    # By dimensions first: to compare B with HV would make a graph for one B.
-    gates = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
-    if g is not None and g.shape != gates.get(g.dim()):
-        need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
-        wrong_shape("g", g, need)
+    if g is not None:
+        # By dimensions first: to compare B with HV makes a graph for one B.
+        gates = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
+        if g.shape != gates.get(g.dim()):
+            need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
+            wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
         wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
-    N = B
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
-        if B != 1:
-            wrong_shape("q", q, "[1, T, H, K] because cu_seqlens is given")
-        N = cu_seqlens.shape[0] - 1
+    N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         wrong_shape(state_name, initial_state, need)
@@ -163,15 +94,49 @@ def _check(
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"
         )
-    if chunk_size is not None and not isinstance(chunk_size, int):
+    if chunk_size is None:
+        return
+    if not isinstance(chunk_size, int):
         raise TypeError(
             f"chunk_size: got {type(chunk_size).__name__}, need an int or None"
         )
-    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
+    if chunk_size not in CHUNK_SIZES:
         raise ValueError(
             f"chunk_size: got {chunk_size!r}, "
             f"need one of {CHUNK_SIZES} or None"
         )
+
+
+def check_operands(
+    first: dict[str, Tensor],
+    *,
+    same: Mapping[str, Tensor | None] | None = None,
+    either: Mapping[str, Tensor | None] | None = None,
+    states: Mapping[str, Tensor | None] | None = None,
+    offsets: Mapping[str, Tensor | None] | None = None,
+    besides: tuple[torch.dtype, ...] = (),
+) -> None:
+    """Raise for the first tensor of another type, dtype or device.
+
+    All lie on the device of the ``first``, which has one of DTYPES. Others
+    have the same dtype, either that or fp32, a state's (fp32, but fp64 if the
+    first is, or one of those ``besides``), or are offsets. None is not there.
+    """
+    ((name, x),) = first.items()
+    check_kinds(first, {name: DTYPES})
+    device, narrow, full = x.device, x.dtype, torch.float32
+    if narrow is torch.float64:
+        full = narrow
+    for tensors, dtypes in (
+        (same, (narrow,)),
+        (either, (torch.float32, narrow)),
+        (states, (full, *besides)),
+        (offsets, OFFSETS),
+    ):
+        for other, y in (tensors or {}).items():
+            if y is not None:
+                check_tensor(other, y)
+                _check_kind(other, y, dtypes, name, device)
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
@@ -180,18 +145,23 @@ def check_tensors(tensors: dict[str, Tensor]) -> None:
     Or none with a place in memory for every element.
     """
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
-        if x.is_nested:
-            raise TypeError(
-                f"{name}: got a nested tensor, need a dense one; sequences "
-                "of several lengths are packed, with cu_seqlens"
-            )
-        if x.layout != torch.strided:
-            raise TypeError(
-                f"{name}: got layout {x.layout}, need torch.strided, as "
-                "to_dense() returns it"
-            )
+        check_tensor(name, x)
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """Raise TypeError unless x is a tensor with a place for every element."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a Tensor")
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: got a nested tensor, need a dense one; sequences "
+            "of several lengths are packed, with cu_seqlens"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(
+            f"{name}: got layout {x.layout}, need torch.strided, as "
+            "to_dense() returns it"
+        )
 
 
 def check_integers(values: dict[str, int]) -> None:
@@ -255,10 +225,7 @@ def check_states(
     Or one of the dtypes ``besides``.
     """
     check_tensors(states)
-    full = torch.promote_types(q.dtype, torch.float32)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": (q.dtype,)}
-    dtypes |= dict.fromkeys(states, (full, *besides))
-    check_kinds({"q": q} | states, dtypes)
+    check_operands({"q": q}, states=states, besides=besides)
     for name, shape in shapes.items():
         if states[name].shape != shape:
             wrong_shape(name, states[name], f"{list(shape)}")
@@ -273,16 +240,26 @@ def check_kinds(
     """
     first, device = next((name, x.device) for name, x in tensors.items())
     for name, x in tensors.items():
-        if x.dtype not in dtypes[name]:
-            kinds = dict.fromkeys(dtypes[name])
-            need = " or ".join(map(str, kinds))
-            if len(kinds) > 2:
-                need = f"one of {dtypes[name]}"
-            raise TypeError(f"{name}: got {x.dtype}, need {need}")
-        if x.device != device:
-            raise ValueError(
-                f"{name}: got device {x.device}, need {first}'s, {device}"
-            )
+        _check_kind(name, x, dtypes[name], first, device)
+
+
+def _check_kind(
+    name: str,
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    first: str,
+    device: torch.device,
+) -> None:
+    if x.dtype not in dtypes:
+        kinds = dict.fromkeys(dtypes)
+        need = " or ".join(map(str, kinds))
+        if len(kinds) > 2:
+            need = f"one of {dtypes}"
+        raise TypeError(f"{name}: got {x.dtype}, need {need}")
+    if x.device != device:
+        raise ValueError(
+            f"{name}: got device {x.device}, need {first}'s, {device}"
+        )
 
 
 def check_shapes(
@@ -302,6 +279,27 @@ def check_shapes(
 def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
     """Raise ValueError: the argument, its shape, and the one it needs."""
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
+
+
+def count_sequences(
+    name: str,
+    x: Tensor,
+    shape: str,
+    cu_seqlens: Tensor | None,
+    many: str = "N",
+) -> int:
+    """Of x [B, ...] B, of a pack how many sequences are in it.
+
+    Raise unless cu_seqlens is [N + 1], and B then 1.
+    """
+    if cu_seqlens is None:
+        return x.shape[0]
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        need = f"[{many} + 1] with {many} >= 1"
+        wrong_shape("cu_seqlens", cu_seqlens, need)
+    if x.shape[0] != 1:
+        wrong_shape(name, x, f"{shape} because cu_seqlens is given")
+    return cu_seqlens.shape[0] - 1
 
 
 def check_offsets(offsets: list[int], T: int) -> None:
@@ -368,6 +366,69 @@ def check_rows(
 
 def readable(x: Tensor) -> bool:
     """Whether reading x costs no synchronisation and no trace."""
-    return x.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or private.traced()
+    return x.device.type == "cpu" and not private.traced()
+
+
+def check_values(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    state_name: str = "initial_state",
+) -> None:
+    """Raise ValueError for the first argument whose values do not fit.
+
+    What shapes and dtypes cannot show: NaN, a log decay above 0, a delta rule
+    that diverges, offsets that are none. Only with FASTWEIGHTS_CHECK=1: each
+    call then waits for the GPU, without it nothing is read. Where values
+    cannot be read nothing is checked: under torch.compile and the transforms
+    of torch.func, in a trace, while a CUDA graph is captured, for tensors
+    without data or of a class of their own.
+
+    The arguments have passed check_arguments; ``state_name`` is what the
+    caller calls ``initial_state``.
+    """
+    if not CHECKED:
+        return
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    named[state_name] = initial_state
+    given = {name: x for name, x in named.items() if x is not None}
+    if not all(_has_values(x) for x in given.values()):
+        return
+    wrong = [(name, x.isnan(), "numbers") for name, x in given.items()]
+    if g is not None:
+        wrong.append(("g", g > 0, "g <= 0, the log of a decay"))
+    if beta is not None:
+        # Unit keys and beta = 2 are right: both may have been rounded up.
+        most = 2 * (1 + 2 * torch.finfo(k.dtype).eps)
+        step = k.to(torch.promote_types(k.dtype, torch.float32))
+        step = step.square().sum(-1)
+        step = beta * step.repeat_interleave(v.shape[2] // k.shape[2], -1)
+        need = "beta |k|^2 <= 2, above which the delta rule diverges"
+        wrong.append(("beta", step > most, need))
+    found = torch.stack([mask.any() for _, mask, _ in wrong]).tolist()
+    for (name, mask, need), there in zip(wrong, found, strict=True):
+        if there:
+            at = mask.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}: got {given[name][tuple(at)].item()} at {at}, "
+                f"need {need}"
+            )
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens.tolist(), q.shape[1])
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether the host may read x, and x has something to read."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or private.in_torch_func()
+        or type(x) not in PLAIN
+        or x.is_meta
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

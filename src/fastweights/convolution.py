@@ -24,12 +24,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    DTYPES,
     check_integers,
-    check_kinds,
     check_number,
     check_offsets_on_host,
+    check_operands,
     check_tensors,
+    count_sequences,
     wrong_shape,
 )
 from fastweights.ops import choose_backend, ran, without_autocast
@@ -164,39 +164,23 @@ def _check(
     backend: Any,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
-    tensors = {"x": x, "weight": weight}
-    optional = {
-        "bias": bias,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    tensors |= {name: t for name, t in optional.items() if t is not None}
-    check_tensors(tensors)
-    check_kinds({"x": x}, {"x": DTYPES})
-    either = (torch.float32, x.dtype)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {
-        "x": DTYPES,
-        "weight": either,
-        "bias": either,
-        "initial_state": (x.dtype,),
-        "cu_seqlens": (torch.int32, torch.int64),
-    }
-    check_kinds(tensors, dtypes)
+    check_tensors({"x": x, "weight": weight})
+    check_operands(
+        {"x": x},
+        same={"initial_state": initial_state},
+        either={"weight": weight, "bias": bias},
+        offsets={"cu_seqlens": cu_seqlens},
+    )
     if x.dim() != 3 or x.shape[0] < 1 or x.shape[2] < 1:
         wrong_shape("x", x, "[B, T, C] with B, C >= 1")
-    N, _, C = x.shape
+    C = x.shape[2]
     fits = weight.dim() == 2 and weight.shape[0] == C
     if not fits or weight.shape[1] not in WIDTHS:
         wrong_shape("weight", weight, f"[{C}, W] with W one of {WIDTHS}")
     W = weight.shape[1]
     if bias is not None and bias.shape != (C,):
         wrong_shape("bias", bias, f"[{C}]")
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-            wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
-        if N != 1:
-            wrong_shape("x", x, "[1, T, C] because cu_seqlens is given")
-        N = cu_seqlens.shape[0] - 1
+    N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, W - 1, C):
         wrong_shape("initial_state", initial_state, f"[{N}, {W - 1}, {C}]")
     if activation not in ACTIVATIONS:

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import values
 from fastweights.arguments import (
     check_arguments,
     check_kinds,
     check_rows,
     check_states,
     check_tensors,
+    check_values,
 )
 from fastweights.ops import (
     Backend,
@@ -165,8 +165,7 @@ def _check(
                 "that does not, or torch.no_grad(): decode_step has none"
             )
     check_name(backend)
-    if values.CHECKED:
-        values.check_values(q, k, v, g, beta, state, None, state_name="state")
+    check_values(q, k, v, g, beta, state, None, state_name="state")
 
 
 def _overlaps(x: Tensor) -> bool:

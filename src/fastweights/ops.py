@@ -21,11 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private, values
+from fastweights import private
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
     MAX_K,
     check_arguments,
+    check_values,
 )
 from fastweights.flops import tell_counters
 from fastweights.reference import backend as chunkwise
@@ -107,8 +108,9 @@ def linear_recurrence(
             "loop".
 
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
-    imported, values are checked too: see :mod:`fastweights.values`. FLOP
-    counters count what :mod:`fastweights.flops` says. DTensors go through
+    imported, values are checked too: see
+    :func:`fastweights.arguments.check_values`. FLOP counters count what
+    :mod:`fastweights.flops` says. DTensors go through
     ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
     Shard(2) of what has tokens, Shard(1) of the states.
     """
@@ -117,8 +119,7 @@ def linear_recurrence(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
     check_name(backend)
-    if values.CHECKED:
-        values.check_values(q, k, v, g, beta, initial_state, cu_seqlens)
+    check_values(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

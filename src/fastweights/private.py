@@ -95,10 +95,11 @@ def traced() -> bool:
     """Whether a tensor may be without numbers, or a call be run again.
 
     Under a mode (fake tensors, a FLOP counter, selective checkpointing), a
-    transform or a trace. True where PyTorch does not tell.
+    transform, a trace or torch.compile. True where PyTorch does not tell.
     """
     return (
-        not _CAN_TELL
+        torch.compiler.is_compiling()
+        or not _CAN_TELL
         or _dispatch_mode() is not None  # type: ignore[misc]
         or transformed()
         or _is_tracing()  # type: ignore[misc]

@@ -23,10 +23,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    DTYPES,
     check_flags,
-    check_kinds,
+    check_operands,
+    check_shapes,
     check_tensors,
+    count_sequences,
     wrong_shape,
 )
 from fastweights.ops import (
@@ -155,60 +156,38 @@ def check_scan(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
-    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    optional = {
-        "D": D,
-        "z": z,
-        "dt_bias": dt_bias,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    tensors |= {name: t for name, t in optional.items() if t is not None}
-    check_tensors(tensors)
-    either = (torch.float32, x.dtype)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {
-        "x": DTYPES,
-        "dt": either,
-        "A": either,
-        "B": (x.dtype,),
-        "C": (x.dtype,),
-        "D": either,
-        "z": either,
-        "dt_bias": either,
-        "initial_state": (wide(x.dtype),),
-        "cu_seqlens": (torch.int32, torch.int64),
-    }
-    check_kinds(tensors, dtypes)
+    check_tensors({"x": x, "dt": dt, "A": A, "B": B, "C": C})
+    check_operands(
+        {"x": x},
+        same={"B": B, "C": C},
+        either={"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias},
+        states={"initial_state": initial_state},
+        offsets={"cu_seqlens": cu_seqlens},
+    )
     if x.dim() != 3 or any(n < 1 for n in x.shape):
         wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
-    for name in ("dt", "z"):
-        if name in tensors and tensors[name].shape != x.shape:
-            wrong_shape(name, tensors[name], f"x's, {list(x.shape)}")
+    for name, t in (("dt", dt), ("z", z)):
+        if t is not None and t.shape != x.shape:
+            wrong_shape(name, t, f"x's, {list(x.shape)}")
     fits = A.dim() == 2 and A.shape[0] == channels
     if not fits or not 1 <= A.shape[1] <= MAX_N:
         wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
-    N, S = A.shape[1], batch
+    N = A.shape[1]
     flat = (batch, T, N)
     G = B.shape[2] if B.dim() == 4 else 1
     if B.shape not in (flat, (batch, T, G, N)) or G < 1 or channels % G:
         need = f"{list(flat)} or [{batch}, {T}, G, {N}]"
         wrong_shape("B", B, f"{need} with G a divisor of D = {channels}")
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            wrong_shape("cu_seqlens", cu_seqlens, "[S + 1] with S >= 1")
-        if batch != 1:
-            wrong_shape("x", x, "[1, T, D] because cu_seqlens is given")
-        S = len(cu_seqlens) - 1
-    shapes = {
-        "C": tuple(B.shape),
-        "D": (channels,),
-        "dt_bias": (channels,),
-        "initial_state": (S, channels, N),
-    }
-    for name, shape in shapes.items():
-        if name in tensors and tensors[name].shape != shape:
-            wrong_shape(name, tensors[name], f"{list(shape)}")
+    S = count_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
+    check_shapes(
+        {
+            "C": (C, tuple(B.shape)),
+            "D": (D, (channels,)),
+            "dt_bias": (dt_bias, (channels,)),
+            "initial_state": (initial_state, (S, channels, N)),
+        }
+    )
 
 
 def _loop(

@@ -15,7 +15,6 @@ from faults.family import (
     FAST_WEIGHTS,
     PRIVATE,
     REGISTRATION,
-    VALUES,
     SCHEDULE,
     SETTINGS,
     KERNELS,
@@ -26,7 +25,6 @@ from faults.family import (
         "fast_weights",
         "private",
         "registration",
-        "values",
         "kernels/schedule",
         "kernels/settings",
         "kernels/__init__",
@@ -37,41 +35,35 @@ TESTS = {
     FAST_WEIGHTS: "test_fast_weights.py",
     PRIVATE: "test_ops.py",
     REGISTRATION: "test_ops.py",
-    VALUES: "test_values.py",
     SCHEDULE: "test_kernels_schedule.py",
     SETTINGS: "test_kernels_family.py",
     KERNELS: "test_kernels_family.py",
 }
 MUTANTS = {
-    "what-has-passed-forgets-the-chunk-size": (
+    "layouts-pass": (
         ARGUMENTS,
-        "                chunk_size,\n                state_dtypes,\n",
-        "                state_dtypes,\n",
+        "if x.layout != torch.strided:",
+        "if False:",
     ),
-    "what-has-passed-in-decoding-passes": (
+    "states-of-other-dtypes-pass": (
         ARGUMENTS,
-        "                state_dtypes,\n            )\n            if key",
-        "            )\n            if key",
+        "(states, (full, *besides)),",
+        "(states, (full, torch.bfloat16)),",
     ),
-    "what-has-passed-forgets-the-layout": (
+    "states-of-fp64-are-in-fp32": (
         ARGUMENTS,
-        "(x.shape, x.dtype, x.device, x.layout)",
-        "(x.shape, x.dtype, x.device)",
+        "        full = narrow\n",
+        "        pass\n",
     ),
-    "what-has-passed-passes-without-a-token": (
+    "calls-without-a-token-pass": (
         ARGUMENTS,
-        "return (0 in T, *tokens, *key[5:])",
-        "return (*tokens, *key[5:])",
+        "if B < 1 or T < 1 or H < 1 or K < 1:",
+        "if B < 1 or H < 1 or K < 1:",
     ),
-    "what-has-passed-passes-at-lengths-of-two-kinds": (
+    "lengths-of-two-kinds-pass": (
         ARGUMENTS,
-        "shape[1:2] == T, shape[2:]",
-        "shape[2:]",
-    ),
-    "what-has-passed-forgets-how-many-dimensions": (
-        ARGUMENTS,
-        "(len(shape), shape[:1]",
-        "(shape[:1]",
+        "or v.shape[:2] != q.shape[:2]",
+        "or v.shape[:1] != q.shape[:1]",
     ),
     "fixed-gate-goes-by-tokens": (
         OPS,
@@ -207,14 +199,16 @@ MUTANTS = {
         "o = model(state[0], q)",
     ),
     "values-are-not-looked-at": (
-        VALUES,
+        ARGUMENTS,
         '(name, x.isnan(), "numbers")',
         '(name, x.isinf(), "numbers")',
+        "test_values.py",
     ),
     "values-of-unit-keys-diverge": (
-        VALUES,
+        ARGUMENTS,
         "most = 2 * (1 + 2 * torch",
         "most = 1 * (1 + 2 * torch",
+        "test_values.py",
     ),
     "schedule-has-one-buffer-for-all": (
         SCHEDULE,

@@ -125,8 +125,8 @@ MUTANTS = {
     ),
     "graph-of-gates-of-one-batch": (
         "fastweights/arguments.py",
-        "if g is not None and g.shape != gates.get(g.dim()):",
-        "if g is not None and g.shape not in tuple(gates.values()):",
+        "if g.shape != gates.get(g.dim()):",
+        "if g.shape not in tuple(gates.values()):",
         "test_export.py",
     ),
     "graph-of-more-than-one-token": (

@@ -162,9 +162,7 @@ def check_input(
                 f"{rows} rows, one per sequence"
             )
         _check_kind(name, tensor, x)
-    if hasattr(layer, "outline") and not (
-        torch.compiler.is_compiling() or traced()
-    ):
+    if hasattr(layer, "outline") and not traced():
         _check_shapes(tensors, layer.row_shapes)
 
 
