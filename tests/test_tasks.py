@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastweights import tasks
 from fastweights.tasks import (
     IGNORE,
-    TASKS,
     AssociativeRecall,
     Needles,
     OverwritingRecall,
@@ -22,7 +22,7 @@ from fastweights.tasks import (
     SelectiveCopying,
     StateTracking,
 )
-from fastweights.tasks.groups import elements, products
+from fastweights.tasks.states import elements, products
 
 ALL = [
     AssociativeRecall(4, length=32, vocabulary=21, filler="zero"),
@@ -406,4 +406,4 @@ def test_rows_and_seeds_that_do_not_fit_are_named():
 @EVERY
 def test_settings_make_the_task_again(task):
     sizes = task.settings()
-    assert TASKS[sizes.pop("task")](**sizes) == task
+    assert getattr(tasks, sizes.pop("task"))(**sizes) == task

@@ -20,31 +20,18 @@
 from fastweights.tasks.batch import ASK, BLANK, IGNORE, Batch, Task
 from fastweights.tasks.copying import SelectiveCopying
 from fastweights.tasks.needles import Needles
-from fastweights.tasks.recall import AssociativeRecall
-from fastweights.tasks.rewriting import OverwritingRecall, RepeatedRecall
+from fastweights.tasks.recall import (
+    AssociativeRecall,
+    OverwritingRecall,
+    RepeatedRecall,
+)
 from fastweights.tasks.scope import Scope, Sections
 from fastweights.tasks.states import StateTracking
-
-TASKS: dict[str, type[Task]] = {
-    task.__name__: task
-    for task in (
-        AssociativeRecall,
-        OverwritingRecall,
-        RepeatedRecall,
-        Needles,
-        Scope,
-        Sections,
-        StateTracking,
-        SelectiveCopying,
-    )
-}
-"""The tasks by name."""
 
 __all__ = [
     "ASK",
     "BLANK",
     "IGNORE",
-    "TASKS",
     "AssociativeRecall",
     "Batch",
     "Needles",

@@ -8,15 +8,17 @@ no answer is read as one more thing to remember.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_sizes
+from fastweights.layers.arguments import check_one_of
 
 IGNORE = -100
 """The target and the group of a position at which nothing is asked."""
@@ -149,6 +151,19 @@ class Task(ABC):
     kinds: ClassVar[tuple[str, ...]]
     """What the groups of a batch are called."""
 
+    values: int
+    """Values that there are, where there are any."""
+
+    def __post_init__(self) -> None:
+        """Check every size, and every choice among a Literal's."""
+        hints = get_type_hints(type(self))
+        for of in fields(self):  # type: ignore[arg-type]
+            value, choices = getattr(self, of.name), get_args(hints[of.name])
+            if choices:
+                check_one_of(of.name, value, choices)
+            elif hints[of.name] is int:
+                check_sizes(**{of.name: value})
+
     @property
     @abstractmethod
     def vocabulary(self) -> int:
@@ -169,21 +184,22 @@ class Task(ABC):
         """
 
     @property
-    @abstractmethod
     def bits(self) -> float:
         """Bits of the smallest state that can answer everything.
 
         log2 of how many different tables of answers there are to tell apart
-        when most has to be held, given which keys may be asked about.
+        when most has to be held, given which keys may be asked about. Here
+        any of the values for each pair.
         """
+        return self.held * math.log2(self.values)
 
     @property
-    @abstractmethod
     def chance(self) -> float:
         """Best accuracy, over all questions, without remembering anything.
 
-        Of a guess that knows the layout and the position.
+        A guess that knows the layout and the position; here any value.
         """
+        return 1 / self.values
 
     @abstractmethod
     def draw(self, rows: int, draws: Draws) -> Batch:

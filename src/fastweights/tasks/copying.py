@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from fastweights.arguments import check_sizes
 from fastweights.tasks.batch import (
     ASK,
     BLANK,
@@ -52,7 +50,7 @@ class SelectiveCopying(Task):
     """Values that there are."""
 
     def __post_init__(self) -> None:
-        check_sizes(symbols=self.symbols, text=self.text, values=self.values)
+        super().__post_init__()
         check_enough("text", self.text, self.symbols, "symbols")
 
     @property
@@ -66,14 +64,6 @@ class SelectiveCopying(Task):
     @property
     def held(self) -> int:
         return self.symbols
-
-    @property
-    def bits(self) -> float:
-        return self.symbols * math.log2(self.values)
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.values
 
     def draw(self, rows: int, draws: Draws) -> Batch:
         n = self.symbols

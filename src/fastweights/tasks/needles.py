@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.tasks.batch import (
     ASK,
     Batch,
@@ -65,8 +64,8 @@ class Needles(Task):
 
     kinds = ("needle", "local")
 
-    level: int = 2
-    """1, 2 or 3."""
+    level: Literal[1, 2, 3] = 2
+    """As in S-NIAH."""
 
     segments: int = 8
     """Segments of the haystack."""
@@ -87,15 +86,7 @@ class Needles(Task):
     """Values that there are."""
 
     def __post_init__(self) -> None:
-        check_one_of("level", self.level, (1, 2, 3))
-        check_sizes(
-            segments=self.segments,
-            needles=self.needles,
-            pairs=self.pairs,
-            questions=self.questions,
-            keys=self.keys,
-            values=self.values,
-        )
+        super().__post_init__()
         why = "questions of a segment"
         check_enough("pairs", self.pairs, self.questions, why)
         why = "pairs of a segment"
@@ -123,14 +114,6 @@ class Needles(Task):
     @property
     def held(self) -> int:
         return self.marked + (self.pairs if self.level > 1 else 0)
-
-    @property
-    def bits(self) -> float:
-        return self.held * math.log2(self.values)
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.values
 
     def draw(self, rows: int, draws: Draws) -> Batch:
         hay = self._haystack(rows, draws)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fastweights.arguments import check_sizes
 from fastweights.tasks.batch import (
     ASK,
     Batch,
@@ -74,14 +73,7 @@ class Scope(Task):
     """Values that there are."""
 
     def __post_init__(self) -> None:
-        check_sizes(
-            segments=self.segments,
-            pairs=self.pairs,
-            writes=self.writes,
-            questions=self.questions,
-            keys=self.keys,
-            values=self.values,
-        )
+        super().__post_init__()
         why = "questions of a segment"
         check_enough("pairs", self.pairs, self.questions, why)
         why = "pairs of a segment, and questions about others"

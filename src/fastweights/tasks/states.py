@@ -1,19 +1,19 @@
-"""State tracking: which product have we come to?"""
+"""State tracking: which product of a group's elements have we come to?"""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
+import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.tasks.batch import IGNORE, Batch, Draws, Task
-from fastweights.tasks.groups import elements, products, swaps
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StateTracking(Task):
     DeltaProduct (Siems et al. 2025).
 
     Tokens are 0 for BOS, then part 1 of the elements that x can be, in
-    their order in :func:`fastweights.tasks.groups.elements`, then part 2,
+    their order in :func:`elements`, then part 2,
     and so on; then the answers: all elements of the group. Every position
     but BOS and parts that are not the last counts in the loss.
 
@@ -58,8 +58,7 @@ class StateTracking(Task):
     """Tokens per element."""
 
     def __post_init__(self) -> None:
-        check_sizes(elements=self.elements, parts=self.parts)
-        check_one_of("inputs", self.inputs, ("all", "swaps"))
+        super().__post_init__()
         _ = self.drawn
 
     @property
@@ -140,11 +139,75 @@ def running(x: Int[Tensor, "B T"], group: str) -> Int[Tensor, "B T"]:
 # Copied to a device once each: a CUDA graph could not wait for them.
 
 
-@functools.cache
+@cache
 def _drawn(task: StateTracking, device: torch.device) -> Tensor:
     return torch.tensor(task.drawn, device=device)
 
 
-@functools.cache
+@cache
 def _products(group: str, device: torch.device) -> Tensor:
     return torch.tensor(products(group), device=device)
+
+
+# Finite groups as tables: cyclic ones, and permutations.
+
+GROUPS = "Z2, Z3, .., S2, S3, .., S5, or A3, A4, A5"
+"""What the groups are called."""
+
+Table = tuple[tuple[int, ...], ...]
+
+
+@cache
+def elements(name: str) -> tuple[tuple[int, ...], ...]:
+    """The group's elements, the neutral one first.
+
+    Z5's are (0,) to (4,). Those of S5 and A5 are permutations p of 0 to 4 in
+    lexicographic order, which take i to p[i].
+
+    Raises:
+        ValueError: there is no such group here.
+    """
+    found = re.fullmatch(r"Z([1-9]\d{0,3})|([SA])([1-5])", name)
+    if found is None or name in ("Z1", "S1", "A1", "A2"):
+        raise ValueError(f"group: got {name!r}, need {GROUPS}")
+    size, kind, degree = found.groups()
+    if size is not None:
+        return tuple((i,) for i in range(int(size)))
+    permutations = itertools.permutations(range(int(degree)))
+    return tuple(p for p in permutations if kind == "S" or even(p))
+
+
+def even(p: tuple[int, ...]) -> bool:
+    """Whether a permutation is a product of an even number of swaps."""
+    turned = sum(a > b for a, b in itertools.combinations(p, 2))
+    return turned % 2 == 0
+
+
+@cache
+def products(name: str) -> Table:
+    """table[a][b]: the number of the element "first a, then b"."""
+    every = elements(name)
+    number = {x: i for i, x in enumerate(every)}
+    if name[0] == "Z":
+        return tuple(
+            tuple((a + b) % len(every) for b in range(len(every)))
+            for a in range(len(every))
+        )
+    return tuple(
+        tuple(number[tuple(b[i] for i in a)] for b in every) for a in every
+    )
+
+
+def swaps(name: str) -> tuple[int, ...]:
+    """Numbers of the elements that swap two things and leave the rest.
+
+    Raises:
+        ValueError: the group has none.
+    """
+    every = elements(name)
+    moved = [sum(i != x for i, x in enumerate(p)) for p in every]
+    if name[0] != "S":
+        raise ValueError(
+            f"inputs: got 'swaps' for {name}, need 'all': it has no swaps"
+        )
+    return tuple(i for i, count in enumerate(moved) if count == 2)
