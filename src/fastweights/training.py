@@ -19,7 +19,7 @@ import math
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,9 @@ class Settings(Schedule):
     packed: bool = option(
         False, "whole documents, packed, in place of windows", "text"
     )
-    length: int = option(256, "tokens of a window", "text")
+    length: int = option(256, "tokens of a window", "text", least=2)
     tokens: int = option(
-        2048, "tokens per step, of all processes together", "text"
+        2048, "tokens per step, of all processes together", "text", least=2
     )
     pattern: tuple[str, ...] = option(
         ("gated_deltanet",),
@@ -115,15 +115,22 @@ class Settings(Schedule):
         None, "tokens that there is room for; the tokenizer's", "model"
     )
     steps: int = option(
-        300, "steps of the optimiser, which the rate falls over", "training"
+        300,
+        "steps of the optimiser, which the rate falls over",
+        "training",
+        least=1,
     )
-    lr: float = option(3e-3, "highest learning rate", "training")
-    warmup: int = option(20, "steps up to it", "training")
+    lr: float = option(3e-3, "highest learning rate", "training", need="> 0")
+    warmup: int = option(20, "steps up to it", "training", least=0)
     final_lr: float = option(0.1, "the last one over the highest", "training")
-    weight_decay: float = option(0.1, "of matrices", "training")
-    clip: float = option(1.0, "largest norm of the gradient", "training")
-    accumulate: int = option(1, "passes per step", "training")
-    seed: int = option(0, "of the model and of the batches", "training")
+    weight_decay: float = option(0.1, "of matrices", "training", need=">= 0")
+    clip: float = option(
+        1.0, "largest norm of the gradient", "training", need="> 0"
+    )
+    accumulate: int = option(1, "passes per step", "training", least=1)
+    seed: int = option(
+        0, "of the model and of the batches", "training", least=0
+    )
     device: str = option(
         "auto", "cpu, cuda, ..; cuda if it is there", "machine"
     )
@@ -138,52 +145,27 @@ class Settings(Schedule):
         False, "compute blocks again in the backward: less memory", "machine"
     )
     out: str = option("run", "folder of the checkpoint and the log", "run")
-    log_every: int = option(10, "steps between two lines", "run")
-    eval_every: int = option(100, "steps between two evaluations", "run")
-    eval_windows: int = option(32, "windows of held-out text", "run")
-    save_every: int = option(100, "steps between two checkpoints", "run")
-    sample: int = option(0, "tokens to write at the end", "run")
+    log_every: int = option(10, "steps between two lines", "run", least=1)
+    eval_every: int = option(
+        100, "steps between two evaluations", "run", least=1
+    )
+    eval_windows: int = option(32, "windows of held-out text", "run", least=1)
+    save_every: int = option(
+        100, "steps between two checkpoints", "run", least=1
+    )
+    sample: int = option(0, "tokens to write at the end", "run", least=0)
     prompt: str = option("def ", "what they begin with", "run")
 
     def __post_init__(self) -> None:
         for of in fields(self):
-            kind, _, empty = str(of.type).partition(" | ")
             value = getattr(self, of.name)
-            if empty and value is None:
-                continue
-            value = CHECKED[kind](of.name, value)
-            object.__setattr__(self, of.name, value)
-            choices = of.metadata.get("choices", (value,))
-            if value not in choices:
-                raise ValueError(
-                    f"{of.name}: got {value!r}, need one of {choices}"
-                )
-        for name, least in (
-            ("length", 2),
-            ("tokens", 2),
-            ("steps", 1),
-            ("warmup", 0),
-            ("accumulate", 1),
-            ("log_every", 1),
-            ("eval_every", 1),
-            ("eval_windows", 1),
-            ("save_every", 1),
-            ("sample", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)}, need an integer >= "
-                    f"{least}"
-                )
+            if value is not None or not of.type.endswith("None"):
+                object.__setattr__(self, of.name, fitting(of, value))
         for name in ("tokens", "seed"):
             if getattr(self, name) >= 2**40:
                 raise ValueError(
                     f"{name}: got {getattr(self, name)}, need less than 2**40"
                 )
-        check_number("lr", self.lr, "> 0")
-        check_number("clip", self.clip, "> 0")
-        check_number("weight_decay", self.weight_decay, ">= 0")
         if not 0 <= self.final_lr <= 1:
             raise ValueError(f"final_lr: got {self.final_lr}, need 0 to 1")
         if self.device != "auto":
@@ -242,41 +224,47 @@ class Settings(Schedule):
         return self.tokens // parts
 
 
+def fitting(of: Field, value: Any) -> Any:
+    """A setting's value as its field holds it.
+
+    Raises:
+        TypeError, ValueError: it does not fit; the message names it.
+    """
+    name, need = of.name, of.metadata
+    match of.type.partition(" | ")[0]:
+        case "bool":
+            check_flags(**{name: value})
+        case "int":
+            check_integers({name: value})
+            value = int(value)
+            if value < need.get("least", value):
+                raise ValueError(
+                    f"{name}: got {value}, need an integer >= {need['least']}"
+                )
+        case "float":
+            for limit in ("any", need.get("need", "any")):  # finite first
+                check_number(name, value, limit)
+            value = float(value)
+        case "str":
+            value = _text(name, value)
+        case _:
+            if not isinstance(value, tuple | list):
+                raise TypeError(
+                    f"{name}: got {value!r}, need a tuple of strings"
+                )
+            value = tuple(_text(name, x) for x in value)
+    if value not in need.get("choices", (value,)):
+        raise ValueError(
+            f"{name}: got {value!r}, need one of {need['choices']}"
+        )
+    return value
+
+
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}: got {value!r}, need a string")
     return os.fspath(value)
 
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, tuple | list):
-        raise TypeError(f"{name}: got {value!r}, need a tuple of strings")
-    return tuple(_text(name, x) for x in value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    check_flags(**{name: value})
-    return value
-
-
-def _integer(name: str, value: Any) -> int:
-    check_integers({name: value})
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float:
-    check_number(name, value, "any")
-    return float(value)
-
-
-CHECKED = {
-    "bool": _flag,
-    "float": _number,
-    "int": _integer,
-    "str": _text,
-    "tuple[str, ...]": _texts,
-}
-"""What makes a value a field's, by the field's type, or raises."""
 
 CHANGEABLE = {
     "accumulate",
