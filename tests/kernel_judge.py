@@ -18,6 +18,11 @@ compiled = pytest.mark.skipif(
 )
 
 
+def on_gpu(test):
+    """A test of compiled code on a GPU."""
+    return pytest.mark.gpu(compiled(test))
+
+
 @contextmanager
 def in_one_graph(function, backend):
     """The function compiled, and afterwards that it was in one graph."""

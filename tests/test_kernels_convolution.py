@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from inputs import results, same
-from kernel_judge import compiled, interpreted, needs_memory
+from kernel_judge import interpreted, needs_memory, on_gpu
 from test_convolution import HEADS, flat, tokens
 
 from fastweights import ops
@@ -246,8 +246,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("dtype", BUDGETS)
 @pytest.mark.parametrize("heads, sizes", PUBLISHED.values(), ids=PUBLISHED)
@@ -264,8 +263,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
     same(results(flat, x, **options), first, 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("T", [1, 3, 16, 64, 65, 5000])
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_a_batch_on_gpu(dtype, T):
@@ -275,8 +273,7 @@ def test_a_batch_on_gpu(dtype, T):
     same(results(short_convolution, x), first, 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(40)
 def test_offsets_past_2_31():
     """The last tokens stand on their own: no other is in their sums."""

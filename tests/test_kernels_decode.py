@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from crossed import crossed
 from inputs import GATES, RULES, member
-from kernel_judge import compiled, interpreted, needs_memory
+from kernel_judge import interpreted, needs_memory, on_gpu
 
 import fastweights as fw
 from fastweights import ops
@@ -117,8 +117,7 @@ def test_rows_of_a_pool(gate, rule, index):
     of_a_pool(gate, rule, torch.float32, index=index)
 
 
-@compiled
-@pytest.mark.gpu
+@on_gpu
 @ALL
 def test_rows_of_a_pool_on_gpu(gate, rule):
     of_a_pool(gate, rule, torch.bfloat16, "cuda")
@@ -158,8 +157,7 @@ def test_a_state_in_bf16():
     of_a_state_in_bf16(2**-7)  # the interpreter rounds towards zero
 
 
-@compiled
-@pytest.mark.gpu
+@on_gpu
 def test_a_state_in_bf16_on_gpu():
     of_a_state_in_bf16(2**-8, "cuda")  # to nearest
 
@@ -242,8 +240,7 @@ def test_operator_passes_opcheck():
     torch.library.opcheck(operator, (*x.values(), None, 0.5, "triton"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -251,8 +248,7 @@ def test_loop_on_gpu(gate, rule, shape, dtype):
     judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @DTYPES
 @pytest.mark.parametrize("T", [1, 2, 16])
@@ -261,8 +257,7 @@ def test_a_model_on_gpu(gate, rule, dtype, T):
     judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -271,8 +266,7 @@ def test_constant_gates_on_gpu(gate, rule, strength):
     judge(call(gate, rule, "cuda", dtype=torch.float32, **sizes))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("T", [1, 16])
 def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
@@ -288,8 +282,7 @@ def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
     assert all(a.equal(b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_fp64_is_the_loop_on_gpu():
     x = call(T=2, device="cuda")
     with ops.record_backends() as ran:
@@ -297,8 +290,7 @@ def test_fp64_is_the_loop_on_gpu():
     assert ran == ["loop forward"]
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 def test_cuda_graph(gate, rule):
     """A captured step decodes token after token, into the same state."""
@@ -323,8 +315,7 @@ def test_cuda_graph(gate, rule):
     assert relative_error(now["state"], state_ref) <= 1e-6
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     """None reads the state before the one before it has written that."""
@@ -346,8 +337,7 @@ def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     assert torch.equal(x["state"], state_ref)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(24)
 def test_offsets_past_2_to_the_31():
     """State, v and o have more elements than 32 bits can count."""

@@ -20,9 +20,9 @@ from kernel_judge import (
     BUDGET,
     HALF,
     PRODUCTS,
-    compiled,
     interpreted,
     needs_memory,
+    on_gpu,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -792,8 +792,7 @@ def test_small_gradients(gate, rule):
     judge_small_gradients(gate, rule, torch.float32)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
@@ -817,8 +816,7 @@ def test_gates_that_are_nan(gate, rule):
     judge_nan(gate, rule, torch.float32)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gates_that_are_nan_on_gpu(gate, rule):
@@ -925,8 +923,7 @@ def test_operator_passes_opcheck(gate, rule):
     torch.library.opcheck(backward, (o, state, *inputs, saved, *options))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
@@ -942,8 +939,7 @@ def test_products_on_gpu(
     judge(cast(x, dtype, "cuda"), budget, record_property, label)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_loop_on_gpu(gate, rule, case, record_property):
@@ -952,8 +948,7 @@ def test_loop_on_gpu(gate, rule, case, record_property):
     judge(x, HALF, record_property, "sizes, bfloat16", chunk_size=chunk_size)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 @GATED
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -966,8 +961,7 @@ def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, label), budget)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gate", GATES)
 @KEYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -975,8 +969,7 @@ def test_correlated_keys_on_gpu(gate, keys, dtype):
     judge_amplified(cast(correlated_keys(gate, **keys), dtype, "cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_keys_of_uneven_length_on_gpu(gate, dtype):
@@ -985,8 +978,7 @@ def test_keys_of_uneven_length_on_gpu(gate, dtype):
     judge(x, budget_of(dtype))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gate", GATES)
 def test_identical_keys_and_a_negative_rate_on_gpu(gate):
     """Sixteen sequences: each token's error grows in all that follow it, so
@@ -995,8 +987,7 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
     judge_amplified(cast(x, torch.bfloat16, "cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strongest", [-14.0, -50.0])
 def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
@@ -1004,8 +995,7 @@ def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
     judge(x, budget_of(torch.bfloat16))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
@@ -1014,16 +1004,14 @@ def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, "all levels"), budget)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_one_value_head_forgets_on_gpu(rule):
     x = cast(one_head_forgets(rule), torch.bfloat16, "cuda")
     judge(x, budget_of(torch.bfloat16))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
@@ -1036,8 +1024,7 @@ def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
     judge(x, budget_of(dtype), **options)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("S", [2, 5])
@@ -1048,8 +1035,7 @@ def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
     judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
 def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     cut(5)
@@ -1057,16 +1043,14 @@ def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 def test_non_contiguous_views_on_gpu(gate, rule):
     x = member(gate, rule, B=2, T=70, K=64, V=33)
     judge(scattered(cast(x, torch.bfloat16, "cuda")), HALF)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_gradients_from_one_result_on_gpu(gate, rule, use):
@@ -1074,8 +1058,7 @@ def test_gradients_from_one_result_on_gpu(gate, rule, use):
     judge(cast(x, torch.bfloat16, "cuda"), HALF, use=use)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("shape", [(1, 40, 1, 1), (16, 500, 4, 16)], ids=str)
 def test_runs_are_bitwise_equal(gate, rule, shape):
@@ -1093,8 +1076,7 @@ def test_runs_are_bitwise_equal(gate, rule, shape):
             assert torch.equal(first[name], again), name
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("T", [40, 1000])
@@ -1105,8 +1087,7 @@ def test_own_keys_on_gpu(gate, rule, D, T, record_property):
     judge(x, HALF, record_property, "HV = H, bfloat16")
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("part", range(20))
 def test_random_configurations_on_gpu(part):
     """Ten each, 200 in all, drawn from the part's own seed."""
@@ -1215,8 +1196,7 @@ LARGE = {
 }
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(110)
 @pytest.mark.parametrize("size", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize(
@@ -1245,8 +1225,7 @@ def test_offsets_past_31_bits(gate, rule, size):
     judge_last(x, grads, o, state, tokens, do)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_host_sync(dtype):
     """Not even for packed sequences: their offsets stay on the device."""
@@ -1266,8 +1245,7 @@ def test_no_host_sync(dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cuda_graph(gate, rule, dtype):

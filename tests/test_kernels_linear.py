@@ -14,6 +14,7 @@ from kernel_judge import (
     judge,
     loop,
     needs_memory,
+    on_gpu,
     pairwise_cases,
 )
 
@@ -158,16 +159,14 @@ def test_cpu_tensors_are_refused():
         scan(q, k, v, scale=1.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("shape, _, chunk_size, initial", pairwise_cases())
 def test_loop_on_gpu(shape, _, chunk_size, initial):
     tensors = inputs(shape, torch.bfloat16, initial, "cuda")
     judge(scan, tensors, tol=5e-3, chunk_size=chunk_size)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
@@ -178,8 +177,7 @@ def test_products_on_gpu(D, dtype, precision, tol, matmul_precision):
     print(judge(scan, tensors, tol=tol))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_deterministic_on_gpu():
     q, k, v, _ = inputs(
         (4, 1000, 4, 8, 128, 128), torch.bfloat16, device="cuda"
@@ -188,8 +186,7 @@ def test_deterministic_on_gpu():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(40)
 def test_token_offsets_past_2_31():
     """The last token of the last head, 2^31 elements from the first."""
@@ -202,8 +199,7 @@ def test_token_offsets_past_2_31():
     assert relative_error(o[0, -1, -1], q[0, -1, -1].double() @ S_ref) < 5e-3
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(40)
 def test_state_offsets_past_2_31():
     q, k, v, _ = inputs(

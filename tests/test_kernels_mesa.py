@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from inputs import same
-from kernel_judge import compiled, in_one_graph, interpreted
+from kernel_judge import in_one_graph, interpreted, on_gpu
 
 from fastweights import ops
 from fastweights.deep import mesa
@@ -209,8 +209,7 @@ def test_what_the_kernel_does_not_take():
 ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
@@ -222,31 +221,27 @@ def test_chunks_on_gpu(T, K, V, dtype):
     judge(x, 1e-4 if dtype == torch.float32 else HALF)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
 def test_gates_on_gpu(gate):
     x = drawn(T=500, K=128, gate=gate, dtype=torch.bfloat16, device="cuda")
     judge(x, HALF)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_packed_on_gpu():
     lengths = torch.tensor([0, 5, 5, 6, 700, 1000], device="cuda")
     x = drawn(B=1, T=1000, K=64, N=5, dtype=torch.bfloat16, device="cuda")
     judge(x, HALF, cu_seqlens=lengths)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=128, dtype=torch.bfloat16, device="cuda")
     same(results(x, "triton"), results(x, "triton"), 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_in_one_compiled_graph_on_gpu():
     x = drawn(T=200, K=64, dtype=torch.bfloat16, device="cuda")
     one_graph("inductor", x, 5e-3)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kernel_judge import compiled, interpreted
+from kernel_judge import interpreted, on_gpu
 
 import fastweights as fw
 from fastweights import feature_maps, ops
@@ -92,8 +92,7 @@ def test_interpreted(member):
     member(torch.float16, "cpu", 24, 8, 2e-3, chunk_size=16)
 
 
-@compiled
-@pytest.mark.gpu
+@on_gpu
 @MEMBERS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_compiled(member, dtype):

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from inputs import same
-from kernel_judge import compiled, interpreted
+from kernel_judge import interpreted, on_gpu
 from test_output_norm import heads, results
 
 from fastweights import ops
@@ -142,8 +142,7 @@ def test_refuses_gradients_of_gradients():
 BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize(
     "V, activation",

@@ -8,12 +8,12 @@ pytest.importorskip("triton")
 from kernel_judge import (
     BUDGET,
     PRODUCTS,
-    compiled,
     inputs,
     interpreted,
     judge,
     loop,
     needs_memory,
+    on_gpu,
     pairwise_cases,
 )
 
@@ -96,16 +96,14 @@ def test_wrong_arguments():
         parallel_scan(q, k, v, scale=1.0, chunk_size=128)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("shape, _, chunk_size, initial", pairwise_cases())
 def test_loop_on_gpu(shape, _, chunk_size, initial):
     tensors = inputs(shape, torch.bfloat16, initial, "cuda")
     judge(parallel_scan, tensors, tol=5e-3, chunk_size=chunk_size)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
@@ -116,8 +114,7 @@ def test_products_on_gpu(D, dtype, precision, tol, matmul_precision):
     print(judge(parallel_scan, tensors, tol=tol))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
 def test_prefix_scan_on_gpu(rows):
     x = torch.randn(2, 2, rows, 60, 50, device="cuda")
@@ -126,8 +123,7 @@ def test_prefix_scan_on_gpu(rows):
     assert relative_error(x, sums) < 1e-6
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_deterministic_on_gpu():
     shape = (4, 1000, 4, 8, 128, 128)
     q, k, v, _ = inputs(shape, torch.bfloat16, device="cuda")
@@ -135,8 +131,7 @@ def test_deterministic_on_gpu():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(60)
 def test_offsets_past_2_31():
     """Tokens and states both: the last token of the last head."""

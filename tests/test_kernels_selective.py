@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from inputs import results, same
-from kernel_judge import compiled, interpreted, needs_memory
+from kernel_judge import interpreted, needs_memory, on_gpu
 from test_selective import tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -254,8 +254,7 @@ def test_in_one_compiled_graph():
     one_graph_for_every_length("aot_eager", (6, 9), 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_in_one_compiled_graph_on_gpu():
     one_graph_for_every_length("inductor", (65, 100), 1e-6, "cuda")
 
@@ -269,15 +268,13 @@ SIZES = [
 ]
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("T, D, N, dtype", SIZES)
 def test_loop_on_gpu(T, D, N, dtype):
     judge(tokens(T=T, D=D, N=N, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("use", ["o", "state"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_result_on_gpu(use, dtype):
@@ -285,16 +282,14 @@ def test_one_result_on_gpu(use, dtype):
     judge(x, use=use)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strong_decay_on_gpu(dtype):
     size = {"T": 65, "D": 48, "N": 16}
     judge(tokens(**size, dtype=dtype, strength=-30.0, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_deterministic_on_gpu():
     x = tokens(
         batch=4, T=1000, D=256, N=16, dtype=torch.bfloat16, device="cuda"
@@ -305,8 +300,7 @@ def test_deterministic_on_gpu():
     same(first, second, 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @needs_memory(60)
 def test_offsets_past_2_31():
     """A decay of e^-30 a token: the last token stands on its own."""

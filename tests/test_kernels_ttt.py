@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from inputs import same
-from kernel_judge import compiled, in_one_graph, interpreted
+from kernel_judge import in_one_graph, interpreted, on_gpu
 
 from fastweights import ops
 from fastweights.deep import backends, ttt
@@ -227,8 +227,7 @@ ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]
 ON_GPU += [(99, 100, 7), (260, 64, 1)]
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
@@ -238,22 +237,19 @@ def test_chunks_on_gpu(T, K, C, dtype):
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_a_layer_at_its_start_on_gpu(dtype):
     judge(starting(dtype, T=2048, device="cuda"))
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in x.items()}
     same(results(x, "triton"), results(x, "triton"), 0.0)
 
 
-@pytest.mark.gpu
-@compiled
+@on_gpu
 def test_in_one_compiled_graph_on_gpu():
     one_graph("inductor", drawn(T=100, K=64, C=16, device="cuda"), 1e-5)

@@ -1,9 +1,6 @@
 """A schedule takes the kernels that Triton would, with what they need."""
 
 import itertools
-import random
-import statistics
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from copy import copy
@@ -382,49 +379,6 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     sizes = (torch.bfloat16, 1, 1, 128, V, gate, rule == "delta")
     meta, _ = constants("scan_backward", Kind(gpu, *sizes, 64, "tf32"))
     assert (tma, BV) == (meta.TMA, meta.BV)
-
-
-@pytest.mark.gpu
-@pytest.mark.xfail(
-    strict=False,
-    reason="missed by slow hosts: TUNING.md, The host, has the figures",
-)
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "both"])
-@pytest.mark.parametrize(
-    "gate, rule",
-    [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
-)
-def test_a_new_length_costs_the_host_no_more(gate, rule, grad):
-    """Within 20 us of a known one, by the medians of 100 in random order.
-
-    Inputs are there before the first call is timed: making them would leave
-    the host's caches cold for the call that follows. And each call has its
-    own: those of a call before would lie in the caches.
-    """
-
-    def inputs(T):
-        x = low(member(gate, rule, T=T, H=4, HV=4, K=128, V=128))
-        return {n: t.cuda().requires_grad_(grad) for n, t in x.items()}
-
-    pairs = [(inputs(3000), inputs(T)) for T in range(3001, 3111)]
-
-    def seconds(x):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        o, _ = fw.linear_recurrence(**x)
-        if grad:
-            torch.autograd.grad(o, [*x.values()], o)
-        return time.perf_counter() - start
-
-    times = {"new": [], "known": []}
-    for pair in pairs:
-        calls = list(zip(("known", "new"), pair, strict=True))
-        random.shuffle(calls)
-        for which, x in calls:
-            times[which].append(seconds(x))
-    new, known = (statistics.median(t[10:]) for t in times.values())
-    print(f"{gate} {rule}: known {1e6 * known:.1f}, new {1e6 * new:.1f} us")
-    assert new - known < 20e-6 * (1 + grad)
 
 
 @pytest.mark.gpu
