@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
-from fastweights import bench, bench_cpu, decoding, records
+from fastweights import bench, bench_cpu, records, serving
 from fastweights.checks import Footprint, relative_error
 from fastweights.reference import backend, chunkwise
 
@@ -40,7 +40,7 @@ def test_a_decoded_token_takes_few_operations(member, monkeypatch):
     x = arguments(member, 1, 1, 2, 8, monkeypatch)
     state = torch.zeros(1, 2, 8, 8)
     with Footprint() as seen:
-        decoding._decode(*x, state, None, 0.3, "auto")
+        serving._decode(*x, state, None, 0.3, "auto")
     assert seen.calls <= 23
 
 

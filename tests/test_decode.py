@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
-from fastweights import decoding, feature_maps, ops
+from fastweights import feature_maps, ops, serving
 from fastweights.checks import relative_error
 
 EXACT = 1e-12  # fp64, sums in another order
@@ -279,7 +279,7 @@ def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
         state.numpy()[...] = 0.0
         return v
 
-    monkeypatch.setattr(decoding, "_decode", write)
+    monkeypatch.setattr(serving, "_decode", write)
     x = call(T=2)
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     read = (weight * x["state"]).sum()

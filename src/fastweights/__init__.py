@@ -2,7 +2,6 @@
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate
-from fastweights.decoding import decode_step
 from fastweights.family import (
     deltanet,
     gated_deltanet,
@@ -18,6 +17,7 @@ from fastweights.family import (
 from fastweights.mlstm import mlstm
 from fastweights.ops import choose_backend, linear_recurrence
 from fastweights.selective import selective_scan
+from fastweights.serving import decode_step
 
 __version__ = "0.1.0"
 

@@ -21,7 +21,7 @@ from faults.family import (
 ) = (
     f"fastweights/{file}.py"
     for file in (
-        "decoding",
+        "serving",
         "fast_weights",
         "private",
         "registration",
@@ -114,12 +114,12 @@ MUTANTS = {
     ),
     "decode-fp64-takes-bf16-states": (
         DECODING,
-        "narrow = () if fp64 else NARROW",
-        "narrow = NARROW",
+        "return () if fp64 else NARROW",
+        "return NARROW",
     ),
     "decode-rows-keep-their-state": (
         DECODING,
-        "state[at] = some.to(state.dtype)",
+        "state.index_copy_(0, at, S.to(state.dtype))",
         "pass",
         "test_serving.py",
     ),

@@ -202,9 +202,9 @@ MUTANTS = {
         "test_serving.py",
     ),
     "decode-of-no-row": (
-        "fastweights/decoding.py",
-        "        if not len(at):\n            return o\n",
-        "",
+        SERVING,
+        "if there.any():",
+        "if True:",
         "test_serving.py",
     ),
     "pool-steps-in-the-first-rows": (

@@ -31,11 +31,11 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.family import linear_attention, retnet_decay
 from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import sequences, wide
 from fastweights.registration import needs_gradient
+from fastweights.serving import MAX_TOKENS, decode_step
 
 SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
 P = ParamSpec("P")

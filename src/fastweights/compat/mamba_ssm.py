@@ -24,12 +24,11 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.decoding import decode_step
 from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import wide
 from fastweights.registration import needs_gradient
 from fastweights.selective import selective_scan
-from fastweights.serving import selective_step
+from fastweights.serving import decode_step, selective_step
 
 
 def mamba_chunk_scan_combined(

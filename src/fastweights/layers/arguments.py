@@ -18,12 +18,12 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.decoding import NARROW
 from fastweights.layers.state import LayerState, Offsets, leave_inference
 from fastweights.ops import autocasts
 from fastweights.private import traced
 from fastweights.projections import is_product
 from fastweights.reference.backend import wide
+from fastweights.serving import NARROW
 
 
 def whole(name: str, size: float) -> int:

@@ -14,10 +14,9 @@ from fastweights.arguments import (
     check_rows,
     readable,
 )
-from fastweights.decoding import MAX_TOKENS, decode_step
 from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import wide
-from fastweights.serving import inside, put
+from fastweights.serving import MAX_TOKENS, decode_step, inside, put
 
 Offsets = Int[Tensor, " N+1"]
 

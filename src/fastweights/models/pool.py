@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights.arguments import check_dtype, check_integers, check_sizes
-from fastweights.decoding import NARROW
 from fastweights.layers import LayerState
+from fastweights.serving import NARROW
 
 if TYPE_CHECKING:
     from fastweights.models.model import LanguageModel
@@ -56,7 +56,7 @@ class StatePool:
         capacity: tokens per row that softmax attention has room for.
         dtype: of the recurrences' states S; None is theirs, fp32. bf16 is
             half the memory, for layers of the family, at an error that
-            :data:`fastweights.decoding.NARROW` states.
+            :data:`fastweights.serving.NARROW` states.
 
     Raises:
         ValueError: S of some layer cannot have that dtype.
