@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastweights import private
-from fastweights.show import notebook
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
@@ -376,3 +375,9 @@ class Products(Footprint):
             self.sizes.append((*out.shape[-2:], args[-1].shape[-2]))
         elif name in ("mv", "addmv", "dot"):
             self.sizes.append((out.numel(), 1, args[-1].numel()))
+
+
+def notebook() -> Any:
+    """IPython's shell, or None: a program without one has not imported it."""
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()

@@ -13,8 +13,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from fastweights.checks import notebook
 from fastweights.records import timed_rows
-from fastweights.show import notebook
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["notebook", "show", "source"]
+from fastweights.checks import notebook
+
+__all__ = ["show", "source"]
 
 _ROOT = Path(__file__).parent
 
@@ -48,9 +49,3 @@ def source(obj: Any) -> str:
 def _raw(obj: Any) -> Any:
     """The Python function that ``triton.jit`` wraps, or the object itself."""
     return getattr(obj, "fn", obj)
-
-
-def notebook() -> Any:
-    """IPython's shell, or None: a program without one has not imported it."""
-    module = sys.modules.get("IPython")
-    return None if module is None else module.get_ipython()
