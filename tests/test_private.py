@@ -58,20 +58,6 @@ def test_the_level_of_forward_mode_may_be_gone(monkeypatch):
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_the_number_of_a_storage_may_be_gone():
-    """Then tensors share one if they share its Python object."""
-    x = torch.empty(4)
-    assert private.storage_of(x) == private.storage_of(x[1:])
-    assert private.storage_of(x) != private.storage_of(torch.empty(4))
-    storages = object(), object()
-    x, y, z = (
-        SimpleNamespace(untyped_storage=lambda s=storages[i]: s)
-        for i in (0, 0, 1)
-    )
-    assert private.storage_of(x) == private.storage_of(y)
-    assert private.storage_of(x) != private.storage_of(z)
-
-
 def test_hooks_of_all_modules_may_be_untold(without):
     """Then every module is called, whoever looks."""
     linear = torch.nn.Linear(3, 3, bias=False)

@@ -7,19 +7,10 @@ chunk_size, backend) and return the outputs and the final state.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import (
-    Any,
-    ParamSpec,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    get_args,
-    get_type_hints,
-)
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +31,7 @@ from fastweights.normaliser import (
 from fastweights.ops import Backend, autocast, linear_recurrence
 from fastweights.reference.backend import outside, wide
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Member = TypeVar("Member", bound=Callable[..., Any])
 
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T HV V"]
@@ -60,54 +50,25 @@ class Options(TypedDict, total=False):
     backend: Backend
 
 
-def member(function: Callable[P, R]) -> Callable[P, R]:
-    """A member of the family, with the keywords of Options by name.
+SHARED = """
 
-    Its signature and docstring say what all of them share, and an unknown
-    keyword raises in the member's own name.
-    """
-    signature = inspect.signature(function)
-    everything = inspect.signature(linear_recurrence).parameters.values()
-    options = [x for x in everything if x.name in Options.__annotations__]
-    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-    own += [x for x in options if x.name not in signature.parameters]
-    names = frozenset(x.name for x in own)
-
-    @functools.wraps(function)
-    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
-        for name in keywords:
-            if name not in names:
-                raise TypeError(
-                    f"{function.__name__}() got an unexpected keyword "
-                    f"argument {name!r}; its keywords: {', '.join(keyword)}"
-                )
-        return function(*arguments, **keywords)
-
-    keyword = [x.name for x in own if x.kind == x.KEYWORD_ONLY]
-    call.__signature__ = signature.replace(parameters=own)  # type: ignore
-    shapes = {
-        name: shape_of(hint)
-        for name, hint in get_type_hints(function).items()
-        if name not in ("options", "return") and shape_of(hint)
-    }
-    text = "\n".join(f"{name}: {shapes[name]}" for name in shapes)
-    text += (
-        "\n\nReturned are o [B, T, HV, V] and the state [N, HV, K, V]. "
-        "scale is a\nfactor on o, K**-0.5 unless given. Dtypes, options and "
-        "errors:\nsee fastweights.linear_recurrence."
-    )
-    if "g" in names:
-        text += "\nThere as here g is the natural log of the decay, g <= 0."
-    call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{text}"
-    return call
+All members return o [B, T, HV, V] and the state [N, HV, K, V], and share
+their last keywords. scale is a factor on o, K**-0.5 unless given; g, of those
+that have one, is the natural log of the decay, g <= 0. Dtypes, keywords and
+errors: see fastweights.linear_recurrence.
+"""
 
 
-def shape_of(hint: Any) -> str:
-    """The shape in a parameter's type; "" if there is none."""
-    for x in (hint, *get_args(hint)):
-        if hasattr(x, "dim_str"):
-            return f"[{', '.join(x.dim_str.split())}]"
-    return ""
+def member(function: Member) -> Member:
+    """Have help() show what is behind ``options``, and say what all share."""
+    every = inspect.signature(linear_recurrence, eval_str=True).parameters
+    signature = inspect.signature(function, eval_str=True)
+    *own, _ = signature.parameters.values()
+    names = [x.name for x in own]
+    own += [every[n] for n in Options.__annotations__ if n not in names]
+    function.__signature__ = signature.replace(parameters=own)  # type: ignore
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + SHARED
+    return function
 
 
 @member

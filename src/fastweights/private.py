@@ -19,7 +19,6 @@ from contextvars import Context
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 # The oldest and the newest release with which all tests are run. Triton 3.6's
@@ -157,16 +156,6 @@ def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def storage_of(t: Tensor) -> int:
-    """A number that tensors share if, and only if, they share memory.
-
-    Where PyTorch has none, that of the storage's Python object, which lives
-    as long as the tensor.
-    """
-    storage = t.untyped_storage()
-    return getattr(storage, "_cdata", id(storage))
 
 
 def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
