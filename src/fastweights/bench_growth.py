@@ -4,14 +4,12 @@
 
 For every case the seconds at each size, the exponent of the last doublings
 with the one that is expected, and how many times as long the plainest PyTorch
-program for the same takes, at the last size. On a CPU with one thread; the
-least of a few runs, of which other programs on the machine take none away.
+program for the same takes, at the last size. On a CPU with one thread.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights import corpus
+from fastweights.bench_cpu import least_seconds
 from fastweights.layers import LaCT, SoftmaxAttention, TitansMemory, TTTLinear
 from fastweights.models import (
     LanguageModel,
@@ -42,16 +41,9 @@ class Case(NamedTuple):
     made: Callable[[int], tuple[Run, Run | None]]
 
 
-def seconds(run: Run, budget: float = 1.0) -> float:
-    """Seconds of the quickest of up to 20 runs in about ``budget`` seconds."""
-    run()
-    found: list[float] = []
-    end = time.perf_counter() + budget
-    while not found or (len(found) < 20 and time.perf_counter() < end):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+def seconds(run: Run) -> float:
+    """Processor time of the quickest run, in some five or in a second."""
+    return least_seconds({"run": run}, 1.0)["run"]
 
 
 def offsets(*lengths: int) -> Tensor:

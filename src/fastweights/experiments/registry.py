@@ -141,7 +141,15 @@ def hybrids(name: str, **options: Any) -> dict[str, Variant]:
     }
 
 
-ONE_RUN = {"lrs": (3e-3,), "seeds": (0,)}
+def live(*only: str, steps: int = 0, lr: float = 3e-3) -> dict[str, Any]:
+    """What a chapter runs: one rate and seed, some variants, some steps."""
+    found: dict[str, Any] = {"lrs": (lr,), "seeds": (0,)}
+    if only:
+        found["only"] = only
+    if steps:
+        found["settings"] = {"steps": steps}
+    return found
+
 
 EXPERIMENTS: dict[str, Grid] = {
     "recall": Grid(
@@ -150,7 +158,7 @@ EXPERIMENTS: dict[str, Grid] = {
         variants=FAMILY,
         settings={"steps": 1500},
         sizes=((2, 16),),
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+        quick=live(*FOUR, steps=600),
     ),
     "recall-sizes": Grid(
         "How much is recalled per byte of state?",
@@ -159,7 +167,7 @@ EXPERIMENTS: dict[str, Grid] = {
         settings={"steps": 3000},
         sizes=((2, 8), (2, 16), (2, 32)),
         lrs=(3e-3, 1e-2, 3e-2),
-        quick={**ONE_RUN, "only": FOUR, "sizes": ((2, 8), (2, 16))},
+        quick={**live(*FOUR), "sizes": ((2, 8), (2, 16))},
     ),
     "hybrid": Grid(
         "How many softmax layers of four buy back recall?",
@@ -170,18 +178,13 @@ EXPERIMENTS: dict[str, Grid] = {
             "4 softmax": softmax(),
         },
         settings={"num_layers": 4, "steps": 2000},
-        quick={**ONE_RUN, "settings": {"steps": 300}},
+        quick=live(steps=300),
     ),
     "overwriting": Grid(
         "Which of a key's values came last?",
         **recalls(OverwritingRecall, 4, 8),
         variants=FAMILY,
-        quick={
-            **ONE_RUN,
-            "only": FOUR,
-            "lrs": (1e-2,),
-            "settings": {"steps": 600},
-        },
+        quick=live(*FOUR, steps=600, lr=1e-2),
     ),
     "overwriting-deep": Grid(
         "And with weights that are a network?",
@@ -189,23 +192,19 @@ EXPERIMENTS: dict[str, Grid] = {
         variants={**DEEP, **SHORT},
         settings={"steps": 4000},
         lrs=LOW,
-        quick={
-            **ONE_RUN,
-            "only": ("delta", "TTT-MLP, 4", "Titans, 16", "MesaNet"),
-            "settings": {"steps": 600},
-        },
+        quick=live("delta", "TTT-MLP, 4", "Titans, 16", "MesaNet", steps=600),
     ),
     "reading-once": Grid(
         "Which value belongs to a key, after one reading?",
         **recalls(RepeatedRecall, 8, 16, writes=1),
         variants=FAMILY,
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+        quick=live(*FOUR, steps=600),
     ),
     "reading-thrice": Grid(
         "Do three readings of the same pairs help?",
         **recalls(RepeatedRecall, 8, 16, writes=3),
         variants=FAMILY,
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+        quick=live(*FOUR, steps=600),
     ),
     "needles": Grid(
         "What is kept through 8 times the text trained on?",
@@ -218,7 +217,7 @@ EXPERIMENTS: dict[str, Grid] = {
         variants=FAMILY,
         settings={"steps": 1800, "rows": 32, "test_rows": 128},
         sizes=((2, 16),),
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
+        quick=live(*FOUR, steps=800),
     ),
     "needles-deep": Grid(
         "And what does a network keep through 4 times the text?",
@@ -229,11 +228,7 @@ EXPERIMENTS: dict[str, Grid] = {
         variants=DEEP,
         lrs=LOW,
         settings={"steps": 4000, "rows": 32, "test_rows": 128},
-        quick={
-            **ONE_RUN,
-            "only": ("delta", "TTT-Linear, 16", "MesaNet"),
-            "settings": {"steps": 600},
-        },
+        quick=live("delta", "TTT-Linear, 16", "MesaNet", steps=600),
     ),
     "scope": Grid(
         "Is a reset obeyed?",
@@ -241,7 +236,7 @@ EXPERIMENTS: dict[str, Grid] = {
         tests={f"{n} segments": Scope(segments=n) for n in (6, 24)},
         variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1200, "rows": 32},
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 800}},
+        quick=live(*FOUR, steps=800),
     ),
     "sections": Grid(
         "Can one layer replace a value, and let go of a section?",
@@ -250,7 +245,7 @@ EXPERIMENTS: dict[str, Grid] = {
         variants={**family(**PATIENT), **PUBLISHED},
         settings={"steps": 1600, "rows": 32},
         lrs=(3e-3, 6e-3, 1e-2, 2e-2),
-        quick={**ONE_RUN, "only": FOUR[1:], "lrs": (6e-3,)},
+        quick=live(*FOUR[1:], lr=6e-3),
     ),
     "parity": Grid(
         "Is the number of ones even?",
@@ -258,45 +253,42 @@ EXPERIMENTS: dict[str, Grid] = {
         settings={**TRACKS, "steps": 400, "rows": 128},
         sizes=((1, 8),),
         lrs=LOW,
-        quick=ONE_RUN,
+        quick=live(),
     ),
     "modulo-3": Grid(
         "What is a sum modulo 3, with two steps per number?",
         **tracking("Z3", 16, *LENGTHS, trained=16, parts=2),
         settings={**TRACKS, "steps": 800},
         lrs=LOWER,
-        quick={**ONE_RUN, "only": ("beta up to 2", "beta up to 1")},
+        quick=live("beta up to 2", "beta up to 1"),
     ),
     "swaps-of-3": Grid(
         "Which order are three things in, after swaps?",
         **tracking("S3", *LENGTHS, inputs="swaps"),
         settings={**TRACKS, "steps": 800},
         lrs=LOW,
-        quick=ONE_RUN,
+        quick=live(),
     ),
     "swaps-of-5": Grid(
         "Which order are five things in, after swaps?",
         **tracking("S5", *LENGTHS, inputs="swaps"),
         settings={**TRACKS, "steps": 1200},
         lrs=LOW,
-        quick={
-            **ONE_RUN,
-            "only": ("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
-        },
+        quick=live("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
     ),
     "orders-of-3": Grid(
         "The same, after any reordering, with one step for each?",
         **tracking("S3", 16, *LENGTHS, trained=16),
         settings={**TRACKS, "steps": 1600},
         lrs=LOWER,
-        quick={**ONE_RUN, "only": ("beta up to 2",)},
+        quick=live("beta up to 2"),
     ),
     "orders-of-3-by-two": Grid(
         "And with two steps for each?",
         **tracking("S3", 16, *LENGTHS, trained=16, parts=2),
         settings={**TRACKS, "steps": 1600},
         lrs=LOWER,
-        quick={**ONE_RUN, "only": ("beta up to 2",), "lrs": (2e-3,)},
+        quick=live("beta up to 2", lr=2e-3),
     ),
     "copying": Grid(
         "Which values stood among the blanks, in order?",
@@ -305,7 +297,7 @@ EXPERIMENTS: dict[str, Grid] = {
             f"{n} positions": SelectiveCopying(text=n) for n in (48, 96, 192)
         },
         variants=FAMILY,
-        quick={**ONE_RUN, "only": FOUR, "settings": {"steps": 600}},
+        quick=live(*FOUR, steps=600),
     ),
 }
 """By name: ``python -m fastweights.experiments NAME``."""
