@@ -10,7 +10,7 @@ from layer_cases import contents, made, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fastweights import any_length, private
+from fastweights import any_length
 from fastweights.checks import relative_error
 from fastweights.layers import (
     lact,
@@ -132,7 +132,8 @@ o64 = torch.float64
 # By a compiler.
 
 KINDS = ["lact", "ttt-linear", "ttt-mlp", "titans", "titans-gate"]
-KINDS += ["titans-layer", "mesanet", "softmax", "gated-deltanet"]
+KINDS += ["titans-layer", "titans-context", "mesanet", "softmax"]
+KINDS += ["gated-deltanet"]
 OFTEN = ["lact", "ttt-linear"]
 SOME = [
     n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in KINDS
@@ -160,22 +161,23 @@ def test_two_graphs_for_all_lengths(name, dynamic):
     torch._dynamo.reset()
 
 
-@pytest.mark.full
-@pytest.mark.skipif(private.SCAN is None, reason="this PyTorch has no scan")
-def test_segments_of_any_length_are_a_loop_of_the_graph():
-    """A batch of one size; an open one still has a graph for each length."""
-    torch._dynamo.reset()
-    layer = made("titans-context", torch.float64)
-    counter = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(layer, fullgraph=True, backend=counter)
-    for length in (5, 9, 2, 6, 41):
+@torch.no_grad()
+def test_segments_as_one_operator():
+    """From a state on, under autocast, and with modules that are touched."""
+    layer, (head, x) = made("titans-context"), tokens(2, 20).split([8, 12], 1)
+    run = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for hooked in (False, True):
+        if hooked:
+            layer.qkv_proj.register_forward_hook(lambda m, x, y: 2 * y)
+            torch._dynamo.reset()
         results = []
         for call in (layer, run):
-            x = tokens(2, length, **DOUBLE).requires_grad_()
-            y = call(x)[0]
-            results.append((y, *slopes(layer, [y], x)))
+            state = layer(head)[1]
+            with torch.autocast("cpu", torch.bfloat16):
+                y, after = call(x, state)
+            assert after is state
+            results.append((y, contents(state), call(x, state)[0]))
         torch.testing.assert_close(*results)
-    assert counter.frame_count == 2
     torch._dynamo.reset()
 
 

@@ -11,14 +11,12 @@ from torch.export import Dim, export
 from fastweights.layers import LayerState
 from fastweights.models import LanguageModel, ModelConfig
 
-# Its segments are a loop of the graph's own.
-NAMES = [name for name in CASES if name != "titans-context"]
 EACH_TIME = ["gated-deltanet-options", "mamba", "mlstm", "softmax", "lact"]
 ANY = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", all_but(EACH_TIME, NAMES))
+@pytest.mark.parametrize("name", all_but(EACH_TIME, CASES))
 def test_one_program_for_any_batch_and_length(name):
     layer = made(name)
     program = export(

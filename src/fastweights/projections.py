@@ -69,27 +69,32 @@ def untouched(kind: type[nn.Module]) -> Untouched:
     return kind if forward.__globals__ is its else None, forward
 
 
-def is_plain(module: nn.Module, kind: Untouched, device: torch.device) -> bool:
-    """Whether using a module's weight is the same as calling the module.
+def is_untouched(module: nn.Module, kind: Untouched) -> bool:
+    """Whether a call of the module is that which stands in its source.
 
-    Its weight is used past its forward only where this is true; elsewhere
-    the module is called. A subclass, a parametrization or a unit of FSDP is
-    of another class; adapters and offloaders put a forward of their own on
-    the object or on the class; hooks look at a call or renew the weight
-    before it; and what is sharded or offloaded is no plain tensor on
-    ``device``.
+    A subclass, a parametrization or a unit of FSDP is of another class;
+    adapters and offloaders put a forward of their own on the object or on
+    the class; hooks look at a call or renew the weight before it.
     """
-    if type(module) is not kind[0]:
-        return False
     there = module.__dict__
-    if (
+    return type(module) is kind[0] and not (
         getattr(module.forward, "__func__", None) is not kind[1]
         or there["_forward_hooks"]
         or there["_forward_pre_hooks"]
         or there["_backward_hooks"]
         or there["_backward_pre_hooks"]
         or private.hooked_globally()
-    ):
+    )
+
+
+def is_plain(module: nn.Module, kind: Untouched, device: torch.device) -> bool:
+    """Whether using a module's weight is the same as calling the module.
+
+    Its weight is used past its forward only where this is true; elsewhere
+    the module is called. What is sharded or offloaded is no plain tensor on
+    ``device``.
+    """
+    if not is_untouched(module, kind):
         return False
     weight, bias = module.weight, getattr(module, "bias", None)
     return (

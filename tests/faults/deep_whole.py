@@ -250,8 +250,8 @@ MUTANTS = {
     ),
     "context-recalls-by-the-latest-weights": (
         CONTEXT,
-        "h = self.recalled(x, base, norm)",
-        "h = self.recalled(x, M, norm)",
+        "h = self.recalled(x_, base, norm)",
+        "h = self.recalled(x_, M, norm)",
         "test_layers.py",
     ),
     "context-learns-its-input": (
@@ -281,5 +281,17 @@ MUTANTS = {
         "moves = part.only(torch.ones_like(rate), 0.0).mT",
         "moves = torch.ones_like(rate).mT",
         "test_layers.py",
+    ),
+    "context-passes-hooks-by-in-a-graph-for-any-length": (
+        CONTEXT,
+        "type(m) in KINDS and is_untouched(m, KINDS[type(m)])",
+        "True",
+        "test_deep_lengths.py",
+    ),
+    "context-forgets-autocast-in-a-graph-for-any-length": (
+        CONTEXT,
+        "enabled=dtype != x.dtype",
+        "enabled=False",
+        "test_deep_lengths.py",
     ),
 }

@@ -25,8 +25,8 @@ MUTANTS = {
     ),
     "projections-pass-other-classes-by": (
         PROJECTIONS,
-        "if type(module) is not kind[0]:",
-        "if not isinstance(module, kind[0]):",
+        "return type(module) is kind[0] and not (",
+        "return isinstance(module, kind[0]) and not (",
     ),
     "projections-pass-a-forward-by": (
         PROJECTIONS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -33,10 +33,7 @@ class Part(NamedTuple):
         if isinstance(self.tokens, slice):
             y = x[:, self.tokens]
         else:
-            index = self.tokens.reshape(
-                *self.tokens.shape, *[1] * (x.dim() - 2)
-            )
-            y = torch.take_along_dim(x, index, 1)
+            y = torch.take_along_dim(x, _like(self.tokens, x), 1)
         return y if empty is None else self.only(y, empty)
 
     def only(self, y: Tensor, empty: Tensor | float) -> Tensor:
@@ -107,40 +104,14 @@ class Layout:
                     end >= start + self.size,
                 )
 
-    def grid(
-        self, x: Float[Tensor, "B T *rest"]
-    ) -> tuple[
-        Float[Tensor, "N B C *rest"],
-        Bool[Tensor, "N B C"],
-        Bool[Tensor, "N B"],
-    ]:
-        """x by chunks, which tokens there are, which chunks are complete.
-
-        Of as many chunks as T tokens can touch, and one or two that are
-        empty: their number is never 0 or 1, which graphs know apart.
-        """
-        B, count = x.shape[0], self.T // self.size + 2
-        slots = torch.arange(count * self.size, device=x.device)
-        token = (slots - self.first[:, None]).expand(B, -1)
-        valid = (token >= 0) & (token < self.lengths[:, None])
-        y = _picked(x, token.clamp(0, self.T - 1))
-        stops = self.size * torch.arange(1, count + 1, device=x.device)
-        ends = (self.first + self.lengths)[:, None] >= stops
-        y, valid = (t.unflatten(1, (count, self.size)) for t in (y, valid))
-        return y.movedim(1, 0), valid.movedim(1, 0), ends.expand(B, -1).mT
-
     def join(self, outputs: list[Tensor]) -> Tensor:
         """The outputs [B, C, ...] of the parts as [B, T, ...]."""
         y = torch.cat(outputs, 1)
         if self.regular or self.T == 1:
             return y
-        return self.from_grid(y)
-
-    def from_grid(self, y: Tensor) -> Tensor:
-        """[B, T, ...] of what stands at the places of whole chunks."""
         token = torch.arange(self.T, device=self.device)
         index = self.first[:, None] + token
-        return _picked(y, index)
+        return torch.take_along_dim(y, _like(index, y), 1)
 
 
 def chosen(
@@ -150,15 +121,6 @@ def chosen(
     if isinstance(rows, bool):
         return then if rows else other
     return then.where(_like(rows, then), other)
-
-
-def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, T, ...] at the places [B or 1, n] of its rows.
-
-    Unlike take_along_dim, it has no graph know whether T is n.
-    """
-    index = _like(index, x).expand(x.shape[0], -1, *x.shape[2:])
-    return x.gather(1, index)
 
 
 def _like(x: Tensor, y: Tensor) -> Tensor:

@@ -50,9 +50,7 @@ def fold(
         for x in tokens
     ]
     if count > FEW and torch.compiler.is_compiling() and private.SCAN:
-        state, outputs = scanned(
-            lambda state, xs: step(state, *xs), state, chunks
-        )
+        state, outputs = _scanned(step, state, chunks)
     elif torch.is_grad_enabled() and count > 2 * GROUP:
         state, outputs = _checkpointed(step, state, chunks)
     else:
@@ -60,16 +58,16 @@ def fold(
     return state, outputs.transpose(2, 3).movedim(0, 1).flatten(1, 2)
 
 
-def scanned(
-    step: Callable[..., tuple[State, Tensor]],
-    state: State,
-    chunks: Sequence[Tensor],
+def _scanned(
+    step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
-    """Fold chunks by one loop of a graph, of (state, chunk) -> both."""
+    """The outputs of one loop of a compiled graph, [N, B, H, C, V]."""
     first = [x.clone(memory_format=torch.contiguous_format) for x in state]
     given = [x.contiguous() for x in chunks]
     assert private.SCAN is not None
-    state, outputs = private.SCAN(step, first, given)
+    state, outputs = private.SCAN(
+        lambda state, xs: step(state, *xs), first, given
+    )
     # Gradients of one memory, which a scan refuses, become several.
     return [1.0 * x for x in state], outputs
 

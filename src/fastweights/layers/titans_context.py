@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastweights import any_length, private
+from fastweights.arguments import DTYPES, PLAIN
 from fastweights.deep.chunks import Layout, Part
-from fastweights.deep.dual import Layers, Norm, each, leaves, pairs
+from fastweights.deep.dual import Layers, Norm, each
 from fastweights.deep.titans import chunk, packed, recall, unpacked
-from fastweights.deep.whole import scanned
 from fastweights.layers.arguments import check_input
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.parts import OutputNorm
 from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.state import LayerState, Offsets, lengths, updated
+from fastweights.layers.titans import Start
 from fastweights.layers.titans_attention import Beside, Tokens
 from fastweights.layers.window import seen_always
-from fastweights.ops import without_autocast
+from fastweights.ops import autocast, without_autocast
+from fastweights.projections import Untouched, is_untouched, untouched
 from fastweights.reference.backend import wide
+
+CALLED = (Start, HeadsConvolution, OutputNorm, nn.Linear, nn.RMSNorm)
+KINDS: dict[type[nn.Module], Untouched] = {
+    kind: untouched(kind) for kind in CALLED
+}
+"""What a layer calls, as they stand in their sources."""
 
 
 class MemoryAsContext(Beside):
@@ -63,22 +78,27 @@ class MemoryAsContext(Beside):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        options: dict[str, Any] = {
+            "window": window,
+            "persistent": persistent,
+            "theta": theta,
+            "norm_eps": norm_eps,
+            "depth": depth,
+            "expansion": expansion,
+            "max_rate": max_rate,
+        }
         super().__init__(
             dim,
             num_heads,
             head_dim,
-            window=window,
-            persistent=persistent,
-            theta=theta,
-            norm_eps=norm_eps,
-            depth=depth,
-            expansion=expansion,
+            **options,
             chunk_size=window,
-            max_rate=max_rate,
             conv_size=None,
             device=device,
             dtype=dtype,
         )
+        sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
+        self.options = json.dumps(sizes | options)
 
     @by_length
     def forward(
@@ -90,9 +110,24 @@ class MemoryAsContext(Beside):
         """y, and the state (S, position, window) after x.
 
         S as of :class:`TitansMemory`; ``window`` [N, segment, .] has keys and
-        values of h and of x, by their places in the segment.
+        values of h and of x, by their places in the segment. A graph for any
+        number of tokens has the layer as one operator, if nobody has touched
+        its modules; else each number is a graph of its own.
         """
         check_input(x, self, state, cu_seqlens, *self.fields)
+        if any_length.is_open(x.shape[1]) and _is_plain(self, x.device):
+            y, S, seen = self.as_operator(x, state, cu_seqlens)
+        else:
+            y, S, seen = self.remember(x, state, cu_seqlens)
+        at = lengths(x, cu_seqlens)
+        if state is not None:
+            at = state.get("position") + at
+        return y, updated(state, S=S, position=at, window=seen)
+
+    def remember(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, Tensor, Tensor]:
+        """y, S and the window, a segment at a time."""
         rows = Rows(x, state, cu_seqlens)
         x = rows.spread(x)
         start, norm = self.memory.start()
@@ -100,72 +135,60 @@ class MemoryAsContext(Beside):
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = norm[0].to(full), norm[1].to(full)
         if state is None:
-            (H, K), N = self.heads, x.shape[0]
-            P = sum(w[0].numel() for layer in start for w in layer)
-            seen = x.new_zeros(N, self.window, 4 * H * K)
-            S0 = x.new_zeros(N, H, 3, P, dtype=full)
+            S_row, seen_row = self.state_shapes()
+            S0 = x.new_zeros(x.shape[0], *S_row, dtype=full)
+            seen = x.new_zeros(x.shape[0], *seen_row)
         else:
-            seen, S0 = state.get("window").to(x.dtype), state.get("S")
-        always = self.always()
-
-        def segment(
-            carried: Sequence[Tensor], x: Tokens, part: Part
-        ) -> tuple[list[Tensor], Tokens]:
-            """A segment's part: what is carried on, and what it puts out."""
-            seen, *weights = carried
-            third = len(weights) // 3
-            M, S, base = (
-                pairs(weights[i : i + third])
-                for i in range(0, len(weights), third)
-            )
-            h = self.recalled(x, base, norm)
-            q, k, v = self.projected(x, part.place)
+            S0, seen = state.get("S"), state.get("window").to(x.dtype)
+        M, S, base = unpacked(S0, start)
+        always, outputs = self.always(), []
+        layout = Layout(
+            self.window, x.shape[1], x.device, rows.position, rows.lengths
+        )
+        for part in layout:
+            x_ = part.take(x)
+            h = self.recalled(x_, base, norm)
+            q, k, v = self.projected(x_, part.place)
             _, *of_h = self.projected(h, part.place)
             seen = written(seen, [*of_h, k, v], part)
             a = in_segment(q, seen, part.place, always).flatten(2)
             M, S, m = self.learned(M, S, base, a, part, norm)
             base = each(part.choose, M, base)
-            after = (t for layers in (M, S, base) for t in leaves(layers))
-            return [seen, *after], self.gated(a, m)
+            outputs.append(self.gated(a, m))
+        y = rows.pack(layout.join(outputs))
+        return y, packed(M, S, base, start), seen
 
-        begun = unpacked(S0, start)
-        carried: Sequence[Tensor] = [
-            seen,
-            *(t for w in begun for t in leaves(w)),
-        ]
-        layout = Layout(
-            self.window, x.shape[1], x.device, rows.position, rows.lengths
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a row of S and of ``window``."""
+        start, (H, K) = self.memory.start, self.heads
+        P = sum(p.numel() for p in start.parameters()) // H
+        P -= 2 * start.norm_weight.shape[1]
+        return (H, 3, P), (self.window, 4 * H * K)
+
+    def as_operator(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, Tensor, Tensor]:
+        """:meth:`remember` of a layer like this, with its parameters."""
+        names = ("S", "position", "window")
+        S, position, seen = (
+            None if state is None else state.get(name) for name in names
         )
-        # A scan of PyTorch 2.13 fails where the batch is open as well.
-        opened = [any_length.is_open(n) for n in x.shape[:2]]
-        if private.SCAN and opened == [False, True]:
-            slots = torch.arange(self.window, device=x.device)
-
-            def step(
-                carried: Sequence[Tensor], given: Sequence[Tensor]
-            ) -> tuple[list[Tensor], Tokens]:
-                x, valid, ends = given
-                place = slots.expand(valid.shape)
-                part = Part(slice(None), place, valid, ends)
-                return segment(carried, x, part)
-
-            carried, outputs = scanned(step, carried, layout.grid(x))
-            y = layout.from_grid(outputs.movedim(0, 1).flatten(1, 2))
-        else:
-            parts = []
-            for part in layout:
-                carried, o = segment(carried, part.take(x), part)
-                parts.append(o)
-            y = layout.join(parts)
-        seen, *weights = carried
-        third = len(weights) // 3
-        M, S, base = (
-            pairs(weights[i : i + third])
-            for i in range(0, len(weights), third)
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        S_row, seen_row = self.state_shapes()
+        sizes = math.prod(S_row), math.prod(seen_row)
+        dtype = autocast(x)[0].dtype
+        one, two, *others = self.parameters()
+        y, after = any_length.call(
+            "titans_context",
+            [one, two, x, S, position, seen, cu_seqlens, *others],
+            [DTYPES.index(dtype)],
+            [N, sum(sizes)],
+            wide(x.dtype),
+            self.options,
         )
-        S0, at = packed(M, S, base, start), rows.after()
-        after = {"S": S0, "position": at, "window": seen}
-        return rows.pack(y), updated(state, **after)
+        S, seen = after.split(sizes, 1)
+        S, seen = S.unflatten(1, S_row), seen.unflatten(1, seen_row)
+        return y.to(dtype), S, seen.to(x.dtype)
 
     def recalled(self, x: Tokens, weights: Layers, norm: Norm) -> Tokens:
         """What these weights answer to each token."""
@@ -198,6 +221,53 @@ class MemoryAsContext(Beside):
                 M, S, base, q, k, v, theta, eta, alpha, moves, norm
             )
         return M, S, memory.put_out(o.transpose(1, 2).to(a.dtype), a)
+
+
+LOCK = threading.Lock()
+
+
+@private.constant_in_graphs
+def _is_plain(layer: MemoryAsContext, device: torch.device) -> bool:
+    """Whether nobody has touched a module, or moved a parameter."""
+    return all(
+        type(m) in KINDS and is_untouched(m, KINDS[type(m)])
+        for m in layer.modules()
+        if m not in (layer, layer.memory)  # whose forward is not called
+    ) and all(
+        (type(p) in PLAIN or torch.compiler.is_exporting())
+        and p.device == device
+        for p in layer.parameters()
+    )
+
+
+@functools.cache
+def _like(options: str) -> MemoryAsContext:
+    """A layer of these options without parameters, called past its checks."""
+    layer = MemoryAsContext(**json.loads(options), device=torch.device("meta"))
+    layer.forward = layer.remember  # type: ignore[assignment]
+    return layer
+
+
+def _open(
+    tensors: list[Any], numbers: list[int], options: str
+) -> tuple[Tensor, Tensor]:
+    one, two, x, S, position, seen, cu_seqlens, *others = tensors
+    layer, state = _like(options), None
+    if S is not None:
+        state = LayerState(S=S, position=position, window=seen)
+    names = [name for name, _ in layer.named_parameters()]
+    given = dict(zip(names, (one, two, *others), strict=True))
+    dtype, kind = DTYPES[numbers[0]], x.device.type
+    # What autocast makes of x is in another dtype, or there was none.
+    with LOCK, torch.autocast(kind, dtype, enabled=dtype != x.dtype):
+        y, S, seen = torch.func.functional_call(
+            layer, given, (x, state, cu_seqlens)
+        )
+    flat = [S.flatten(1), seen.to(S.dtype).flatten(1)]
+    return y.to(x.dtype), torch.cat(flat, 1)
+
+
+any_length.FUNCTIONS["titans_context"] = _open
 
 
 def written(
