@@ -79,7 +79,7 @@ def _common(
     same = {
         key: value
         for key, value in first.items()
-        if all(record[key] == value for record in records)
+        if all(record.get(key) == value for record in records)
     }
     rest = [
         {key: value for key, value in record.items() if key not in same}
