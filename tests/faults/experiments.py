@@ -125,7 +125,7 @@ MUTANTS = {
     ),
     "recorded-first-run-for-all": (
         RECORDING,
-        "if all(record[key] == value for record in records)",
+        "if all(record.get(key) == value for record in records)",
         "if True",
     ),
     "recorded-settings-of-the-run-lost": (
