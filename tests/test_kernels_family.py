@@ -68,7 +68,7 @@ CASES = {
     "wide-keys": (70, 1, 2, 256, 64, 64, torch.float16, True),
     "wide-values": (33, 1, 2, 64, 512, 16, torch.float32, False),
 }
-# Weak, and from -5 on too strong to be seen from half: gates.halves.
+# Weak, and from -5 on too strong to be seen from half: gates.is_weak.
 STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
 GATED = pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
 WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is

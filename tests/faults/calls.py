@@ -323,13 +323,13 @@ MUTANTS = {
     ),
     "kernel-halves-too-far-in-fp16": (
         GATES,
-        "b_bits >= (-8.0 if fp16 else -160.0)",
-        "b_bits >= -160.0",
+        "b_total >= (-8.0 if fp16 else -160.0)",
+        "b_total >= -160.0",
     ),
     "kernel-halves-whatever-the-decay": (
         GATES,
-        "b_bits >= (-8.0 if fp16 else -160.0)",
-        "b_bits >= (-8.0 if fp16 else -900.0)",
+        "b_total >= (-8.0 if fp16 else -160.0)",
+        "b_total >= (-8.0 if fp16 else -900.0)",
     ),
     "decode-goes-unseen": (
         DECODING,

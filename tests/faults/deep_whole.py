@@ -34,13 +34,13 @@ MUTANTS = {
     ),
     "mesa-kernel-without-its-ridge": (
         MESA,
-        "+ b_ridge[None, :] * b_p",
+        "        b_Ap += b_ridge[None, :] * b_p\n",
         "",
     ),
     "mesa-kernel-without-what-entered": (
         MESA,
-        "b_Ap = by_columns(b_Ap, WIDE) * b_G",
-        "b_Ap = 0 * by_columns(b_Ap, WIDE) * b_G",
+        "b_Ap = dot(b_p, b_S, None, PRECISION, WIDE) * b_G",
+        "b_Ap = 0 * dot(b_p, b_S, None, PRECISION, WIDE) * b_G",
     ),
     "mesa-kernel-steps-uphill": (
         MESA,

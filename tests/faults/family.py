@@ -360,8 +360,8 @@ MUTANTS = {
     ),
     "kernel-gate-grows-to-the-exit": (
         INTRA,
-        "b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G",
-        "b_out = tl.where(weak, 0.5, 1.0) * b_bits + b_G",
+        "b_out = tl.where(weak, 0.5, 1.0) * b_total - b_G",
+        "b_out = tl.where(weak, 0.5, 1.0) * b_total + b_G",
     ),
     "kernel-inverse-adds": (
         INVERSE,
@@ -370,8 +370,8 @@ MUTANTS = {
     ),
     "kernel-pairs-of-the-other-half": (
         GATES,
-        "m_block & ((level == first) | (m_own == 0))",
-        "m_block & ((level == first) | m_own)",
+        "m_block & ((level == first) | (m_same == 0))",
+        "m_block & ((level == first) | m_same)",
     ),
     "kernel-decays-untransposed": (
         GATES,
@@ -415,13 +415,13 @@ MUTANTS = {
     ),
     "kernel-segments-start-from-the-first": (
         SCAN,
-        "    known = first == 0\n",
-        "    known = first >= 0\n",
+        "    from_start = first == 0\n",
+        "    from_start = first >= 0\n",
     ),
     "kernel-segments-end-in-each": (
         SCAN,
-        "left = last < NT",
-        "left = last < 0",
+        "has_after = last < NT",
+        "has_after = last < 0",
     ),
     "kernel-maps-have-values": (
         SCAN,
@@ -430,13 +430,13 @@ MUTANTS = {
     ),
     "kernel-maps-that-forget-are-the-identity": (
         SCAN,
-        "i_j = tl.where(whole, i_j, -1)",
-        "i_j = tl.where(whole, i_j, i_j)",
+        "i_j = tl.where(reaches_all, i_j, -1)",
+        "i_j = tl.where(reaches_all, i_j, i_j)",
     ),
     "kernel-state-enters-far-from-the-end": (
         SCAN,
-        "        known &= whole\n",
-        "        known &= known\n",
+        "        from_start &= reaches_all\n",
+        "        from_start &= from_start\n",
     ),
     "kernel-segments-are-composed-from-the-second": (
         COMPOSE,
@@ -460,8 +460,8 @@ MUTANTS = {
     ),
     "kernel-forgets-though-keys-are-long": (
         INTRA,
-        "b_bits += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))",
-        "b_bits += 0.0 * tl.log2(tl.maximum(steps - 1.0, 1.0))",
+        "b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))",
+        "b_total += 0.0 * tl.log2(tl.maximum(steps - 1.0, 1.0))",
     ),
     "kernel-borders-of-a-pack-from-the-sequence": (
         COMPOSE,
@@ -470,13 +470,13 @@ MUTANTS = {
     ),
     "kernel-strong-is-not-marked": (
         INTRA,
-        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
-        "are_strong |= tl.max(tl.where(m_weak, 0, 0))",
+        "strong_tiles |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "strong_tiles |= tl.max(tl.where(m_weak, 0, 0))",
     ),
     "kernel-one-tile-for-another": (
         INTRA,
-        "are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
-        "are_strong = tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "strong_tiles |= tl.max(tl.where(m_weak, 0, 1 << i_k))",
+        "strong_tiles = tl.max(tl.where(m_weak, 0, 1 << i_k))",
     ),
     "kernel-folds-whatever-the-decay": (
         GATES,
@@ -495,13 +495,13 @@ MUTANTS = {
     ),
     "kernel-halves-nothing": (
         GATES,
-        "tl.where(m_halves, 0.5 * b_bits, 0.0)",
-        "tl.where(halves(b_bits, x), 0.0 * b_bits, 0.0)",
+        "tl.where(m_weak, 0.5 * b_total, 0.0)",
+        "tl.where(is_weak(b_total, x), 0.0 * b_total, 0.0)",
     ),
     "kernel-strong-chunks-leave-nothing": (
         GATES,
-        "return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))",
-        "return b_half, tl.where(m_halves, 1.0, 0.0)",
+        "return b_half, tl.exp2(tl.where(m_weak, 0.0, b_total))",
+        "return b_half, tl.where(m_weak, 1.0, 0.0)",
     ),
     "kernel-strong-channels-keep-their-state": (
         SCAN,
@@ -525,7 +525,7 @@ MUTANTS = {
     ),
     "kernel-folds-again": (
         GATES,
-        "m_block & ((level == first) | (m_own == 0))",
+        "m_block & ((level == first) | (m_same == 0))",
         "m_block",
     ),
     "kernel-dk-of-the-correction": (
@@ -550,8 +550,8 @@ MUTANTS = {
     ),
     "kernel-dbeta-with-beta": (
         GRADIENTS,
-        "tl.sum(b_own, axis=1) / tile.nonzero(b_beta)",
-        "tl.sum(b_own, axis=1) * tile.nonzero(b_beta)",
+        "tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)",
+        "tl.sum(b_diag, axis=1) * tile.nonzero(b_beta)",
     ),
     "kernel-gate-forgets-the-state": (
         GRADIENTS,

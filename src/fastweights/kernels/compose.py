@@ -56,8 +56,8 @@ def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
         first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
         if last < start:
             end = start
-    there = start + (first + L).to(tl.int64) * BT < end
-    return i_n, start, end, first, there
+    is_border = start + (first + L).to(tl.int64) * BT < end
+    return i_n, start, end, first, is_border
 
 
 @triton.jit
@@ -72,15 +72,15 @@ def reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
     LOOK: tl.constexpr = 64
     o_c = tl.arange(0, LOOK)
     i_t = first + o_c if BACK else last - 1 - o_c
-    there = (i_t >= first) & (i_t < last)
+    m_t = (i_t >= first) & (i_t < last)
     p_x = bounds + (i_c + i_t - first) * META.HV + i_hv
-    b_x = tl.load(p_x, mask=there, other=0.0)  # [LOOK]
+    b_x = tl.load(p_x, mask=m_t, other=0.0)  # [LOOK]
     b_x = tl.cumsum(b_x, axis=0) - b_x  # on the way to the end
     # NaN is not forgotten.
-    near = tl.sum(tl.where(there & ((b_x < FORGOTTEN) == 0), 1, 0), axis=0)
-    if near == LOOK:
-        near = last - first
-    return near
+    reached = tl.sum(tl.where(m_t & ((b_x < FORGOTTEN) == 0), 1, 0), axis=0)
+    if reached == LOOK:
+        reached = last - first
+    return reached
 
 
 @triton.jit
@@ -107,12 +107,12 @@ def compose_kernel(borders, maps, call, META: tl.constexpr):
     NJ: tl.constexpr = META.NJ
     i_v, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_b % HV, i_b // HV
-    i_n, start, end, first, there = segment_before(
+    i_n, start, end, first, is_border = segment_before(
         i_b, cu_seqlens, N, T, L, BT
     )
     o_k = tl.arange(0, BK)
     segments = tl.cdiv(tl.cdiv(end - start, BT), L).to(tl.int32)
-    if (there == 0) | (first != L):
+    if (is_border == 0) | (first != L):
         segments = 0
     for i in range(1, segments - 1):
         i_s = segments - 1 - i if BACK else i

@@ -1,6 +1,6 @@
 """How a chunk decays: in parts, in sums of gates, between two of its tokens.
 
-:func:`halves` decides what a head or channel is: weak, so that two factors
+:func:`is_weak` decides what a head or channel is: weak, so that two factors
 per token say all of its decays, or strong.
 """
 
@@ -11,28 +11,28 @@ from fastweights.kernels import tile
 
 
 @triton.jit
-def halves(b_bits, x):
+def is_weak(b_total, x):
     """Whether a head or channel is seen from where half of it has decayed.
 
-    That is, half of the 2^b_bits that it decays by in a chunk. What has x's
+    That is, half of the 2^b_total that it decays by in a chunk. What has x's
     dtype is then multiplied by numbers from 2^-80 to 2^80, and keeps its bits
     if it is 2^-40 or more.
     """
     fp16: tl.constexpr = x.dtype.element_ty == tl.float16
-    return b_bits >= (-8.0 if fp16 else -160.0)
+    return b_total >= (-8.0 if fp16 else -160.0)
 
 
 @triton.jit
-def decay_in_parts(b_bits, x):
+def decay_in_parts(b_total, x):
     """Two factors a and b of the decay of a chunk, which is a b a.
 
     a from the entrance to the point from which the chunk is seen, and from
     there to the exit: half of the decay, and b = 1. What does not halve is
     seen from the entrance and the exit: a = 1, and b is all of it.
     """
-    m_halves = halves(b_bits, x)
-    b_half = tl.exp2(tl.where(m_halves, 0.5 * b_bits, 0.0))
-    return b_half, tl.exp2(tl.where(m_halves, 0.0, b_bits))
+    m_weak = is_weak(b_total, x)
+    b_half = tl.exp2(tl.where(m_weak, 0.5 * b_total, 0.0))
+    return b_half, tl.exp2(tl.where(m_weak, 0.0, b_total))
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def split_gates(b_g):
 
 
 @triton.jit
-def chunk_bits(b_high, b_low, EXACT: tl.constexpr):
+def chunk_total(b_high, b_low, EXACT: tl.constexpr):
     """What the gates of a chunk add up to, [BK], rounded as summed_gates."""
     b_g = b_high.to(tl.float32)
     if EXACT:
@@ -106,13 +106,13 @@ def summed_gates(
 
 
 @triton.jit
-def summed_rows(m_sum, b_x, HALVES: tl.constexpr, WIDE: tl.constexpr = False):
+def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
     """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
 
-    In tf32x3, or with HALVES to 16 bits, as sums of two numbers in bf16,
+    In tf32x3, or with SPLIT to 16 bits, as sums of two numbers in bf16,
     which has the range of fp32.
     """
-    if not HALVES:
+    if not SPLIT:
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
     b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
@@ -125,7 +125,7 @@ def first_level(b_high, x, WIDE: tl.constexpr = False):
     """The level of the largest blocks that may be folded at their middles.
 
     Of 2^level rows, where no half of a block decays by more than 2^-80
-    (halves) in any channel. The log decays b_high [BT, BK] are added up over
+    (is_weak) in any channel. The log decays b_high [BT, BK] are added up over
     the nodes of a tree, one per row of a product: node 1 is the whole chunk,
     2 and 3 are its halves, 4 to 7 its quarters. The last nodes have two rows
     each. Where one of these decays too far, the level is 0, that of single
@@ -142,7 +142,7 @@ def first_level(b_high, x, WIDE: tl.constexpr = False):
     m_sum = o_node == o_c[:, None]
     b_sum = summed_gates(m_sum, b_high, b_high, False, WIDE)  # [BT, BK]
     b_least = 2.0 * tl.min(b_sum, axis=1)  # [BT]
-    deepest = tl.max(tl.where(halves(b_least, x), 0, o_depth))
+    deepest = tl.max(tl.where(is_weak(b_least, x), 0, o_depth))
     return tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)
 
 
@@ -166,14 +166,14 @@ def decays_of_pairs(
     need no inverse, and both factors are that decay. Level 0 has no border.
     """
     o_c = tl.arange(0, b_high.shape[0])
-    half = tl.maximum(level - 1, 0)
-    o_half = o_c >> half
+    lower = tl.maximum(level - 1, 0)
+    o_half = o_c >> lower
     m_second = (o_half % 2 == 1)[:, None]
-    m_own = o_half[:, None] == o_half[None, :]
-    m_sum = m_own & ((o_c[None, :] <= o_c[:, None]) == m_second)
+    m_same = o_half[:, None] == o_half[None, :]
+    m_sum = m_same & ((o_c[None, :] <= o_c[:, None]) == m_second)
     b_D = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT, WIDE)
     b_far = tl.where(level == first, -b_D, b_D)
     b_r = tl.exp2(tl.where(m_second, b_D, b_far))
     b_c = tl.exp2(tl.where(m_second, b_far, b_D))
     m_block = (o_c >> level)[:, None] == (o_c >> level)[None, :]
-    return b_r, b_c, m_block & ((level == first) | (m_own == 0))
+    return b_r, b_c, m_block & ((level == first) | (m_same == 0))

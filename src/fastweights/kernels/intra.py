@@ -14,7 +14,7 @@ def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
     """
     dtype: tl.constexpr = k.dtype.element_ty
     PRECISION: tl.constexpr = META.PRECISION
-    KEYS: tl.constexpr = META.keys
+    KEYS: tl.constexpr = META.key_tiles
     b_k = tile.load_rows(k, rows, i_k, KEYS)  # [BT, BK]
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
     b_q = tile.load_rows(q, rows, i_k, KEYS)  # [BT, BK]
@@ -43,8 +43,8 @@ def add_strong(
     see gates.decays_of_pairs. rows are those of the value head.
     """
     q, k, g, beta = inputs
-    KEYS: tl.constexpr = META.keys
-    GATES: tl.constexpr = META.gates
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
     LEVELS: tl.constexpr = gates.num_levels(META.BT)
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
@@ -52,8 +52,8 @@ def add_strong(
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
     b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-    b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
-    m_strong = (gates.halves(b_bits, k) == 0)[None, :]
+    b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+    m_strong = (gates.is_weak(b_total, k) == 0)[None, :]
     b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_G = gates.summed_gates(
         tile.time_order(META.BT) < 0, b_high, b_low, EXACT
@@ -92,7 +92,7 @@ def intra_fwd_kernel(
     chunk is seen from the point p where half of its decay is done, G_p =
     G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
     e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
-    decays too far to be seen so (gates.halves) has e^G and e^{G_C - G} in
+    decays too far to be seen so (gates.is_weak) has e^G and e^{G_C - G} in
     their place, and its scores take differences of G: in fp64, since in fp32
     a weak gate after strong ones would drown.
 
@@ -113,9 +113,9 @@ def intra_fwd_kernel(
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
-    KEYS: tl.constexpr = META.keys
-    GATES: tl.constexpr = META.gates
-    SCORES: tl.constexpr = META.scores
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
@@ -136,7 +136,7 @@ def intra_fwd_kernel(
         b_g = tile.load_row(g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-    are_strong = 0  # a bit per key tile
+    strong_tiles = 0  # a bit per key tile
     NK: tl.constexpr = META.NK if DG > 1 or R is not None else 0
     for i_k in range(NK):
         b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -147,13 +147,13 @@ def intra_fwd_kernel(
             b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
+            b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
             o_k = i_k * META.BK + tl.arange(0, META.BK)
-            tl.store(total + i_ch * K + o_k, b_bits, mask=o_k < K)
-            m_weak = gates.halves(b_bits, k)  # [BK]
-            are_strong |= tl.max(tl.where(m_weak, 0, 1 << i_k))
+            tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
+            m_weak = gates.is_weak(b_total, k)  # [BK]
+            strong_tiles |= tl.max(tl.where(m_weak, 0, 1 << i_k))
             b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
-            b_G -= tl.where(m_weak, 0.5 * b_bits, 0.0)[None, :]
+            b_G -= tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
             b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
             b_c = (b_k * b_c).to(dtype)  # [BT, BK]
             tile.store_rows(k_out, b_c, rows, i_k, GATES)
@@ -170,14 +170,14 @@ def intra_fwd_kernel(
                 b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
 
     if strong is not None:
-        tl.store(strong + tl.program_id(0), are_strong)
+        tl.store(strong + tl.program_id(0), strong_tiles)
     if DG > 1:  # noqa: SIM102  (the kernel has it or has not)
         # One branch around the loop, so that ptxas keeps in it what the loop
         # computes ahead, and a chunk without strong channels skips that too.
-        if are_strong != 0:
+        if strong_tiles != 0:
             tl.debug_barrier()  # before other threads store k_out again
             for i_k in range(NK):
-                if (are_strong >> i_k) % 2 == 1:
+                if (strong_tiles >> i_k) % 2 == 1:
                     b_Aqk, b_Akk = add_strong(
                         b_Aqk,
                         b_Akk,
@@ -196,18 +196,20 @@ def intra_fwd_kernel(
         b_g = gates.clamped(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
         tl.store(tile.slot_row(G, i_ch, BT), b_G)
-        b_bits = tl.sum(tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0)
-        weak = gates.halves(b_bits, k)
-        b_in = b_G - tl.where(weak, 0.5 * b_bits, 0.0)
-        b_out = tl.where(weak, 0.5, 1.0) * b_bits - b_G
+        b_total = tl.sum(
+            tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
+        )
+        weak = gates.is_weak(b_total, k)
+        b_in = b_G - tl.where(weak, 0.5 * b_total, 0.0)
+        b_out = tl.where(weak, 0.5, 1.0) * b_total - b_G
         b_in, b_out = (
             tl.exp2(b_in.to(tl.float32)),
             tl.exp2(b_out.to(tl.float32)),
         )
         tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
         tl.store(tile.slot_row(row_out, i_ch, BT), b_out)
-        b_bits = b_bits.to(tl.float32)
-        tl.store(total + i_ch, b_bits)
+        b_total = b_total.to(tl.float32)
+        tl.store(total + i_ch, b_total)
     if Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
@@ -223,8 +225,8 @@ def intra_fwd_kernel(
         # Of a token's step beta |k|^2, at most; a map grows with those over 2.
         steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
         if DG == 1:
-            b_bits += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-            tl.store(bound + i_ch, b_bits)
+            b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            tl.store(bound + i_ch, b_total)
         mild = (steps < 2.05) & (largest < 1e3)
         b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)

@@ -19,11 +19,11 @@ def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
         p_total = total + i_ch * META.K + o_k
         b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)
         least = tl.minimum(least, tl.min(b_total))
-    return gates.halves(least, x)
+    return gates.is_weak(least, x)
 
 
 @triton.jit
-def products_bwd(values, rows, i_ch, i_k, META: tl.constexpr):
+def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
@@ -33,11 +33,11 @@ def products_bwd(values, rows, i_ch, i_k, META: tl.constexpr):
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
-    do, x, dv, h, dh = values
+    do, x, dv, h, dh = operands
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    VALUES: tl.constexpr = META.values
+    VALUES: tl.constexpr = META.value_tiles
     PRECISION: tl.constexpr = META.PRECISION
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
     b_dE = tl.zeros([BT, BT], dtype=tl.float32)
@@ -76,16 +76,16 @@ def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
     dv has beta as a factor (the scan takes care that it is not 0). Every key
     tile finds the same.
     """
-    NUMBERS: tl.constexpr = META.numbers
+    NUMBERS: tl.constexpr = META.number_tiles
     if i_k == 0:
-        b_own = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
-        b_dbeta = tl.sum(b_own, axis=1) / tile.nonzero(b_beta)  # [BT]
+        b_diag = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
+        b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
         tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
 
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, values, gradients, call, META: tl.constexpr
+    g, decayed, decays, operands, gradients, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: gradients of q, k, g and beta.
 
@@ -107,22 +107,22 @@ def intra_bwd_kernel(
     """
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
-    do, x, dv, h, dh = values
+    do, x, dv, h, dh = operands
     dq, dk, dg, dkept, dbeta = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
-    KEYS: tl.constexpr = META.keys
-    GATES: tl.constexpr = META.gates
-    READ: tl.constexpr = META.gates if DG > 1 else META.keys
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    READ: tl.constexpr = META.gate_tiles if DG > 1 else META.key_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
-    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -141,7 +141,7 @@ def intra_bwd_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-            values, rows, i_ch, i_k, META
+            operands, rows, i_ch, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
@@ -153,15 +153,15 @@ def intra_bwd_kernel(
         if DELTA:
             b_weight = b_beta
         if DG > 0:
-            b_own = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
-            b_own = (scale * b_weight * tl.sum(b_own, axis=1))[:, None]
+            b_diag = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
+            b_diag = (scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
         if DG == 1:
             b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
-            b_bits = tl.load(total + i_ch)
-            b_half, b_rest = gates.decay_in_parts(b_bits, do)
+            b_total = tl.load(total + i_ch)
+            b_half, b_rest = gates.decay_in_parts(b_total, do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if gates.halves(b_bits, do) == 0:
+            if gates.is_weak(b_total, do) == 0:
                 b_D = gates.decay_matrix(G, i_ch, BT) * b_weight[None, :]
             b_dA *= scale * b_D
             b_dE *= -b_D
@@ -179,13 +179,13 @@ def intra_bwd_kernel(
         if DG == 1:
             b_decay = (b_half * b_in)[:, None]  # [BT, 1]
             b_write *= (b_half * b_out)[:, None]
-            b_kept *= tl.exp2(b_bits)
+            b_kept *= tl.exp2(b_total)
         elif DG > 1:
             o_k = i_k * BK + tl.arange(0, BK)
-            p_bits = total + i_ch * META.K + o_k
-            b_bits = tl.load(p_bits, mask=o_k < META.K, other=0.0)  # [BK]
-            b_kept *= tl.exp2(b_bits)
-            b_decay = tl.exp2(0.5 * b_bits)[None, :]
+            p_total = total + i_ch * META.K + o_k
+            b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
+            b_kept *= tl.exp2(b_total)
+            b_decay = tl.exp2(0.5 * b_total)[None, :]
             b_col *= b_decay
         if DELTA or DG == 1:
             b_col *= b_write
@@ -207,7 +207,7 @@ def intra_bwd_kernel(
         b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
         if DG > 0:
             b_pairs = b_q * b_row  # [BT, BK]
-            b_row += b_own * b_k
+            b_row += b_diag * b_k
         if DELTA and DG > 1:
             b_pairs += b_kr * b_err
         b_c = tl.trans(b_c)  # [BT, BK]
@@ -217,7 +217,7 @@ def intra_bwd_kernel(
             b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
         if DG > 0:
             b_w = b_k * b_col  # [BT, BK]
-            b_c += b_own * b_q
+            b_c += b_diag * b_q
 
         if DG == 1:
             i_part = i_ch * NK + i_k
@@ -227,16 +227,16 @@ def intra_bwd_kernel(
             tl.store(dg + BT + o_c, b_sums[1])
             tl.store(dkept + i_part, b_kept)
         elif DG > 1:
-            b_dg = gates.summed_rows(o_t <= 0, b_pairs, HALVES)  # [BT, BK]
-            b_dg += gates.summed_rows(o_t > 0, b_w, HALVES) + b_kept[None, :]
+            b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
+            b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_kept[None, :]
             tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
             b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
-            b_bits = tl.load(p_bits, mask=o_k < META.K, other=0.0)  # [BK]
-            b_G -= (0.5 * b_bits)[None, :]  # G_p - G
+            b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
+            b_G -= (0.5 * b_total)[None, :]  # G_p - G
             b_row *= tl.exp2(-b_G)
             b_err *= tl.exp2(-b_G)
             b_col *= tl.exp2(b_G)
@@ -260,7 +260,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     dkept: the entering state's decay.
     """
     cu_seqlens, scale, T, N, L = call
-    NUMBERS: tl.constexpr = META.numbers
+    NUMBERS: tl.constexpr = META.number_tiles
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
     i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
@@ -287,7 +287,7 @@ def intra_bwd_strong_kernel(
     inputs,
     decays,
     strong,
-    values,
+    operands,
     gradients,
     num_chunks,
     call,
@@ -303,13 +303,13 @@ def intra_bwd_strong_kernel(
     """
     q, k, g, beta = inputs
     row_in, row_out, row_beta, total, G, bound = decays
-    do, x, dv, h, dh = values
+    do, x, dv, h, dh = operands
     dq, dk, dg, dkept, dbeta = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DELTA: tl.constexpr = META.DELTA
-    KEYS: tl.constexpr = META.keys
-    GATES: tl.constexpr = META.gates
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
@@ -317,7 +317,7 @@ def intra_bwd_strong_kernel(
     NK: tl.constexpr = META.NK
     LEVELS: tl.constexpr = gates.num_levels(BT)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
-    HALVES: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     LOOK: tl.constexpr = META.LOOK
     dtype = do.dtype.element_ty
@@ -348,7 +348,7 @@ def intra_bwd_strong_kernel(
                 i_ch = i_c.to(tl.int64) * HV + i_hv
                 rows = (t, end, i_hv)
                 b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-                    values, rows, i_ch, i_k, META
+                    operands, rows, i_ch, i_k, META
                 )
                 b_dA = tile.by_columns(b_dA, True)
                 b_dE = tile.by_columns(b_dE, True)
@@ -374,7 +374,7 @@ def intra_bwd_strong_kernel(
                 b_w = b_k * b_col  # [BT, BK]
 
                 # Through the scores, the diagonal by itself.
-                b_own = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+                b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
                 b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
                 b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
                 b_pairs = b_q * b_row + b_k * b_err
@@ -386,18 +386,21 @@ def intra_bwd_strong_kernel(
                     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
                     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dA, 0.0)
-                    b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
-                    b_x = tile.by_columns(b_x, True)  # [BT, BK]
+                    b_x = tile.dot(
+                        b_A, b_kc, None, PRECISION, True
+                    )  # [BT, BK]
                     b_qT = tl.trans(b_qr)  # [BK, BT]
-                    b_y = tl.dot(b_qT, b_A, input_precision=PRECISION)
-                    b_y = tile.by_columns(b_y, True)  # [BK, BT]
-                    b_row += b_r * b_x
+                    b_y = tile.dot(
+                        b_qT, b_A, None, PRECISION, True
+                    )  # [BK, BT]
+                    b_row += b_r * b_x  # [BT, BK]
                     b_pairs += b_qr * b_x
                     if DELTA:
                         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
                         b_A = tl.where(m_A, b_dE, 0.0)
-                        b_x = tl.dot(b_A, b_kc, input_precision=PRECISION)
-                        b_x = tile.by_columns(b_x, True)  # [BT, BK]
+                        b_x = tile.dot(
+                            b_A, b_kc, None, PRECISION, True
+                        )  # [BT, BK]
                         b_kT = tl.trans(b_kr)  # [BK, BT]
                         b_y = tl.dot(b_kT, b_A, b_y, input_precision=PRECISION)
                         b_err += b_r * b_x
@@ -406,12 +409,12 @@ def intra_bwd_strong_kernel(
                     b_col += b_c * b_y
                     b_pairs -= b_kc * b_y
 
-                b_dq += b_row + b_own * b_k
-                b_dk += b_col + b_err + b_own * b_q
-                b_dg = gates.summed_rows(o_t <= 0, b_pairs, HALVES, True)
-                b_dg += gates.summed_rows(o_t > 0, b_w, HALVES, True)
-                b_bits = gates.chunk_bits(b_high, b_low, EXACT)  # [BK]
-                b_dg += (tl.exp2(b_bits) * b_kept)[None, :]
+                b_dq += b_row + b_diag * b_k
+                b_dk += b_col + b_err + b_diag * b_q
+                b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
+                b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT, True)
+                b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+                b_dg += (tl.exp2(b_total) * b_kept)[None, :]
                 tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
             tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)

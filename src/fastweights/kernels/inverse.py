@@ -57,14 +57,14 @@ def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
     BT: tl.constexpr = b_A.shape[0]
     NB: tl.constexpr = BT // 16
     o_b = tl.arange(0, NB)
-    m_own = o_b[:, None, None, None] == o_b[None, None, :, None]
-    b_D = tl.where(m_own, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
+    m_diagonal = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_D = tl.where(m_diagonal, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
     b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
     b_b = tl.reshape(b_beta, [NB, 16])[:, :, None]
     b_R = -tl.where(joins(0, 16)[None], b_D, 0.0)
     for level in tl.static_range(1, 4):
         b_R = joined(b_R, b_D, b_b, joins(level, 16)[None], PRECISION)
-    b_R = tl.where(m_own, b_R[:, :, None, :], 0.0)
+    b_R = tl.where(m_diagonal, b_R[:, :, None, :], 0.0)
     b_R = tl.reshape(b_R, [BT, BT])
     for level in tl.static_range(4, 6):
         if 2**level < BT:

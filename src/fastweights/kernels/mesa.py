@@ -25,8 +25,8 @@ from torch import Tensor
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tail import clear_tail
 from fastweights.kernels.tile import (
-    by_columns,
     chunk_span,
+    dot,
     first_slot,
     load_row,
     load_rows,
@@ -134,12 +134,10 @@ def mesa_solve_kernel(
     b_p, b_x = b_r, tl.zeros([BT, BK], dtype=tl.float32)
     b_rr = tl.sum(b_r * b_r, axis=1)
     for _ in range(steps):
-        b_A = tl.dot(b_p, tl.trans(b_k), input_precision=PRECISION)
-        b_A = by_columns(b_A, WIDE) * b_D  # [BT, BT]
-        b_Ap = tl.dot(b_p, b_S, input_precision=PRECISION)
-        b_Ap = by_columns(b_Ap, WIDE) * b_G
-        b_Ap = tl.dot(b_A, b_k, b_Ap, input_precision=PRECISION)
-        b_Ap = by_columns(b_Ap, WIDE) + b_ridge[None, :] * b_p  # [BT, BK]
+        b_A = dot(b_p, tl.trans(b_k), None, PRECISION, WIDE) * b_D  # [BT, BT]
+        b_Ap = dot(b_p, b_S, None, PRECISION, WIDE) * b_G
+        b_Ap = dot(b_A, b_k, b_Ap, PRECISION, WIDE)  # [BT, BK]
+        b_Ap += b_ridge[None, :] * b_p
         # Of rows that are solved quotients are 0 by 0, and count as 0.
         b_step = b_rr / tl.maximum(tl.sum(b_p * b_Ap, axis=1), TINY)
         b_x += b_step[:, None] * b_p

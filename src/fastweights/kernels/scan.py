@@ -36,8 +36,8 @@ def channel_decays(decays, i_ch, x, META: tl.constexpr):
     row_in, row_out, row_beta, total, G, bound = decays
     o_k = tl.arange(0, META.BK)
     p_total = total + i_ch * META.K + o_k
-    b_bits = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
-    return gates.decay_in_parts(b_bits, x)
+    b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+    return gates.decay_in_parts(b_total, x)
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     inverses, and only one is loaded.
     """
     row_in, row_out, row_beta, total, G, bound = decays
-    b_bits = tl.load(total + i_ch)
-    b_half, b_rest = gates.decay_in_parts(b_bits, x)
+    b_total = tl.load(total + i_ch)
+    b_half, b_rest = gates.decay_in_parts(b_total, x)
     b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
-    weak = gates.halves(b_bits, x)
+    weak = gates.is_weak(b_total, x)
     if weak:
         b_in = 1.0 / b_out
     else:
@@ -88,10 +88,10 @@ def scan_fwd_kernel(
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
     PRECISION: tl.constexpr = META.PRECISION
-    KEYS: tl.constexpr = META.keys
-    VALUES: tl.constexpr = META.values
-    SCORES: tl.constexpr = META.scores
-    MAPS: tl.constexpr = META.maps
+    KEYS: tl.constexpr = META.key_tiles
+    VALUES: tl.constexpr = META.value_tiles
+    SCORES: tl.constexpr = META.score_tiles
+    MAPS: tl.constexpr = META.map_tiles
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -105,10 +105,10 @@ def scan_fwd_kernel(
     i_h = i_hv // (HV // META.H)
     is_map = i_v >= NV  # a program of M
     if MAP:
-        i_n, start, end, first, there = segment_before(
+        i_n, start, end, first, is_border = segment_before(
             i_x, cu_seqlens, N, T, L, BT
         )
-        last = tl.where(there, first + L, first)
+        last = tl.where(is_border, first + L, first)
         last = tl.where(is_map & (first == 0), first, last)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
@@ -116,32 +116,32 @@ def scan_fwd_kernel(
         last = tl.minimum(first + L, NT)
     i_nh = i_n * HV + i_hv
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
-    known = first == 0
+    from_start = first == 0
     if MAP and DG == 1:
-        near = reach(bound, i_slot + first, i_hv, first, last, False, META)
-        whole = near == last - first
-        known &= whole
-        if is_map & (whole == 0):
-            near = 0
+        reached = reach(bound, i_slot + first, i_hv, first, last, False, META)
+        reaches_all = reached == last - first
+        from_start &= reaches_all
+        if is_map & (reaches_all == 0):
+            reached = 0
 
     o_k = tl.arange(0, BK)[:, None]
     if initial_state is None:
         b_S = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_S = tile.load_state(initial_state, i_nh, i_v, known, META)
+        b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
     if MAP:
         b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
         if DELTA:  # noqa: SIM102  (the kernel has it or has not)
             if is_map:  # its unit vectors, and no values
                 i_j = i_v - NV
                 if DG == 1:
-                    i_j = tl.where(whole, i_j, -1)  # else 0
+                    i_j = tl.where(reaches_all, i_j, -1)  # else 0
                 b_S = unit_columns(i_j, BK, BV)
     elif border_states is not None:
         i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, BT)
-        entered = (first > 0) & (first < NT)
-        i_b = tl.where(entered, i_b, 0) * HV + i_hv
-        b_S += tile.load_state(border_states, i_b, i_v, entered, META)
+        has_before = (first > 0) & (first < NT)
+        i_b = tl.where(has_before, i_b, 0) * HV + i_hv
+        b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
 
     tokens = (start, end)
     d_v = tile.sequence_tiles(v, tokens, VALUES)
@@ -157,7 +157,7 @@ def scan_fwd_kernel(
             d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
     begin = first
     if MAP and DG == 1:
-        begin = last - near
+        begin = last - reached
     for i_t in range(begin, last):
         c = i_t * BT
         rows = (start + c, end, i_hv)
@@ -193,17 +193,15 @@ def scan_fwd_kernel(
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-            b_e = tl.dot(b_k, b_S_in, input_precision=PRECISION)
-            b_e = tile.by_columns(b_e, WIDE)
+            b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
         if h is not None and DG <= 1:  # while that product runs
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if DG == 1:
                 b_e *= b_half * b_in
             b_e = b_v - b_e
-            b_r = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
-            b_e = tl.dot(b_R, b_r, b_e, input_precision=PRECISION)
-            b_e = tile.by_columns(b_e, WIDE)
+            b_step = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
+            b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)
             if errors is not None:
                 tile.store_rows(errors, b_e, rows, i_v, VALUES)
             b_e *= b_beta
@@ -225,8 +223,7 @@ def scan_fwd_kernel(
 
         if o is not None:
             if DG <= 1:
-                b_A = tl.dot(b_q, b_kT, input_precision=PRECISION)
-                b_A = tile.by_columns(b_A, WIDE)
+                b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:
                 b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
@@ -249,24 +246,24 @@ def scan_fwd_kernel(
 
     if MAP:
         i_b = i_x * HV + i_hv
-        own = there & (is_map == 0)
-        tile.store_state(border_states, b_S, i_b, i_v, own, META)
+        has_state = is_border & (is_map == 0)
+        tile.store_state(border_states, b_S, i_b, i_v, has_state, META)
         if DELTA:
             # Of a sequence's first segment, and of no program of B, no rows.
             row = i_b.to(tl.int64) * META.K
-            needed = there & is_map & (first > 0)
-            rows = (row, row + tl.where(needed, META.K, 0), 0)
+            has_map = is_border & is_map & (first > 0)
+            rows = (row, row + tl.where(has_map, META.K, 0), 0)
             tile.store_rows(maps, b_S, rows, i_v - NV, MAPS)
         elif DG > 0:
             if DG == 1:
-                b_decay = tl.where(whole, b_decay, 0.0)
-            m_k = tile.mask_if(there & (i_v == 0), o_k < META.K)
+                b_decay = tl.where(reaches_all, b_decay, 0.0)
+            m_k = tile.mask_if(is_border & (i_v == 0), o_k < META.K)
             p_decay = maps + i_b.to(tl.int64) * META.K + o_k
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
-        ends = (last == NT) & ((first < NT) | (first == 0))
-        tile.store_state(state, b_S, i_nh, i_v, ends, META)
+        is_last = (last == NT) & ((first < NT) | (first == 0))
+        tile.store_state(state, b_S, i_nh, i_v, is_last, META)
 
 
 @triton.jit
@@ -301,14 +298,14 @@ def scan_bwd_kernel(
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
     PRECISION: tl.constexpr = META.PRECISION
-    KEYS: tl.constexpr = META.keys
-    VALUES: tl.constexpr = META.values
-    SCORES: tl.constexpr = META.scores
+    KEYS: tl.constexpr = META.key_tiles
+    VALUES: tl.constexpr = META.value_tiles
+    SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    PARTS: tl.constexpr = META.parts
+    PARTS: tl.constexpr = META.part_tiles
     MAP: tl.constexpr = dh is None
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
@@ -316,7 +313,7 @@ def scan_bwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     if MAP:
-        i_n, start, end, first, there = segment_before(
+        i_n, start, end, first, is_border = segment_before(
             i_x, cu_seqlens, N, T, L, BT
         )
         first += L
@@ -325,24 +322,24 @@ def scan_bwd_kernel(
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     last = tl.minimum(first + L, NT)
     if MAP:
-        last = tl.where(there, last, first)
+        last = tl.where(is_border, last, first)
     i_nh = i_n * HV + i_hv
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
-    known = (last == NT) & ((first < NT) | (first == 0))
+    from_end = (last == NT) & ((first < NT) | (first == 0))
     if MAP and DG == 1:
-        near = reach(bound, i_slot + first, i_hv, first, last, True, META)
-        known &= near == last - first
-        last = first + near
+        reached = reach(bound, i_slot + first, i_hv, first, last, True, META)
+        from_end &= reached == last - first
+        last = first + reached
 
     if dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tile.load_state(dstate, i_nh, i_v, known, META)
+        b_dS = tile.load_state(dstate, i_nh, i_v, from_end, META)
     if border_grads is not None and not MAP:
         i_b = border_of(i_n, start, first, cu_seqlens, T, L, BT)
-        left = last < NT
-        i_b = tl.where(left, i_b, 0) * HV + i_hv
-        b_dS += tile.load_state(border_grads, i_b, i_v, left, META)
+        has_after = last < NT
+        i_b = tl.where(has_after, i_b, 0) * HV + i_hv
+        b_dS += tile.load_state(border_grads, i_b, i_v, has_after, META)
 
     tokens = (start, end)
     d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
@@ -384,11 +381,9 @@ def scan_bwd_kernel(
         if DG == 1:
             b_x *= b_in
         b_x = b_x.to(do.dtype.element_ty)  # [BT, BV]
-        b_y = tl.dot(b_k, b_dS_out, input_precision=PRECISION)  # [BT, BV]
-        b_y = tile.by_columns(b_y, WIDE)
+        b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if DG <= 1:
-            b_A = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_A = tile.by_columns(b_A, WIDE)
+            b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
             b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
@@ -400,16 +395,14 @@ def scan_bwd_kernel(
                 b_read = b_do.to(do.dtype.element_ty)
         if DG <= 1:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
-        b_y = tl.dot(b_A, b_read, b_y, input_precision=PRECISION)  # [BT, BV]
-        b_y = tile.by_columns(b_y, WIDE)
+        b_y = tile.dot(b_A, b_read, b_y, PRECISION, WIDE)  # [BT, BV]
         if DG == 1:
             b_y *= tl.where(weak, b_out, 1.0)
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
             b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
-            b_y = tl.dot(tl.trans(b_R), b_w, b_y, input_precision=PRECISION)
-            b_y = tile.by_columns(b_y, WIDE)
+            b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
@@ -437,6 +430,6 @@ def scan_bwd_kernel(
 
     if MAP:
         i_b = i_x * HV + i_hv
-        tile.store_state(border_grads, b_dS, i_b, i_v, there, META)
+        tile.store_state(border_grads, b_dS, i_b, i_v, is_border, META)
     elif dinitial_state is not None:
         tile.store_state(dinitial_state, b_dS, i_nh, i_v, first == 0, META)

@@ -107,13 +107,13 @@ class Meta:
     NV = property(lambda x: -(-x.V // x.BV))
     NM = property(lambda x: -(-x.K // x.BV))
     NJ = property(lambda x: -(-x.K // x.BJ))
-    keys = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
-    gates = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
-    values = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
-    scores = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
-    numbers = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
-    parts = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
-    maps = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
+    key_tiles = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
+    gate_tiles = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
+    value_tiles = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
+    score_tiles = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
+    number_tiles = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
+    part_tiles = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
+    map_tiles = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
     @property
     def LOOK(self) -> int:

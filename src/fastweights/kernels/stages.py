@@ -235,11 +235,11 @@ def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     groups = x.decayed, x.decays, scores, errors, incoming, dstates
     steps.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
-    values = x.do, x.errors if kind.delta else x.v, x.dv, x.h, x.dh
+    operands = x.do, x.errors if kind.delta else x.v, x.dv, x.h, x.dh
     dg = x.parts if kind.gate == 1 else x.dg
     gradients = x.dq, x.dk, dg, x.dkept, of_rows
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, values, gradients
+    groups = x.g, x.decayed, x.decays, operands, gradients
     steps.add("intra_backward", intra_bwd_kernel, each, *groups)
     if kind.gate == 1:
         groups = x.parts, x.dkept, x.dg
@@ -248,6 +248,6 @@ def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     if kind.per_channel:
         stage, num_chunks = "intra_backward_strong", Count("slots", H)
         each = Count("slots", H, meta_of(stage, kind).LOOK)
-        groups = x.inputs, x.decays, x.strong, values, gradients, num_chunks
+        groups = x.inputs, x.decays, x.strong, operands, gradients, num_chunks
         steps.add(stage, intra_bwd_strong_kernel, each, *groups)
     return steps.schedule(x.dq, x.dk, x.dv, x.dg, x.dbeta, x.dinitial_state)

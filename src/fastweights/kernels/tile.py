@@ -271,6 +271,12 @@ def by_columns(x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
+    """a b + acc, or a b if acc is None, in fp32; WIDE: see by_columns."""
+    return by_columns(tl.dot(a, b, acc, input_precision=PRECISION), WIDE)
+
+
+@triton.jit
 def mask_if(condition, mask):
     """The mask of a tile if ``condition``, a number, holds; else all False.
 
@@ -283,7 +289,7 @@ def mask_if(condition, mask):
 @triton.jit
 def sigmoid(b_z):
     """1 / (1 + e^{-z}), to 2^-21: the square of a root is the fastest."""
-    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * -1.4426950408889634))
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * -LOG2_E))
     return b_r * b_r
 
 
