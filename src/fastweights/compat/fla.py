@@ -255,6 +255,7 @@ def _check(title: str, x: Arguments) -> None:
 
 
 def _refuse(wrong: object, name: str, got: object, need: str) -> None:
+    """Raise ValueError, which names the argument, if it is wrong."""
     if wrong:
         raise ValueError(f"{name}: got {got}, need {need}")
 

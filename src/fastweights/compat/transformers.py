@@ -72,7 +72,8 @@ beside_attention = functools.partial(checked, warn_of_attention)
 def activated(convolve: Callable, tensors: int) -> Callable:
     """A convolution with any of transformers' activations after it.
 
-    Which transformers' own function takes after these first tensors.
+    By position the activation comes after so many tensors, as in
+    transformers' own function.
     """
 
     @functools.wraps(convolve)
