@@ -73,8 +73,8 @@ MUTANTS = {
     ),
     "layer-state-changes-with-gradients": (
         STATE,
-        "state is not None and few and not torch.is_grad_enabled()",
-        "state is not None and few",
+        "return state if few and not torch.is_grad_enabled() else None",
+        "return state if few else None",
         PIECES,
     ),
     "layer-copied-state-forgets-its-length": (
@@ -84,8 +84,8 @@ MUTANTS = {
     ),
     "layer-softmax-counts-padding": (
         ATTENTION,
-        "position=before + count,",
-        "position=before + T,",
+        "position=rows.after(), used=k.shape[1]",
+        "position=rows.after() * 0 + k.shape[1], used=k.shape[1]",
         PIECES,
     ),
     "layer-softmax-overwrites-with-gradients": (
@@ -198,7 +198,7 @@ MUTANTS = {
     ),
     "layer-other-rows-unchecked": (
         f"{LAYERS}/arguments.py",
-        "if state.rows is None and tensor.shape[0] != rows:",
+        "if state.rows is None and shape[0] != rows:",
         "if False:",
         "test_layers_state.py",
     ),

@@ -43,12 +43,12 @@ MUTANTS = {
     ),
     "model-loss-learns-from-what-is-ignored": (
         LOSS,
-        "(error @ weight).masked_fill_(left_out, 0)",
+        "(error @ weight).masked_fill_(~there[:, None], 0)",
         "error @ weight",
     ),
     "model-loss-of-rounded-logits": (
         LOSS,
-        "F.log_softmax(logits, -1, dtype=wide(logits.dtype))",
+        "F.log_softmax(logits, -1, dtype=to)",
         "F.log_softmax(logits, -1)",
     ),
     "model-loss-in-one-piece": (
@@ -58,12 +58,12 @@ MUTANTS = {
     ),
     "model-loss-in-pieces-of-a-row": (
         LOSS,
-        "_pieces(x, targets, max(x.shape[-1], LEAST))",
+        "_pieces(x, targets, at_once)",
         "_pieces(x, targets, 1)",
     ),
     "model-loss-reads-what-is-ignored": (
         LOSS,
-        "rows = rows.masked_fill(left_out, 0)",
+        "rows = rows.masked_fill(~there[:, None], 0)",
         "pass",
     ),
     "model-document-predicts-the-next": (

@@ -101,12 +101,10 @@ def check_input(
     layer: Any,
     state: LayerState | None,
     cu_seqlens: Offsets | None,
-    *needs: str,
 ) -> None:
     """Raise unless x is [B, T, dim], of the layer's dtype, and the state fits.
 
-    ``needs`` are the fields that a state of this layer has; it has one row
-    per sequence.
+    A state has one row per sequence.
     """
     check_tensors({"x": x})
     dim: int = layer.dim
@@ -137,62 +135,60 @@ def check_input(
                 f"{x.device}"
             )
         rows = cu_seqlens.shape[0] - 1
-    if state is None:
-        return
+    if state is not None:
+        _check_state(state, layer, x, rows)
+
+
+def _check_state(state: LayerState, layer: Any, x: Tensor, rows: int) -> None:
+    """Raise unless it is a state of this layer for so many sequences.
+
+    The fields that it needs, and the shapes of their rows, are what the layer
+    itself makes; in a graph and under torch.func they are not looked at.
+    """
     if not isinstance(state, LayerState):
         kind = type(state).__name__
         raise TypeError(f"state: got {kind}, need a LayerState or None")
     leave_inference(state)
-    tensors = state.tensors()
-    if set(tensors) != set(needs):
-        raise ValueError(
-            f"state: got one with {sorted(tensors)}, need {sorted(needs)}: "
-            "is it the state of another layer?"
-        )
     if state.rows is not None:
         if torch.is_grad_enabled():
             raise ValueError(
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
         check_rows(state.rows, rows, name="state: rows")
-    for name, tensor in tensors.items():
-        if state.rows is None and tensor.shape[0] != rows:
+    tensors = state.tensors()
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not traced():
+        shapes = layer.row_shapes
+        if tensors.keys() != shapes.keys():
             raise ValueError(
-                f"state: got {name} of shape {list(tensor.shape)}, need "
-                f"{rows} rows, one per sequence"
+                f"state: got one with {sorted(tensors)}, need "
+                f"{sorted(shapes)}: is it the state of another layer?"
             )
-        _check_kind(name, tensor, x)
-    if hasattr(layer, "outline") and not traced():
-        _check_shapes(tensors, layer.row_shapes)
-
-
-def _check_kind(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raise unless a field of a state has its dtype, and x's device."""
-    if tensor.device != x.device:
-        raise ValueError(
-            f"state: got {name} on {tensor.device}, need x's, {x.device}"
-        )
-    needs: tuple[torch.dtype, ...] = DTYPES
-    if name in ("S", "m"):
-        needs = (wide(x.dtype), *(NARROW if name == "S" else ()))
-    elif name == "position":
-        needs = (torch.int64,)
-    if tensor.dtype not in needs:
-        raise TypeError(
-            f"state: got {name} in {tensor.dtype}, need {needs[0]}"
-        )
-
-
-def _check_shapes(
-    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Raise unless a row of each field is as the layer makes it."""
     for name, tensor in tensors.items():
-        need, free = shapes[name], 2 if name in ("keys", "values") else 1
-        if tensor.shape[free:] != need[free - 1 :]:
-            some = ["N", "capacity"][:free]
-            shape = ", ".join(map(str, [*some, *need[free - 1 :]]))
+        shape = list(tensor.shape)
+        if state.rows is None and shape[0] != rows:
             raise ValueError(
-                f"state: got {name} of shape {list(tensor.shape)}, need "
-                f"[{shape}]: is it the state of another layer?"
+                f"state: got {name} of shape {shape}, need {rows} rows, one "
+                "per sequence"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"state: got {name} on {tensor.device}, need x's, {x.device}"
+            )
+        needs: tuple[torch.dtype, ...] = DTYPES
+        if name in ("S", "m"):
+            needs = (wide(x.dtype), *(NARROW if name == "S" else ()))
+        elif name == "position":
+            needs = (torch.int64,)
+        if tensor.dtype not in needs:
+            raise TypeError(
+                f"state: got {name} in {tensor.dtype}, need {needs[0]}"
+            )
+        some = ["N", "capacity"] if name in ("keys", "values") else ["N"]
+        need = [*shapes.get(name, shape[1:])][len(some) - 1 :]
+        if shape[len(some) :] != need:
+            raise ValueError(
+                f"state: got {name} of shape {shape}, need "
+                f"[{', '.join(map(str, [*some, *need]))}]: is it the state "
+                "of another layer?"
             )

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, head_size
-from fastweights.layers.layer import Layer
+from fastweights.layers.arguments import check_sizes, head_size
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.rows import Rows
 from fastweights.layers.sdpa import Heads, attention, packed_attention
-from fastweights.layers.state import (
-    LayerState,
-    Offsets,
-    lengths,
-    positions,
-    updated,
-    whole,
-)
+from fastweights.layers.state import LayerState, Offsets, positions
 from fastweights.serving import inside, writes
 
 
@@ -124,22 +117,17 @@ class SoftmaxAttention(Layer):
         position = torch.zeros(num_sequences, dtype=torch.int64, device=device)
         return LayerState(keys=keys, values=values, position=position)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState | None]:
         """y, and the state (keys, values, position) with x's tokens added.
 
-        Without gradients the state that came in is changed in place, enlarged
-        where it is too small, and returned. With gradients, packed sequences
-        and no state, as in training, none is made, which would wait for the
-        device: None is returned in its place, and memory grows with T
+        Without gradients the state that came in is enlarged where it is too
+        small. With gradients, packed sequences and no state, as in training,
+        none is made, which would wait for the device: None is returned in
+        its place, and memory grows with T
         (:func:`fastweights.layers.sdpa.packed_attention`).
         """
-        fields = ("keys", "values", "position")
-        check_input(x, self, state, cu_seqlens, *fields)
         q, k, v = (
             part.unflatten(-1, (-1, self.K))
             for part in self.qkv_proj(x).split(self.widths, -1)
@@ -152,12 +140,7 @@ class SoftmaxAttention(Layer):
             q, k = (
                 rotary(t, at, self.theta, self.rotary_fraction) for t in (q, k)
             )
-        if cu_seqlens is None:
-            o, after = attend(q, k, v, state)
-        elif state is None and torch.is_grad_enabled():
-            o, after = packed_attention(q, k, v, cu_seqlens), None
-        else:
-            o, after = attend_packed(q, k, v, state, cu_seqlens)
+        o, after = attend(q, k, v, state, cu_seqlens)
         o = o.flatten(2)
         if self.g_proj is not None:
             o = o * self.g_proj(x).sigmoid()
@@ -169,23 +152,40 @@ def attend(
     k: Heads,
     v: Heads,
     state: LayerState | None,
-    count: Int[Tensor, " B"] | None = None,
-    used: int | None = None,
-) -> tuple[Heads, LayerState]:
+    cu_seqlens: Offsets | None,
+) -> tuple[Heads, LayerState | None]:
     """Attention of new tokens to themselves and to what the state holds.
 
-    ``count`` and ``used`` are those of :func:`remember`.
+    Beside the new state, None for packed sequences in training.
     """
     alone = fresh(state, q)  # before the state is changed in place
-    keys, values, at, after = remember(k, v, state, count, used)
-    if alone:
-        return attention(q, k, v), after
+    if cu_seqlens is None:
+        o = attention(q, k, v) if alone else None
+    else:
+        o = packed_attention(q, k, v, cu_seqlens) if alone else None
+        if o is not None and state is None and torch.is_grad_enabled():
+            return o, None
+    rows = Rows(q, state, cu_seqlens)
+    if state is None:
+        assert o is not None
+        k, v = rows.spread(k), rows.spread(v)
+        return o, LayerState(
+            keys=k, values=v, position=rows.after(), used=k.shape[1]
+        )
+    at = positions(q.shape[1], q.device, state, cu_seqlens)
+    after = remember(k, v, state, at, rows)
+    if o is not None:
+        return o, after
+    keys, values = after.whole("keys"), after.whole("values")
     if not recorded(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
-    if after.rows is not None:
-        own = inside(after.rows, keys)
+    if state.rows is not None:
+        own = inside(state.rows, keys)
         keys, values = keys[own], values[own]
-    return attention_at(q, keys, values, at), after
+    place = torch.arange(keys.shape[1], device=q.device)
+    mask = (place <= rows.spread(at)[..., None])[:, None]
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
+    return rows.pack(attention(rows.spread(q), keys, values, mask)), after
 
 
 def recorded(q: Heads) -> bool:
@@ -200,86 +200,46 @@ def fresh(state: LayerState | None, q: Heads) -> bool:
 
 
 def remember(
-    k: Heads,
-    v: Heads,
-    state: LayerState | None,
-    count: Int[Tensor, " B"] | None = None,
-    used: int | None = None,
-) -> tuple[Heads, Heads, Int[Tensor, "B T"], LayerState]:
-    """Keys and values with the new ones, their places, and the state then.
+    k: Heads, v: Heads, state: LayerState, at: Int[Tensor, "B T"], rows: Rows
+) -> LayerState:
+    """A state with keys and values of new tokens, at their places.
 
-    ``count`` is how many of the T tokens of each row are there; all if None.
-    ``used`` is what the state's is after them, of one that they have been
-    written to already.
+    Without gradients they are written in place, into a copy if the state has
+    no room for them; with gradients, always into a copy.
     """
-    B, T = k.shape[:2]
-    if count is None:
-        count = lengths(k, None)
-    at = torch.arange(T, device=k.device)[None]
-    if state is None:
-        return k, v, at, LayerState(keys=k, values=v, position=count, used=T)
-    before = state.get("position")
-    at = before[:, None] + at
-    if state.rows is not None or used is not None:
-        if used is None:
-            assert state.rows is not None
-            into_pool(k, v, state, state.rows, at, state.used + T)
-        keys, values = whole(state, "keys"), whole(state, "values")
-    else:
-        keys, values = (
-            enlarged(state.get(name), state.used + T)
-            for name in ("keys", "values")
-        )
+    position, own, used = rows.after(), state.rows, state.used + k.shape[1]
+    if rows.cu_seqlens is not None:
+        # Each token is a row of its own, and of none after the last sequence.
+        if own is None:
+            own = torch.arange(len(position), device=k.device)
+        there = (own >= 0) & (own < len(state.whole("position")))
+        used = int(position.where(there, 0).max())
+        own = F.pad(own, (0, 1), value=-1)[rows.row]
+        k, v, at = k[0][:, None], v[0][:, None], at[0][:, None]
+    keys, values = state.whole("keys"), state.whole("values")
+    if state.rows is None:
+        keys, values = enlarged(keys, used), enlarged(values, used)
         if torch.is_grad_enabled():
             keys, values = keys.clone(), values.clone()
-        # What is not there is written too, past the end of its sequence,
-        # where the next tokens overwrite it before any query sees it.
-        row = torch.arange(B, device=k.device)[:, None]
-        keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
-        if not torch.is_grad_enabled():
+        else:
             state.keys, state.values = keys, values
-    after = updated(
-        state,
-        keys=keys,
-        values=values,
-        position=before + count,
-        used=state.used + T if used is None else used,
-    )
-    return keys, values, at, after
-
-
-def attention_at(
-    q: Heads, keys: Heads, values: Heads, at: Int[Tensor, "B T"]
-) -> Heads:
-    """Attention of queries at these positions to the keys up to their own."""
-    place = torch.arange(keys.shape[1], device=q.device)
-    mask = (place <= at[..., None])[:, None]
-    return attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
-
-
-def into_pool(
-    k: Heads,
-    v: Heads,
-    state: LayerState,
-    rows: Int[Tensor, " B"],
-    at: Int[Tensor, "B T"],
-    used: int,
-) -> None:
-    """Write keys and values of new tokens into these rows of the pool.
-
-    ``used`` is the most tokens that one of the rows has after them.
-    """
-    keys, values = whole(state, "keys"), whole(state, "values")
-    if used > keys.shape[1]:
+    elif used > keys.shape[1]:
         raise ValueError(
             f"state: got a pool with room for {keys.shape[1]} tokens per row, "
             f"need {used}"
         )
-    row, source, some = writes(rows, keys)
-    # Where no sequence has a row, `at` is that of some row, a full one even.
-    place = row[:, None], at[source].clamp(max=keys.shape[1] - 1)
-    for x, new in ((keys, k), (values, v)):
-        x.index_put_(place, new[source].to(x.dtype).where(some, x[place]))
+    if own is None:
+        row = torch.arange(k.shape[0], device=k.device)[:, None]
+        keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
+    else:
+        row, source, some = writes(own, keys)
+        # Where none has a row, `at` is that of some row, a full one even.
+        place = row[:, None], at[source].clamp(max=keys.shape[1] - 1)
+        for x, new in ((keys, k), (values, v)):
+            new = new[source].to(x.dtype)
+            x.index_put_(place, new.where(some, x[place]))
+    used = max(used, state.used)
+    return LayerState(keys=keys, values=values, position=position, used=used)
 
 
 def enlarged(x: Tensor, capacity: int) -> Tensor:
@@ -288,51 +248,3 @@ def enlarged(x: Tensor, capacity: int) -> Tensor:
         return x
     more = max(capacity, 2 * x.shape[1]) - x.shape[1]
     return torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], 1)
-
-
-def attend_packed(
-    q: Heads,
-    k: Heads,
-    v: Heads,
-    state: LayerState | None,
-    cu_seqlens: Offsets,
-) -> tuple[Heads, LayerState]:
-    """Attention of packed sequences, laid side by side if they go on."""
-    rows, used = Rows(q, state, cu_seqlens), None
-    if state is not None and by_token(state, rows):
-        # Each token alone: what pads a row may not fit into the state.
-        mine = state.rows
-        if mine is None:
-            mine = torch.arange(rows.count.shape[0], device=q.device)
-        own = F.pad(mine, (0, 1), value=-1)[rows.row]
-        at = F.pad(state.get("position"), (0, 1))[rows.row] + rows.place
-        there = (own >= 0) & (own < state.tensors()["position"].shape[0])
-        used = int(torch.where(there, at + 1, 0).max())
-        if state.rows is None:
-            state.keys, state.values = (
-                enlarged(state.get(name), used) for name in ("keys", "values")
-            )
-        k_t, v_t = k[0][:, None], v[0][:, None]
-        into_pool(k_t, v_t, state, own, at[:, None], used)
-    if fresh(state, q):
-        o = packed_attention(q, k, v, cu_seqlens)
-        k, v = rows.spread(k), rows.spread(v)
-        *_, after = remember(k, v, state, rows.count, used)
-    else:
-        q, k, v = (rows.spread(x) for x in (q, k, v))
-        o, after = attend(q, k, v, state, rows.count, used)
-        o = rows.pack(o)
-    if used is not None:
-        after.used = used
-    return o, after
-
-
-def by_token(state: LayerState, rows: Rows) -> bool:
-    """Whether keys go to their places one by one, as far as they reach.
-
-    Always in a pool; in place where a row of its own might have no room for
-    the longest sequence.
-    """
-    if state.rows is not None or torch.is_grad_enabled():
-        return state.rows is not None
-    return state.used + rows.longest > whole(state, "keys").shape[1]

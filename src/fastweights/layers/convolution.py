@@ -17,7 +17,7 @@ from fastweights.convolution import (
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
-from fastweights.layers.state import LayerState, Offsets
+from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops import autocast
 from fastweights.projections import is_plain, untouched
 
@@ -133,11 +133,6 @@ class HeadsConvolution(Part):
                 **to,
             )
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of a state that are read here."""
-        return () if self.taps is None else ("convolution",)
-
     def forward(
         self,
         x: Float[Tensor, "B T C"],
@@ -181,6 +176,5 @@ def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
 
 def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
-    if state is None:
-        return None
-    return state.get("convolution").to(autocast(x)[0].dtype)
+    inputs = initial(state, "convolution")
+    return None if inputs is None else inputs.to(autocast(x)[0].dtype)

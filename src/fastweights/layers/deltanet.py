@@ -10,16 +10,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_one_of,
     check_sizes,
     head_size,
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution, unit
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 Heads = Float[Tensor, "B T H K"]
@@ -100,19 +99,10 @@ class DeltaNet(Layer):
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        fields = ("S", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         qkv, b, gate = project(x, self.qkv_proj, self.b_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         if not self.convolution.activation:
@@ -120,7 +110,7 @@ class DeltaNet(Layer):
         beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)
 
     def features(self, x: Heads) -> Heads:
         """Activation and norm of q or k, where they are not the usual ones."""

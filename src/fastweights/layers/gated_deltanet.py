@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_sizes,
     head_size,
     scaled,
     value_heads,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Decay,
     Factory,
     OutputNorm,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 
@@ -115,19 +113,10 @@ class GatedDeltaNet(Layer):
         if self.b_bias is not None:
             self.b_bias.zero_()
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        fields = ("S", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         qkv, ab, gate = project(x, self.qkv_proj, self.ab_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         a, b = ab.chunk(2, -1)
@@ -135,4 +124,4 @@ class GatedDeltaNet(Layer):
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)

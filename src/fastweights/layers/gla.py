@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, scaled
+from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 
@@ -86,23 +85,14 @@ class GatedLinearAttention(Layer):
         """b = 0."""
         self.f_proj.get_parameter("1.bias").zero_()
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        fields = ("S", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         qkv, f, gate = project(x, self.qkv_proj, self.f_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         g = F.logsigmoid(full(f)) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)

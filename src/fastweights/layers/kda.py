@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_sizes,
     head_size,
     scaled,
     value_heads,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Decay,
     Factory,
@@ -22,7 +20,7 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 
@@ -106,19 +104,10 @@ class KimiDeltaAttention(Layer):
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        fields = ("S", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         qkv, f, b, gate = project(
             x, self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         )
@@ -127,4 +116,4 @@ class KimiDeltaAttention(Layer):
         beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)

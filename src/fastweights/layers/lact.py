@@ -13,15 +13,14 @@ from fastweights.arguments import check_number
 from fastweights.deep import lact
 from fastweights.layers.arguments import (
     check_even,
-    check_input,
     check_sizes,
     head_size,
     scaled,
 )
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full, rotary
-from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, positions, updated
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, initial, positions
 from fastweights.layers.window import window_attention
 
 
@@ -65,6 +64,8 @@ class LaCT(Layer):
         theta: base of the rotary positions.
         norm_eps: of the norms.
     """
+
+    padded = True
 
     def __init__(
         self,
@@ -129,22 +130,15 @@ class LaCT(Layer):
         self.qk_scale.fill_(1)
         self.qk_offset.zero_()
 
-    @by_length
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, convolution) after the last tokens.
 
         S [N, H, 3 P + 1] holds what a head's P weights have learned, their
         momentum, and the sums of the chunk so far; ``convolution`` the keys
-        and values of the window. Without gradients the state that came in is
-        changed in place and returned.
+        and values of the window.
         """
-        fields = ("S", "position", "convolution")
-        check_input(x, self, state, cu_seqlens, *fields)
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
@@ -159,7 +153,7 @@ class LaCT(Layer):
             rows.spread(turned(k)),
             rows.spread(v.unflatten(-1, heads)),
             self.window,
-            None if state is None else state.get("convolution"),
+            initial(state, "convolution"),
             rows.position,
             rows.lengths,
         )
@@ -186,14 +180,14 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
-            initial_state=None if state is None else state.get("S"),
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )
         far = self.norm(rows.pack(o)).unflatten(-1, split)
         far = far * F.silu(self.scale_proj(x))[..., None]
         y = self.o_proj(rows.pack(near).flatten(2) + far.flatten(2))
-        return y, updated(state, S=S, position=rows.after(), convolution=past)
+        return y, LayerState(S=S, position=rows.after(), convolution=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""

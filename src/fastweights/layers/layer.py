@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.arguments import (
@@ -17,6 +18,11 @@ from fastweights.arguments import (
     check_integers,
     check_sizes,
 )
+from fastweights.layers.arguments import check_input
+from fastweights.layers.rows import by_length
+from fastweights.layers.state import LayerState, Offsets, updated
+
+Tokens = Float[Tensor, "B T D"]
 
 EXEMPT = re.compile(
     r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
@@ -77,10 +83,37 @@ class Part(nn.Module):
 
 
 class Layer(Part):
-    """A layer: y, state = layer(x, state, cu_seqlens)."""
+    """A layer: y, state = layer(x, state, cu_seqlens).
+
+    Each class has a function ``read`` with these arguments, which have been
+    checked by then, and returns y and a new state.
+    """
 
     dim: int
     """Width D of x and y."""
+
+    read: Callable[..., tuple[Tokens, LayerState]]
+
+    padded: bool = False
+    """Whether it reads packed sequences as rows, filled up to the longest."""
+
+    def forward(
+        self,
+        x: Tokens,
+        state: LayerState | None = None,
+        cu_seqlens: Offsets | None = None,
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state after the last token of each sequence.
+
+        Without gradients the state that came in is changed in place and
+        returned. Which fields it has, the layer's ``read`` says.
+        """
+        check_input(x, self, state, cu_seqlens)
+        if self.padded and cu_seqlens is not None:
+            y, after = by_length(self.read, x, state, cu_seqlens)
+        else:
+            y, after = self.read(x, state, cu_seqlens)
+        return y, updated(state, after)
 
     @torch.no_grad()
     def state_bytes(self, T: int) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_one_of,
     check_sizes,
     head_size,
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Decay,
     Factory,
@@ -24,7 +22,7 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 Rule = Literal["additive", "delta"]
@@ -125,19 +123,10 @@ class LinearRecurrence(Layer):
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        fields = ("S", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         qkv, a, b, gate = project(
             x, self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
         )
@@ -149,4 +138,4 @@ class LinearRecurrence(Layer):
             beta = write_strength(b, self.allow_neg_eigval)
         o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)

@@ -6,24 +6,21 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_range,
     check_sizes,
     scaled,
 )
 from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, draw_dt_bias_, full
 from fastweights.layers.state import (
     LayerState,
     Offsets,
     in_place,
-    updated,
-    whole,
+    initial,
 )
 from fastweights.selective import MAX_N, selective_scan
 from fastweights.serving import selective_step
@@ -98,18 +95,10 @@ class Mamba(Layer):
         bound = self.dt_proj.in_features**-0.5
         self.dt_proj.weight.uniform_(-bound, bound)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        check_input(x, self, state, cu_seqlens, "S", "convolution")
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         u, z = self.in_proj(x).chunk(2, -1)
         u, inputs = self.convolution(u, state, cu_seqlens)
         dt, B, C = self.x_proj(u).split(self.widths, -1)
@@ -126,14 +115,12 @@ class Mamba(Layer):
             "dt_bias": full(self.dt_bias),
             "dt_softplus": True,
         }
-        if state is not None and in_place(
-            state, x.shape[1], cu_seqlens is not None
-        ):
-            S = whole(state, "S")
-            y = selective_step(*tensors, **gates, state=S, rows=state.rows)
+        if own := in_place(state, x, cu_seqlens):
+            S = own.whole("S")
+            y = selective_step(*tensors, **gates, state=S, rows=own.rows)
         else:
-            first = None if state is None else state.get("S")
+            first = initial(state, "S")
             y, S = selective_scan(
                 *tensors, **gates, initial_state=first, cu_seqlens=cu_seqlens
             )
-        return self.o_proj(y), updated(state, S=S, convolution=inputs)
+        return self.o_proj(y), LayerState(S=S, convolution=inputs)

@@ -8,15 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.layers.arguments import (
-    check_input,
     check_sizes,
     scaled,
     whole,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
-from fastweights.layers.state import LayerState, Offsets, recur, updated
+from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.projections import project
 
 Steps = Float[Tensor, "B T H"]
@@ -112,18 +111,10 @@ class Mamba2(Layer):
         """D = 1."""
         self.D.fill_(1)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, convolution) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        check_input(x, self, state, cu_seqlens, "S", "convolution")
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, convolution) after these tokens."""
         xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
         C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
         dt, g = self.decay(dt)
@@ -139,4 +130,4 @@ class Mamba2(Layer):
         y = full(o) + self.D.to(dt.dtype)[:, None] * u
         y = y.flatten(2) * F.silu(full(z))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
-        return self.o_proj(y), updated(state, S=S, convolution=inputs)
+        return self.o_proj(y), LayerState(S=S, convolution=inputs)

@@ -6,16 +6,15 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import mesa
-from fastweights.layers.arguments import check_input, check_sizes, head_size
+from fastweights.layers.arguments import check_sizes, head_size
 from fastweights.layers.convolution import ShortConvolution, unit
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.state import LayerState, Offsets, initial
 
 
 class MesaNet(Layer):
@@ -81,18 +80,13 @@ class MesaNet(Layer):
         """A ridge of 0.75 above its least."""
         self.lam.fill_(math.log(math.expm1(0.75)))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
-        S is [N, H, K, 2 K], sums of k k^T beside those of k v^T. Without
-        gradients the state that came in is changed in place and returned.
+        S is [N, H, K, 2 K], sums of k k^T beside those of k v^T.
         """
-        check_input(x, self, state, cu_seqlens, "S", "convolution")
         H = self.heads
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
         qk, inputs = self.convolution(qk, state, cu_seqlens)
@@ -107,8 +101,8 @@ class MesaNet(Layer):
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
             steps=self.steps,
-            initial_state=None if state is None else state.get("S"),
+            initial_state=initial(state, "S"),
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o))
-        return y, updated(state, S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=inputs)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_input, check_sizes, scaled
-from fastweights.layers.layer import Layer
+from fastweights.layers.arguments import check_sizes, scaled
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
 from fastweights.layers.state import (
     LayerState,
     Offsets,
     in_place,
-    updated,
-    whole,
 )
 from fastweights.mlstm import mlstm
 from fastweights.projections import project
@@ -93,34 +90,22 @@ class MLSTM(Layer):
         write.fill_(-10)
         forget.copy_(torch.linspace(3, 6, len(forget)))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, m) after the last token of each sequence.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        check_input(x, self, state, cu_seqlens, "S", "m")
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, m) after the last token of each sequence."""
         qkv, a, gate = project(x, self.qkv_proj, self.gates, self.g_proj)
         q, k, v = split_heads(qkv, self.heads, self.sizes)
         a = full(a)
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
-        if state is not None and in_place(
-            state, x.shape[1], cu_seqlens is not None
-        ):
-            S, m = whole(state, "S"), whole(state, "m")
-            h = mlstm_step(q, k, v, g, i, state=(S, m), rows=state.rows)
+        if own := in_place(state, x, cu_seqlens):
+            S, m = own.whole("S"), own.whole("m")
+            h = mlstm_step(q, k, v, g, i, state=(S, m), rows=own.rows)
         else:
-            memory = None
-            if state is not None:
-                memory = state.get("S"), state.get("m")
+            first = state and (state.get("S"), state.get("m"))
             h, (S, m) = mlstm(
-                q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
+                q, k, v, g, i, initial_state=first, cu_seqlens=cu_seqlens
             )
         y = self.o_proj(self.norm(h, gate))
-        return y, updated(state, S=S, m=m)
+        return y, LayerState(S=S, m=m)

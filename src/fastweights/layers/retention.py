@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from fastweights.arguments import check_number
 from fastweights.family import lightning_decay, retnet_decay
 from fastweights.layers.arguments import (
     check_even,
-    check_input,
     check_sizes,
     head_size,
     scaled,
 )
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Factory,
     OutputNorm,
@@ -29,7 +27,6 @@ from fastweights.layers.state import (
     lengths,
     positions,
     recur,
-    updated,
 )
 from fastweights.projections import project
 from fastweights.reference.backend import wide
@@ -86,18 +83,10 @@ class MultiScaleRetention(Layer):
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S, position) after each sequence's last token.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        check_input(x, self, state, cu_seqlens, "S", "position")
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S, position) after each sequence's last token."""
         qkv, gate = project(x, self.qkv_proj, self.g_proj)
         q, k, v = split_heads(qkv, self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
@@ -108,7 +97,7 @@ class MultiScaleRetention(Layer):
         position = lengths(x, cu_seqlens)
         if state is not None:
             position = position + state.get("position")
-        return y, updated(state, S=S, position=position)
+        return y, LayerState(S=S, position=position)
 
 
 class LightningAttention(Layer):
@@ -166,18 +155,10 @@ class LightningAttention(Layer):
         self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
-        """y, and the state (S) after the last token of each sequence.
-
-        Without gradients the state that came in is changed in place and
-        returned.
-        """
-        check_input(x, self, state, cu_seqlens, "S")
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
+        """y, and the state (S) after the last token of each sequence."""
         qkv, gate = project(x, self.qkv_proj, self.g_proj)
         q, k, v = split_heads(F.silu(qkv), self.heads, self.sizes)
         g = lightning_decay(
@@ -190,4 +171,4 @@ class LightningAttention(Layer):
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0)
         o = o.flatten(2)[:, :, None]
         y = self.o_proj(self.norm(o, gate))
-        return y, updated(state, S=S)
+        return y, LayerState(S=S)

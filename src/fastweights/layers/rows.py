@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +12,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights import private
-from fastweights.layers.arguments import check_input
 from fastweights.layers.state import (
     LayerState,
     Offsets,
+    initial,
     lengths,
     sequence_of,
-    updated,
 )
 
-Forward = Callable[..., tuple[Tensor, LayerState]]
+Read = Callable[..., tuple[Tensor, LayerState]]
 
 
 class Rows:
@@ -43,10 +40,8 @@ class Rows:
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.count = lengths(x, cu_seqlens)
-        self.position: Int[Tensor, " N"] | None = None
+        self.position: Int[Tensor, " N"] | None = initial(state, "position")
         self.lengths: Int[Tensor, " N"] | None = None
-        if state is not None:
-            self.position = state.get("position")
         if cu_seqlens is not None:
             self.lengths = self.count
             self.longest = max(int(self.count.max()), 1)
@@ -81,60 +76,45 @@ class Rows:
         return self.position + self.count
 
 
-def by_length(forward: Forward) -> Forward:
-    """A layer's forward, called once for packed sequences of like length.
+def by_length(
+    read: Read, x: Tensor, state: LayerState | None, cu_seqlens: Offsets
+) -> tuple[Tensor, LayerState]:
+    """A layer's ``read``, called once for packed sequences of like length.
 
     Then none is filled up to more than twice its own tokens; together all
     would be filled up to the longest. The lengths are read back from the
     device, but not in a graph, which keeps the one call.
     """
-
-    @functools.wraps(forward)
-    def call(
-        self: Any,
-        x: Tensor,
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        if cu_seqlens is not None:
-            check_input(x, self, state, cu_seqlens, *self.row_shapes)
-        groups = like_lengths(x, cu_seqlens)
-        if len(groups) < 2:
-            return forward(self, x, state, cu_seqlens)
-        outputs, found = [], []
-        for n, at in groups:
-            own = None
-            if state is not None and state.rows is not None:
-                own = state.view(state.rows[n], state.used)
-            elif state is not None:
-                own = state.select(n)
-            offsets = F.pad(lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
-            y, after = forward(self, x[:, at], own, offsets)
-            outputs.append(y)
-            found.append(after.tensors())
-        ns, ats = (torch.cat(index) for index in zip(*groups, strict=True))
-        y = torch.cat(outputs, 1)
-        y = y.new_zeros(1, x.shape[1], y.shape[2]).index_copy(1, ats, y)
+    groups = like_lengths(x, cu_seqlens)
+    if len(groups) < 2:
+        return read(x, state, cu_seqlens)
+    outputs, found = [], []
+    for n, at in groups:
+        own = state
         if state is not None and state.rows is not None:
-            return y, state  # which has them already
-        order = ns.argsort()
-        fields = {
-            name: torch.cat([after[name] for after in found])[order]
-            for name in found[0]
-        }
-        return y, updated(state, **fields)
-
-    return call
+            own = state.view(state.rows[n], state.used)
+        elif state is not None:
+            own = state.select(n)
+        offsets = F.pad(lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
+        y, after = read(x[:, at], own, offsets)
+        outputs.append(y)
+        found.append(after.tensors())
+    ns, ats = (torch.cat(index) for index in zip(*groups, strict=True))
+    y = torch.cat(outputs, 1)
+    y = y.new_zeros(1, x.shape[1], y.shape[2]).index_copy(1, ats, y)
+    order = ns.argsort()
+    fields = {k: torch.cat([x[k] for x in found])[order] for k in found[0]}
+    return y, LayerState(**fields)
 
 
 def like_lengths(
-    x: Tensor, cu_seqlens: Offsets | None
+    x: Tensor, cu_seqlens: Offsets
 ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " t"]]]:
     """Which sequences to take together, and their tokens in a row.
 
     None where all may be taken together.
     """
-    if cu_seqlens is None or private.traced():
+    if private.traced():
         return []
     offsets = cu_seqlens.tolist()
     spans = [range(*span) for span in itertools.pairwise(offsets)]

@@ -9,11 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import (
-    check_integers,
-    check_rows,
-    readable,
-)
+from fastweights.arguments import check_integers, check_rows, readable
 from fastweights.ops import linear_recurrence
 from fastweights.reference.backend import wide
 from fastweights.serving import MAX_TOKENS, decode_step, inside, put
@@ -99,15 +95,20 @@ class LayerState:
         Raises:
             ValueError: it is not there: the state is another layer's.
         """
+        found = self.whole(name)
+        if self.rows is None:
+            return found
+        return found.index_select(0, inside(self.rows, found))
+
+    def whole(self, name: str) -> Tensor:
+        """The field of this name, of a pool too, for steps that take rows."""
         found = self.tensors().get(name)
         if found is None:
             raise ValueError(
                 f"state: got one with {sorted(self.tensors())}, need {name}: "
                 "is it the state of another layer?"
             )
-        if self.rows is None:
-            return found
-        return found.index_select(0, inside(self.rows, found))
+        return found
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
@@ -191,9 +192,8 @@ torch.export.register_dataclass(
 )
 
 
-def updated(state: LayerState | None, **new: Any) -> LayerState:
-    """The state after a call: in place without gradients, else a new one."""
-    after = LayerState(**new)
+def updated(state: LayerState | None, after: LayerState) -> LayerState:
+    """The state after a call: in place without gradients, else the new one."""
     if state is None:
         return after
     if state.rows is not None:
@@ -225,10 +225,17 @@ def leave_inference(state: LayerState) -> None:
             setattr(state, name, x.clone())
 
 
-def in_place(state: LayerState | None, T: int, packed: bool) -> bool:
-    """Whether T tokens per sequence are a step on the state's own memory."""
-    few = T <= MAX_TOKENS and not packed
-    return state is not None and few and not torch.is_grad_enabled()
+def in_place(
+    state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
+) -> LayerState | None:
+    """The state, if x's few tokens are a step on its own memory."""
+    few = x.shape[1] <= MAX_TOKENS and cu_seqlens is None
+    return state if few and not torch.is_grad_enabled() else None
+
+
+def initial(state: LayerState | None, name: str) -> Tensor | None:
+    """The state's field of this name, None without a state."""
+    return None if state is None else state.get(name)
 
 
 def recur(
@@ -247,15 +254,13 @@ def recur(
     Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
-    if state is not None and in_place(
-        state, q.shape[1], cu_seqlens is not None
-    ):
-        S = whole(state, "S")
+    if own := in_place(state, q, cu_seqlens):
+        S = own.whole("S")
         o = decode_step(
-            q, k, v, g=g, beta=beta, state=S, rows=state.rows, scale=scale
+            q, k, v, g=g, beta=beta, state=S, rows=own.rows, scale=scale
         )
         return o, S
-    first = None if state is None else state.get("S").to(wide(q.dtype))
+    first = initial(state, "S")
     return linear_recurrence(
         q,
         k,
@@ -263,14 +268,9 @@ def recur(
         g,
         beta,
         scale=scale,
-        initial_state=first,
+        initial_state=None if first is None else first.to(wide(q.dtype)),
         cu_seqlens=cu_seqlens,
     )
-
-
-def whole(state: LayerState, name: str) -> Tensor:
-    """The field of this name, of a pool too, for steps that take rows."""
-    return state.tensors()[name]
 
 
 def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
@@ -290,7 +290,7 @@ def positions(
 ) -> Int[Tensor, "B T"]:
     """How many tokens of its sequence stand before each token."""
     here = torch.arange(T, device=device)[None]
-    before = None if state is None else state.get("position")
+    before = initial(state, "position")
     if cu_seqlens is None:
         return here if before is None else here + before[:, None]
     row = sequence_of(cu_seqlens, T)

@@ -13,16 +13,15 @@ from fastweights.arguments import check_number
 from fastweights.deep import titans
 from fastweights.deep.dual import Layers, Norm
 from fastweights.layers.arguments import (
-    check_input,
     check_sizes,
     head_size,
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Part
+from fastweights.layers.layer import Layer, Part, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
-from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, initial
 
 
 class Start(Part):
@@ -112,6 +111,8 @@ class TitansMemory(Layer):
         norm_eps: of the output norm.
     """
 
+    padded = True
+
     def __init__(
         self,
         dim: int,
@@ -152,31 +153,14 @@ class TitansMemory(Layer):
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
-    @by_length
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, convolution) after the last tokens.
 
         S [N, H, 3, P] holds what a head's P weights have learned, their
-        momentum, and what they had learned when the chunk began. Without
-        gradients the state that came in is changed in place and returned.
+        momentum, and what they had learned when the chunk began.
         """
-        fields = ("S", "position", *self.convolution.fields)
-        check_input(x, self, state, cu_seqlens, *fields)
-        y, after = self.remember(x, state, cu_seqlens)
-        return y, updated(state, **after)
-
-    def remember(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None,
-        cu_seqlens: Offsets | None,
-    ) -> tuple[Float[Tensor, "B T D"], dict[str, Tensor | None]]:
-        """y, and the state's fields, of a state that may have others too."""
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         rows = Rows(x, state, cu_seqlens)
         q, k, v = (rows.spread(t) for t in (q, k, v))
@@ -190,12 +174,12 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
-            initial_state=None if state is None else state.get("S"),
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )
-        after = {"S": S, "position": rows.after(), "convolution": inputs}
-        return self.put_out(rows.pack(o), x), after
+        y = self.put_out(rows.pack(o), x)
+        return y, LayerState(S=S, position=rows.after(), convolution=inputs)
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
         """Rate, momentum and log decay, [B, T, H] each."""

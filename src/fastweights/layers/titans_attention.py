@@ -9,18 +9,15 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import (
     check_even,
-    check_input,
     check_sizes,
     head_size,
 )
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, rotary
-from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, positions, updated
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, initial, positions
 from fastweights.layers.titans import TitansMemory
 from fastweights.layers.window import window_attention
-
-Tokens = Float[Tensor, "B T D"]
 
 
 class Beside(Layer):
@@ -42,6 +39,8 @@ class Beside(Layer):
         depth, expansion, chunk_size, max_rate, conv_size: the memory's, as of
             :class:`TitansMemory`.
     """
+
+    padded = True
 
     def __init__(
         self,
@@ -95,11 +94,6 @@ class Beside(Layer):
         """Persistent tokens as small as embeddings."""
         self.persistent.normal_(std=0.02)
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of a state."""
-        return ("S", "position", "window", *self.memory.convolution.fields)
-
     def projected(
         self, x: Tokens, position: Int[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B T H K"], ...]:
@@ -127,7 +121,7 @@ class Beside(Layer):
             k,
             v,
             self.window,
-            None if state is None else state.get("window"),
+            initial(state, "window"),
             rows.position,
             rows.lengths,
             self.always(),
@@ -153,21 +147,17 @@ class MemoryAsGate(Beside):
     memory does not read; the norms and the sigmoid of the gate.
     """
 
-    @by_length
-    def forward(
-        self,
-        x: Tokens,
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, window, convolution) after x.
 
         As of :class:`TitansMemory`, and ``window`` the last keys and values.
         """
-        check_input(x, self, state, cu_seqlens, *self.fields)
         a, past = self.attend(x, state, cu_seqlens)
-        m, after = self.memory.remember(x, state, cu_seqlens)
-        return self.gated(a, m), updated(state, window=past, **after)
+        m, after = self.memory.read(x, state, cu_seqlens)
+        after.window = past
+        return self.gated(a, m), after
 
 
 class MemoryAsLayer(Beside):
@@ -181,17 +171,13 @@ class MemoryAsLayer(Beside):
     memory does not read; the norms.
     """
 
-    @by_length
-    def forward(
-        self,
-        x: Tokens,
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, window, convolution) after x."""
-        check_input(x, self, state, cu_seqlens, *self.fields)
-        m, after = self.memory.remember(x, state, cu_seqlens)
+        m, after = self.memory.read(x, state, cu_seqlens)
         m = self.memory_norm(m).to(m.dtype)
         a, past = self.attend(m, state, cu_seqlens)
         y = self.o_proj(self.norm(a).to(a.dtype))
-        return y, updated(state, window=past, **after)
+        after.window = past
+        return y, after

@@ -19,13 +19,13 @@ from fastweights.arguments import DTYPES, PLAIN
 from fastweights.deep.chunks import Layout, Part
 from fastweights.deep.dual import Layers, Norm, each
 from fastweights.deep.titans import chunk, packed, recall, unpacked
-from fastweights.layers.arguments import check_input
 from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Tokens
 from fastweights.layers.parts import OutputNorm
-from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, lengths, updated
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, lengths
 from fastweights.layers.titans import Start
-from fastweights.layers.titans_attention import Beside, Tokens
+from fastweights.layers.titans_attention import Beside
 from fastweights.layers.window import seen_always
 from fastweights.ops import autocast, without_autocast
 from fastweights.projections import Untouched, is_untouched, untouched
@@ -100,12 +100,8 @@ class MemoryAsContext(Beside):
         sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
         self.options = json.dumps(sizes | options)
 
-    @by_length
-    def forward(
-        self,
-        x: Tokens,
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, window) after x.
 
@@ -114,7 +110,6 @@ class MemoryAsContext(Beside):
         number of tokens has the layer as one operator, if nobody has touched
         its modules; else each number is a graph of its own.
         """
-        check_input(x, self, state, cu_seqlens, *self.fields)
         if any_length.is_open(x.shape[1]) and _is_plain(self, x.device):
             y, S, seen = self.as_operator(x, state, cu_seqlens)
         else:
@@ -122,7 +117,7 @@ class MemoryAsContext(Beside):
         at = lengths(x, cu_seqlens)
         if state is not None:
             at = state.get("position") + at
-        return y, updated(state, S=S, position=at, window=seen)
+        return y, LayerState(S=S, position=at, window=seen)
 
     def remember(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None

@@ -10,14 +10,13 @@ from fastweights.arguments import check_number
 from fastweights.deep import ttt
 from fastweights.layers.arguments import (
     check_even,
-    check_input,
     check_sizes,
     head_size,
 )
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, full, rotary, split_heads
-from fastweights.layers.rows import Rows, by_length
-from fastweights.layers.state import LayerState, Offsets, positions, updated
+from fastweights.layers.rows import Rows
+from fastweights.layers.state import LayerState, Offsets, initial, positions
 
 
 class TTTLinear(Layer):
@@ -57,6 +56,8 @@ class TTTLinear(Layer):
     """Width of the model's hidden layer over head_dim; None: there is none."""
 
     default_lr = 1.0
+
+    padded = True
 
     def __init__(
         self,
@@ -118,20 +119,14 @@ class TTTLinear(Layer):
             (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
         ]
 
-    @by_length
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: LayerState | None = None,
-        cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState]:
+    def read(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token.
 
         S [N, H, 2, P] holds what a head's P weights have learned, and the
-        gradients of a mini-batch that is not complete. Without gradients the
-        state that came in is changed in place and returned.
+        gradients of a mini-batch that is not complete.
         """
-        check_input(x, self, state, cu_seqlens, "S", "position")
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         at = at % self.mini_batch
@@ -149,12 +144,12 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / places + learned).clamp_min(0),
-            initial_state=None if state is None else state.get("S"),
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )
         y = self.o_proj(self.post_norm(rows.pack(o).flatten(2)))
-        return y, updated(state, S=S, position=rows.after())
+        return y, LayerState(S=S, position=rows.after())
 
 
 class TTTMLP(TTTLinear):

@@ -6,15 +6,13 @@ import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from fastweights.models.model import LanguageModel
+from fastweights.models.model import LanguageModel
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -85,8 +83,6 @@ def load(
         ValueError: the config does not fit, or a tensor of the file is
             missing, has another shape or belongs to no parameter.
     """
-    from fastweights.models.model import LanguageModel
-
     tensors = safetensors()
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):

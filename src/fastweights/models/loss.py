@@ -65,7 +65,7 @@ def cross_entropy(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         total = _Total.apply(x, weight, targets, ignore_index)
     else:
-        total = token_losses(x, weight, targets, ignore_index).sum()
+        total = _losses(x, weight, targets, ignore_index)[0].sum()
     return total / _count(targets, ignore_index)
 
 
@@ -80,10 +80,7 @@ def token_losses(
     It has no gradient; for evaluation.
     """
     _check(x, weight, targets, ignore_index)
-    losses = LOSSES if torch.compiler.is_compiling() else _losses
-    x, weight = autocast(x, weight)
-    with torch.no_grad():
-        return losses(x, weight, targets, ignore_index)
+    return _losses(x, weight, targets, ignore_index)[0]
 
 
 def of_logits(
@@ -190,12 +187,10 @@ class _Total(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
-        made = TOTAL if torch.compiler.is_compiling() else _total
-        rows, head = autocast(x, weight)
-        total, dx, dweight = made(rows, head, targets, ignored)
-        ctx.save_for_backward(dx, dweight)
+        losses, *made = _losses(x, weight, targets, ignored, gradients=True)
+        ctx.save_for_backward(*made)
         ctx.dtypes = x.dtype, weight.dtype
-        return total
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,58 +209,61 @@ class _Total(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def _total(
-    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, its gradient by x, and in fp32 by weight."""
-    to, V = wide(x.dtype), weight.shape[0]
-    total = x.new_zeros((), dtype=to)
-    dweight, parts = torch.zeros_like(weight, dtype=to), []
-    with without_autocast(x):
-        for rows, at in _pieces(x, targets, max(x.shape[-1], LEAST)):
-            left_out = (at == ignored)[:, None]
-            rows = rows.masked_fill(left_out, 0)
-            error = rows @ weight.T
-            for logits, of in _pieces(error, at, max(1, ENTRIES // V)):
-                losses, log_p, index = _of(logits, of, ignored)
-                total += losses.sum()
-                # The softmax in the logits' place, less 1 at the targets.
-                torch.exp(log_p, out=logits)
-                own = log_p.gather(-1, index).expm1_()
-                logits.scatter_(1, index, own.to(logits.dtype))
-            parts.append((error @ weight).masked_fill_(left_out, 0))
-            if x.dtype == to:
-                dweight.addmm_(error.T, rows)
-            elif x.is_cuda:
-                how: Any = {"out_dtype": to, "out": dweight}
-                torch.addmm(dweight, error.T, rows, **how)
-            else:
-                dweight += error.T @ rows
-            del error, logits, log_p  # before the next ones are made
-    return total, torch.cat(parts).view(x.shape), dweight
-
-
+@torch.no_grad()
 def _losses(
-    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
-) -> Tensor:
-    """Each row's loss."""
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignored: int,
+    gradients: bool = False,
+) -> list[Tensor]:
+    """Each row's loss, and the gradients of their sum if they are asked for.
+
+    By x in its dtype under autocast, and in fp32 (fp64) by weight.
+    """
+    made = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
+    return made(*autocast(x, weight), targets, ignored, gradients)
+
+
+def _in_pieces(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
+) -> list[Tensor]:
+    """Each row's loss and, with ``gradients``, dx and dweight."""
+    to = wide(x.dtype)
+    losses, dx = [], []
+    dweight = torch.zeros_like(weight, dtype=to) if gradients else weight
+    at_once = max(x.shape[-1], LEAST) if gradients else LEAST
     with without_autocast(x):
-        found = [
-            _of(rows @ weight.T, at, ignored)[0]
-            for rows, at in _pieces(x, targets, LEAST)
-        ]
-    return torch.cat(found).view(targets.shape)
-
-
-def _of(
-    logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"], ignored: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses and log-probabilities of rows, and their targets [R, 1]."""
-    log_p = F.log_softmax(logits, -1, dtype=wide(logits.dtype))
-    there = targets != ignored
-    index = targets.where(there, 0).to(torch.int64)[:, None]
-    losses = -log_p.gather(-1, index)[:, 0].where(there, 0)
-    return losses, log_p, index
+        for rows, at in _pieces(x, targets, at_once):
+            there = at != ignored
+            if gradients:
+                rows = rows.masked_fill(~there[:, None], 0)
+            error = rows @ weight.T
+            size = max(1, ENTRIES // len(weight)) if gradients else at_once
+            for logits, of in _pieces(error, at, size):
+                log_p = F.log_softmax(logits, -1, dtype=to)
+                index = of.where(of != ignored, 0).to(torch.int64)[:, None]
+                own = log_p.gather(-1, index)
+                losses.append(-own[:, 0])
+                if gradients:
+                    # The softmax in the logits' place, less 1 at the targets.
+                    torch.exp(log_p, out=logits)
+                    logits.scatter_(1, index, own.expm1().to(logits.dtype))
+            if gradients:
+                dx.append((error @ weight).masked_fill_(~there[:, None], 0))
+                if x.dtype == to:
+                    dweight.addmm_(error.T, rows)
+                elif x.is_cuda:
+                    how: Any = {"out_dtype": to, "out": dweight}
+                    torch.addmm(dweight, error.T, rows, **how)
+                else:
+                    dweight += error.T @ rows
+            del error, logits, log_p  # before the next ones are made
+    found = torch.cat(losses).view(targets.shape)
+    found = found.where(targets != ignored, 0)
+    if not gradients:
+        return [found]
+    return [found, torch.cat(dx).view(x.shape), dweight]
 
 
 def _pieces(
@@ -276,24 +274,18 @@ def _pieces(
     return zip(rows.split(size), targets.split(size), strict=True)
 
 
-# One node each of a compiled graph, for any number of rows.
-TOTAL = torch.library.custom_op(
-    "fastweights::cross_entropy", _total, mutates_args=()
-)
-LOSSES = torch.library.custom_op(
-    "fastweights::token_losses", _losses, mutates_args=()
+# One node of a compiled graph, for any number of rows.
+IN_PIECES = torch.library.custom_op(
+    "fastweights::cross_entropy", _in_pieces, mutates_args=()
 )
 
 
-@TOTAL.register_fake
+@IN_PIECES.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, ignored: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty((), dtype=wide(x.dtype))
-    dweight = torch.empty_like(weight, dtype=total.dtype)
-    return total, x.new_empty(x.shape), dweight
-
-
-@LOSSES.register_fake
-def _(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    return x.new_empty(targets.shape, dtype=wide(x.dtype))
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
+) -> list[Tensor]:
+    to = wide(x.dtype)
+    found = [x.new_empty(targets.shape, dtype=to)]
+    if gradients:
+        found += x.new_empty(x.shape), torch.empty_like(weight, dtype=to)
+    return found

@@ -17,7 +17,6 @@ from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
 from fastweights.layers.layer import Part, extended
-from fastweights.models import files, sampling
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
@@ -347,7 +346,7 @@ class LanguageModel(Part):
 
     def generate(
         self,
-        prompts: sampling.Prompts,
+        prompts: Tensor | Sequence[Tensor],
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
@@ -374,7 +373,9 @@ class LanguageModel(Part):
             generator: draws; PyTorch's own if None.
             stop: tokens at which a row ends, without them.
         """
-        return sampling.generate(
+        from fastweights.models.sampling import generate
+
+        return generate(
             self,
             prompts,
             max_new_tokens,
@@ -421,7 +422,9 @@ class LanguageModel(Part):
 
     def save(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json; see :func:`load`."""
-        files.save(self, folder)
+        from fastweights.models.files import save
+
+        save(self, folder)
 
     @torch.no_grad()
     def _outline(self, T: int) -> list[LayerState | None]:

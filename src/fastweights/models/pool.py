@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
@@ -11,10 +10,8 @@ from torch import Tensor
 
 from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
+from fastweights.models.model import LanguageModel
 from fastweights.serving import NARROW
-
-if TYPE_CHECKING:
-    from fastweights.models.model import LanguageModel
 
 Rows = Sequence[int] | Int[Tensor, " B"]
 

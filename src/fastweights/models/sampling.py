@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_integers, check_number, readable
-
-if TYPE_CHECKING:
-    from fastweights.models.model import LanguageModel
+from fastweights.models.model import LanguageModel
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " T"]]
 
