@@ -39,7 +39,9 @@ class LaCT(Layer):
     memory is read with the weights of the chunk's start: what a token can
     know of its own chunk comes from the window, which should be as long.
 
-    Differs from the published one in: w0 and w2 as full matrices.
+    Differs from the published one in: w0 and w2 as full matrices; ``muon``,
+    which the authors' configuration leaves off until it is asked for, and
+    with it the norms of q and k.
 
     Weights of the authors' layer_lact_swiglu.py: qkv_proj is qkv, rates_proj
     is lr_proj, w0, w1 and w2 are their transposes, momentum_proj is

@@ -92,7 +92,7 @@ class Layer(Part):
     dim: int
     """Width D of x and y."""
 
-    read: Callable[..., tuple[Tokens, LayerState]]
+    read: Callable[..., tuple[Tokens, Any]]
 
     padded: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""

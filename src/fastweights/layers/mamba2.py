@@ -44,8 +44,8 @@ class Mamba2(Layer):
     gate comes after the norm.
 
     Public implementations differ: A starts at 1, 2, .. H in transformers and
-    flash-linear-attention and is drawn in mamba_ssm, as here; with several
-    groups mamba_ssm's kernel norms each of them, and so does this layer.
+    is drawn in mamba_ssm and flash-linear-attention, as here; with several
+    groups these two norm each of them, and so does this layer.
 
     Differs from the published one in: the order of the channels of x_proj.
 

@@ -103,7 +103,9 @@ class MLSTM(Layer):
             S, m = own.whole("S"), own.whole("m")
             h = mlstm_step(q, k, v, g, i, state=(S, m), rows=own.rows)
         else:
-            first = state and (state.get("S"), state.get("m"))
+            first = None
+            if state is not None:
+                first = state.get("S"), state.get("m")
             h, (S, m) = mlstm(
                 q, k, v, g, i, initial_state=first, cu_seqlens=cu_seqlens
             )

@@ -103,8 +103,10 @@ def by_length(
     y = torch.cat(outputs, 1)
     y = y.new_zeros(1, x.shape[1], y.shape[2]).index_copy(1, ats, y)
     order = ns.argsort()
-    fields = {k: torch.cat([x[k] for x in found])[order] for k in found[0]}
-    return y, LayerState(**fields)
+    state = LayerState()
+    for name in found[0]:
+        setattr(state, name, torch.cat([x[name] for x in found])[order])
+    return y, state
 
 
 def like_lengths(

@@ -222,7 +222,8 @@ def _losses(
     By x in its dtype under autocast, and in fp32 (fp64) by weight.
     """
     made = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
-    return made(*autocast(x, weight), targets, ignored, gradients)
+    x, weight = autocast(x, weight)
+    return made(x, weight, targets, ignored, gradients)
 
 
 def _in_pieces(
