@@ -45,7 +45,8 @@ def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
 
 
 def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
-    """head_dim, or dim / num_heads if it is None."""
+    """head_dim, or dim / num_heads if it is None; all three are checked."""
+    check_sizes(dim=dim, num_heads=num_heads)
     if head_dim is None:
         return whole("dim / num_heads", dim / num_heads)
     check_sizes(head_dim=head_dim)

@@ -65,7 +65,6 @@ class SoftmaxAttention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         HK = H if num_kv_heads is None else num_kv_heads
         check_sizes(num_kv_heads=HK)

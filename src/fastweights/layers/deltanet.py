@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fastweights.layers.arguments import (
     check_one_of,
-    check_sizes,
     head_size,
     scaled,
 )
@@ -81,7 +80,6 @@ class DeltaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         check_one_of("qk_activation", qk_activation, tuple(FEATURES))
         check_one_of("qk_norm", qk_norm, ("l2", "sum"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)

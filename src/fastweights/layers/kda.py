@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fastweights.layers.arguments import (
-    check_sizes,
     head_size,
     scaled,
     value_heads,
@@ -81,9 +80,8 @@ class KimiDeltaAttention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
-        H, HV = num_heads, value_heads(num_v_heads, num_heads)
-        K = head_size(head_dim, dim, num_heads)
+        H, K = num_heads, head_size(head_dim, dim, num_heads)
+        HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         to: Factory = {"device": device, "dtype": dtype}

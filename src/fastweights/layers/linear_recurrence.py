@@ -9,7 +9,6 @@ from torch import nn
 
 from fastweights.layers.arguments import (
     check_one_of,
-    check_sizes,
     head_size,
     scaled,
 )
@@ -88,7 +87,6 @@ class LinearRecurrence(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         check_one_of("rule", rule, ("additive", "delta"))
         check_one_of("decay", decay, (None, "head", "channel"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)

@@ -10,7 +10,6 @@ from fastweights.arguments import check_number
 from fastweights.family import lightning_decay, retnet_decay
 from fastweights.layers.arguments import (
     check_even,
-    check_sizes,
     head_size,
     scaled,
 )
@@ -70,7 +69,6 @@ class MultiScaleRetention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
         V = scaled("expand_v", expand_v, H, dim=dim)
@@ -144,7 +142,6 @@ class LightningAttention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
         self.layer, self.num_layers = layer, num_layers

@@ -81,8 +81,7 @@ class LayerState:
         check_integers({"used": used})
         if used < 0:
             raise ValueError(f"used: got {used}, need an integer >= 0")
-        size = min(x.shape[0] for x in self.tensors().values())
-        check_rows(rows, None, size, none=True)
+        check_rows(rows, None, self.size, none=True)
         return self.view(rows, used)
 
     def view(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
@@ -129,10 +128,10 @@ class LayerState:
     def select(self, rows: Int[Tensor, " M"]) -> LayerState:
         """The sequences with these indices, copied; one may come twice."""
         check_rows(rows, None)
-        size = min(x.shape[0] for x in self.tensors().values())
-        if readable(rows) and not all(0 <= i < size for i in rows.tolist()):
+        last = self.size - 1
+        if readable(rows) and not all(0 <= i <= last for i in rows.tolist()):
             raise ValueError(
-                f"rows: got {rows.tolist()}, need sequences, 0 to {size - 1}"
+                f"rows: got {rows.tolist()}, need sequences, 0 to {last}"
             )
         return self._map(lambda x: x.index_select(0, rows))
 
@@ -150,8 +149,7 @@ class LayerState:
             kind = type(other).__name__
             raise TypeError(f"other: got {kind}, need a LayerState")
         if rows is not None:
-            size = min(x.shape[0] for x in self.tensors().values())
-            check_rows(rows, None, size)
+            check_rows(rows, None, self.size)
         mine, theirs = self.tensors(), other.tensors()
         if mine.keys() != theirs.keys():
             raise ValueError(
@@ -175,6 +173,11 @@ class LayerState:
             elif x is not theirs[name]:
                 x.copy_(theirs[name])
         self.used = max(self.used, other.used)
+
+    @property
+    def size(self) -> int:
+        """Sequences, or rows of a pool."""
+        return min(x.shape[0] for x in self.tensors().values())
 
     @property
     def nbytes(self) -> int:
