@@ -73,8 +73,8 @@ MUTANTS = {
     ),
     "layer-state-changes-with-gradients": (
         STATE,
-        "return state if few and not torch.is_grad_enabled() else None",
-        "return state if few else None",
+        "cu_seqlens is not None or torch.is_grad_enabled():",
+        "cu_seqlens is not None:",
         PIECES,
     ),
     "layer-copied-state-forgets-its-length": (

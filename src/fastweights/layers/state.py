@@ -232,8 +232,9 @@ def in_place(
     state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
 ) -> LayerState | None:
     """The state, if x's few tokens are a step on its own memory."""
-    few = x.shape[1] <= MAX_TOKENS and cu_seqlens is None
-    return state if few and not torch.is_grad_enabled() else None
+    if state is None or cu_seqlens is not None or torch.is_grad_enabled():
+        return None
+    return state if x.shape[1] <= MAX_TOKENS else None
 
 
 def initial(state: LayerState | None, name: str) -> Tensor | None:
