@@ -7,6 +7,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+if os.environ.get("FASTWEIGHTS_SHAPES") == "1":
+    import shapes
+
+    shapes.check()
+
 # Inductor's cache does not see that an operator of ours has changed.
 _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name

@@ -31,7 +31,7 @@ NOTICED = FAULTS / "noticed.json"
 # Each is the copy of one process that has imported what the library needs.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["hypothesis", "jaxtyping", "pytest", "torch"]
+    ["beartype", "hypothesis", "jaxtyping", "pytest", "torch"]
 )
 
 

@@ -36,6 +36,8 @@ Member = TypeVar("Member", bound=Callable[..., Any])
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T HV V"]
 State = Float[Tensor, "N HV K V"]
+FeatureState = Float[Tensor, "N HV F V"]
+NormalisedState = Float[Tensor, "N HV F V+1"]
 PerHead = Float[Tensor, "B T HV"]
 PerChannel = Float[Tensor, "B T HV K"]
 
@@ -81,7 +83,7 @@ def linear_attention(
     normalize: bool = False,
     eps: float = 1e-6,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, FeatureState | NormalisedState]:
     """S_t = S_{t-1} + phi(k_t) v_t^T (Katharopoulos et al. 2020).
 
     feature_map is applied to q and k first; K is then its width. With

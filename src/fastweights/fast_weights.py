@@ -29,6 +29,7 @@ Gradient = Callable[[Params], Params]
 # (params, gradient, memory, *rates at t) -> params, memory
 Optimiser = Callable[..., tuple[Params, Any]]
 Rate = Float[Tensor, "*lead"]
+Decay = Float[Tensor, "*gate"]  # its log; *lead, or per channel [*lead, K]
 
 
 def linear_model(
@@ -73,7 +74,7 @@ def decayed_sgd(
     gradient: Gradient,
     memory: None,
     rate: Rate,
-    g: Rate,
+    g: Decay,
 ) -> tuple[Params, None]:
     """Weight decay, then a step from there: the gradient at e^g W."""
 
@@ -89,7 +90,7 @@ def momentum_sgd(
     memory: Params,
     rate: Rate,
     momentum: Rate,
-    g: Rate,
+    g: Decay,
 ) -> tuple[Params, Params]:
     """M <- momentum M + rate * gradient(W), and then W <- e^g W - M.
 

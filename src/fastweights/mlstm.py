@@ -12,12 +12,12 @@ from fastweights.arguments import check_number
 from fastweights.family import (
     Keys,
     PerHead,
-    State,
     Values,
     check_gate,
     need,
 )
 from fastweights.normaliser import (
+    State,
     check_normalised,
     recurrence_with_normaliser,
 )
@@ -144,9 +144,7 @@ def divided(o: Tensor, z: Tensor, least: Tensor, eps: float) -> Tensor:
     return o / (torch.maximum(z.abs(), least) + eps)
 
 
-def named(
-    memory: Memory | None, name: str = "initial_state"
-) -> dict[str, Tensor]:
+def named(memory: Any, name: str = "initial_state") -> dict[str, Tensor]:
     """State and stabilizer as the arguments they are; raise if no pair."""
     if memory is None:
         return {}

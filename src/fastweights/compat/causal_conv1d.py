@@ -187,9 +187,9 @@ def _convolve(
     weight: Float[Tensor, "D W"],
     bias: Float[Tensor, " D"] | None,
     activation: str | None,
-    before: Float[Tensor, "B W-1 D"] | None,
+    before: Float[Tensor, "N W-1 D"] | None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
-) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W-1 D"]]:
+) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "N W-1 D"]]:
     """short_convolution with weights of any dtype and width."""
     if activation not in ACTIVATIONS:
         raise ValueError(

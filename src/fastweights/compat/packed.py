@@ -14,7 +14,7 @@ from fastweights.arguments import check_packed, check_shapes, readable
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+def first_tokens(seq_idx: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """Whether a document begins at each token of each row."""
     new = torch.ones_like(seq_idx, dtype=torch.bool)
     new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -50,8 +50,8 @@ def offsets_of(
     x: Shaped[Tensor, "B T *others"],
     cu_seqlens: Int[Tensor, " N+1"] | None,
     cu_seq_lens_q: Int[Tensor, " N+1"] | None,
-    seq_idx: Int[Tensor, "B T"] | None,
-) -> tuple[Int[Tensor, " N+1"] | None, Int[Tensor, " B"] | None]:
+    seq_idx: Shaped[Tensor, "rows tokens"] | None,
+) -> tuple[Int[Tensor, " N+1"] | None, Int[Tensor, " rows"] | None]:
     """Offsets by any of their names, which are used instead of a seq_idx.
 
     And for a seq_idx without offsets the number of each row's last document.
@@ -73,7 +73,7 @@ def offsets_of(
 
 
 def documents(
-    seq_idx: Int[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
+    seq_idx: Shaped[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
 ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
     """Offsets of the documents of all rows, one row after another.
 

@@ -93,7 +93,7 @@ def read(
     S: Layers | None,
     found: Gradients,
     keep: Rows | None,
-    carry: Rows,
+    carry: Float[Tensor, "#B #H C"],
     share: Float[Tensor, "B H C C"],
 ) -> Tensor:
     """Each query's answer by its own token's weights.

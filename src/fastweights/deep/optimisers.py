@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -191,7 +192,7 @@ def newton(
     memory: Tensor,
     rate: Rate,
     g: Rate,
-    ridge: Rate,
+    ridge: Float[Tensor, "*lead K"],
 ) -> tuple[Tensor, Tensor]:
     """One step of Newton's method, from one optimum straight to the next.
 

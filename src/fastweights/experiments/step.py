@@ -56,13 +56,13 @@ class Step:
         kind = _Recorded if on_gpu else _Eager
         self.tasks = [kind(self, task) for task in trial.train]
 
-    def __call__(self, i: int) -> Float[Tensor, 2]:
+    def __call__(self, i: int) -> Float[Tensor, " 2"]:
         if self.device.type != "cuda":
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rates[i]
         return self.tasks[i % len(self.tasks)](self.trial.seed * STEPS + i)
 
-    def learn(self, batch: Batch, questions: int) -> Float[Tensor, 2]:
+    def learn(self, batch: Batch, questions: int) -> Float[Tensor, " 2"]:
         """One step, from sequences to weights, which waits for no device."""
         if self.device.type == "cuda":
             self.lr.copy_(self.table.index_select(0, self.next)[0])
@@ -90,7 +90,7 @@ class _Eager:
     def __init__(self, step: Step, task: Task) -> None:
         self.step, self.task = step, task
 
-    def __call__(self, seed: int) -> Float[Tensor, 2]:
+    def __call__(self, seed: int) -> Float[Tensor, " 2"]:
         trial, device = self.step.trial, self.step.device
         batch = self.task.batch(trial.rows, seed, device)
         if not self.questions:
@@ -109,7 +109,7 @@ class _Recorded(_Eager):
         self.graph.register_generator_state(self.draws.generator)
         self.found: Tensor | None = None
 
-    def __call__(self, seed: int) -> Float[Tensor, 2]:
+    def __call__(self, seed: int) -> Float[Tensor, " 2"]:
         self.taken += 1
         if self.taken <= EAGER:
             return super().__call__(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
@@ -12,9 +12,15 @@ from fastweights.layers.arguments import check_sizes, head_size
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.rows import Rows
-from fastweights.layers.sdpa import Heads, attention, packed_attention
+from fastweights.layers.sdpa import (
+    Heads,
+    attention,
+    packed_attention,
+)
 from fastweights.layers.state import LayerState, Offsets, positions
 from fastweights.serving import inside, writes
+
+NewKeys = Float[Tensor, "B T HK K"]  # or values
 
 
 class SoftmaxAttention(Layer):
@@ -148,8 +154,8 @@ class SoftmaxAttention(Layer):
 
 def attend(
     q: Heads,
-    k: Heads,
-    v: Heads,
+    k: NewKeys,
+    v: NewKeys,
     state: LayerState | None,
     cu_seqlens: Offsets | None,
 ) -> tuple[Heads, LayerState | None]:

@@ -276,7 +276,7 @@ class OutputNorm(Part):
 
 def rotary(
     x: Float[Tensor, "B T H D"],
-    position: Int[Tensor, "B T"],
+    position: Int[Tensor, "#B T"],
     theta: float = 1e4,
     fraction: float = 1.0,
 ) -> Float[Tensor, "B T H D"]:

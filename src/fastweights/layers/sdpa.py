@@ -24,7 +24,9 @@ from fastweights.layers.state import Offsets, sequence_of
 from fastweights.ops import autocast
 
 Heads = Float[Tensor, "B T H K"]
+Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads
 Packed = Float[Tensor, "1 T H K"]
+PackedKeys = Float[Tensor, "1 T HK K"]
 
 TILE = 512  # queries per tile, where the mask is written
 
@@ -32,9 +34,7 @@ TILE = 512  # queries per tile, where the mask is written
 _ASKS = private.version_of(torch) >= (2, 12)
 
 
-def attention(
-    q: Heads, k: Heads, v: Heads, mask: Tensor | None = None
-) -> Heads:
+def attention(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
     """Causal, or where ``mask`` is true; heads of k and v are shared."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -48,7 +48,7 @@ def attention(
 
 
 def packed_attention(
-    q: Packed, k: Packed, v: Packed, cu_seqlens: Offsets
+    q: Packed, k: PackedKeys, v: PackedKeys, cu_seqlens: Offsets
 ) -> Packed:
     """Causal within each sequence; heads of k and v are shared.
 
@@ -83,7 +83,9 @@ def packed_attention(
     return in_tiles(q, k, v, cu_seqlens)
 
 
-def in_tiles(q: Packed, k: Packed, v: Packed, cu_seqlens: Offsets) -> Packed:
+def in_tiles(
+    q: Packed, k: PackedKeys, v: PackedKeys, cu_seqlens: Offsets
+) -> Packed:
     """Packed attention by a mask, of TILE queries at a time."""
     T, row = q.shape[1], sequence_of(cu_seqlens, q.shape[1])
     if T <= TILE:
@@ -120,8 +122,8 @@ def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
 
 def tile(
     q: Float[Tensor, "1 C H K"],
-    k: Packed,
-    v: Packed,
+    k: PackedKeys,
+    v: PackedKeys,
     own: Int[Tensor, " C"],
     row: Int[Tensor, " T"],
 ) -> Float[Tensor, "1 C H K"]:

@@ -33,8 +33,8 @@ class LayerState:
     it has to be cloned first.
     """
 
-    S: Float[Tensor, "N HV K V"] | None = None
-    """The recurrence's state (Mamba: [N, D, state]; a network: [N, HV, ...],
+    S: Float[Tensor, "N HV ..."] | None = None
+    """The recurrence's state, [N, HV, K, V] (Mamba: [N, D, state]; a network:
     what its weights have learned since the sequence began)."""
 
     m: Float[Tensor, "N HV"] | None = None
@@ -44,7 +44,7 @@ class LayerState:
     """The last inputs of the short convolution, oldest first (LaCT: the last
     keys and values, of its window)."""
 
-    window: Float[Tensor, "N W C"] | None = None
+    window: Float[Tensor, "N window C2"] | None = None
     """The last keys and values of attention in a window beside a memory."""
 
     keys: Float[Tensor, "N capacity H K"] | None = None
@@ -305,7 +305,7 @@ def positions(
 
 
 def lengths(
-    x: Float[Tensor, "B T D"], cu_seqlens: Offsets | None
+    x: Float[Tensor, "B T ..."], cu_seqlens: Offsets | None
 ) -> Int[Tensor, " N"]:
     """How many tokens of each sequence stand in x."""
     if cu_seqlens is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastweights.arguments import check_integers, check_number, readable
 from fastweights.models.model import LanguageModel
 
-Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " T"]]
+Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def chosen(
     return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
-def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " T"]]:
+def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
     """One tensor per prompt."""
     if isinstance(prompts, Tensor) and prompts.dim() < 2:
         prompts = [prompts]

@@ -21,6 +21,9 @@ from torch import Tensor
 from fastweights.reference.parallel import decays
 
 Chunks = Float[Tensor, "B N H C D"]
+Keys = Float[Tensor, "B N H C K"]
+Values = Float[Tensor, "B N H C V"]
+Strengths = Float[Tensor, "B N H C 1"]
 Gates = Float[Tensor, "B N H C DG"]
 Square = Float[Tensor, "B N H C C"]
 State = Float[Tensor, "B H K V"]
@@ -44,7 +47,9 @@ def from_chunks(x: Chunks, T: int) -> Float[Tensor, "B T H D"]:
     return x.movedim(3, 2).flatten(1, 2)[:, :T]
 
 
-def decayed(x: Chunks, G: Gates | None) -> Chunks:
+def decayed(
+    x: Float[Tensor, "*lead C D"], G: Float[Tensor, "*lead #C #D"] | None
+) -> Float[Tensor, "*lead C D"]:
     """e^G . x: each token by its own log decay; x itself without gates."""
     return x if G is None else x * G.exp()
 
@@ -58,7 +63,9 @@ def running_sum(g: Gates) -> Gates:
     return g.double().clamp(min=CLEARS).cumsum(dim=-2)
 
 
-def decayed_scores(x: Chunks, k: Chunks, G: Gates | None) -> Square:
+def decayed_scores(
+    x: Float[Tensor, "*stack C K"], k: Keys, G: Gates | None
+) -> Float[Tensor, "*stack C C"]:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
     x holds queries, or, for the delta rule, keys. G is the
@@ -113,7 +120,7 @@ def inverse_by_blocks(M: Square) -> Square:
 
 
 def intra(
-    q: Chunks, k: Chunks, g: Gates | None, beta: Chunks | None = None
+    q: Keys, k: Keys, g: Gates | None, beta: Strengths | None = None
 ) -> tuple[Gates | None, Square, Square | None]:
     """Inside each chunk: running gates G, scores Aqk, inverse P.
 
@@ -179,18 +186,18 @@ def next_state(
 
 
 def scan(
-    q: Chunks,
-    k: Chunks,
-    v: Chunks,
+    q: Keys,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     G: Gates | None,
     Aqk: Square,
     P: Square | None,
     S: State,
     *,
     scale: float,
-) -> tuple[Chunks, State]:
+) -> tuple[Values, State]:
     """Across chunks: outputs of each chunk and the state it hands on."""
     rest = sum_after(g)
     outputs = []
@@ -204,21 +211,21 @@ def scan(
     return torch.stack(outputs, dim=1), S
 
 
-def empty_state(k: Chunks, v: Chunks) -> State:
+def empty_state(k: Keys, v: Values) -> State:
     """Zeros: the state before the first token, if none is given."""
     return k.new_zeros(k.shape[0], k.shape[2], k.shape[-1], v.shape[-1])
 
 
 def scan_one(
-    k: Chunks,
-    v: Chunks,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     Aqk: Square,
     P: Square | None,
     *,
     scale: float,
-) -> tuple[Chunks, State]:
+) -> tuple[Values, State]:
     """:func:`scan` of a single chunk that an empty state enters."""
     v_new = v if beta is None or P is None else P @ (beta * v)
     state = decayed(k, sum_after(g)).mT @ v_new
@@ -260,7 +267,7 @@ def chunkwise_forward(
     scale: float,
     initial_state: State | None,
     chunk_size: int = 64,
-) -> tuple[Chunks, State, Square, Square | None]:
+) -> tuple[Values, State, Square, Square | None]:
     """Both stages, outputs still in chunks, and what the backward re-uses.
 
     initial_state None is an empty one.

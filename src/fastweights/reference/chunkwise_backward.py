@@ -27,8 +27,11 @@ from fastweights.reference.chunkwise import (
     STRIP,
     Chunks,
     Gates,
+    Keys,
     Square,
     State,
+    Strengths,
+    Values,
     decayed,
     each_chunk,
     empty_state,
@@ -45,7 +48,9 @@ from fastweights.reference.parallel import decays
 States = Float[Tensor, "B N H K V"]
 
 
-def per_gate(x: Chunks, G: Gates) -> Gates:
+def per_gate(
+    x: Float[Tensor, "B N H rows K"], G: Gates
+) -> Float[Tensor, "B N H rows DG"]:
     """Sum over the key channels that share one gate."""
     return x.sum(-1, keepdim=True) if G.shape[-1] == 1 else x
 
@@ -61,8 +66,11 @@ def sum_before(x: Chunks) -> Chunks:
 
 
 def decayed_sums(
-    A: Square, x: Chunks, k: Chunks, G: Gates | None
-) -> tuple[Chunks, Chunks]:
+    A: Float[Tensor, "S B N H C C"],
+    x: Float[Tensor, "S B N H C K"],
+    k: Keys,
+    G: Gates | None,
+) -> tuple[Float[Tensor, "S B N H C K"], Float[Tensor, "S B N H C K"]]:
     """What a strictly lower triangular A gives its rows and its columns.
 
     sum_j A_ij k_jd exp(G_id - G_jd) at each row i, and at each column j
@@ -89,13 +97,13 @@ def decayed_sums(
 
 
 def through_scores(
-    q: Chunks,
-    k: Chunks,
-    beta: Chunks | None,
+    q: Keys,
+    k: Keys,
+    beta: Strengths | None,
     G: Gates | None,
     dAqk: Square,
     dM: Square | None,
-) -> tuple[Chunks, Chunks, Gates | None, Chunks | None]:
+) -> tuple[Keys, Keys, Gates | None, Strengths | None]:
     """What dAqk and dM give a chunk's tokens: dq, dk, dg and dbeta.
 
     dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
@@ -121,14 +129,14 @@ def through_scores(
 
 
 def chunk_states(
-    k: Chunks,
-    v: Chunks,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     G: Gates | None,
     P: Square | None,
     S: State,
-) -> tuple[States, Chunks]:
+) -> tuple[States, Values]:
     """The state that enters each chunk, and v_new: ``scan`` once more."""
     states, written = [], []
     for k_n, v_n, beta_n, G_n, rest_n, P_n in each_chunk(
@@ -141,16 +149,16 @@ def chunk_states(
 
 
 def scan_backward(
-    q: Chunks,
-    k: Chunks,
+    q: Keys,
+    k: Keys,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     G: Gates | None,
     Aqk: Square,
     P: Square | None,
-    do: Chunks,
+    do: Values,
     dS: State,
-) -> tuple[Chunks, States, State]:
+) -> tuple[Values, States, State]:
     """From the last chunk to the first, carrying the state's gradient.
 
     do is scale times the gradient of the outputs. Returns
@@ -174,23 +182,23 @@ def scan_backward(
 
 
 def through_states(
-    q: Chunks,
-    k: Chunks,
-    v: Chunks,
+    q: Keys,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     G: Gates | None,
-    do: Chunks,
-    v_new: Chunks,
-    y: Chunks,
+    do: Values,
+    v_new: Values,
+    y: Values,
     states: States,
     leaving: States,
 ) -> tuple[
-    Chunks,
-    Chunks,
-    Chunks,
+    Keys,
+    Keys,
+    Values,
     Gates | None,
-    Chunks | None,
+    Strengths | None,
     Square,
     Square | None,
 ]:
@@ -217,15 +225,15 @@ def through_states(
 
 
 def intra_backward(
-    q: Chunks,
-    k: Chunks,
-    v: Chunks,
+    q: Keys,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     G: Gates | None,
-    do: Chunks,
-    v_new: Chunks,
-    y: Chunks,
+    do: Values,
+    v_new: Values,
+    y: Values,
     states: States,
     leaving: States,
 ) -> list[Any]:
@@ -243,14 +251,14 @@ def intra_backward(
 
 
 def one_backward(
-    q: Chunks,
-    k: Chunks,
-    v: Chunks,
+    q: Keys,
+    k: Keys,
+    v: Values,
     g: Gates | None,
-    beta: Chunks | None,
+    beta: Strengths | None,
     Aqk: Square,
     P: Square | None,
-    do: Chunks,
+    do: Values,
 ) -> list[Any]:
     """dq, dk, dv, dg and dbeta of a single chunk, from its outputs alone.
 

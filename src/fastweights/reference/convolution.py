@@ -173,8 +173,8 @@ def forward(
 
 
 def backward(
-    dq: Float[Tensor, "B T H K"] | None,
-    dk: Float[Tensor, "B T H K"] | None,
+    dq: Float[Tensor, "B T H K"] | Float[Tensor, " 0"] | None,
+    dk: Float[Tensor, "B T H K"] | Float[Tensor, " 0"] | None,
     dv: Tensor,
     dstate: Float[Tensor, "N W-1 C"] | None,
     x: Float[Tensor, "B T C"],

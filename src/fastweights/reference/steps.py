@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 State = Float[Tensor, "*lead K V"]
+NormalisedState = Float[Tensor, "*lead K V+1"]
 Key = Float[Tensor, "*lead K"]
 Value = Float[Tensor, "*lead V"]
 PerHead = Float[Tensor, "*lead"]
@@ -61,13 +62,13 @@ def mamba2(
 
 
 def mlstm(
-    state: tuple[State, PerHead],
+    state: tuple[NormalisedState, PerHead],
     q: Key,
     k: Key,
     v: Value,
     g: PerHead,
     i: PerHead,
-) -> tuple[tuple[State, PerHead], Value]:
+) -> tuple[tuple[NormalisedState, PerHead], Value]:
     """mLSTM (Beck et al. 2024, eqs. 19 to 27), scaled by e^{-m}.
 
     The state is e^{-m} times [C, n], [..., K, V + 1], and the stabilizer m,
@@ -137,7 +138,7 @@ def selective(
     h: Float[Tensor, "*lead D N"],
     x: Float[Tensor, "*lead D"],
     dt: Float[Tensor, "*lead D"],
-    A: Float[Tensor, "D N"],
+    A: Float[Tensor, "*#lead D N"],
     B: Float[Tensor, "*lead N"],
     C: Float[Tensor, "*lead N"],
 ) -> tuple[Float[Tensor, "*lead D N"], Float[Tensor, "*lead D"]]:

@@ -112,7 +112,7 @@ class Draws:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.device = self.generator.device
 
-    def uniform(self, *shape: int) -> Float[Tensor, ...]:
+    def uniform(self, *shape: int) -> Float[Tensor, " ..."]:
         """Numbers in [0, 1), fp32, which every device has."""
         return torch.rand(
             shape,
@@ -121,7 +121,7 @@ class Draws:
             dtype=torch.float32,
         )
 
-    def integers(self, high: int, *shape: int) -> Int[Tensor, ...]:
+    def integers(self, high: int, *shape: int) -> Int[Tensor, " ..."]:
         """Integers 0 to high - 1."""
         return torch.randint(
             high, shape, generator=self.generator, device=self.device
