@@ -415,8 +415,8 @@ MUTANTS = {
     ),
     "kernel-segments-start-from-the-first": (
         SCAN,
-        "    from_start = first == 0\n",
-        "    from_start = first >= 0\n",
+        "from_start = (first == 0) & reaches_all",
+        "from_start = (first >= 0) & reaches_all",
     ),
     "kernel-segments-end-in-each": (
         SCAN,
@@ -430,13 +430,13 @@ MUTANTS = {
     ),
     "kernel-maps-that-forget-are-the-identity": (
         SCAN,
-        "i_j = tl.where(reaches_all, i_j, -1)",
-        "i_j = tl.where(reaches_all, i_j, i_j)",
+        "i_j = tl.where(reaches_all, i_v - META.NV, -1)",
+        "i_j = tl.where(reaches_all, i_v - META.NV, i_v - META.NV)",
     ),
     "kernel-state-enters-far-from-the-end": (
         SCAN,
-        "        from_start &= reaches_all\n",
-        "        from_start &= from_start\n",
+        "from_start = (first == 0) & reaches_all",
+        "from_start = first == 0",
     ),
     "kernel-segments-are-composed-from-the-second": (
         COMPOSE,

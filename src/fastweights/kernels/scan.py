@@ -60,6 +60,135 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
 
 
 @triton.jit
+def chunks_of(
+    i_x,
+    i_hv,
+    is_map,
+    bound,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """A program's sequence, its tokens, and its chunks: begin to last.
+
+    Of segment i_x, whose first chunk is first, or with MAP of the one before
+    border i_x, if that is_border. With a gate per head a map is that of the
+    chunks which matter at the segment's end; whether it reaches_all of them.
+    """
+    cu_seqlens, scale, T, N, L = call
+    BT: tl.constexpr = META.BT
+    is_border, reaches_all = False, True
+    if MAP:
+        i_n, start, end, first, is_border = segment_before(
+            i_x, cu_seqlens, N, T, L, BT
+        )
+        last = tl.where(is_border, first + L, first)
+        last = tl.where(is_map & (first == 0), first, last)
+    else:
+        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+        NT = tl.cdiv(end - start, BT).to(tl.int32)
+        last = tl.minimum(first + L, NT)
+    begin = first
+    if MAP and META.DG == 1:
+        i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+        reached = reach(bound, i_slot + first, i_hv, first, last, False, META)
+        reaches_all = reached == last - first
+        if is_map & (reaches_all == 0):
+            reached = 0
+        begin = last - reached
+    return i_n, start, end, first, begin, last, is_border, reaches_all
+
+
+@triton.jit
+def enter(
+    states,
+    chunks,
+    i_hv,
+    i_v,
+    is_map,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """The state [BK, BV] with which a program's first chunk begins.
+
+    A sequence's own, or of a later segment the composed one; of M its unit
+    vectors, or 0 where it does not reach all of its chunks.
+    """
+    initial_state, border_states, maps = states
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    cu_seqlens, scale, T, N, L = call
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    if initial_state is None:
+        b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        from_start = (first == 0) & reaches_all
+        i_nh = i_n * META.HV + i_hv
+        b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
+    if MAP:
+        if META.DELTA:  # noqa: SIM102  (the kernel has it or has not)
+            if is_map:  # and no values
+                i_j = tl.where(reaches_all, i_v - META.NV, -1)  # else 0
+                b_S = unit_columns(i_j, BK, BV)
+    elif border_states is not None:
+        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META.BT)
+        has_before = (first > 0) & (first < NT)
+        i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
+        b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
+    return b_S
+
+
+@triton.jit
+def leave(
+    states,
+    state,
+    b_S,
+    b_decay,
+    chunks,
+    i_x,
+    i_hv,
+    i_v,
+    is_map,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """Store what a program's last chunk ends with, if anybody asks for it.
+
+    MAP: B to border_states, M or the channels' decay to maps; else the final
+    state, of a sequence's last segment.
+    """
+    initial_state, border_states, maps = states
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    K: tl.constexpr = META.K
+    if MAP:
+        i_b = i_x * META.HV + i_hv
+        has_state = is_border & (is_map == 0)
+        tile.store_state(border_states, b_S, i_b, i_v, has_state, META)
+        if META.DELTA:
+            # Of a sequence's first segment, and of no program of B, no rows.
+            MAPS: tl.constexpr = META.map_tiles
+            row = i_b.to(tl.int64) * K
+            has_map = is_border & is_map & (first > 0)
+            rows = (row, row + tl.where(has_map, K, 0), 0)
+            tile.store_rows(maps, b_S, rows, i_v - META.NV, MAPS)
+        elif META.DG > 0:
+            o_k = tl.arange(0, META.BK)[:, None]
+            if META.DG == 1:
+                b_decay = tl.where(reaches_all, b_decay, 0.0)
+            m_k = tile.mask_if(is_border & (i_v == 0), o_k < K)
+            p_decay = maps + i_b.to(tl.int64) * K + o_k
+            tl.store(p_decay, b_decay, mask=m_k)
+    elif state is not None:
+        # An empty sequence has one segment, of no chunks.
+        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
+        is_last = (last == NT) & ((first < NT) | (first == 0))
+        i_nh = i_n * META.HV + i_hv
+        tile.store_state(state, b_S, i_nh, i_v, is_last, META)
+
+
+@triton.jit
 def scan_fwd_kernel(
     decayed, v, decays, scores, states, outputs, call, META: tl.constexpr
 ):
@@ -82,7 +211,6 @@ def scan_fwd_kernel(
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
-    initial_state, border_states, maps = states
     o, state, h, errors = outputs
     cu_seqlens, scale, T, N, L = call
     DG: tl.constexpr = META.DG
@@ -91,7 +219,6 @@ def scan_fwd_kernel(
     KEYS: tl.constexpr = META.key_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
-    MAPS: tl.constexpr = META.map_tiles
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -104,44 +231,11 @@ def scan_fwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     is_map = i_v >= NV  # a program of M
-    if MAP:
-        i_n, start, end, first, is_border = segment_before(
-            i_x, cu_seqlens, N, T, L, BT
-        )
-        last = tl.where(is_border, first + L, first)
-        last = tl.where(is_map & (first == 0), first, last)
-    else:
-        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
-        NT = tl.cdiv(end - start, BT).to(tl.int32)
-        last = tl.minimum(first + L, NT)
-    i_nh = i_n * HV + i_hv
+    chunks = chunks_of(i_x, i_hv, is_map, bound, call, MAP, META)
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
-    from_start = first == 0
-    if MAP and DG == 1:
-        reached = reach(bound, i_slot + first, i_hv, first, last, False, META)
-        reaches_all = reached == last - first
-        from_start &= reaches_all
-        if is_map & (reaches_all == 0):
-            reached = 0
-
-    o_k = tl.arange(0, BK)[:, None]
-    if initial_state is None:
-        b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    else:
-        b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
-    if MAP:
-        b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)
-        if DELTA:  # noqa: SIM102  (the kernel has it or has not)
-            if is_map:  # its unit vectors, and no values
-                i_j = i_v - NV
-                if DG == 1:
-                    i_j = tl.where(reaches_all, i_j, -1)  # else 0
-                b_S = unit_columns(i_j, BK, BV)
-    elif border_states is not None:
-        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, BT)
-        has_before = (first > 0) & (first < NT)
-        i_b = tl.where(has_before, i_b, 0) * HV + i_hv
-        b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
+    b_S = enter(states, chunks, i_hv, i_v, is_map, call, MAP, META)
+    b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
 
     tokens = (start, end)
     d_v = tile.sequence_tiles(v, tokens, VALUES)
@@ -155,9 +249,6 @@ def scan_fwd_kernel(
         d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
         if DG > 1:
             d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
-    begin = first
-    if MAP and DG == 1:
-        begin = last - reached
     for i_t in range(begin, last):
         c = i_t * BT
         rows = (start + c, end, i_hv)
@@ -244,26 +335,10 @@ def scan_fwd_kernel(
         if DG > 0:  # from where the chunk is seen to its exit
             b_S *= b_half
 
-    if MAP:
-        i_b = i_x * HV + i_hv
-        has_state = is_border & (is_map == 0)
-        tile.store_state(border_states, b_S, i_b, i_v, has_state, META)
-        if DELTA:
-            # Of a sequence's first segment, and of no program of B, no rows.
-            row = i_b.to(tl.int64) * META.K
-            has_map = is_border & is_map & (first > 0)
-            rows = (row, row + tl.where(has_map, META.K, 0), 0)
-            tile.store_rows(maps, b_S, rows, i_v - NV, MAPS)
-        elif DG > 0:
-            if DG == 1:
-                b_decay = tl.where(reaches_all, b_decay, 0.0)
-            m_k = tile.mask_if(is_border & (i_v == 0), o_k < META.K)
-            p_decay = maps + i_b.to(tl.int64) * META.K + o_k
-            tl.store(p_decay, b_decay, mask=m_k)
-    elif state is not None:
-        # An empty sequence has one segment, of no chunks.
-        is_last = (last == NT) & ((first < NT) | (first == 0))
-        tile.store_state(state, b_S, i_nh, i_v, is_last, META)
+    leave(
+        *(states, state, b_S, b_decay, chunks, i_x, i_hv, i_v, is_map),
+        *(MAP, META),
+    )
 
 
 @triton.jit
