@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastweights import bench, bench_growth
 from fastweights.bench_growth import CASES
+from fastweights.layers import TTTMLP, LaCT, TitansMemory, TTTLinear
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -29,3 +32,30 @@ def test_what_is_printed(monkeypatch, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("case=a  ms=[4000.0, 16000.0, 64000.0]  ")
     assert "exponent=2.0  expected=1  times the plain one=4.0" in line
+
+
+class Written(TorchDispatchMode):
+    """Counts the bytes of what operators make, in place of noisy times."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and not function.is_view:
+                self.nbytes += x.nbytes
+        return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [(LaCT, 2.5), (TitansMemory, 7.5), (TTTLinear, 7.8), (TTTMLP, 7.5)],
+)
+def test_one_token_writes_a_state_so_often(kind, most):
+    """Of a window nothing but the two copies that shift it."""
+    layer = kind(256, 4)
+    _, state = layer(torch.randn(1, 3, 256))
+    with Written() as written:
+        layer(torch.randn(1, 1, 256), state)
+    assert written.nbytes <= most * state.nbytes

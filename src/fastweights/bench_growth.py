@@ -193,7 +193,12 @@ def grams(T: int) -> tuple[Run, Run]:
 
 
 def one_token(layer: torch.nn.Module, D: int) -> tuple[Run, Run]:
-    """One more token of a layer; beside the products of its projections."""
+    """One more token of a layer; beside the products of its projections.
+
+    Those read no memory. LaCT writes twice what its state holds, a window of
+    2,048 tokens above all, which moves by one; Titans and TTT, whose weights
+    change with every token, write theirs, old and new, seven times.
+    """
     x = torch.randn(1, 1, D)
     with torch.no_grad():
         _, state = layer(torch.randn(1, 3, D))

@@ -88,9 +88,15 @@ MUTANTS = {
         "partial(_stepped, rows[0]), weights, more",
         "test_deep.py",
     ),
+    "window-copied-where-nothing-is-padded": (
+        f"{LAYERS}/window.py",
+        "keys = F.pad(both, (0, 0, 0, padding)) if padding else both",
+        "keys = F.pad(both, (0, 0, 0, padding))",
+        "test_bench_growth.py",
+    ),
     "ttt-old-sums-stay": (
         f"{DEEP}/ttt.py",
-        "total = torch.zeros_like(since)",
+        "total = dual.each(torch.zeros_like, since)",
         "pass",
         WHOLE,
     ),

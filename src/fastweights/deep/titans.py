@@ -174,20 +174,18 @@ def unpacked(
     state: Float[Tensor, "B H 3 P"], start: Layers
 ) -> tuple[Layers, Layers, Layers]:
     """The weights, S, and the weights with which the chunk began."""
-    first = dual.flatten([(W[None], b[None]) for W, b in start])
-    since, speed, began = state.to(first.dtype).unbind(2)
-    parts = first + since, speed, first + began
-    M, S, base = (dual.unflatten(x, start) for x in parts)
-    return M, S, base
+    parts = state.to(start[0][0].dtype).unbind(2)
+    since, S, began = (dual.unflatten(x, start) for x in parts)
+    add = partial(dual.each, torch.add)
+    return add(since, start), S, add(began, start)
 
 
 def packed(
     M: Layers, S: Layers, base: Layers, start: Layers
 ) -> Float[Tensor, "B H 3 P"]:
     """:func:`unpacked`'s inverse."""
-    first = dual.flatten([(W[None], b[None]) for W, b in start])
-    since, began = dual.flatten(M) - first, dual.flatten(base) - first
-    return torch.stack([since, dual.flatten(S), began], 2)
+    since, began = (dual.each(torch.sub, x, start) for x in (M, base))
+    return dual.flatten([*since, *S, *began]).unflatten(-1, (3, -1))
 
 
 def recall(

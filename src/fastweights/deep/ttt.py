@@ -103,11 +103,11 @@ def ttt(
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = (norm[0].to(full), norm[1].to(full))
         rows = rows.to(full)
-        first = dual.flatten([(W[None], b[None]) for W, b in start])
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 2, P)
-        since, total = initial_state.to(full).unbind(2)
-        weights = dual.unflatten(first + since, start)
+        parts = initial_state.to(full).unbind(2)
+        since, total = (dual.unflatten(x, start) for x in parts)
+        weights = dual.each(torch.add, since, start)
         outputs, done = [], 0
         layout = Layout(size, T, q.device, position, lengths)
         if layout.regular and (done := T // size * size):
@@ -116,11 +116,9 @@ def ttt(
             weights, o = whole(weights, cut, norm, rows)
             outputs.append(o)
             layout = Layout(size, T - done, q.device)
-            total = torch.zeros_like(since)
+            total = dual.each(torch.zeros_like, since)
         # Nothing, where every part begins a chunk.
-        sums: Layers | None = None
-        if not layout.regular:
-            sums = dual.unflatten(total, start)
+        sums = None if layout.regular else total
         q, k, v, rate = (x[:, done:].to(full) for x in (*tokens, rate))
         rest = []
         for part in layout:
@@ -135,16 +133,15 @@ def ttt(
             more = more if sums is None else dual.each(torch.add, sums, more)
             stepped = dual.each(partial(_stepped, rows[-1]), weights, more)
             weights = dual.each(part.choose, stepped, weights)
-            if layout.regular:
-                total = dual.flatten(more)
-            else:
+            total = more
+            if not layout.regular:
                 nothing = dual.each(torch.zeros_like, more)
-                sums = dual.each(part.choose, nothing, more)
-                total = dual.flatten(sums)
+                total = sums = dual.each(part.choose, nothing, more)
         if rest:
             outputs.append(layout.join(rest).to(dtype))
-        since = dual.flatten(weights) - first
-        return torch.cat(outputs, 1), torch.stack([since, total], 2)
+        since = dual.each(torch.sub, weights, start)
+        after = dual.flatten([*since, *total]).unflatten(-1, (2, -1))
+        return torch.cat(outputs, 1), after
 
 
 def _open(

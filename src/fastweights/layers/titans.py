@@ -22,6 +22,7 @@ from fastweights.layers.layer import Layer, Part, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial
+from fastweights.projections import is_untouched, untouched
 
 
 class Start(Part):
@@ -52,11 +53,14 @@ class Start(Part):
         self.norm_bias = nn.Parameter(torch.empty(size, **to))
 
     def forward(self) -> tuple[Layers, Norm]:
-        """Weights and biases layer by layer, and the norm's, as copies.
+        """Weights and biases layer by layer, and the norm's.
 
-        What has fetched the parameters takes them away after the call.
+        Copies, if others have touched the module: what has fetched the
+        parameters takes them away after the call.
         """
-        tensors = [p.clone() for p in self._in_order()]
+        tensors: list[Tensor] = [*self._in_order()]
+        if not is_untouched(self, START):
+            tensors = [p.clone() for p in tensors]
         pairs = [*zip(tensors[::2], tensors[1::2], strict=True)]
         return pairs[:-1], pairs[-1]
 
@@ -76,6 +80,9 @@ class Start(Part):
             W = self.get_parameter(f"W{i + 1}")
             W.normal_(std=1 / math.sqrt(W.shape[1]))
         self.norm_weight.fill_(1)
+
+
+START = untouched(Start)
 
 
 class TitansMemory(Layer):

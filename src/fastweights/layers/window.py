@@ -52,7 +52,8 @@ def window_attention(
     count = -(-L // block)
     padding = count * block - L
     q = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(1, (count, block))
-    keys = F.pad(both, (0, 0, 0, padding))
+    # A padding of nothing would copy the whole window.
+    keys = F.pad(both, (0, 0, 0, padding)) if padding else both
     # [N, count, block + before, 2 H K]
     keys = keys.unfold(1, block + before, block).mT
     keys, values = (
