@@ -47,7 +47,9 @@ extensions = [
     "sphinx_togglebutton",
     "sphinxcontrib.bibtex",
     "assets",
+    "capabilities",
     "checked",
+    "entries",
     "run_links",
 ]
 exclude_patterns = ["**.ipynb_checkpoints"]
@@ -74,6 +76,10 @@ nb_execution_timeout = 600
 nb_execution_show_tb = True
 nb_merge_streams = True
 copybutton_exclude = ".linenos, .gp, .go"
+
+# The reference: entries from docstrings, shapes in their signatures
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 60
 
 # Equations: MathJax from the site itself, with one macro a symbol
 mathjax_path = "mathjax/tex-mml-chtml.js"

@@ -22,7 +22,12 @@ sys.path.insert(0, str(ROOT / "book"))
 import picture as readme  # noqa: E402
 
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
-PAGES = sorted(p for p in SITE.glob("*.html") if not p.name.startswith("_"))
+PAGES = sorted(
+    page
+    for folder in (SITE, SITE / "reference")
+    for page in folder.glob("*.html")
+    if not page.name.startswith("_")
+)
 CHAPTERS = [p for p in PAGES if re.match(r"\d\d_", p.name)]
 STATIC = SITE / "_static"
 
