@@ -524,7 +524,7 @@ def test_a_wrong_call_is_refused_in_the_functions_name():
 def test_every_argument_is_explained(name):
     function = getattr(fla, name)
     for argument in inspect.signature(function).parameters:
-        assert f"\n{argument}: " in function.__doc__
+        assert f"\n    {argument}: " in function.__doc__
 
 
 def convolved(x, weight, bias, activation, before, document):

@@ -1,4 +1,12 @@
-"""Fast Weights: linear attention from softmax to test-time training."""
+"""Fast Weights: linear attention from softmax to test-time training.
+
+    o, state = fw.gated_deltanet(q, k, v, g, beta)       # [B, T, H, K] in
+    more, state = fw.gated_deltanet(q, k, v, g, beta, initial_state=state)
+    with torch.no_grad():                                # 1 to 16 tokens
+        o = fw.decode_step(q, k, v, g=g, beta=beta, state=state)
+
+Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
+"""
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate

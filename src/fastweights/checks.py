@@ -1,4 +1,12 @@
-"""Check what a chapter claims, and what its reader answers."""
+"""Check what a chapter claims, and what its reader answers.
+
+    with Footprint() as touched:
+        o, state = fw.linear_attention(q, k, v)
+    print(touched.largest)                    # elements of a tensor, at most
+    close(o, fw.linear_attention(q, k, v, backend="loop")[0], tol=1e-5)
+
+Chapters and their readers use these, in notebooks and in programs.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +31,34 @@ from torch.utils._pytree import tree_leaves
 
 from fastweights import private
 
+__all__ = [
+    "Exercise",
+    "Exponentials",
+    "Footprint",
+    "Products",
+    "close",
+    "exercise",
+    "in_torch",
+    "lines_of",
+    "no_autograd",
+    "raises",
+    "relative_error",
+    "without",
+]
+
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
     """Root-mean-square of ``x - ref`` over that of ``ref``, in fp64.
 
-    Where ``ref`` is all zeros, the root-mean-square of ``x`` itself. NaN in
-    either makes it NaN, which is below no tolerance.
+    Args:
+        x, ref: of one shape, in any dtypes, on any devices.
+
+    Returns:
+        The error; where ``ref`` is all zeros, the root-mean-square of ``x``
+        itself. NaN in either makes it NaN, which is below no tolerance.
+
+    Raises:
+        ValueError: their shapes differ.
     """
     if x.shape != ref.shape:
         raise ValueError(
@@ -46,6 +76,15 @@ def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> None:
 
     In a notebook a cell's calls are printed together when it ends, a line
     for each tolerance.
+
+    Args:
+        x, ref: of one shape, in any dtypes, on any devices.
+        tol: the largest error that is allowed.
+        label: what is printed before the numbers.
+
+    Raises:
+        AssertionError: the error is larger.
+        ValueError: shapes differ.
     """
     error = relative_error(x, ref)
     name = f"{label}: " if label else ""
@@ -87,7 +126,15 @@ def _print_held(*_: Any) -> None:
 def raises(
     exception: type[Exception], function: Callable[..., Any], *args: Any
 ) -> None:
-    """Assert that the call raises ``exception``; print what it said."""
+    """Assert that the call raises ``exception``; print what it said.
+
+    Args:
+        exception: what has to be raised.
+        function: what is called, with ``args``.
+
+    Raises:
+        AssertionError: the call raises nothing.
+    """
     try:
         function(*args)
     except exception as error:
@@ -228,6 +275,9 @@ class Exercise:
     Made by the decorator :func:`exercise`. Calling it with the reader's
     answer prints the verdict; with the environment variable
     ``FASTWEIGHTS_STRICT=1`` a failure raises as it does in :meth:`raises`.
+
+    Args:
+        function: ``check_name(candidate)``, which asserts.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
@@ -278,7 +328,14 @@ def _is_stub(candidate: Any) -> bool:
 
 
 def exercise(function: Callable[[Any], None]) -> Exercise:
-    """Decorate ``check_name(candidate)``, which asserts, as an exercise."""
+    """Decorate a check as an exercise.
+
+    Args:
+        function: ``check_name(candidate)``, which asserts.
+
+    Returns:
+        the exercise, which is called with an answer.
+    """
     return Exercise(function)
 
 
@@ -329,7 +386,9 @@ def by_library(*args: Any, **kwargs: Any) -> None:
 def without(*functions: Callable[..., Any]) -> Iterator[None]:
     """Inside, to call one of them is refused, by any name, in any thread.
 
-    For plain functions, which refer to no variable of a function around them.
+    Args:
+        functions: plain ones, which refer to no variable of a function
+            around them.
     """
     codes = [function.__code__ for function in functions]
     for function in functions:
@@ -342,7 +401,14 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
 
 
 def lines_of(function: Callable[..., Any], *args: Any) -> int:
-    """How many lines of Python a call goes through."""
+    """How many lines of Python a call goes through.
+
+    Args:
+        function: what is called, with ``args``.
+
+    Returns:
+        calls, lines and returns, as ``sys.settrace`` counts them.
+    """
     seen: list[str] = []
     before = sys.gettrace()
 

@@ -52,24 +52,43 @@ class Options(TypedDict, total=False):
     backend: Backend
 
 
-SHARED = """
+ARGS = {
+    "q": "[B, T, H, K], of one dtype with k and v.",
+    "k": "[B, T, H, K].",
+    "v": "[B, T, HV, V]; HV is a multiple of H.",
+    "g": "natural log of the decay, <= 0, in fp32 or q's dtype.",
+    "beta": "[B, T, HV] write strength, in fp32 or q's dtype.",
+}
+SHARED = """\
+    scale: factor on o; K**-0.5 if None.
+    initial_state, cu_seqlens, chunk_size, backend: as in
+        :func:`fastweights.linear_recurrence`.
 
-All members return o [B, T, HV, V] and the state [N, HV, K, V], and share
-their last keywords. scale is a factor on o, K**-0.5 unless given; g, of those
-that have one, is the natural log of the decay, g <= 0. Dtypes, keywords and
-errors: see fastweights.linear_recurrence.
+Returns:
+    o [B, T, HV, V] in v's dtype, and the state [N, HV, K, V] after the last
+    token of each sequence, in fp32 (fp64 if q is).
+
+Raises:
+    TypeError, ValueError, NotImplementedError: as
+        :func:`fastweights.linear_recurrence`.
 """
 
 
 def member(function: Member) -> Member:
-    """Have help() show what is behind ``options``, and say what all share."""
+    """Have help() show what is behind ``options``, and say what all share.
+
+    What the function's docstring has under Args is of keywords of its own.
+    """
     every = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
     *own, _ = signature.parameters.values()
     names = [x.name for x in own]
     own += [every[n] for n in Options.__annotations__ if n not in names]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore
-    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + SHARED
+    said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    lines = [f"    {name}: {ARGS[name]}" for name in names if name in ARGS]
+    lines += [more] if more else []
+    function.__doc__ = "\n".join([f"{said}\n\nArgs:", *lines, SHARED])
     return function
 
 
@@ -86,12 +105,16 @@ def linear_attention(
 ) -> tuple[Values, FeatureState | NormalisedState]:
     """S_t = S_{t-1} + phi(k_t) v_t^T (Katharopoulos et al. 2020).
 
-    feature_map is applied to q and k first; K is then its width. With
-    normalize the outputs are divided by z_t = scale * phi(q_t) . sum phi(k)
-    plus eps >= 0: v gets a last column of ones, so that the state, initial
+    With normalize the outputs are divided by z_t = scale * phi(q_t) . sum
+    phi(k) plus eps: v gets a last column of ones, so that the state, initial
     and final, has V + 1 columns. With features that vanish or change sign,
     z_t can be near zero; it is computed in fp32 at least, at the cost
     that :func:`fastweights.normaliser.recurrence_with_normaliser` names.
+
+    Args:
+        feature_map: phi, applied to q and k first; K is then its width.
+        normalize: whether o is divided.
+        eps: added to what divides, >= 0.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         need(name, x, 4, "[B, T, heads, width]")
@@ -117,7 +140,18 @@ def retnet_decay(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " HV"]:
-    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h."""
+    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h.
+
+    Args:
+        num_heads: HV, at least 1.
+        device, dtype: of the result.
+
+    Returns:
+        [HV], all < 0.
+
+    Raises:
+        TypeError, ValueError: num_heads is no integer, or below 1.
+    """
     check_heads(num_heads)
     h = torch.arange(num_heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - h))
@@ -138,6 +172,15 @@ def lightning_decay(
     slopes (Press et al. 2022): 2^(-8h/n) for h = 1 to n if the number of
     heads n is a power of two; else those of the power of two below it and
     every other one of twice that power.
+
+    Args:
+        num_heads: HV, at least 1.
+        layer: its number, from 0.
+        num_layers: how many layers the model has.
+        device, dtype: of the result.
+
+    Returns:
+        [HV], all < 0.
 
     Raises:
         TypeError: a number is no integer.
@@ -169,8 +212,8 @@ def retention(
 ) -> tuple[Values, State]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
 
-    g is [HV]; None takes RetNet's own, :func:`retnet_decay`, in fp64 if q
-    is. Lightning Attention is this with :func:`lightning_decay`.
+    None for g takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
+    Lightning Attention is this with :func:`lightning_decay`.
     """
     if g is None:
         need("q", q, 4, "[B, T, H, K]")
@@ -207,8 +250,12 @@ def gated_retention(
 ) -> tuple[Values, State]:
     """S_t = sigmoid(logits_t)^(1/temperature) S_{t-1} + k_t v_t^T.
 
-    RetNet with a gate of the data (Sun et al. 2024). The temperature keeps
-    an untrained gate close to 1: 0.96 where the logit is 0.
+    RetNet with a gate of the data (Sun et al. 2024).
+
+    Args:
+        logits: [B, T, HV] in fp32, half precision or q's dtype.
+        temperature: > 0. It keeps an untrained gate close to 1: 0.96 where
+            the logit is 0.
     """
     need("q", q, 4, "[B, T, H, K]")
     need("v", v, 4, "[B, T, HV, V]")

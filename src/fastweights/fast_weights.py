@@ -22,6 +22,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastweights.reference import steps
 
+__all__ = [
+    "decayed_sgd",
+    "factor",
+    "inner_product",
+    "learn",
+    "linear_model",
+    "momentum_sgd",
+    "online_learner",
+    "sgd",
+    "squared_error",
+]
+
 Params = Any
 Model = Callable[[Params, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -35,33 +47,73 @@ Decay = Float[Tensor, "*gate"]  # its log; *lead, or per channel [*lead, K]
 def linear_model(
     S: Float[Tensor, "*lead K V"], x: Float[Tensor, "*lead K"]
 ) -> Float[Tensor, "*lead V"]:
-    """S^T x: the state as a matrix that predicts values from keys."""
+    """S^T x: the state as a matrix that predicts values from keys.
+
+    Args:
+        S: [..., K, V].
+        x: [..., K], in S's dtype.
+
+    Returns:
+        [..., V] in that dtype.
+    """
     return torch.einsum("...kv,...k->...v", S, x)
 
 
 def inner_product(
     prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
 ) -> Rate:
-    """-prediction . target, which nothing bounds from below."""
+    """-prediction . target, which nothing bounds from below.
+
+    Args:
+        prediction, target: [..., V].
+
+    Returns:
+        [...], in their dtype.
+    """
     return -(prediction * target).sum(-1)
 
 
 def squared_error(
     prediction: Float[Tensor, "*lead V"], target: Float[Tensor, "*lead V"]
 ) -> Rate:
-    """|prediction - target|^2 / 2."""
+    """|prediction - target|^2 / 2.
+
+    Args:
+        prediction, target: [..., V].
+
+    Returns:
+        [...], in their dtype.
+    """
     return (prediction - target).square().sum(-1) / 2
 
 
 def factor(rate: Rate, W: Tensor) -> Tensor:
-    """A rate per head [B, H] or channel [B, H, K], for weights [B, H, ...]."""
+    """A rate per head or channel, in as many dimensions as the weights.
+
+    Args:
+        rate: [B, H], or [B, H, K].
+        W: [B, H, ...].
+
+    Returns:
+        ``rate`` with dimensions of size 1 behind its own.
+    """
     return rate.reshape(rate.shape + (1,) * (W.dim() - rate.dim()))
 
 
 def sgd(
     params: Params, gradient: Gradient, memory: None, rate: Rate
 ) -> tuple[Params, None]:
-    """One step of gradient descent: W - rate * gradient(W)."""
+    """One step of gradient descent: W - rate * gradient(W).
+
+    Args:
+        params: W, a tensor or a nest of tensors [B, H, ...].
+        gradient: from W to its gradient, a nest like it.
+        memory: None.
+        rate: [B, H], or [B, H, K] for a rate per channel.
+
+    Returns:
+        the weights after the step, in their dtype, and the memory.
+    """
 
     def step(W: Tensor, dW: Tensor) -> Tensor:
         return W - factor(rate, W) * dW
@@ -76,7 +128,15 @@ def decayed_sgd(
     rate: Rate,
     g: Decay,
 ) -> tuple[Params, None]:
-    """Weight decay, then a step from there: the gradient at e^g W."""
+    """Weight decay, then a step from there: the gradient at e^g W.
+
+    Args:
+        params, gradient, memory, rate: as in :func:`sgd`.
+        g: log of the decay, [B, H] or [B, H, K].
+
+    Returns:
+        the weights after the step, in their dtype, and the memory.
+    """
 
     def decay(W: Tensor) -> Tensor:
         return factor(g, W).exp() * W
@@ -97,6 +157,15 @@ def momentum_sgd(
     M is a running sum of scaled gradients. Gradient and decay are both of
     the old W (Titans, Behrouz et al. 2025, eqs. 13 and 14, where -M is
     called S).
+
+    Args:
+        params, gradient, rate: as in :func:`sgd`.
+        memory: M, a nest like ``params``.
+        momentum: [B, H] or [B, H, K], and so is g.
+        g: log of the decay.
+
+    Returns:
+        the weights and M after the step, in their dtypes.
     """
 
     def gather(M: Tensor, dW: Tensor) -> Tensor:
@@ -123,13 +192,28 @@ def online_learner(
 
     For :func:`fastweights.reference.steps.scan`: the state is (params, the
     optimiser's memory), the inputs q, k, v and the optimiser's rates. The
-    query is read after the token is learned, or before. The loop is
-    differentiable. The losses of all sequences and heads are summed: no
-    weight is in more than one of them.
+    loop is differentiable. The losses of all sequences and heads are summed:
+    no weight is in more than one of them.
+
+        learner = online_learner(linear_model, squared_error, sgd)
+        o, (S, _) = learn(learner, (S, None), q, k, v, beta)    # DeltaNet
 
     Mini-batches, projections of the weights and other optimisers are in
     :mod:`fastweights.deep.optimisers`, other models in
     :mod:`fastweights.deep.models`.
+
+    Args:
+        model: from params and x [B, H, K] to a prediction [B, H, V].
+        loss: from prediction and target to [B, H].
+        optimiser: from params, gradient, memory and rates to both after it.
+        read: whether the query is read "after" the token is learned, or
+            "before".
+
+    Returns:
+        a step: from the state and a token's inputs to the next state and o.
+
+    Raises:
+        ValueError: ``read`` is neither.
     """
     if read not in ("after", "before"):
         raise ValueError(f"read: got {read!r}, need 'after' or 'before'")
@@ -158,6 +242,15 @@ def learn(
     """:func:`fastweights.reference.steps.scan`, for inputs that are nests.
 
     A rate may be a nest of tensors [B, T, ...], one per weight.
+
+    Args:
+        learner: what :func:`online_learner` returned.
+        state: params and the optimiser's memory before the first token.
+        inputs: q, k, v and the rates of all tokens, [B, T, ...] each.
+
+    Returns:
+        o [B, T, H, V], and the state after the last token; dtypes are those
+        of the model.
     """
     leaves, spec = tree_flatten(inputs)
 

@@ -4,6 +4,9 @@ Each takes [..., K] to [..., features] and is applied to q and to k alike,
 before the recurrence. The random ones are Modules that hold their projection,
 drawn from an explicit generator, so that queries and keys meet the same
 features; ``.to()`` moves it, and ``state_dict()`` has it.
+
+    phi = PositiveRandom(random_directions(64, 16))
+    o, state = fw.linear_attention(q, k, v, feature_map=phi)    # K = 16
 """
 
 from __future__ import annotations
@@ -22,24 +25,62 @@ from fastweights.arguments import (
 )
 from fastweights.reference.backend import wide
 
+__all__ = [
+    "PositiveRandom",
+    "RandomFeatures",
+    "RandomFourier",
+    "elu1",
+    "identity",
+    "random_directions",
+    "relu",
+    "softmax",
+]
+
 Input = Float[Tensor, "*lead K"]
 Features = Float[Tensor, "*lead features"]
 
 
 def identity(x: Input) -> Features:
-    """x itself: similarity q . k, of either sign."""
+    """x itself: similarity q . k, of either sign.
+
+    Args:
+        x: [..., K], of any dtype.
+
+    Returns:
+        x.
+    """
     return x
 
 
 def elu1(x: Input) -> Features:
-    """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7)."""
+    """elu(x) + 1, positive everywhere (Katharopoulos et al. 2020, eq. 7).
+
+    Args:
+        x: [..., K], of any floating dtype.
+
+    Returns:
+        [..., K] in x's dtype.
+
+    Raises:
+        TypeError: x is no tensor.
+    """
     check_tensors({"x": x})
     # F.elu(x) + 1 rounds to 0 below about -6.2 in bf16, -17 in fp32.
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def relu(x: Input) -> Features:
-    """max(x, 0): non-negative, and zero for a whole orthant."""
+    """max(x, 0): non-negative, and zero for a whole orthant.
+
+    Args:
+        x: [..., K], of any floating dtype.
+
+    Returns:
+        [..., K] in x's dtype.
+
+    Raises:
+        TypeError: x is no tensor.
+    """
     check_tensors({"x": x})
     return F.relu(x)
 
@@ -49,6 +90,15 @@ def softmax(x: Input) -> Features:
 
     Shen et al. 2021 apply it to queries; their keys take the softmax over
     positions, which is no map of one token.
+
+    Args:
+        x: [..., K], of any floating dtype.
+
+    Returns:
+        [..., K] in x's dtype.
+
+    Raises:
+        TypeError: x is no tensor.
     """
     check_tensors({"x": x})
     return torch.softmax(x, dim=-1)
@@ -62,10 +112,19 @@ def random_directions(
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "R K"]:
-    """num_features Gaussian directions in R^dim.
+    """Gaussian directions for random features.
 
-    With ``orthogonal``, blocks of dim directions are orthogonal to one
-    another while each stays N(0, I) (Choromanski et al. 2021, section 2.4).
+    Args:
+        num_features: how many, R.
+        dim: their width K.
+        orthogonal: whether blocks of dim directions are orthogonal to one
+            another, while each stays N(0, I) (Choromanski et al. 2021,
+            section 2.4).
+        generator: what draws them; PyTorch's own if None.
+        dtype: theirs.
+
+    Returns:
+        [R, K] in ``dtype``, on the CPU.
 
     Raises:
         TypeError: num_features or dim is no integer.
@@ -94,6 +153,9 @@ class RandomFeatures(nn.Module):
     It takes x [..., K] of any floating dtype, and computes in fp32 (fp64 if
     x is): an exponential's error is its argument's, and x's dtype may have no
     room for it.
+
+    Args:
+        directions: [R, K], of a floating dtype: :func:`random_directions`.
 
     Raises:
         TypeError: directions or x is no tensor.
@@ -128,7 +190,8 @@ class RandomFourier(RandomFeatures):
     Peng et al. 2021). A term cos(w_r . (q - k)) is negative almost half the
     time when q and k are far apart: small similarities drown in noise.
 
-    directions: [R, K]; the result has 2 R channels.
+    Args:
+        directions: [R, K]; the result has 2 R channels.
     """
 
     def forward(self, x: Input) -> Features:
@@ -146,7 +209,8 @@ class PositiveRandom(RandomFeatures):
     mean exp(q . k) and every term is positive (Choromanski et al. 2021,
     lemma 1). The longer q + k is, the larger is their relative error.
 
-    directions: [R, K]; the result has R channels.
+    Args:
+        directions: [R, K]; the result has R channels.
     """
 
     def forward(self, x: Input) -> Features:

@@ -64,7 +64,7 @@ def mlstm(
             memory whose m is -inf is empty, whatever its state holds.
         eps: >= 0, added to the denominator in units of e^{m_t}, so that it
             cannot vanish; xLSTM's code has the same.
-        scale, chunk_size, backend: as in linear_recurrence.
+        cu_seqlens, scale, chunk_size, backend: as in linear_recurrence.
 
     Returns:
         o [B, T, HV, V] and (state, m): state [N, HV, K, V + 1] is e^{-m} C

@@ -142,6 +142,13 @@ def choose_backend(
     "auto" is "triton" where its kernels run on tensors of this device and
     dtype, else "chunkwise", which says why if the GPU is the reason.
 
+    Args:
+        backend: "auto", "triton", "chunkwise" or "loop".
+        device, dtype: of q, k and v.
+
+    Returns:
+        "triton", "chunkwise" or "loop".
+
     Raises:
         ValueError: there is no such backend or GPU, or "triton" cannot run
             there.
@@ -265,7 +272,15 @@ _records: list[list[str]] = []
 
 @contextmanager
 def record_backends() -> Iterator[list[str]]:
-    """A list of what ran while it was open, such as "chunkwise backward"."""
+    """A list of what runs while it is open.
+
+        with record_backends() as ran:
+            o, state = fw.mamba2(q, k, v, g)
+        print(ran)                              # ["chunkwise forward"], say
+
+    Yields:
+        backend and pass of each operator, such as "chunkwise backward".
+    """
     _records.append([])
     try:
         yield _records[-1]

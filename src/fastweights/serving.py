@@ -7,6 +7,10 @@ given, have no gradients, and take ``rows``: the state is then a pool of N
 states, and sequence b has row rows[b] of it. A row that is none of 0 to N - 1
 reads and writes nothing, and its outputs are 0. A state may come from
 torch.inference_mode.
+
+    phi = fw.feature_maps.elu1
+    o, state = fw.linear_attention(q, k, v, feature_map=phi, normalize=True)
+    linear_attention_step(q, k, v, state=state, feature_map=phi)
 """
 
 from __future__ import annotations
@@ -46,6 +50,12 @@ from fastweights.reference.backend import advance, wide, widen
 from fastweights.reference.chunkwise import CLEARS
 from fastweights.registration import past_dispatcher
 from fastweights.selective import check_scan
+
+__all__ = [
+    "linear_attention_step",
+    "mlstm_step",
+    "selective_step",
+]
 
 State = Float[Tensor, "N HV K V+1"]
 Rows = Int[Tensor, " B"]
@@ -337,8 +347,13 @@ def linear_attention_step(
     """Normalised linear attention for 1 to 16 new tokens of each sequence.
 
     Continues ``fastweights.linear_attention(..., normalize=True)``, whose
-    state [N, HV, K, V + 1] is updated in place; the other arguments are its
-    own. (Without normalize, decode_step continues it.)
+    state it takes. (Without normalize, decode_step continues it.)
+
+    Args:
+        q, k, v, feature_map, eps, scale: as in linear_attention, T <= 16.
+        state: [N, HV, K, V + 1] fp32 (fp64 if q is), or bf16; updated in
+            place.
+        rows, backend: as in decode_step.
 
     Returns:
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is).

@@ -23,6 +23,11 @@ import torch
 from fastweights import private
 from fastweights.compat.transformers import MODELS, one_document
 
+__all__ = [
+    "Acceleration",
+    "accelerate",
+]
+
 KNOWN = "5.23 and 5.24"  # whose internals MODELS is about
 
 _active: Acceleration | None = None

@@ -23,6 +23,11 @@ from fastweights.compat.packed import check_named, documents, first_tokens
 from fastweights.convolution import WIDTHS, short_convolution
 from fastweights.reference import convolution as pytorch
 
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+]
+
 ACTIVATIONS = (None, "silu", "swish")
 
 

@@ -37,6 +37,23 @@ from fastweights.reference.backend import sequences, wide
 from fastweights.registration import needs_gradient
 from fastweights.serving import MAX_TOKENS, decode_step
 
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_kda",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
+]
+
 SHAPES = {1: "[HV]", 3: "[B, T, HV]", 4: "[B, T, HV, K]"}
 P = ParamSpec("P")
 Arguments = dict[str, Any]
@@ -93,6 +110,16 @@ MEANINGS |= {
     "any power of 2, of which the nearest is taken; None chooses",
 }
 
+RETURNS = """
+Returns:
+    o [B, T, HV, V] in v's dtype, and the final state in fp32 (fp64 if q is),
+    or None.
+
+Raises:
+    TypeError, ValueError, NotImplementedError: an argument does not fit, or
+        is not supported; the message names it.
+"""
+
 
 def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Any, ...]]:
     """The function of FLA that has this name and signature."""
@@ -110,11 +137,9 @@ def _function(stub: Callable[P, Any]) -> Callable[P, tuple[Any, ...]]:
         positional = dict(zip(parameters, given, strict=False))
         return _compute(title, {**defaults, **positional, **named})
 
-    lines = "\n".join(f"{name}: {MEANINGS[name]}" for name in parameters)
-    call.__doc__ = (
-        f"{title} of fla-core 0.6.0 (fla.ops).\n\n{lines}\n\n"
-        "Raises ValueError or NotImplementedError, which name the argument, "
-        "and what\nfastweights.linear_recurrence raises."
+    lines = [f"    {name}: {MEANINGS[name]}." for name in parameters]
+    call.__doc__ = "\n".join(
+        [f"{title} of fla-core 0.6.0 (fla.ops).\n\nArgs:", *lines, RETURNS]
     )
     return call
 

@@ -30,6 +30,12 @@ from fastweights.registration import needs_gradient
 from fastweights.selective import selective_scan
 from fastweights.serving import decode_step, selective_step
 
+__all__ = [
+    "mamba_chunk_scan_combined",
+    "selective_scan_fn",
+    "selective_state_update",
+]
+
 
 def mamba_chunk_scan_combined(
     x: Float[Tensor, "B T H P"],
@@ -59,9 +65,9 @@ def mamba_chunk_scan_combined(
     S_t = e^{dt_t A} S_{t-1} + dt_t x_t B_t^T.
 
     Args:
-        x, dt, A, B, C, D, z, dt_bias: any floating dtype; G divides H. dt is
-            dt + dt_bias, with dt_softplus the softplus of that, and clamped
-            to dt_limit, in fp32 (fp64 if x is).
+        x, dt, A, B, C, D, z, dt_bias: any floating dtype; G divides H.
+        dt_softplus, dt_limit: dt is dt + dt_bias, with dt_softplus the
+            softplus of that, and clamped to dt_limit, in fp32 (fp64 if x is).
         chunk_size: a hint, not needed.
         initial_states: zeros if None.
         seq_idx, cu_seqlens, cu_seq_lens_q: where packed documents end, the
@@ -246,8 +252,9 @@ def selective_scan_fn(
     """:func:`fastweights.selective_scan` in Mamba's own layout.
 
     Args:
-        as there, of any floating dtypes; B and C that no token has for
-            itself, [D, N], are not supported.
+        u, delta, A, B, C, D, z, delta_bias, delta_softplus: x, dt, A, B, C, D,
+            z, dt_bias and dt_softplus there, of any floating dtypes; B and C
+            that no token has for itself, [D, N], are not supported.
         return_last_state: whether to return the last state too.
 
     Returns:
@@ -255,8 +262,8 @@ def selective_scan_fn(
         in fp32 (fp64 if u is).
 
     Raises:
-        as :func:`fastweights.selective_scan`, which calls u x, delta dt and
-            delta_bias dt_bias.
+        TypeError, ValueError, NotImplementedError: as
+            :func:`fastweights.selective_scan`, by its names.
     """
     check_flags(return_last_state=return_last_state)
     check_tensors({"u": u, "delta": delta, "A": A, "B": B, "C": C})

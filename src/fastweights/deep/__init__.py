@@ -1,8 +1,8 @@
 """Layers whose fast weights are a network, or solve an equation.
 
-    o, state = ttt(q, k, v, rate, start, norm, rows)
-    o, state = titans(q, k, v, rate, momentum, g, start)
-    o, state = lact(q, k, v, rates, start, momentum)
+    o, state = ttt(q, k, v, rate, layers, norm, rows)
+    o, state = titans(q, k, v, rate, momentum, g, layers)
+    o, state = lact(q, k, v, rates, matrices, momentum)
     o, state = mesa(q, k, v, g, beta, ridge)
 
 Each is an instance of :func:`fastweights.fast_weights.online_learner`, with

@@ -135,6 +135,9 @@ def lact(
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
+
+    Raises:
+        TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
     given = {"rates": rates}
     given |= {} if momentum is None else {"momentum": momentum}

@@ -50,7 +50,10 @@ def newton_schulz(
         G: matrices; products are on their shorter side.
         coefficients: (a, b, c) of each step.
         eps: added to the norm, >= 0.
-        dtype: of the products; None: G's. The result has G's.
+        dtype: of the products; None: G's.
+
+    Returns:
+        [..., K, N] in G's dtype.
 
     Raises:
         TypeError, ValueError: G is no tensor of matrices of floating point

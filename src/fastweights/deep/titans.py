@@ -94,6 +94,9 @@ def titans(
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
+
+    Raises:
+        TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
     rates = {"rate": rate, "momentum": momentum, "g": g}
     check_tokens(q, k, v, rates, position, lengths)

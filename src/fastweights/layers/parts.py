@@ -37,11 +37,21 @@ def parameter_groups(
 
         torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
 
-    Weight decay, >= 0, is for matrices. Exempt are norms and biases, which
+    Weight decay is for matrices. Exempt are norms and biases, which
     are all the parameters with fewer than two dimensions, and what sets how
     fast a state forgets, A_log and dt_bias: an A_log of 0 is not a small
     weight. Exempt too are the norms and biases per head [H, n] of networks
     that are a layer's state, and scales and offsets of q and k [2, D].
+
+    Args:
+        model: any module; those of its parameters that have a gradient.
+        weight_decay: of the first group, >= 0.
+
+    Returns:
+        the groups, as ``torch.optim`` takes them.
+
+    Raises:
+        TypeError, ValueError: weight_decay is no number, or below 0.
     """
     check_number("weight_decay", weight_decay, ">= 0")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -27,17 +27,6 @@ class Beside(Layer):
     W_k p and W_v p, at position 0. The paper puts p before every sequence,
     so that the memory reads it too: every memory then starts from the same
     other weights, and here the weights that it starts from are learned.
-
-    Args:
-        dim: width D of x and y.
-        num_heads: heads H of attention and of the memory.
-        head_dim: size of the memory's heads; dim / num_heads if None.
-        window: tokens that one attends to, with itself.
-        persistent: tokens N.
-        theta: base of the rotary positions.
-        norm_eps: of the norms.
-        depth, expansion, chunk_size, max_rate, conv_size: the memory's, as of
-            :class:`TitansMemory`.
     """
 
     padded = True
@@ -145,6 +134,17 @@ class MemoryAsGate(Beside):
 
     Differs from the published one in: the persistent tokens, which the
     memory does not read; the norms and the sigmoid of the gate.
+
+    Args:
+        dim: width D of x and y.
+        num_heads: heads H of attention and of the memory.
+        head_dim: size of the memory's heads; dim / num_heads if None.
+        window: tokens that one attends to, with itself.
+        persistent: tokens N that every token attends to.
+        theta: base of the rotary positions.
+        norm_eps: of the norms.
+        depth, expansion, chunk_size, max_rate, conv_size: the memory's, as in
+            :class:`TitansMemory`.
     """
 
     def read(
@@ -169,6 +169,12 @@ class MemoryAsLayer(Beside):
 
     Differs from the published one in: the persistent tokens, which the
     memory does not read; the norms.
+
+    Args:
+        dim, num_heads, head_dim, window, persistent, theta, norm_eps: as in
+            :class:`MemoryAsGate`.
+        depth, expansion, chunk_size, max_rate, conv_size: the memory's, as in
+            :class:`TitansMemory`.
     """
 
     def read(

@@ -58,8 +58,10 @@ class MemoryAsContext(Beside):
     one; the gate.
 
     Args:
-        window: tokens per segment; the others are those of
+        window: tokens per segment.
+        dim, num_heads, head_dim, persistent, theta, norm_eps: as in
             :class:`MemoryAsGate`.
+        depth, expansion, max_rate: the memory's, as in :class:`TitansMemory`.
     """
 
     def __init__(

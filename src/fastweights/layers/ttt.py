@@ -160,6 +160,10 @@ class TTTMLP(TTTLinear):
 
     Differs from the published one in: a bound of the rate of 0.1 from the
     first step, which the authors reach from 0.01.
+
+    Args:
+        dim, num_heads, head_dim, mini_batch, base_lr, theta, norm_eps: as in
+            :class:`TTTLinear`.
     """
 
     hidden = 4

@@ -1,6 +1,6 @@
 """Decoder-only language models of the library's layers, from a config.
 
-    from fastweights.models import LanguageModel, ModelConfig
+    from fastweights.models import LanguageModel, ModelConfig, load
 
     config = ModelConfig(
         vocabulary=257,

@@ -42,6 +42,8 @@ LAYERS: dict[str, type[nn.Module]] = {
 class ModelConfig:
     """The architecture of a :class:`fastweights.models.LanguageModel`.
 
+    Its fields, which are its arguments, stand below.
+
     Raises:
         ValueError, TypeError: a field does not fit; the message names the
             field, what it got and what it needs.

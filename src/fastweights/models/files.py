@@ -77,6 +77,9 @@ def load(
         device: where its parameters shall be.
         dtype: theirs; the one of the file if None.
 
+    Returns:
+        the model, for training as for inference.
+
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: the folder lacks one of the two files.

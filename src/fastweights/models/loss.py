@@ -57,6 +57,9 @@ def cross_entropy(
         weight: the head's, one row per token of the vocabulary.
         targets: tokens, 0 to V - 1, or ``ignore_index``.
         ignore_index: marks rows that predict nothing.
+
+    Returns:
+        the mean, [], fp32 (fp64 if x is).
     """
     if private.transformed():
         logits = F.linear(*autocast(x, weight))
@@ -78,6 +81,12 @@ def token_losses(
     """Each row's -log softmax(weight x)[target], 0 where it is ignored.
 
     It has no gradient; for evaluation.
+
+    Args:
+        x, weight, targets, ignore_index: as in :func:`cross_entropy`.
+
+    Returns:
+        one loss per row, fp32 (fp64 if x is).
     """
     _check(x, weight, targets, ignore_index)
     return _losses(x, weight, targets, ignore_index)[0]
@@ -164,6 +173,18 @@ def next_tokens(
 
     The last token of each row, or of each packed sequence, has none, and so
     have tokens after the last sequence.
+
+    Args:
+        tokens: [B, T], integers.
+        cu_seqlens: [N + 1] offsets of packed sequences, B = 1.
+        ignore_index: what stands where there is none.
+
+    Returns:
+        [B, T], in the dtype of the tokens.
+
+    Raises:
+        TypeError, ValueError: tokens or offsets are of another dtype or
+            shape.
     """
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         check_tensors({"tokens": tokens})

@@ -35,7 +35,12 @@ EMBEDDING = untouched(nn.Embedding)
 
 
 class SwiGLU(nn.Module):
-    """W_down (silu(W_gate x) * W_up x) (Shazeer 2020)."""
+    """W_down (silu(W_gate x) * W_up x) (Shazeer 2020).
+
+    Args:
+        dim: width D of x and y.
+        width: of what is multiplied.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,12 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none."""
+    """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none.
+
+    Args:
+        config: the model's.
+        index: which of its blocks, from 0: that decides its kind.
+    """
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ class StatePool:
         row = pool.take()                                 # a request comes
         with torch.no_grad():
             logits, _ = model(prompt[None], pool.at([row], len(prompt)))
-            logits, _ = model(tokens, pool.at(rows, 1))   # rows go on together
+            tokens = logits[:, -1:].argmax(-1)            # [rows, 1]
+            logits, _ = model(tokens, pool.at([row], 1))  # rows go on together
         pool.give(row)                                    # and is done
 
     The tensors stay where they are from the first request to the last, and
