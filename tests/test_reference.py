@@ -121,7 +121,7 @@ def given() -> dict[str, object]:
     return locals() | {"torch": torch, "fw": fw, "close": close}
 
 
-@pytest.mark.parametrize("name, code", examples())
+@pytest.mark.parametrize("name, code", list(examples()))
 def test_an_example_runs(name, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = found(name)
