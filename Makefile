@@ -55,10 +55,9 @@ LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 PYTEST := -m pytest -q -p no:nbval -n auto --maxprocesses 8 --dist worksteal
 UNIT := $(TESTER) $(PYTEST)
-BUILT_TESTS := tests/test_answers.py tests/test_notebooks.py tests/test_site.py
-LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS)) \
-	--ignore-glob 'tests/test_kernels_*'
-KERNEL_TESTS := $(wildcard tests/test_kernels_*.py)
+BUILT_TESTS := $(addprefix tests/book/test_,answers.py notebooks.py site.py)
+LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS) tests/kernels)
+KERNEL_TESTS := tests/kernels
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
 	&& $(PY) -m ruff format --check --quiet
 SCRIPTS = import sysconfig; print(sysconfig.get_path("scripts"))
@@ -88,9 +87,9 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 	@$(SPELLING)
 	@$(MAKE) --no-print-directory -j2 types build/grammar
 	@$(SAY) "library: the tests of what the change touches"
-	@OMP_NUM_THREADS=1 $(PY) tests/touched.py
+	@OMP_NUM_THREADS=1 $(PY) tools/touched.py
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tests/touched.py --interpreted
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tools/touched.py --interpreted
 
 test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(STYLE)
@@ -107,7 +106,7 @@ test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
-		--then tests/chapter_answers.py
+		--then tools/chapter_answers.py
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
 		-d build/test/doctrees chapters build/test/html
@@ -122,11 +121,11 @@ test-all: test ## test, all parameters crossed, notebooks, other versions
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 \
 		--nbval-lax --dist loadscope build/notebooks
 	@$(SAY) "versions: the oldest and the newest PyTorch and Triton"
-	@PYTHONPATH=src $(PY) tests/pairs.py oldest -n auto
-	@PYTHONPATH=src $(PY) tests/pairs.py newest -n auto
+	@PYTHONPATH=src $(PY) tools/pairs.py oldest -n auto
+	@PYTHONPATH=src $(PY) tools/pairs.py newest -n auto
 
 mutants: $(READY) ## break the library a line at a time: a test must notice
-	@$(PY) tests/mutants.py
+	@$(PY) tools/mutants.py
 
 # `pip install .` too builds in build/, and keeps there what was renamed:
 # clean before building a wheel.
@@ -151,7 +150,7 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK) $(wildcard .git/logs/HEAD)
 # Those that changed; all of them if the checker or its words did.
 oldest: $(OLD)/.made ## part of test: the oldest Triton reads the kernels
 	@$(SAY) "kernels: read by the oldest Triton"
-	@PYTHONPATH=$(OLD):src $(PY) tests/oldest_triton.py
+	@PYTHONPATH=$(OLD):src $(PY) tools/oldest_triton.py
 
 $(OLD)/.made: $(READY)
 	@$(SAY) "the oldest Triton tested, beside the other"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from fastweights.plotting import PALETTE
+from fastweights_lab.notebook.plotting import PALETTE
 
 # symbol -> (key in PALETTE or None, TeX)
 SYMBOLS: dict[str, tuple[str | None, str]] = {

@@ -1,4 +1,4 @@
-"""Puts tests/ on the import path, and skips what needs a missing GPU."""
+"""Skips what needs a missing GPU; fixtures that many tests use."""
 
 import os
 import tempfile
@@ -82,7 +82,7 @@ def cut(monkeypatch):
 
     Rows: each of a batch, or all packed sequences together.
     """
-    from fastweights.kernels import settings
+    from fastweights.kernels.family import settings
 
     def cut(S):
         monkeypatch.setattr(

@@ -8,7 +8,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.errors import ConfigError
 
-from fastweights.plotting import PALETTE
+from fastweights_lab.notebook.plotting import PALETTE
 
 # What a page may ask MathJax for; its menu and speech are not shipped.
 _MATHJAX = [

@@ -10,7 +10,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate
-from fastweights.family import (
+from fastweights.ops.family import (
     deltanet,
     gated_deltanet,
     gated_retention,
@@ -22,9 +22,9 @@ from fastweights.family import (
     retention,
     retnet_decay,
 )
-from fastweights.mlstm import mlstm
-from fastweights.ops import choose_backend, linear_recurrence
-from fastweights.selective import selective_scan
+from fastweights.ops.mlstm import mlstm
+from fastweights.ops.recurrence import choose_backend, linear_recurrence
+from fastweights.ops.selective import selective_scan
 from fastweights.serving import decode_step
 
 __version__ = "0.1.0"

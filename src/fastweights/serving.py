@@ -35,10 +35,10 @@ from fastweights.arguments import (
     check_values,
     wrong_shape,
 )
-from fastweights.family import Keys, PerHead, Values, check_gate, need
-from fastweights.mlstm import divided, in_units, named
-from fastweights.normaliser import check_normalised
-from fastweights.ops import (
+from fastweights.ops.family import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.mlstm import divided, in_units, named
+from fastweights.ops.normaliser import check_normalised
+from fastweights.ops.recurrence import (
     Backend,
     autocast,
     backend_for,
@@ -46,10 +46,10 @@ from fastweights.ops import (
     ran,
     without_autocast,
 )
+from fastweights.ops.registration import past_dispatcher
+from fastweights.ops.selective import check_scan
 from fastweights.reference.backend import advance, wide, widen
 from fastweights.reference.chunkwise import CLEARS
-from fastweights.registration import past_dispatcher
-from fastweights.selective import check_scan
 
 __all__ = [
     "linear_attention_step",
@@ -287,7 +287,7 @@ def mlstm_step(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Values:
-    """:func:`fastweights.mlstm` for 1 to 16 new tokens of each sequence.
+    """:func:`fastweights.ops.mlstm` for 1 to 16 new tokens of each sequence.
 
     Args:
         q, k, v, g, i, eps, scale, backend: as in mlstm.

@@ -1,4 +1,4 @@
-"""Record what layers of transformers do, for tests/test_layers_published.py.
+"""Record what layers of transformers do, for tests/layers/test_published.py.
 
     PYTHONPATH= python tests/recorded/layers.py
 

@@ -20,7 +20,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import check_named, documents, first_tokens
-from fastweights.convolution import WIDTHS, short_convolution
+from fastweights.ops.convolution import WIDTHS, short_convolution
 from fastweights.reference import convolution as pytorch
 
 __all__ = [

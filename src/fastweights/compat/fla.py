@@ -31,10 +31,10 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.family import linear_attention, retnet_decay
-from fastweights.ops import linear_recurrence
+from fastweights.ops.family import linear_attention, retnet_decay
+from fastweights.ops.recurrence import linear_recurrence
+from fastweights.ops.registration import needs_gradient
 from fastweights.reference.backend import sequences, wide
-from fastweights.registration import needs_gradient
 from fastweights.serving import MAX_TOKENS, decode_step
 
 __all__ = [

@@ -24,10 +24,10 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.ops import linear_recurrence
+from fastweights.ops.recurrence import linear_recurrence
+from fastweights.ops.registration import needs_gradient
+from fastweights.ops.selective import selective_scan
 from fastweights.reference.backend import wide
-from fastweights.registration import needs_gradient
-from fastweights.selective import selective_scan
 from fastweights.serving import decode_step, selective_step
 
 __all__ = [

@@ -11,7 +11,7 @@ over tokens gives; here the tokens of a chunk go together, in products of
 matrices. The code is PyTorch's own, for any device, and torch.compile takes
 it in one graph, with one step for all chunks of TTT and Titans from PyTorch
 2.13 on; where a graph is for any length they are one operator
-(:mod:`fastweights.any_length`). Whole mini-batches of TTT-Linear have a
+(:mod:`fastweights.ops.any_length`). Whole mini-batches of TTT-Linear have a
 Triton kernel besides.
 
 q, k and v are [B, T, H, .] as everywhere in this library; start holds the

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights import private
-from fastweights.ops import check_name, choose_backend
+from fastweights.ops.recurrence import check_name, choose_backend
 
 LEADING = (9, 10)
 """Major compute capabilities whose registers the kernels do not exceed."""
@@ -18,7 +18,7 @@ def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     It is in half precision on Hopper and on Blackwell's data centre GPU. On
     others, and in fp32, it would keep kilobytes per thread outside of the
-    registers (tests/test_compile_ttt.py), or not find room for its matrices.
+    registers (tests/compile/test_ttt.py), or not find room for its matrices.
     """
     if choose_backend(backend, device, dtype) != "triton":
         return False

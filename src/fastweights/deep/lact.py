@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import any_length
 from fastweights.arguments import (
     check_flags,
     check_sizes,
@@ -27,7 +26,8 @@ from fastweights.deep.arguments import (
 from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
-from fastweights.ops import without_autocast
+from fastweights.ops import any_length
+from fastweights.ops.recurrence import without_autocast
 from fastweights.reference.backend import wide
 
 Weights = Sequence[Tensor]

@@ -19,8 +19,8 @@ from fastweights.arguments import (
 )
 from fastweights.deep.arguments import check_shapes, check_state, check_tokens
 from fastweights.deep.mesa_operator import SOLVE, takes
-from fastweights.flops import tell_counters
-from fastweights.ops import (
+from fastweights.ops.flops import tell_counters
+from fastweights.ops.recurrence import (
     RECURRENCE,
     Backend,
     linear_recurrence,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops import ran
-from fastweights.registration import registered
+from fastweights.ops.recurrence import ran
+from fastweights.ops.registration import registered
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""

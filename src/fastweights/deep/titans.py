@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import any_length
 from fastweights.arguments import check_sizes
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
@@ -23,7 +22,8 @@ from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.deep.whole import State, fold
 from fastweights.fast_weights import factor
-from fastweights.ops import without_autocast
+from fastweights.ops import any_length
+from fastweights.ops.recurrence import without_autocast
 from fastweights.reference.backend import wide
 
 

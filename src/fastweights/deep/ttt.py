@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import any_length
 from fastweights.arguments import check_tensors, wrong_shape
 from fastweights.deep import dual
 from fastweights.deep.arguments import (
@@ -24,9 +23,10 @@ from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.deep.ttt_operator import TTT, takes
 from fastweights.deep.whole import State, fold
-from fastweights.ops import without_autocast
+from fastweights.ops import any_length
+from fastweights.ops.recurrence import without_autocast
+from fastweights.ops.registration import needs_gradient
 from fastweights.reference.backend import wide
-from fastweights.registration import needs_gradient
 
 
 def ttt(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops import ran, without_autocast
-from fastweights.registration import Operator
+from fastweights.ops.recurrence import ran, without_autocast
+from fastweights.ops.registration import Operator
 
 MAX_K, MAX_C = 128, 16
 """The widest head and the longest mini-batch of the kernel; fp32: half K."""

@@ -19,9 +19,9 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops import autocasts
+from fastweights.ops.projections import is_product
+from fastweights.ops.recurrence import autocasts
 from fastweights.private import traced
-from fastweights.projections import is_product
 from fastweights.reference.backend import wide
 from fastweights.serving import NARROW
 

@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.convolution import (
-    check_pairs,
-    convolve_heads,
-    short_convolution,
-)
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, initial
-from fastweights.ops import autocast
-from fastweights.projections import is_plain, untouched
+from fastweights.ops.convolution import (
+    check_pairs,
+    convolve_heads,
+    short_convolution,
+)
+from fastweights.ops.projections import is_plain, untouched
+from fastweights.ops.recurrence import autocast
 
 Inputs = Float[Tensor, "N W-1 C"]
 

@@ -18,7 +18,7 @@ from fastweights.layers.convolution import HeadsConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.state import LayerState, Offsets, recur
-from fastweights.projections import project
+from fastweights.ops.projections import project
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {

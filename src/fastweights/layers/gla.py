@@ -12,7 +12,7 @@ from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
 from fastweights.layers.state import LayerState, Offsets, recur
-from fastweights.projections import project
+from fastweights.ops.projections import project
 
 
 class GatedLinearAttention(Layer):

@@ -20,7 +20,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur
-from fastweights.projections import project
+from fastweights.ops.projections import project
 
 
 class KimiDeltaAttention(Layer):

@@ -22,7 +22,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, recur
-from fastweights.projections import project
+from fastweights.ops.projections import project
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel"]

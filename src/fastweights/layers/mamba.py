@@ -22,7 +22,7 @@ from fastweights.layers.state import (
     in_place,
     initial,
 )
-from fastweights.selective import MAX_N, selective_scan
+from fastweights.ops.selective import MAX_N, selective_scan
 from fastweights.serving import selective_step
 
 

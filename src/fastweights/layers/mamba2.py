@@ -16,7 +16,7 @@ from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Decay, Factory, OutputNorm, full
 from fastweights.layers.state import LayerState, Offsets, recur
-from fastweights.projections import project
+from fastweights.ops.projections import project
 
 Steps = Float[Tensor, "B T H"]
 

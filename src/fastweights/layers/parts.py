@@ -17,7 +17,7 @@ from fastweights.layers.arguments import (
     check_sizes,
 )
 from fastweights.layers.layer import Part, spared
-from fastweights.output_norm import ACTIVATIONS, Activation, gated_rms_norm
+from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference.backend import wide
 
 SMALLEST = 1e-4  # A and dt at the start

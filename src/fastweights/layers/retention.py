@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.arguments import check_number
-from fastweights.family import lightning_decay, retnet_decay
 from fastweights.layers.arguments import (
     check_even,
     head_size,
@@ -27,7 +26,8 @@ from fastweights.layers.state import (
     positions,
     recur,
 )
-from fastweights.projections import project
+from fastweights.ops.family import lightning_decay, retnet_decay
+from fastweights.ops.projections import project
 from fastweights.reference.backend import wide
 
 

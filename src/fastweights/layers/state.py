@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, readable
-from fastweights.ops import linear_recurrence
+from fastweights.ops.recurrence import linear_recurrence
 from fastweights.reference.backend import wide
 from fastweights.serving import MAX_TOKENS, decode_step, inside, put
 

@@ -22,7 +22,7 @@ from fastweights.layers.layer import Layer, Part, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial
-from fastweights.projections import is_untouched, untouched
+from fastweights.ops.projections import is_untouched, untouched
 
 
 class Start(Part):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fastweights import any_length, private
+from fastweights import private
 from fastweights.arguments import DTYPES, PLAIN
 from fastweights.deep.chunks import Layout, Part
 from fastweights.deep.dual import Layers, Norm, each
@@ -27,8 +27,9 @@ from fastweights.layers.state import LayerState, Offsets, lengths
 from fastweights.layers.titans import Start
 from fastweights.layers.titans_attention import Beside
 from fastweights.layers.window import seen_always
-from fastweights.ops import autocast, without_autocast
-from fastweights.projections import Untouched, is_untouched, untouched
+from fastweights.ops import any_length
+from fastweights.ops.projections import Untouched, is_untouched, untouched
+from fastweights.ops.recurrence import autocast, without_autocast
 from fastweights.reference.backend import wide
 
 CALLED = (Start, HeadsConvolution, OutputNorm, nn.Linear, nn.RMSNorm)

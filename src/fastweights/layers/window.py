@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights import any_length
+from fastweights.ops import any_length
 
 
 def window_attention(

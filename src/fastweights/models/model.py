@@ -25,7 +25,7 @@ from fastweights.models.loss import (
     of_logits,
     token_losses,
 )
-from fastweights.projections import is_plain, is_product, untouched
+from fastweights.ops.projections import is_plain, is_product, untouched
 
 States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
@@ -419,7 +419,7 @@ class LanguageModel(Part):
 
         Two per multiplication and addition in products of matrices, as
         PyTorch's FlopCounterMode counts them with
-        :mod:`fastweights.flops`: softmax attention's scores as a full
+        :mod:`fastweights.ops.flops`: softmax attention's scores as a full
         square, and what is elementwise not at all. A training step takes
         three times as many.
         """

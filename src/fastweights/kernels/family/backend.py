@@ -1,0 +1,152 @@
+"""The kernels as a backend of :func:`fastweights.linear_recurrence`.
+
+As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
+``backward``. What a call launches is written in the
+:class:`fastweights.kernels.family.schedule.Schedule` of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastweights.arguments import check_offsets_on_host
+from fastweights.kernels import dot_precision
+from fastweights.kernels.family import stages
+from fastweights.kernels.family.schedule import (
+    compile_together,
+    memory,
+    places,
+)
+from fastweights.kernels.family.settings import Kind, lengths_of, properties
+
+Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
+
+
+def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
+    """What kind of call that is; and B, T, sequences and whether packed.
+
+    Of a traced call these may be symbols; heads and widths are numbers.
+    """
+    q, _, v, g, beta, _, offsets, *_ = given
+    assert q is not None and v is not None
+    B, T, H, K = q.shape
+    gate = 0 if g is None else 1 if g.dim() == 3 else int(K)
+    precision = dot_precision(q.dtype, int(K))
+    heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
+    rule = (gate, beta is not None, chunk_size, precision)
+    kind = Kind(properties(q.device), q.dtype, *heads, *rule)
+    N = B if offsets is None else offsets.shape[0] - 1
+    return kind, (B, T, N, offsets is not None)
+
+
+def dtypes(given: Given) -> stages.Dtypes:
+    return tuple([None if x is None else x.dtype for x in given])
+
+
+def empty_saved(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Room for what :func:`forward` keeps."""
+    given = (q, q, v, g, beta, None, cu_seqlens)
+    kind, sizes = kind_of(given, chunk_size)
+    lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
+    kept = stages.kept(kind, stages.rooms(kind, dtypes(given)))
+    size = places((x.lines for x in kept), lengths)[-1]
+    return memory(kept, size, q, lengths)
+
+
+def aligned(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy, contiguous and at an address divisible by 16.
+
+    As Triton's wide loads and tensor descriptors need it, and all that
+    PyTorch allocates is; a slice of a tensor may be neither.
+    """
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def run(
+    inputs: Given, saved: list[Tensor] | None, scale: float, chunk_size: int
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The results of a forward or, if it ``saved``, a backward; what is kept.
+
+    With a forward's kernels are compiled those of the backward that its
+    inputs will need, if they require a gradient, and only the outputs have
+    one.
+    """
+    with torch.cuda.device_of(inputs[0]):
+        given = [aligned(x) for x in inputs]
+        kind, sizes = kind_of(given, chunk_size)
+        lengths, of = lengths_of(kind, *sizes), dtypes(given)
+        cut, back = lengths.borders > 0, saved is not None
+        schedule = (stages.backward if back else stages.forward)(kind, of, cut)
+        if not schedule.kernels:
+            together = [schedule]
+            leaves = [x for x in given if x is not None and x.requires_grad]
+            if leaves and not back:
+                needed = (*of, of[2], None)
+                together.append(stages.backward(kind, needed, cut))
+            compile_together(*together)
+            schedule.load(kind.gpu.shared)
+        return schedule(given, lengths, scale, saved)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o in v's dtype, the final states in fp32, and what is kept.
+
+    Kept is one buffer, but in Triton's interpreter a tensor each.
+    """
+    check_offsets_on_host(cu_seqlens, q.shape[1])
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    made, saved = run(inputs, None, scale, chunk_size)
+    return made["o"], made["state"], saved
+
+
+def backward(
+    do: Tensor | None,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    scale: float,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Gradients of q, k, v and of g, beta, initial_state where given.
+
+    Each has its input's dtype. do or dstate is None where nothing depends on
+    that output.
+    """
+    if do is None:
+        do = torch.zeros_like(v)
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
+    made, _ = run(inputs, saved, scale, chunk_size)
+    if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
+        made["dg"] = made["dg"].view_as(g)
+    if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles
+        made["dbeta"] = made["dbeta"].sum(-1).to(beta.dtype)
+    return [*made.values()]

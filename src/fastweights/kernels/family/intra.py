@@ -1,0 +1,233 @@
+"""Inside each chunk, all chunks at once: decays, scores, inverse."""
+
+import triton
+import triton.language as tl
+
+from fastweights.kernels import tile
+from fastweights.kernels.family import gates, inverse
+
+
+@triton.jit
+def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
+    """Add (q b_r) (k b_c)^T to b_Aqk; delta rule: (k b_r) (k b_c)^T to b_Akk.
+
+    Of key tile i_k. The factors b_r and b_c are [BT, BK], the sums [BT, BT].
+    """
+    dtype: tl.constexpr = k.dtype.element_ty
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.key_tiles
+    b_k = tile.load_rows(k, rows, i_k, KEYS)  # [BT, BK]
+    b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
+    b_q = tile.load_rows(q, rows, i_k, KEYS)  # [BT, BK]
+    b_x = (b_q * b_r).to(dtype)  # [BT, BK]
+    b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
+    if META.DELTA:
+        b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+        b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
+    return b_Aqk, b_Akk
+
+
+@triton.jit
+def add_strong(
+    b_Aqk,
+    b_Akk,
+    inputs,
+    k_out,
+    rows,
+    i_k,
+    HAS_SCORES: tl.constexpr,
+    META: tl.constexpr,
+):
+    """What is left of key tile i_k: channels whose decay does not halve.
+
+    Their k_out, and, if it HAS_SCORES, their scores [BT, BT], level by level:
+    see gates.decays_of_pairs. rows are those of the value head.
+    """
+    q, k, g, beta = inputs
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    LEVELS: tl.constexpr = gates.num_levels(META.BT)
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    t, end, i_hv = rows
+    rows_of_key = (t, end, i_hv // (META.HV // META.H))
+    b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+    b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+    b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+    m_strong = (gates.is_weak(b_total, k) == 0)[None, :]
+    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_G = gates.summed_gates(
+        tile.time_order(META.BT) < 0, b_high, b_low, EXACT
+    )  # G_C - G
+    p_x, m_x = tile.rows_at(k_out, rows, i_k, GATES)
+    b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
+    tl.store(p_x, b_x, mask=m_x & m_strong)
+    if HAS_SCORES:
+        first = gates.first_level(b_high, k)
+        zeros = tl.zeros_like(b_Aqk)
+        for level in range(first, LEVELS + 1):
+            b_r, b_c, m_A = gates.decays_of_pairs(
+                b_high, b_low, level, first, EXACT
+            )
+            b_c = tl.where(m_strong, b_c, 0.0)
+            b_A, b_M = scores_of(
+                zeros, zeros, q, k, rows_of_key, i_k, b_r, b_c, META
+            )
+            b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            if META.DELTA:
+                b_Akk += tl.where(m_A, b_M, 0.0)  # [BT, BT]
+    return b_Aqk, b_Akk
+
+
+@triton.jit
+def intra_fwd_kernel(
+    inputs, decayed, decays, scores, strong, call, META: tl.constexpr
+):
+    """One chunk of one value head.
+
+    Delta rule: R, with which the inverse of I + Diag(beta) Akk is
+    I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta); and
+    beta as a row in fp32, row_beta.
+
+    Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
+    chunk is seen from the point p where half of its decay is done, G_p =
+    G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
+    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
+    decays too far to be seen so (gates.is_weak) has e^G and e^{G_C - G} in
+    their place, and its scores take differences of G: in fp64, since in fp32
+    a weak gate after strong ones would drown.
+
+    A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
+    k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
+    scores. A channel that decays too far has q_in = e^G q, k_in = e^G k and
+    k_out = e^{G_C - G} k, and its scores from add_strong. What is None is
+    not computed: the backward has kept Aqk and R. It alone needs strong, a
+    bit for each key tile that has such a channel.
+    """
+    q, k, g, beta = inputs
+    q_in, k_in, k_out = decayed
+    row_in, row_out, row_beta, total, G, bound = decays
+    Aqk, R = scores
+    cu_seqlens, scale, T, N, L = call
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    PRECISION: tl.constexpr = META.PRECISION
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    SCORES: tl.constexpr = META.score_tiles
+    HV: tl.constexpr = META.HV
+    K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
+    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    i_ch = i_c.to(tl.int64) * HV + i_hv
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        if strong is not None:
+            tl.store(strong + tl.program_id(0), 0)
+        return
+    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
+    o_t = tile.time_order(BT)
+    if DELTA:
+        b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
+        if DG != 1:  # else with the gate's rows
+            tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+    if DG == 1:
+        b_g = tile.load_row(g, rows, HV, BT)  # [BT]
+    b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    strong_tiles = 0  # a bit per key tile
+    NK: tl.constexpr = META.NK if DG > 1 or R is not None else 0
+    for i_k in range(NK):
+        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        if DG <= 1:
+            b_kT = tl.trans(b_k)  # [BK, BT]
+            b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
+        else:
+            b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+            b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+            b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+            o_k = i_k * META.BK + tl.arange(0, META.BK)
+            tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
+            m_weak = gates.is_weak(b_total, k)  # [BK]
+            strong_tiles |= tl.max(tl.where(m_weak, 0, 1 << i_k))
+            b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+            b_G -= tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
+            b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
+            b_c = (b_k * b_c).to(dtype)  # [BT, BK]
+            tile.store_rows(k_out, b_c, rows, i_k, GATES)
+            b_kT = tl.trans(b_c)  # [BK, BT]
+            b_r = tl.exp2(b_G)
+            b_x = (b_q * b_r).to(dtype)  # [BT, BK]
+            tile.store_rows(q_in, b_x, rows, i_k, GATES)
+            if Aqk is not None:
+                b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
+            b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+            if DELTA:
+                tile.store_rows(k_in, b_x, rows, i_k, GATES)
+            if R is not None:
+                b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
+
+    if strong is not None:
+        tl.store(strong + tl.program_id(0), strong_tiles)
+    if DG > 1:  # noqa: SIM102  (the kernel has it or has not)
+        # One branch around the loop, so that ptxas keeps in it what the loop
+        # computes ahead, and a chunk without strong channels skips that too.
+        if strong_tiles != 0:
+            tl.debug_barrier()  # before other threads store k_out again
+            for i_k in range(NK):
+                if (strong_tiles >> i_k) % 2 == 1:
+                    b_Aqk, b_Akk = add_strong(
+                        b_Aqk,
+                        b_Akk,
+                        inputs,
+                        k_out,
+                        rows,
+                        i_k,
+                        Aqk is not None,
+                        META,
+                    )
+    if DG == 1:
+        # After the products: before them, the barriers of the sums and the
+        # stores would hold the loads of k back.
+        if DELTA:
+            tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+        b_g = gates.clamped(b_g.to(tl.float32), -20000.0)
+        b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
+        tl.store(tile.slot_row(G, i_ch, BT), b_G)
+        b_total = tl.sum(
+            tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
+        )
+        weak = gates.is_weak(b_total, k)
+        b_in = b_G - tl.where(weak, 0.5 * b_total, 0.0)
+        b_out = tl.where(weak, 0.5, 1.0) * b_total - b_G
+        b_in, b_out = (
+            tl.exp2(b_in.to(tl.float32)),
+            tl.exp2(b_out.to(tl.float32)),
+        )
+        tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
+        tl.store(tile.slot_row(row_out, i_ch, BT), b_out)
+        b_total = b_total.to(tl.float32)
+        tl.store(total + i_ch, b_total)
+    if Aqk is not None:
+        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+        tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
+    if R is not None:
+        if DG == 1:
+            tl.debug_barrier()  # all of G is there
+            if weak:
+                b_Akk *= b_in[:, None] * b_out[None, :]
+            else:
+                b_Akk *= gates.decay_matrix(G, i_ch, BT)
+        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
+        largest = tl.max(tl.abs(b_Akk))
+        # Of a token's step beta |k|^2, at most; a map grows with those over 2.
+        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+        if DG == 1:
+            b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            tl.store(bound + i_ch, b_total)
+        mild = (steps < 2.05) & (largest < 1e3)
+        b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
+        tile.store_rows(R, b_R, rows, 0, SCORES)

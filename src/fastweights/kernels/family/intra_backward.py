@@ -1,0 +1,422 @@
+"""Inside each chunk, all chunks at once: the gradients of its inputs."""
+
+import triton
+import triton.language as tl
+
+from fastweights.kernels import tile
+from fastweights.kernels.family import gates
+
+
+@triton.jit
+def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
+    """Whether the decay of every channel of the key tile halves.
+
+    For all value heads of key head i_h; total [K] is in log2 units.
+    """
+    least = 0.0
+    o_k = i_k * META.BK + tl.arange(0, META.BK)
+    for i_g in range(META.HV // META.H):
+        i_ch = i_c.to(tl.int64) * META.HV + i_h * (META.HV // META.H) + i_g
+        p_total = total + i_ch * META.K + o_k
+        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)
+        least = tl.minimum(least, tl.min(b_total))
+    return gates.is_weak(least, x)
+
+
+@triton.jit
+def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
+    """The sums over values, before any decay, scale, beta and mask.
+
+    Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
+    to q, to k as it is written, and, negated, to k as it reads. -dAkk and
+    the last are 0 for the additive rule. And for a gate h . dh, of the
+    gradient of the state's decay, [BK], or for a gate per head its sum: the
+    diagonal of a product, since a tile that a product and a sum read has one
+    buffer, which Triton fills again before the product is done.
+    """
+    do, x, dv, h, dh = operands
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    VALUES: tl.constexpr = META.value_tiles
+    PRECISION: tl.constexpr = META.PRECISION
+    b_dA = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dE = tl.zeros([BT, BT], dtype=tl.float32)
+    b_row = tl.zeros([BT, BK], dtype=tl.float32)
+    b_col = tl.zeros([BT, BK], dtype=tl.float32)
+    b_err = tl.zeros([BT, BK], dtype=tl.float32)
+    b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
+    for i_v in range(META.NV):
+        o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
+        b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_x = tile.load_rows(x, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(do, rows, i_v, VALUES)  # [BT, BV]
+        b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
+        b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
+        b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
+        b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
+        if META.DELTA:
+            b_dv = tile.load_rows(dv, rows, i_v, VALUES)  # [BT, BV]
+            b_dE = tl.dot(b_dv, b_xT, b_dE, input_precision=PRECISION)
+            b_err = tl.dot(b_dv, b_hT, b_err, input_precision=PRECISION)
+        if META.DG > 0:
+            b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
+    b_hdh = tl.where(tile.time_order(BK) == 0, b_hdh, 0.0)
+    if META.DG == 1:  # noqa: SIM108
+        b_kept = tl.sum(b_hdh)
+    else:
+        b_kept = tl.sum(b_hdh, axis=1)  # [BK]
+    return b_dA, b_dE, b_row, b_col, b_err, b_kept
+
+
+@triton.jit
+def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
+    """Store dbeta, from the diagonal of -dAkk: sums of dv times the errors.
+
+    dv has beta as a factor (the scan takes care that it is not 0). Every key
+    tile finds the same.
+    """
+    NUMBERS: tl.constexpr = META.number_tiles
+    if i_k == 0:
+        b_diag = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
+        b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
+        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
+
+
+@triton.jit
+def intra_bwd_kernel(
+    g, decayed, decays, operands, gradients, call, META: tl.constexpr
+):
+    """One chunk and key tile of one key head: gradients of q, k, g and beta.
+
+    From the states that enter the chunks, h, and the gradients of those
+    that leave them, dh. x is v, or for the delta rule the errors, of which
+    beta x is written. The value heads of the key head are summed here, in
+    fp32. Of the gradient of a gate per head every key tile writes its parts,
+    which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of the
+    state's decay dkept [slots, HV, NK].
+
+    A gate's gradient is a sum over the pairs of tokens that it stands
+    between. Rows gain from it what columns lose, and pairs on one side must
+    cancel: b_pairs adds up both, from operands that are rounded alike.
+
+    With a gate per channel q_in, k_in and k_out are seen from where half of
+    the channel's decay is done (intra_fwd_kernel), and so are the gradients
+    until the end. intra_bwd_strong_kernel has the tiles with channels that
+    cannot be seen so.
+    """
+    q_in, k_in, k_out = decayed
+    row_in, row_out, row_beta, total, G, bound = decays
+    do, x, dv, h, dh = operands
+    dq, dk, dg, dkept, dbeta = gradients
+    cu_seqlens, scale, T, N, L = call
+    PRECISION: tl.constexpr = META.PRECISION
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    READ: tl.constexpr = META.gate_tiles if DG > 1 else META.key_tiles
+    H: tl.constexpr = META.H
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    NK: tl.constexpr = META.NK
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    NG: tl.constexpr = HV // H
+    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_k = tl.program_id(0) % NK
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
+        if not all_weak(total, do, i_c, i_h, i_k, META):
+            return
+    dtype = do.dtype.element_ty
+    o_t = tile.time_order(BT)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_g in range(NG):
+        i_hv = i_h * NG + i_g
+        i_ch = i_c.to(tl.int64) * HV + i_hv
+        rows = (t, end, i_hv)
+        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+            operands, rows, i_ch, i_k, META
+        )
+
+        # Through the scores: the diagonal, which no gate is in, by itself.
+        if DELTA:
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
+            if dbeta is not None:
+                store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
+        b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
+        if DELTA:
+            b_weight = b_beta
+        if DG > 0:
+            b_diag = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
+            b_diag = (scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
+        if DG == 1:
+            b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
+            b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
+            b_total = tl.load(total + i_ch)
+            b_half, b_rest = gates.decay_in_parts(b_total, do)
+            b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
+            if gates.is_weak(b_total, do) == 0:
+                b_D = gates.decay_matrix(G, i_ch, BT) * b_weight[None, :]
+            b_dA *= scale * b_D
+            b_dE *= -b_D
+        else:
+            b_dA *= scale * b_weight[None, :]
+            b_dE *= -b_weight[None, :]
+        m_A = o_t > 0 if DG > 0 else o_t >= 0
+        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+
+        # The states' decays, and who reads them: of a gate per channel, q and
+        # k of the value head.
+        read = rows if DG > 1 else (t, end, i_h)
+        b_write = b_weight[:, None]
+        if DG == 1:
+            b_decay = (b_half * b_in)[:, None]  # [BT, 1]
+            b_write *= (b_half * b_out)[:, None]
+            b_kept *= tl.exp2(b_total)
+        elif DG > 1:
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_total = total + i_ch * META.K + o_k
+            b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
+            b_kept *= tl.exp2(b_total)
+            b_decay = tl.exp2(0.5 * b_total)[None, :]
+            b_col *= b_decay
+        if DELTA or DG == 1:
+            b_col *= b_write
+        b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
+        b_k = tile.load_rows(k_out, read, i_k, READ)  # [BT, BK]
+        b_row *= (scale * b_decay) if DG > 0 else scale
+        # b_row last: Triton lays the sums over b_pairs out as what the last
+        # product leads to, and b_c's is transposed.
+        b_qT = tl.trans(b_q)  # [BK, BT]
+        b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
+        if DELTA:
+            b_kr = b_k
+            if DG > 1:
+                b_kr = tile.load_rows(k_in, read, i_k, READ)  # [BT, BK]
+            b_krT = tl.trans(b_kr)  # [BK, BT]
+            b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
+            b_err *= -b_decay if DG > 0 else -1.0
+            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
+        b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
+        if DG > 0:
+            b_pairs = b_q * b_row  # [BT, BK]
+            b_row += b_diag * b_k
+        if DELTA and DG > 1:
+            b_pairs += b_kr * b_err
+        b_c = tl.trans(b_c)  # [BT, BK]
+        if DG == 1 and DELTA:
+            b_pairs += b_k * (b_err - b_c)
+        elif DG > 0:
+            b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
+        if DG > 0:
+            b_w = b_k * b_col  # [BT, BK]
+            b_c += b_diag * b_q
+
+        if DG == 1:
+            i_part = i_ch * NK + i_k
+            o_c = i_part * 2 * BT + tl.arange(0, BT)
+            b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
+            tl.store(dg + o_c, b_sums[0])
+            tl.store(dg + BT + o_c, b_sums[1])
+            tl.store(dkept + i_part, b_kept)
+        elif DG > 1:
+            b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
+            b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_kept[None, :]
+            tile.store_rows(dg, b_dg, rows, i_k, GATES)
+
+            b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+            b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            # Loaded again, or it would take registers all the way here.
+            b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
+            b_G -= (0.5 * b_total)[None, :]  # G_p - G
+            b_row *= tl.exp2(-b_G)
+            b_err *= tl.exp2(-b_G)
+            b_col *= tl.exp2(b_G)
+            b_c *= tl.exp2(b_G)
+        b_dq += b_row
+        b_dk += b_col + b_c
+        if DELTA:
+            b_dk += b_err
+
+    tile.store_rows(dq, b_dq, (t, end, i_h), i_k, KEYS)
+    tile.store_rows(dk, b_dk, (t, end, i_h), i_k, KEYS)
+
+
+@triton.jit
+def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
+    """One chunk of one value head: dg of a gate per head [T, HV].
+
+    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and kept. Of
+    parts: pairs_i, what row i reads from earlier tokens less what its column
+    gives to later ones; w_j, what token j writes as it arrives at the exit.
+    dkept: the entering state's decay.
+    """
+    cu_seqlens, scale, T, N, L = call
+    NUMBERS: tl.constexpr = META.number_tiles
+    BT: tl.constexpr = META.BT
+    NK: tl.constexpr = META.NK
+    i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        return
+    o_c = tl.arange(0, BT)
+    b_pairs = tl.zeros([BT], dtype=tl.float32)
+    b_before = tl.zeros([BT], dtype=tl.float32)
+    b_dg = tl.zeros([BT], dtype=tl.float32)
+    for i_k in tl.static_range(NK):
+        i_part = tl.program_id(0).to(tl.int64) * NK + i_k
+        p_part = parts + i_part * 2 * BT + o_c
+        b_pairs += tl.load(p_part)
+        b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
+        b_dg += tl.load(dkept + i_part)
+    b_dg += tl.cumsum(b_before, axis=0)
+    b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
+    tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def intra_bwd_strong_kernel(
+    inputs,
+    decays,
+    strong,
+    operands,
+    gradients,
+    num_chunks,
+    call,
+    META: tl.constexpr,
+):
+    """intra_bwd_kernel for a gate per channel, and the tiles it leaves out.
+
+    Those in which a channel's decay is not weak. The scores' gradients pass
+    level by level (gates.decays_of_pairs), and moderate gates need one level.
+    A program looks at LOOK of the num_chunks chunks of key heads. With 8
+    warps: whatever leads to a product is by_columns, or it would be computed
+    twice.
+    """
+    q, k, g, beta = inputs
+    row_in, row_out, row_beta, total, G, bound = decays
+    do, x, dv, h, dh = operands
+    dq, dk, dg, dkept, dbeta = gradients
+    cu_seqlens, scale, T, N, L = call
+    PRECISION: tl.constexpr = META.PRECISION
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    H: tl.constexpr = META.H
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    NK: tl.constexpr = META.NK
+    LEVELS: tl.constexpr = gates.num_levels(BT)
+    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    NG: tl.constexpr = HV // H
+    LOOK: tl.constexpr = META.LOOK
+    dtype = do.dtype.element_ty
+    o_t = tile.time_order(BT)
+    first = tl.program_id(0) * LOOK
+    o_x = first + tl.arange(0, LOOK)
+    b_strong = tl.zeros([LOOK], dtype=tl.int32)
+    for i_m in tl.static_range(NG):
+        p_strong = strong + o_x * NG + i_m
+        b_strong += tl.load(p_strong, mask=o_x < num_chunks, other=0)
+    if tl.max(b_strong) == 0:
+        return
+    for i in range(LOOK * NK):
+        i_x = first + i // NK
+        i_c, i_h, i_k = i_x // H, i_x % H, i % NK
+        t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+        done = (i_x >= num_chunks) | (t >= end)
+        if done == 0:
+            done = all_weak(total, do, i_c, i_h, i_k, META)
+        if done == 0:
+            rows_of_key = (t, end, i_h)
+            b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+            b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for i_g in range(NG):
+                i_hv = i_h * NG + i_g
+                i_ch = i_c.to(tl.int64) * HV + i_hv
+                rows = (t, end, i_hv)
+                b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+                    operands, rows, i_ch, i_k, META
+                )
+                b_dA = tile.by_columns(b_dA, True)
+                b_dE = tile.by_columns(b_dE, True)
+                b_row = tile.by_columns(b_row, True)
+                b_col = tile.by_columns(b_col, True)
+                b_err = tile.by_columns(b_err, True)
+                if DELTA:
+                    b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
+                    if dbeta is not None:
+                        store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
+                    b_dA *= b_beta[None, :]
+                    b_dE *= -b_beta[None, :]
+                    b_col *= b_beta[:, None]
+                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+                b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+                b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+                b_in = tl.exp2(b_G)
+                b_dA *= scale
+                b_row *= scale * b_in
+                b_err *= -b_in
+                b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+                b_col *= tl.exp2(b_G)
+                b_w = b_k * b_col  # [BT, BK]
+
+                # Through the scores, the diagonal by itself.
+                b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+                b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+                b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+                b_pairs = b_q * b_row + b_k * b_err
+                lowest = gates.first_level(b_high, do, True)
+                for level in range(tl.maximum(lowest, 1), LEVELS + 1):
+                    b_r, b_c, m_A = gates.decays_of_pairs(
+                        b_high, b_low, level, lowest, EXACT, True
+                    )  # [BT, BK], [BT, BK], [BT, BT]
+                    b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
+                    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
+                    b_A = tl.where(m_A, b_dA, 0.0)
+                    b_x = tile.dot(
+                        b_A, b_kc, None, PRECISION, True
+                    )  # [BT, BK]
+                    b_qT = tl.trans(b_qr)  # [BK, BT]
+                    b_y = tile.dot(
+                        b_qT, b_A, None, PRECISION, True
+                    )  # [BK, BT]
+                    b_row += b_r * b_x  # [BT, BK]
+                    b_pairs += b_qr * b_x
+                    if DELTA:
+                        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
+                        b_A = tl.where(m_A, b_dE, 0.0)
+                        b_x = tile.dot(
+                            b_A, b_kc, None, PRECISION, True
+                        )  # [BT, BK]
+                        b_kT = tl.trans(b_kr)  # [BK, BT]
+                        b_y = tl.dot(b_kT, b_A, b_y, input_precision=PRECISION)
+                        b_err += b_r * b_x
+                        b_pairs += b_kr * b_x
+                    b_y = tl.trans(tile.by_columns(b_y, True))  # [BT, BK]
+                    b_col += b_c * b_y
+                    b_pairs -= b_kc * b_y
+
+                b_dq += b_row + b_diag * b_k
+                b_dk += b_col + b_err + b_diag * b_q
+                b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
+                b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT, True)
+                b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+                b_dg += (tl.exp2(b_total) * b_kept)[None, :]
+                tile.store_rows(dg, b_dg, rows, i_k, GATES)
+
+            tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)
+            tile.store_rows(dk, b_dk, rows_of_key, i_k, KEYS)

@@ -1,0 +1,511 @@
+"""Across chunks in sequence: the state forward in time, its gradient back.
+
+A sequence may be cut into segments that run side by side. Each maps the state
+S that enters it to M S + B, so a first pass, which writes nothing per token,
+finds B (start from zero) and M (start from the identity, write no values);
+``compose.py`` makes of the maps the states between the segments; the second
+pass starts each segment from the state that enters it. Where gates forget, B
+depends on a segment's last chunks only, and M is nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from fastweights.kernels import tile
+from fastweights.kernels.family import gates
+from fastweights.kernels.family.compose import (
+    border_of,
+    reach,
+    segment_at,
+    segment_before,
+)
+
+
+@triton.jit
+def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
+    """Tile i_j [BK, BV] of the identity's columns; 0 if i_j < 0."""
+    o_k, o_j = tl.arange(0, BK)[:, None], i_j * BV + tl.arange(0, BV)[None, :]
+    return tl.where(o_k == o_j, 1.0, 0.0)
+
+
+@triton.jit
+def channel_decays(decays, i_ch, x, META: tl.constexpr):
+    """The parts [BK, 1] of each channel's decay, of chunk and head i_ch.
+
+    See gates.decay_in_parts, for which x has the dtype.
+    """
+    row_in, row_out, row_beta, total, G, bound = decays
+    o_k = tl.arange(0, META.BK)
+    p_total = total + i_ch * META.K + o_k
+    b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
+    return gates.decay_in_parts(b_total, x)
+
+
+@triton.jit
+def head_decays(decays, i_ch, x, META: tl.constexpr):
+    """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
+
+    And whether the chunk is seen from half of its decay: then the rows are
+    inverses, and only one is loaded.
+    """
+    row_in, row_out, row_beta, total, G, bound = decays
+    b_total = tl.load(total + i_ch)
+    b_half, b_rest = gates.decay_in_parts(b_total, x)
+    b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
+    weak = gates.is_weak(b_total, x)
+    if weak:
+        b_in = 1.0 / b_out
+    else:
+        b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
+    return b_half, b_rest, b_in, b_out, weak
+
+
+@triton.jit
+def chunks_of(
+    i_x,
+    i_hv,
+    is_map,
+    bound,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """A program's sequence, its tokens, and its chunks: begin to last.
+
+    Of segment i_x, whose first chunk is first, or with MAP of the one before
+    border i_x, if that is_border. With a gate per head a map is that of the
+    chunks which matter at the segment's end; whether it reaches_all of them.
+    """
+    cu_seqlens, scale, T, N, L = call
+    BT: tl.constexpr = META.BT
+    is_border, reaches_all = False, True
+    if MAP:
+        i_n, start, end, first, is_border = segment_before(
+            i_x, cu_seqlens, N, T, L, BT
+        )
+        last = tl.where(is_border, first + L, first)
+        last = tl.where(is_map & (first == 0), first, last)
+    else:
+        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+        NT = tl.cdiv(end - start, BT).to(tl.int32)
+        last = tl.minimum(first + L, NT)
+    begin = first
+    if MAP and META.DG == 1:
+        i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+        reached = reach(bound, i_slot + first, i_hv, first, last, False, META)
+        reaches_all = reached == last - first
+        if is_map & (reaches_all == 0):
+            reached = 0
+        begin = last - reached
+    return i_n, start, end, first, begin, last, is_border, reaches_all
+
+
+@triton.jit
+def enter(
+    states,
+    chunks,
+    i_hv,
+    i_v,
+    is_map,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """The state [BK, BV] with which a program's first chunk begins.
+
+    A sequence's own, or of a later segment the composed one; of M its unit
+    vectors, or 0 where it does not reach all of its chunks.
+    """
+    initial_state, border_states, maps = states
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    cu_seqlens, scale, T, N, L = call
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    if initial_state is None:
+        b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        from_start = (first == 0) & reaches_all
+        i_nh = i_n * META.HV + i_hv
+        b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
+    if MAP:
+        if META.DELTA:  # noqa: SIM102  (the kernel has it or has not)
+            if is_map:  # and no values
+                i_j = tl.where(reaches_all, i_v - META.NV, -1)  # else 0
+                b_S = unit_columns(i_j, BK, BV)
+    elif border_states is not None:
+        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META.BT)
+        has_before = (first > 0) & (first < NT)
+        i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
+        b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
+    return b_S
+
+
+@triton.jit
+def leave(
+    states,
+    state,
+    b_S,
+    b_decay,
+    chunks,
+    i_x,
+    i_hv,
+    i_v,
+    is_map,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
+):
+    """Store what a program's last chunk ends with, if anybody asks for it.
+
+    MAP: B to border_states, M or the channels' decay to maps; else the final
+    state, of a sequence's last segment.
+    """
+    initial_state, border_states, maps = states
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    K: tl.constexpr = META.K
+    if MAP:
+        i_b = i_x * META.HV + i_hv
+        has_state = is_border & (is_map == 0)
+        tile.store_state(border_states, b_S, i_b, i_v, has_state, META)
+        if META.DELTA:
+            # Of a sequence's first segment, and of no program of B, no rows.
+            MAPS: tl.constexpr = META.map_tiles
+            row = i_b.to(tl.int64) * K
+            has_map = is_border & is_map & (first > 0)
+            rows = (row, row + tl.where(has_map, K, 0), 0)
+            tile.store_rows(maps, b_S, rows, i_v - META.NV, MAPS)
+        elif META.DG > 0:
+            o_k = tl.arange(0, META.BK)[:, None]
+            if META.DG == 1:
+                b_decay = tl.where(reaches_all, b_decay, 0.0)
+            m_k = tile.mask_if(is_border & (i_v == 0), o_k < K)
+            p_decay = maps + i_b.to(tl.int64) * K + o_k
+            tl.store(p_decay, b_decay, mask=m_k)
+    elif state is not None:
+        # An empty sequence has one segment, of no chunks.
+        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
+        is_last = (last == NT) & ((first < NT) | (first == 0))
+        i_nh = i_n * META.HV + i_hv
+        tile.store_state(state, b_S, i_nh, i_v, is_last, META)
+
+
+@triton.jit
+def scan_fwd_kernel(
+    decayed, v, decays, scores, states, outputs, call, META: tl.constexpr
+):
+    """One value tile of one head of one segment, its state in registers.
+
+    q_in, k_in, k_out [T, H, K] are those of intra for a gate per channel;
+    else they are q, k, k, and the decays of a gate per head act on the rows
+    of what these multiply. The delta rule writes beta times its errors, which
+    are what the values are more than what the keys find: (I + Akk
+    Diag(beta))^{-1} r, where r is that for the state S at the chunk's
+    entrance. With o the kernel writes the outputs and the final state; with
+    h, for the backward, the state that enters each chunk, and the errors.
+    With neither it writes the map of the segment before a border: B to
+    border_states [borders, HV, K, V], and M to maps: K x K for the delta
+    rule, whose tiles are programs of their own, and the decay of K channels
+    for a gate and the additive rule. A sequence's first segment knows its
+    state, which it leaves in border_states, and needs no M. Otherwise
+    border_states is the state that passes each border, composed.
+    """
+    q_in, k_in, k_out = decayed
+    row_in, row_out, row_beta, total, G, bound = decays
+    Aqk, R = scores
+    o, state, h, errors = outputs
+    cu_seqlens, scale, T, N, L = call
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.key_tiles
+    VALUES: tl.constexpr = META.value_tiles
+    SCORES: tl.constexpr = META.score_tiles
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    MAP: tl.constexpr = o is None and h is None
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
+    NV: tl.constexpr = META.NV
+    NM: tl.constexpr = META.NM if MAP and DELTA else 0
+    i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
+    i_hv, i_x = i_x % HV, i_x // HV
+    i_h = i_hv // (HV // META.H)
+    is_map = i_v >= NV  # a program of M
+    chunks = chunks_of(i_x, i_hv, is_map, bound, call, MAP, META)
+    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    b_S = enter(states, chunks, i_hv, i_v, is_map, call, MAP, META)
+    b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
+
+    tokens = (start, end)
+    d_v = tile.sequence_tiles(v, tokens, VALUES)
+    if DG <= 1 or DELTA:
+        d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
+    if DG > 1:
+        d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
+    if DELTA:
+        d_R = tile.sequence_tiles(R, tokens, SCORES)
+    if o is not None:
+        d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
+        if DG > 1:
+            d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
+    for i_t in range(begin, last):
+        c = i_t * BT
+        rows = (start + c, end, i_hv)
+        c_v = c
+        if MAP:  # programs of M read v past the end: zeros
+            c_v = tl.where(is_map, (end - start).to(tl.int32), c)
+        i_ch = (i_slot + i_t) * HV + i_hv
+        if DG > 1:
+            if h is not None:
+                b_S_in = b_S.to(v.dtype.element_ty)
+                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+            b_half, b_rest = channel_decays(decays, i_ch, v, META)
+            b_S *= b_half  # to where half of each channel has decayed
+        elif DG == 1 and DELTA:
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, v, META
+            )
+        b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
+        b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
+        if DG <= 1 or DELTA:
+            b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+
+        if o is not None and DG <= 1:
+            # Before the errors, to free S_in's room.
+            b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
+
+        if DG == 1 and not DELTA:  # here its rows cost no registers
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, v, META
+            )
+        b_e = b_v  # [BT, BV]
+        if DELTA:
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
+            b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
+        if h is not None and DG <= 1:  # while that product runs
+            tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+        if DELTA:
+            if DG == 1:
+                b_e *= b_half * b_in
+            b_e = b_v - b_e
+            b_step = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
+            b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)
+            if errors is not None:
+                tile.store_rows(errors, b_e, rows, i_v, VALUES)
+            b_e *= b_beta
+
+        if DG == 1:
+            b_S *= b_half * b_rest
+        elif DG > 1:
+            b_S *= b_rest
+        if DG > 0 and MAP and not DELTA:
+            b_decay *= b_half * b_rest * b_half
+        b_x = b_e
+        if DG == 1:
+            b_x *= b_out
+        b_x = b_x.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
+        if DG > 1:
+            b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
+        b_kT = tl.trans(b_k)  # [BK, BT]
+        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+
+        if o is not None:
+            if DG <= 1:
+                b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
+            else:
+                b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
+                b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+                b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
+            b_read = scale
+            if DG == 1:
+                b_o *= tl.where(weak, b_half, b_in)
+                b_read = scale * tl.where(weak, b_in, 1.0)
+                if weak == 0:
+                    b_A *= gates.decay_matrix(G, i_ch, BT)
+                    b_x = b_e.to(b_v.dtype)
+            if DG <= 1:
+                b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
+                b_A = b_A.to(b_v.dtype)
+            b_o = tile.by_columns(b_o, WIDE)
+            b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            tile.store_rows(o, b_o, rows, i_v, VALUES)
+        if DG > 0:  # from where the chunk is seen to its exit
+            b_S *= b_half
+
+    leave(
+        *(states, state, b_S, b_decay, chunks, i_x, i_hv, i_v, is_map),
+        *(MAP, META),
+    )
+
+
+@triton.jit
+def scan_bwd_kernel(
+    decayed,
+    decays,
+    scores,
+    errors,
+    incoming,
+    dstates,
+    call,
+    META: tl.constexpr,
+):
+    """Carry the state's gradient from the last chunk to the first.
+
+    dv; dh, the gradient of the state that leaves each chunk; and that of the
+    initial state. With y the gradient of what the delta rule writes, beta
+    times the errors, dv is beta y, and dbeta the sum over values of errors y.
+    intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
+    dv would lose too much, and every value tile writes its part here. With w
+    what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
+    w. If dh is None, only what the segment after a border adds to the
+    gradient of the state that passes it, to border_grads [borders, HV, K, V];
+    otherwise border_grads is that gradient, composed.
+    """
+    q_in, k_in, k_out = decayed
+    row_in, row_out, row_beta, total, G, bound = decays
+    Aqk, R = scores
+    do, dstate = incoming
+    dv, dbeta, dh, dinitial_state, border_grads = dstates
+    cu_seqlens, scale, T, N, L = call
+    DG: tl.constexpr = META.DG
+    DELTA: tl.constexpr = META.DELTA
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.key_tiles
+    VALUES: tl.constexpr = META.value_tiles
+    SCORES: tl.constexpr = META.score_tiles
+    HV: tl.constexpr = META.HV
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    PARTS: tl.constexpr = META.part_tiles
+    MAP: tl.constexpr = dh is None
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
+    NV: tl.constexpr = META.NV
+    i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
+    i_hv, i_x = i_x % HV, i_x // HV
+    i_h = i_hv // (HV // META.H)
+    if MAP:
+        i_n, start, end, first, is_border = segment_before(
+            i_x, cu_seqlens, N, T, L, BT
+        )
+        first += L
+    else:
+        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    last = tl.minimum(first + L, NT)
+    if MAP:
+        last = tl.where(is_border, last, first)
+    i_nh = i_n * HV + i_hv
+    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    from_end = (last == NT) & ((first < NT) | (first == 0))
+    if MAP and DG == 1:
+        reached = reach(bound, i_slot + first, i_hv, first, last, True, META)
+        from_end &= reached == last - first
+        last = first + reached
+
+    if dstate is None:
+        b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        b_dS = tile.load_state(dstate, i_nh, i_v, from_end, META)
+    if border_grads is not None and not MAP:
+        i_b = border_of(i_n, start, first, cu_seqlens, T, L, BT)
+        has_after = last < NT
+        i_b = tl.where(has_after, i_b, 0) * HV + i_hv
+        b_dS += tile.load_state(border_grads, i_b, i_v, has_after, META)
+
+    tokens = (start, end)
+    d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
+    d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
+    d_do = tile.sequence_tiles(do, tokens, VALUES)
+    if DG > 1:
+        d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
+        if DELTA:
+            d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
+    if DELTA:
+        d_R = tile.sequence_tiles(R, tokens, SCORES)
+    if errors is not None:
+        d_errors = tile.sequence_tiles(errors, tokens, VALUES)
+    for i in range(last - first):
+        i_t = last - 1 - i
+        c = i_t * BT
+        rows = (start + c, end, i_hv)
+        i_ch = (i_slot + i_t) * HV + i_hv
+        b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
+        if dh is not None:
+            tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
+        if DG > 1:  # back to where half of each channel has decayed
+            b_half, b_rest = channel_decays(decays, i_ch, do, META)
+            b_dS *= b_half
+            b_dS_out = b_dS.to(do.dtype.element_ty)
+        elif DG == 1:
+            b_half, b_rest, b_in, b_out, weak = head_decays(
+                decays, i_ch, do, META
+            )
+
+        b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
+        b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+        b_do = tile.load_chunk(d_do, tokens, c, i_hv, i_v, VALUES)
+        if errors is not None:
+            b_e = tile.load_chunk(d_errors, tokens, c, i_hv, i_v, VALUES)
+        b_do = scale * b_do.to(tl.float32)
+
+        b_x = b_do
+        if DG == 1:
+            b_x *= b_in
+        b_x = b_x.to(do.dtype.element_ty)  # [BT, BV]
+        b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
+        if DG <= 1:
+            b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
+        else:
+            b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
+            b_A = tl.trans(b_A)  # [BT, BT]
+        b_read = b_x
+        if DG == 1:
+            b_y *= tl.where(weak, b_half, b_out)
+            if weak == 0:
+                b_A *= gates.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
+                b_read = b_do.to(do.dtype.element_ty)
+        if DG <= 1:
+            b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
+        b_y = tile.dot(b_A, b_read, b_y, PRECISION, WIDE)  # [BT, BV]
+        if DG == 1:
+            b_y *= tl.where(weak, b_out, 1.0)
+        if DELTA:
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
+            b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
+            b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
+            if errors is not None:
+                b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
+                tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
+            b_y *= tile.nonzero(b_beta)
+        if dv is not None:
+            tile.store_rows(dv, b_y, rows, i_v, VALUES)
+
+        if DG == 1:
+            b_dS *= b_half * b_rest
+        elif DG > 1:
+            b_dS *= b_rest
+        b_qT = tl.trans(b_q)  # [BK, BT]
+        b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
+        if DELTA:
+            b_y = -b_y
+            if DG == 1:
+                b_y *= b_in
+            if DG > 1:
+                b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+            b_kT = tl.trans(b_k)  # [BK, BT]
+            b_y = b_y.to(b_x.dtype)
+            b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
+        if DG > 0:
+            b_dS *= b_half
+
+    if MAP:
+        i_b = i_x * HV + i_hv
+        tile.store_state(border_grads, b_dS, i_b, i_v, is_border, META)
+    elif dinitial_state is not None:
+        tile.store_state(dinitial_state, b_dS, i_nh, i_v, first == 0, META)

@@ -1,0 +1,294 @@
+"""A schedule: what a forward or backward launches, whatever its lengths.
+
+Which kernels a call launches, and on what, follows from its dtypes, its
+widths and which arguments it has. To find that takes Python hundreds of
+microseconds, so it is done once per kind of call. Each call then multiplies:
+every tensor is :class:`Room` for so many rows, and every grid and number a
+:class:`Count`, in proportion to one of the call's
+:class:`fastweights.kernels.family.settings.Lengths`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastweights import private
+from fastweights.kernels.family.settings import IntLike, Lengths
+from fastweights.kernels.tile import INTERPRETED
+
+ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
+
+
+@dataclass(frozen=True)
+class Room:
+    """Room for a tensor: a row for each of one of the call's lengths.
+
+    Of "tokens" the first dimensions are B and T. Two of the same name in a
+    schedule are the same memory.
+    """
+
+    name: str
+    of: str
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def lines(self) -> Count:
+        return Count(self.of, prod(self.row) * self.dtype.itemsize, ALIGNMENT)
+
+    @staticmethod
+    def data_ptr() -> int:
+        """Triton takes it for a tensor as it compiles: 16 divides this."""
+        return 0
+
+    def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
+        first: tuple[IntLike, ...] = lengths[:2]
+        if self.of != "tokens":
+            first = (getattr(lengths, self.of),)
+        return q.new_empty(first + self.row, dtype=self.dtype)
+
+
+class Count(NamedTuple):
+    """A number: ``times`` one of the call's lengths, over ``per``, up."""
+
+    of: str
+    times: int = 1
+    per: int = 1
+
+    def number(self, lengths: Lengths) -> IntLike:
+        """What it is in a call of such lengths."""
+        return -(getattr(lengths, self.of) * -self.times // self.per)
+
+
+SCALE = Count("scale")  # the number that no length decides
+
+
+def places(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
+    """Where tensors of so many lines begin in a buffer of them all.
+
+    At last, the buffer's bytes.
+    """
+    numbers = [x.number(lengths) for x in lines]
+    return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
+
+
+def stand_in(x: Any) -> Any:
+    """An argument as Triton takes it to compile a kernel.
+
+    In place of a number one that it makes no kernel of its own for.
+    """
+    if type(x) is tuple:
+        return tuple(map(stand_in, x))
+    if isinstance(x, Count):
+        return 1.0 if x == SCALE else 2
+    return x
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments, and instead of tuples what is in them."""
+    return [y for x in arguments for y in (x if type(x) is tuple else (x,))]
+
+
+def memory(
+    rooms: Sequence[Room], size: int, q: Tensor, lengths: Lengths
+) -> list[Tensor]:
+    """One buffer of ``size`` bytes; in Triton's interpreter a tensor each."""
+    if INTERPRETED:
+        return [x.empty(q, lengths) for x in rooms]
+    return [q.new_empty(size, dtype=torch.uint8)]
+
+
+class Launch(NamedTuple):
+    """A kernel, its number of programs, and all that it is given, in order.
+
+    Of the arguments a :class:`Room` is an address, a :class:`Count` a number
+    of the call, and a tuple a group of either; all others are constants.
+    """
+
+    kernel: Any
+    programs: Count
+    arguments: tuple[Any, ...]
+    options: dict[str, int]  # num_warps and the like
+
+    def compile(self) -> Any:
+        """The kernel for such arguments, or what Triton has of it by now.
+
+        Of a pointer Triton looks at the dtype and at whether 16 divides it,
+        which it does here; of a number, where it is not 1 and 16 does not
+        divide it, at its type.
+        """
+        of = [stand_in(x) for x in self.arguments]
+        return self.kernel.warmup(*of, grid=(1,), **self.options)
+
+    def fitting(self, shared: int) -> Any:
+        """The compiled kernel, in at most so many bytes of shared memory.
+
+        How many it takes differs by the compiler's version: where the
+        launch's own stages do not fit, fewer are taken, which load less ahead
+        and change nothing else. A RuntimeError names a kernel that does not
+        compile, or does not fit with one stage.
+        """
+        name, stages = self.kernel.__name__, self.options.get("num_stages", 1)
+        try:
+            kernel = private.compiled(self.compile)
+        except Exception as error:
+            raise RuntimeError(f"{name} does not compile: {error}") from error
+        taken = private.shared_bytes(kernel)
+        if taken <= shared:
+            return kernel
+        if stages == 1:
+            raise RuntimeError(
+                f"{name} takes {taken} bytes of shared memory, and the GPU "
+                f'has {shared}; backend="chunkwise" needs none'
+            )
+        fewer = self.options | {"num_stages": stages - 1}
+        return self._replace(options=fewer).fitting(shared)
+
+
+def compile_together(*schedules: Schedule) -> None:
+    """Compile all that these launch and is not compiled yet, at once.
+
+    One kernel at a time, as they are met, takes a few times as long. What
+    cannot be compiled raises where it is loaded.
+    """
+    launches = [launch for x in schedules for launch in x.launches]
+    private.compile_each(Launch.compile, launches)
+
+
+@dataclass
+class Schedule:
+    """The launches of one kind of call, and where their tensors lie.
+
+    A call hands over the tensors ``given``, q first. Each of its results has
+    memory of its own; what is kept for the backward is in one buffer, which
+    the forward makes and the backward is handed; all other tensors share one
+    that is freed after the last launch.
+    """
+
+    launches: Sequence[Launch]
+    given: Sequence[str]
+    results: Sequence[Room]
+    kept: Sequence[Room]
+    kernels: list[Any] = field(default_factory=list)  # once they are loaded
+
+    def __post_init__(self) -> None:
+        arguments = [x for launch in self.launches for x in launch.arguments]
+        groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
+        single = dict.fromkeys(flat(arguments))
+        self.counts = [x for x in single if type(x) is Count and x != SCALE]
+        self.constants = [x for x in single if not isinstance(x, Room | Count)]
+        rooms = {x.name: x for x in single if isinstance(x, Room)}
+        names = [*self.given, *(x.name for x in self.results)]
+        names += [x.name for x in self.kept]
+        self.between = [x for x in rooms.values() if x.name not in names]
+        names += [x.name for x in self.between]
+        order = [SCALE, *names, *self.counts, *self.constants, *groups]
+        indices = {x: i for i, x in enumerate(order)}
+
+        def pick(arguments: tuple[Any, ...]) -> Callable[[list], tuple]:
+            at = [indices[getattr(x, "name", x)] for x in arguments]
+            if len(at) == 1:  # of one itemgetter makes no tuple
+                return lambda values: (values[at[0]],)
+            return itemgetter(*at)
+
+        self.groups = [pick(x) for x in groups]
+        self.picks = [pick(x.arguments) for x in self.launches]
+        buffers = self.kept, self.between
+        self.lines = [[x.lines for x in rooms] for rooms in buffers]
+        self.tma = any(getattr(x, "TMA", False) for x in self.constants)
+        self.cached = lru_cache(maxsize=256)(self.sized)
+
+    def load(self, shared: int) -> None:
+        """Load its kernels, into so many bytes of shared memory per program.
+
+        Compiled if they are not yet, or awaited if some thread compiles them.
+        What cannot be compiled raises, and may be compiled again.
+        """
+        self.kernels = [
+            x.kernel if INTERPRETED else x.fitting(shared)
+            for x in self.launches
+        ]
+
+    def sized(self, lengths: Lengths) -> tuple[list, ...]:
+        """What such a call runs, its places, and its numbers and constants."""
+        programs = [x.programs.number(lengths) for x in self.launches]
+        loaded = zip(self.kernels, programs, self.picks, strict=True)
+        runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
+        kept, between = (places(x, lengths) for x in self.lines)
+        numbers = [x.number(lengths) for x in self.counts]
+        return runs, kept, between, [*numbers, *self.constants]
+
+    def __call__(
+        self,
+        given: Sequence[Tensor | None],
+        lengths: Lengths,
+        scale: float,
+        saved: list[Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run it: the results by name, and what is kept if not ``saved``.
+
+        The kernels are given addresses, but in Triton's interpreter tensors.
+        """
+        q = given[0]
+        assert q is not None
+        runs, kept, between, numbers = self.cached(lengths)
+        made = {x.name: x.empty(q, lengths) for x in self.results}
+        if saved is None:
+            saved = memory(self.kept, kept[-1], q, lengths)
+        own = saved  # nothing of it, if nothing lies between
+        if self.between:
+            own = memory(self.between, between[-1], q, lengths)
+        if INTERPRETED:
+            values = [
+                scale,
+                *given,
+                *made.values(),
+                *saved,
+                *own[: len(self.between)],
+                *numbers,
+            ]
+        else:
+            theirs, ours = saved[0].data_ptr(), own[0].data_ptr()
+            values = [scale]
+            values += [0 if x is None else x.data_ptr() for x in given]
+            values += [x.data_ptr() for x in made.values()]
+            values += [theirs + place for place in kept[:-1]]
+            values += [ours + place for place in between[:-1]]
+            values += numbers
+        values += [pick(values) for pick in self.groups]
+        start = with_scratch if self.tma else start_all
+        start(runs, values)
+        return made, saved
+
+
+def start_all(runs: list, values: list[Any]) -> None:
+    """The one place from which the family's kernels are launched."""
+    for run, pick in runs:
+        run(*pick(values))
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Bytes on the GPU, until what runs on the current stream is done."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def with_scratch(runs: list, values: list[Any]) -> None:
+    """:func:`start_all`, with memory for the kernels that make descriptors.
+
+    Triton's allocator is a context variable: ours is set in a copy of the
+    context, so that the caller's stays.
+    """
+    context = copy_context()
+    context.run(triton.set_allocator, _allocate)
+    context.run(start_all, runs, values)

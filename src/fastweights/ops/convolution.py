@@ -1,0 +1,312 @@
+"""The short causal convolution that stands before the recurrence.
+
+    z_t = bias + sum_j weight[:, W - 1 - j] x_{t-j},  j = 0 .. W - 1
+    y_t = silu(z_t)
+
+Every channel has a filter of its own, W = 2 to 4 tokens long: what the
+published layers do with queries, keys and values before they meet the state.
+Before a sequence's first token stand its initial state's W - 1 inputs, or
+zeros.
+
+A backend of the operator (:mod:`fastweights.kernels.convolution` or
+:mod:`fastweights.reference.convolution`) has ``forward`` and ``backward``.
+Which one runs is asked inside of it, so that torch.compile has nothing to ask
+while it traces.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.arguments import (
+    check_integers,
+    check_number,
+    check_offsets_on_host,
+    check_operands,
+    check_tensors,
+    count_sequences,
+    wrong_shape,
+)
+from fastweights.ops.recurrence import choose_backend, ran, without_autocast
+from fastweights.ops.registration import Operator
+from fastweights.reference import convolution as pytorch
+
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS = get_args(Backend)
+WIDTHS = (2, 3, 4)
+ACTIVATIONS = ("silu", None)
+Activation = Literal["silu"] | None
+
+
+def short_convolution(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C W"],
+    bias: Float[Tensor, " C"] | None = None,
+    *,
+    activation: Activation = "silu",
+    initial_state: Float[Tensor, "N W-1 C"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "N W-1 C"]]:
+    """A causal convolution of each channel with its own filter, then SiLU.
+
+    Args:
+        x: [B, T, C] (fp64, fp32, fp16 or bf16), T >= 0. Copied if it is not
+            contiguous.
+        weight: [C, W], W = 2, 3 or 4, fp32 or x's dtype: ``weight[:, W - 1]``
+            multiplies the current token and ``weight[:, 0]`` the oldest, as
+            in ``torch.nn.Conv1d(C, C, W, groups=C)``, whose [C, 1, W] weight
+            this is without its second dimension.
+        bias: [C], fp32 or x's dtype; None: nothing is added.
+        activation: "silu", z / (1 + e^-z), or None: y is z.
+        initial_state: [N, W - 1, C] in x's dtype, the last W - 1 inputs
+            before x, oldest first; N = B or the number of packed sequences;
+            zeros if None.
+        cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none, and
+            sees no other. Tokens after the last one have outputs and
+            gradients of 0. It lies on x's device. On a GPU nothing reads it
+            on the host: offsets that do not rise from 0 to at most T give
+            wrong numbers, but reach no other memory. On a CPU it is checked.
+        backend: "triton" (a kernel: CUDA, compute capability 8.0 or higher,
+            not fp64), "torch" (PyTorch, anywhere) or "auto" (the first that
+            runs on x's device and dtype).
+
+    Returns:
+        y [B, T, C] in x's dtype, and the last W - 1 inputs of each sequence,
+        [N, W - 1, C] in x's dtype, with which the next call goes on. Of a
+        sequence shorter than that, some are from its initial state.
+        Arithmetic is in fp32 (fp64 if x is), whatever autocast says, which
+        casts nothing here. Gradients flow to x, weight, bias and
+        initial_state from both results, and two runs give the same bits.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd.
+    """
+    tensors = (x, weight, bias, initial_state, cu_seqlens)
+    _check(*tensors, activation, backend)
+    inputs = [None if t is None else t.contiguous() for t in tensors]
+    options = ((0, 0, 1, 0), None, activation == "silu", backend)
+    _, _, y, state = CONVOLUTION(*inputs, *options)
+    return y, state
+
+
+def convolve_heads(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C W"],
+    bias: Float[Tensor, " C"] | None = None,
+    *,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    normalize: bool = True,
+    eps: float = 1e-6,
+    activation: Activation = "silu",
+    initial_state: Float[Tensor, "N W-1 C"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    backend: Backend = "auto",
+) -> tuple[
+    Float[Tensor, "B T H K"],
+    Float[Tensor, "B T H K"],
+    Float[Tensor, "B T HV V"],
+    Float[Tensor, "N W-1 C"],
+]:
+    """The short convolution of q, k and v side by side, cut into heads.
+
+    One pass over memory for what :func:`short_convolution`, three copies and
+    two normalisations would do: x is read once, q, k and v are written once,
+    each contiguous, as the recurrence takes them.
+
+    Args:
+        x: [B, T, C] with C = 2 H K + HV V: H heads of K channels of queries,
+            as many of keys, HV heads of V channels of values.
+        heads: H and HV, each >= 1.
+        sizes: K and V, each >= 1.
+        normalize: whether each head of q and k is divided by
+            sqrt(sum of its squares + eps), in the arithmetic's dtype, after
+            the activation.
+        eps: added to that sum, > 0; 1e-6 is what the published layers have.
+
+    ``weight``, ``bias`` and all others are as in :func:`short_convolution`,
+    and so is what it raises.
+
+    Returns:
+        q and k [B, T, H, K], v [B, T, HV, V], all in x's dtype, and the last
+        W - 1 inputs of each sequence [N, W - 1, C].
+    """
+    tensors = (x, weight, bias, initial_state, cu_seqlens)
+    _check(*tensors, activation, backend)
+    layout = _layout(x, heads, sizes)
+    if not isinstance(normalize, bool):
+        kind = type(normalize).__name__
+        raise TypeError(f"normalize: got {kind}, need a bool")
+    check_number("eps", eps, "> 0")
+    added = float(eps) if normalize else None
+    inputs = [None if t is None else t.contiguous() for t in tensors]
+    return CONVOLUTION(*inputs, layout, added, activation == "silu", backend)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: Any,
+    backend: Any,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    check_tensors({"x": x, "weight": weight})
+    check_operands(
+        {"x": x},
+        same={"initial_state": initial_state},
+        either={"weight": weight, "bias": bias},
+        offsets={"cu_seqlens": cu_seqlens},
+    )
+    if x.dim() != 3 or x.shape[0] < 1 or x.shape[2] < 1:
+        wrong_shape("x", x, "[B, T, C] with B, C >= 1")
+    C = x.shape[2]
+    fits = weight.dim() == 2 and weight.shape[0] == C
+    if not fits or weight.shape[1] not in WIDTHS:
+        wrong_shape("weight", weight, f"[{C}, W] with W one of {WIDTHS}")
+    W = weight.shape[1]
+    if bias is not None and bias.shape != (C,):
+        wrong_shape("bias", bias, f"[{C}]")
+    N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
+    if initial_state is not None and initial_state.shape != (N, W - 1, C):
+        wrong_shape("initial_state", initial_state, f"[{N}, {W - 1}, {C}]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: got {activation!r}, need one of {ACTIVATIONS}"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+def _layout(
+    x: Tensor, heads: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """H, K, HV and V; raise unless x has as many channels."""
+    check_pairs(heads, sizes)
+    (H, HV), (K, V) = heads, sizes
+    C = 2 * H * K + HV * V
+    if x.shape[2] != C:
+        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
+    return H, K, HV, V
+
+
+def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Raise unless they are H and HV, K and V, each an integer >= 1."""
+    for name, pair in (("heads", heads), ("sizes", sizes)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            what = "H and HV" if name == "heads" else "K and V"
+            raise TypeError(f"{name}: got {pair!r}, need two ints, {what}")
+        for i, number in enumerate(pair):
+            check_integers({f"{name}[{i}]": number})
+        if min(pair) < 1:
+            raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
+
+
+def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+    """A backend's name, and where its functions stand.
+
+    Without a token PyTorch's, since there is nothing to launch.
+    """
+    if asked == "triton" and x.dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs x in float32, float16 or "
+            "bfloat16, not float64"
+        )
+    runs = asked
+    if asked != "torch":
+        runs = choose_backend(asked, x.device, x.dtype)
+    if runs == "triton" and x.shape[1]:
+        from fastweights.kernels import convolution as module
+
+        return "triton", module
+    return "torch", pytorch
+
+
+def new_outputs(x: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for q, k and v; without heads for v alone, in x's shape."""
+    (B, T, _), (H, K, HV, V) = x.shape, heads
+    if not H:
+        return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape)
+    q, k = (x.new_empty(B, T, H, K) for _ in range(2))
+    return q, k, x.new_empty(B, T, HV, V)
+
+
+def _forward(
+    x: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a backend computes."""
+    *inputs, heads, eps, silu, asked = arguments
+    backend, module = implementation(asked, x)
+    check_offsets_on_host(inputs[-1], x.shape[1])
+    ran(f"{backend} forward")
+    with without_autocast(x):
+        return module.forward(x, *inputs, tuple(heads), eps, silu)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, cu_seqlens, heads, *_ = others
+    shape = pytorch.state_shape(x, weight.shape[1], cu_seqlens)
+    return *new_outputs(x, heads), x.new_empty(shape)
+
+
+def _backward(
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dstate: Tensor | None,
+    x: Tensor,
+    *arguments: Any,
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None.
+
+    Each has its input's shape and dtype. A gradient of a result is None where
+    nothing depends on it.
+    """
+    *others, heads, eps, silu, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} backward")
+    outputs = [dq, dk, dv]
+    if any(dy is None for dy in outputs):
+        empty = new_outputs(x, heads)
+        outputs = [
+            room.zero_() if dy is None else dy
+            for dy, room in zip(outputs, empty, strict=True)
+        ]
+    given = (None if t is None else t.contiguous() for t in (*outputs, dstate))
+    with without_autocast(x):
+        grads = module.backward(*given, x, *others, tuple(heads), eps, silu)
+    return [
+        grad.to(t.dtype).contiguous()
+        for grad, t in zip(grads, (x, *others[:3]), strict=True)
+        if t is not None
+    ]
+
+
+CONVOLUTION = Operator(
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens",
+    # H, K, HV and V, of which H is 0 where v is all there is, in x's shape;
+    # what is added under the root of the norm, None without one.
+    "int[] heads, float? eps, bool silu, str backend",
+    "Tensor q, Tensor k, Tensor v, Tensor state",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead="it has not",
+)

@@ -1,0 +1,348 @@
+"""The members of the family, each a few lines over linear_recurrence.
+
+All take [B, T, H, D] tensors, accept the keywords of
+:func:`fastweights.linear_recurrence` (scale, initial_state, cu_seqlens,
+chunk_size, backend) and return the outputs and the final state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.arguments import (
+    check_integers,
+    check_kinds,
+    check_number,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.ops.normaliser import (
+    check_normalised,
+    recurrence_with_normaliser,
+)
+from fastweights.ops.recurrence import Backend, autocast, linear_recurrence
+from fastweights.reference.backend import outside, wide
+
+Member = TypeVar("Member", bound=Callable[..., Any])
+
+Keys = Float[Tensor, "B T H K"]
+Values = Float[Tensor, "B T HV V"]
+State = Float[Tensor, "N HV K V"]
+FeatureState = Float[Tensor, "N HV F V"]
+NormalisedState = Float[Tensor, "N HV F V+1"]
+PerHead = Float[Tensor, "B T HV"]
+PerChannel = Float[Tensor, "B T HV K"]
+
+
+class Options(TypedDict, total=False):
+    """Keywords that every member shares, as in linear_recurrence."""
+
+    scale: float | None
+    initial_state: State | None
+    cu_seqlens: Int[Tensor, " N+1"] | None
+    chunk_size: int | None
+    backend: Backend
+
+
+ARGS = {
+    "q": "[B, T, H, K], of one dtype with k and v.",
+    "k": "[B, T, H, K].",
+    "v": "[B, T, HV, V]; HV is a multiple of H.",
+    "g": "natural log of the decay, <= 0, in fp32 or q's dtype.",
+    "beta": "[B, T, HV] write strength, in fp32 or q's dtype.",
+}
+SHARED = """\
+    scale: factor on o; K**-0.5 if None.
+    initial_state, cu_seqlens, chunk_size, backend: as in
+        :func:`fastweights.linear_recurrence`.
+
+Returns:
+    o [B, T, HV, V] in v's dtype, and the state [N, HV, K, V] after the last
+    token of each sequence, in fp32 (fp64 if q is).
+
+Raises:
+    TypeError, ValueError, NotImplementedError: as
+        :func:`fastweights.linear_recurrence`.
+"""
+
+
+def member(function: Member) -> Member:
+    """Have help() show what is behind ``options``, and say what all share.
+
+    What the function's docstring has under Args is of keywords of its own.
+    """
+    every = inspect.signature(linear_recurrence, eval_str=True).parameters
+    signature = inspect.signature(function, eval_str=True)
+    *own, _ = signature.parameters.values()
+    names = [x.name for x in own]
+    own += [every[n] for n in Options.__annotations__ if n not in names]
+    function.__signature__ = signature.replace(parameters=own)  # type: ignore
+    said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    lines = [f"    {name}: {ARGS[name]}" for name in names if name in ARGS]
+    lines += [more] if more else []
+    function.__doc__ = "\n".join([f"{said}\n\nArgs:", *lines, SHARED])
+    return function
+
+
+@member
+def linear_attention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    *,
+    feature_map: Callable[[Tensor], Tensor] | None = None,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    **options: Unpack[Options],
+) -> tuple[Values, FeatureState | NormalisedState]:
+    """S_t = S_{t-1} + phi(k_t) v_t^T (Katharopoulos et al. 2020).
+
+    With normalize the outputs are divided by z_t = scale * phi(q_t) . sum
+    phi(k) plus eps: v gets a last column of ones, so that the state, initial
+    and final, has V + 1 columns. With features that vanish or change sign,
+    z_t can be near zero; it is computed in fp32 at least, at the cost
+    that :func:`fastweights.ops.normaliser.recurrence_with_normaliser` names.
+
+    Args:
+        feature_map: phi, applied to q and k first; K is then its width.
+        normalize: whether o is divided.
+        eps: added to what divides, >= 0.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        need(name, x, 4, "[B, T, heads, width]")
+    if feature_map is not None:
+        q, k = feature_map(q), feature_map(k)
+    check_number("eps", eps, ">= 0")
+    if not normalize:
+        return linear_recurrence(q, k, v, None, None, **options)
+    q, k, v = autocast(q, k, v)
+    state = options.get("initial_state")
+    states = {} if state is None else {"initial_state": state}
+    check_normalised(q, k, v, None, states, **options)
+    one = torch.ones_like(v[..., :1], dtype=wide(v.dtype))
+    o, z, state = recurrence_with_normaliser(q, k, v, one, None, **options)
+    if (offsets := options.get("cu_seqlens")) is not None:
+        z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
+    return (o / (z + eps)).to(v.dtype), state
+
+
+def retnet_decay(
+    num_heads: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, " HV"]:
+    """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h.
+
+    Args:
+        num_heads: HV, at least 1.
+        device, dtype: of the result.
+
+    Returns:
+        [HV], all < 0.
+
+    Raises:
+        TypeError, ValueError: num_heads is no integer, or below 1.
+    """
+    check_heads(num_heads)
+    h = torch.arange(num_heads, device=device, dtype=dtype)
+    return torch.log1p(-torch.exp2(-5 - h))
+
+
+def lightning_decay(
+    num_heads: int,
+    layer: int,
+    num_layers: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, " HV"]:
+    """Lightning Attention's fixed log decays in one layer.
+
+    -s_h (1 - layer / (num_layers - 1) + 1e-5), layers counted from 0, as in
+    MiniMax-01 (2025): later layers forget less. The s_h are ALiBi's
+    slopes (Press et al. 2022): 2^(-8h/n) for h = 1 to n if the number of
+    heads n is a power of two; else those of the power of two below it and
+    every other one of twice that power.
+
+    Args:
+        num_heads: HV, at least 1.
+        layer: its number, from 0.
+        num_layers: how many layers the model has.
+        device, dtype: of the result.
+
+    Returns:
+        [HV], all < 0.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: there is no such layer, or no head.
+    """
+    check_heads(num_heads)
+    check_integers({"layer": layer, "num_layers": num_layers})
+    if not 0 <= layer < num_layers:
+        raise ValueError(
+            f"layer: got {layer}, need 0 to num_layers - 1 = {num_layers - 1}"
+        )
+
+    def slopes(n: int) -> Tensor:
+        h = torch.arange(1, n + 1, device=device, dtype=dtype)
+        return torch.exp2(-8 * h / n)
+
+    n = 2 ** int(math.log2(num_heads))
+    s = torch.cat([slopes(n), slopes(2 * n)[::2][: num_heads - n]])
+    return -s * (1 - layer / max(num_layers - 1, 1) + 1e-5)
+
+
+@member
+def retention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: Float[Tensor, " HV"] | None = None,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
+
+    None for g takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
+    Lightning Attention is this with :func:`lightning_decay`.
+    """
+    if g is None:
+        need("q", q, 4, "[B, T, H, K]")
+        need("v", v, 4, "[B, T, HV, V]")
+        dtype = wide(q.dtype)
+        g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
+    need("g", g, 1, "[HV]")
+    return linear_recurrence(q, k, v, g, None, **options)
+
+
+@member
+def mamba2(
+    q: Keys, k: Keys, v: Values, g: PerHead, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g per head and step.
+
+    Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
+    v its dt * x, and g its dt * A. Its own scale is 1: pass scale=1.0,
+    which is not the default.
+    """
+    need("g", g, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, None, **options)
+
+
+@member
+def gated_retention(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    logits: PerHead,
+    *,
+    temperature: float = 16.0,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = sigmoid(logits_t)^(1/temperature) S_{t-1} + k_t v_t^T.
+
+    RetNet with a gate of the data (Sun et al. 2024).
+
+    Args:
+        logits: [B, T, HV] in fp32, half precision or q's dtype.
+        temperature: > 0. It keeps an untrained gate close to 1: 0.96 where
+            the logit is 0.
+    """
+    need("q", q, 4, "[B, T, H, K]")
+    need("v", v, 4, "[B, T, HV, V]")
+    narrow = (torch.float16, torch.bfloat16)
+    check_gate("logits", logits, q, v, *narrow)
+    check_number("temperature", temperature, "> 0")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    g = F.logsigmoid(logits.to(dtype)) / temperature
+    return linear_recurrence(q, k, v, g, None, **options)
+
+
+@member
+def gla(
+    q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
+    need("g", g, 4, "[B, T, HV, K]")
+    return linear_recurrence(q, k, v, g, None, **options)
+
+
+@member
+def deltanet(
+    q: Keys, k: Keys, v: Values, beta: PerHead, **options: Unpack[Options]
+) -> tuple[Values, State]:
+    """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T.
+
+    The delta rule of Schlag et al. 2021, chunkwise as in Yang et al. 2024.
+    No step amplifies what is in the state where 0 <= beta_t |k_t|^2 <= 2;
+    unit keys with beta in [0, 1] or [0, 2] are usual.
+    """
+    need("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, None, beta, **options)
+
+
+@member
+def gated_deltanet(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    beta: PerHead,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
+    need("g", g, 3, "[B, T, HV]")
+    need("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, beta, **options)
+
+
+@member
+def kda(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerChannel,
+    beta: PerHead,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """Kimi Delta Attention (Kimi Team 2025): a gate per key channel."""
+    need("g", g, 4, "[B, T, HV, K]")
+    need("beta", beta, 3, "[B, T, HV]")
+    return linear_recurrence(q, k, v, g, beta, **options)
+
+
+def check_heads(num_heads: int) -> None:
+    """Raise unless there can be so many heads."""
+    check_integers({"num_heads": num_heads})
+    if num_heads < 1:
+        raise ValueError(f"num_heads: got {num_heads}, need at least 1")
+
+
+def check_gate(
+    name: str, x: PerHead, q: Keys, v: Values, *others: torch.dtype
+) -> None:
+    """Refuse what is not one number per head and step, in fp32 or q's dtype.
+
+    Or in one of the ``others``.
+    """
+    need(name, x, 3, "[B, T, HV]")
+    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
+    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    if x.shape != v.shape[:3]:
+        wrong_shape(name, x, f"{list(v.shape[:3])}")
+
+
+def need(name: str, x: Tensor, dim: int, need: str) -> None:
+    """Refuse what is no tensor of ``dim`` dimensions."""
+    check_tensors({name: x})
+    if x.dim() != dim:
+        wrong_shape(name, x, need)

@@ -1,0 +1,233 @@
+"""xLSTM's matrix memory: a member whose gates need a stabilizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.arguments import check_number
+from fastweights.ops.family import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.normaliser import (
+    State,
+    check_normalised,
+    recurrence_with_normaliser,
+)
+from fastweights.ops.recurrence import Backend, autocast
+from fastweights.reference.backend import outside, wide
+from fastweights.reference.chunkwise import CLEARS
+
+Stabilizer = Float[Tensor, "N HV"]
+Memory = tuple[State, Stabilizer]
+
+
+def mlstm(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    i: PerHead,
+    *,
+    initial_state: Memory | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Values, Memory]:
+    """mLSTM (Beck et al. 2024, eqs. 19 to 27), chunkwise.
+
+        C_t = e^{g_t} C_{t-1} + e^{i_t} k_t v_t^T
+        n_t = e^{g_t} n_{t-1} + e^{i_t} k_t
+        o_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)
+
+    What is computed and kept is e^{-m_t} C_t and e^{-m_t} n_t, with the
+    stabilizer m_t = max(g_t + m_{t-1}, i_t): then neither the decay of the
+    state nor the weight of a value exceeds 1.
+
+    Args:
+        q, k, v: as in :func:`fastweights.linear_recurrence`.
+        g: [B, T, HV], log of the forget gate: logsigmoid of its
+            pre-activation or, for an exponential gate, that itself.
+        i: [B, T, HV], log of the input gate: its pre-activation. Neither
+            gate has a bound: where i is -inf nothing is written, where g is
+            -inf all before is forgotten. Both are fp32 or q's dtype.
+        initial_state: what an earlier call returned; empty if None. A
+            memory whose m is -inf is empty, whatever its state holds.
+        eps: >= 0, added to the denominator in units of e^{m_t}, so that it
+            cannot vanish; xLSTM's code has the same.
+        cu_seqlens, scale, chunk_size, backend: as in linear_recurrence.
+
+    Returns:
+        o [B, T, HV, V] and (state, m): state [N, HV, K, V + 1] is e^{-m} C
+        and, in its last column, e^{-m} n; m [N, HV] is the stabilizer
+        after the last token. Both fp32 (fp64 if q is). Where nothing has
+        been written, or all of it forgotten, o is 0 and m is -inf.
+
+        The denominator is computed in fp32 for every dtype, at the cost
+        that :func:`fastweights.ops.normaliser.recurrence_with_normaliser`
+        names.
+
+    Raises:
+        TypeError, ValueError: as linear_recurrence.
+    """
+    q, k, v = autocast(q, k, v)
+    need("g", g, 3, "[B, T, HV]")
+    options: dict[str, Any] = {
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "backend": backend,
+    }
+    check_normalised(q, k, v, g, named(initial_state), **options)
+    check_gate("i", i, q, v)
+    check_number("eps", eps, ">= 0")
+    if cu_seqlens is not None:
+        after = outside(cu_seqlens, q.shape[1])[:, None]
+        g, i = g.masked_fill(after, 0), i.masked_fill(after, 0)
+    state = m = None
+    if initial_state is not None:
+        state, m = initial_state
+        state = state.masked_fill(m.isneginf()[..., None, None], 0)
+    dtype = wide(q.dtype)
+    # An empty state is not cleared again: kernels are slower where they clear.
+    decay, weight, least, last = in_units(
+        g, i, m, cu_seqlens, dtype, of_empty=0.0
+    )
+    o, z, state = recurrence_with_normaliser(
+        q,
+        k,
+        weight * v,
+        weight,
+        decay,
+        initial_state=state,
+        **options,
+    )
+    return divided(o, z, least, eps).to(v.dtype), (state, last)
+
+
+def in_units(
+    g: PerHead,
+    i: PerHead,
+    m: Stabilizer | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    of_empty: float,
+) -> tuple[PerHead, Tensor, Tensor, Stabilizer]:
+    """The gates of a state in units of e^m: log decays and weights.
+
+    Also 1 in these units, and the last m. ``of_empty`` is the log decay of
+    a state that is empty.
+    """
+    g, i = g.double(), i.double()
+    before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
+    # Any stabilizer gives the same o: it takes no part in the gradients.
+    decay = g + torch.minimum(before - after, -g).detach()
+    empty, emptied = before.isneginf(), after.isneginf()
+    decay = decay.masked_fill(g.isneginf() | emptied, CLEARS)
+    decay = decay.masked_fill(empty, of_empty).to(dtype)
+    weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
+    return decay, weight, (-after).exp()[..., None].to(dtype), last
+
+
+def divided(o: Tensor, z: Tensor, least: Tensor, eps: float) -> Tensor:
+    """o / (max(|z|, least) + eps)."""
+    return o / (torch.maximum(z.abs(), least) + eps)
+
+
+def named(memory: Any, name: str = "initial_state") -> dict[str, Tensor]:
+    """State and stabilizer as the arguments they are; raise if no pair."""
+    if memory is None:
+        return {}
+    if not isinstance(memory, tuple | list) or len(memory) != 2:
+        raise TypeError(
+            f"{name}: got {type(memory).__name__}, need a pair of "
+            "tensors, (state, m)"
+        )
+    return {f"{name}[{n}]": x for n, x in enumerate(memory)}
+
+
+@torch.no_grad()
+def stabilizers(
+    g: PerHead,
+    i: PerHead,
+    m: Stabilizer | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[PerHead, PerHead, Stabilizer]:
+    """m_t = max(g_t + m_{t-1}, i_t): before and after each token, the last.
+
+    In fp64, as g and i are, but the last: that is of ``dtype``, rounded up,
+    and then what stands after its token too. A state is never handed over
+    in other units than it was computed in, and no gate exceeds 1. Offsets
+    that are none give any numbers, and no error: linear_recurrence has that.
+    """
+    B, T, HV = g.shape
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    first = g.new_full((N, HV), -torch.inf) if m is None else m.double()
+    tokens = torch.arange(T, device=g.device)
+    if cu_seqlens is None:
+        starts, ends = tokens == 0, tokens == T - 1
+        entering = first[:, None]
+    else:
+        offsets = cu_seqlens.to(g.device, torch.int64)
+        stops = offsets[1:].contiguous()
+        sequence = torch.searchsorted(stops, tokens, right=True)
+        sequence = sequence.clamp(max=N - 1)
+        starts = tokens == offsets[sequence]
+        ends = tokens == stops[sequence] - 1
+        entering = first[sequence][None]
+    starts, ends = starts[:, None], ends[:, None]
+    carried = g.masked_fill(starts, -torch.inf)
+    fresh = torch.where(starts, torch.fmax(g + entering, i), i)
+    after = running_maximum(carried, fresh)
+    last = after.to(dtype)
+    above = torch.nextafter(last, torch.full_like(last, torch.inf))
+    last = torch.where(last.double() < after, above, last)
+    after = torch.where(ends, last.double(), after)
+    before = torch.where(starts, entering, after.roll(1, 1))
+    if cu_seqlens is None:
+        return before, after, last[:, -1].clone()
+    some = (stops > offsets[:-1])[:, None]
+    last = last[0, (stops - 1).clamp(0, T - 1)]
+    return before, after, torch.where(some, last, first.to(dtype))
+
+
+def running_maximum(a: PerHead, b: PerHead) -> PerHead:
+    """m_t = max(a_t + m_{t-1}, b_t) for every t, m before the first is -inf.
+
+    A stretch of tokens maps m to max(a + m, b), and two stretches compose
+    to max(a2 + a1 + m, max(a2 + b1, b2)): each pass doubles the stretch that
+    ends at t. Gates of -inf need no care, and fmax keeps a NaN where it is.
+    """
+    if torch.compiler.is_compiling():
+        return RUNNING_MAXIMUM(a, b)
+    return _running_maximum(a, b)
+
+
+def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.clone(), b.clone()
+    size = 1
+    while size < a.shape[1]:
+        here, there = slice(size, None), slice(-size)
+        b[:, here] = torch.fmax(a[:, here] + b[:, there], b[:, here])
+        a[:, here] = a[:, here] + a[:, there]
+        size *= 2
+    return b
+
+
+# One node of a compiled graph for any T.
+RUNNING_MAXIMUM = torch.library.custom_op(
+    "fastweights::running_maximum",
+    _running_maximum,
+    mutates_args=(),
+    schema="(Tensor a, Tensor b) -> Tensor",
+)
+
+
+@RUNNING_MAXIMUM.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(b)

@@ -1,0 +1,94 @@
+"""The normaliser of an output: the recurrence on values that are all 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights.arguments import check_arguments, check_states
+from fastweights.ops.recurrence import (
+    Backend,
+    linear_recurrence,
+    without_autocast,
+)
+from fastweights.reference.backend import wide
+
+Values = Float[Tensor, "B T HV V"]
+Ones = Float[Tensor, "B T HV 1"]
+State = Float[Tensor, "N HV K V+1"]
+
+
+def recurrence_with_normaliser(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Values,
+    one: Ones,
+    g: Float[Tensor, "B T HV"] | None,
+    *,
+    initial_state: State | None = None,
+    backend: Backend = "auto",
+    **options: Any,
+) -> tuple[Values, Ones, State]:
+    """The additive rule on v and on ``one``: o, the normaliser z, the state.
+
+    ``one`` is what becomes of a value of 1; z is one more column of the
+    state, the last. It is a sum that may cancel, and a divisor: z is
+    computed and returned in fp32 (fp64 if q is), as ``one`` must be.
+
+    PyTorch's backends compute in fp32 anyway; there v and o are as exact.
+    The kernels multiply in q's dtype. If that is fp16 or bf16 they run once
+    for o, in q's dtype (fp16's numbers end at 65504), and once more for z,
+    on copies of q and k in fp32: 8 K bytes per token and key head, which a
+    backward keeps.
+
+    q and k are as autocast has them, v is in q's dtype or fp32, and options
+    are those of :func:`fastweights.linear_recurrence`.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return linear_recurrence(
+            q, k, v, g, initial_state=state, backend=backend, **options
+        )
+
+    kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
+    full = q.to(wide(q.dtype)), k.to(wide(q.dtype))
+    with without_autocast(q):
+        if q.dtype == one.dtype or not kernels:
+            both = torch.cat([v.to(one.dtype), one], -1)
+            o, state = run(*full, both, initial_state)
+            return o[..., :-1], o[..., -1:], state
+        S = n = None
+        if initial_state is not None:
+            S, n = initial_state.split([v.shape[-1], 1], -1)
+        o, S = run(q, k, v.to(q.dtype), S)
+        z, n = run(*full, one, n)
+    return o, z, torch.cat([S, n], -1)
+
+
+def check_normalised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    states: dict[str, Tensor],
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    **others: Any,
+) -> None:
+    """Raise for the first argument that does not fit the others.
+
+    ``states`` are what the caller has under these names: none, the state
+    [N, HV, K, V + 1], or that and a number per head, [N, HV].
+    """
+    check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    HV, V = v.shape[2:]
+    shapes = ((N, HV, q.shape[3], V + 1), (N, HV))
+    check_states(q, states, dict(zip(states, shapes, strict=False)))

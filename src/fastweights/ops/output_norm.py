@@ -1,0 +1,181 @@
+"""The norm that stands behind the recurrence, times a function of a gate.
+
+    y = o / sqrt(mean(o^2) + eps) * weight * activation(gate)
+
+with the mean over a head's channels. PyTorch's path is the formula, with the
+gradients that autograd finds. The kernels
+(:mod:`fastweights.kernels.output_norm`) are one pass over memory forward and
+one backward, behind an operator, so that torch.compile need not look inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import (
+    DTYPES,
+    check_kinds,
+    check_number,
+    check_tensors,
+    wrong_shape,
+)
+from fastweights.ops.recurrence import choose_backend, ran
+from fastweights.ops.registration import Operator
+
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS = (*get_args(Activation), None)
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS = get_args(Backend)
+
+
+def gated_rms_norm(
+    o: Float[Tensor, "B T HV V"],
+    weight: Float[Tensor, "*HV V"],
+    gate: Float[Tensor, "B T HV*V"] | None = None,
+    *,
+    activation: Activation | None = "silu",
+    eps: float = 1e-5,
+    backend: Backend = "auto",
+) -> Float[Tensor, "B T HV*V"]:
+    """RMS norm over a head's channels, times a function of a gate.
+
+    Args:
+        o: [B, T, HV, V] (fp64, fp32, fp16 or bf16), what the recurrence
+            returns. Copied for the kernels if it is not contiguous.
+        weight: [V], shared by the heads, or [HV, V]; any of these dtypes.
+        gate: [B, T, HV * V], any of these dtypes, before its activation.
+            A slice of a wider projection's channels is read where it lies,
+            and kept there for the backward. None: there is no gate.
+        activation: of the gate, "silu" or "sigmoid"; None only without one.
+        eps: added to the mean square, >= 0.
+        backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
+            o not in fp64), "torch" (PyTorch, anywhere) or "auto" (the first
+            that runs on o's device and dtype; "torch" under torch.func and
+            forward-mode autograd).
+
+    Returns:
+        y [B, T, HV * V], the heads side by side, in o's dtype. Arithmetic is
+        in fp32 (fp64 if o is), under autocast too. Gradients flow to o,
+        weight and gate, and two runs give the same bits; gradients of
+        gradients only by PyTorch's path.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of the kernels' backward.
+    """
+    _check(o, weight, gate, activation, eps, backend)
+    silu = activation == "silu"
+    if _choose(backend, o.device, o.dtype) == "torch":
+        return _formula(o, weight, gate, silu, eps)
+    inputs = (o.contiguous(), weight.contiguous(), gate)
+    compiling = torch.compiler.is_compiling()
+    if backend == "auto" and not compiling and private.transformed():
+        return _formula(o, weight, gate, silu, eps)
+    return NORM(*inputs, silu, float(eps))
+
+
+@private.constant_in_graphs
+def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that runs, which torch.compile asks for as it traces."""
+    if asked == "triton" and dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs o in float32, float16 or "
+            "bfloat16, not float64"
+        )
+    if asked != "torch" and choose_backend(asked, device, dtype) == "triton":
+        return "triton"
+    return "torch"
+
+
+def _formula(
+    o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> Tensor:
+    full = torch.promote_types(o.dtype, torch.float32)
+    y = o.to(full)
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = (y * weight.to(full)).flatten(-2)
+    if gate is not None:
+        gate = gate.to(full)
+        y = y * (F.silu(gate) if silu else gate.sigmoid())
+    return y.to(o.dtype)
+
+
+def _check(
+    o: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    activation: Any,
+    eps: float,
+    backend: Any,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    tensors = {"o": o, "weight": weight}
+    tensors |= {} if gate is None else {"gate": gate}
+    check_tensors(tensors)
+    check_kinds(tensors, dict.fromkeys(tensors, DTYPES))
+    if o.dim() != 4 or o.shape[2] < 1 or o.shape[3] < 1:
+        wrong_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
+    B, T, HV, V = o.shape
+    if weight.shape not in ((V,), (HV, V)):
+        wrong_shape("weight", weight, f"[{V}] or [{HV}, {V}]")
+    if gate is not None and gate.shape != (B, T, HV * V):
+        wrong_shape("gate", gate, f"[{B}, {T}, {HV * V}]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: got {activation!r}, need one of {ACTIVATIONS}"
+        )
+    if activation is None and gate is not None:
+        raise ValueError("activation: got None, need the gate's")
+    check_number("eps", eps, ">= 0")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+def _forward(
+    o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> Tensor:
+    """y; o and weight are contiguous."""
+    from fastweights.kernels import output_norm
+
+    ran("triton forward")
+    return output_norm.forward(o, weight, gate, silu, eps)
+
+
+def _fake(o: Tensor, *others: Any) -> Tensor:
+    return o.new_empty(*o.shape[:2], o.shape[2] * o.shape[3])
+
+
+def _backward(
+    dy: Tensor | None,
+    o: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    silu: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of o, weight and gate, in their dtypes and contiguous."""
+    from fastweights.kernels import output_norm
+
+    ran("triton backward")
+    dy = o.new_zeros(_fake(o).shape) if dy is None else dy
+    return output_norm.backward(dy.contiguous(), o, weight, gate, silu, eps)
+
+
+NORM = Operator(
+    "gated_rms_norm",
+    "Tensor o, Tensor weight, Tensor? gate",
+    "bool silu, float eps",
+    "Tensor y",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="torch" has',
+)

@@ -1,0 +1,398 @@
+"""linear_recurrence: one operator, and the one place that picks its backend.
+
+    S_t = (I - beta_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T
+    S_t =                        Diag(e^{g_t}) S_{t-1} +        k_t v_t^T
+    o_t = scale * S_t^T q_t
+
+The first line is the delta rule, the second the additive rule (beta None).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import (
+    DEFAULT_CHUNK_SIZE,
+    MAX_K,
+    check_arguments,
+    check_values,
+)
+from fastweights.ops.flops import tell_counters
+from fastweights.ops.registration import Operator
+from fastweights.reference import backend as chunkwise
+from fastweights.reference.backend import (
+    first_states,
+    sequences,
+    wide,
+    widen,
+)
+from fastweights.reference.steps import recurrence, scan
+
+Backend = Literal["auto", "triton", "chunkwise", "loop"]
+BACKENDS = get_args(Backend)
+
+
+def linear_recurrence(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, " ..."] | None = None,
+    beta: Float[Tensor, "B T HV"] | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
+    """Every member of the family, from linear attention to KDA.
+
+    Args:
+        q, k: [B, T, H, K], of one dtype with v (fp64, fp32, fp16 or bf16).
+        v: [B, T, HV, V]; HV is a multiple of H, and value head h uses key
+            head h // (HV // H).
+        g: natural log of the decay, finite and <= 0: [HV] fixed,
+            [B, T, HV] per head and step, or [B, T, HV, K] per key channel and
+            step. fp32 or q's dtype. None: nothing is forgotten.
+        beta: [B, T, HV] write strength of the delta rule, fp32 or q's
+            dtype. None: the additive rule (which is not beta = 1).
+        scale: factor on the outputs; K**-0.5 if None.
+        initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
+            number of packed sequences; zeros if None.
+        cu_seqlens: [N + 1] int32 or int64, B = 1: sequence n is the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1], possibly none. It
+            lies on q's device. Tokens after the last sequence, which fill a
+            pack up to a fixed length, have outputs and gradients of 0. On a
+            GPU the kernels read the offsets there, unchecked: those that do
+            not rise from 0 to at most T give wrong numbers, but reach no
+            other memory. On a CPU, and by PyTorch's backends, they are read
+            and checked on the host.
+        chunk_size: tokens per chunk, 16, 32 or 64; None chooses.
+        backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
+            K <= 256, not fp64), "chunkwise" (the same matrix products in
+            PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
+            first that runs on q's device, dtype and K).
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the state after the last token of
+        each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
+        backends compute in fp32 (fp64 if q is). The kernels multiply in q's
+        dtype, which in fp16 the state's entries must fit (and with a gate per
+        channel 256 times k's), and fp32 as PyTorch multiplies it on CUDA: in
+        TF32 where ``torch.backends.cuda.matmul.fp32_precision`` is "tf32",
+        which is also what ``torch.set_float32_matmul_precision`` makes of
+        "high" and "medium", else to fp32 accuracy (as always for K > 128).
+        They add up in fp32, and gates, beta and the states handed over are
+        fp32 throughout. Autocast rounds q, k and v on their way in and
+        nothing else. Gradients flow to every input from both results, and
+        two runs give the same bits; gradients of gradients only with backend
+        "loop".
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd, unless backend is
+            "loop".
+
+    With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
+    imported, values are checked too: see
+    :func:`fastweights.arguments.check_values`. FLOP counters count what
+    :mod:`fastweights.ops.flops` says. DTensors go through
+    ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
+    Shard(2) of what has tokens, Shard(1) of the states.
+    """
+    q, k, v = autocast(q, k, v)
+    check_arguments(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
+    )
+    check_name(backend)
+    check_values(q, k, v, g, beta, initial_state, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    # Views of a wider tensor are copied once, not in forward and backward.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if g is not None and g.dim() == 1:
+        # Widened before it is repeated, it gathers its gradient so.
+        g = g.to(wide(q.dtype)).expand(v.shape[:3])
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    if backend == "loop":
+        return _loop(*inputs)
+    return RECURRENCE(*inputs, chunk_size, backend)
+
+
+def choose_backend(
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """The backend that runs when ``backend`` is asked for.
+
+    "auto" is "triton" where its kernels run on tensors of this device and
+    dtype, else "chunkwise", which says why if the GPU is the reason.
+
+    Args:
+        backend: "auto", "triton", "chunkwise" or "loop".
+        device, dtype: of q, k and v.
+
+    Returns:
+        "triton", "chunkwise" or "loop".
+
+    Raises:
+        ValueError: there is no such backend or GPU, or "triton" cannot run
+            there.
+    """
+    device = torch.device(device)
+    if backend == "auto" and device.type != "cuda":
+        return "chunkwise"
+    if backend in ("auto", "triton"):
+        lack = _lack_of_triton(device, dtype)
+        if not lack:
+            return "triton"
+        if backend == "triton":
+            raise ValueError(f"backend: got 'triton', which needs {lack}")
+        if dtype != torch.float64:
+            _explain(lack)
+        return "chunkwise"
+    check_name(backend)
+    return backend
+
+
+def backend_for(asked: str, q: Tensor) -> str:
+    """The backend that runs on q [.., K], of at most MAX_K in the kernels."""
+    backend, K = choose_backend(asked, q.device, q.dtype), q.shape[-1]
+    if backend != "triton" or K <= MAX_K:
+        return backend
+    lack = f"K <= {MAX_K}, not {K}"
+    if asked == "triton":
+        raise ValueError(f"backend: got 'triton', which needs {lack}")
+    _explain(lack)
+    return "chunkwise"
+
+
+def check_name(backend: str) -> None:
+    """Raise ValueError unless there is such a backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+@functools.cache
+def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
+    """What the kernels need and do not have here; "" if they run."""
+    if not importlib.util.find_spec("triton"):
+        return "the package triton, which is not installed"
+    if dtype == torch.float64:
+        return "q, k and v in float32, float16 or bfloat16, not float64"
+    if device.type == "cuda":
+        lack = _lack_of_gpu(device)
+        if not lack:
+            private.warn_untested()
+        return lack
+    from fastweights.kernels.tile import INTERPRETED
+
+    if not INTERPRETED:
+        return (
+            f"tensors on a CUDA device, not {device.type}, or Triton's "
+            "interpreter (TRITON_INTERPRET=1 before Triton's first import)"
+        )
+    if dtype == torch.bfloat16:
+        return (
+            "float32 or float16 in Triton's interpreter, which multiplies "
+            "the bit patterns of bfloat16"
+        )
+    return ""
+
+
+def _lack_of_gpu(device: torch.device) -> str:
+    """What a GPU lacks: CUDA, of Ampere or later, with this Triton; or "".
+
+    On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
+    compiles loops in which a product reads the accumulator of another to a
+    race: two runs differ (triton issues 9871 and 10590).
+    """
+    if torch.version.hip:
+        return "a CUDA build of PyTorch, not ROCm's"
+    found, name = _capability(device), torch.cuda.get_device_name(device)
+    has = f"{name} has {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return f"a GPU of compute capability 8.0 or higher (Ampere); {has}"
+    if found[0] == 10:
+        triton = importlib.import_module("triton")
+        if private.version_of(triton) < (3, 8):
+            return (
+                "Triton 3.8 or newer on a GPU of compute capability 10.x, "
+                f"where {triton.__version__} compiles a race; {has}"
+            )
+    return ""
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that is there."""
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"device: got {device}, need one that is there; {error}"
+        ) from error
+
+
+@functools.cache
+def _explain(lack: str) -> None:
+    """Say once why a GPU does not get the kernels."""
+    warnings.warn(
+        f"fastweights runs as PyTorch here: its kernels need {lack}",
+        stacklevel=2,
+    )
+
+
+def _implementation(
+    asked: str, q: Tensor, chunk_size: int | None
+) -> tuple[str, ModuleType, int]:
+    """A backend's name, where its functions stand, and tokens per chunk."""
+    backend = backend_for(asked, q)
+    module: ModuleType = chunkwise
+    if backend == "triton":
+        from fastweights.kernels.family import backend as module
+    return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
+
+
+_records: list[list[str]] = []
+
+
+@contextmanager
+def record_backends() -> Iterator[list[str]]:
+    """A list of what runs while it is open.
+
+        with record_backends() as ran:
+            o, state = fw.mamba2(q, k, v, g)
+        print(ran)                              # ["chunkwise forward"], say
+
+    Yields:
+        backend and pass of each operator, such as "chunkwise backward".
+    """
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def ran(what: str) -> None:
+    """Tell the open records what runs."""
+    for record in _records:
+        record.append(what)
+
+
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast has them; fp64 stays fp64."""
+    if not all(isinstance(x, Tensor) for x in operands):
+        return operands
+    if not autocasts(operands[0]):
+        return operands
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; "meta" has none."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(q: Tensor) -> AbstractContextManager:
+    """Where products stay as they are; entering autocast costs 5 us."""
+    if not autocasts(q):
+        return nullcontext()
+    return torch.autocast(q.device.type, enabled=False)
+
+
+def _loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, with the gradients that autograd finds."""
+    ran("loop forward")
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        raise ValueError(
+            "cu_seqlens: got a tensor on the device meta, need one with "
+            'values, which backend="loop" reads'
+        )
+    with without_autocast(q):
+        g = torch.zeros_like(v[..., 0]) if g is None else g
+        tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
+        tokens[0] = scale * tokens[0]
+        state = first_states(q, v, initial_state, cu_seqlens)
+        outputs, states = [], list(state.split(1))
+        for n, t in sequences(cu_seqlens, q.shape[1]):
+            o, last = scan(recurrence, state[n], *(x[:, t] for x in tokens))
+            outputs.append(o)
+            states[n] = last.split(1)
+        rest = v.shape[1] - sum(o.shape[1] for o in outputs)
+        outputs.append(state.new_zeros(len(v), rest, *v.shape[2:]))
+        return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
+
+
+def _forward(
+    q: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What a backend computes, and what its backward re-uses."""
+    *inputs, chunk_size, asked = arguments
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
+    ran(f"{backend} forward")
+    with without_autocast(q):
+        return module.forward(q, *inputs, chunk_size)
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    g, beta, initial_state, cu_seqlens, _, chunk_size, asked = others
+    _, module, chunk_size = _implementation(asked, q, chunk_size)
+    saved = module.empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
+    state = first_states(q, v, initial_state, cu_seqlens)
+    return v.new_empty(v.shape), state, saved
+
+
+def _backward(
+    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None."""
+    *inputs, chunk_size, asked = arguments
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
+    ran(f"{backend} backward")
+    with without_autocast(q):
+        return module.backward(do, dstate, q, *inputs, chunk_size)
+
+
+RECURRENCE = Operator(
+    "linear_recurrence",
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor? initial_state, Tensor? cu_seqlens",
+    "float scale, int? chunk_size, str backend",
+    "Tensor o, Tensor state, Tensor[] saved",
+    hidden=1,
+    kept=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="loop" has',
+)
+tell_counters()

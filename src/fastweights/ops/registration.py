@@ -1,0 +1,228 @@
+"""What PyTorch is told of an operator with a gradient, all in one way.
+
+Its schemas, fake tensors, gradient, what that keeps, and what it refuses;
+and the way past the dispatcher, for calls that nobody looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastweights import private
+from fastweights.arguments import PLAIN
+from fastweights.ops.flops import tell_counters
+
+# The library's lower interface: its custom_op looks for aliases in each call.
+LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
+
+
+def registered(
+    schema: str,
+    function: Callable,
+    fake: Callable,
+    gradient: Callable | None = None,
+    save: Callable | None = None,
+) -> Any:
+    """An operator of torch.ops.fastweights: a function, and its fake tensors.
+
+    Without a gradient none may be asked for.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastweights::{name}", fake)
+    if gradient is not None:
+        torch.library.register_autograd(
+            f"fastweights::{name}", gradient, setup_context=save
+        )
+    return getattr(torch.ops.fastweights, name).default
+
+
+class Operator:
+    """An operator of ours, in torch.ops.fastweights, and its backward.
+
+    ``forward`` and ``backward`` are those two. A call of the object itself
+    returns the results that are not hidden. Where nothing looks at operators
+    it takes the functions behind them, and an autograd.Function: both spare
+    the host time, since of an operator's registered gradient, which
+    torch.compile needs, PyTorch looks through the arguments for lists.
+
+    Args:
+        name: of the operator; its backward is ``{name}_backward``.
+        inputs, options, results: what it takes and returns, in PyTorch's
+            schema language. Inputs are tensors, and all have gradients but
+            ``cu_seqlens``, which is last.
+        forward: from inputs and options to the results.
+        fake: the same of tensors without data.
+        backward: from the gradients of the results that are not hidden (None
+            where nothing depends on one), the inputs, a list of what was kept
+            (if anything is) and the options to a list of the gradients of
+            the inputs that are not None, contiguous and of their dtypes.
+        hidden: how many of the last results are for the backward only.
+        kept: how many of the last results the backward is given; one of them
+            may be a list.
+        instead: who has gradients of gradients and transforms, as the end of
+            a refusal.
+        function: what a refusal calls the operator; ``name`` if empty.
+
+    Raises, when called:
+        NotImplementedError: under a transform of torch.func, in forward-mode
+            autograd, and in the backward of a backward.
+        ValueError: a gradient is asked for and an input is from
+            torch.inference_mode, which no backward may keep.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: str,
+        options: str,
+        results: str,
+        *,
+        forward: Callable,
+        fake: Callable,
+        backward: Callable,
+        hidden: int = 0,
+        kept: int = 0,
+        instead: str,
+        function: str = "",
+    ) -> None:
+        self.name, self.instead = function or name, instead
+        self.functions = forward, backward
+        self.names, outputs = (
+            [x.split()[-1] for x in some.split(", ")]
+            for some in (inputs, results)
+        )
+        self.shown, self.kept = len(outputs) - hidden, kept
+        self.with_gradient = len(self.names) - ("cu_seqlens" in self.names)
+        grads = [f"Tensor? d{name}" for name in outputs[: self.shown]]
+        saved = ["Tensor[] saved"] if kept else []
+        back = ", ".join([*grads, inputs, *saved, options])
+        schema = f"{name}({inputs}, {options}) -> ({results})"
+        gradient = self.differentiate, self.save
+        self.forward = registered(schema, forward, fake, *gradient)
+        schema = f"{name}_backward({back}) -> Tensor[] grads"
+        self.backward = registered(schema, backward, self.empty, self.refuse)
+
+    def __call__(self, *arguments: Any) -> Any:
+        inputs = arguments[: len(self.names)]
+        if torch.compiler.is_compiling():
+            return self.visible(self.forward(*arguments))
+        if private.transformed():
+            self.refuse_transforms(*inputs)
+        operator = past_dispatcher(self.forward, self.functions[0], inputs)
+        # A trace takes the operator's own gradient.
+        if needs_gradient(*inputs) and not torch.jit.is_tracing():
+            for name, x in zip(self.names, inputs, strict=True):
+                if x is not None and x.is_inference():
+                    raise ValueError(
+                        f"{name}: got a tensor made in torch.inference_mode, "
+                        "need its clone(), since a gradient is asked for"
+                    )
+            return Gradient.apply(self, operator, *arguments)
+        return self.visible(operator(*arguments))
+
+    def visible(self, output: Any) -> Any:
+        """What a caller sees of the results; a single one is no tuple."""
+        return output[: self.shown] if isinstance(output, tuple) else output
+
+    def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        n = len(self.names)
+        kept = output[len(output) - self.kept :] if self.kept else ()
+        saved = [[x] if isinstance(x, Tensor) else x for x in kept]
+        ctx.save_for_backward(*inputs[:n], *itertools.chain(*saved))
+        ctx.options = inputs[n:]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(
+        self, ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # checkpointing lets them be read once
+        n, grads = len(self.names), grads[: self.shown]
+        saved = [list(tensors[n:])] if self.kept else []
+        operator: Callable = self.backward  # which refuses its own gradient
+        if not torch.is_grad_enabled():
+            seen = (*grads, *tensors)
+            operator = past_dispatcher(operator, self.functions[1], seen)
+        found = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
+        some = tensors[: self.with_gradient]
+        others = n - len(some) + len(ctx.options)
+        grads = tuple([None if x is None else next(found) for x in some])
+        return *grads, *[None] * others
+
+    def empty(self, *arguments: Any) -> list[Tensor]:
+        """Room for the gradients."""
+        inputs = arguments[self.shown :][: self.with_gradient]
+        return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+    def refuse(self, ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(
+            f"{self.name}: got a gradient of its gradient, which "
+            f"{self.instead}"
+        )
+
+    def refuse_transforms(self, *inputs: Tensor | None) -> None:
+        """Raise under torch.func, and where an input has a tangent."""
+        duals = [forward_ad.unpack_dual(x) for x in inputs if x is not None]
+        tangents = [x for x in duals if x.tangent is not None]
+        if tangents or private.in_torch_func():
+            raise NotImplementedError(
+                f"{self.name}: got a transform of torch.func, or "
+                f"forward-mode autograd, which {self.instead}; a layer's "
+                "gradients per sample are those of torch.autograd.grad, a "
+                "sample at a time"
+            )
+
+
+class Gradient(torch.autograd.Function):
+    """An Operator's results, with its gradient.
+
+    Without a setup_context, for which PyTorch reads the signature in each
+    call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of: Operator, operator: Callable, *inputs: Any):
+        output = operator(*inputs)
+        of.save(ctx, inputs, output)
+        ctx.of = of
+        return of.visible(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.of.differentiate(ctx, *grads)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient by one of them is asked for."""
+    return torch.is_grad_enabled() and any(
+        [x is not None and x.requires_grad for x in tensors]
+    )
+
+
+def past_dispatcher(
+    operator: Callable, function: Callable, tensors: Iterable[Any]
+) -> Callable:
+    """The function behind an operator, which spares the host 50 us per call.
+
+    But the operator itself where anything looks at operators: a mode (fake
+    tensors, a FLOP counter, selective checkpointing), a transform, a trace,
+    the profiler, a tensor of a class of its own or without data, or a
+    negative view, which the dispatcher resolves.
+    """
+    watched = private.watched()
+    if watched:
+        tell_counters()
+    seen = watched or any(
+        [
+            x is not None and (type(x) not in PLAIN or x.is_meta or x.is_neg())
+            for x in tensors
+        ]
+    )
+    return operator if seen else function

@@ -1,0 +1,335 @@
+"""selective_scan: Mamba's recurrence, as a loop and as a prefix scan.
+
+    h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T
+    y_t = h_t C_t + D x_t
+
+The state h is [D, N], products with e^{dt_t A}, dt_t, x_t and D are element
+by element, and e^{dt_t A} is [D, N]: entry (d, n) is e^{dt_t[d] A[d, n]}.
+
+A backend of the operator (:mod:`fastweights.kernels.selective` or
+:mod:`fastweights.reference.selective`) has ``tile_length``, ``forward`` and
+``backward``. Which one runs is asked inside of it, so that torch.compile has
+nothing to ask while it traces.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.arguments import (
+    check_flags,
+    check_operands,
+    check_shapes,
+    check_tensors,
+    count_sequences,
+    wrong_shape,
+)
+from fastweights.ops.recurrence import (
+    autocast,
+    check_name,
+    choose_backend,
+    ran,
+    without_autocast,
+)
+from fastweights.ops.registration import Operator, needs_gradient
+from fastweights.reference import selective as chunkwise
+from fastweights.reference.backend import outside, sequences, wide
+from fastweights.reference.selective import first_states, in_groups
+from fastweights.reference.steps import scan, selective
+
+MAX_N = 256
+
+
+def selective_scan(
+    x: Float[Tensor, "Bt T D"],
+    dt: Float[Tensor, "Bt T D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "Bt T *G N"],
+    C: Float[Tensor, "Bt T *G N"],
+    D: Float[Tensor, " D"] | None = None,
+    *,
+    z: Float[Tensor, "Bt T D"] | None = None,
+    dt_bias: Float[Tensor, " D"] | None = None,
+    dt_softplus: bool = False,
+    initial_state: Float[Tensor, "S D N"] | None = None,
+    cu_seqlens: Int[Tensor, " S+1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
+    """Mamba's selective scan (Gu and Dao 2023, algorithm 2).
+
+    The arguments are those of Mamba's own ``selective_scan_fn(u, delta, A,
+    B, C, D, z, delta_bias, delta_softplus)``, with time before channels:
+    x is ``u.mT``, dt ``delta.mT``, B and C have their last dimension moved
+    to the second place, z and y are transposed, dt_bias is ``delta_bias``
+    and dt_softplus ``delta_softplus``.
+
+    Args:
+        x: [Bt, T, D], of one dtype with B and C (fp64, fp32, fp16 or bf16).
+        dt: [Bt, T, D] step sizes; fp32 or x's dtype. They are > 0 once
+            dt_bias is added and the softplus taken, if asked for.
+        A: [D, N], N <= 256, finite and <= 0: entry (d, n) of the state
+            decays by e^{dt A}. fp32 or x's dtype.
+        B, C: [Bt, T, N], by which the state is written and read, or
+            [Bt, T, G, N] for G groups of channels: channel d has those of
+            group d // (D // G).
+        D: [D] the share of x that goes straight to y, fp32 or x's dtype;
+            None: nothing does.
+        z: [Bt, T, D], fp32 or x's dtype: y is multiplied by silu(z). None:
+            it stays as it is.
+        dt_bias: [D], fp32 or x's dtype, added to dt in fp32 (fp64 if x
+            is); None: nothing is.
+        dt_softplus: whether dt, with its bias, is log(1 + e^dt) from here.
+        initial_state: [S, D, N] fp32 (fp64 if x is), S = Bt or the number
+            of packed sequences; zeros if None.
+        cu_seqlens: [S + 1] int32 or int64, Bt = 1: sequence s is the tokens
+            from cu_seqlens[s] up to cu_seqlens[s + 1], possibly none. What
+            comes after the last one has outputs and gradients of 0. The
+            kernels read it on the device, unchecked; PyTorch's backends
+            read and check it on the host.
+        backend: "triton" (a prefix scan in tiles of time: CUDA, compute
+            capability 8.0 or higher, not fp64), "chunkwise" (the same in
+            PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
+            first that runs on x's device and dtype).
+
+    Returns:
+        y [Bt, T, D] in x's dtype, and the state after the last token of
+        each sequence, [S, D, N] in fp32 (fp64 if x is fp64), the dtype of
+        all arithmetic. Autocast rounds x, B and C on their way in and
+        nothing else. Gradients flow to every input from both results, and
+        two runs give the same bits; gradients of gradients only with
+        backend "loop".
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd, unless backend is
+            "loop".
+    """
+    x, B, C = autocast(x, B, C)
+    check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    check_flags(dt_softplus=dt_softplus)
+    check_name(backend)
+    full = wide(x.dtype)
+    if cu_seqlens is not None:
+        after = outside(cu_seqlens, x.shape[1])[:, None]
+        dt = dt.masked_fill(after, 0)
+        z = None if z is None else z.masked_fill(after, 0)
+    # Outside the operator: these are a token's own, which torch.compile
+    # fuses with what comes before and after, and autograd differentiates.
+    if dt_bias is not None:
+        dt = dt.to(full) + dt_bias.to(full)
+    if dt_softplus:
+        dt = F.softplus(dt.to(full))
+    if B.dim() == 3:
+        B, C = B[:, :, None], C[:, :, None]
+    inputs = (x, dt, A, B, C, D, initial_state, cu_seqlens)
+    if backend == "loop":
+        y, state = _loop(*inputs)
+    else:
+        keep = needs_gradient(*inputs)
+        # Views of a wider tensor are copied once, not in forward and backward.
+        contiguous = (None if t is None else t.contiguous() for t in inputs)
+        y, state = SCAN(*contiguous, keep, z is not None, backend)
+    if z is not None:
+        y = y * F.silu(z.to(full))
+    return y.to(x.dtype), state
+
+
+def check_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    check_tensors({"x": x, "dt": dt, "A": A, "B": B, "C": C})
+    check_operands(
+        {"x": x},
+        same={"B": B, "C": C},
+        either={"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias},
+        states={"initial_state": initial_state},
+        offsets={"cu_seqlens": cu_seqlens},
+    )
+    if x.dim() != 3 or any(n < 1 for n in x.shape):
+        wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
+    batch, T, channels = x.shape
+    for name, t in (("dt", dt), ("z", z)):
+        if t is not None and t.shape != x.shape:
+            wrong_shape(name, t, f"x's, {list(x.shape)}")
+    fits = A.dim() == 2 and A.shape[0] == channels
+    if not fits or not 1 <= A.shape[1] <= MAX_N:
+        wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
+    N = A.shape[1]
+    flat = (batch, T, N)
+    G = B.shape[2] if B.dim() == 4 else 1
+    if B.shape not in (flat, (batch, T, G, N)) or G < 1 or channels % G:
+        need = f"{list(flat)} or [{batch}, {T}, G, {N}]"
+        wrong_shape("B", B, f"{need} with G a divisor of D = {channels}")
+    S = count_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
+    check_shapes(
+        {
+            "C": (C, tuple(B.shape)),
+            "D": (D, (channels,)),
+            "dt_bias": (dt_bias, (channels,)),
+            "initial_state": (initial_state, (S, channels, N)),
+        }
+    )
+
+
+def _loop(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, with the gradients that autograd finds.
+
+    y is in the dtype of the arithmetic.
+    """
+    ran("loop forward")
+    full, G = wide(x.dtype), B.shape[2]
+    with without_autocast(x):
+        first = first_states(x, A, initial_state, cu_seqlens)
+        states = list(first.unflatten(1, (G, -1)).split(1))
+        rates = A.to(full).unflatten(0, (G, -1))
+        tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
+        outputs = []
+        for s, t in sequences(cu_seqlens, x.shape[1]):
+            y, h = scan(
+                lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
+                torch.cat(states[s]),
+                *(token[:, t] for token in tokens),
+            )
+            outputs.append(y.flatten(2))
+            states[s] = h.split(1)
+        ends = sum(y.shape[1] for y in outputs)
+        y = torch.cat([first.new_zeros(len(x), 0, x.shape[2]), *outputs], 1)
+        if D is not None:
+            y = y + D.to(full) * x[:, :ends].to(full)
+        y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
+        return y, torch.cat(states).flatten(1, 2)
+
+
+def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+    """A backend's name, and where its functions stand."""
+    if asked == "triton" and x.dtype == torch.float64:
+        raise ValueError(
+            "backend: got 'triton', which needs x, B and C in float32, "
+            "float16 or bfloat16, not float64"
+        )
+    backend = choose_backend(asked, x.device, x.dtype)
+    module: ModuleType = chunkwise
+    if backend == "triton":
+        from fastweights.kernels import selective as module
+    return backend, module
+
+
+def empty_states(
+    module: ModuleType,
+    x: Tensor,
+    A: Tensor,
+    B: Tensor,
+    cu_seqlens: Tensor | None,
+    keep: bool,
+) -> Tensor:
+    """Room for the state that enters each tile of time, if it is kept.
+
+    In one dimension: torch.compile would make a case of a single tile.
+    Packed sequences begin with tiles of their own: sequence n with tile
+    ``cu_seqlens[n] // length + n``, past all of the one before it.
+    """
+    batch, T, _ = x.shape
+    length = module.tile_length(*A.shape, B.shape[2])
+    tiles = 0
+    if keep and cu_seqlens is None:
+        tiles = -(-T // length)
+    elif keep and cu_seqlens is not None:
+        tiles = T // length + cu_seqlens.shape[0] - 1
+    return x.new_empty(batch * tiles * A.numel(), dtype=wide(x.dtype))
+
+
+def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a backend computes; with ``keep``, what its backward re-uses.
+
+    y is in x's dtype, with ``full`` in that of the arithmetic.
+    """
+    *inputs, keep, full, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} forward")
+    _, A, B, *_, cu_seqlens = inputs
+    states = empty_states(module, x, A, B, cu_seqlens, keep)
+    with without_autocast(x):
+        kept = states if keep else None
+        y, state = module.forward(x, *inputs, kept, y_dtype(x, full))
+    return y, state, states
+
+
+def y_dtype(x: Tensor, full: bool) -> torch.dtype:
+    """The dtype of y, in which a gate after it takes its gradient too."""
+    return wide(x.dtype) if full else x.dtype
+
+
+def _fake(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, cu_seqlens, keep, full, asked = others
+    _, module = implementation(asked, x)
+    states = empty_states(module, x, A, B, cu_seqlens, keep)
+    S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = x.new_empty(x.shape, dtype=y_dtype(x, full))
+    return y, states.new_empty(S, *A.shape), states
+
+
+def _backward(
+    dy: Tensor | None, dstate: Tensor | None, x: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Gradients of the inputs up to initial_state that are not None.
+
+    Each has its input's shape and dtype. dy or dstate is None where nothing
+    depends on that result.
+    """
+    *inputs, (states,), _, _, asked = arguments
+    backend, module = implementation(asked, x)
+    ran(f"{backend} backward")
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dstate = None if dstate is None else dstate.contiguous()
+    with without_autocast(x):
+        grads = module.backward(dy, dstate, x, *inputs, states)
+    return [
+        grad.to(t.dtype).contiguous()
+        for grad, t in zip(grads, (x, *inputs[:-1]), strict=True)
+        if t is not None
+    ]
+
+
+SCAN = Operator(
+    "selective_scan",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
+    "Tensor? initial_state, Tensor? cu_seqlens",
+    "bool keep, bool full, str backend",
+    "Tensor y, Tensor state, Tensor states",
+    hidden=1,
+    kept=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    instead='only backend="loop" has',
+)

@@ -1,0 +1,1 @@
+"""Speed: of the operators, layers and deep memories, and how cost grows."""

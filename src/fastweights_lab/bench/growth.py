@@ -1,0 +1,295 @@
+"""How cost grows: each size doubled by itself, beside the plainest program.
+
+    python -m fastweights_lab.bench growth [NAME ...]
+
+For every case the seconds at each size, the exponent of the last doublings
+with the one that is expected, and how many times as long the plainest PyTorch
+program for the same takes, at the last size. On a CPU with one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastweights as fw
+from fastweights.layers import LaCT, SoftmaxAttention, TitansMemory, TTTLinear
+from fastweights.models import (
+    LanguageModel,
+    ModelConfig,
+    cross_entropy,
+    token_losses,
+)
+from fastweights.models.pool import StatePool
+from fastweights_lab.bench.cpu import least_seconds
+from fastweights_lab.bench.timing import Row
+from fastweights_lab.text import corpus
+
+Run = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """A program of a size, and the plain one beside it if there is one."""
+
+    expected: int
+    sizes: tuple[int, ...]
+    made: Callable[[int], tuple[Run, Run | None]]
+
+
+def seconds(run: Run) -> float:
+    """Processor time of the quickest run, in some five or in a second."""
+    return least_seconds({"run": run}, 1.0)["run"]
+
+
+def offsets(*lengths: int) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def packed(T: int, length: int, made: Callable[..., Run]) -> tuple[Run, Run]:
+    """A pack of short documents; beside it the same rows as a batch."""
+    B = T // length
+    cu_seqlens = offsets(*[length] * B)
+    return made(1, T, cu_seqlens=cu_seqlens), made(B, length)
+
+
+def recurrence(B: int, T: int, **options: Any) -> Run:
+    """Gated delta, forward and backward."""
+    torch.manual_seed(0)
+    x = [torch.randn(B, T, 2, 32, requires_grad=True) for _ in range(3)]
+    g, beta = -torch.rand(B, T, 2), torch.rand(B, T, 2)
+
+    def run() -> None:
+        q, k, v = x
+        k = F.normalize(k, dim=-1)
+        o, _ = fw.gated_deltanet(q, k, v, g, beta, **options)
+        o.sum().backward()
+
+    return run
+
+
+def scan(B: int, T: int, **options: Any) -> Run:
+    """Mamba's scan, likewise."""
+    torch.manual_seed(0)
+    x = [torch.rand(B, T, n, requires_grad=True) for n in (32, 32, 8, 8)]
+    A = -torch.rand(32, 8)
+
+    def run() -> None:
+        y, _ = fw.selective_scan(x[0], x[1], A, *x[2:], **options)
+        y.sum().backward()
+
+    return run
+
+
+def uneven(layer: torch.nn.Module, T: int) -> tuple[Run, Run]:
+    """A document of T / 2 tokens and T / 2 of one; as two batches."""
+    x = torch.randn(1, T, 64)
+    packed = offsets(T // 2, *[1] * (T // 2))
+
+    @torch.no_grad()
+    def run() -> None:
+        layer(x, None, packed)
+
+    @torch.no_grad()
+    def plain() -> None:
+        layer(x[:, : T // 2])
+        layer(x[0, T // 2 :, None])
+
+    return run, plain
+
+
+def loss(V: int, rows: int, D: int = 64) -> tuple[Run, Run]:
+    x = torch.randn(rows, D, requires_grad=True)
+    w = torch.randn(V, D, requires_grad=True)
+    targets = torch.randint(V, (rows,))
+    return (
+        lambda: cross_entropy(x, w, targets).backward(),
+        lambda: F.cross_entropy(x @ w.T, targets).backward(),
+    )
+
+
+def evaluated(V: int) -> tuple[Run, Run]:
+    x, w = torch.randn(256, 64), torch.randn(V, 64)
+    targets = torch.randint(V, (256,))
+    return (
+        lambda: token_losses(x, w, targets),
+        lambda: F.cross_entropy(x @ w.T, targets, reduction="none"),
+    )
+
+
+def model(pattern: str) -> LanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocabulary=64, dim=64, num_layers=2, pattern=(pattern,), num_heads=2
+    )
+    return LanguageModel(config)
+
+
+def decoded(capacity: int) -> tuple[Run, Run]:
+    """Eight tokens of one sequence, in room for ``capacity``."""
+    m, token = model("softmax"), torch.zeros(1, 1, dtype=torch.int64)
+
+    def made(capacity: int) -> Run:
+        states = m.new_states(1, capacity)
+
+        @torch.no_grad()
+        def run() -> None:
+            after = states
+            for state in states:
+                assert state is not None and state.position is not None
+                state.position.zero_()
+                state.used = 0
+            for _ in range(8):
+                _, after = m(token, after)
+
+        return run
+
+    return made(capacity), made(8)
+
+
+def pooled(size: int) -> tuple[Run, None]:
+    pool = StatePool(model("gated_deltanet"), size, 8)
+    rows = [pool.take() for _ in range(4)]
+
+    def run() -> None:
+        pool.at(rows, 1)
+        pool.give(row := pool.take())
+        del row
+
+    return run, None
+
+
+def prompt(T: int) -> tuple[Run, Run]:
+    m, tokens = model("softmax"), torch.zeros(T, dtype=torch.int64)
+
+    @torch.no_grad()
+    def plain() -> None:
+        m(tokens[None])
+
+    return lambda: m.generate(tokens, 1), plain
+
+
+def batch(documents: int, length: int) -> tuple[Run, None]:
+    """256 tokens of so many documents of so many bytes."""
+    text = [b"a" * length] * documents
+    stream = corpus.Stream.of(text, corpus.ByteTokenizer())
+    batches = corpus.Packed(stream, 256)
+    return lambda: batches.batch(1), None
+
+
+def grams(T: int) -> tuple[Run, Run]:
+    tokens = torch.randint(64, (8, T + 1))
+    one = corpus.Batch(tokens[:, :-1], tokens[:, 1:])
+
+    def plain() -> None:
+        code = sum(tokens.unfold(1, 5, 1)[..., i] * 64**i for i in range(5))
+        code.sort(stable=True)
+
+    return lambda: corpus.repeated(one), plain
+
+
+def one_token(layer: torch.nn.Module, D: int) -> tuple[Run, Run]:
+    """One more token of a layer; beside the products of its projections.
+
+    Those read no memory. LaCT writes twice what its state holds, a window of
+    2,048 tokens above all, which moves by one; Titans and TTT, whose weights
+    change with every token, write theirs, old and new, seven times.
+    """
+    x = torch.randn(1, 1, D)
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 3, D))
+    matrices = [p for p in layer.parameters() if p.dim() == 2]
+
+    @torch.no_grad()
+    def run() -> None:
+        layer(x, state)
+
+    @torch.no_grad()
+    def plain() -> None:
+        for w in matrices:
+            torch.zeros(1, w.shape[1]) @ w.T
+
+    return run, plain
+
+
+CASES = {
+    "gated delta, documents of 1": Case(
+        1, (256, 512, 1024, 2048), lambda T: packed(T, 1, recurrence)
+    ),
+    "gated delta, documents of 32": Case(
+        1, (512, 1024, 2048, 4096), lambda T: packed(T, 32, recurrence)
+    ),
+    "selective scan, documents of 2": Case(
+        1, (256, 512, 1024, 2048), lambda T: packed(T, 2, scan)
+    ),
+    "softmax, uneven documents": Case(
+        2,
+        (128, 256, 512, 1024),
+        lambda T: uneven(SoftmaxAttention(64, 2), T),
+    ),
+    "ttt_linear, uneven documents": Case(
+        1, (64, 128, 256, 512), lambda T: uneven(TTTLinear(64, 2), T)
+    ),
+    "titans, uneven documents": Case(
+        1, (64, 128, 256), lambda T: uneven(TitansMemory(64, 2, 32), T)
+    ),
+    "lact, uneven documents": Case(
+        1, (64, 128, 256), lambda T: uneven(LaCT(64, 2, chunk_size=64), T)
+    ),
+    "loss of 8 rows, vocabulary": Case(
+        1, (4096, 8192, 16384, 32768), lambda V: loss(V, 8)
+    ),
+    "loss at 8,192, rows": Case(
+        1, (128, 256, 512, 1024), lambda rows: loss(8192, rows)
+    ),
+    "token_losses, vocabulary": Case(
+        1, (16384, 32768, 65536, 131072), evaluated
+    ),
+    "softmax decoding, capacity": Case(0, (64, 1024, 16384, 131072), decoded),
+    "softmax prompt, tokens": Case(2, (512, 1024, 2048, 4096), prompt),
+    "pool's bookkeeping, size": Case(0, (64, 512, 4096, 16384), pooled),
+    "Packed.batch, document's length": Case(
+        0, (2**10, 2**14, 2**18, 2**22), lambda length: batch(4, length)
+    ),
+    "Packed.batch, documents": Case(
+        0, (2**8, 2**11, 2**14, 2**17), lambda n: batch(n, 20)
+    ),
+    "repeated n-grams, tokens": Case(1, (512, 1024, 2048, 4096), grams),
+    "one token of ttt_linear, width": Case(
+        2, (64, 128, 256, 512), lambda D: one_token(TTTLinear(D, 4), D)
+    ),
+    "one token of lact, width": Case(
+        2, (64, 128, 256, 512), lambda D: one_token(LaCT(D, 4), D)
+    ),
+    "one token of titans, width": Case(
+        2,
+        (64, 128, 256, 512),
+        lambda D: one_token(TitansMemory(D, 4, D // 4), D),
+    ),
+}
+
+
+def rows(names: Sequence[str] = ()) -> Iterator[Row]:
+    """A row per case: its last seconds, the exponent of the last, the ratio.
+
+    Args:
+        names: parts of cases' names; none: all cases.
+    """
+    for name, case in CASES.items():
+        if names and not any(part in name for part in names):
+            continue
+        times = []
+        for size in case.sizes:
+            run, plain = case.made(size)
+            times.append(seconds(run))
+        (a, b), (x, y) = case.sizes[-2:], times[-2:]
+        row: Row = {"case": name, "ms": [round(1e3 * t, 2) for t in times]}
+        row["exponent"] = round(math.log(y / x) / math.log(b / a), 2)
+        row["expected"] = case.expected
+        if plain is not None:
+            row["times the plain one"] = round(y / seconds(plain), 1)
+        yield row | {"seconds": y}

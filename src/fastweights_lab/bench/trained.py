@@ -1,0 +1,129 @@
+"""The operators' speed on what trained models give them.
+
+    python -m fastweights_lab.bench trained --json h200_trained.json
+
+trains chapter 10's models with a gate
+(:data:`fastweights_lab.experiments.comparison.LARGE`, seed 0), each with its
+best rate, and times the operator on their queries, keys, values, gates and
+write strengths, beside the drawn ones of :mod:`fastweights_lab.bench.speed`.
+A model has 24 heads: a sequence takes as many of them as the shape has, at
+random, each through one held-out window after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import fastweights as fw
+from fastweights_lab.bench import speed
+from fastweights_lab.bench.timing import DTYPE, ON_GPU, Row, timeit
+from fastweights_lab.experiments import comparison
+from fastweights_lab.experiments.learned import ONE_PRODUCT, recurrence_inputs
+from fastweights_lab.text import corpus
+from fastweights_lab.text.training import Settings, Training
+
+MODELS = {"kda": "KDA", "gated_deltanet": "gated delta", "mamba2": "decay"}
+BASE = comparison.LARGE if ON_GPU else replace(comparison.SMALL, steps=20)
+SHAPES = ("train", "long")
+SMALL = speed.Shape(1, 512, 2, 2, 32, 32)  # without a GPU
+DRAWS = 3  # of the heads
+
+
+def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
+    """What a trained model's recurrences are given: one row per head.
+
+    q, k, v [windows, T, heads, D], g and beta, the heads of all layers.
+    """
+    rate = comparison.best_rate(comparison.load(), variant)
+    settings = replace(base, lr=rate or base.lr)
+    run = Training(comparison.chosen(variant, 0, settings))
+    for _ in range(run.settings.steps):
+        run.step()
+    starts = torch.arange(windows) * run.settings.length
+    tokens = corpus.windows(run.held_out, run.settings.length, starts).tokens
+    with run.autocast():
+        layers = [inputs for _, inputs in recurrence_inputs(run.model, tokens)]
+    x = {name: torch.cat([of[name] for of in layers], 2) for name in layers[0]}
+    return {**x, **{name: x[name].to(DTYPE) for name in "qkv"}}
+
+
+def sequences(
+    x: dict[str, Tensor], shape: speed.Shape, draw: int
+) -> dict[str, Tensor]:
+    """Inputs of a shape: heads drawn per sequence, windows joined.
+
+    Raises:
+        ValueError: there are too few heads or windows.
+    """
+    windows, T, heads = x["q"].shape[:3]
+    need = shape.B * shape.T // T
+    if heads < shape.H or need > windows or shape.T % T:
+        raise ValueError(
+            f"shape: got {shape.B} x {shape.T} tokens and {shape.H} heads, "
+            f"need whole windows of {T}, {windows} at most, and {heads} "
+            "heads at most"
+        )
+    dice = torch.Generator().manual_seed(draw)
+    chosen = [
+        torch.randperm(heads, generator=dice)[: shape.H]
+        for _ in range(shape.B)
+    ]
+    return {
+        name: torch.stack(
+            [
+                row[:, :, some.to(of.device)].flatten(0, 1)
+                for row, some in zip(
+                    of[:need].unflatten(0, (shape.B, -1)), chosen, strict=True
+                )
+            ]
+        )
+        for name, of in x.items()
+    }
+
+
+def beyond(g: Tensor, tile: int = 64, chunk: int = 64) -> tuple[float, float]:
+    """The parts of chunks, and of tiles, that have more than one product.
+
+    Of heads or channels, and of tiles of so many channels, per chunk.
+    """
+    g = g.reshape(*g.shape[:3], -1)
+    bits = g.unflatten(1, (-1, chunk)).sum(2) / -math.log(2)
+    far = (bits > ONE_PRODUCT).double()
+    tiles = far.unflatten(-1, (-1, min(tile, far.shape[-1]))).amax(-1)
+    return far.mean().item(), tiles.mean().item()
+
+
+def rows() -> Iterator[Row]:
+    """Each member's seconds by shape, gates and pass."""
+    shapes = {where: speed.SHAPES[where] for where in SHAPES}
+    if not ON_GPU:
+        shapes = {"small": SMALL}
+    for member, variant in MODELS.items():
+        need = max(shape.B * shape.T for shape in shapes.values())
+        model = trained(variant, BASE, need // BASE.length)
+        for where, shape in shapes.items():
+            cases = {
+                gate: speed.inputs(member, shape, gate)
+                for gate in ("mild", "model")
+            }
+            cases |= {
+                f"trained {draw}": sequences(model, shape, draw)
+                for draw in range(DRAWS)
+            }
+            for gate, x in cases.items():
+                channels, tiles = beyond(x["g"])
+                for what, fn in speed.passes(getattr(fw, member), x).items():
+                    yield {
+                        "member": member,
+                        "shape": where,
+                        "gate": gate,
+                        "what": what,
+                        "beyond": channels,
+                        "tiles beyond": tiles,
+                        "seconds": timeit(fn),
+                    }

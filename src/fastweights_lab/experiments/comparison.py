@@ -1,0 +1,369 @@
+"""One language model with other layers in it, trained on the same text.
+
+    python -m fastweights_lab.experiments.comparison kinds --json text.jsonl
+
+trains the model of 20 million parameters on CPython 3.12.3's library, with
+each variant, several runs side by side on one GPU: seed 0 with every
+learning rate, the other seeds with the one that was best (``--each``: with
+all of them). Stopped at any point it goes on from there. ``--dry`` says what
+would run. Chapter 10 trains the same variants at a size for its reader's CPU:
+
+    found = train("delta", 0, SMALL)
+    found["bits per byte"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastweights.arguments import check_sizes
+from fastweights_lab.experiments.learned import learned
+from fastweights_lab.experiments.planted import recalled
+from fastweights_lab.experiments.side_by_side import WorkerDied, each
+from fastweights_lab.experiments.trial import Stages
+from fastweights_lab.records import Record, append, matching, read, shipped
+from fastweights_lab.text import corpus
+from fastweights_lab.text.training import Settings, Training
+
+PROGRAM = "python -m fastweights_lab.experiments.comparison"
+Progress = Callable[[int, float], None]
+Job = tuple[str, int, Settings]
+"""A variant, a seed, and everything else."""
+
+
+def _recurrence(**options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return ("recurrence",), {"recurrence": options}
+
+
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "linear": _recurrence(rule="additive", decay=None),
+    "decay": _recurrence(rule="additive"),
+    "delta": _recurrence(decay=None),
+    "gated delta": _recurrence(),
+    "KDA": _recurrence(decay="channel"),
+    "softmax": (("softmax",), {}),
+    "hybrid": (("recurrence", "recurrence", "softmax"), {}),
+    "no convolution": _recurrence(conv_size=None),
+    "no unit keys": _recurrence(normalize=False),
+    "no output gate": _recurrence(gate=False),
+    "fast gate": _recurrence(dt_range=(1.0, 10.0)),
+}
+"""Each one's pattern of layers and their options.
+
+The first five are the same layer with another recurrence. The last four are
+gated delta with one part taken away, or with gates that start by forgetting
+half within 0.7 tokens and less.
+"""
+
+GROUPS = {
+    "kinds": ("linear", "decay", "delta", "gated delta", "KDA", "softmax"),
+    "parts": (
+        "hybrid",
+        "no convolution",
+        "no unit keys",
+        "no output gate",
+        "fast gate",
+    ),
+}
+
+LARGE = Settings(
+    length=2048,
+    tokens=32768,
+    num_layers=6,
+    dim=512,
+    num_heads=4,
+    mlp_ratio=8 / 3,
+    steps=800,
+    lr=2e-3,
+    warmup=80,
+    eval_windows=64,
+    device="cuda",
+    compile=True,
+)
+"""20 million parameters, 26 million tokens: half a minute of an H200."""
+
+SMALL = Settings(
+    length=128,
+    tokens=1024,
+    num_layers=2,
+    dim=64,
+    num_heads=2,
+    steps=300,
+    lr=6e-3,
+    eval_windows=64,
+    device="cpu",
+)
+"""0.16 million parameters: some ten seconds of a laptop."""
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+PROMPT = "def "
+PLANTED = (16, 64, 256, 1024, 4096)  # bytes back, at most LONG windows
+LONG = 4  # evaluated on windows this many times as long as those trained on
+
+
+def chosen(variant: str, seed: int, base: Settings) -> Settings:
+    """The settings of one run.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"variant: got {variant!r}, need one of {', '.join(VARIANTS)}"
+        )
+    pattern, options = VARIANTS[variant]
+    return replace(
+        base, pattern=pattern, options=json.dumps(options), seed=seed
+    )
+
+
+def train(
+    variant: str,
+    seed: int = 0,
+    base: Settings = SMALL,
+    *,
+    every: int = 20,
+    sample: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """One run, from its first step to its last, and what came of it.
+
+    Args:
+        variant: one of :data:`VARIANTS`.
+        seed: of the parameters and of the batches.
+        base: everything else.
+        every: steps between two entries of ``losses``.
+        sample: whether it writes text at the end.
+        progress: is told the step and the loss at each of them.
+
+    Returns:
+        variant, seed, settings, parameters, ``state bytes`` after a window,
+        ``flops`` of a forward per token, ``losses`` as pairs (step, nats per
+        token), what :meth:`Training.evaluate` finds, ``by position`` (see
+        :func:`by_position`), ``planted`` (see :func:`recalled`), the gates,
+        strengths and keys ``at the start`` and ``learned`` (see
+        :func:`learned`), the text that it writes ``after`` its last step, and
+        seconds of the steps but the first. A run whose gradient is no number
+        any more ends there, finds nan and writes nothing.
+    """
+    run = Training(chosen(variant, seed, base))
+    length, losses = run.settings.length, []
+    at_the_start = inside(run)
+    start = since = time.perf_counter()
+    for step in range(run.settings.steps):
+        try:
+            loss = run.step()
+        except FloatingPointError:
+            losses.append((step, math.nan))
+            break
+        if step % every == 0 or step == run.settings.steps - 1:
+            losses.append((step, loss.item()))
+            if progress is not None:
+                progress(*losses[-1])
+        if step == 0:
+            since = time.perf_counter()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    end = time.perf_counter()
+    if math.isnan(losses[-1][1]):  # and so shall be all that is found
+        sample = False
+        for p in run.model.parameters():
+            p.detach().fill_(math.nan)
+    return {
+        "variant": variant,
+        "seed": seed,
+        **run.record(),
+        "state bytes": run.model.state_bytes(length),
+        "flops": run.model.flops_per_token(length),
+        "losses": losses,
+        **run.evaluate(),
+        "by position": by_position(run, LONG * length),
+        "planted": planted(run, LONG * length),
+        "at the start": at_the_start,
+        "learned": inside(run),
+        "after": run.sample(PROMPT, 400) if sample else None,
+        "seconds": end - since,
+        "first step": since - start,
+    }
+
+
+def by_position(run: Training, length: int) -> list[tuple[int, float]]:
+    """Bits per byte by where in a window a token stands, held-out text.
+
+    Pairs (position, bits), for positions 0, 64, 128, 256, ...: each stands
+    for the tokens from there to the next one. Windows have ``length`` tokens
+    and do not overlap.
+    """
+    stream = run.held_out
+    length = min(length, len(stream.tokens) - 1)
+    number = min(64, (len(stream.tokens) - 1) // length)
+    found = []
+    for starts in (torch.arange(number) * length).split(4):
+        batch = corpus.windows(stream, length, starts).to(run.device)
+        with run.autocast():
+            found.append(run.model.token_losses(batch.tokens, batch.targets))
+    bits = torch.cat(found).cpu().double().mean(0) / math.log(2)
+    bits = bits * stream.tokens_per_byte
+    edges = [0] + [2**i for i in range(6, 40) if 2**i < length]
+    ends = [*edges[1:], length]
+    return [
+        (a, bits[a:b].mean().item()) for a, b in zip(edges, ends, strict=True)
+    ]
+
+
+def planted(run: Training, length: int) -> list[dict[str, Any]]:
+    """What the model knows of a planted number, by how far back it is."""
+    with run.autocast():
+        return [
+            recalled(run.model, run.held_out, distance)
+            for distance in PLANTED
+            if distance < length
+        ]
+
+
+def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
+    """What the recurrences do with held-out windows."""
+    length = min(run.settings.length, len(run.held_out.tokens) - 1)
+    number = min(windows, (len(run.held_out.tokens) - 1) // length)
+    starts = torch.arange(number) * length
+    with run.autocast():
+        return learned(
+            run.model, corpus.windows(run.held_out, length, starts).tokens
+        )
+
+
+def load(name: str = "text") -> list[Record]:
+    """Recorded runs that ship with the library.
+
+    Args:
+        name: ``text``; ``text_again``, twelve of these runs a second time,
+            from the same seeds, with ``planted``; or ``text_learned``,
+            fifteen a third time, with ``at the start`` and ``learned`` too.
+    """
+    return read(shipped() / f"{name}.jsonl")
+
+
+def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
+    """The learning rate with which a variant came lowest.
+
+    By the mean over seeds, among the rates that have the most of them; a
+    rate with which a run diverged counts only where there is no other.
+    """
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        if run["variant"] == variant:
+            bits = run["bits per byte"]  # nan is None in a file
+            bits = math.inf if bits is None or math.isnan(bits) else bits
+            found.setdefault(run["settings"]["lr"], []).append(bits)
+    most = max(map(len, found.values()), default=0)
+    means = {lr: sum(x) / most for lr, x in found.items() if len(x) == most}
+    return min(means, key=means.__getitem__) if means else None
+
+
+def of(
+    runs: Sequence[dict[str, Any]],
+    variant: str,
+    what: str,
+    lr: float | None = None,
+) -> list[Any]:
+    """A figure of a variant's runs with one rate (its best), one per seed."""
+    lr = best_rate(runs, variant) if lr is None else lr
+    return [
+        run[what]
+        for run in sorted(runs, key=lambda run: run["seed"])
+        if run["variant"] == variant and run["settings"]["lr"] == lr
+    ]
+
+
+def stages(job: Job, _: str, *, progress: Progress) -> Stages:
+    """:func:`train` as a job of :func:`each`; seed 0 writes text."""
+    yield
+    return train(*job, sample=job[1] == 0, progress=progress)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The program: 0, 1 if a run died, 2 for words that mean nothing."""
+    program = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Train one model with other layers on the same text.",
+    )
+    option = program.add_argument
+    option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
+    option("--json", type=Path, help="file of the results, a line each")
+    option("--seeds", type=int, default=3)
+    option("--lr", type=float, nargs="+", default=RATES)
+    option("--each", action="store_true", help="every seed with every rate")
+    option("--steps", type=int, help="in place of the size's")
+    option("--small", action="store_true", help="for a CPU")
+    option("--workers", type=int, default=6, help="at once")
+    option("--dry", action="store_true", help="run nothing")
+    asked = program.parse_args(words)
+    base = SMALL if asked.small else LARGE
+    names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
+    runs: list[Record] = []
+
+    def go(wanted: list[Job]) -> None:
+        settings = [asdict(chosen(*job)) for job in wanted]
+        found = zip(wanted, matching(settings, runs), strict=True)
+        left = [job for job, run in found if run is None]
+        for name, seed, of in left:
+            print(f"to run: {name}, seed {seed}, lr {of.lr}")
+        if asked.dry:
+            return
+
+        def tell(i: int, step: int, loss: float) -> None:
+            if step % 200 == 0:
+                print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
+
+        for _, run in each(stages, left, "cpu", asked.workers, tell):
+            print(_line(run), flush=True)
+            runs.append(run)
+            if asked.json:
+                append(asked.json, run)
+
+    try:
+        check_sizes(seeds=asked.seeds, workers=asked.workers)
+        if asked.steps is not None:
+            base = replace(base, steps=asked.steps)
+        if asked.json:
+            runs += read(asked.json)
+        of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
+        go([(name, 0, of) for of in of_rate.values() for name in names])
+        best = {name: [best_rate(runs, name)] for name in names}
+        go(
+            [
+                (name, seed, replace(base, lr=lr))
+                for seed in range(1, asked.seeds)
+                for name in names
+                for lr in (asked.lr if asked.each else best[name])
+                if lr is not None
+            ]
+        )
+    except (ValueError, WorkerDied) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerDied) else 2
+    return 0
+
+
+def _line(run: dict[str, Any]) -> str:
+    tokens = run["settings"]["tokens"] * (run["settings"]["steps"] - 1)
+    return (
+        f"{run['variant']}, seed {run['seed']}, lr {run['settings']['lr']}: "
+        f"{run['bits per byte']:.3f} bits per byte ({run['repeated']:.3f} "
+        f"repeated, {run['new']:.3f} new), {tokens / run['seconds'] / 1e3:.0f}"
+        f" k tokens/s, first step {run['first step']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a chapter shows: source, figures, films."""

@@ -1,0 +1,224 @@
+"""What chapters use to draw: one palette, figures that follow the theme.
+
+A figure is drawn once and shown as inline SVG whose colours are CSS
+variables (``var(--fw-q, #2f88c4)``). On the book's site they take the value
+of the reader's theme; elsewhere the fallback, which reads on white and on
+black, is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+from fastweights.checks import notebook
+from fastweights_lab.records import timed_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# One colour a symbol, everywhere in the book: text, equations, figures. The
+# hues are Okabe and Ito's (safe for colour-blind readers), moved per theme
+# until text in them has a contrast of 4.5:1; "any" reads on both.
+PALETTE: dict[str, dict[str, str]] = {
+    "q": {"light": "#0069a8", "dark": "#5cb8ee", "any": "#2f88c4"},
+    "k": {"light": "#b84a00", "dark": "#ff9550", "any": "#d5652a"},
+    "v": {"light": "#00795a", "dark": "#35cda0", "any": "#0f9671"},
+    "S": {"light": "#9c3d78", "dark": "#e6a2cb", "any": "#bf6a9d"},
+    "ink": {"light": "#4a4f57", "dark": "#c3c7ce", "any": "#7c8087"},
+    "grid": {"light": "#d9dce1", "dark": "#3a3f47", "any": "#9a9ea6"},
+}
+
+QUERY, KEY, VALUE, STATE, INK, GRID = (
+    PALETTE[name]["any"] for name in PALETTE
+)
+
+_VARIABLE = {PALETTE[name]["any"]: name.lower() for name in PALETTE}
+
+
+def style() -> None:
+    """Set matplotlib's settings to the book's: quiet axes, our palette.
+
+    What a matplotlibrc sets, but for the backend, is put back to
+    matplotlib's own defaults first.
+    """
+    import matplotlib as mpl
+    from cycler import cycler
+
+    mpl.rcdefaults()
+    mpl.rcParams.update(
+        {
+            "axes.edgecolor": INK,
+            "axes.grid": True,
+            "axes.labelcolor": INK,
+            "axes.prop_cycle": cycler(color=[QUERY, KEY, VALUE, STATE, INK]),
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlecolor": INK,
+            "axes.titlesize": "medium",
+            "figure.constrained_layout.use": True,
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "figure.figsize": (7.0, 3.4),
+            "font.size": 10,
+            "grid.color": GRID,
+            "grid.linewidth": 0.6,
+            "hatch.color": INK,
+            "legend.frameon": False,
+            "legend.labelcolor": INK,
+            "lines.linewidth": 1.8,
+            "svg.hashsalt": "fastweights",
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+    )
+
+
+def to_svg(fig: Figure, alt: str) -> str:
+    """The figure as one inline ``<svg>`` element that follows the theme.
+
+    ``alt`` becomes its accessible name; it must say what the figure shows.
+    Ids begin with a name made from the content, so that no two figures of a
+    page share one.
+    """
+    if not alt.strip():
+        raise ValueError("alt: got an empty string, need a description")
+    buffer = io.StringIO()
+    fig.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = re.sub(r" +$", "", svg[svg.index("<svg") :], flags=re.MULTILINE)
+    for colour, name in _VARIABLE.items():
+        svg = svg.replace(colour, f"var(--fw-{name}, {colour})")
+    name = f"fw-{hashlib.sha256((alt + svg).encode()).hexdigest()[:8]}"
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    label = alt.replace("&", "&amp;").replace('"', "&quot;")
+    label = label.replace("<", "&lt;")
+    head = f'<svg class="fw-figure" role="img" aria-label="{label}" '
+    size = re.search(r'width="([\d.]+)pt"', svg)
+    width = float(size.group(1)) * 4 / 3 if size else 640
+    svg = re.sub(r'width="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=2)
+    style = f'style="width: 100%; max-width: {width:.0f}px; height: auto" '
+    return svg.replace("<svg ", head + style, 1)
+
+
+def draw(fig: Figure, alt: str) -> None:
+    """Show ``fig`` as inline SVG with the text alternative ``alt``.
+
+    Outside IPython nothing is shown, and the figure is only closed.
+    """
+    import matplotlib.pyplot as plt
+
+    svg = to_svg(fig, alt)
+    plt.close(fig)
+    show_html(svg)
+
+
+def show_html(text: str) -> None:
+    """Show ``text`` as a cell's HTML output; outside IPython nothing."""
+    if notebook() is not None:
+        from IPython.display import HTML, display
+
+        display(HTML(text))
+
+
+def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
+    """TFLOP/s of each member over its FLOPs per byte, under the roof.
+
+    ``record`` is one of :func:`fastweights_lab.records.load`'s, of the case
+    ``members``; its own ceilings are the roof. Forward (filled) and forward
+    with backward (open), where nothing is forgotten.
+    """
+    import matplotlib.pyplot as plt
+
+    memory, matmul = (
+        next(r for r in record["rows"] if r["what"] == what)
+        for what in ("copy", "matmul")
+    )
+    bandwidth = memory["moved"] / memory["seconds"]
+    peak = matmul["flops"] / matmul["seconds"]
+    fig, ax = plt.subplots()
+    rows = timed_rows(record, shape)
+    marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
+    names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
+    for row in rows:
+        x, y = (
+            row["flops"] / row["moved"],
+            row["flops"] / row["seconds"] / 1e12,
+        )
+        colour, marker = marks[row["who"]]
+        forward = row["what"] == "forward"
+        fill = colour if forward else "none"
+        ax.plot(x, y, marker, color=colour, markerfacecolor=fill)
+        if forward and row["who"] == "fastweights":
+            at = next(
+                (
+                    p
+                    for p in names
+                    if abs(y / p[1] - 1) < 0.1 > abs(x / p[0] - 1)
+                ),
+                (x, y),
+            )
+            names.setdefault(at, []).append(row["member"].replace("_", " "))
+    for at, those in names.items():
+        ax.annotate(
+            ", ".join(those),
+            at,
+            xytext=(6, 3),
+            textcoords="offset points",
+            fontsize="small",
+        )
+    x = [row["flops"] / row["moved"] for row in rows]
+    ends = [
+        min(x) / 1.5,
+        peak / bandwidth,
+        max(max(x), peak / bandwidth) * 1.5,
+    ]
+    roof = [min(bandwidth * i, peak) / 1e12 for i in ends]
+    ax.plot(ends, roof, color=INK)
+    ax.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
+    ax.set_ylabel("TFLOP/s")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+    return fig
+
+
+def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
+    """Each member's time in multiples of the floor, beside its peer's.
+
+    ``record`` as in :func:`roofline`: forward on the left, forward with
+    backward on the right, where nothing is forgotten.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = timed_rows(record, shape)
+    members = list(dict.fromkeys(row["member"] for row in rows))
+    fig, axes = plt.subplots(1, 2, sharey=True)
+    marks = {
+        "fastweights": (QUERY, "o", "fastweights"),
+        "fla": (KEY, "s", "FLA"),
+    }
+    passes = ("forward", "forward+backward")
+    for ax, what in zip(axes, passes, strict=True):
+        for who, (colour, marker, label) in marks.items():
+            chosen = [
+                (row["seconds"] / row["floor"], members.index(row["member"]))
+                for row in rows
+                if (row["who"], row["what"]) == (who, what)
+            ]
+            if chosen:
+                times, at = zip(*chosen, strict=True)
+                ax.plot(times, at, marker, color=colour, label=label)
+        ax.set(title=what.replace("+", " + "), xlim=(0, None))
+        ax.set_xlabel("times the floor")
+        ax.axvline(1, color=INK)
+    axes[0].set_yticks(
+        range(len(members)), [m.replace("_", " ") for m in members]
+    )
+    axes[0].invert_yaxis()
+    if any(row["who"] == "fla" for row in rows):
+        axes[1].legend()
+    return fig

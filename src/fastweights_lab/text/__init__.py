@@ -1,0 +1,1 @@
+"""Language models on text: corpus, training run, comparisons, probes."""

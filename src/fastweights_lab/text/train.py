@@ -1,0 +1,425 @@
+"""Train a small language model: ``python -m fastweights.train``.
+
+With no options a model of 0.4 million parameters reads the standard library
+of CPython 3.12.3, byte by byte, for 300 steps: minutes on a CPU.
+``--corpus`` names files and folders of yours, ``--pattern`` the layers:
+
+    python -m fastweights.train --corpus notes/ --pattern '3*kda,softmax'
+
+Under torchrun every process takes its part of every step:
+
+    torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
+
+The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
+for bit (with more ``--steps`` also a run that is done: from there the rate
+is that of a run of so many steps), a log of JSON lines whose first one says
+what ran, the tokenizer, and the model as
+:func:`fastweights.models.load` reads it. Notebooks call
+:mod:`fastweights_lab.text.training`, which this program calls too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastweights.models.files import safetensors, written
+from fastweights_lab.records import append
+from fastweights_lab.text.training import (
+    Progress,
+    Settings,
+    Training,
+    read_checkpoint,
+)
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+TOKENIZER = "tokenizer.json"
+
+
+def run(
+    training: Training, stopped: Callable[[], bool] = lambda: False
+) -> bool:
+    """All steps that are left, with log, evaluations and checkpoints.
+
+    Returns:
+        Whether it came to its end; False if ``stopped`` said to stop.
+    """
+    settings, lead = training.settings, training.rank == 0
+    out = Path(settings.out)
+    progress = Progress(settings.steps, quiet=not lead)
+    progress.say(
+        f"{training.model.num_parameters:,} parameters on "
+        f"{training.device.type}; {training.text.size:,} bytes of text"
+    )
+
+    def log(**row: Any) -> None:
+        if lead:
+            append(out / LOG, row)
+
+    def evaluate() -> None:
+        if lead:
+            found = training.evaluate()
+            log(step=training.done, **found)
+            parts = (
+                f"{found['repeated']:.3f} where a 5-gram is repeated, "
+                f"{found['new']:.3f} elsewhere"
+            )
+            if not 0 < found["share"] < 1:
+                some = "every" if found["share"] else "no"
+                parts = f"{some} byte completes a repeated 5-gram"
+            progress.say(
+                f"step {training.done}: {found['bits per byte']:.3f} bits "
+                f"per byte ({parts})"
+            )
+
+    if training.done == settings.steps:
+        progress.say(
+            f"all {settings.steps} steps are done; --steps "
+            f"{2 * settings.steps} would go on"
+        )
+    log(begins_at=training.done, **training.record())
+    start, since = time.perf_counter(), training.done
+    while training.done < settings.steps:
+        loss = training.step()
+        step = training.done
+        if step % settings.log_every == 0 or step == settings.steps:
+            value = mean(loss, training.processes)
+            seconds = time.perf_counter() - start
+            rate = (step - since) * settings.tokens / seconds
+            log(
+                step=step,
+                loss=value,
+                norm=float(training.norm),
+                lr=settings.learning_rate(step - 1),
+                tokens=step * settings.tokens,
+                tokens_per_second=rate,
+            )
+            left = time_of((settings.steps - step) * seconds / (step - since))
+            text = f"loss {value:.3f}  {rate:,.0f} tokens/s  {left} to go"
+            progress.show(step, text)
+        stop = anywhere(stopped(), training)
+        if step % settings.eval_every == 0 or step == settings.steps:
+            evaluate()
+        if step % settings.save_every == 0 or step == settings.steps or stop:
+            if lead:
+                training.save(out / CHECKPOINT)
+                save_tokenizer(training)
+            if dist.is_initialized():
+                dist.barrier()
+        if stop and step < settings.steps:
+            progress.say(
+                f"stopped after step {step}; it goes on with: python -m "
+                f"fastweights.train --resume {settings.out}"
+            )
+            return False
+    return True
+
+
+def time_of(seconds: float) -> str:
+    """ "3:20:05" or "0:05": hours, minutes and seconds."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{left:02}"
+
+
+def save_tokenizer(training: Training) -> None:
+    """Beside the checkpoint and the model, if it is of a file."""
+    text = getattr(training.tokenizer, "file", None)
+    if text is not None:
+        path = Path(training.settings.out) / TOKENIZER
+        written(path, lambda beside: beside.write_bytes(text))
+
+
+def mean(loss: Tensor, processes: int) -> float:
+    """Over all processes."""
+    if processes > 1:
+        dist.all_reduce(loss)
+    return loss.item() / processes
+
+
+def anywhere(flag: bool, training: Training) -> bool:
+    """Whether it is set in any process."""
+    if training.processes == 1:
+        return flag
+    both = torch.tensor(float(flag), device=training.device)
+    dist.all_reduce(both)
+    return bool(both)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the program's options: Settings' fields, and --resume."""
+    what = argparse.ArgumentParser(
+        prog="python -m fastweights.train",
+        description=(__doc__ or "").split("The folder")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    groups: dict[str, Any] = {}
+    for f in fields(Settings):
+        group = f.metadata["group"]
+        if group not in groups:
+            groups[group] = what.add_argument_group(group)
+        shown: Any = f.default
+        more: dict[str, Any] = {"default": argparse.SUPPRESS}
+        if f.type == "bool":
+            more["action"] = argparse.BooleanOptionalAction
+            shown = "yes" if shown else "no"
+        elif f.type == "tuple[str, ...]":
+            shown = " ".join(shown)
+            more |= {"nargs": "+", "metavar": "NAME"}
+            if f.name == "pattern":
+                more = {"type": as_pattern, "metavar": "KINDS"}
+                more["default"] = argparse.SUPPRESS
+        else:
+            kind = {"int": int, "float": float}.get(f.type.split(" ")[0], str)
+            more |= {"type": kind, "metavar": kind.__name__.upper()}
+        if "choices" in f.metadata:
+            more |= {"choices": f.metadata["choices"], "metavar": None}
+        text = f.metadata["help"]
+        if shown is not None:
+            text += f" (default: {shown})".replace("%", "%%")
+        name = "--" + f.name.replace("_", "-")
+        groups[group].add_argument(name, dest=f.name, help=text, **more)
+    groups["run"].add_argument(
+        "--resume", metavar="FOLDER", help="go on with the run of a folder"
+    )
+    return what
+
+
+def as_pattern(text: str) -> tuple[str, ...]:
+    """ "3*kda,softmax" as three times kda, then softmax."""
+    found: list[str] = []
+    for part in text.split(","):
+        times, star, kind = part.strip().rpartition("*")
+        if star and not re.fullmatch(r"\s*[1-9]\d{0,3}\s*", times, re.ASCII):
+            raise argparse.ArgumentTypeError(
+                f"got {part!r}, need a kind, or NUMBER*KIND with a number "
+                "from 1 to 9999"
+            )
+        found += [kind.strip()] * (int(times) if star else 1)
+    return tuple(found)
+
+
+def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
+    """Settings of a command line, and the checkpoint that it goes on from."""
+    given = vars(parser().parse_args(words))
+    folder = given.pop("resume")
+    if folder is None:
+        settings = Settings(**given)
+        path = Path(settings.out) / CHECKPOINT
+        if path.exists():
+            raise ValueError(
+                f"out: got {settings.out}, which holds a run: go on with "
+                f"--resume {settings.out}, or name another folder"
+            )
+        check_writable(path.parent)
+        return settings, None
+    path = Path(folder) / CHECKPOINT
+    if not path.is_file():
+        raise ValueError(f"resume: got {folder}, which has no {CHECKPOINT}")
+    try:
+        saved = Settings(**read_checkpoint(path)["settings"])
+    except TypeError as error:
+        raise ValueError(
+            f"resume: got {path}, of another version: {error}"
+        ) from None
+    given.setdefault("out", str(folder))
+    settings = replace(saved, **given)
+    check_writable(Path(settings.out))
+    return settings, path
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or what it will be made in."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    return there
+
+
+def check_writable(folder: Path) -> None:
+    """Raise if the folder, or what it will be made in, takes no files."""
+    there = existing(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"out: got {folder}, need a folder to write to")
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """torchrun's, if it started this process."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield
+        return
+    named = device == "auto" or device.startswith("cuda")
+    on_cuda = named and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; pressed again it stops at once."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, press) for number in numbers]
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The program.
+
+    Returns:
+        0; 1 for a run that broke off; 2 for settings that do not fit; 130
+        for Ctrl-C.
+    """
+    try:
+        try:
+            safetensors()
+            settings, path = from_words(
+                sys.argv[1:] if words is None else words
+            )
+        except (ImportError, TypeError, ValueError) as error:
+            return refuse(error)
+        with process_group(settings.device):
+            return attempt(settings, path)
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+        return 130
+
+
+def attempt(settings: Settings, path: Path | None) -> int:
+    """What main does within the process group.
+
+    When it returns nothing holds the model any more. Gloo's group would
+    otherwise end with the last of DDP's parts, which wait with Python's lock
+    for a thread that waits for the lock.
+    """
+    with ctrl_c() as stopped:
+        try:
+            try:
+                training = Training(settings, path)
+            except (TypeError, ValueError) as error:
+                return refuse(error)
+            choose_threads(training)
+            if not run(training, stopped):
+                return 130
+            if training.rank == 0:
+                finish(training)
+        except KeyboardInterrupt:
+            print("stopped at once", file=sys.stderr)
+            return 130
+        except FloatingPointError as error:
+            return refuse(error, kept(settings), code=1)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return refuse(
+                ValueError(
+                    "tokens: got too many for the memory, need fewer, or "
+                    "--accumulate, or --checkpoint"
+                ),
+                kept(settings),
+                code=1,
+            )
+        except OSError as error:
+            free = shutil.disk_usage(existing(Path(settings.out))).free / 2**20
+            room = f"{free:,.0f} MiB are free; {kept(settings)}"
+            return refuse(error, room, code=1)
+    return 0
+
+
+def choose_threads(training: Training) -> None:
+    """Go on with one thread where that is twice as fast as all of them.
+
+    So it is where other programs keep the processors busy, since threads
+    wait for each other. OMP_NUM_THREADS in the environment wins.
+    """
+    threads = torch.get_num_threads()
+    alone = training.processes == 1 and training.device.type == "cpu"
+    if threads == 1 or not alone or "OMP_NUM_THREADS" in os.environ:
+        return
+    tokens = training.held_out.tokens[: training.settings.length + 1].long()
+
+    def seconds(number: int, most: float) -> float:
+        torch.set_num_threads(number)
+        start = time.perf_counter()
+        for _ in range(3):
+            training.model.token_losses(tokens[None, :-1], tokens[None, 1:])
+            if time.perf_counter() - start > most:
+                break
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        seconds(1, 0)  # the first is slow
+        one = seconds(1, math.inf)
+        if seconds(threads, 2 * one) > 2 * one:
+            torch.set_num_threads(1)
+            print(
+                f"1 thread, which is more than twice as fast here as "
+                f"{threads}; OMP_NUM_THREADS={threads} would take them",
+                file=sys.stderr,
+            )
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether it says that there is no memory, on any device."""
+    of_cpu = "DefaultCPUAllocator" in str(error)
+    return of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def kept(settings: Settings) -> str:
+    """What is left of a run that broke off."""
+    path = Path(settings.out) / CHECKPOINT
+    if not path.is_file():
+        return "no checkpoint was written"
+    step = read_checkpoint(path)["step"]
+    return f"{path} is that of step {step}"
+
+
+def refuse(error: Exception, more: str = "", *, code: int = 2) -> int:
+    """Say in one line, once, what does not fit."""
+    if os.environ.get("RANK", "0") == "0":
+        line = " ".join("; ".join(filter(None, (str(error), more))).split())
+        print(f"python -m fastweights.train: {line}", file=sys.stderr)
+    return code
+
+
+def finish(training: Training) -> None:
+    """Write the model for load(), and a sample if one was asked for."""
+    settings = training.settings
+    training.model.save(settings.out)
+    if settings.sample:
+        print(training.sample(settings.prompt, settings.sample))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,649 @@
+"""One training run: its settings, its steps, its checkpoints.
+
+    run = Training(Settings(steps=100, device="cpu"))
+    for _ in range(100):
+        loss = run.step()
+    run.evaluate()["bits per byte"]
+    run.save("checkpoint.pt")
+    run = Training(run.settings, "checkpoint.pt")   # goes on bit for bit
+
+Bit for bit if nothing differs, the number of threads included.
+
+:mod:`fastweights.train` is the program around it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastweights import private
+from fastweights.arguments import (
+    check_flags,
+    check_integers,
+    check_number,
+    check_sizes,
+)
+from fastweights.layers import parameter_groups
+from fastweights.models import LanguageModel, ModelConfig
+from fastweights.models.files import written
+from fastweights_lab.records import machine
+from fastweights_lab.text import corpus
+
+
+def option(default: Any, text: str, group: str, **more: Any) -> Any:
+    """A setting: its default, and what --help says of it."""
+    return field(
+        default=default, metadata={"help": text, "group": group, **more}
+    )
+
+
+class Schedule:
+    """A run's learning rates, one a step."""
+
+    lr: float
+    steps: int
+    warmup: int
+    final_lr: float
+
+    def learning_rate(self, step: int) -> float:
+        """A step's learning rate (from 0): up in a line, down in a cosine.
+
+        And no further after the last one.
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        left = max(1, self.steps - self.warmup)
+        done = min(1.0, (step - self.warmup) / left)
+        low = self.lr * self.final_lr
+        return low + (self.lr - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class Settings(Schedule):
+    """What a run is; each field is an option of the program.
+
+    Raises:
+        TypeError, ValueError: a field has no fitting value; named.
+    """
+
+    corpus: tuple[str, ...] = option(
+        ("stdlib",), "files, folders, or stdlib: CPython 3.12.3's", "text"
+    )
+    suffixes: tuple[str, ...] = option(
+        (".py", ".txt", ".md"), "of the files taken from folders", "text"
+    )
+    tokenizer: str | None = option(
+        None, "a tokenizer.json; bytes without one", "text"
+    )
+    packed: bool = option(
+        False, "whole documents, packed, in place of windows", "text"
+    )
+    length: int = option(256, "tokens of a window", "text", least=2)
+    tokens: int = option(
+        2048, "tokens per step, of all processes together", "text", least=2
+    )
+    pattern: tuple[str, ...] = option(
+        ("gated_deltanet",),
+        "kinds of layer, repeated to depth, such as 3*kda,softmax",
+        "model",
+    )
+    num_layers: int = option(2, "depth", "model")
+    dim: int = option(128, "width", "model")
+    num_heads: int = option(4, "heads of a layer", "model")
+    head_dim: int | None = option(
+        None, "size of a head; dim / heads without it", "model"
+    )
+    mlp_ratio: float = option(2.0, "width of the MLPs over dim", "model")
+    tie_embeddings: bool = option(
+        True, "whether embeddings are the head", "model"
+    )
+    options: str = option(
+        "{}", 'more per kind, as JSON: \'{"kda": {"expand_v": 2}}\'', "model"
+    )
+    vocabulary: int | None = option(
+        None, "tokens that there is room for; the tokenizer's", "model"
+    )
+    steps: int = option(
+        300,
+        "steps of the optimiser, which the rate falls over",
+        "training",
+        least=1,
+    )
+    lr: float = option(3e-3, "highest learning rate", "training", need="> 0")
+    warmup: int = option(20, "steps up to it", "training", least=0)
+    final_lr: float = option(0.1, "the last one over the highest", "training")
+    weight_decay: float = option(0.1, "of matrices", "training", need=">= 0")
+    clip: float = option(
+        1.0, "largest norm of the gradient", "training", need="> 0"
+    )
+    accumulate: int = option(1, "passes per step", "training", least=1)
+    seed: int = option(
+        0, "of the model and of the batches", "training", least=0
+    )
+    device: str = option(
+        "auto", "cpu, cuda, ..; cuda if it is there", "machine"
+    )
+    precision: str = option(
+        "auto",
+        "autocast to bf16 or not; on cuda yes",
+        "machine",
+        choices=("auto", "fp32", "bf16"),
+    )
+    compile: bool = option(False, "by torch.compile", "machine")
+    checkpoint: bool = option(
+        False, "compute blocks again in the backward: less memory", "machine"
+    )
+    out: str = option("run", "folder of the checkpoint and the log", "run")
+    log_every: int = option(10, "steps between two lines", "run", least=1)
+    eval_every: int = option(
+        100, "steps between two evaluations", "run", least=1
+    )
+    eval_windows: int = option(32, "windows of held-out text", "run", least=1)
+    save_every: int = option(
+        100, "steps between two checkpoints", "run", least=1
+    )
+    sample: int = option(0, "tokens to write at the end", "run", least=0)
+    prompt: str = option("def ", "what they begin with", "run")
+
+    def __post_init__(self) -> None:
+        for of in fields(self):
+            value = getattr(self, of.name)
+            if value is not None or not of.type.endswith("None"):
+                object.__setattr__(self, of.name, fitting(of, value))
+        for name in ("tokens", "seed"):
+            if getattr(self, name) >= 2**40:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, need less than 2**40"
+                )
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"final_lr: got {self.final_lr}, need 0 to 1")
+        if self.device != "auto":
+            named_device(self.device)
+        if self.vocabulary is not None:
+            check_sizes(vocabulary=self.vocabulary)
+        self.model_config(1)
+
+    def model_config(self, vocabulary: int) -> ModelConfig:
+        """The model's, for a tokenizer with so many tokens."""
+        room = vocabulary if self.vocabulary is None else self.vocabulary
+        if room < vocabulary:
+            raise ValueError(
+                f"vocabulary: got {room}, need the tokenizer's {vocabulary} "
+                "or more"
+            )
+        try:
+            options = json.loads(self.options)
+        except ValueError as error:
+            raise ValueError(
+                f"options: got {self.options!r}, need JSON: {error}"
+            ) from None
+        if isinstance(options, dict):
+            for kind, more in options.items():
+                if not isinstance(more, dict):
+                    raise TypeError(
+                        f"options: got {more!r} for {kind}, need a "
+                        "dictionary of its arguments"
+                    )
+        return ModelConfig(
+            vocabulary=room,
+            dim=self.dim,
+            num_layers=self.num_layers,
+            pattern=self.pattern,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            options=options,
+            mlp_ratio=self.mlp_ratio,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+    def part(self, processes: int) -> int:
+        """Tokens of one pass of one process.
+
+        Raises:
+            ValueError: they are no whole number of windows.
+        """
+        parts = processes * self.accumulate
+        unit = parts if self.packed else parts * self.length
+        if self.tokens % unit or self.tokens < 2 * parts:
+            by = "" if self.packed else " x length"
+            raise ValueError(
+                f"tokens: got {self.tokens} per step, need a multiple of "
+                f"{unit} (processes x accumulate{by})"
+            )
+        return self.tokens // parts
+
+
+def fitting(of: Field, value: Any) -> Any:
+    """A setting's value as its field holds it.
+
+    Raises:
+        TypeError, ValueError: it does not fit; the message names it.
+    """
+    name, need = of.name, of.metadata
+    match of.type.partition(" | ")[0]:
+        case "bool":
+            check_flags(**{name: value})
+        case "int":
+            check_integers({name: value})
+            value = int(value)
+            if value < need.get("least", value):
+                raise ValueError(
+                    f"{name}: got {value}, need an integer >= {need['least']}"
+                )
+        case "float":
+            for limit in ("any", need.get("need", "any")):  # finite first
+                check_number(name, value, limit)
+            value = float(value)
+        case "str":
+            value = _text(name, value)
+        case _:
+            if not isinstance(value, tuple | list):
+                raise TypeError(
+                    f"{name}: got {value!r}, need a tuple of strings"
+                )
+            value = tuple(_text(name, x) for x in value)
+    if value not in need.get("choices", (value,)):
+        raise ValueError(
+            f"{name}: got {value!r}, need one of {need['choices']}"
+        )
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {value!r}, need a string")
+    return os.fspath(value)
+
+
+CHANGEABLE = {
+    "accumulate",
+    "checkpoint",
+    "compile",
+    "device",
+    "eval_every",
+    "log_every",
+    "out",
+    "prompt",
+    "sample",
+    "save_every",
+    "steps",
+    # Of these three the content is compared:
+    "corpus",
+    "suffixes",
+    "tokenizer",
+}
+"""What a run may change when it goes on."""
+
+
+class Training:
+    """A model, its optimiser, its text, and how far it has come.
+
+    Everything that can be wrong with the settings is found before the model
+    is made. In a process group (torchrun) every process makes one.
+
+    Args:
+        settings: what to run.
+        path: a checkpoint to go on from. With other ``steps`` than it had,
+            the learning rate goes on as in a run of so many from the start.
+
+    Raises:
+        TypeError, ValueError: a setting does not fit, or not the
+            checkpoint; the message names it.
+    """
+
+    def __init__(
+        self, settings: Settings, path: str | Path | None = None
+    ) -> None:
+        if not isinstance(settings, Settings):
+            raise TypeError(
+                f"settings: got {type(settings).__name__}, need Settings"
+            )
+        self.settings, self.done = settings, 0
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if grouped else 0
+        self.processes = dist.get_world_size() if grouped else 1
+        part = settings.part(self.processes)
+        self.device = chosen_device(settings.device)
+        self.tokenizer: corpus.Tokenizer = (
+            corpus.ByteTokenizer()
+            if settings.tokenizer is None
+            else corpus.FileTokenizer(settings.tokenizer)
+        )
+        config = settings.model_config(self.tokenizer.vocabulary)
+        made(config, torch.device("meta"))  # whether its layers fit
+        self.text = corpus.read(settings.corpus, settings.suffixes)
+        self.sources = {
+            "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
+            "tokenizer": self.tokenizer.sha256,
+        }
+        before = None if path is None else read_checkpoint(path)
+        if before is not None:
+            self._check(before)
+        stream = corpus.Stream.of(self.text.train, self.tokenizer)
+        self.held_out = corpus.Stream.of(self.text.held_out, self.tokenizer)
+        self.batches: corpus.Packed | corpus.Windows
+        if settings.packed:
+            self.batches = corpus.Packed(
+                stream, settings.tokens, settings.seed
+            )
+        else:
+            rows = part * self.processes * settings.accumulate
+            self.batches = corpus.Windows(
+                stream,
+                settings.length,
+                rows // settings.length,
+                settings.seed,
+            )
+        if len(self.held_out.tokens) < 3:
+            raise ValueError(
+                f"corpus: got {self.text.size} bytes, need more: nothing is "
+                "left to test on"
+            )
+
+        torch.manual_seed(settings.seed)
+        self.model = made(config, self.device, settings.checkpoint)
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, settings.weight_decay),
+            lr=settings.lr,
+            betas=(0.9, 0.95),
+            fused=self.device.type == "cuda",
+        )
+        if before is not None:
+            self._restore(before)
+        if settings.compile:
+            self.model.compile(fullgraph=True)
+        self.run: nn.Module = self.model
+        if grouped:
+            if settings.compile:
+                private.leave_graphs_whole()
+            self.run = DistributedDataParallel(self.model)
+
+    def autocast(self) -> AbstractContextManager:
+        """Where products are bf16, if they shall be."""
+        wanted = self.settings.precision
+        if wanted == "auto":
+            wanted = "bf16" if self.device.type == "cuda" else "fp32"
+        if wanted == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def step(self) -> Tensor:
+        """One step of the optimiser: the mean loss, in nats per token.
+
+        Of this process' part. The norm of the gradient is left in
+        ``self.norm``.
+
+        Raises:
+            FloatingPointError: the norm is not finite; no parameter has
+                changed.
+        """
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate(self.done)
+        parts = self.processes * settings.accumulate
+        total = torch.zeros((), device=self.device)
+        for i in range(settings.accumulate):
+            batch = self.batches.batch(
+                self.done, self.rank * settings.accumulate + i, parts
+            ).to(self.device)
+            last = i == settings.accumulate - 1
+            with self._no_sync(not last):
+                with self.autocast():
+                    loss = self.run(
+                        batch.tokens,
+                        cu_seqlens=batch.cu_seqlens,
+                        targets=batch.targets,
+                    )
+                (loss / settings.accumulate).backward()
+            total += loss.detach() / settings.accumulate
+        self.norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), settings.clip
+        )
+        if not self.norm.isfinite():
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"step {self.done + 1}: the norm of the gradient is "
+                f"{self.norm.item()} and the loss {total.item():.4g}, so no "
+                "parameter was changed; a lower lr or clip may help"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return total
+
+    def _no_sync(self, on: bool) -> AbstractContextManager:
+        if on and isinstance(self.run, DistributedDataParallel):
+            return self.run.no_sync()
+        return nullcontext()
+
+    def evaluate(self, n: int = 5) -> dict[str, float]:
+        """Bits per byte on windows spread over the held-out text.
+
+        ``repeated`` is what the tokens cost that complete an n-gram which
+        stood in their window before, ``new`` what the others cost, and
+        ``share`` the former's part of all; see
+        :func:`fastweights_lab.text.corpus.repeated`. Separators count as
+        tokens and not as bytes.
+        """
+        stream, T = self.held_out, self.settings.length
+        T = min(T, len(stream.tokens) - 1)
+        last = len(stream.tokens) - 1 - T
+        number = min(self.settings.eval_windows, last + 1)
+        starts = torch.arange(number) * last // max(1, number - 1)
+        losses, again = [], []
+        for rows in starts.split(8):
+            batch = corpus.windows(stream, T, rows)
+            again.append(corpus.repeated(batch, n))
+            on = batch.to(self.device)
+            with self.autocast():
+                losses.append(self.model.token_losses(on.tokens, on.targets))
+        bits = torch.cat(losses).cpu().double() / math.log(2)
+        bits, hit = bits * stream.tokens_per_byte, torch.cat(again)
+        return {
+            "bits per byte": bits.mean().item(),
+            "repeated": bits[hit].mean().item() if hit.any() else math.nan,
+            "new": bits[~hit].mean().item(),
+            "share": hit.double().mean().item(),
+        }
+
+    def sample(
+        self, prompt: str, tokens: int, *, temperature: float = 0.8
+    ) -> str:
+        """What the model makes of a beginning."""
+        start = torch.tensor([self.tokenizer.separator])
+        encoded = self.tokenizer.encode(prompt.encode())
+        seed = torch.Generator(self.device).manual_seed(self.settings.seed)
+        with self.autocast():
+            (new,) = self.model.generate(
+                torch.cat([start, encoded]),
+                tokens,
+                temperature=temperature,
+                top_p=0.95,
+                generator=seed,
+                stop=self.tokenizer.separator,
+            )
+        return prompt + self.tokenizer.decode(new)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, in one step: the old one or the new is there.
+
+        Raises:
+            OSError: there is no room for it, or no right to write.
+        """
+        path = Path(path)
+        state = {
+            "settings": asdict(self.settings),
+            **self.sources,
+            "step": self.done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["random on cuda"] = torch.cuda.get_rng_state()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            written(path, lambda beside: torch.save(state, beside))
+        except RuntimeError as error:  # of a full disk
+            raise OSError(
+                f"cannot write {path}: {first_line(error)}"
+            ) from None
+
+    def _check(self, before: dict[str, Any]) -> None:
+        """Raise unless a checkpoint is of this run: settings and text."""
+        ours = asdict(self.settings)
+        for name, value in before["settings"].items():
+            same = ours.get(name, value) == value
+            if name not in CHANGEABLE and not same:
+                raise ValueError(
+                    f"{name}: got {ours[name]}, need {value} as before, to "
+                    "go on"
+                )
+        found, text = before["corpus"]["sha256"], self.text.sha256
+        if text != found:
+            raise ValueError(
+                f"corpus: got text with sha256 {text[:12]}.., need what the "
+                f"checkpoint has read, {found[:12]}.."
+            )
+        tokenizer = self.tokenizer.sha256
+        if tokenizer != before.get("tokenizer", tokenizer):
+            raise ValueError(
+                f"tokenizer: got {self.settings.tokenizer or 'bytes'}, need "
+                "the checkpoint's, which is another one"
+            )
+        if self.settings.steps < before["step"]:
+            raise ValueError(
+                f"steps: got {self.settings.steps}, need the "
+                f"{before['step']} that are done, or more"
+            )
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.done = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        if self.device.type == "cuda" and "random on cuda" in state:
+            torch.cuda.set_rng_state(state["random on cuda"])
+
+    def record(self) -> dict[str, Any]:
+        """What ran: settings, corpus, model, versions, device."""
+        return {
+            "settings": asdict(self.settings),
+            **self.sources,
+            "parameters": self.model.num_parameters,
+            "processes": self.processes,
+            "threads": torch.get_num_threads(),
+            **machine(self.device),
+        }
+
+
+class Progress:
+    """One line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, quiet: bool = False) -> None:
+        self.steps, self.quiet = steps, quiet
+        self.live = sys.stderr.isatty()
+
+    def show(self, step: int, text: str) -> None:
+        """What a step has to say."""
+        if self.quiet:
+            return
+        line = f"step {step}/{self.steps}  {text}"
+        if self.live:
+            cells = round(20 * step / self.steps)
+            bar = "#" * cells + "." * (20 - cells)
+            print(f"\r[{bar}] {line}\033[K", end="", file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            end = "\r\033[K" if self.live else ""
+            print(end + text, file=sys.stderr, flush=True)
+
+
+def made(
+    config: ModelConfig, device: torch.device, checkpoint: bool = False
+) -> LanguageModel:
+    """The model; a ValueError says where it is too large for the device."""
+    try:
+        return LanguageModel(config, checkpoint=checkpoint, device=device)
+    except (TypeError, ValueError) as error:
+        name = str(error).partition(":")[0]
+        if any(name in more for more in config.options.values()):
+            raise type(error)(f"options: {error}") from None
+        raise
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"model: got vocabulary {config.vocabulary}, dim {config.dim} "
+            f"and {config.num_layers} layers, need less of them, for "
+            f"{device.type} says: {first_line(error)}"
+        ) from None
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What :meth:`Training.save` wrote.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"path: got {path}, need a file, a checkpoint")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        state["corpus"]["sha256"], state["settings"], state["step"]
+    except Exception as error:  # a broken zip, a pickle, another program's
+        raise ValueError(
+            f"path: got {path}, which is no checkpoint of this program: "
+            f"{first_line(error)}"
+        ) from None
+    return state
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def named_device(name: str) -> torch.device:
+    """The device of a name, which may not be there; none without values."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "meta":
+        raise ValueError(f"device: got {name!r}, need auto, cpu, cuda, ..")
+    return device
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of this name; "auto" is CUDA if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = named_device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device: got {name!r}, which does not work here, need auto, cpu "
+            f"or another one: {first_line(error)}"
+        ) from None
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,265 @@
+"""The built site: its links, its alternatives to sight, its independence.
+
+`make test` builds it first, into build/test/html.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup, Tag
+
+from fastweights_lab.notebook.plotting import PALETTE
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "book"))
+
+import picture as readme  # noqa: E402
+
+SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
+PAGES = sorted(
+    page
+    for folder in (SITE, SITE / "reference")
+    for page in folder.glob("*.html")
+    if not page.name.startswith("_")
+)
+CHAPTERS = [p for p in PAGES if re.match(r"\d\d_", p.name)]
+STATIC = SITE / "_static"
+
+pytestmark = pytest.mark.skipif(
+    not PAGES, reason=f"no site in {SITE}: `make test` builds it"
+)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+each_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda p: p.stem)
+
+# Hosts that scripts of the theme and of MathJax name and never ask: licences
+# and namespaces, and speech, which is not shipped.
+NAMED_ONLY = {
+    "cdn.jsdelivr.net",
+    "clipboardjs.com",
+    "developer.mozilla.org",
+    "github.com",
+    "pydata-sphinx-theme.readthedocs.io",
+    "snowballstem.org",
+    "www.apache.org",
+    "www.mathjax.org",
+    "www.w3.org",
+}
+
+
+@functools.cache
+def soup(page: Path) -> BeautifulSoup:
+    return BeautifulSoup(page.read_text("utf-8"), "html.parser")
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    return {str(tag["id"]) for tag in soup(page).find_all(id=True)}
+
+
+def test_the_readmes_picture_is_the_books():
+    committed = readme.PICTURE.read_text("utf-8")
+    assert committed == readme.picture(SITE), "run: python book/picture.py"
+
+
+def is_external(address: str) -> bool:
+    return bool(urlsplit(address).netloc)
+
+
+def resources(page: Path) -> Iterator[str]:
+    """Every address that a browser loads by itself with the page."""
+    for tag in soup(page).find_all(True):
+        if tag.name == "link" and "canonical" not in tag.get("rel", []):
+            yield tag.get("href", "")
+        if tag.name == "use":
+            yield tag.get("xlink:href", "")
+        if tag.name != "a":
+            yield tag.get("src", "")
+            yield tag.get("data", "") if tag.name == "object" else ""
+            yield from re.split(r"\s+", tag.get("srcset", ""))
+        yield from css_addresses(tag.get("style", ""))
+        if tag.name == "style":
+            yield from css_addresses(tag.text)
+
+
+def css_addresses(css: str) -> Iterator[str]:
+    for pattern in [r"url\(['\"]?(?!data:)([^'\")]*)", r"@import ['\"](.*?)"]:
+        yield from re.findall(pattern, css)
+
+
+@each_page
+def test_a_page_asks_no_other_host(page: Path) -> None:
+    assert not [a for a in resources(page) if is_external(a)]
+    for script in soup(page).find_all("script", src=False):
+        assert not re.search(r"(fetch|import|open)\(['\"]http", script.text)
+
+
+def test_style_sheets_ask_no_other_host() -> None:
+    sheets = list(SITE.rglob("*.css"))
+    assert sheets
+    for sheet in sheets:
+        found = css_addresses(sheet.read_text("utf-8"))
+        assert not [a for a in found if is_external(a)], sheet
+
+
+def test_scripts_name_no_unknown_host() -> None:
+    found = {
+        host
+        for script in SITE.rglob("*.js")
+        if script.name != "searchindex.js"
+        for host in re.findall(
+            r"https?://([\w.-]+\.[a-z]{2,})", script.read_text("utf-8")
+        )
+    }
+    assert found <= NAMED_ONLY
+
+
+@each_page
+def test_what_a_page_loads_is_there(page: Path) -> None:
+    for address in resources(page):
+        path = unquote(urlsplit(address).path)
+        if path:
+            assert (page.parent / path).is_file(), address
+
+
+def test_mathjax_is_local_and_whole() -> None:
+    folder = STATIC / "mathjax"
+    assert (folder / "tex-mml-chtml.js").is_file()
+    assert (folder / "input/tex/extensions/html.js").is_file()
+    assert list((folder / "output/chtml/fonts/woff-v2").glob("*.woff"))
+    for page in CHAPTERS:
+        scripts = [s.get("src", "") for s in soup(page).find_all("script")]
+        assert any(s.startswith("_static/mathjax/") for s in scripts)
+
+
+@each_page
+def test_every_internal_link_resolves(page: Path) -> None:
+    broken = []
+    for link in soup(page).find_all("a", href=True):
+        address = urlsplit(str(link["href"]))
+        if address.scheme or address.netloc:
+            continue
+        target = page.parent / unquote(address.path or page.name)
+        if not target.is_file() or (
+            address.fragment
+            and target.suffix == ".html"
+            and unquote(address.fragment) not in anchors(target)
+        ):
+            broken.append(link["href"])
+    assert not broken
+
+
+@each_page
+def test_an_id_is_given_once(page: Path) -> None:
+    ids = [str(tag["id"]) for tag in soup(page).find_all(id=True)]
+    assert sorted(set(ids)) == sorted(ids)
+
+
+@each_page
+def test_pictures_have_words(page: Path) -> None:
+    for picture in soup(page).find_all(["img", "svg", "canvas"]):
+        if picture.find_parent("svg") or picture.get("aria-hidden"):
+            continue
+        assert picture.get("alt") or picture.get("aria-label"), picture
+
+
+@each_page
+def test_one_search_bar(page: Path) -> None:
+    bars = soup(page).select(".search-button-field")
+    assert len(bars) == 1
+    inputs = soup(page).select("input[type=search]")
+    assert len(inputs) == 1 + (page.stem == "search")
+
+
+@each_chapter
+def test_every_reference_is_resolved_and_linked(page: Path) -> None:
+    article = soup(page).select_one("article")
+    assert not [x for x in article.select(".xref") if not x.find_parent("a")]
+    kinds = "Theorem|Proposition|Lemma|Definition|Algorithm|Exercise|Figure"
+    numbered = re.compile(rf"\b({kinds})\s\d+\.\d+")
+    for text in article.find_all(string=numbered):
+        assert is_title(text.parent) or text.find_parent("a"), text
+
+
+def is_title(tag: Tag) -> bool:
+    classes = {"admonition-title", "caption-number", "caption"}
+    return any(classes & set(t.get("class", [])) for t in [tag, *tag.parents])
+
+
+@each_chapter
+def test_numbers_are_the_chapters(page: Path) -> None:
+    number = str(int(page.stem[:2]))
+    found = [tag.text.strip("()#¶\n ") for tag in soup(page).select(".eqno")]
+    assert found == [f"{number}.{n}" for n in range(1, len(found) + 1)]
+
+
+@each_chapter
+def test_every_fact_links_to_its_check(page: Path) -> None:
+    facts = soup(page).select('div.math[id^="equation-eq-"]')
+    assert facts
+    for fact in facts:
+        mark = fact.find_next_sibling()
+        assert mark and "checked" in mark.get("class", []), fact["id"]
+
+
+@each_chapter
+def test_code_fits_the_column(page: Path) -> None:
+    for block in soup(page).select("article pre"):
+        if block.find_parent(class_="cell_output") and not block.find_parent(
+            class_="highlight-python"
+        ):
+            continue
+        wide = [x for x in block.text.split("\n") if len(x) > 79]
+        assert not wide
+
+
+@each_chapter
+def test_a_chapter_links_to_its_notebook(page: Path) -> None:
+    local, colab = soup(page).select(".run-links a")
+    assert local["href"] == f"notebooks/{page.stem}.ipynb"
+    assert str(colab["href"]).endswith(
+        f"/blob/gh-pages/notebooks/{page.stem}.ipynb"
+    )
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in channels
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted([luminance(a), luminance(b)], reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_contrasts_with_its_ground(theme: str) -> None:
+    css = (STATIC / "book.css").read_text("utf-8")
+    own = dict(
+        re.findall(
+            r"--fw-(\w+): (#[0-9a-f]{6});",
+            re.search(rf'{theme}"\] \{{(.*?)\}}', css, re.S)[1],
+        )
+    )
+    inks = {n: own[n] for n in ["text", "quiet", "gold"]}
+    inks |= {n: c[theme] for n, c in PALETTE.items() if n != "grid"}
+    code = (STATIC / "pygments.css").read_text("utf-8")
+    rule = rf'html\[data-theme="{theme}"\] \.highlight (\.\w+) \{{ color: '
+    inks |= dict(re.findall(rule + r"(#[0-9a-fA-F]{6})", code))
+    assert len(inks) > 20
+    faint = {
+        (name, ground): round(contrast(colour, own[ground]), 2)
+        for name, colour in inks.items()
+        for ground in ["paper", "wash"]
+        if contrast(colour, own[ground]) < 4.5
+    }
+    assert not faint

@@ -1,0 +1,248 @@
+"""The family's kernels as they ship, compiled for GPUs that are not here."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from crossed import all_but
+from offline import (
+    AS_RECORDED,
+    DTYPES,
+    SHARED,
+    build_launch,
+    cuobjdump,
+    judge,
+    unwaited_products,
+)
+
+from fastweights.kernels.family import stages
+from fastweights.kernels.family.settings import GPU, Kind
+from fastweights.kernels.tile import INTERPRETED
+
+FP32 = DTYPES["fp32"]
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreter replaces the compiler"
+)
+
+STAGES = (
+    "intra",
+    "intra_again",
+    "scan",
+    "chunk_states",
+    "scan_backward",
+    "intra_backward",
+    "intra_backward_strong",
+    "segments",
+    "segments_backward",
+    "gate_backward",
+    "compose",
+    "compose_backward",
+)
+SCANS = (
+    "segments",
+    "scan",
+    "chunk_states",
+    "segments_backward",
+    "scan_backward",
+)
+# Stage, width of the gate, delta rule. Without both there is no intra.
+LAUNCHES = [
+    (stage, width, delta)
+    for stage in STAGES
+    for width in (0, 1, "K")
+    for delta in (False, True)
+    if stage != "intra" or delta or width != 0
+    if not stage.endswith(("strong", "again")) or width == "K"
+    if not stage.startswith("compose") or width != 1
+    if stage != "gate_backward" or width == 1
+]
+
+
+def on_each(values, *, whole=(), step=1, launches=LAUNCHES):
+    """Every launch with every value; most of them with the mark full.
+
+    With the values in ``whole`` there are two launches of every stage: the
+    delta rule with a gate per channel, the heaviest, and one of the others,
+    which take turns. With each other value there is one launch of every
+    stage, or of every step-th, and both launches and stages take turns.
+    """
+    chosen = []
+    for i, value in enumerate(values):
+        for j, stage in enumerate(STAGES):
+            mine = [x for x in launches if x[0] == stage]
+            if not mine:
+                continue
+            if value in whole:
+                *others, heaviest = mine
+                mine = [others[j % len(others)], heaviest]
+            else:
+                mine = [] if (i + j) % step else [mine[i % len(mine)]]
+            chosen += [(*x, value) for x in mine]
+    return all_but(chosen, [(*x, y) for x in launches for y in values])
+
+
+OF_SCANS = [x for x in LAUNCHES if x[0] in SCANS]
+OF_STRONG = [x for x in LAUNCHES if x[0].endswith("strong")]
+
+
+def compile_stage(
+    stage,
+    width,
+    delta,
+    capability,
+    D=128,
+    dtype="bf16",
+    *,
+    precision="tf32",
+    group=1,
+    chunk_size=64,
+    ragged=False,
+):
+    """A stage as calls launch it, with all the states that there can be.
+
+    For head size D = K = V, or, if ragged, for V that no tile divides.
+    """
+    DG, V, low = D if width == "K" else width, D - 8 * ragged, DTYPES[dtype]
+    gpu = GPU(SHARED[capability], 132, divmod(capability, 10))
+    rule = (DG, delta, chunk_size, precision)
+    kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
+    gate, beta = DG > 0 and FP32, delta and FP32
+    given = (low, low, low, gate or None, beta or None, FP32, None)
+    forward = stages.forward(kind, given, True).launches
+    backward = stages.backward(kind, (*given, low, FP32), True).launches
+    names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
+    found = dict(zip(names, forward, strict=True))
+    names = ["intra_again"] * (DG > 1) + ["chunk_states"]
+    names += [f"{x}_backward" for x in ("segments", "compose", "scan")]
+    names += ["intra_backward"] + ["gate_backward"] * (DG == 1)
+    names += ["intra_backward_strong"] * (DG > 1)
+    found |= dict(zip(names, backward, strict=True))
+    return build_launch(found[stage], capability)
+
+
+def allowed(stage, width, capability):
+    """Bytes of registers that may spill, about 1.3 times the worst seen.
+
+    Little spills in intra without a gate a channel, of which four programs
+    share a multiprocessor, nothing in chunk_states before Hopper. A scan has
+    the state, a product and, from Hopper on, the loads of two or three chunks
+    to hold. The backward inside a chunk holds four score matrices and up to
+    five tiles of gradients, with a gate a channel two more. Before Hopper and
+    on 12.0 the operands of tl.dot live in registers too.
+    """
+    if stage.endswith("strong"):
+        return 2048
+    if stage == "intra":
+        return 768 if width == "K" else 200
+    if stage != "intra_backward":
+        return 640
+    if width == "K":
+        return 2048
+    return 640 if capability in (90, 100) else 1536
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, capability", on_each(SHARED, whole=(90,), step=4)
+)
+def test_bf16(stage, width, delta, capability, tmp_path):
+    compiled = compile_stage(stage, width, delta, capability)
+    judge(compiled, capability, tmp_path, allowed(stage, width, capability))
+    products = delta or stage not in ("intra", "compose", "compose_backward")
+    products &= stage != "gate_backward"
+    products |= (stage, width) == ("intra", "K")
+    if capability in (90, 100) and products:
+        kind = "wgmma" if capability == 90 else "tcgen05.mma"
+        assert kind in compiled.asm["ptx"]
+    assert not unwaited_products(compiled.asm["ttgir"])
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, ragged",
+    on_each([False, True], whole=(False,), launches=OF_SCANS),
+)
+def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
+    """It loads the tiles of every scan, but of ragged heads.
+
+    Tiles do not divide those. The others are judged by test_bf16.
+    """
+    compiled = compile_stage(stage, width, delta, 90, ragged=ragged)
+    if ragged:
+        judge(compiled, 90, tmp_path, allowed(stage, width, 90))
+    by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert by_tma == (not ragged)
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, D",
+    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_STRONG]),
+)
+def test_no_product_is_computed_twice(stage, width, delta, D):
+    """Of 64 rows each group of four warps has columns of its own."""
+    ttgir = compile_stage(stage, width, delta, 90, D).asm["ttgir"]
+    found = re.findall(
+        r"^(#mma\d*) = .*warpsPerCTA = \[(\d+), \d+\]", ttgir, re.M
+    )
+    by_rows = {layout: int(warps) for layout, warps in found}
+    used = re.findall(r"warp_group_dot .*-> tensor<64x\d+xf32, (#\w+)>", ttgir)
+    assert used or not delta
+    assert {by_rows[layout] for layout in used} <= {4}
+
+
+@pytest.mark.skipif(not AS_RECORDED, reason="registers are Triton 3.7's")
+@pytest.mark.parametrize("delta", [False, True], ids=["additive", "delta"])
+@pytest.mark.parametrize(
+    "stage", ["intra", "intra_backward", "intra_backward_strong"]
+)
+def test_products_do_not_wait_for_each_other(stage, delta, tmp_path):
+    """ptxas waits after each instruction where registers do not suffice."""
+    compiled = compile_stage(stage, "K", delta, 90)
+    sass = cuobjdump(compiled.asm["cubin"], "-sass", tmp_path)
+    assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 2
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, size",
+    on_each([(64, 90), (256, 90), (64, 86), (256, 86)], step=4),
+)
+def test_other_head_sizes(stage, width, delta, size, tmp_path):
+    D, capability = size
+    compiled = compile_stage(stage, width, delta, capability, D)
+    judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, chunk_size", on_each([16, 32], step=3)
+)
+def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
+    compiled = compile_stage(
+        stage, width, delta, 90, chunk_size=chunk_size, group=2
+    )
+    judge(compiled, 90, tmp_path, 4096 if "strong" in stage else 1024)
+    if stage.startswith("intra"):
+        assert "wgmma" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("stage, width, delta, group", on_each([2], step=3))
+def test_several_value_heads(stage, width, delta, group, tmp_path):
+    """Their sums are two tiles more."""
+    compiled = compile_stage(stage, width, delta, 90, group=group)
+    judge(compiled, 90, tmp_path, 3072)
+
+
+@pytest.mark.parametrize(
+    "stage, width, delta, products",
+    on_each([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)], step=4),
+)
+def test_fp32(stage, width, delta, products, tmp_path):
+    """Three products keep each operand twice, and spill.
+
+    The scans in full fp32 do not run well before Hopper, where operands are
+    in registers too: they fit, and most of what they hold is spilled.
+    """
+    precision, capability = products
+    compiled = compile_stage(
+        stage, width, delta, capability, dtype="fp32", precision=precision
+    )
+    judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)

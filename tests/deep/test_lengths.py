@@ -1,0 +1,246 @@
+"""Lengths: of pieces that gradients cross, and that one graph has to take."""
+
+import itertools
+
+import pytest
+import torch
+from deep_cases import CASES, B, C, H, K, drawn
+from layer_cases import CASES as LAYERS
+from layer_cases import contents, made, tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from fastweights.checks import relative_error
+from fastweights.layers import (
+    lact,
+    rows,
+    titans,
+    titans_attention,
+    titans_context,
+    ttt,
+)
+from fastweights.ops import any_length
+
+DOUBLE = {"dtype": torch.float64}
+# The chunks, segments and windows of layer_cases have 3 to 7 tokens, or 20.
+PIECES = [(4, 3), (6, 6), (5, 2, 20), (20, 1, 21), (1, 1, 12)]
+
+
+def slopes(layer, outputs, x):
+    return torch.autograd.grad(
+        torch.cat(outputs, 1).sin().sum(), [x, *layer.parameters()]
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_cross_the_state_between_pieces(name):
+    """Truncated backpropagation: of two or three calls as of one."""
+    layer = made(name, torch.float64)
+    for pieces in PIECES:
+        x = tokens(2, sum(pieces), **DOUBLE).requires_grad_()
+        want = slopes(layer, [layer(x)[0]], x)
+        state, outputs = None, []
+        for part in x.split(list(pieces), 1):
+            y, state = layer(part, state)
+            outputs.append(y)
+        found = slopes(layer, outputs, x)
+        for a, b in zip(found, want, strict=True):
+            assert relative_error(a, b) < 1e-8, pieces
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("offsets", [None, [0, 1, 3, 3]])
+def test_every_parameter_has_a_gradient_at_any_length(name, offsets):
+    """DistributedDataParallel waits for all of them: 0, not None."""
+    for length in (1, 2, 3) if offsets is None else (3,):
+        layer = made(name)
+        cu_seqlens = offsets and torch.tensor(offsets)
+        y, _ = layer(tokens(1, length), cu_seqlens=cu_seqlens)
+        y.square().sum().backward()
+        missing = [k for k, p in layer.named_parameters() if p.grad is None]
+        assert not missing, length
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed(name, reentrant):
+    """What a backward saves it may read once."""
+    layer = made(name, torch.float64)
+    x = tokens(2, 9, **DOUBLE).requires_grad_()
+    want = slopes(layer, [layer(x)[0]], x)
+    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+    y.sin().sum().backward()
+    found = [x.grad, *(p.grad for p in layer.parameters())]
+    torch.testing.assert_close(found, [*want])
+
+
+# Without a compiler.
+
+OPEN = [name for name in CASES if name != "mesa"]
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_as_one_operator(name, monkeypatch):
+    """What a graph for any length calls, with rows of different lengths."""
+    case = CASES[name]
+    _, state = case.chunked(drawn(name, 3, seed=1))
+    begun = {
+        "initial_state": state.requires_grad_(),
+        "position": torch.tensor([3, 3]),
+        "lengths": torch.tensor([C + 3, 2]),
+    }
+    for options in ({}, begun):
+        results = []
+        for is_open in (False, True):
+            monkeypatch.setattr(any_length, "is_open", lambda _, a=is_open: a)
+            x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
+            o, after = _once(case, x, options, monkeypatch)
+            loss = o.sin().sum() + after.sin().sum()
+            given = [*x.values(), state] if options else [*x.values()]
+            results.append((o, after, *torch.autograd.grad(loss, given)))
+        torch.testing.assert_close(*results)
+
+
+def _once(case, x, options, monkeypatch):
+    """The operator's own call of the function is not another operator."""
+    call = any_length.call
+
+    def closed(*arguments):
+        monkeypatch.setattr(any_length, "is_open", lambda _: False)
+        return call(*arguments)
+
+    monkeypatch.setattr(any_length, "call", closed)
+    found = case.chunked(x, **options)
+    monkeypatch.setattr(any_length, "call", call)
+    return found
+
+
+def test_a_gradients_gradient_of_the_operator_is_refused():
+    x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
+    names = ("q", "k", "v", "rate", "gamma", "bias", "rows")
+    given = [*(x[n] for n in names), None, None, None, x["W1"], x["b1"]]
+    sizes = [B, H, 2, K * K + K]
+    o, _ = any_length.call("ttt", given, [1], sizes, o64, "auto")
+    message = "ttt: got a gradient of its gradient"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(o.sum(), x["W1"], create_graph=True)
+
+
+o64 = torch.float64
+
+
+# By a compiler.
+
+KINDS = ["lact", "ttt-linear", "ttt-mlp", "titans", "titans-gate"]
+KINDS += ["titans-layer", "titans-context", "mesanet", "softmax"]
+KINDS += ["gated-deltanet"]
+OFTEN = ["lact", "ttt-linear"]
+SOME = [
+    n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in KINDS
+]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", SOME)
+def test_two_graphs_for_all_lengths(name, dynamic):
+    """The first is of its length, the second of any; and all numbers."""
+    torch._dynamo.reset()
+    layer = made(name, torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(
+        layer, fullgraph=True, backend=counter, dynamic=dynamic
+    )
+    for length in (5, 9, 2, 3, 4, 6, 7, 8, 12, 20, 41):
+        results = []
+        for call in (layer, run):
+            x = tokens(2, length, **DOUBLE).requires_grad_()
+            y = call(x)[0]
+            results.append((y, *slopes(layer, [y], x)))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_segments_as_one_operator():
+    """From a state on, under autocast, and with modules that are touched."""
+    layer, (head, x) = made("titans-context"), tokens(2, 20).split([8, 12], 1)
+    run = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for hooked in (False, True):
+        if hooked:
+            layer.qkv_proj.register_forward_hook(lambda m, x, y: 2 * y)
+            torch._dynamo.reset()
+        results = []
+        for call in (layer, run):
+            state = layer(head)[1]
+            with torch.autocast("cpu", torch.bfloat16):
+                y, after = call(x, state)
+            assert after is state
+            results.append((y, contents(state), call(x, state)[0]))
+        torch.testing.assert_close(*results)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_exported_for_any_length(name):
+    layer = made(name)
+    program = torch.export.export(
+        torch.nn.Sequential(First(layer)),
+        (tokens(2, 9),),
+        dynamic_shapes=({1: torch.export.Dim("T", min=3, max=512)},),
+    )
+    for length in (9, 4, 30):
+        x = tokens(2, length)
+        torch.testing.assert_close(program.module()(x), layer(x)[0])
+
+
+class First(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+UNEVEN = [0, 1, 1, 40, 43, 44, 45, 46, 47, 49, 50]
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in LAYERS if x.startswith(("lact", "titans", "ttt"))]
+)
+@pytest.mark.parametrize("how", ["learned", "in place", "pool"])
+def test_documents_of_uneven_length(name, how, monkeypatch):
+    """Each is itself alone, and none is filled up to the longest."""
+    layer = made(name, torch.float64)
+    x, cu_seqlens = tokens(1, 52, dtype=torch.float64), torch.tensor(UNEVEN)
+    spans = [*itertools.pairwise(UNEVEN)]
+    filled = []
+
+    class Counted(rows.Rows):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if self.cu_seqlens is not None:
+                filled.append(len(self.count) * self.longest)
+
+    for module in (lact, titans, titans_attention, titans_context, ttt):
+        monkeypatch.setattr(module, "Rows", Counted)
+    with torch.set_grad_enabled(how == "learned"):
+        _, before = layer(tokens(len(spans), 3, seed=1, dtype=torch.float64))
+        each = [before.select(torch.tensor([n])) for n in range(len(spans))]
+        state = before.clone()
+        if how == "pool":
+            state = state.at(torch.arange(len(spans)), 3)
+        y, after = layer(x, state, cu_seqlens)
+        assert how == "learned" or after is state
+        assert sum(filled) <= 4 * UNEVEN[-1]  # some have two kinds of rows
+        assert (y[:, UNEVEN[-1] :] == 0).all()
+        for n, (a, b) in enumerate(spans):
+            if a == b:
+                want = contents(each[n])
+            else:
+                alone, own = layer(x[:, a:b], each[n])
+                assert relative_error(y[:, a:b], alone) < 1e-12
+                want = contents(own)
+            for key, value in contents(after).items():
+                assert relative_error(value[n : n + 1], want[key]) < 1e-12

@@ -1,0 +1,528 @@
+"""Networks as fast weights against public code, and where that differs.
+
+tests/recorded/deep.py ran the code of TTT's, LaCT's and other authors on
+small inputs, with a last chunk that is shorter, and kept outputs and the
+gradients of their sum of squares. Titans has no code by its authors: it is
+judged by a loop of the paper's equations.
+"""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from fastweights import deep
+from fastweights.checks import relative_error
+from fastweights.deep.models import (
+    affine,
+    linear_model,
+    normed,
+    residual,
+)
+from fastweights.deep.optimisers import summed
+from fastweights.fast_weights import (
+    learn,
+    momentum_sgd,
+    online_learner,
+    sgd,
+    squared_error,
+)
+from fastweights.layers import (
+    TTTMLP,
+    LaCT,
+    MesaNet,
+    TitansMemory,
+    TTTLinear,
+)
+
+RECORDED = Path(__file__).resolve().parents[1] / "recorded"
+DOUBLE = {"dtype": torch.float64}
+
+
+def unpacked(packed):
+    shape, text = packed
+    numbers = numpy.frombuffer(base64.b64decode(text), "<f4").reshape(shape)
+    return torch.from_numpy(numbers.copy()).double()
+
+
+def recorded(name):
+    """Inputs that ask for gradients, outputs, and those gradients."""
+    record = json.loads((RECORDED / f"{name}.json").read_text())
+    x = {k: unpacked(p) for k, p in record["inputs"].items()}
+    slopes = {k: unpacked(p) for k, p in record["gradients"].items()}
+    for t in x.values():
+        t.requires_grad_()
+    return x, unpacked(record["o"]), slopes
+
+
+def judge(o, want, x, slopes, tol):
+    assert relative_error(o, want) < tol
+    found = torch.autograd.grad(o.square().sum(), x.values())
+    for key, gradient in zip(x, found, strict=True):
+        assert relative_error(gradient, slopes[key]) < tol, key
+
+
+@pytest.mark.parametrize("make", [TTTLinear, TTTMLP])
+def test_ttt_of_its_authors(make):
+    """A whole layer: outputs, and gradients of x and of every weight."""
+    kind = make.__name__.removeprefix("TTT").lower()
+    w, want, slopes = recorded(f"ttt_{kind}")
+    layer = make(8, 2, mini_batch=4, **DOUBLE)
+    ours = {
+        "qkv_proj.weight": torch.cat(
+            [w[f"{n}_proj.weight"] for n in ("q", "k", "v")]
+        ),
+        "rate_proj.weight": w["learnable_ttt_lr_weight"][:, 0],
+        "rate_proj.bias": w["learnable_ttt_lr_bias"][:, 0],
+        "rows": w["learnable_token_idx"],
+        "model_norm_weight": w["ttt_norm_weight"],
+        "model_norm_bias": w["ttt_norm_bias"],
+        "post_norm.weight": w["post_norm.weight"],
+        "post_norm.bias": w["post_norm.bias"],
+        "o_proj.weight": w["o_proj.weight"],
+    }
+    for n in range(1, layer.depth + 1):
+        ours |= {f"W{n}": w[f"W{n}"], f"b{n}": w[f"b{n}"][:, 0]}
+    assert ours.keys() == layer.state_dict().keys()
+    y, _ = torch.func.functional_call(layer, ours, (w["x"],))
+    judge(y, want, w, slopes, 1e-6)
+
+
+def lact_of(w, **options):
+    """One head per sequence: each has first weights of its own."""
+    rates = torch.cat([w["lr0"], w["lr1"], w["lr2"]], -1)
+    start = [w[name].mT for name in ("w0", "w1", "w2")]
+    tokens = (w["q"], w["k"], w["v"], rates)
+    q, k, v, rates = (t.transpose(0, 1)[None] for t in tokens)
+    momentum = w["momentum"][..., 0].mT[None] if "momentum" in w else None
+    o, _ = deep.lact(q, k, v, rates, start, momentum, chunk_size=4, **options)
+    return o[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", ["muon", "plain", "prenorm"])
+def test_lact_of_its_authors(name):
+    """With Newton-Schulz in fp64, where the code has bf16."""
+    w, want, slopes = recorded(f"lact_{name}")
+    options = {"muon": name != "plain", "prenorm": name == "prenorm"}
+    judge(lact_of(w, **options), want, w, slopes, 1e-6)
+
+
+def test_lact_layer_of_its_authors():
+    """Pre-norm, momentum and Muon: outputs, gradients of every weight."""
+    w, want, slopes = recorded("lact_layer")
+    layer = LaCT(
+        8,
+        2,
+        num_attention_heads=4,
+        expansion=1.5,
+        chunk_size=4,
+        window=5,
+        prenorm=True,
+        theta=100.0,
+        **DOUBLE,
+    )
+    same = ("o_proj.weight", "q_norm.weight", "k_norm.weight")
+    ours = {name: w[name] for name in same}
+    ours |= {f"qk_{n}": w[f"qk_{n}"].mT for n in ("scale", "offset")}
+    ours |= {f"w{i}": w[f"w{i}"].mT for i in range(3)}
+    ours |= {
+        "qkv_proj.weight": w["qkv.weight"],
+        "norm.weight": w["ttt_norm.weight"],
+    }
+    for n in ("weight", "bias"):
+        ours[f"rates_proj.{n}"] = w[f"lr_proj.{n}"]
+        ours[f"momentum_proj.{n}"] = w[f"momentum_proj.0.{n}"]
+        ours[f"scale_proj.{n}"] = w[f"ttt_scale_proj.{n}"]
+    assert ours.keys() == layer.state_dict().keys()
+    y, _ = torch.func.functional_call(layer, ours, (w["x"],))
+    judge(y, want, w, slopes, 1e-6)
+
+
+def test_lact_in_single_precision():
+    """Newton-Schulz in fp32, as it comes for inputs in fp32."""
+    w, want, _ = recorded("lact_muon")
+    w = {key: t.detach().float() for key, t in w.items()}
+    assert relative_error(lact_of(w), want) < 1e-6
+
+
+def test_mesa_of_flash_linear_attention():
+    x, want, slopes = recorded("mesa_exact")
+    names = ("q", "k", "v", "g", "beta", "lamb")
+    o, state = deep.mesa(*(x[name] for name in names))
+    judge(o, want, x, slopes, 1e-6)
+    assert state.shape == (2, 2, 4, 8)
+
+
+def test_mesa_is_ridge_regression_on_the_tokens_so_far():
+    """The normal equations of all decayed pairs, written out."""
+    torch.manual_seed(0)
+    T, K = 7, 3
+    q, k, v = torch.randn(3, 1, T, 1, K, **DOUBLE)
+    g, beta = -torch.rand(1, T, 1, **DOUBLE), torch.rand(1, T, 1, **DOUBLE)
+    ridge = 0.3 + torch.rand(1, K, **DOUBLE)
+    o, _ = deep.mesa(q, k, v, g, beta, ridge, steps=6)
+    for t in range(T):
+        share = beta[0, : t + 1, 0].clone()
+        for s in range(t + 1):
+            share[s] *= g[0, s + 1 : t + 1, 0].sum().exp()
+        root = share.sqrt()[:, None]
+        rows = torch.cat([root * k[0, : t + 1, 0], ridge[0].sqrt().diag()])
+        values = torch.cat([root * v[0, : t + 1, 0], torch.zeros(K, K)])
+        S = torch.linalg.lstsq(rows, values).solution
+        assert relative_error(o[0, t, 0], q[0, t, 0] @ S) < 1e-10
+
+
+def test_titans_of_the_papers_equations():
+    """Eqs. 11 to 14 for one head, a token at a time, by autograd.
+
+    The loss |M(k) - v|^2 has no half, alpha is what is forgotten, and the
+    gradient of a chunk's tokens is that of its first weights (section 3.2).
+    """
+    torch.manual_seed(0)
+    T, C, K, N = 11, 4, 4, 6
+    q, k, v = torch.randn(3, T, K, **DOUBLE)
+    theta, eta, alpha = torch.rand(3, T, **DOUBLE) * torch.tensor(
+        [[0.05], [1.0], [1.0]]
+    )
+    first = [
+        torch.randn(K, N, **DOUBLE) / 2,
+        torch.randn(N, **DOUBLE),
+        torch.randn(N, K, **DOUBLE) / 2,
+        torch.randn(K, **DOUBLE),
+    ]
+
+    def memory(M, x):
+        return F.gelu(x @ M[0] + M[1], approximate="tanh") @ M[2] + M[3]
+
+    M, S, outputs = first, [torch.zeros_like(w) for w in first], []
+    for t in range(T):
+        if t % C == 0:
+            base = [w.clone().requires_grad_() for w in M]
+        surprise = (memory(base, k[t]) - v[t]).square().sum()
+        grads = torch.autograd.grad(surprise, base)
+        S = [eta[t] * s - theta[t] * d for s, d in zip(S, grads, strict=True)]
+        M = [(1 - alpha[t]) * w + s for w, s in zip(M, S, strict=True)]
+        outputs.append(memory(M, q[t]))
+
+    def one(x):
+        return x[None, :, None]
+
+    W1, b1, W2, b2 = (p[None] for p in first)
+    o, _ = deep.titans(
+        *map(one, (q, k, v, 2 * theta, eta, torch.log1p(-alpha))),
+        [(W1, b1), (W2, b2)],
+        chunk_size=C,
+    )
+    assert relative_error(o[0, :, 0], torch.stack(outputs)) < 1e-10
+
+
+def of_lucidrains(w, chunk, base):
+    """NeuralMemory: queries, keys, values, rates and first weights."""
+
+    def normed_by(name):
+        return F.rms_norm(w["x"], (4,), w[name])
+
+    stored, asked = (
+        normed_by("store_norm.weight"),
+        normed_by("retrieve_norm.weight"),
+    )
+
+    def rate(name, x):
+        return (x @ w[f"{name}.0.weight"].mT + w[f"{name}.0.bias"]).sigmoid()
+
+    n = stored.shape[1] // chunk * chunk
+    means = stored[:, :n].unflatten(1, (-1, chunk)).mean(2)
+    B = len(stored)
+    q = asked @ w["to_queries.weight"].mT
+    k = stored @ w["to_keys.weight"].mT
+    v = stored @ w["to_values.weight"].mT
+    theta = rate("to_adaptive_step", stored)
+    eta, alpha = (
+        rate(name, means).repeat_interleave(chunk, 1)
+        for name in ("to_momentum", "to_decay_factor")
+    )
+    gamma, *layers = (w[f"memory_model_parameters.{i}"] for i in range(3))
+    start = tuple(p.expand(B, *p.shape) for p in (gamma, *layers))
+
+    def model(params, x):
+        gamma, *layers = params
+        for i, W in enumerate(layers):
+            x = linear_model(W, F.gelu(x) if i else x)
+        return F.layer_norm(x, (4,)) * (1 + gamma)
+
+    def loss(prediction, target):
+        return (prediction - target).square().mean(-1)
+
+    def optimiser(params, gradient, memory, momentum, g):
+        one = torch.ones_like(momentum)
+        return momentum_sgd(params, gradient, memory, one, momentum, g)
+
+    step = online_learner(
+        residual(model),
+        loss,
+        summed(optimiser, chunk, every="chunk", base=start if base else None),
+    )
+    state = start, tree_map(torch.zeros_like, start)
+    tokens = (q[:, :n], k[:, :n], v[:, :n], theta[:, :n], eta)
+    o, (params, _) = learn(
+        step,
+        state,
+        *(t[:, :, None] for t in tokens),
+        torch.log1p(-alpha)[:, :, None],
+    )
+    rest = residual(model)(tuple(p[:, None] for p in params), q[:, n:, None])
+    return torch.cat([o, rest], 1)[:, :, 0]
+
+
+def test_titans_pytorch_steps_once_per_chunk():
+    """Its differences from the paper, each by name.
+
+    One gradient, one momentum and one decay per chunk, of the mean input;
+    all gradients at the sequence's first weights (batch_size=None); a token
+    reads what the last complete chunk has left, its own only if it ends one;
+    a mean over channels in the loss; a LayerNorm and a residual around the
+    memory. With these it is a learner, to the digit.
+    """
+    w, want, slopes = recorded("titans_lucidrains")
+    judge(of_lucidrains(w, 3, base=True), want, w, slopes, 1e-6)
+    refreshed = of_lucidrains(w, 3, base=False)
+    assert relative_error(refreshed, want) > 1e-3
+
+
+def test_flash_linear_attentions_ttt_reads_another_residual():
+    """Its reference adds LN(o) to o, the authors' layer to q.
+
+    Also its rate is the reading token's, for all gradients before it, and
+    not each gradient's own; it starts from zero weights.
+    """
+    x, want, _ = recorded("ttt_flash_linear_attention")
+    gamma, bias = x["w"], x["b"]
+    B, T, H, K = x["q"].shape
+    start = torch.zeros(B, H, K, K, **DOUBLE), torch.zeros(B, H, K, **DOUBLE)
+    one = torch.ones(B, T, H, **DOUBLE)
+    given = x["q"], x["k"], x["v"] - x["k"], one, x["eta"][..., 0]
+
+    def judged_by(read):
+        learner = online_learner(
+            normed(affine, gamma, bias), squared_error, summed(sgd, 4)
+        )
+
+        def step(state, q, *rest):
+            state, _ = learner(state, q, *rest)
+            return state, read(state[0], q)
+
+        return learn(step, (start, None), *given)[0]
+
+    norm = normed(lambda params, o: o, gamma, bias)
+    theirs = judged_by(lambda p, q: affine(p, q) + norm(p, affine(p, q)))
+    assert relative_error(theirs, want) < 1e-6
+    authors = judged_by(lambda p, q: q + norm(p, affine(p, q)))
+    assert relative_error(authors, want) > 0.1
+
+
+# The layers written out, a token and a head at a time.
+
+
+def test_titans_layer_written_out():
+    torch.manual_seed(0)
+    layer = TitansMemory(8, 2, 4, chunk_size=1, conv_size=None, **DOUBLE)
+    torch.nn.init.normal_(layer.rates_proj.bias)
+    torch.nn.init.normal_(layer.start.norm_weight)
+    torch.nn.init.normal_(layer.start.norm_bias)
+    x = torch.randn(1, 7, 8, **DOUBLE)
+    w = layer.state_dict()
+    q, k, v = F.silu(x[0] @ w["qkv_proj.weight"].mT).chunk(3, -1)
+    rates = (x[0] @ w["rates_proj.weight"].mT + w["rates_proj.bias"]).sigmoid()
+    gate = F.silu(x[0] @ w["g_proj.weight"].mT)
+    heads = []
+    for h in range(2):
+        M = [w[f"start.{n}"][h] for n in ("W1", "b1", "W2", "b2")]
+        S = [torch.zeros_like(p) for p in M]
+        gamma, delta = (w[f"start.norm_{n}"][h] for n in ("weight", "bias"))
+        at, outputs = slice(4 * h, 4 * h + 4), []
+        for t in range(7):
+            theta, eta, alpha = rates[t, h], rates[t, 2 + h], rates[t, 4 + h]
+            base = [p.clone().requires_grad_() for p in M]
+            key, query = (
+                y[t, at] / (y[t, at].square().sum() + 1e-6).sqrt()
+                for y in (k, q)
+            )
+
+            def answer(M, z, norm=(gamma, delta)):
+                hidden = F.gelu(z @ M[0] + M[1], approximate="tanh")
+                y = hidden @ M[2] + M[3]
+                return F.layer_norm(y, (4,), *norm, 1e-6)
+
+            loss = (answer(base, key) - v[t, at]).square().sum()
+            grads = torch.autograd.grad(loss, base)
+            S = [
+                eta * s - 0.1 * theta * d
+                for s, d in zip(S, grads, strict=True)
+            ]
+            M = [(1 - alpha) * p + s for p, s in zip(M, S, strict=True)]
+            outputs.append(answer(M, query))
+        o = torch.stack(outputs)
+        o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        heads.append(o * w["norm.weight"])
+    want = (torch.cat(heads, -1) * gate) @ w["o_proj.weight"].mT
+    assert relative_error(layer(x)[0][0], want) < 1e-10
+
+
+def test_mesanet_layer_written_out():
+    torch.manual_seed(0)
+    layer = MesaNet(8, 2, 4, conv_size=2, **DOUBLE)
+    torch.nn.init.normal_(layer.lam)
+    x = torch.randn(1, 7, 8, **DOUBLE)
+    w = layer.state_dict()
+    qk, v = (x[0] @ w["qkv_proj.weight"].mT).split([16, 8], -1)
+    taps = w["convolution.weight"]
+    before = torch.cat([torch.zeros(1, 16, **DOUBLE), qk[:-1]])
+    q, k = F.silu(taps[:, 1] * qk + taps[:, 0] * before).chunk(2, -1)
+    ab = (x[0] @ w["ab_proj.weight"].mT + w["ab_proj.bias"]).sigmoid()
+    heads = []
+    for h in range(2):
+        at, outputs = slice(4 * h, 4 * h + 4), []
+        ridge = (0.25 + (1 + w["lam"][at].exp()).log()).diag()
+        A, G = torch.zeros(2, 4, 4, **DOUBLE)
+        for t in range(7):
+            key, query = (
+                y[t, at] / (y[t, at].square().sum() + 1e-6).sqrt()
+                for y in (k, q)
+            )
+            decay, beta = ab[t, h], ab[t, 2 + h]
+            A = decay * A + beta * torch.outer(key, key)
+            G = decay * G + beta * torch.outer(key, v[t, at])
+            outputs.append(torch.linalg.solve(A + ridge, query) @ G)
+        o = torch.stack(outputs)
+        o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        heads.append(o * w["norm.weight"])
+    want = torch.cat(heads, -1) @ w["o_proj.weight"].mT
+    assert relative_error(layer(x)[0][0], want) < 1e-10
+
+
+def turned_by(x, position, theta, size):
+    """Rotary positions of heads of this size, pairs half a head apart."""
+    heads = x.reshape(-1, size)
+    half = size // 2
+    angle = position * theta ** (-torch.arange(half, **DOUBLE) / half)
+    a, b = heads[:, :half], heads[:, half:]
+    turned = (
+        a * angle.cos() - b * angle.sin(),
+        b * angle.cos() + a * angle.sin(),
+    )
+    return torch.cat(turned, -1).reshape(-1)
+
+
+def test_lact_layer_written_out():
+    """As layer_lact_swiglu.py puts it together, a token at a time.
+
+    Two heads of the memory, four of the attention, momentum, no Muon.
+    """
+    torch.manual_seed(0)
+    T, D, C, window, theta, base = 9, 8, 3, 4, 100.0, 0.05
+    layer = LaCT(
+        D,
+        2,
+        num_attention_heads=4,
+        chunk_size=C,
+        window=window,
+        muon=False,
+        base_lr=base,
+        theta=theta,
+        **DOUBLE,
+    )
+    for p in (layer.qk_scale, layer.qk_offset, layer.q_norm.weight):
+        torch.nn.init.uniform_(p, 0.5, 1.5)
+    w, x = layer.state_dict(), torch.randn(T, D, **DOUBLE)
+
+    def linear(name):
+        return x @ w[f"{name}.weight"].mT + w.get(f"{name}.bias", 0)
+
+    def normed_by(y, name):
+        scale = (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return y / scale * w[f"{name}.weight"]
+
+    q, k, v = linear("qkv_proj").chunk(3, -1)
+    q, k = normed_by(q, "q_norm"), normed_by(k, "k_norm")
+    near_q, near_k = (
+        torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
+        for y in (q, k)
+    )
+    near = torch.zeros(T, D, **DOUBLE)
+    for t in range(T):
+        seen = slice(max(0, t - window + 1), t + 1)
+        for h in range(4):
+            at = slice(2 * h, 2 * h + 2)
+            scores = near_k[seen, at] @ near_q[t, at] / 2**0.5
+            near[t, at] = scores.softmax(-1) @ v[seen, at]
+
+    def fast(y, i):
+        y = F.silu(y * w["qk_scale"][i] + w["qk_offset"][i]).unflatten(
+            -1, (2, 4)
+        )
+        y = (y / (y.norm(dim=-1, keepdim=True) + 1e-5)).flatten(1)
+        return torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
+
+    fast_q, fast_k, fast_v = fast(q, 0), fast(k, 1), F.silu(v)
+    inverse = torch.tensor(base, **DOUBLE).expm1().log()
+    rates = F.softplus(linear("rates_proj") + inverse).unflatten(-1, (2, 3))
+    momentum = linear("momentum_proj").sigmoid()
+    far = torch.zeros(T, D, **DOUBLE)
+    for h in range(2):
+        at = slice(4 * h, 4 * h + 4)
+        W = [w[f"w{i}"][h] for i in range(3)]
+        norms = [m.norm(dim=0, keepdim=True) for m in W]
+        M = [torch.zeros_like(m) for m in W]
+
+        def answer(W, z):
+            return (F.silu(z @ W[0]) * (z @ W[2])) @ W[1]
+
+        for start in range(0, T, C):
+            part = range(start, start + C)
+            G = [torch.zeros_like(m) for m in W]
+            for t in part:
+                far[t, at] = answer(W, fast_q[t, at])
+                now = [m.clone().requires_grad_() for m in W]
+                gain = answer(now, fast_k[t, at]) @ fast_v[t, at]
+                grads = torch.autograd.grad(gain, now)
+                G = [a + rates[t, h, i] * grads[i] for i, a in enumerate(G)]
+            keep = momentum[list(part), h].mean()
+            M = [g + keep * m for g, m in zip(G, M, strict=True)]
+            W = [m + u for m, u in zip(W, M, strict=True)]
+            W = [
+                m / (m.norm(dim=0, keepdim=True) + 1e-5) * n
+                for m, n in zip(W, norms, strict=True)
+            ]
+        far[:, at] = normed_by(far[:, at], "norm") * F.silu(
+            linear("scale_proj")[:, h : h + 1]
+        )
+    want = (near + far) @ w["o_proj.weight"].mT
+    assert relative_error(layer(x[None])[0][0], want) < 1e-10
+
+
+def test_how_layers_start():
+    """What the papers and their code start from."""
+    torch.manual_seed(0)
+    for make, rate in ((TTTLinear, 1.0), (TTTMLP, 0.1)):
+        layer = make(64, 2)
+        assert layer.base_lr == rate and layer.rows.eq(0).all()
+        assert layer.rate_proj.bias.eq(0).all()
+        for W, b in layer.start:
+            assert abs(W.std() - 0.02) < 2e-3 and b.eq(0).all()
+    assert [W.shape for W, _ in layer.start] == [(2, 32, 128), (2, 128, 32)]
+    mesanet = MesaNet(8, 2, 4)
+    ridge = mesanet.min_ridge + F.softplus(mesanet.lam)
+    torch.testing.assert_close(ridge, torch.ones(8))
+    lact = LaCT(64, 2)
+    assert abs(F.softplus(torch.tensor(lact.base)) - 1e-3) < 1e-8
+    assert abs(lact.w1.std() * 32**0.5 - 1) < 0.1
+    assert lact.chunk_size == lact.window == 2048
+    titans = TitansMemory(64, 2, 32)
+    kept = 1 - titans.rates_proj.bias.chunk(3)[2].sigmoid()
+    assert (kept - 0.982).abs().max() < 1e-3
+    assert abs(titans.start.W2.std() * 128**0.5 - 1) < 0.1

@@ -1,0 +1,294 @@
+"""The short convolution's kernels against PyTorch in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from convolution_inputs import HEADS, flat, tokens
+from inputs import results, same
+from kernel_judge import interpreted, needs_memory, on_gpu
+
+from fastweights.checks import relative_error
+from fastweights.kernels import convolution
+from fastweights.ops import recurrence as ops
+from fastweights.ops.convolution import (
+    CONVOLUTION,
+    convolve_heads,
+    short_convolution,
+)
+
+pytestmark = pytest.mark.usefixtures("poison")
+TRITON = ["triton forward", "triton backward"]
+OFFSETS = [0, 0, 1, 3, 12, 12]
+
+
+def judge(function, x, tolerance=1e-6, **options):
+    """Both results and every gradient, against PyTorch in fp64."""
+    with ops.record_backends() as ran:
+        found = results(function, x, backend="triton", **options)
+    assert ran == TRITON
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    assert found["o"].dtype == found["state"].dtype == x["x"].dtype
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(function, exact, backend="torch", **options)
+    same(found, ref, tolerance)
+    return found
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Stretches of 8 tokens and blocks of 4 channels: many of them."""
+    options = convolution.options
+    monkeypatch.setattr(
+        convolution,
+        "options",
+        lambda *args, **kwargs: options(*args, **kwargs) | {"BT": 8, "BV": 4},
+    )
+
+
+ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    "T, W, bias, activation",
+    [
+        (1, 4, True, "silu"),
+        (2, 3, False, "silu"),
+        (5, 2, True, None),
+        (8, 4, False, "silu"),
+        (9, 3, True, "silu"),
+        (19, 4, True, "silu"),
+    ],
+)
+def test_every_length(T, W, bias, activation):
+    B = 2 if T < 8 else 1
+    x = tokens(B=B, T=T, C=3, W=W, bias=bias, dtype=torch.float32)
+    judge(short_convolution, x, activation=activation)
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("W, normalize", [(4, True), (3, False)])
+def test_heads_of_packed_sequences(W, normalize):
+    """Empty ones, ones shorter than a state, and one of two stretches."""
+    cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32)
+    kind = {"bias": normalize, "state": normalize, "dtype": torch.float32}
+    x = tokens(B=1, T=12, C=10, W=W, N=5, **kind)
+    options = {"cu_seqlens": cu_seqlens, "normalize": normalize, "eps": 0.5}
+    judge(flat, x, **options, **ONE)
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+def test_heads_and_blocks():
+    """Two heads of q and k, and of v one block and a part of another."""
+    judge(flat, tokens(T=2, dtype=torch.float32), **HEADS)
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_one_result_and_fewer_inputs(use):
+    x = tokens(B=1, T=9, C=10, bias=False, state=False, dtype=torch.float32)
+    judge(flat, x, use=use, **ONE)
+
+
+@interpreted
+def test_stretches_as_they_ship():
+    judge(short_convolution, tokens(B=1, T=67, C=5, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.parametrize("K, V", [(96, 192), (128, 128)])
+def test_blocks_as_they_ship(K, V):
+    """Heads that are no power of two, and values in a block and a half."""
+    x = tokens(B=1, T=5, C=2 * K + V, dtype=torch.float32)
+    judge(flat, x, heads=(1, 1), sizes=(K, V))
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+def test_half_precision():
+    kind = {"dtype": torch.float16, "single": torch.float32}
+    x = tokens(B=1, T=9, C=10, **kind)
+    found = judge(flat, x, 4e-4, **ONE)
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(flat, exact, **ONE)
+    for name in ("dweight", "dbias"):
+        assert relative_error(found[name], ref[name]) < 1e-6
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("size", [0.0, 1e18])
+def test_sums_of_any_size(size):
+    """e^{-z} overflows, and what is nothing stays so."""
+    x = tokens(B=1, T=3, C=10, bias=False, dtype=torch.float32)
+    x |= {name: size * x[name] for name in ("x", "initial_state")}
+    *found, last = convolve_heads(**x, **ONE, backend="triton")
+    *ref, _ = convolve_heads(**x, **ONE, backend="torch")
+    assert torch.equal(last, x["x"])
+    for y, y_ref in zip(found, ref, strict=True):
+        torch.testing.assert_close(y, y_ref, rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "offsets", [[5, 7, 3, 0], [-9, 99, 2, 1], [30] * 4, [0, 0, 3, 20]]
+)
+def test_offsets_that_are_none_stay_within_the_tokens(offsets):
+    """On a GPU no host reads them: wrong numbers, but no other memory.
+
+    The last are offsets, of a sequence without a token before all others.
+
+    Every tensor lies between guards, which are NaN: they stay so, and none
+    gets into a number.
+    """
+    (T, C, W, N), guard = (20, 3, 4, 3), 30
+    settings = convolution.options(C, 0, 0, T, back=False) | {"BT": 8}
+    cu_seqlens = torch.tensor(offsets)
+    made = []
+
+    def rows(*shape):
+        padded = (shape[0] + 2 * guard, *shape[1:])
+        made.append(torch.full(padded, float("nan")))
+        inner = made[-1][guard:-guard]
+        return inner.copy_(torch.randn(shape))
+
+    torch.manual_seed(0)
+    weight, state = torch.randn(C, W), rows(N, W - 1, C)
+    x, y, dy, dx = (rows(T, C)[None] for _ in range(4))
+    last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
+    share = rows(convolution.slots(x, cu_seqlens, 8), W, C)
+    call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, settings)
+    inputs = (x, weight, None, state, cu_seqlens)
+    convolution.run_stretches(
+        *(convolution.convolution_fwd_kernel, *call, *inputs),
+        *(y, y, y, last),
+    )
+    convolution.run_stretches(
+        *(convolution.convolution_bwd_kernel, *call, *inputs),
+        *(dy, dy, dy, dlast, dx, share, dstate),
+    )
+    for t in made:
+        assert t[:guard].isnan().all() and t[-guard:].isnan().all()
+        assert t[guard:-guard].isfinite().all()
+
+
+@interpreted
+def test_refuses_offsets_on_the_host():
+    x = tokens(B=1, T=6, N=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
+        short_convolution(
+            **x, cu_seqlens=torch.tensor([0, 7]), backend="triton"
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_token(packed):
+    offsets = torch.tensor([0, 0, 0]) if packed else None
+    x = tokens(B=1 if packed else 2, T=0, N=2, dtype=torch.float32)
+    found = results(short_convolution, x, cu_seqlens=offsets, backend="triton")
+    assert torch.equal(found["state"], x["initial_state"])
+    assert found["dinitial_state"].all() and not found["dweight"].any()
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+def test_pieces_are_all_at_once():
+    x = tokens(B=1, T=7, C=10, dtype=torch.float32)
+    kind = {"backend": "triton", **ONE}
+    *ref, state = convolve_heads(**x, **kind)
+    pieces, last = [], x.pop("initial_state")
+    for piece in x.pop("x").split([1, 2, 4], dim=1):
+        *found, last = convolve_heads(piece, **x, initial_state=last, **kind)
+        pieces.append(found)
+    for parts, whole in zip(zip(*pieces, strict=True), ref, strict=True):
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    assert torch.equal(last, state)
+
+
+@interpreted
+@pytest.mark.usefixtures("short")
+def test_operators_pass_opcheck():
+    """As PyTorch's path does in full: here their schema and shapes."""
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    x = tokens(B=1, T=4, C=3, N=2, dtype=torch.float32)
+    inputs = (*x.values(), torch.tensor([0, 1, 4]))
+    call = (*inputs, [0, 0, 1, 0], None, True, "triton")
+    outputs = CONVOLUTION.forward(*call)
+    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
+    torch.library.opcheck(CONVOLUTION.backward, (*outputs, *call), **checks)
+
+
+@interpreted
+def test_refuses_bf16_in_the_interpreter():
+    x = tokens(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="backend: got 'triton'"):
+        short_convolution(**x, backend="triton")
+
+
+BUDGETS = {
+    torch.bfloat16: 3e-3,
+    torch.float16: 4e-4,
+    torch.float32: 3e-6,  # e^{-z} is approximate there, to 2^-22 |z|
+}
+PUBLISHED = {
+    "128": ((2, 4), (128, 128)),
+    "96": ((3, 3), (96, 192)),
+    "256": ((1, 1), (256, 512)),
+    "odd": ((2, 3), (5, 7)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("dtype", BUDGETS)
+@pytest.mark.parametrize("heads, sizes", PUBLISHED.values(), ids=PUBLISHED)
+def test_packed_on_gpu(heads, sizes, dtype, W):
+    """And twice the same bits."""
+    T, offsets = 1000, [0, 0, 1, 3, 67, 67, 130, 640, 1000]
+    C = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    N = len(offsets) - 1
+    kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
+    x = tokens(B=1, T=T, C=C, W=W, N=N, **kind)
+    options = {"heads": heads, "sizes": sizes}
+    options["cu_seqlens"] = torch.tensor(offsets, device="cuda")
+    first = judge(flat, x, BUDGETS[dtype], **options)
+    same(results(flat, x, **options), first, 0.0)
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [1, 3, 16, 64, 65, 5000])
+@pytest.mark.parametrize("dtype", BUDGETS)
+def test_a_batch_on_gpu(dtype, T):
+    """5000 tokens have long stretches in the backward."""
+    x = tokens(B=2, T=T, C=200, dtype=dtype, device="cuda")
+    first = judge(short_convolution, x, BUDGETS[dtype])
+    same(results(short_convolution, x), first, 0.0)
+
+
+@on_gpu
+@needs_memory(40)
+def test_offsets_past_2_31():
+    """The last tokens stand on their own: no other is in their sums."""
+    T, C = 2**17 + 100, 2**14
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(1, T, C, **options).requires_grad_()
+    weight = torch.randn(C, 4, device="cuda")
+    assert x.numel() > 2**31
+    y, _ = short_convolution(x, weight, backend="triton")
+    y.backward(torch.ones_like(y))
+    few = x[:, -8:].detach().double().requires_grad_()
+    ref, _ = short_convolution(few, weight.double(), backend="torch")
+    ref.backward(torch.ones_like(ref))
+    same(
+        {"y": y[0, -5:].detach(), "dx": x.grad[0, -5:]},
+        {"y": ref[0, -5:].detach(), "dx": few.grad[0, -5:]},
+        3e-3,
+    )

@@ -1,0 +1,1276 @@
+"""The family's kernels, every gate and both rules, against the fp64 loop.
+
+Each test runs the operator forward and backward, by the kernels, and
+compares outputs, final states and every gradient with the loop's.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from crossed import all_but, crossed
+from inputs import GATES, RULES, member, results
+from kernel_judge import (
+    BUDGET,
+    HALF,
+    PRODUCTS,
+    interpreted,
+    needs_memory,
+    on_gpu,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastweights as fw
+from fastweights.checks import relative_error
+from fastweights.kernels import dot_precision
+from fastweights.kernels.family import backend as kernels
+from fastweights.kernels.family.schedule import Room
+from fastweights.kernels.family.settings import (
+    Kind,
+    constants,
+    lengths_of,
+    properties,
+    segment_chunks,
+)
+from fastweights.ops import recurrence as ops
+from fastweights.reference import backend, chunkwise
+from fastweights.reference import chunkwise_backward as backward
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+MEMBERS = list(itertools.product(GATES, RULES))
+ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
+
+
+def some(*names):
+    """All members; but for those named "gate rule", with the mark full.
+
+    A fixed gate reaches the kernels repeated for every token, as any other.
+    """
+    chosen = [tuple(name.split()) for name in names]
+    return pytest.mark.parametrize("gate, rule", all_but(chosen, MEMBERS))
+
+
+# T, H, HV, K, V, chunk size, dtype, initial state
+CASES = {
+    "one-token": (1, 2, 4, 60, 100, 64, torch.float32, True),
+    "less-than-a-chunk": (63, 1, 2, 64, 129, 64, torch.float16, False),
+    "one-chunk": (64, 1, 2, 100, 64, 64, torch.float32, False),
+    "small-chunks": (65, 2, 2, 60, 100, 16, torch.float16, True),
+    "half-chunks": (65, 1, 8, 64, 64, 32, torch.float32, True),
+    "long": (1000, 1, 1, 64, 64, 64, torch.float32, True),
+    "wide-keys": (70, 1, 2, 256, 64, 64, torch.float16, True),
+    "wide-values": (33, 1, 2, 64, 512, 16, torch.float32, False),
+}
+# Weak, and from -5 on too strong to be seen from half: gates.is_weak.
+STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
+GATED = pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
+LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
+
+
+def cast(x, dtype, device="cpu"):
+    """q, k, v in dtype; gates, beta and the state in fp32."""
+    return {
+        name: t.to(device, torch.float32 if name in WIDE else dtype)
+        for name, t in x.items()
+    }
+
+
+def run(x, **options):
+    """Results of the kernels, with the assertion that they ran."""
+    with ops.record_backends() as ran:
+        found = results(fw.linear_recurrence, x, backend="triton", **options)
+    assert set(ran) <= {"triton forward", "triton backward"} and ran
+    assert found["o"].dtype == x["v"].dtype
+    assert found["state"].dtype == torch.float32
+    for name in x:
+        if f"d{name}" in found:
+            assert found[f"d{name}"].dtype == x[name].dtype
+    return found
+
+
+def loop(x, **options):
+    """Results of the fp64 loop on the same inputs."""
+    options.pop("chunk_size", None)
+    wide = {name: t.double() for name, t in x.items()}
+    return results(fw.linear_recurrence, wide, backend="loop", **options)
+
+
+def allowed_for(name, budget):
+    """A result's own budget, or the one that all share."""
+    return budget[name] if isinstance(budget, dict) else budget
+
+
+def judge(x, budget, record=None, label="", **options):
+    """Every result is inside its budget.
+
+    The gradient of a fixed gate is a sum over all tokens, of terms of both
+    signs: its error is held against the sum of their sizes.
+    """
+    options = {"scale": 0.3} | options
+    o, ref = run(x, **options), loop(x, **options)
+    errors = {name: relative_error(o[name], ref[name]) for name in ref}
+    if "dg" in ref and ref["dg"].dim() == 1:
+        terms = loop(by_tokens(x), **options)["dg"]
+        errors["dg"] = error_of_sum(o["dg"], ref["dg"], terms)
+    if record is not None:
+        record(label or str(x["q"].dtype).removeprefix("torch."), errors)
+    for name, error in errors.items():
+        allowed = allowed_for(name, budget)
+        assert error <= allowed, f"{name}: {error:.1e} of {errors}"
+    return o, ref
+
+
+def by_tokens(x):
+    """The same with a fixed gate repeated for every token."""
+    return x | {"g": x["g"].expand(x["v"].shape[:3])}
+
+
+def error_of_sum(found, ref, terms):
+    """The error of a sum over tokens, in units of the sizes of its terms."""
+    error = (found - ref).double().norm()
+    return (error / terms.abs().sum((0, 1)).norm()).item()
+
+
+def judge_gates(o, ref, budget):
+    """dg chunk by chunk: a weak one is not hidden by a strong one."""
+    allowed = allowed_for("dg", budget)
+    if o["dg"].dim() > 1:
+        for t in range(0, o["dg"].shape[1], 64):
+            part = slice(t, t + 64)
+            error = relative_error(o["dg"][:, part], ref["dg"][:, part])
+            assert error <= allowed, f"dg from {t}: {error:.1e}"
+
+
+def budget_of(dtype):
+    return BUDGET[dtype] if dtype == torch.float32 else HALF
+
+
+def packed(lengths, dtype=torch.int64, device="cpu"):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
+    return {"cu_seqlens": offsets}
+
+
+def member_of_case(gate, rule, case):
+    T, H, HV, K, V, chunk_size, dtype, initial = case
+    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
+    if not initial:
+        del x["initial_state"]
+    return x, dtype, chunk_size
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Operands of matrix products are rounded as the kernels round theirs.
+
+    To ``dtype``; to tf32 where the inverse is computed. fp32 is not.
+    """
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+    def __init__(self, dtype, monkeypatch):
+        super().__init__()
+        self.dtype = dtype
+        if dtype != torch.float32:
+            monkeypatch.setattr(chunkwise, "unit_lower_inverse", self.in_tf32)
+
+    def in_tf32(self, M):
+        dtype, self.dtype = self.dtype, None
+        P = chunkwise.inverse_by_blocks(M)
+        self.dtype = dtype
+        return P
+
+    def round(self, x):
+        if self.dtype is not None:
+            return x.to(self.dtype).to(x.dtype)
+        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in self.PRODUCTS:
+            args = tuple(self.round(x) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+class RoundedChunks(torch.autograd.Function):
+    """PyTorch's chunk form, its products' operands rounded to q's dtype."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.inputs = (*inputs, None)
+        patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
+        with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
+            o, state, ctx.saved = backend.forward(*ctx.inputs, 0.3, 64)
+        return o, state
+
+    @staticmethod
+    def backward(ctx, do, dstate):
+        patch = pytest.MonkeyPatch.context
+        with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
+            grads = backend.backward(
+                do, dstate, *ctx.inputs, ctx.saved, 0.3, 64
+            )
+        found = iter(grads)
+        return tuple(x if x is None else next(found) for x in ctx.inputs[:6])
+
+
+def rounded_chunks(q, k, v, g=None, beta=None, initial_state=None):
+    if g is not None and g.dim() == 1:
+        g = g.expand(v.shape[:3])
+    return RoundedChunks.apply(q, k, v, g, beta, initial_state)
+
+
+def judge_amplified(x):
+    """Where the recurrence itself amplifies rounding.
+
+    The budget is twice the error of PyTorch's chunk form when that rounds
+    the operands of its products as the kernels do. Of a fixed gate's
+    gradient, a number a head, that is no more than one throw of a die: its
+    error is held against the sizes of its terms, and the budget is their
+    error, a term a token.
+    """
+    ref, rounded = loop(x, scale=0.3), results(rounded_chunks, x)
+    found = run(x, scale=0.3)
+    errors = {
+        name: [relative_error(y[name], ref[name]) for y in (found, rounded)]
+        for name in ref
+    }
+    if "dg" in ref and ref["dg"].dim() == 1:
+        tokens = by_tokens(x)
+        terms = loop(tokens, scale=0.3)["dg"]
+        estimate = results(rounded_chunks, tokens)["dg"]
+        errors["dg"] = [
+            error_of_sum(found["dg"], ref["dg"], terms),
+            relative_error(estimate, terms),
+        ]
+    budget = budget_of(x["q"].dtype)
+    for name, (error, emulated) in errors.items():
+        allowed = max(allowed_for(name, budget), 2 * emulated)
+        assert error <= allowed, f"{name} of {errors}"
+
+
+def correlated_keys(gate, *, beta, cosine, B=1, T=150, D=64):
+    """Unit keys with the same cosine between any two, one beta for all.
+
+    What they share has entries of the size 1/8, so that identical keys have
+    length 1 in every dtype: with beta = 2 a longer one diverges, and how
+    k k^T rounds, the same everywhere, would be all that a test sees.
+    """
+    assert D == 64
+    x = member(gate, "delta", B=B, T=T, K=D, V=D, strength=-0.03)
+    common = x["k"][:, :1].sign() / 8
+    own = x["k"] - (x["k"] * common).sum(-1, keepdim=True) * common
+    own = F.normalize(own, dim=-1)
+    x["k"] = cosine**0.5 * common + (1 - cosine) ** 0.5 * own
+    x["beta"].fill_(beta)
+    return x
+
+
+def uneven_keys(gate, longest, T=150, D=64):
+    """Steps beta |k|^2 below 1, by keys of length 1 and longest in turns.
+
+    The inverse has products of the long keys in it, which fp16 may not.
+    """
+    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
+    length = torch.where(torch.arange(T) % 2 == 0, 1.0, longest)[:, None]
+    x["k"] = x["k"] * length[..., None]
+    x["beta"] = x["beta"] / length**2
+    return x
+
+
+HARD = {
+    "identical-beta-0": {"beta": 0.0, "cosine": 1.0},
+    "identical-beta-1": {"beta": 1.0, "cosine": 1.0},
+    "identical-beta-2": {"beta": 2.0, "cosine": 1.0},
+    "cosine-0.9-beta-1": {"beta": 1.0, "cosine": 0.9},
+    "cosine-0.9-beta-2": {"beta": 2.0, "cosine": 0.9},
+}
+KEYS = pytest.mark.parametrize("keys", HARD.values(), ids=HARD)
+
+
+@interpreted
+@crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
+def test_loop(gate, rule, case):
+    x, dtype, chunk_size = member_of_case(gate, rule, case)
+    judge(cast(x, dtype), budget_of(dtype), chunk_size=chunk_size)
+
+
+@interpreted
+@crossed(
+    strength=STRENGTHS,
+    gate=["fixed", "scalar", "vector"],
+    rule=RULES,
+    seldom=["fixed"],
+)
+def test_constant_gates(gate, rule, strength):
+    x = member(gate, rule, T=130, K=64, V=64, HV=1, strength=strength)
+    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_open_again(gate):
+    """What is left after a strong gate is as exact as what comes later."""
+    x = member(gate, "delta", T=128, K=64, V=64, strength=-1e-3)
+    x["g"][:, :40] = -20
+    judge(cast(x, torch.float32), 1e-4)
+
+
+@interpreted
+@crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
+def test_correlated_keys(gate, keys):
+    x = correlated_keys(gate, **keys)
+    judge_amplified(cast(x, torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+def test_keys_of_uneven_length(gate, matmul_precision):
+    matmul_precision("medium")
+    judge(cast(uneven_keys(gate, 1000.0), torch.float32), HALF)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
+    """The rule grows then, beyond what the inverse in fp16 has room for."""
+    matmul_precision("medium")
+    x = correlated_keys(gate, beta=-0.6, cosine=1.0, T=64)
+    judge(cast(x, torch.float32), HALF)
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
+def test_a_gate_a_head_that_shuts(rule, strongest):
+    """However strong, it does not drown those after it."""
+    x = member("scalar", rule, T=100, K=33, V=20, strength=-0.1)
+    x["g"][:, 30:33] = strongest
+    judge(cast(x, torch.float32), 1e-4)
+
+
+@interpreted
+def test_a_gate_a_channel_that_shuts():
+    """By fp32's least, which is past fp16, in which gates are summed."""
+    x = member("vector", "delta", T=16, HV=1, strength=-0.1)
+    x["g"][:, 10:13, :, :3] = torch.finfo(torch.float32).min
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_chunks_that_decay_too_far_for_fp16(gate):
+    """By e^-16, which fp32 could divide by, and still answer in fp16."""
+    x = member(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_what_a_chunk_leaves_in_fp16(gate):
+    """A chunk that decays by 2^-9, and writes nothing itself."""
+    x = member(gate, "additive", T=128, HV=1, K=33, V=20, strength=-0.1)
+    x["v"][:, 64:] = 0.0
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
+def one_strong_gate(rule, strongest):
+    """In a chunk whose decay still has a bound; the rest hardly forget."""
+    x = member("vector", rule, T=100, K=64, V=33, strength=-1e-3)
+    x["g"][:, 20] = strongest
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+def test_one_strong_gate_a_channel(rule):
+    x = one_strong_gate(rule, -5.0)
+    judge(cast(x, torch.float16), budget_of(torch.float16))
+
+
+FOLDS = (-0.7, -1.2, -2.5, -5.0, -10.0, -20.0, -60.0)  # at ever later levels
+
+
+def gates_of_all_levels(rule, T):
+    """Chunks as strong as FOLDS in turns, and shut where they are -60.
+
+    Of 70 channels the last six, a key tile of their own, hardly decay in the
+    even chunks, and the others hardly in the odd ones.
+    """
+    x = member("vector", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
+    for i, strength in enumerate(FOLDS):
+        own = slice(0, 64) if i % 2 == 0 else slice(64, 70)
+        x["g"][:, 64 * i : 64 * (i + 1), :, own] = strength
+    x["g"][:, 64 * 6 + 9 : 64 * 6 + 20 : 4, :, ::3] = -torch.inf
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", all_but(["delta"], RULES))
+def test_a_gate_a_channel_at_all_levels(rule):
+    """Each key tile at its own, and what is next to a border as the rest."""
+    x = gates_of_all_levels(rule, 64 * len(FOLDS))
+    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
+
+
+def one_head_forgets(rule):
+    """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
+    x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
+    x["g"][:, :, 4] = -5
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+def test_one_value_head_forgets(rule):
+    judge(cast(one_head_forgets(rule), torch.float32), 1e-4)
+
+
+@interpreted
+@some("none additive", "vector delta")
+def test_packed_sequences(gate, rule):
+    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
+    x = cast(x, torch.float32)
+    judge(x, 1e-4, **packed(LENGTHS, torch.int32), chunk_size=16)
+    del x["initial_state"]
+    judge(x, 1e-4, **packed(LENGTHS, torch.int64), chunk_size=32)
+
+
+@interpreted
+def test_packing_is_checked_on_the_host():
+    x = cast(member("scalar", "delta", T=20), torch.float32)
+    del x["initial_state"]
+    with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 30, 20\]"):
+        fw.linear_recurrence(
+            **x, cu_seqlens=torch.tensor([0, 30, 20]), backend="triton"
+        )
+
+
+class Guarded:
+    """Tensors with NaN on both sides of their memory, as wide as they are."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def like(self, x):
+        """A copy of x between its guards."""
+        wide = 2 * x.numel() + -2 * x.numel() % 16  # keeps it aligned
+        buffer = x.new_full((2 * wide + x.numel(),), WORST[x.dtype])
+        within = buffer[wide : wide + x.numel()]
+        within.copy_(x.flatten())
+        self.buffers.append((buffer, wide, x.numel()))
+        return within.view(x.shape)
+
+    def hold(self):
+        """Nothing was written next to a tensor."""
+        for buffer, wide, size in self.buffers:
+            for side in (buffer[:wide], buffer[wide + size :]):
+                worst = torch.full_like(side, WORST[side.dtype])
+                assert side.equal(worst) or side.isnan().all()
+
+
+WORST = dict.fromkeys((torch.float32, torch.float64), float("nan"))
+WORST |= {torch.int32: 7, torch.int64: 99}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("gate", "rule", "S"),
+    [
+        ("none", "additive", 1),
+        ("scalar", "additive", 3),
+        ("scalar", "delta", 3),
+        ("vector", "delta", 1),
+    ],
+)
+def test_offsets_that_lie_reach_no_other_memory(
+    gate, rule, S, cut, monkeypatch
+):
+    """Negative, decreasing and past the end; read and written is our own.
+
+    Each tensor lies between NaNs: they stay, and no result has one.
+    """
+    guarded = Guarded()
+
+    def zeros(make):
+        return lambda *arguments, **options: guarded.like(
+            make(*arguments, **options).zero_()
+        )
+
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, zeros(getattr(owner, name)))
+    cut(S)
+    offsets = torch.tensor([-30, 29, 5, 70])
+    sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}
+    x = member(gate, rule, **sizes, dtype=torch.float32)
+    x = {name: guarded.like(t) for name, t in x.items()}
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    inputs = [x.get(name) for name in names] + [guarded.like(offsets)]
+    monkeypatch.setattr(kernels, "check_offsets", lambda *_: None)
+    o, state, saved = kernels.forward(*inputs, 1.0, 16)
+    do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
+    grads = kernels.backward(do, dstate, *inputs, saved, 1.0, 16)
+    assert all(t.isfinite().all() for t in (o, state, *grads))
+    guarded.hold()
+
+
+@interpreted
+def test_offsets_that_are_not_contiguous():
+    x = member("scalar", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
+    offsets = packed(LENGTHS)["cu_seqlens"].repeat_interleave(2)[::2]
+    assert not offsets.is_contiguous()
+    judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
+
+
+@pytest.fixture
+def tf32_switches():
+    """PyTorch's switches for fp32 products, as they were when it ends."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.backends.fp32_precision, matmul.fp32_precision
+    torch.backends.fp32_precision = matmul.fp32_precision = "none"
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision, matmul.fp32_precision = before
+
+
+def switch(where, value):
+    if where == "old":
+        torch.set_float32_matmul_precision(value)
+    elif where == "all":
+        torch.backends.fp32_precision = value
+    else:
+        torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.mark.usefixtures("tf32_switches")
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [
+        ("old", ("medium", "highest", "high", "highest")),
+        ("matmul", ("tf32", "ieee", "tf32", "none")),
+        ("all", ("tf32", "ieee", "tf32", "none")),
+    ],
+    ids=["old", "matmul", "all"],
+)
+def test_the_precision_of_products_is_the_one_of_the_call(where, values):
+    """Whichever of PyTorch's switches was used, and however often."""
+    x = cast(member("scalar", "delta"), torch.float32)
+    names = ("q", "k", "v", "g", "beta")
+    found = []
+    for value in values:
+        switch(where, value)
+        inputs = (*(x[n] for n in names), None, None)
+        kind, _ = kernels.kind_of(inputs, 16)
+        found.append(constants("scan", kind)[0].PRECISION)
+        assert dot_precision(torch.bfloat16, 128) == "tf32"
+        assert dot_precision(torch.float32, 129) == "tf32x3"
+    assert found == ["tf32", "tf32x3"] * 2
+
+
+@interpreted
+@crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
+def test_segments(gate, rule, S, cut):
+    """Fewer chunks than segments, a last one that is shorter, and none."""
+    cut(S)
+    x = member(gate, rule, T=85, H=1, HV=2, K=33, V=33, strength=-0.01)
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+    del x["initial_state"]
+    judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
+
+
+@interpreted
+@crossed(gate=["fixed", "scalar"], rule=RULES, strength=[-0.2, -0.8, -5.0])
+def test_segments_that_forget(gate, rule, strength, cut):
+    """Seven chunks to a segment: some of them, one, and none reach its end.
+
+    A map of nothing, and states that know nothing of what entered.
+    """
+    cut(3)
+    x = member(gate, rule, T=330, H=1, HV=2, K=24, V=24, strength=strength)
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["fixed", "scalar"])
+def test_keys_that_do_not_forget(gate, cut):
+    """A step beta |k|^2 above 2 makes up for a gate: see intra's bound.
+
+    All keys are the same one, of length 1.8, so that e^g |1 - |k|^2| = 0.977
+    of the state is left per token, and 7 % after a segment, though the gates
+    alone would leave less than 2^-100.
+    """
+    cut(3)
+    x = member(gate, "delta", T=330, H=1, HV=1, K=16, V=16, strength=-0.83)
+    x["k"] = 1.8 * x["k"][:, :1].expand_as(x["k"])
+    x["beta"] = torch.ones_like(x["beta"])
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+
+
+@interpreted
+@some("scalar delta", "vector delta", "none additive")
+def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
+    """Borders lie where the long one has them, wherever it starts."""
+    cut(6)
+    several = [[181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]]
+    # All of them where a program looks for the most: the others cost time.
+    for sizes in several if gate == "scalar" else several[1:2]:
+        x = member(gate, rule, T=284, N=4, H=1, HV=2, K=33, V=33)
+        judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
+
+
+@interpreted
+@some("scalar delta", "vector additive")
+def test_segments_of_packed_sequences(gate, rule, cut):
+    cut(3)
+    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
+    judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
+
+
+@interpreted
+@some("none delta", "vector additive")
+def test_tiles_by_descriptors(gate, rule, cut):
+    """Of packed sequences in segments: none reads another, or a next head."""
+    cut(3)
+    lengths = [0, 150, 0, 40]
+    x = member(gate, rule, T=190, N=4, H=1, HV=2, K=64, V=64)
+    x = cast(x, torch.float16)
+    options = {"scale": 0.3, **packed(lengths)}
+    before, _ = judge(x, HALF, **options)
+    for name in "qkv":
+        x[name][:, :150] = float("nan")
+    after = run(x, **options)
+    assert after["o"][:, :150].isnan().all()
+    assert torch.equal(after["o"][:, 150:], before["o"][:, 150:])
+    assert torch.equal(after["state"][2:], before["state"][2:])
+    assert torch.equal(after["dk"][:, 150:], before["dk"][:, 150:])
+
+
+@interpreted
+def test_lengths_that_are_symbols(monkeypatch):
+    """In one segment and in four: torch.compile allocates for both."""
+    monkeypatch.setattr(
+        "fastweights.kernels.family.settings.SEGMENT_CHUNKS", 1
+    )
+    lengths_of.cache_clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        fw.linear_recurrence, backend="aot_eager", fullgraph=True
+    )
+
+    def marked(**x):
+        for name in x:
+            if name != "initial_state" and isinstance(x[name], torch.Tensor):
+                torch._dynamo.mark_dynamic(x[name], 1)
+        return compiled(**x)
+
+    for T in (16, 70):
+        x = member("none", "delta", T=T, H=1, HV=1, K=32, V=32)
+        x = cast(x, torch.float32)
+        options = {"backend": "triton", "chunk_size": 16}
+        found = results(marked, x, **options)
+        expected = results(fw.linear_recurrence, x, **options)
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert lengths_of.cache_info().currsize == 2
+    lengths_of.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_how_many_segments():
+    """Two programs per multiprocessor, none under eight chunks.
+
+    Of the delta rule as many as have their maps at once: three programs on a
+    multiprocessor, or two rounds of what takes the room of two.
+    """
+    gpu, half = properties(torch.device("cpu")), torch.bfloat16  # an H200
+
+    def segments(heads, chunks=10**6, *, rows=1, gate=1, delta=False, V=128):
+        kind = Kind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
+        return -(-chunks // segment_chunks(kind, rows, chunks))
+
+    assert [segments(n) for n in (1, 16, 44, 66)] == [132, 8, 3, 2]
+    assert [segments(n) for n in (67, 132, 10**6)] == [1] * 3
+    assert [segments(8, rows=n) for n in (1, 2, 4, 8, 9)] == [16, 8, 4, 2, 1]
+    chunks = (0, 7, 8, 15, 16, 63, 64, 65)
+    found = [segments(16, n) for n in chunks if n]
+    assert found == [1, 1, 1, 2, 7, 8, 8]
+    # Of 396 programs for the maps, four per head and two for their values;
+    # of 528.
+    assert [segments(n, delta=True) for n in (16, 32, 66)] == [7, 4, 2]
+    assert [segments(16, delta=True, V=n) for n in (64, 256)] == [9, 4]
+    assert [segments(n, delta=True, gate=128) for n in (16, 32)] == [8, 4]
+
+
+def test_how_many_borders():
+    """Of a batch those between segments; of a pack as many as there can be."""
+    gpu = properties(torch.device("cpu"))
+    kind = Kind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
+    of = lengths_of.__wrapped__
+    x = of(kind, 2, 65536, 2, False)
+    assert (x.L, x.segments, x.borders) == (256, 8, 6)
+    x = of(kind, 1, 65536, 5, True)
+    assert (x.L, x.segments, x.borders) == (128, 13, 7)
+    x = of(kind, 1, 65537, 5, True)
+    assert (x.L, x.segments, x.borders) == (129, 13, 7)
+    assert of(kind, 1, 511, 3, True).borders == 0
+    assert of(kind, 8, 4096, 8, False).borders == 0
+
+
+def scattered(x):
+    """The same values behind strides of another order."""
+    views = {
+        name: t.movedim(0, -1).contiguous().movedim(-1, 0)
+        for name, t in x.items()
+    }
+    assert not any(t.is_contiguous() for t in views.values() if t.dim() > 1)
+    return views
+
+
+@interpreted
+@some("vector additive", "vector delta")
+def test_one_channel(gate, rule):
+    """Its gate is one per head, and has a gradient of its own shape."""
+    x = cast(member(gate, rule, T=20, K=1, V=5), torch.float32)
+    judge(x, 1e-4, chunk_size=16)
+
+
+@interpreted
+@some("none delta", "scalar additive", "vector delta")
+def test_non_contiguous_views(gate, rule):
+    x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
+    judge(scattered(x), 1e-4, chunk_size=16)
+
+
+@interpreted
+@crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
+def test_gradients_from_one_result(gate, rule, use):
+    x = member(gate, rule, T=40, K=64, V=33, strength=-0.01)
+    x = cast(x, torch.float32)
+    judge(x, 1e-4, chunk_size=16, use=use)
+
+
+@interpreted
+def test_any_subset_of_inputs_may_require_a_gradient():
+    sizes = {"T": 17, "HV": 1, "K": 33, "V": 20}
+    x = cast(member("vector", "delta", **sizes), torch.float32)
+    for count in (0, 1, 5):
+        for wanted in itertools.combinations(x, count):
+            judge(x, 1e-4, chunk_size=16, wanted=wanted)
+
+
+def judge_small_gradients(gate, rule, dtype, device="cpu"):
+    """The backward is linear: a gradient 2^40 times smaller loses no bits.
+
+    Nor after a strong gate, in chunks of bounded decay and in others.
+    """
+    for strong in (-42.0, -66.0):
+        x = member(gate, rule, T=64, K=33, V=33, strength=-0.02)
+        x["g"][:, 8] = strong
+        x = cast(x, dtype, device)
+        leaves = [t.requires_grad_() for t in x.values()]
+        o, state = fw.linear_recurrence(**x, backend="triton")
+        do = [torch.randn_like(t) for t in (o, state)]
+        found, small = (
+            torch.autograd.grad(
+                (o, state),
+                leaves,
+                [factor * t for t in do],
+                retain_graph=True,
+            )
+            for factor in (1, 2.0**-40)
+        )
+        for dx, tiny in zip(found, small, strict=True):
+            assert relative_error(2.0**40 * tiny.double(), dx) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_small_gradients(gate, rule):
+    judge_small_gradients(gate, rule, torch.float32)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_small_gradients_on_gpu(gate, rule, dtype):
+    judge_small_gradients(gate, rule, dtype, "cuda")
+
+
+def judge_nan(gate, rule, dtype, device="cpu"):
+    """A gate that is NaN is seen from its token on, in the state too."""
+    x = member(gate, rule, T=150, K=33, V=33, strength=-0.02)
+    x["g"][:, 100] = float("nan")
+    o, state = fw.linear_recurrence(**cast(x, dtype, device), backend="triton")
+    assert not o[:, :64].isnan().any()
+    assert o[:, 100:].isnan().all() and state.isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_are_nan(gate, rule):
+    judge_nan(gate, rule, torch.float32)
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_are_nan_on_gpu(gate, rule):
+    judge_nan(gate, rule, torch.bfloat16, "cuda")
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_a_gate_above_zero_is_no_other(gate):
+    """The documented range ends at 0; what is a little above is right."""
+    x = member(gate, "delta", T=64, K=33, V=33, strength=-0.02)
+    x["g"][:, 60] = 0.5
+    judge(cast(x, torch.float32), 1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+def test_each_stage_is_its_twin(gate, rule, monkeypatch):
+    """Each stage of the kernels against the one of its name in PyTorch."""
+    C, T, scale = 16, 40, 0.3
+    x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    torch.manual_seed(1)
+    do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
+
+    *wide, beta = backend.widen(*(x.get(n) for n in names[:5]))
+    wide.append(None if beta is None else beta[..., None])
+    q, k, v, g, beta = (
+        None if t is None else chunkwise.to_chunks(t.double(), C) for t in wide
+    )
+    S = x["initial_state"].double()
+    do_n, dS = chunkwise.to_chunks(scale * do.double(), C), dstate.double()
+    G, Aqk, P = chunkwise.intra(q, k, g, beta)
+    o, state = chunkwise.scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
+    h, v_new = backward.chunk_states(k, v, g, beta, G, P, S)
+    y, dh, dinitial = backward.scan_backward(
+        q, k, g, beta, G, Aqk, P, do_n, dS
+    )
+    dq, dk, dv, dg, dbeta = backward.intra_backward(
+        q, k, v, g, beta, G, do_n, v_new, y, h, dh
+    )
+    # The kernels carry the errors, of which v_new is beta times; and what
+    # P has in common with the inverse on the other side of beta.
+    errors, R = None, None
+    if beta is not None:
+        errors = v_new / beta
+        R = (P - torch.eye(C)) / beta
+
+    def agree(found, ref):
+        ref = chunkwise.from_chunks(ref, T)
+        ref = ref if found.dim() == 4 else ref[..., 0]
+        assert relative_error(found, ref) < 1e-5
+
+    # Every tensor of a forward and backward, those between stages too.
+    found = {}
+    empty = Room.empty
+
+    def remembered(room, q, lengths):
+        found[room.name] = empty(room, q, lengths)
+        return found[room.name]
+
+    monkeypatch.setattr(Room, "empty", remembered)
+    inputs = (*(x.get(n) for n in names), None)
+    *_, saved = kernels.forward(*inputs, scale, C)
+    kernels.backward(do, dstate, *inputs, saved, scale, C)
+    for name, ref in (
+        ("Aqk", Aqk),
+        ("R", R),
+        ("o", o),
+        ("errors", errors),
+        ("dq", dq),
+        ("dk", dk),
+        ("dv", dv),
+        ("dg", dg),
+        ("dbeta", dbeta),
+    ):
+        if name in found:
+            agree(found[name], ref)
+    for name, ref in (("state", state), ("dinitial_state", dinitial)):
+        assert relative_error(found[name], ref) < 1e-5
+    for name, ref in (("h", h), ("dh", dh)):
+        assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
+    expected = {"Aqk": gate == "vector", "dg": gate != "none"}
+    expected |= dict.fromkeys(("R", "errors", "dbeta"), rule == "delta")
+    assert all((name in found) == there for name, there in expected.items())
+
+
+@interpreted
+@some("scalar additive", "vector delta")
+def test_operator_passes_opcheck(gate, rule):
+    x = cast(member(gate, rule, T=17, HV=1, K=33), torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    if gate == "fixed":
+        x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
+    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
+    arguments = (*named, None, 0.5, 16, "triton")
+    forward = torch.ops.fastweights.linear_recurrence.default
+    torch.library.opcheck(forward, arguments)
+    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
+    o, state, saved = forward(*arguments)
+    inputs, options = arguments[:7], arguments[7:]
+    backward = torch.ops.fastweights.linear_recurrence_backward.default
+    torch.library.opcheck(backward, (o, state, *inputs, saved, *options))
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
+)
+def test_products_on_gpu(
+    gate, rule, D, dtype, precision, tol, matmul_precision, record_property
+):
+    matmul_precision(precision)
+    x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
+    label = f"{dtype} {precision} D{D}, {gate} {rule}"
+    budget = HALF if dtype != torch.float32 or precision == "high" else tol
+    judge(cast(x, dtype, "cuda"), budget, record_property, label)
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_loop_on_gpu(gate, rule, case, record_property):
+    x, _, chunk_size = member_of_case(gate, rule, case)
+    x = cast(x, torch.bfloat16, "cuda")
+    judge(x, HALF, record_property, "sizes, bfloat16", chunk_size=chunk_size)
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", RULES)
+@GATED
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
+    x = member(gate, rule, T=500, K=64, V=64, strength=strength)
+    label = f"constant gates, {dtype}"
+    budget = budget_of(dtype)
+    x = cast(x, dtype, "cuda")
+    judge_gates(*judge(x, budget, record_property, label), budget)
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", GATES)
+@KEYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_correlated_keys_on_gpu(gate, keys, dtype):
+    judge_amplified(cast(correlated_keys(gate, **keys), dtype, "cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_keys_of_uneven_length_on_gpu(gate, dtype):
+    longest = 300.0 if dtype == torch.float16 else 1000.0
+    x = cast(uneven_keys(gate, longest), dtype, "cuda")
+    judge(x, budget_of(dtype))
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", GATES)
+def test_identical_keys_and_a_negative_rate_on_gpu(gate):
+    """Sixteen sequences: each token's error grows in all that follow it, so
+    that of one sequence is one throw of a die, for the budget as well."""
+    x = correlated_keys(gate, beta=-0.6, cosine=1.0, B=16, T=64)
+    judge_amplified(cast(x, torch.bfloat16, "cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("strongest", [-14.0, -50.0])
+def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
+    x = cast(one_strong_gate(rule, strongest), torch.bfloat16, "cuda")
+    judge(x, budget_of(torch.bfloat16))
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
+    x = cast(gates_of_all_levels(rule, 64 * len(FOLDS)), dtype, "cuda")
+    budget = budget_of(dtype)
+    judge_gates(*judge(x, budget, record_property, "all levels"), budget)
+
+
+@on_gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_one_value_head_forgets_on_gpu(rule):
+    x = cast(one_head_forgets(rule), torch.bfloat16, "cuda")
+    judge(x, budget_of(torch.bfloat16))
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
+    lengths = [0, 137, 0, 0, 1, 64, 350, 0]
+    x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=64)
+    x = cast(x, dtype, "cuda")
+    options = packed(lengths, torch.int32, "cuda")
+    judge(x, budget_of(dtype), record_property, f"packed, {dtype}", **options)
+    cut(3)
+    judge(x, budget_of(dtype), **options)
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("S", [2, 5])
+def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
+    cut(S)
+    x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=128, V=128)
+    label = f"{S} segments, {dtype}"
+    judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
+
+
+@on_gpu
+@pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
+def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
+    cut(5)
+    x = member("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
+    judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
+
+
+@on_gpu
+@ALL
+def test_non_contiguous_views_on_gpu(gate, rule):
+    x = member(gate, rule, B=2, T=70, K=64, V=33)
+    judge(scattered(cast(x, torch.bfloat16, "cuda")), HALF)
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_result_on_gpu(gate, rule, use):
+    x = member(gate, rule, T=140, K=64, V=64, strength=-0.01)
+    judge(cast(x, torch.bfloat16, "cuda"), HALF, use=use)
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("shape", [(1, 40, 1, 1), (16, 500, 4, 16)], ids=str)
+def test_runs_are_bitwise_equal(gate, rule, shape):
+    """Fifty: a race that rarely shows would hide in two.
+
+    256 heads, so at least as many programs of each kernel: the race of
+    triton issue 9871 shows from 160 on.
+    """
+    B, T, H, HV = shape
+    x = member(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
+    x = cast(x, torch.bfloat16, "cuda")
+    first = run(x)
+    for _ in range(50):
+        for name, again in run(x).items():
+            assert torch.equal(first[name], again), name
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("T", [40, 1000])
+def test_own_keys_on_gpu(gate, rule, D, T, record_property):
+    """A key head for each value head, which is another loop's length."""
+    x = member(gate, rule, B=2, T=T, H=2, HV=2, K=D, V=D)
+    x = cast(x, torch.bfloat16, "cuda")
+    judge(x, HALF, record_property, "HV = H, bfloat16")
+
+
+@on_gpu
+@pytest.mark.parametrize("part", range(20))
+def test_random_configurations_on_gpu(part):
+    """Ten each, 200 in all, drawn from the part's own seed."""
+
+    @seed(part)
+    @settings(max_examples=10, deadline=None, database=None)
+    @given(
+        gate=st.sampled_from(GATES),
+        rule=st.sampled_from(RULES),
+        B=st.integers(1, 3),
+        T=st.integers(1, 300),
+        H=st.integers(1, 3),
+        group=st.sampled_from([1, 2, 8]),
+        widths=st.sampled_from(
+            [(60, 64), (64, 129), (100, 60), (128, 128), (256, 100)]
+        ),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+        chunk_size=st.sampled_from([16, 32, 64, None]),
+        use=st.sampled_from(["o", "both"]),
+        cuts=st.lists(st.integers(0, 300), max_size=4),
+        number=st.integers(0, 2**16),
+    )
+    def check(
+        gate,
+        rule,
+        B,
+        T,
+        H,
+        group,
+        widths,
+        dtype,
+        chunk_size,
+        use,
+        cuts,
+        number,
+    ):
+        options = {"use": use, "chunk_size": chunk_size}
+        B, N = (1, len(cuts) + 1) if cuts else (B, None)
+        K, V = widths
+        x = member(
+            gate,
+            rule,
+            B=B,
+            T=T,
+            H=H,
+            HV=H * group,
+            K=K,
+            V=V,
+            N=N,
+            seed=number,
+        )
+        if cuts:
+            ends = torch.tensor([0, *sorted(min(c, T) for c in cuts), T])
+            options["cu_seqlens"] = ends.cuda()
+        judge(cast(x, dtype, "cuda"), budget_of(dtype), **options)
+
+    check()
+
+
+def last_sequence(x, tokens):
+    """The inputs of a pack's last sequence, which has so many tokens."""
+    return {
+        name: t[-1:] if name == "initial_state" else t[:, -tokens:]
+        for name, t in x.items()
+    }
+
+
+def judge_last(x, grads, o, state, tokens, do):
+    """The last sequence of a large pack is that sequence alone."""
+    alone = {
+        name: t.detach().double().requires_grad_()
+        for name, t in last_sequence(x, tokens).items()
+    }
+    o_ref, state_ref = fw.linear_recurrence(**alone, backend="loop")
+    loss = (o_ref * do[:, -tokens:].double()).sum() + state_ref.sum()
+    loss.backward()
+    found = last_sequence(grads, tokens)
+    assert relative_error(o[:, -tokens:], o_ref) <= HALF["o"]
+    assert relative_error(state[-1:], state_ref) <= HALF["state"]
+    for name, t in alone.items():
+        error = relative_error(found[name], t.grad)
+        assert error <= HALF[f"d{name}"], f"d{name}: {error:.1e}"
+
+
+def large(gate, rule, *, T, N, H, K, V):
+    """Inputs made on the GPU, in bf16, with room for their gradients."""
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x = {
+        "q": torch.randn(1, T, H, K, **options),
+        "k": torch.randn(1, T, H, K, **options).mul_(K**-0.5),
+        "v": torch.randn(1, T, H, V, **options),
+        "initial_state": torch.randn(N, H, K, V, device="cuda"),
+    }
+    shape = {"scalar": (1, T, H), "vector": (1, T, H, K)}.get(gate)
+    if shape:
+        x["g"] = -torch.rand(shape, **options)
+    if rule == "delta":
+        x["beta"] = torch.rand(1, T, H, **options)
+    return {name: t.requires_grad_() for name, t in x.items()}
+
+
+LARGE = {
+    "tokens": {"T": 2**17 + 100, "N": 2, "H": 130, "K": 128, "V": 16},
+    "states": {"T": 2**14 + 100, "N": 2**14, "H": 9, "K": 128, "V": 128},
+}
+
+
+@on_gpu
+@needs_memory(110)
+@pytest.mark.parametrize("size", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(
+    "gate, rule",
+    [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
+)
+def test_offsets_past_31_bits(gate, rule, size):
+    """Of q and its like, of the states, and of the states of the chunks."""
+    x = large(gate, rule, **size)
+    N, T = size["N"], size["T"]
+    starts = torch.arange(N, device="cuda", dtype=torch.int32)
+    if N == 2:
+        starts *= T - 100
+    cu_seqlens = torch.cat([starts, starts.new_tensor([T])])
+    largest = "q" if N == 2 else "initial_state"
+    assert x[largest].numel() > 2**31
+    with ops.record_backends() as ran:
+        o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+        do = torch.randn_like(o)
+        grads = torch.autograd.grad(
+            [o, state], [*x.values()], [do, torch.ones_like(state)]
+        )
+    assert ran == ["triton forward", "triton backward"]
+    grads = dict(zip(x, grads, strict=True))
+    tokens = T - int(cu_seqlens[-2])
+    judge_last(x, grads, o, state, tokens, do)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_host_sync(dtype):
+    """Not even for packed sequences: their offsets stay on the device."""
+    x = member("vector", "delta", T=300, N=3, K=64, V=64)
+    x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
+    cu_seqlens = torch.tensor([0, 0, 100, 100, 300], device="cuda")[1:]
+
+    def step():
+        o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+        return torch.autograd.grad(o.sum() + state.sum(), [*x.values()])
+
+    step()  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graph(gate, rule, dtype):
+    """Forward and backward, captured once, replayed on new values."""
+    x = member(gate, rule, B=2, T=200, K=64, V=64)
+    x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
+
+    def step():
+        o, state = fw.linear_recurrence(**x)
+        loss = o.square().sum() + state.square().sum()
+        return o, *torch.autograd.grad(loss, [*x.values()])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in x.values():
+            t.mul_(0.5)
+    graph.replay()
+    for found, ref in zip(captured, step(), strict=True):
+        assert torch.equal(found, ref)

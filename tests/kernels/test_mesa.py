@@ -1,0 +1,247 @@
+"""MesaNet's kernel against steps of PyTorch in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import same
+from kernel_judge import in_one_graph, interpreted, on_gpu
+
+from fastweights.deep import mesa
+from fastweights.deep.mesa_operator import SOLVE
+from fastweights.ops import recurrence as ops
+
+pytestmark = pytest.mark.usefixtures("poison")
+HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}
+HALF |= {name: 1e-2 for name in ("dq", "dk", "dv", "dinitial_state")}
+
+
+def drawn(
+    *,
+    B=2,
+    T,
+    H=2,
+    K,
+    V=None,
+    N=None,
+    gate=1.0,
+    dtype=torch.float32,
+    device="cpu",
+):
+    """Keys of unit length, a sigmoid's log decays, the layer's first ridge.
+
+    N: sequences that have an initial state, none if 0.
+    """
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, T, H, K)
+    k, q = (t / t.norm(dim=-1, keepdim=True) for t in (k, q))
+    x = {"q": q, "k": k, "v": torch.randn(B, T, H, V or K)}
+    x = {name: t.to(dtype) for name, t in x.items()}
+    x["g"] = gate * torch.nn.functional.logsigmoid(torch.randn(B, T, H))
+    x |= {"beta": torch.rand(B, T, H), "ridge": 0.5 + torch.rand(H, K)}
+    if N != 0:
+        before = torch.randn(N or B, H, 2 * K, K) / K**0.5
+        values = torch.randn(N or B, H, K, V or K)
+        x["initial_state"] = torch.cat([before.mT @ before, values], -1)
+    return {name: t.to(device) for name, t in x.items()}
+
+
+def call(x, backend, cu_seqlens=None, steps=30):
+    tokens = [x[name] for name in ("q", "k", "v", "g", "beta", "ridge")]
+    state = x.get("initial_state")
+    options = {"initial_state": state, "cu_seqlens": cu_seqlens}
+    return mesa(*tokens, steps=steps, backend=backend, **options)
+
+
+def results(x, backend, run=call, **options):
+    """o, the state, and every input's gradient."""
+    x = {name: t.detach().requires_grad_() for name, t in x.items()}
+    o, state = run(x, backend, **options)
+    found = {"o": o, "state": state}
+    loss = 0.0
+    for t in found.values():
+        weight = torch.linspace(1, 2, t.numel(), device=t.device)
+        loss = loss + (weight.reshape(t.shape) * t.double().sin()).sum()
+    grads = torch.autograd.grad(loss, x.values())
+    found |= {f"d{name}": g for name, g in zip(x, grads, strict=True)}
+    return {name: t.detach() for name, t in found.items()}
+
+
+def judge(x, tolerance=None, **options):
+    with ops.record_backends() as ran:
+        found = results(x, "triton", **options)
+    assert ran.count("triton solve") == 2
+    assert all(what.startswith("triton") for what in ran)
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    assert found["o"].dtype == x["q"].dtype
+    exact = {name: t.double() for name, t in x.items()}
+    with ops.record_backends() as ran:
+        want = results(exact, "chunkwise", **options)
+    assert not any("triton" in what for what in ran)
+    single = x["q"].dtype == torch.float32
+    same(found, want, tolerance or (1e-5 if single else HALF))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "T, K, V, dtype, N",
+    [
+        (7, 6, 4, torch.float32, 0),
+        (64, 16, 8, torch.float16, 0),
+        (131, 20, 20, torch.float32, None),
+        (65, 64, 40, torch.float16, None),
+    ],
+)
+def test_chunks(T, K, V, dtype, N):
+    """A chunk that fills its tile, ones that do not, and several."""
+    judge(drawn(B=1, T=T, K=K, V=V, N=N, dtype=dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
+def test_gates(gate):
+    """Nothing forgotten, next to nothing, all within a token or two."""
+    judge(drawn(B=1, T=70, H=1, K=16, gate=gate))
+
+
+@interpreted
+def test_gates_that_end_everything():
+    """A log decay of -inf, after which the kernel's sums go on."""
+    x = drawn(B=1, T=70, H=1, K=16, N=1)
+    with torch.no_grad():
+        want, state = call(x, "chunkwise")
+        x["g"][:, [0, 40, 66]] = -torch.inf
+        rest = {n: t for n, t in x.items() if n != "initial_state"}
+        parts = [
+            call({n: cut(n, t, *ends) for n, t in rest.items()}, "chunkwise")
+            for ends in ((0, 40), (40, 66), (66, 70))
+        ]
+        o, last = call(x, "triton")
+    assert o.isfinite().all()
+    same({"o": o}, {"o": torch.cat([part[0] for part in parts], 1)}, 1e-5)
+    same({"state": last}, {"state": parts[-1][1]}, 1e-5)
+    assert not torch.allclose(want, o)
+    assert not torch.allclose(state, last)
+
+
+def cut(name, t, start, end):
+    """Tokens start to end; the gate of the first forgets nothing."""
+    if name == "ridge":
+        return t
+    t = t[:, start:end].clone()
+    if name == "g":
+        t[:, 0] = 0
+    return t
+
+
+@interpreted
+def test_packed():
+    """An empty sequence, one token, and chunks that begin anywhere."""
+    lengths = torch.tensor([0, 5, 5, 6, 100])
+    judge(drawn(B=1, T=100, K=8, N=4), cu_seqlens=lengths)
+
+
+@interpreted
+def test_one_token_goes_on_without_the_kernel():
+    x = drawn(T=1, K=8)
+    with ops.record_backends() as ran:
+        found = results(x, "triton")
+    assert "triton solve" not in ran
+    same(found, results(x, "chunkwise"), 1e-5)
+
+
+@interpreted
+def test_rows_that_are_solved_stay():
+    """More steps than equations, and a query of 0."""
+    x = drawn(B=1, T=20, K=4)
+    x["q"][:, 3] = 0
+    with torch.no_grad():
+        few, many = (call(x, "triton", steps=n)[0] for n in (8, 60))
+    assert many[:, 3].eq(0).all()
+    same({"o": many}, {"o": few}, 1e-5)
+
+
+@interpreted
+def test_views_that_are_not_contiguous():
+    x = drawn(T=8, K=8)
+    views = {n: t.mT.contiguous().mT for n, t in x.items()}
+    same(results(x | views, "triton"), results(x, "triton"), 0.0)
+
+
+@interpreted
+def test_operator_passes_opcheck():
+    x = drawn(B=1, T=8, K=4)
+    H0 = x["initial_state"][..., :4].contiguous()
+    matrices = (x["k"], x["g"], x["beta"], x["ridge"], H0, None)
+    torch.library.opcheck(
+        SOLVE,
+        (x["q"], *matrices, 3, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def one_graph(backend, x, tolerance):
+    with ops.record_backends() as ran, in_one_graph(call, backend) as run:
+        found = results(x, "triton", run=run)
+    assert ran.count("triton solve") == 2
+    same(found, results(x, "triton"), tolerance)
+
+
+@interpreted
+def test_in_one_compiled_graph():
+    one_graph("aot_eager", drawn(B=1, T=9, K=8), 1e-6)
+
+
+@interpreted
+def test_what_the_kernel_does_not_take():
+    message = "backend: got 'triton', which needs heads of at most 64, not 65"
+    with pytest.raises(ValueError, match=message):
+        call(drawn(B=1, T=1, H=1, K=65), "triton")
+    x = drawn(T=8, K=4)
+    with pytest.raises(ValueError, match="backend: got 'loop', need 'auto'"):
+        call(x, "loop")
+    with pytest.raises(ValueError, match="float64"):
+        call({name: t.double() for name, t in x.items()}, "triton")
+
+
+ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32]
+)
+@pytest.mark.parametrize("T, K, V", ON_GPU)
+def test_chunks_on_gpu(T, K, V, dtype):
+    K = min(K, 64) if dtype == torch.float32 else K
+    B = max(2, 512 // T)  # of a few tokens the error is a throw of dice
+    x = drawn(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
+    judge(x, 1e-4 if dtype == torch.float32 else HALF)
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
+def test_gates_on_gpu(gate):
+    x = drawn(T=500, K=128, gate=gate, dtype=torch.bfloat16, device="cuda")
+    judge(x, HALF)
+
+
+@on_gpu
+def test_packed_on_gpu():
+    lengths = torch.tensor([0, 5, 5, 6, 700, 1000], device="cuda")
+    x = drawn(B=1, T=1000, K=64, N=5, dtype=torch.bfloat16, device="cuda")
+    judge(x, HALF, cu_seqlens=lengths)
+
+
+@on_gpu
+def test_deterministic_on_gpu():
+    x = drawn(B=4, T=500, H=8, K=128, dtype=torch.bfloat16, device="cuda")
+    same(results(x, "triton"), results(x, "triton"), 0.0)
+
+
+@on_gpu
+def test_in_one_compiled_graph_on_gpu():
+    x = drawn(T=200, K=64, dtype=torch.bfloat16, device="cuda")
+    one_graph("inductor", x, 5e-3)

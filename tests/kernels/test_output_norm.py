@@ -1,0 +1,159 @@
+"""The output norm's kernels against PyTorch in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import same
+from kernel_judge import interpreted, on_gpu
+from norm_inputs import heads, results
+
+from fastweights.kernels import output_norm as kernels
+from fastweights.ops import recurrence as ops
+from fastweights.ops.output_norm import NORM, gated_rms_norm
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def judge(x, tolerance=1e-6, **options):
+    """y and every gradient, against PyTorch in fp64."""
+    with ops.record_backends() as ran:
+        found = results(gated_rms_norm, x, backend="triton", **options)
+    assert ran == ["triton forward", "triton backward"]
+    assert found["y"].dtype == x["o"].dtype
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    exact = {name: t.double() for name, t in x.items()}
+    same(found, results(gated_rms_norm, exact, **options), tolerance)
+    return found
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Four tiles of four rows at once, so that programs walk."""
+    options = kernels.options
+    monkeypatch.setattr(
+        kernels, "options", lambda *x, **y: options(*x, **y) | {"BR": 4}
+    )
+    monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
+
+
+@interpreted
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("HV, V", [(3, 96), (1, 5)])
+def test_rows_that_fill_no_tile(HV, V, activation, groups):
+    """37 tokens, of which no program has a whole number of tiles.
+
+    An eps of the size of the squares, so that its place shows.
+    """
+    gate = activation is not None
+    x = heads(
+        B=1, T=37, HV=HV, V=V, groups=groups, gate=gate, dtype=torch.float32
+    )
+    judge(x, activation=activation, eps=0.5)
+
+
+@interpreted
+@pytest.mark.parametrize("V", [128, 4100])
+def test_tiles_as_they_ship(V):
+    judge(heads(B=1, T=9, HV=2, V=V, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.usefixtures("few")
+def test_more_groups_than_programs():
+    judge(heads(B=1, T=9, HV=6, V=8, groups=True, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.usefixtures("few")
+def test_half_precision():
+    kind = {"dtype": torch.float16, "single": torch.float32}
+    found = judge(heads(V=32, **kind), 4e-4)
+    x = {name: t.double() for name, t in heads(V=32, **kind).items()}
+    ref = results(gated_rms_norm, x)
+    same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
+
+
+@interpreted
+@pytest.mark.usefixtures("few")
+def test_other_layouts():
+    """An o and gates that no kernel can read as they lie; an eps of 0."""
+    x = heads(V=8, dtype=torch.float32)
+    ref = judge(x, eps=0.0)
+    views = {
+        "o": x["o"].mT.contiguous().mT,
+        "gate": x["gate"].mT.contiguous().mT,
+    }
+    same(judge(x | views, eps=0.0), ref, 0.0)
+    views = {"gate": x["gate"].transpose(0, 1).contiguous().transpose(0, 1)}
+    same(judge(x | views, eps=0.0), ref, 0.0)
+
+
+@interpreted
+def test_a_slice_of_a_projection_is_not_copied():
+    gate = heads()["gate"]
+    rows = kernels.gate_rows(gate)
+    assert rows.data_ptr() == gate.data_ptr() and rows.stride() == (36, 1)
+
+
+@interpreted
+def test_no_token():
+    found = results(
+        gated_rms_norm, heads(T=0, dtype=torch.float32), backend="triton"
+    )
+    assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
+
+
+@interpreted
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_operators(gate):
+    """opcheck's schema and shapes, and in one compiled graph."""
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    x = heads(gate=gate, dtype=torch.float32)
+    call = (x["o"], x["weight"], x.get("gate"), True, 1e-5)
+    y = NORM.forward(*call)
+    torch.library.opcheck(NORM.forward, call, **checks)
+    torch.library.opcheck(NORM.backward, (y, *call), **checks)
+    torch._dynamo.reset()
+    function = torch.compile(
+        gated_rms_norm, backend="aot_eager", fullgraph=True
+    )
+    with ops.record_backends() as ran:
+        found = results(function, x, backend="triton")
+    assert ran == ["triton forward", "triton backward"]
+    same(found, results(gated_rms_norm, x, backend="triton"), 0.0)
+
+
+@interpreted
+def test_refuses_gradients_of_gradients():
+    x = heads(dtype=torch.float32)
+    x["o"].requires_grad_()
+    y = gated_rms_norm(**x, backend="triton")
+    (do,) = torch.autograd.grad(y.sum(), x["o"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of its gradient"):
+        do.sum().backward()
+
+
+BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
+
+
+@on_gpu
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize(
+    "V, activation",
+    [(128, "silu"), (256, "sigmoid"), (96, None), (4096, "silu")],
+)
+@pytest.mark.parametrize("dtype", BUDGETS)
+def test_on_gpu(dtype, V, activation, groups):
+    """And twice the same bits."""
+    kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
+    gate = activation is not None
+    x = heads(B=1, T=4097, HV=2, V=V, groups=groups, gate=gate, **kind)
+    first = judge(x, BUDGETS[dtype], activation=activation)
+    again = results(gated_rms_norm, x, activation=activation)
+    same(again, first, 0.0)

@@ -1,0 +1,320 @@
+"""The selective scan's kernels against the loop in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import results, same
+from kernel_judge import interpreted, needs_memory, on_gpu
+from scan_inputs import tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastweights as fw
+from fastweights.kernels import selective
+from fastweights.ops import recurrence as ops
+from fastweights.ops.selective import SCAN
+
+pytestmark = pytest.mark.usefixtures("poison")
+TRITON = ["triton forward", "triton backward"]
+GRADIENTS = ("x", "dt", "A", "B", "C", "D", "initial_state", "z", "dt_bias")
+HALF = dict.fromkeys(("o", "state"), 5e-3)
+HALF |= {f"d{name}": 1e-2 for name in GRADIENTS}
+
+
+def judge(x, *, use="both", **options):
+    """Both results and every gradient, against the loop in fp64."""
+    options["use"] = use
+    with ops.record_backends() as ran:
+        found = results(fw.selective_scan, x, backend="triton", **options)
+    assert ran == TRITON
+    assert found["o"].dtype == x["x"].dtype
+    assert found["state"].dtype == torch.float32
+    for name in x:
+        assert found[f"d{name}"].dtype == x[name].dtype, name
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, backend="loop", **options)
+    single = x["x"].dtype == torch.float32
+    same(found, ref, 1e-5 if single else HALF)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 4 tokens and 2 channels: many of them, and quick ones."""
+    options = selective.options
+    sizes = {"BT": 4, "BD": 2}
+    monkeypatch.setattr(
+        selective, "options", lambda D, N, G: options(D, N, G) | sizes
+    )
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    "T, D, N, dtype",
+    [
+        (1, 1, 1, torch.float32),
+        (3, 5, 3, torch.float16),
+        (4, 5, 3, torch.float32),
+        (5, 1, 1, torch.float16),
+        (13, 5, 3, torch.float32),
+    ],
+)
+def test_loop(T, D, N, dtype):
+    judge(tokens(T=T, D=D, N=N, dtype=dtype))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("D, G", [(6, 1), (6, 2), (3, 3)])
+def test_groups(D, G):
+    """Groups of 3 channels, which tiles of 2 do not divide, and of one."""
+    judge(tokens(T=9, D=D, N=3, G=G, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_packed_sequences():
+    """Empty ones, and ones that end inside a tile, past it and with it."""
+    offsets = torch.tensor([0, 0, 5, 5, 6, 10, 10], dtype=torch.int32)
+    x = tokens(batch=1, T=10, D=3, N=3, S=6, dtype=torch.float32)
+    judge(x, cu_seqlens=offsets)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_packed_sequences_in_groups_from_nothing():
+    x = tokens(batch=1, T=9, D=4, N=3, G=2, dtype=torch.float32)
+    del x["initial_state"]
+    judge(x, cu_seqlens=torch.tensor([0, 4, 9]), use="state")
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
+    """On a GPU no host reads them: wrong numbers, but no other memory."""
+    monkeypatch.setattr(selective, "check_offsets_on_host", lambda *_: None)
+    x = tokens(batch=1, T=6, D=2, N=1, S=3, dtype=torch.float32)
+    found, ref = (
+        results(fw.selective_scan, x, backend="triton", cu_seqlens=offsets)
+        for offsets in torch.tensor([[-2, 8, 9, 7], [0, 6, 6, 6]])
+    )
+    same(found, ref, 0.0)
+
+
+@interpreted
+def test_refuses_offsets_on_the_host():
+    x = tokens(batch=1, T=6, S=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
+        fw.selective_scan(
+            **x, cu_seqlens=torch.tensor([0, 7]), backend="triton"
+        )
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_mambas_own_arguments(dtype):
+    x = tokens(T=9, D=4, N=3, G=2, own=True, dtype=dtype)
+    judge(x, dt_softplus=True)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_the_gate_is_taken_in_single_precision():
+    """Of x in fp16 too: what is fp32 has gradients as in fp32."""
+    x = tokens(T=9, D=4, N=3, own=True, dtype=torch.float16)
+    x["z"] = x["z"].float()
+    found = results(fw.selective_scan, x, dt_softplus=True, backend="triton")
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, dt_softplus=True, backend="loop")
+    single = ("dD", "dA", "dz", "ddt", "ddt_bias")
+    found, ref = ({name: x[name] for name in single} for x in (found, ref))
+    same(found, ref, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "T, D, N", [(17, 17, 16), (65, 3, 1), (33, 2, 5), (9, 9, 64)]
+)
+def test_tiles_as_they_ship(T, D, N):
+    judge(tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("without", ["D", "initial_state"])
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_one_result_and_fewer_inputs(use, without):
+    x = tokens(T=9, dtype=torch.float32)
+    del x[without]
+    judge(x, use=use)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("strength", [0.0, -1e-4, -30.0])
+def test_strength_of_the_decay(strength):
+    judge(tokens(T=9, dtype=torch.float32, strength=strength))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_narrow_steps_and_decays():
+    x = tokens(T=9, dtype=torch.float16)
+    judge(x | {name: x[name].half() for name in ("dt", "A", "D")})
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_views_that_are_not_contiguous():
+    x = tokens(T=9, dtype=torch.float32)
+    views = {
+        name: t.mT.contiguous().mT for name, t in x.items() if t.dim() > 1
+    }
+    assert not any(t.is_contiguous() for t in views.values())
+    found = results(fw.selective_scan, x | views, backend="triton")
+    ref = results(fw.selective_scan, x, backend="triton")
+    same(found, ref, 0.0)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_states_are_kept_for_a_backward_only():
+    x = tokens(T=9, dtype=torch.float32)
+    y, *_ = first = fw.selective_scan(**x, backend="triton")
+    assert not y.requires_grad
+    grouped = {name: x[name][:, :, None] for name in ("B", "C")}
+    inputs = (*(x | grouped).values(), None)
+    for keep, tiles in ((False, 0), (True, 3)):
+        *then, states = SCAN.forward(*inputs, keep, False, "triton")
+        torch.testing.assert_close(first, tuple(then), rtol=0, atol=0)
+        states = states.view(2, tiles, 3, 5)
+    assert torch.equal(states[:, 0], x["initial_state"])
+    cut = {n: x[n][:, :8] for n in ("x", "dt", "B", "C")}
+    _, entered = fw.selective_scan(**x | cut, backend="triton")
+    torch.testing.assert_close(states[:, 2], entered)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_refuses_gradients_of_gradients():
+    x = tokens(T=3, dtype=torch.float32)
+    x["x"].requires_grad_()
+    y, _ = fw.selective_scan(**x, backend="triton")
+    (dx,) = torch.autograd.grad(y.sum(), x["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="loop"'):
+        dx.sum().backward()
+
+
+@interpreted
+def test_refuses_bf16_in_the_interpreter():
+    x = tokens(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="backend: got 'triton'"):
+        fw.selective_scan(**x, backend="triton")
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_operator_passes_opcheck():
+    """As PyTorch's chunks do in full: here its schema and its shapes."""
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    x = tokens(batch=1, T=3, D=4, N=3, G=2, S=3, dtype=torch.float32).values()
+    inputs = (*x, torch.tensor([0, 1, 2, 3]))
+    call = (*inputs, True, False, "triton")
+    y, state, states = SCAN.forward(*call)
+    torch.library.opcheck(SCAN.forward, call, **checks)
+    call = (y, state, *inputs, [states], True, False, "triton")
+    torch.library.opcheck(SCAN.backward, call, **checks)
+
+
+def one_graph_for_every_length(backend, lengths, tolerance, device="cpu"):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    scan = torch.compile(fw.selective_scan, backend=counter, fullgraph=True)
+
+    def marked(**x):
+        for name in ("x", "dt", "B", "C"):
+            torch._dynamo.mark_dynamic(x[name], 1)
+        return scan(**x, backend="triton")
+
+    for T in lengths:
+        x = tokens(T=T, dtype=torch.float32, device=device)
+        ref = results(fw.selective_scan, x, backend="triton")
+        with ops.record_backends() as ran:
+            same(results(marked, x), ref, tolerance)
+        assert ran == TRITON
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_in_one_compiled_graph():
+    one_graph_for_every_length("aot_eager", (6, 9), 0.0)
+
+
+@on_gpu
+def test_in_one_compiled_graph_on_gpu():
+    one_graph_for_every_length("inductor", (65, 100), 1e-6, "cuda")
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = [
+    (T, D, N, DTYPES[(i + j + k) % 3])
+    for i, T in enumerate((1, 63, 64, 65, 1000))
+    for j, D in enumerate((1, 48, 256))
+    for k, N in enumerate((1, 5, 16))
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("T, D, N, dtype", SIZES)
+def test_loop_on_gpu(T, D, N, dtype):
+    judge(tokens(T=T, D=D, N=N, dtype=dtype, device="cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("use", ["o", "state"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_result_on_gpu(use, dtype):
+    x = tokens(T=100, D=48, N=16, dtype=dtype, device="cuda")
+    judge(x, use=use)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strong_decay_on_gpu(dtype):
+    size = {"T": 65, "D": 48, "N": 16}
+    judge(tokens(**size, dtype=dtype, strength=-30.0, device="cuda"))
+
+
+@on_gpu
+def test_deterministic_on_gpu():
+    x = tokens(
+        batch=4, T=1000, D=256, N=16, dtype=torch.bfloat16, device="cuda"
+    )
+    first, second = (
+        results(fw.selective_scan, x, backend="triton") for _ in range(2)
+    )
+    same(first, second, 0.0)
+
+
+@on_gpu
+@needs_memory(60)
+def test_offsets_past_2_31():
+    """A decay of e^-30 a token: the last token stands on its own."""
+    T, D, N = 2**17 + 100, 2**14, 4
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(1, T, D, **options).requires_grad_()
+    dt = torch.ones(1, T, D, **options)
+    A = torch.full((D, N), -30.0, device="cuda")
+    B, C = (torch.randn(1, T, N, **options) for _ in range(2))
+    assert x.numel() > 2**31
+    y, state = fw.selective_scan(x, dt, A, B, C, backend="triton")
+    y.backward(x.detach())
+    read = (B[0, -1].double() * C[0, -1]).sum()
+    last = x[0, -1].detach().double()
+    found = {"y": y[0, -1].detach(), "dx": x.grad[0, -1], "state": state[0]}
+    ref = dict.fromkeys(("y", "dx"), read * last)
+    same(found, ref | {"state": torch.outer(last, B[0, -1].double())}, 5e-3)

@@ -1,0 +1,255 @@
+"""TTT-Linear's kernels against the chunks of PyTorch in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inputs import same
+from kernel_judge import in_one_graph, interpreted, on_gpu
+
+from fastweights.deep import backends, ttt
+from fastweights.deep.ttt_operator import TTT
+from fastweights.ops import recurrence as ops
+
+pytestmark = pytest.mark.usefixtures("poison")
+TRITON = ["triton forward", "triton backward"]
+HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "drows": 2e-2}
+HALF |= {f"d{name}": 1e-2 for name in ("q", "k", "v", "W", "b")}
+HALF |= {f"d{name}": 1e-2 for name in ("weight", "bias", "initial_state")}
+
+
+def drawn(
+    *, B=2, T, H=2, K, C, dtype=torch.float32, device="cpu", initial=True
+):
+    """Keys of unit length, rates as the layer has them at most, and rows."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, K)
+    k, q = k / k.norm(dim=-1, keepdim=True), q / K**0.5
+    x = {"q": q, "k": k, "v": v}
+    x = {name: t.to(dtype) for name, t in x.items()}
+    x |= {"rate": torch.rand(B, T, H) / K**0.5}
+    x |= {"W": torch.randn(H, K, K) / K**0.5, "b": torch.randn(H, K)}
+    x |= {"weight": 0.5 + torch.rand(H, K), "bias": torch.randn(H, K)}
+    x |= {"rows": 1 / torch.arange(1, C + 1) + 0.1 * torch.rand(C)}
+    if initial:
+        learned = torch.randn(B, H, 1, K * K + K) / K**0.5
+        x["initial_state"] = torch.cat([learned, 0 * learned], 2)
+    return {name: t.to(device) for name, t in x.items()}
+
+
+def call(x, backend):
+    *tokens, W, b, weight, bias, rows = (
+        t for name, t in x.items() if name != "initial_state"
+    )
+    state = x.get("initial_state")
+    options = {"initial_state": state, "backend": backend}
+    return ttt(*tokens, [(W, b)], (weight, bias), rows, **options)
+
+
+def results(x, backend, use="both", run=call):
+    """o, the state, and every input's gradient."""
+    x = {name: t.detach().requires_grad_() for name, t in x.items()}
+    found = dict(zip(("o", "state"), run(x, backend), strict=True))
+    loss = 0.0
+    for name, t in found.items():
+        if use in ("both", name):
+            weight = torch.linspace(1, 2, t.numel(), device=t.device)
+            loss = loss + (weight.reshape(t.shape) * t.double().sin()).sum()
+    grads = torch.autograd.grad(
+        loss, x.values(), allow_unused=True, materialize_grads=True
+    )
+    found |= {f"d{name}": g for name, g in zip(x, grads, strict=True)}
+    return {name: t.detach() for name, t in found.items()}
+
+
+def judge(x, use="both", tolerance=None):
+    with ops.record_backends() as ran:
+        found = results(x, "triton", use)
+    assert ran == TRITON
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    assert found["o"].dtype == x["q"].dtype
+    exact = {name: t.double() for name, t in x.items()}
+    with ops.record_backends() as ran:
+        want = results(exact, "chunkwise", use)
+    assert not ran
+    single = x["q"].dtype == torch.float32
+    same(found, want, tolerance or (1e-5 if single else HALF))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "T, K, C, dtype",
+    [
+        (9, 16, 3, torch.float32),
+        (35, 16, 16, torch.float16),
+        (16, 6, 4, torch.float32),
+        (33, 20, 10, torch.float16),
+    ],
+)
+def test_chunks(T, K, C, dtype):
+    """A mini-batch that fills its tile and ones that do not, and a rest."""
+    judge(drawn(T=T, K=K, C=C, dtype=dtype))
+
+
+def starting(dtype=torch.float32, T=128, K=64, **where):
+    """Weights as small as a layer's at its start: LN's slope is large."""
+    x = drawn(B=1, T=T, K=K, C=16, dtype=dtype, initial=False, **where)
+    x["W"] *= 0.02 * K**0.5
+    x["v"] /= K**0.5
+    x["b"], x["bias"] = 0 * x["b"], 0 * x["bias"]
+    x["weight"] = torch.ones_like(x["weight"])
+    x["rate"] /= K**0.5
+    return x
+
+
+@interpreted
+def test_weights_of_a_layer_at_its_start():
+    """Where a mean that a step's rounding leaves in z would grow."""
+    judge(starting())
+
+
+@interpreted
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_one_result_from_nothing_learned(use):
+    """The state is a difference of weights, and so is its gradient."""
+    judge(drawn(T=8, K=8, C=4, initial=False), use=use, tolerance=1e-4)
+
+
+@interpreted
+def test_a_mini_batch_that_teaches_nothing():
+    """A last row of 0, to which the layer clamps."""
+    x = drawn(T=8, K=8, C=4)
+    x["rows"][-1] = 0.0
+    judge(x)
+
+
+@interpreted
+def test_a_long_way_back():
+    """100 mini-batches: the weights of the first are found from the last."""
+    judge(drawn(B=1, T=200, H=1, K=8, C=2), tolerance=1e-4)
+
+
+@interpreted
+def test_views_that_are_not_contiguous():
+    x = drawn(T=8, K=8, C=4)
+    views = {n: t.mT.contiguous().mT for n, t in x.items() if t.dim() > 1}
+    same(results(x | views, "triton"), results(x, "triton"), 0.0)
+
+
+@interpreted
+def test_kept_for_a_backward_only():
+    x = drawn(T=8, K=8, C=4, initial=False)
+    with ops.record_backends() as ran:
+        o, _ = call(x, "triton")
+    assert ran == TRITON[:1] and not o.requires_grad
+    x["q"].requires_grad_()
+    (dq,) = torch.autograd.grad(
+        call(x, "triton")[0].sum(), x["q"], create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match='backend="chunkwise"'):
+        dq.sum().backward()
+
+
+@interpreted
+def test_operator_passes_opcheck():
+    x = drawn(T=4, K=4, C=4, initial=False)
+    x |= {n: x[n].expand(2, *x[n].shape).contiguous() for n in ("W", "b")}
+    inputs = tuple(x.values())
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(TTT.forward, (*inputs, True), **checks)
+    o, *rest = TTT.forward(*inputs, True)
+    grads = (o, rest[0], None)
+    torch.library.opcheck(
+        TTT.backward, (*grads, *inputs, rest, True), **checks
+    )
+
+
+def one_graph(backend, x, tolerance):
+    with ops.record_backends() as ran, in_one_graph(call, backend) as run:
+        found = results(x, "triton", run=run)
+    assert ran == TRITON
+    same(found, results(x, "triton"), tolerance)
+
+
+@interpreted
+def test_in_one_compiled_graph():
+    one_graph("aot_eager", drawn(T=9, K=8, C=4), 1e-6)
+
+
+@interpreted
+def test_what_the_kernel_does_not_take():
+    x = drawn(T=8, K=8, C=4)
+    message = "backend: got 'triton', which needs one layer, heads of at most"
+    with pytest.raises(ValueError, match=message):
+        call(drawn(B=1, T=1, H=1, K=65, C=4), "triton")
+    with pytest.raises(ValueError, match=message):
+        call(drawn(T=1, K=4, C=17), "triton")
+    two = 2 * [(x["W"], x["b"])]
+    tokens = (x[name] for name in ("q", "k", "v", "rate"))
+    with pytest.raises(ValueError, match=message):
+        ttt(
+            *tokens,
+            two,
+            (x["weight"], x["bias"]),
+            x["rows"],
+            backend="triton",
+        )
+    with pytest.raises(ValueError, match="backend: got 'loop', need 'auto'"):
+        call(x, "loop")
+    with pytest.raises(ValueError, match="float64"):
+        call({name: t.double() for name, t in x.items()}, "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "want"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((10, 0), torch.float16, True),
+        ((9, 0), torch.float32, False),
+        ((8, 0), torch.bfloat16, False),
+    ],
+)
+def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
+    monkeypatch.setattr(backends, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda _: capability
+    )
+    there = torch.device("cuda")
+    assert backends.chosen("auto", there, dtype) == want
+    assert backends.chosen("triton", there, dtype)
+    monkeypatch.setattr(backends, "choose_backend", lambda *_: "loop")
+    assert not backends.chosen("auto", there, dtype)
+
+
+ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]
+ON_GPU += [(99, 100, 7), (260, 64, 1)]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32]
+)
+@pytest.mark.parametrize("T, K, C", ON_GPU)
+def test_chunks_on_gpu(T, K, C, dtype):
+    K = min(K, 64) if dtype == torch.float32 else K
+    judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_a_layer_at_its_start_on_gpu(dtype):
+    judge(starting(dtype, T=2048, device="cuda"))
+
+
+@on_gpu
+def test_deterministic_on_gpu():
+    x = drawn(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
+    x = {name: t.cuda() for name, t in x.items()}
+    same(results(x, "triton"), results(x, "triton"), 0.0)
+
+
+@on_gpu
+def test_in_one_compiled_graph_on_gpu():
+    one_graph("inductor", drawn(T=100, K=64, C=16, device="cuda"), 1e-5)

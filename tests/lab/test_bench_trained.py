@@ -1,0 +1,113 @@
+"""The operators' speed on what trained models give them."""
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastweights_lab import records
+from fastweights_lab.bench import speed
+from fastweights_lab.bench import trained as bench_trained
+from fastweights_lab.bench.trained import MODELS, beyond, sequences
+from fastweights_lab.experiments import comparison
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+
+
+def numbered(windows, T, heads):
+    """Each number says which window, token and head it is of."""
+    at = torch.arange(windows * T * heads).reshape(windows, T, heads)
+    return {"q": at[..., None].expand(-1, -1, -1, 3), "g": at}
+
+
+def test_sequences_join_windows_and_draw_heads():
+    x = numbered(windows=5, T=8, heads=6)
+    shape = speed.Shape(2, 16, 4, 4, 3, 3)
+    found = sequences(x, shape, draw=0)
+    assert found["q"].shape == (2, 16, 4, 3) and found["g"].shape == (2, 16, 4)
+    assert torch.equal(found["q"][..., 1], found["g"])
+    for row in range(2):
+        heads = found["g"][row] % 6
+        assert torch.equal(heads, heads[:1].expand(16, 4))
+        assert len({*heads[0].tolist()}) == 4
+        tokens = found["g"][row, :, 0] // 6
+        assert torch.equal(tokens, torch.arange(16) + 16 * row)
+    assert not torch.equal(found["g"], sequences(x, shape, draw=1)["g"])
+    assert torch.equal(found["g"], sequences(x, shape, draw=0)["g"])
+
+
+@pytest.mark.parametrize("size", ((2, 24, 4), (2, 12, 4), (1, 8, 7)))
+def test_too_few_windows_or_heads_are_named(size):
+    B, T, H = size
+    with pytest.raises(ValueError, match=f"got {B} x {T} tokens and {H}"):
+        sequences(numbered(5, 8, 6), speed.Shape(B, T, H, H, 3, 3), 0)
+
+
+def test_what_is_beyond_one_product():
+    g = torch.full((1, 128, 2, 128), -160.5 / 64 * math.log(2))
+    assert beyond(g) == (1, 1)
+    g[:, :, 0, 1:] = -1e-3  # a channel in one of its two tiles
+    g[:, :64] = 0  # and only in the second chunk
+    assert beyond(g) == (0.5 * (1 + 128) / 256, 0.5 * 3 / 4)
+    one_per_head = g[:, :, :, 0]
+    assert beyond(one_per_head) == (0.5, 0.5)
+    assert beyond(0.99 * one_per_head) == (0, 0)
+
+
+def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
+    (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 400)
+    little = replace(
+        comparison.SMALL,
+        corpus=(str(tmp_path / "text.py"),),
+        length=64,
+        tokens=64,
+        steps=1,
+    )
+    monkeypatch.setattr(bench_trained, "BASE", little)
+    monkeypatch.setattr(bench_trained, "DRAWS", 1)
+    monkeypatch.setattr(bench_trained, "timeit", lambda fn: fn() and 1.0)
+    monkeypatch.setattr(bench_trained, "ON_GPU", False)
+    small = speed.Shape(1, 128, 2, 2, 32, 32)
+    monkeypatch.setattr(bench_trained, "SMALL", small)
+    rows = [*bench_trained.rows()]
+    assert {(r["member"], r["gate"], r["what"]) for r in rows} == {
+        (member, gate, what)
+        for member in MODELS
+        for gate in ("mild", "model", "trained 0")
+        for what in ("forward", "forward+backward")
+    }
+
+
+def test_what_the_readme_says_of_trained_gates():
+    record = records.load("h200_trained")
+    assert record["command"] == "python -m fastweights_lab.bench trained"
+    seconds = {}
+    for row in record["rows"]:
+        if row["what"] == "forward+backward":
+            call = row["member"], row["shape"], row["gate"].split()[0]
+            seconds.setdefault(call, []).append(row["seconds"])
+    slower = {
+        (member, shape): statistics.median(seconds[member, shape, "trained"])
+        / seconds[member, shape, "mild"][0]
+        for member in MODELS
+        for shape in ("train", "long")
+    }
+    found = {call: f"{x:.1f}" for call, x in slower.items()}
+    batch, one = found["mamba2", "train"], found["mamba2", "long"]
+    assert batch == found["gated_deltanet", "train"]
+    text = README.partition("Trained gates are stronger")[2]
+    assert f"take {batch} times as long on the training batch" in text
+    delta = found["gated_deltanet", "long"]
+    assert f"and {one} and {delta} times on the long sequence" in text
+    kda = found["kda", "train"], found["kda", "long"]
+    assert "`kda` takes {} and {} times".format(*kda) in text
+    tiles = [
+        row["tiles beyond"]
+        for row in record["rows"]
+        if row["member"] == "kda" and "trained" in row["gate"]
+    ]
+    assert min(tiles) > 0.94 and max(tiles) < 0.97
+    assert "19 in 20 tiles of 64 channels" in text

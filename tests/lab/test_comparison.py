@@ -1,0 +1,190 @@
+"""The comparison of language models: its runs, and what it keeps of them."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from fastweights_lab import records
+from fastweights_lab.experiments import comparison
+from fastweights_lab.text.training import Training
+
+TINY = replace(
+    comparison.SMALL,
+    length=32,
+    tokens=64,
+    steps=3,
+    warmup=1,
+    num_layers=1,
+    dim=16,
+    eval_windows=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def little_text(tmp_path, monkeypatch):
+    (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 400)
+    tiny = replace(TINY, corpus=(str(tmp_path / "text.py"),))
+    monkeypatch.setattr(comparison, "SMALL", tiny)
+    return tiny
+
+
+def test_each_variant_is_a_model_of_its_own(little_text):
+    models = {}
+    for name in comparison.VARIANTS:
+        run = Training(comparison.chosen(name, 0, little_text))
+        names = frozenset(dict(run.model.named_parameters()))
+        models[name] = (names, run.settings.options)
+    assert len(set(models.values())) == len(models)
+    assert not any("A_log" in x for x in models["delta"][0])
+    assert not any("b_proj" in x for x in models["decay"][0])
+    assert not any("taps" in x for x in models["no convolution"][0])
+    assert not any("g_proj" in x for x in models["no output gate"][0])
+    assert set(sum(comparison.GROUPS.values(), ())) == set(models)
+
+
+def test_an_unknown_variant_is_named(capsys):
+    with pytest.raises(ValueError, match="variant: got 'rope', need one of"):
+        comparison.chosen("rope", 0, TINY)
+    assert comparison.main(["rope"]) == 2
+    assert "variant: got 'rope'" in capsys.readouterr().err
+    assert comparison.main(["delta", "--lr", "nan"]) == 2
+    assert "comparison: lr: got nan, need" in capsys.readouterr().err
+    for option in ("seeds", "steps", "workers"):
+        assert comparison.main(["delta", f"--{option}", "0", "--dry"]) == 2
+        said = f"comparison: {option}: got 0, need an integer >= 1"
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_says_what_it_was_and_found(little_text):
+    run = comparison.train("delta", 1, little_text, every=2)
+    assert (run["variant"], run["seed"]) == ("delta", 1)
+    assert run["settings"]["seed"] == 1 and run["settings"]["steps"] == 3
+    assert [step for step, _ in run["losses"]] == [0, 2]
+    assert run["losses"][0][1] == pytest.approx(math.log(257), abs=0.3)
+    assert run["after"].startswith("def ")
+    assert [place for place, _ in run["by position"]] == [0, 64]
+    assert [x["distance"] for x in run["planted"]] == [16, 64]
+    assert all(0 < x["bits"] < 20 for x in run["planted"])
+    share = run["share"]
+    parts = share * run["repeated"] + (1 - share) * run["new"]
+    assert parts == pytest.approx(run["bits per byte"])
+
+
+def test_a_run_that_diverges_finds_nan_and_ends(little_text):
+    wild = replace(little_text, lr=1e13, clip=1e30, warmup=0, steps=30)
+    run = comparison.train("linear", 0, wild, every=9)
+    last, loss = run["losses"][-1]
+    assert math.isnan(loss) and last < 29
+    for name in ("bits per byte", "repeated", "new"):
+        assert math.isnan(run[name])
+    assert all(math.isnan(bits) for _, bits in run["by position"])
+    assert all(math.isnan(x["bits"]) for x in run["planted"])
+    assert run["after"] is None
+
+
+def test_positions_are_those_of_the_windows(little_text):
+    run = Training(comparison.chosen("linear", 0, little_text))
+    run.model.token_losses = lambda tokens, targets: (
+        (0 * tokens).float() + (targets[:, :1] * 0 + 1) * math.log(2)
+    ).cumsum(1)  # position p costs p + 1 bits
+    found = comparison.by_position(run, 256)
+    scale = run.held_out.tokens_per_byte
+    for (place, bits), end in zip(found, (64, 128, 256), strict=True):
+        want = sum(range(place + 1, end + 1)) / (end - place)
+        assert bits == pytest.approx(want * scale, rel=1e-5)
+
+
+def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    began = []
+
+    def run(variant, seed, base):
+        began.append((variant, seed, base.lr))
+        if len(began) == stop:
+            raise KeyboardInterrupt
+        score = {1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}[base.lr]
+        settings = comparison.asdict(comparison.chosen(variant, seed, base))
+        return {
+            "variant": variant,
+            "seed": seed,
+            "settings": settings,
+            "bits per byte": score,
+            "repeated": score,
+            "new": score,
+            "seconds": 1.0,
+            "first step": 1.0,
+        }
+
+    monkeypatch.setattr(
+        comparison,
+        "each",
+        lambda _, jobs, *__: ((0, run(*job)) for job in jobs),
+    )
+    file = tmp_path / "text.jsonl"
+    words = ["linear", "KDA", "--small", "--seeds", "2", "--json", str(file)]
+    words += ["--lr", "1e-3", "2e-3", "4e-3"]
+    stop = 4
+    with pytest.raises(KeyboardInterrupt):
+        comparison.main(words)
+    assert len(records.read(file)) == 3
+    stop = 0
+    assert comparison.main(words) == 0
+    assert comparison.main(words) == 0  # nothing is left to do
+    assert len(began) == 1 + 2 * 3 + 2
+    assert began[-2:] == [("linear", 1, 2e-3), ("KDA", 1, 2e-3)]
+    runs = records.read(file)
+    assert len(runs) == 8
+    assert runs[-3]["bits per byte"] is None  # no NaN in JSON
+    assert comparison.of(runs, "KDA", "seed") == [0, 1]
+    assert comparison.best_rate(runs, "KDA") == 2e-3
+    assert comparison.best_rate(runs, "delta") is None
+    assert comparison.main([*words, "--each"]) == 0
+    others = [(name, 1, r) for name in ("linear", "KDA") for r in (1e-3, 4e-3)]
+    assert began[-4:] == others
+    assert comparison.main([*words, "--dry", "--steps", "9"]) == 0
+    assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
+
+
+def test_what_is_left_to_run_is_found_in_one_pass(
+    tmp_path, monkeypatch, little_text, capsys
+):
+    """Of each run's settings, there or asked for, there is one reading."""
+    file, read = tmp_path / "text.jsonl", []
+    rates = [1e-3 * (1 + i) for i in range(30)]
+    runs = [
+        {
+            "variant": "delta",
+            "seed": 0,
+            "settings": comparison.asdict(
+                comparison.chosen("delta", 0, replace(little_text, lr=lr))
+            ),
+            "bits per byte": lr,
+        }
+        for lr in rates
+    ]
+    for run in runs:
+        records.append(file, run)
+    key = records._key
+    monkeypatch.setattr(records, "_key", lambda x: read.append(x) or key(x))
+    words = ["delta", "--small", "--seeds", "2", "--dry", "--json", str(file)]
+    assert comparison.main([*words, "--lr", *map(str, rates)]) == 0
+    assert len(read) <= 4 * len(rates)
+    left = capsys.readouterr().out.splitlines()
+    assert left == ["to run: delta, seed 1, lr 0.001"]
+
+
+def test_the_recorded_runs_are_complete():
+    runs = comparison.load()
+    for name in comparison.GROUPS["kinds"]:
+        rates = {r["settings"]["lr"] for r in runs if r["variant"] == name}
+        assert rates >= {1e-3, 2e-3, 4e-3, 8e-3}
+        assert comparison.best_rate(runs, name) > min(rates)
+    for run in runs:
+        base = replace(comparison.LARGE, lr=run["settings"]["lr"])
+        want = comparison.chosen(run["variant"], run["seed"], base)
+        assert (
+            json.loads(json.dumps(comparison.asdict(want)))
+            == (run["settings"])
+        )
+        assert run["device"] == "NVIDIA H200"

@@ -1,0 +1,229 @@
+"""Colours that can be read, and figures that follow the page's theme."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import matplotlib as mpl
+import pytest
+
+from fastweights_lab import records
+from fastweights_lab.notebook import plotting
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+GROUND = {"light": "#ffffff", "dark": "#14181e"}
+
+
+def luminance(colour):
+    """Relative luminance as WCAG 2 defines it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in channels
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", GROUND)
+@pytest.mark.parametrize("name", ["q", "k", "v", "S", "ink"])
+def test_text_in_the_palette_can_be_read(name, theme):
+    colours = plotting.PALETTE[name]
+    assert contrast(colours[theme], GROUND[theme]) >= 4.5
+    assert contrast(colours["any"], GROUND[theme]) >= 3
+
+
+def test_palette_has_one_colour_a_symbol():
+    for kind in ("light", "dark", "any"):
+        colours = [colour[kind] for colour in plotting.PALETTE.values()]
+        assert len(set(colours)) == len(colours)
+
+
+def test_import_does_not_load_matplotlib():
+    code = (
+        "import sys, fastweights_lab.notebook.plotting; "
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def figure():
+    with mpl.rc_context():
+        plotting.style()
+        fig, ax = plt.subplots()
+        ax.plot([0, 1], [0, 1], label="a line")
+        ax.fill_between([0, 1], [0, 1], alpha=0.2, color=plotting.STATE)
+        ax.set_xlabel("t")
+        ax.legend()
+        yield fig
+    plt.close(fig)
+
+
+def test_style_draws_with_the_palette_alone(figure):
+    svg = plotting.to_svg(figure, "a line")
+    for name in ("q", "s", "ink", "grid"):
+        assert f"var(--fw-{name}, #" in svg
+    assert "#1f77b4" not in svg  # matplotlib's own first colour
+    assert "#000000" not in svg
+
+
+def test_svg_is_one_element_with_a_name(figure):
+    alt = 'rises from 0 to 1: "a" < b & c'
+    svg = plotting.to_svg(figure, alt)
+    root = ET.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == alt
+    assert root.get("width") is root.get("height") is None
+    assert "max-width: 672px" in root.get("style")  # 7 inches of 96 pixels
+    assert root.get("viewBox")
+
+
+def test_svg_is_the_same_every_time(figure):
+    first = plotting.to_svg(figure, "a line")
+    assert plotting.to_svg(figure, "a line") == first
+
+
+def test_no_two_figures_of_a_page_share_an_id(figure):
+    other, ax = plt.subplots()
+    ax.plot([0, 1], [0, 1], "o")
+    svgs = [plotting.to_svg(f, "a line") for f in (figure, other)]
+    plt.close(other)
+    ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in svgs]
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 20
+    for svg, own in zip(svgs, ids, strict=True):
+        used = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', svg)
+        assert used and {a or b for a, b in used} <= set(own)
+
+
+DRAW = """\
+import matplotlib.pyplot as plt
+from fastweights_lab.notebook import plotting
+plotting.style()
+fig, ax = plt.subplots()
+ax.plot([0, 1], [0, 1])
+ax.set_title("$x$ of y")
+print(plt.get_backend(), plotting.to_svg(fig, "a line"))
+"""
+USERS = """\
+backend: svg
+font.family: serif
+lines.linestyle: --
+savefig.bbox: tight
+svg.fonttype: none
+text.usetex: True
+"""
+
+
+def test_a_users_matplotlibrc_changes_no_figure(tmp_path):
+    drawn = []
+    for text in ("backend: svg", USERS):
+        (tmp_path / "matplotlibrc").write_text(text)
+        run = subprocess.run(
+            [sys.executable, "-c", DRAW],
+            env=os.environ | {"MATPLOTLIBRC": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        drawn.append(run.stdout)
+    assert drawn[0] == drawn[1] and drawn[0].startswith("svg <svg")
+
+
+def test_svg_needs_a_description(figure):
+    with pytest.raises(ValueError, match="alt: got an empty string"):
+        plotting.to_svg(figure, "  ")
+
+
+def test_draw_without_ipython_closes_the_figure(figure, capsys):
+    plotting.draw(figure, "a line")
+    assert figure.number not in plt.get_fignums()
+    assert capsys.readouterr().out == ""
+
+
+def test_draw_shows_the_svg_in_a_notebook(figure, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.get_ipython", object)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    svg = plotting.to_svg(figure, "a line")
+    plotting.draw(figure, "a line")
+    assert [html.data for html in shown] == [svg]
+    assert figure.number not in plt.get_fignums()
+
+
+@pytest.fixture
+def record():
+    """The recorded run, its peer's times twice our own."""
+    found = records.load("h200")
+    ours = [row for row in found["rows"] if row.get("who") != "fla"]
+    slower = [
+        row | {"who": "fla", "seconds": 2 * row["seconds"]}
+        for row in ours
+        if "gate" in row
+    ]
+    return found | {"rows": ours + slower}
+
+
+def points(ax, colour):
+    """Where the marks of a colour lie, in order."""
+    lines = [
+        x
+        for x in ax.lines
+        if x.get_color() == colour and x.get_marker() != "None"
+    ]
+    return sorted(
+        xy for line in lines for xy in zip(*line.get_data(), strict=True)
+    )
+
+
+def test_times_against_the_floor(record):
+    fig = plotting.against_floor(record, "long")
+    forward, both = fig.axes
+    names = [label.get_text() for label in forward.get_yticklabels()]
+    assert names[0] == "linear attention" and names[-1] == "kda"
+    (slowest,) = (
+        r["seconds"] / r["floor"]
+        for r in record["rows"]
+        if r.get("member") == "kda"
+        and r.get("shape") == "long"
+        and r.get("gate") == "kept"
+        and r["what"] == "forward+backward"
+        and r["who"] == "fastweights"
+    )
+    assert (slowest, 6) in points(both, plotting.QUERY)
+    assert (2 * slowest, 6) in points(both, plotting.KEY)
+    assert len(points(forward, plotting.QUERY)) == len(names) == 7
+    plt.close(fig)
+
+
+def test_roofline(record):
+    fig = plotting.roofline(record)
+    (ax,) = fig.axes
+    *_, roof = ax.lines
+    x, y = roof.get_data()
+    copy, matmul = record["rows"][:2]
+    assert (
+        y[1]
+        == y[2]
+        == pytest.approx(matmul["flops"] / matmul["seconds"] / 1e12)
+    )
+    assert y[0] / x[0] == pytest.approx(copy["moved"] / copy["seconds"] / 1e12)
+    ours = points(ax, plotting.QUERY)
+    assert len(ours) == len(points(ax, plotting.KEY)) == 14
+    below = [min(i * y[0] / x[0], y[1]) for i, _ in ours]
+    assert all(t <= top for (_, t), top in zip(ours, below, strict=True))
+    plt.close(fig)
+
+
+def test_a_shape_that_was_not_measured(record):
+    with pytest.raises(ValueError, match=r"shape: got 'wide', need one of"):
+        plotting.roofline(record, "wide")

@@ -1,0 +1,492 @@
+"""The short convolution: a literal loop, conv1d, and what it refuses."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from convolution_inputs import HEADS, flat, tokens
+from inputs import results, same
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastweights.ops import recurrence as ops
+from fastweights.ops.convolution import (
+    CONVOLUTION,
+    convolve_heads,
+    short_convolution,
+)
+
+PACKED = {
+    "empty": [0, 0, 1, 3, 3, 8, 9, 9],
+    "state": [0, 2, 4, 9],
+    "one": [0, 9],
+}
+
+
+def literal(
+    x,
+    weight,
+    bias=None,
+    initial_state=None,
+    cu_seqlens=None,
+    activation="silu",
+):
+    """The equation, one channel of one token at a time."""
+    (B, T, C), W = x.shape, weight.shape[1]
+    spans = [(b, 0, T) for b in range(B)]
+    if cu_seqlens is not None:
+        pairs = itertools.pairwise(cu_seqlens.tolist())
+        spans = [(0, first, end) for first, end in pairs]
+    y, states = {}, []
+    zero = x.new_zeros(())
+    for n, (b, first, end) in enumerate(spans):
+        for c in range(C):
+            before = [zero] * (W - 1)
+            if initial_state is not None:
+                before = [initial_state[n, i, c] for i in range(W - 1)]
+            inputs = before + [x[b, t, c] for t in range(first, end)]
+            for t in range(first, end):
+                z = zero if bias is None else bias[c]
+                for j in range(W):
+                    z = (
+                        z
+                        + weight[c, W - 1 - j] * inputs[t - first + W - 1 - j]
+                    )
+                if activation == "silu":
+                    z = z / (1 + torch.exp(-z))
+                y[b, t, c] = z
+            states += inputs[len(inputs) - (W - 1) :]
+    order = itertools.product(range(B), range(T), range(C))
+    y = torch.stack([y[place] for place in order]).view(B, T, C)
+    return y, torch.stack(states).view(len(spans), C, W - 1).mT
+
+
+def normalised(x, eps):
+    """x / sqrt(sum of squares + eps), as one would write it."""
+    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+
+
+def cut(y, heads, sizes, eps):
+    """q, k, v from the channels, q and k normalised unless eps is None."""
+    (H, HV), (K, V) = heads, sizes
+    q, k, v = y.split((H * K, H * K, HV * V), dim=-1)
+    q, k = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K))
+    if eps is not None:
+        q, k = normalised(q, eps), normalised(k, eps)
+    return q, k, v.unflatten(-1, (HV, V))
+
+
+def flat_literal(heads, sizes, eps=1e-6, **inputs):
+    y, state = literal(**inputs)
+    parts = cut(y, heads, sizes, eps)
+    return torch.cat([t.flatten(2) for t in parts], dim=2), state
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("without", [(), ("bias",), ("initial_state",)])
+def test_it_is_the_literal_loop(without, W, activation):
+    x = tokens(B=2, T=5, C=2, W=W)
+    x = {name: t for name, t in x.items() if name not in without}
+    found = results(short_convolution, x, activation=activation)
+    same(found, results(literal, x, activation=activation), 1e-14)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("T", [1, 2, 3, 4])
+def test_any_length(T):
+    x = tokens(T=T, C=2)
+    same(results(short_convolution, x), results(literal, x), 1e-14)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("normalize", [True, False])
+def test_heads(normalize):
+    """An eps of the size of the norms, so that its place shows."""
+    x = tokens(B=1, T=3)
+    ref = results(flat_literal, x, eps=0.5 if normalize else None, **HEADS)
+    found = results(flat, x, normalize=normalize, eps=0.5, **HEADS)
+    same(found, ref, 1e-14)
+
+
+def test_keys_that_are_nothing_stay_so():
+    x = tokens(B=1, T=2, bias=False, state=False)
+    x["x"].zero_()
+    found = results(flat, x, **HEADS)
+    assert not found["o"].any()
+    assert all(t.isfinite().all() for t in found.values())
+
+
+def test_it_is_conv1d():
+    x = tokens(T=50, state=False)
+    conv = torch.nn.Conv1d(18, 18, 4, groups=18, padding=3).double()
+    conv.weight.data, conv.bias.data = x["weight"][:, None], x["bias"]
+    y, state = short_convolution(**x)
+    ref = F.silu(conv(x["x"].mT)[..., :50].mT)
+    torch.testing.assert_close(y, ref)
+    assert torch.equal(state, x["x"][:, -3:])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("offsets", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("state", [True, False])
+def test_packed_is_each_alone(offsets, state):
+    N = len(offsets) - 1
+    x = tokens(B=1, T=9, C=2, N=N, state=state)
+    packed = {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
+    found = results(short_convolution, x, **packed)
+    same(found, results(literal, x, **packed), 1e-14)
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+        alone = x | {"x": x["x"][:, a:b]}
+        if state:
+            alone["initial_state"] = x["initial_state"][n : n + 1]
+        y, last = short_convolution(**alone)
+        torch.testing.assert_close(found["o"][:, a:b], y)
+        torch.testing.assert_close(found["state"][n : n + 1], last)
+
+
+def test_packed_heads():
+    cu_seqlens = torch.tensor([0, 1, 1, 5])
+    x = tokens(B=1, T=5, N=3)
+    found = results(flat, x, cu_seqlens=cu_seqlens, **HEADS)
+    ref = results(flat_literal, x, cu_seqlens=cu_seqlens, **HEADS)
+    same(found, ref, 1e-14)
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_pieces_are_all_at_once(W):
+    """Of one and two tokens, which a state outlives, and of none."""
+    x = tokens(T=12, W=W)
+    y, state = short_convolution(**x)
+    pieces, last = [], x.pop("initial_state")
+    for piece in x.pop("x").split([1, 0, 2, 1, 3, 5], dim=1):
+        found, last = short_convolution(piece, **x, initial_state=last)
+        pieces.append(found)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), y)
+    assert torch.equal(last, state)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_token(packed):
+    """The state is handed on, and so is its gradient; or it is zeros."""
+    offsets = torch.tensor([0, 0, 0]) if packed else None
+    x = tokens(B=1 if packed else 2, T=0, N=2)
+    found = results(short_convolution, x, cu_seqlens=offsets)
+    assert found["o"].shape == x["x"].shape
+    assert torch.equal(found["state"], x["initial_state"])
+    assert found["dinitial_state"].all() and not found["dweight"].any()
+    y, state = short_convolution(x["x"], x["weight"], cu_seqlens=offsets)
+    assert y.shape == x["x"].shape and not state.any()
+    assert state.shape == (2, 3, 18)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 0, 2, 5]])
+def test_gradcheck(offsets):
+    N = 1 if offsets is None else 3
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    x = tokens(B=1, T=5, N=N)
+    inputs = [t.requires_grad_() for t in x.values()]
+
+    def function(x, weight, bias, state):
+        return convolve_heads(
+            *(x, weight, bias),
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+            **HEADS,
+        )
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("use", ["o", "state"])
+@pytest.mark.parametrize("function", [short_convolution, flat])
+def test_gradients_from_one_result(function, use):
+    x = tokens(B=1, T=2)
+    options = HEADS if function is flat else {}
+    reference = flat_literal if function is flat else literal
+    found = results(function, x, use=use, **options)
+    same(found, results(reference, x, use=use, **options), 1e-14)
+
+
+def test_gradient_of_one_of_the_results_alone():
+    """Of k: what autograd has for q and v is None then."""
+    x = tokens(B=1, T=3)
+    x["x"].requires_grad_()
+    k = convolve_heads(**x, **HEADS)[1]
+    ref = cut(literal(**x)[0], eps=1e-6, **HEADS)[1]
+    dx, dx_ref = (torch.autograd.grad(t.sin().sum(), x["x"]) for t in (k, ref))
+    torch.testing.assert_close(dx, dx_ref)
+
+
+@pytest.mark.parametrize("single", [None, torch.float32])
+def test_half_precision_is_rounded_once(single):
+    """Arithmetic is in fp32: the results are those of fp64, rounded."""
+    x = tokens(T=40, dtype=torch.bfloat16, single=single)
+    found = results(flat, x, **HEADS)
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(flat, exact, **HEADS)
+    assert found["o"].dtype == found["state"].dtype == torch.bfloat16
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    same(found, ref, 2.5e-3)
+    if single:
+        filters = ("dweight", "dbias")
+        same(*({n: r[n] for n in filters} for r in (found, ref)), 1e-6)
+
+
+def test_autocast_changes_nothing():
+    x = tokens(dtype=torch.float32)
+    ref = results(flat, x, **HEADS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(flat, x, **HEADS)
+    same(found, ref, 0.0)
+
+
+def test_views_that_are_not_contiguous():
+    x = tokens()
+    views = {
+        name: t.mT.contiguous().mT for name, t in x.items() if t.dim() > 1
+    }
+    assert not any(t.is_contiguous() for t in views.values())
+    same(results(flat, x | views, **HEADS), results(flat, x, **HEADS), 0.0)
+
+
+def storage(t):
+    return t.untyped_storage().data_ptr()
+
+
+def test_results_share_no_memory():
+    """Nor do gradients: operators may not return views of each other."""
+    x = tokens(B=1, T=1)
+    state = x["initial_state"]
+    *parts, last = convolve_heads(**x, **HEADS)
+    assert len({*map(storage, (*parts, last, state))}) == 5
+    call = (*x.values(), None, [2, 3, 3, 2], 1e-6, True, "torch")
+    douts = [t.detach() for t in (*parts, last)]
+    grads = CONVOLUTION.backward(*douts, *call)
+    assert len({*map(storage, (*grads, *douts, *x.values()))}) == 12
+    assert not any(t.storage_offset() for t in grads)
+
+
+def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):
+    """On a GPU no host reads them: wrong numbers, but no other memory."""
+    target = "fastweights.ops.convolution.check_offsets_on_host"
+    monkeypatch.setattr(target, lambda *_: None)
+    for offsets in ([5, 7, 3, 0], [-9, 99, 2, 1], [4, 4, 4, 4]):
+        x = tokens(B=1, T=6, C=18, N=3)
+        cu_seqlens = torch.tensor(offsets)
+        found = results(flat, x, cu_seqlens=cu_seqlens, **HEADS)
+        assert all(t.isfinite().all() for t in found.values())
+    # what can be mended is: these are [0, 4, 6, 6]
+    ref = results(flat, x, cu_seqlens=torch.tensor([0, 4, 6, 6]), **HEADS)
+    offsets = torch.tensor([-2, 4, 9, 7])
+    same(results(flat, x, cu_seqlens=offsets, **HEADS), ref, 0.0)
+
+
+def test_what_runs_is_recorded():
+    x = tokens(dtype=torch.float32)
+    with ops.record_backends() as ran:
+        results(short_convolution, x)
+        short_convolution(**x, backend="torch")
+    assert ran == ["torch forward", "torch backward", "torch forward"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_one_compiled_graph(packed):
+    """Of every length, forward and backward."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(flat, backend=counter, fullgraph=True)
+
+    def marked(**inputs):
+        torch._dynamo.mark_dynamic(inputs["x"], 1)
+        return function(**inputs)
+
+    for T in (6, 9):
+        x = tokens(B=1, T=T, N=2 if packed else 1, dtype=torch.float32)
+        given = {"cu_seqlens": torch.tensor([0, 2, T])} if packed else {}
+        ref = results(flat, x, **given, **HEADS)
+        same(results(marked, x, **given, **HEADS), ref, 0.0)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_operators_pass_opcheck():
+    x = tokens(B=1, T=4, N=2, dtype=torch.float32)
+    inputs = (*x.values(), torch.tensor([0, 1, 4]))
+    inputs = tuple(
+        t.requires_grad_() if t.is_floating_point() else t for t in inputs
+    )
+    layout = [2, 3, 3, 2]
+    call = (*inputs, layout, 1e-6, True, "torch")
+    torch.library.opcheck(CONVOLUTION.forward, call)
+    outputs = CONVOLUTION.forward(*call)
+    douts = [t.detach() for t in outputs]
+    plain = [t.detach() for t in inputs]
+    torch.library.opcheck(
+        CONVOLUTION.backward, (*douts, *plain, layout, 1e-6, True, "torch")
+    )
+    plain[2:4] = None, None
+    call = (*plain, [0, 0, 1, 0], None, False, "torch")
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
+    call = (None, None, douts[0].new_ones(1, 4, 18), None, *call)
+    torch.library.opcheck(CONVOLUTION.backward, call, **checks)
+
+
+def test_refuses_gradients_of_gradients():
+    x = tokens(B=1, T=2)
+    x["x"].requires_grad_()
+    y, _ = short_convolution(**x)
+    (dx,) = torch.autograd.grad(y.sum(), x["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of its gradient"):
+        dx.sum().backward()
+
+
+def test_refuses_transforms():
+    x = tokens(B=1, T=2)
+    weight = x["weight"]
+    with pytest.raises(NotImplementedError, match="which it has not; a layer"):
+        torch.func.vmap(lambda x: short_convolution(x[None], weight)[0])(
+            x["x"]
+        )
+
+
+def test_refuses_what_inference_mode_made():
+    x = tokens(B=1, T=2)
+    with torch.inference_mode():
+        inner = x["x"].clone()
+    x["weight"].requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"^x: got a tensor made in torch.inf"
+    ):
+        short_convolution(inner, x["weight"])
+
+
+X = tokens(dtype=torch.float32)
+OFFSETS = torch.tensor([0, 9])
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"x": 1}, TypeError, "x: got int, need a Tensor"),
+        ({"x": X["x"].int()}, TypeError, "x: got torch.int32, need one of"),
+        ({"x": X["x"][0]}, ValueError, r"x: got shape \[9, 18\], need \[B, T"),
+        (
+            {"weight": X["weight"].double()},
+            TypeError,
+            "weight: got torch.float64, need torch.float32",
+        ),
+        (
+            {"weight": X["weight"][:, None]},
+            ValueError,
+            r"weight: got shape \[18, 1, 4\], need \[18, W\] with W one of",
+        ),
+        (
+            {"weight": torch.zeros(18, 5)},
+            ValueError,
+            r"weight: got shape \[18, 5\], need \[18, W\] with W one of \(2",
+        ),
+        (
+            {"weight": torch.zeros(18, 1)},
+            ValueError,
+            r"weight: got shape \[18, 1\]",
+        ),
+        (
+            {"bias": torch.zeros(17)},
+            ValueError,
+            r"bias: got shape \[17\], need \[18\]",
+        ),
+        (
+            {"bias": X["bias"].half()},
+            TypeError,
+            "bias: got torch.float16, need torch.float32",
+        ),
+        (
+            {"initial_state": torch.zeros(2, 4, 18)},
+            ValueError,
+            r"initial_state: got shape \[2, 4, 18\], need \[2, 3, 18\]",
+        ),
+        (
+            {"initial_state": X["initial_state"].double()},
+            TypeError,
+            "initial_state: got torch.float64, need torch.float32",
+        ),
+        (
+            {"cu_seqlens": OFFSETS},
+            ValueError,
+            r"x: got shape \[2, 9, 18\], need \[1, T, C\] because cu_seqlens",
+        ),
+        (
+            {"cu_seqlens": OFFSETS.float()},
+            TypeError,
+            "cu_seqlens: got torch.float32, need torch.int32 or torch.int64",
+        ),
+        (
+            {"x": X["x"][:1], "cu_seqlens": OFFSETS[:1]},
+            ValueError,
+            r"cu_seqlens: got shape \[1\], need \[N \+ 1\] with N >= 1",
+        ),
+        (
+            {
+                "x": X["x"][:1],
+                "initial_state": X["initial_state"][:1],
+                "cu_seqlens": OFFSETS + 1,
+            },
+            ValueError,
+            r"cu_seqlens: got \[1, 10\], need values that start at 0",
+        ),
+        (
+            {"weight": X["weight"].to("meta")},
+            ValueError,
+            "weight: got device meta, need x's, cpu",
+        ),
+        (
+            {"activation": "relu"},
+            ValueError,
+            r"activation: got 'relu', need one of \('silu', None\)",
+        ),
+        (
+            {"backend": "chunkwise"},
+            ValueError,
+            r"backend: got 'chunkwise', need one of \('auto', 'triton', 'to",
+        ),
+    ],
+)
+@pytest.mark.parametrize("function", [short_convolution, flat])
+def test_errors(function, wrong, error, message):
+    options = HEADS if function is flat else {}
+    with pytest.raises(error, match=f"^{message}"):
+        function(**X | wrong, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"heads": 2}, TypeError, "heads: got 2, need two ints, H and HV"),
+        ({"sizes": (2,)}, TypeError, r"sizes: got \(2,\), need two ints, K"),
+        ({"sizes": (3, 2.0)}, TypeError, r"sizes\[1\]: got float, need an"),
+        ({"heads": (0, 9)}, ValueError, r"heads: got \(0, 9\), need both >="),
+        (
+            {"heads": (2, 4)},
+            ValueError,
+            r"x: got shape \[2, 9, 18\], need \[B, T, 20\], 2 H K \+ HV V",
+        ),
+        ({"normalize": 1}, TypeError, "normalize: got int, need a bool"),
+        ({"eps": 0.0}, ValueError, "eps: got 0.0, need > 0"),
+        ({"eps": "1"}, TypeError, "eps: got str, need a real number"),
+        ({"eps": math.nan}, ValueError, "eps: got nan"),
+    ],
+)
+def test_errors_of_heads(wrong, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        convolve_heads(**X, **HEADS | wrong)
+
+
+def test_triton_needs_a_narrower_dtype():
+    with pytest.raises(ValueError, match=r"^backend: got 'triton', which nee"):
+        short_convolution(**tokens(), backend="triton")

@@ -1,0 +1,130 @@
+"""The output norm: the formula in fp64, gradients, and what it refuses."""
+
+import pytest
+import torch
+from inputs import same
+from norm_inputs import heads, results
+
+from fastweights.layers import OutputNorm
+from fastweights.ops.output_norm import gated_rms_norm
+
+
+def literal(o, weight, gate=None, activation="silu", eps=1e-5):
+    """The formula, one head of one token at a time."""
+    B, T, HV, V = o.shape
+    rows = []
+    for b in range(B):
+        for t in range(T):
+            for h in range(HV):
+                x = o[b, t, h]
+                w = weight if weight.dim() == 1 else weight[h]
+                y = x / (sum(z * z for z in x) / V + eps) ** 0.5 * w
+                if gate is not None:
+                    a = gate[b, t, h * V : (h + 1) * V]
+                    y = y / (1 + torch.exp(-a))
+                    if activation == "silu":
+                        y = y * a
+                rows.append(y)
+    return torch.cat(rows).view(B, T, HV * V)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+def test_it_is_the_formula(activation, groups):
+    """An eps of the size of the squares, so that its place shows."""
+    x = heads(groups=groups, gate=activation is not None)
+    options = {"activation": activation, "eps": 0.5}
+    found = results(gated_rms_norm, x, **options)
+    same(found, results(literal, x, **options), 1e-14)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gradcheck(activation, groups):
+    x = heads(B=1, T=2, groups=groups)
+    inputs = [t.detach().requires_grad_() for t in x.values()]
+
+    def function(*inputs):
+        return gated_rms_norm(*inputs, activation=activation, eps=0.1)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_rounded_once(autocast):
+    x = heads(T=40, dtype=torch.bfloat16, single=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = results(gated_rms_norm, x)
+    ref = results(gated_rms_norm, {name: t.double() for name, t in x.items()})
+    assert found["y"].dtype == torch.bfloat16
+    for name, t in x.items():
+        assert found[f"d{name}"].dtype == t.dtype, name
+    same(found, ref, 2.5e-3)
+    same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+def test_the_layer_calls_it(activation):
+    """With a weight per group, which Mamba-2 puts in the other's place."""
+    x = heads(groups=True, gate=activation is not None)
+    norm = OutputNorm(4, activation, eps=0.5)
+    norm.weight = torch.nn.Parameter(x.pop("weight"))
+    ref = literal(x["o"], norm.weight, x.get("gate"), activation, 0.5)
+    torch.testing.assert_close(norm(**x), ref)
+
+
+def test_no_token():
+    found = results(gated_rms_norm, heads(T=0))
+    assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
+
+
+def test_in_one_compiled_graph():
+    torch._dynamo.reset()
+    function = torch.compile(
+        gated_rms_norm, backend="aot_eager", fullgraph=True
+    )
+    for dtype in (torch.float32, torch.float64):
+        x = heads(dtype=dtype)
+        same(results(function, x), results(gated_rms_norm, x), 1e-6)
+
+
+X = heads(dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"o": 1}, TypeError, "o: got int, need a Tensor"),
+        ({"o": X["o"].int()}, TypeError, "o: got torch.int32, need one of"),
+        ({"o": X["o"][0]}, ValueError, r"o: got shape \[5, 3, 4\], need \[B"),
+        (
+            {"weight": torch.ones(3)},
+            ValueError,
+            r"weight: got shape \[3\], need \[4\] or \[3, 4\]",
+        ),
+        (
+            {"gate": X["gate"][:, 1:]},
+            ValueError,
+            r"gate: got shape \[2, 4, 12\], need \[2, 5, 12\]",
+        ),
+        (
+            {"gate": X["gate"].to("meta")},
+            ValueError,
+            "gate: got device meta, need o's, cpu",
+        ),
+        ({"activation": "relu"}, ValueError, "activation: got 'relu', need o"),
+        ({"activation": None}, ValueError, "activation: got None, need the"),
+        ({"eps": -1.0}, ValueError, "eps: got -1.0, need >= 0"),
+        ({"backend": "loop"}, ValueError, "backend: got 'loop', need one of"),
+        (
+            {name: t.double() for name, t in X.items()}
+            | {"backend": "triton"},
+            ValueError,
+            "backend: got 'triton', which needs o in float32",
+        ),
+    ],
+)
+def test_errors(wrong, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        gated_rms_norm(**X | wrong)

@@ -1,0 +1,1084 @@
+"""linear_recurrence: both backends against its equations, and its refusals."""
+
+import functools
+import itertools
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from crossed import crossed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import GATES, RULES, explicit, member, results, same
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastweights as fw
+from fastweights import private
+from fastweights.checks import relative_error
+from fastweights.ops import recurrence as ops
+
+BACKENDS = ("loop", "chunkwise")
+EXACT = 1e-11  # fp64, sums in another order
+FORWARD = torch.ops.fastweights.linear_recurrence.default
+BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default
+
+members = pytest.mark.parametrize(
+    ("gate", "rule"),
+    list(itertools.product(GATES, RULES)),
+    ids=lambda value: value,
+)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@members
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+def test_every_length_and_member(gate, rule, T):
+    x = member(gate, rule, T=T)
+    ref = results(explicit, x)
+    for backend in BACKENDS:
+        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+@pytest.mark.parametrize(("gate", "rule"), [("vector", "delta")])
+@pytest.mark.parametrize(
+    ("H", "HV", "K", "V"),
+    [(2, 2, 5, 7), (2, 4, 12, 3), (1, 8, 3, 12), (3, 3, 1, 1)],
+    ids=["equal", "double", "eightfold", "width-one"],
+)
+def test_grouped_heads_and_odd_widths(gate, rule, H, HV, K, V):
+    x = member(gate, rule, B=2, T=20, H=H, HV=HV, K=K, V=V)
+    ref = results(explicit, x)
+    for backend in BACKENDS:
+        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+def test_value_head_h_reads_key_head_h_over_the_group():
+    x = member("scalar", "delta", T=10, H=2, HV=6)
+    o, _ = fw.linear_recurrence(**x)
+    alone = x | {
+        name: x[name].repeat_interleave(3, dim=2) for name in ("q", "k")
+    }
+    torch.testing.assert_close(o, fw.linear_recurrence(**alone)[0])
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_every_chunk_size(gate, chunk_size):
+    x = member(gate, "delta", T=100)
+    ref = results(fw.linear_recurrence, x, backend="loop")
+    same(results(fw.linear_recurrence, x, chunk_size=chunk_size), ref, EXACT)
+
+
+@backends
+@pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
+def test_scale(backend, scale):
+    x = member("scalar", "delta", T=20)
+    ref = explicit(**x, scale=scale and float(scale))
+    o = fw.linear_recurrence(**x, scale=scale, backend=backend)
+    torch.testing.assert_close(o, ref)
+
+
+@backends
+@members
+def test_no_initial_state_is_zeros(gate, rule, backend):
+    x = member(gate, rule, B=2, T=18)
+    state = x.pop("initial_state")
+    o = fw.linear_recurrence(**x, backend=backend)
+    zeros = torch.zeros_like(state)
+    ref = fw.linear_recurrence(**x, initial_state=zeros, backend=backend)
+    torch.testing.assert_close(o, ref)
+
+
+@backends
+@members
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_output(gate, rule, use, backend):
+    x = member(gate, rule, T=20)
+    ref = results(explicit, x, use=use)
+    same(
+        results(fw.linear_recurrence, x, use=use, backend=backend), ref, EXACT
+    )
+
+
+@backends
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
+    x = member("vector", "delta", T=20)
+    ref = results(explicit, x)
+    for wanted in itertools.combinations(x, count):
+        o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
+        kept = {"o", "state", *(f"d{name}" for name in wanted)}
+        same(o, {name: ref[name] for name in kept}, EXACT)
+
+
+@backends
+@members
+def test_packed_sequences_are_separate_calls(gate, rule, backend):
+    offsets = [0, 0, 1, 18, 18, 40, 40]
+    x = member(gate, rule, T=40, N=6)
+
+    def separately(**x):
+        outputs, states = [], []
+        initial = x.pop("initial_state")
+        for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+            part = {
+                name: t if t.dim() == 1 else t[:, a:b] for name, t in x.items()
+            }
+            if a == b:
+                states.append(initial[n : n + 1])
+                continue
+            o, state = explicit(**part, initial_state=initial[n : n + 1])
+            outputs.append(o)
+            states.append(state)
+        return torch.cat(outputs, 1), torch.cat(states)
+
+    for dtype in (torch.int32, torch.int64):
+        o = results(
+            fw.linear_recurrence,
+            x,
+            cu_seqlens=torch.tensor(offsets, dtype=dtype),
+            backend=backend,
+            chunk_size=16,
+        )
+        same(o, results(separately, x), EXACT)
+
+
+def test_packed_sequences_start_from_zeros():
+    x = member("vector", "delta", T=30)
+    del x["initial_state"]
+    cu_seqlens = torch.tensor([0, 12, 12, 30])
+    o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+    for n, part in ((0, slice(0, 12)), (2, slice(12, 30))):
+        alone = fw.linear_recurrence(**{m: t[:, part] for m, t in x.items()})
+        torch.testing.assert_close((o[:, part], state[n : n + 1]), alone)
+    assert state[1].eq(0).all()
+
+
+@backends
+def test_inputs_need_not_be_contiguous(backend):
+    x = member("vector", "delta", B=2, T=20, H=2, HV=4)
+    ref = results(fw.linear_recurrence, x, backend=backend)
+
+    def scattered(t):
+        """The same values behind strides of another order, with gaps."""
+        wide = t.repeat_interleave(2, dim=-1).movedim(0, -1).contiguous()
+        return wide.movedim(-1, 0)[..., ::2]
+
+    views = {name: scattered(t) for name, t in x.items()}
+    assert not any(t.is_contiguous() for t in views.values())
+    o = fw.linear_recurrence(**views, backend=backend)
+    torch.testing.assert_close(o, (ref["o"], ref["state"]))
+
+
+WIDTHS = {
+    "dtype": (torch.float64, torch.float32),
+    "rule": RULES,
+    "gate": ("scalar", "vector"),
+}
+
+
+@crossed(**WIDTHS, strength=(0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"))
+def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
+    """Against the loop in fp64, which other tests hold to the equations."""
+    x = member(gate, rule, T=135, strength=strength, dtype=dtype)
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide, backend="loop")
+    tolerance = EXACT if dtype == torch.float64 else 1e-4
+    for backend in BACKENDS if dtype == torch.float32 else ("chunkwise",):
+        o = results(fw.linear_recurrence, x, backend=backend)
+        same(o, ref, tolerance)
+        for chunk in (slice(0, 64), slice(64, 128), slice(128, 135)):
+            error = relative_error(o["dg"][:, chunk], ref["dg"][:, chunk])
+            assert error <= tolerance, f"{backend}, dg in {chunk}: {error:.1e}"
+
+
+@crossed(**WIDTHS, clear=(-800.0, -1e4, -1e6, -1e9, -3e38, -np.inf))
+def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
+    """In a running sum that is too narrow they would be lost."""
+    x = member(gate, rule, T=100, strength=-0.1, dtype=dtype)
+    x["g"][:, [10, 11, 40, 70]] = clear
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(explicit, wide)
+    for backend in BACKENDS:
+        o = results(fw.linear_recurrence, x, backend=backend)
+        same(o, ref, EXACT if dtype == torch.float64 else 1e-5)
+
+
+@backends
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_identical_keys(beta, backend):
+    x = member("scalar", "delta", T=80, strength=-0.01)
+    x["k"] = x["k"][:, :1].expand_as(x["k"])
+    x["beta"] = torch.full_like(x["beta"], beta)
+    ref = results(explicit, x)
+    same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+
+
+def test_beta_zero_only_forgets():
+    x = member("scalar", "delta", T=20)
+    x["beta"] = torch.zeros_like(x["beta"])
+    _, state = fw.linear_recurrence(**x)
+    decay = x["g"].sum(1).exp()[..., None, None]
+    torch.testing.assert_close(state, decay * x["initial_state"])
+
+
+def test_beta_none_is_not_beta_one():
+    x = member("none", "delta", T=20)
+    ones = x | {"beta": torch.ones_like(x["beta"])}
+    del x["beta"]
+    additive, delta = (fw.linear_recurrence(**y)[0] for y in (x, ones))
+    assert relative_error(additive, delta) > 0.1
+
+
+BUDGETS = {
+    torch.float32: dict.fromkeys(["o", "out", "gate"], 1e-4),
+    torch.bfloat16: {"o": 5e-3, "out": 8e-3, "gate": 2e-2},
+    torch.float16: {"o": 5e-3, "out": 8e-3, "gate": 2e-2},
+}
+
+
+NARROW = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-fp32-gates": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+}
+
+
+@backends
+@members
+@pytest.mark.parametrize("dtypes", NARROW)
+def test_narrow_inputs_keep_their_dtype_and_the_budget(
+    dtypes, gate, rule, backend
+):
+    dtype, gates = NARROW[dtypes]
+    x = member(gate, rule, T=70, H=2, HV=4, K=20, V=12, dtype=dtype)
+    x |= {name: x[name].to(gates) for name in ("g", "beta") if name in x}
+    wide = {name: t.double() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide, backend="loop")
+    o = results(fw.linear_recurrence, x, backend=backend)
+    assert o["o"].dtype == dtype
+    assert o["state"].dtype == torch.float32
+    assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
+    budget = BUDGETS[dtype]
+    kinds = {"o": "o", "state": "o", "dg": "gate", "dbeta": "gate"}
+    same(o, ref, {name: budget[kinds.get(name, "out")] for name in o})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_grouped_gradients_are_summed_before_they_are_rounded(dtype):
+    x = member("fixed", "additive", T=40, H=1, HV=8, dtype=dtype)
+    wide = {name: t.float() for name, t in x.items()}
+    ref = results(fw.linear_recurrence, wide)
+    o = results(fw.linear_recurrence, x)
+    for name in ("dq", "dk", "dg"):
+        torch.testing.assert_close(
+            o[name], ref[name].to(dtype), rtol=0, atol=0
+        )
+
+
+@backends
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
+    def under_autocast(**x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return fw.linear_recurrence(**x)
+
+    def by_hand(q, k, v, **x):
+        q, k, v = (t.to(products) for t in (q, k, v))
+        return fw.linear_recurrence(q, k, v, **x)
+
+    dtype = getattr(torch, dtype)
+    products = dtype if dtype == torch.float64 else torch.bfloat16
+    x = member("vector", "delta", T=70, dtype=torch.float32)
+    names = x if dtype == torch.float64 else ("q", "k", "v")
+    x |= {name: x[name].to(dtype) for name in names}
+    ref = results(by_hand, x, backend=backend)
+    o = results(under_autocast, x, backend=backend)
+    assert o["o"].dtype == products
+    assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
+    same(o, ref, 0.0)
+
+
+def test_a_backward_under_autocast_narrows_nothing():
+    x = member("vector", "delta", T=70, dtype=torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    o, state = fw.linear_recurrence(**x)
+    loss = o.sum() + state.sum()
+    ref = torch.autograd.grad(loss, [*x.values()], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grads = torch.autograd.grad(loss, [*x.values()])
+    torch.testing.assert_close(grads, ref, rtol=0, atol=0)
+
+
+def test_autocast_joins_operands_of_different_dtypes():
+    x = member("scalar", "delta", T=20, dtype=torch.float32)
+    x["k"] = x["k"].bfloat16()
+    with pytest.raises(TypeError, match=r"k: got torch\.bfloat16"):
+        fw.linear_recurrence(**x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = fw.linear_recurrence(**x)
+    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+@members
+def test_operator_passes_opcheck(gate, rule):
+    x = member(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    if gate == "fixed":
+        x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
+    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
+    arguments = (*named, None, 0.5, 16, "chunkwise")
+    torch.library.opcheck(FORWARD, arguments)
+    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
+    o, state, saved = FORWARD(*arguments)
+    inputs, options = arguments[:7], arguments[7:]
+    torch.library.opcheck(BACKWARD, (o, state, *inputs, saved, *options))
+    torch.library.opcheck(BACKWARD, (o, None, *inputs, saved, *options))
+
+
+def test_packed_operator_passes_opcheck():
+    x = member("vector", "delta", T=40, N=3, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 0, 17, 40])
+    values = (x.get(n) for n in ("q", "k", "v", "g", "beta"))
+    arguments = (*values, None, cu_seqlens, 0.5, 16, "chunkwise")
+    torch.library.opcheck(FORWARD, arguments)
+
+
+class Seen(TorchDispatchMode):
+    """The names of this library's operators that a mode gets to see."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastweights":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated
+def test_what_looks_at_operators_sees_ours():
+    x = member("vector", "delta", T=20)
+    with Seen() as mode:
+        expected = results(fw.linear_recurrence, x)
+        with torch.no_grad():
+            fw.linear_recurrence(**x)
+    forward, backward = "linear_recurrence", "linear_recurrence_backward"
+    assert mode.names == [forward, backward, forward]
+    with torch.profiler.profile() as profile:
+        same(results(fw.linear_recurrence, x), expected, 0.0)
+    names = [event.key for event in profile.key_averages()]
+    assert f"fastweights::{forward}" in names
+    assert f"fastweights::{backward}" in names
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_trace_has_the_operator_and_passes_its_own_check(gradient):
+    """The check traces once more, without gradients."""
+    x = member("scalar", "delta", T=20)
+    x["q"].requires_grad_(gradient)
+
+    def function(q):
+        return fw.linear_recurrence(**x | {"q": q}, scale=0.5)[0]
+
+    traced = torch.jit.trace(function, x["q"])
+    assert "fastweights::linear_recurrence" in str(traced.graph)
+    if gradient:
+        found = [f(x["q"]).square().sum() for f in (traced, function)]
+        found = [torch.autograd.grad(loss, x["q"])[0] for loss in found]
+        assert relative_error(*found) <= EXACT
+
+
+def test_fake_tensors_stay_fake():
+    with FakeTensorMode() as mode:
+        x = {
+            name: mode.from_tensor(t).requires_grad_()
+            for name, t in member("scalar", "delta", T=20).items()
+        }
+        o, state = fw.linear_recurrence(**x)
+        grads = torch.autograd.grad(o.sum() + state.sum(), list(x.values()))
+    assert all(isinstance(t, FakeTensor) for t in (o, state, *grads))
+    assert [t.shape for t in grads] == [t.shape for t in x.values()]
+
+
+def test_a_negative_view_is_its_values():
+    x = member("scalar", "delta", T=20)
+    negative = torch.complex(x["v"], -x["v"]).conj().imag
+    assert negative.is_neg()
+    with torch.no_grad():
+        o, _ = fw.linear_recurrence(**{**x, "v": negative})
+        expected, _ = fw.linear_recurrence(**x)
+    assert torch.equal(o, expected)
+
+
+def forward_mode(o, q):
+    """The derivative along ones, without torch.func."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        return forward_ad.unpack_dual(o(dual)).tangent
+
+
+TRANSFORMS = {
+    "grad": lambda o, q: torch.func.grad(o)(q).sum(),
+    "jvp": lambda o, q: torch.func.jvp(o, (q,), (torch.ones_like(q),))[1],
+    "vmap": lambda o, q: torch.func.vmap(o)(torch.stack([q, 2 * q]))[0],
+    "forward-mode": forward_mode,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_but_by_the_loop(name, grad):
+    x = member("vector", "delta", T=20)
+
+    def o(q, backend):
+        return fw.linear_recurrence(**x | {"q": q}, backend=backend)[0].sum()
+
+    transform = functools.partial(TRANSFORMS[name], q=x["q"])
+    message = (
+        "linear_recurrence: got a transform of torch.func, or forward-mode "
+        'autograd, which only backend="loop" has; a layer'
+    )
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(NotImplementedError, match=f"^{message}"):
+            transform(functools.partial(o, backend="auto"))
+        found = transform(functools.partial(o, backend="loop"))
+    # o is linear in q: its derivative along ones is its value there.
+    along = x["q"] if name == "vmap" else torch.ones_like(x["q"])
+    torch.testing.assert_close(found, o(along, "loop"))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
+    x = member("vector", "delta", T=20)
+    ref = results(fw.linear_recurrence, x)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        if grad:
+            same(results(fw.linear_recurrence, x), ref, 0.0)
+        assert fw.linear_recurrence(**x)[0].equal(ref["o"])
+
+
+def test_tests_can_ask_which_backend_ran():
+    x = member("vector", "delta", T=20)
+    with ops.record_backends() as ran:
+        results(fw.linear_recurrence, x)
+        assert ran == ["chunkwise forward", "chunkwise backward"]
+        with ops.record_backends() as inner:
+            fw.linear_recurrence(**x, backend="loop")
+    fw.linear_recurrence(**x)
+    assert inner == ["loop forward"]
+    assert ran == ["chunkwise forward", "chunkwise backward", "loop forward"]
+
+
+def test_second_derivatives_are_refused_but_by_the_loop():
+    x = member("vector", "delta", T=20)
+    q = x.pop("q").requires_grad_()
+    for backend in BACKENDS:
+        o, _ = fw.linear_recurrence(q, **x, backend=backend)
+        loss = o.square().sum()
+        (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+        if backend == "loop":
+            torch.autograd.grad(dq.sum(), q)
+            continue
+        with pytest.raises(NotImplementedError, match='only backend="loop"'):
+            torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    def again(**x):
+        return checkpoint(
+            lambda *values: fw.linear_recurrence(
+                **dict(zip(x, values, strict=True))
+            ),
+            *x.values(),
+            use_reentrant=use_reentrant,
+        )
+
+    x = member("vector", "delta", T=40)
+    ref = results(fw.linear_recurrence, x)
+    with ops.record_backends() as ran:
+        same(results(again, x), ref, 0.0)
+    forward, backward = "chunkwise forward", "chunkwise backward"
+    assert ran == [forward, forward, backward]
+
+
+@backends
+@members
+def test_gradcheck(gate, rule, backend):
+    x = member(gate, rule, T=5, K=3, V=2, strength=-0.3)
+    names = list(x)
+
+    def function(*values):
+        named = dict(zip(names, values, strict=True))
+        return fw.linear_recurrence(**named, backend=backend, chunk_size=16)
+
+    inputs = [t.requires_grad_() for t in x.values()]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    gate=st.sampled_from(GATES),
+    rule=st.sampled_from(RULES),
+    B=st.integers(1, 2),
+    T=st.integers(1, 100),
+    H=st.integers(1, 2),
+    group=st.integers(1, 3),
+    K=st.integers(1, 20),
+    V=st.integers(1, 20),
+    chunk_size=st.sampled_from([16, 32, 64, None]),
+    use=st.sampled_from(["o", "state", "both"]),
+    cuts=st.lists(st.integers(0, 100), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_chunkwise_is_the_loop_in_any_configuration(
+    gate, rule, B, T, H, group, K, V, chunk_size, use, cuts, seed
+):
+    cu_seqlens = N = None
+    if cuts:
+        B, N = 1, len(cuts) + 1
+        inner = sorted(min(cut, T) for cut in cuts)
+        cu_seqlens = torch.tensor([0, *inner, T])
+    x = member(
+        gate, rule, B=B, T=T, H=H, HV=H * group, K=K, V=V, N=N, seed=seed
+    )
+    options = {"use": use, "cu_seqlens": cu_seqlens}
+    ref = results(fw.linear_recurrence, x, backend="loop", **options)
+    o = results(fw.linear_recurrence, x, chunk_size=chunk_size, **options)
+    same(o, ref, 1e-10)
+
+
+@pytest.mark.parametrize("T", [1, 64, 100])
+@pytest.mark.parametrize("cut", [0, 1, 37])
+def test_the_state_carries_everything_a_later_call_needs(cut, T):
+    cut = min(cut, T)
+    x = member("vector", "delta", T=T)
+    state = x.pop("initial_state")
+    whole = fw.linear_recurrence(**x, initial_state=state)
+    outputs = []
+    for part in (slice(0, cut), slice(cut, T)):
+        piece = {name: t[:, part] for name, t in x.items()}
+        if piece["q"].shape[1]:
+            o, state = fw.linear_recurrence(**piece, initial_state=state)
+            outputs.append(o)
+    torch.testing.assert_close((torch.cat(outputs, 1), state), whole)
+
+
+def test_auto_is_chunkwise_on_a_cpu():
+    assert fw.choose_backend() == fw.choose_backend("auto") == "chunkwise"
+    assert fw.choose_backend("loop") == "loop"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes this machine one with a GPU of some compute capability."""
+
+    def forget():
+        ops._explain.cache_clear()
+        ops._lack_of_triton.cache_clear()
+        private.warn_untested.cache_clear()
+
+    def of(*capability):
+        for name, value in (
+            ("get_device_capability", capability),
+            ("get_device_name", "Some GPU"),
+        ):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, x=value: x)
+
+    forget()
+    yield of
+    forget()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_auto_is_triton_from_ampere_on(gpu, capability):
+    pytest.importorskip("triton")
+    gpu(*capability)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert fw.choose_backend("auto", "cuda", dtype) == "triton"
+    assert fw.choose_backend("auto", "cuda", torch.float64) == "chunkwise"
+    assert fw.choose_backend("chunkwise", "cuda") == "chunkwise"
+
+
+def test_an_older_gpu_gets_chunkwise_and_is_told_why_once(gpu):
+    pytest.importorskip("triton")
+    gpu(7, 5)
+    with pytest.warns(UserWarning, match=r"8\.0 .*; Some GPU has 7\.5"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with warnings.catch_warnings(action="error"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match=r"'triton'.*8\.0.* has 7\.5"):
+        fw.choose_backend("triton", "cuda")
+
+
+@pytest.mark.parametrize("function", ["linear_recurrence", "decode_step"])
+def test_keys_wider_than_the_kernels_get_chunkwise_and_are_told_once(
+    gpu, monkeypatch, function
+):
+    pytest.importorskip("triton")
+    gpu(9, 0)
+    torch.manual_seed(0)
+    q, k = F.normalize(torch.randn(2, 1, 3, 2, 320), dim=-1)
+    v, beta = torch.randn(1, 3, 2, 5), torch.rand(1, 3, 2)
+    g = -torch.rand(1, 3, 2, 320)
+    want, _ = fw.linear_recurrence(q, k, v, g, beta, backend="loop")
+
+    def run(**backend):
+        if function == "decode_step":
+            state, others = torch.zeros(1, 2, 320, 5), {"g": g, "beta": beta}
+            return fw.decode_step(q, k, v, state=state, **others, **backend)
+        return fw.linear_recurrence(q, k, v, g, beta, **backend)[0]
+
+    monkeypatch.setattr(ops, "choose_backend", lambda *_: "triton")
+    reason = "kernels need K <= 256, not 320$"
+    with pytest.warns(UserWarning, match=reason):
+        assert relative_error(run(), want) <= 1e-6
+    with warnings.catch_warnings(action="error"):
+        assert relative_error(run(), want) <= 1e-6
+    with pytest.raises(ValueError, match="'triton', which needs K <= 256"):
+        run(backend="triton")
+
+
+@pytest.mark.parametrize(
+    "capability, version, backend",
+    [
+        ((10, 0), "3.7.1", "chunkwise"),
+        ((10, 3), "3.7.1", "chunkwise"),
+        ((10, 0), "3.8.0", "triton"),
+        ((10, 3), "3.9.0+git1", "triton"),
+        ((12, 0), "3.7.1", "triton"),
+    ],
+)
+def test_tensor_memory_takes_a_later_triton(
+    gpu, monkeypatch, capability, version, backend
+):
+    """Below 3.8 the loops of the kernels race there."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    gpu(*capability)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert fw.choose_backend("auto", "cuda") == backend
+    assert [str(x.message) for x in told] == [
+        "fastweights runs as PyTorch here: its kernels need Triton 3.8 or "
+        f"newer on a GPU of compute capability 10.x, where {version} "
+        f"compiles a race; Some GPU has 10.{capability[1]}"
+    ] * (backend == "chunkwise")
+
+
+def test_rocm_is_not_cuda(gpu, monkeypatch):
+    """Its devices are called cuda, and have a capability."""
+    pytest.importorskip("triton")
+    gpu(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.warns(UserWarning, match="need a CUDA build of PyTorch, not"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match=r"'triton'.* not ROCm's"):
+        fw.choose_backend("triton", "cuda")
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
+def test_an_untested_version_is_named(gpu, monkeypatch, version):
+    """Once, and the kernels run."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    gpu(9, 0)
+    told = f"triton {version} is outside .* tested with, 3.6 to 3.9$"
+    with pytest.warns(UserWarning, match=told):
+        assert fw.choose_backend("auto", "cuda") == "triton"
+    with warnings.catch_warnings(action="error"):
+        assert fw.choose_backend("auto", "cuda", torch.float16) == "triton"
+
+
+def test_triton_may_be_missing(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="triton, which is not installed"):
+        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    with pytest.raises(ValueError, match="which is not installed"):
+        fw.choose_backend("triton")
+
+
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_device_that_is_not_here_is_refused(
+    gpu, monkeypatch, backend, error
+):
+    """PyTorch says so in one of these, which name no argument."""
+    pytest.importorskip("triton")
+
+    def missing(device):
+        raise error("no CUDA here")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", missing)
+    message = "^device: got cuda:7, need one that is there; no CUDA here$"
+    with pytest.raises(ValueError, match=message):
+        fw.choose_backend(backend, "cuda:7")
+
+
+def test_inputs_and_initial_state_are_left_as_they_were():
+    x = member("vector", "delta", T=20)
+    before = {name: t.clone() for name, t in x.items()}
+    _, state = fw.linear_recurrence(**x, cu_seqlens=torch.tensor([0, 20]))
+    state.zero_()
+    assert all(t.equal(before[name]) for name, t in x.items())
+
+
+def test_what_has_passed_does_not_let_others_pass():
+    """The kinds that have passed are known by all that is checked."""
+    x = member("scalar", "delta", T=6, dtype=torch.float32)
+    fw.linear_recurrence(**x, chunk_size=16)
+    for changes, message in (
+        ({"chunk_size": 17}, "chunk_size: got 17"),
+        ({"chunk_size": 16.0}, "chunk_size: got float"),
+        ({"scale": "1"}, "scale: got str"),
+        ({"v": x["v"].to_sparse()}, "v: got layout torch.sparse_coo"),
+        ({"g": x["g"].half()}, "g: got torch.float16"),
+        ({"beta": x["beta"][:, :5]}, "beta: got shape"),
+        ({"k": x["k"].to("meta")}, "k: got device meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            fw.linear_recurrence(**x | {"chunk_size": 16} | changes)
+    # Of another length what depends on it is looked at again.
+    few = {n: t[:, :5] if n != "initial_state" else t for n, t in x.items()}
+    none = {n: t[:, :0] if n != "initial_state" else t for n, t in x.items()}
+    for other, message in (
+        (few | {"beta": x["beta"]}, "beta: got shape"),
+        (few | {"k": x["k"]}, "k: got shape"),
+        (none, "q: got shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            fw.linear_recurrence(**other, chunk_size=16)
+    fixed = x | {"g": torch.zeros(x["v"].shape[2])}
+    fw.linear_recurrence(**fixed)
+    with pytest.raises(ValueError, match=r"^g: got shape"):
+        fw.linear_recurrence(**fixed | {"g": fixed["g"][:, None]})
+    fw.linear_recurrence(**few, chunk_size=16)
+    state = x.pop("initial_state").bfloat16()
+    fw.decode_step(**x, state=state)
+    with pytest.raises(TypeError, match=r"got torch\.bfloat16, need torch"):
+        fw.linear_recurrence(**x, initial_state=state)
+
+
+@backends
+@pytest.mark.parametrize("rule", RULES)
+def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
+    """Its decays go by heads, though [HV] is also [T]."""
+    x = member("fixed", rule, T=5, HV=5)
+    same(
+        results(fw.linear_recurrence, x, backend=backend),
+        results(explicit, x),
+        EXACT,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["q", "v", "beta"])
+def test_nested_tensors_are_refused_by_name(name, layout):
+    x = member("none", "delta", T=6)
+    nested = torch.nested.nested_tensor([x[name][0]], layout=layout)
+    message = f"^{name}: got a nested tensor, need a dense one"
+    with pytest.raises(TypeError, match=message):
+        fw.linear_recurrence(**x | {name: nested})
+
+
+def test_packed_tensors_without_data():
+    names = ("q", "k", "v", "g", "beta")
+    x = member("vector", "delta", T=20, N=2, dtype=torch.float32)
+    x = {n: x[n].to("meta").requires_grad_() for n in names}
+    cu_seqlens = meta(3).long()
+    o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
+    assert o.is_meta and o.shape == x["v"].shape
+    assert state.is_meta and state.shape == (2, 2, 6, 5)
+    (o.sum() + state.sum()).backward()
+    assert all(t.grad.shape == t.shape for t in x.values())
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor"):
+        fw.linear_recurrence(**x, cu_seqlens=cu_seqlens, backend="loop")
+
+
+@pytest.mark.parametrize(
+    "name", ["k", "v", "g", "beta", "initial_state", "cu_seqlens"]
+)
+def test_what_inference_mode_has_made_goes_on_without_gradients(name):
+    x = member("scalar", "delta", T=6)
+    x["cu_seqlens"] = torch.tensor([0, 6])
+    expected = fw.linear_recurrence(**x)
+    with torch.inference_mode():
+        made = x | {name: x[name].clone()}
+    for got, ref in zip(fw.linear_recurrence(**made), expected, strict=True):
+        assert got.equal(ref)
+    made["q"].requires_grad_()
+    message = rf"^{name}: got a tensor made in torch.inference_mode, need its"
+    with pytest.raises(ValueError, match=message):
+        fw.linear_recurrence(**made)
+
+
+def meta(*shape):
+    return torch.zeros(shape, device="meta")
+
+
+def offsets(*values, dtype=torch.int64):
+    return {"cu_seqlens": torch.tensor(values, dtype=dtype)}
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+# What is changed in a call that is right, and what its error must say. The
+# call has B 1, T 6, H 2, HV 4, K 3, V 5.
+SHAPES = {
+    "q-three-dimensions": (
+        {"q": ones(1, 6, 3)},
+        "q: got shape [1, 6, 3], need [B, T, H, K]",
+    ),
+    "k-other-length": (
+        {"k": ones(1, 5, 2, 3)},
+        "k: got shape [1, 5, 2, 3], need q's, [1, 6, 2, 3]",
+    ),
+    "k-other-heads": (
+        {"k": ones(1, 6, 1, 3)},
+        "k: got shape [1, 6, 1, 3], need q's, [1, 6, 2, 3]",
+    ),
+    "T-zero": (
+        {"q": ones(1, 0, 2, 3), "k": ones(1, 0, 2, 3), "v": ones(1, 0, 4, 5)},
+        "q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K >= 1",
+    ),
+    "B-zero": (
+        {"q": ones(0, 6, 2, 3), "k": ones(0, 6, 2, 3), "v": ones(0, 6, 4, 5)},
+        "q: got shape [0, 6, 2, 3], need [B, T, H, K] with B, T, H, K >= 1",
+    ),
+    "v-three-dimensions": (
+        {"v": ones(1, 6, 5)},
+        "v: got shape [1, 6, 5], need [1, 6, HV, V] with HV, V >= 1",
+    ),
+    "v-other-length": (
+        {"v": ones(1, 7, 4, 5)},
+        "v: got shape [1, 7, 4, 5], need [1, 6, HV, V]",
+    ),
+    "v-empty": (
+        {"v": ones(1, 6, 4, 0)},
+        "v: got shape [1, 6, 4, 0], need [1, 6, HV, V] with HV, V >= 1",
+    ),
+    "HV-no-multiple-of-H": (
+        {"v": ones(1, 6, 3, 5)},
+        "v: got shape [1, 6, 3, 5], need [1, 6, HV, V] with HV a multiple of "
+        "q's 2 heads",
+    ),
+    "HV-below-H": (
+        {"v": ones(1, 6, 1, 5)},
+        "v: got shape [1, 6, 1, 5], need [1, 6, HV, V] with HV a multiple",
+    ),
+    "g-other-width": (
+        {"g": ones(1, 6, 4, 2)},
+        "g: got shape [1, 6, 4, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "g-of-key-heads": (
+        {"g": ones(1, 6, 2)},
+        "g: got shape [1, 6, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "g-fixed-other-heads": (
+        {"g": ones(2)},
+        "g: got shape [2], need [4], [1, 6, 4] or [1, 6, 4, 3]",
+    ),
+    "beta-per-channel": (
+        {"beta": ones(1, 6, 4, 3)},
+        "beta: got shape [1, 6, 4, 3], need [1, 6, 4]",
+    ),
+    "initial-state-transposed": (
+        {"initial_state": ones(1, 4, 5, 3)},
+        "initial_state: got shape [1, 4, 5, 3], need [1, 4, 3, 5]",
+    ),
+    "initial-state-one-for-two-sequences": (
+        offsets(0, 2, 6) | {"initial_state": ones(1, 4, 3, 5)},
+        "initial_state: got shape [1, 4, 3, 5], need [2, 4, 3, 5]",
+    ),
+    "cu-seqlens-with-a-batch": (
+        offsets(0, 6)
+        | {n: ones(2, 6, 2, 3) for n in ("q", "k")}
+        | {"v": ones(2, 6, 4, 5), "g": None, "beta": None},
+        "q: got shape [2, 6, 2, 3], need [1, T, H, K] because cu_seqlens is",
+    ),
+    "cu-seqlens-two-dimensions": (
+        {"cu_seqlens": torch.tensor([[0, 6]])},
+        "cu_seqlens: got shape [1, 2], need [N + 1] with N >= 1",
+    ),
+    "cu-seqlens-one-value": (
+        offsets(6),
+        "cu_seqlens: got shape [1], need [N + 1] with N >= 1",
+    ),
+}
+VALUES = {
+    "cu-seqlens-decreasing": (
+        offsets(0, 4, 3, 6),
+        "cu_seqlens: got [0, 4, 3, 6], need values that start at 0, never "
+        "decrease and end at T = 6",
+    ),
+    "cu-seqlens-not-from-0": (offsets(1, 6), "cu_seqlens: got [1, 6], need"),
+    "cu-seqlens-beyond-T": (
+        offsets(0, 7, dtype=torch.int32),
+        "cu_seqlens: got [0, 7], need",
+    ),
+    "backend-unknown": (
+        {"backend": "cuda"},
+        "backend: got 'cuda', need one of ('auto', 'triton', 'chunkwise', "
+        "'loop')",
+    ),
+    "backend-triton-on-a-cpu": (
+        {"backend": "triton"},
+        "backend: got 'triton', which needs tensors on a CUDA device, not cpu"
+        ", or Triton's interpreter",
+    ),
+    "backend-none": ({"backend": None}, "backend: got None, need one of"),
+    "chunk-size-17": (
+        {"chunk_size": 17},
+        "chunk_size: got 17, need one of (16, 32, 64) or None",
+    ),
+    "chunk-size-0": ({"chunk_size": 0}, "chunk_size: got 0, need one of"),
+}
+DEVICES = {
+    name: (
+        {name: meta(*shape)},
+        f"{name}: got device meta, need q's, cpu",
+    )
+    for name, shape in {
+        "k": (1, 6, 2, 3),
+        "v": (1, 6, 4, 5),
+        "g": (1, 6, 4),
+        "beta": (1, 6, 4),
+        "initial_state": (1, 4, 3, 5),
+    }.items()
+} | {
+    "cu_seqlens": (
+        {"cu_seqlens": meta(2).long()},
+        "cu_seqlens: got device meta, need q's, cpu",
+    )
+}
+TYPES = {
+    "q-a-list": ({"q": [1.0]}, "q: got list, need a Tensor"),
+    "k-an-array": (
+        {"k": np.ones((1, 6, 2, 3))},
+        "k: got ndarray, need a Tensor",
+    ),
+    "v-none": ({"v": None}, "v: got NoneType, need a Tensor"),
+    "g-a-number": ({"g": -0.1}, "g: got float, need a Tensor"),
+    "beta-a-number": ({"beta": 1}, "beta: got int, need a Tensor"),
+    "initial-state-a-number": (
+        {"initial_state": 0},
+        "initial_state: got int, need a Tensor",
+    ),
+    "cu-seqlens-a-list": (
+        {"cu_seqlens": [0, 6]},
+        "cu_seqlens: got list, need a Tensor",
+    ),
+    "q-sparse": (
+        {"q": ones(1, 6, 2, 3).to_sparse()},
+        "q: got layout torch.sparse_coo, need torch.strided, as to_dense()",
+    ),
+    "q-fp8": (
+        {"q": ones(1, 6, 2, 3).to(torch.float8_e4m3fn)},
+        "q: got torch.float8_e4m3fn, need one of",
+    ),
+    "q-integers": (
+        {"q": ones(1, 6, 2, 3, dtype=torch.int64)},
+        "q: got torch.int64, need one of",
+    ),
+    "q-complex": (
+        {"q": ones(1, 6, 2, 3, dtype=torch.complex64)},
+        "q: got torch.complex64, need one of",
+    ),
+    "k-other-dtype": (
+        {"k": ones(1, 6, 2, 3, dtype=torch.bfloat16)},
+        "k: got torch.bfloat16, need torch.float32",
+    ),
+    "v-other-dtype": (
+        {"v": ones(1, 6, 4, 5, dtype=torch.float64)},
+        "v: got torch.float64, need torch.float32",
+    ),
+    "g-narrower-than-q": (
+        {"g": ones(1, 6, 4, dtype=torch.bfloat16)},
+        "g: got torch.bfloat16, need torch.float32",
+    ),
+    "g-another-narrow-dtype": (
+        {
+            "q": ones(1, 6, 2, 3, dtype=torch.float16),
+            "k": ones(1, 6, 2, 3, dtype=torch.float16),
+            "v": ones(1, 6, 4, 5, dtype=torch.float16),
+            "g": ones(1, 6, 4, dtype=torch.bfloat16),
+        },
+        "g: got torch.bfloat16, need torch.float32 or torch.float16",
+    ),
+    "beta-integers": (
+        {"beta": ones(1, 6, 4, dtype=torch.int64)},
+        "beta: got torch.int64, need torch.float32",
+    ),
+    "initial-state-fp64": (
+        {"initial_state": ones(1, 4, 3, 5, dtype=torch.float64)},
+        "initial_state: got torch.float64, need torch.float32",
+    ),
+    "initial-state-bf16": (
+        {"initial_state": ones(1, 4, 3, 5, dtype=torch.bfloat16)},
+        "initial_state: got torch.bfloat16, need torch.float32",
+    ),
+    "cu-seqlens-floats": (
+        {"cu_seqlens": torch.tensor([0.0, 6.0])},
+        "cu_seqlens: got torch.float32, need torch.int32 or torch.int64",
+    ),
+    "scale-a-string": (
+        {"scale": "1"},
+        "scale: got str, need a real number or None",
+    ),
+    "scale-a-tensor": (
+        {"scale": torch.ones(())},
+        "scale: got Tensor, need a real number or None",
+    ),
+    "scale-complex": ({"scale": 1j}, "scale: got complex, need a real number"),
+    "chunk-size-a-float": (
+        {"chunk_size": 64.0},
+        "chunk_size: got float, need an int or None",
+    ),
+}
+
+
+def refusals(table, error):
+    return [
+        pytest.param(changes, error, message, id=name)
+        for name, (changes, message) in table.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *refusals(SHAPES, ValueError),
+        *refusals(VALUES, ValueError),
+        *refusals(DEVICES, ValueError),
+        *refusals(TYPES, TypeError),
+    ],
+)
+def test_bad_calls_name_the_argument_and_what_it_needs(
+    changes, error, message
+):
+    x = member("scalar", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    del x["initial_state"]
+    fw.linear_recurrence(**x)
+    with pytest.raises(error, match=re.escape(message)):
+        fw.linear_recurrence(**(x | changes))
+
+
+def test_the_largest_key_width_runs():
+    q, v = torch.randn(1, 3, 1, 256), torch.randn(1, 3, 1, 2)
+    o, _ = fw.linear_recurrence(q, F.normalize(q, dim=-1), v)
+    assert o.shape == v.shape

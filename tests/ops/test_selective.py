@@ -1,0 +1,570 @@
+"""Mamba's selective scan: its step, its loop, and what it refuses."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import results, same
+from scan_inputs import tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastweights as fw
+from fastweights.checks import Exponentials, Footprint
+from fastweights.ops import recurrence as ops
+from fastweights.ops.selective import SCAN
+from fastweights.reference import selective as chunkwise
+from fastweights.reference import steps
+
+
+def explicit(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
+    """No recurrence: what token j wrote, decayed by all tokens up to t."""
+    if cu_seqlens is not None:
+        parts = []
+        for s, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            cut = (t[:, a:b] for t in (x, dt, B, C))
+            first = initial_state[s : s + 1]
+            x_s, dt_s, B_s, C_s = cut
+            found = explicit(x_s, dt_s, A, B_s, C_s, D, first)
+            parts.append(found if b > a else (x_s, first))
+        return tuple(
+            torch.cat(part, dim)
+            for part, dim in zip(zip(*parts, strict=True), (1, 0), strict=True)
+        )
+    G = B.shape[2] if B.dim() == 4 else 1
+    B, C = (t.reshape(*t.shape[:2], G, A.shape[1]) for t in (B, C))
+    B, C = (t.repeat_interleave(x.shape[2] // G, dim=2) for t in (B, C))
+    g = dt[..., None] * A  # [B, T, D, N]
+    t = torch.arange(x.shape[1])
+    between = (t[:, None] < t) & (t <= t[:, None, None])  # j < i <= t
+    decay = torch.einsum("tji,bidn->btjdn", between.to(g.dtype), g).exp()
+    decay = decay * (t <= t[:, None])[:, :, None, None]  # j <= t
+    h = torch.einsum("btjdn,bjd,bjdn->btdn", decay, dt * x, B)
+    if initial_state is not None:
+        h = h + g.cumsum(dim=1).exp() * initial_state[:, None]
+    y = torch.einsum("btdn,btdn->btd", h, C)
+    return y if D is None else y + D * x, h[:, -1:].flatten(0, 1)
+
+
+def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias):
+    """Mamba's own, as its test's reference has it, with its softplus."""
+    delta = F.softplus(delta + delta_bias[:, None])
+    B, C = (
+        t.repeat_interleave(u.shape[1] // t.shape[1], dim=1) for t in (B, C)
+    )
+    decay = torch.einsum("bdl,dn->bdln", delta, A).exp()
+    write = torch.einsum("bdl,bdnl,bdl->bdln", delta, B, u)
+    h, ys = torch.zeros_like(write[:, :, 0]), []
+    for t in range(u.shape[2]):
+        h = decay[:, :, t] * h + write[:, :, t]
+        ys.append(torch.einsum("bdn,bdn->bd", h, C[..., t]))
+    y = torch.stack(ys, dim=2) + u * D[:, None]
+    return y * F.silu(z), h
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 4 tokens, so that a few are many."""
+    monkeypatch.setattr(chunkwise, "tile_length", lambda D, N, G: 4)
+
+
+def test_step():
+    x = tokens(T=1)
+    h, A = x["initial_state"], x["A"]
+    named = {name: x[name][:, 0] for name in ("x", "dt", "B", "C")}
+    found, y = steps.selective(h, A=A, **named)
+    ref = explicit(**x | {"D": torch.zeros(3)})
+    torch.testing.assert_close((y[:, None], found), ref)
+
+
+def test_step_in_a_scan():
+    x = tokens()
+    inputs = [x[name] for name in ("x", "dt", "A", "B", "C")]
+    inputs[2] = x["A"].expand(2, 20, 3, 5)
+    found = steps.scan(steps.selective, x["initial_state"], *inputs)
+    ref = fw.selective_scan(**x | {"D": None}, backend="loop")
+    torch.testing.assert_close(found, ref, rtol=0, atol=0)
+
+
+PYTORCH = ("chunkwise", "loop")
+OFFSETS = {
+    "empty": [0, 0, 5, 5, 6, 20, 20],
+    "chunks": [0, 4, 12, 20],
+    "one": [0, 20],
+}
+
+
+@pytest.mark.usefixtures("small_chunks", "poison")
+@pytest.mark.parametrize("strength", [None, -1e-3, -30.0])
+@pytest.mark.parametrize("without", [(), ("D",), ("D", "initial_state")])
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_it_is_the_explicit_sum(strength, without, backend):
+    x = {
+        name: t
+        for name, t in tokens(strength=strength).items()
+        if name not in without
+    }
+    found = results(fw.selective_scan, x, backend=backend)
+    same(found, results(explicit, x), 1e-11)
+
+
+@pytest.mark.usefixtures("small_chunks", "poison")
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8, 13])
+def test_any_length(T):
+    x = tokens(T=T, D=2, N=1)
+    same(results(fw.selective_scan, x), results(explicit, x), 1e-11)
+
+
+@pytest.mark.parametrize("T, D, N", [(130, 2, 3), (34, 300, 16)])
+def test_chunks_as_they_ship(T, D, N):
+    """Of 64 tokens, and of 16 where a state is large."""
+    x = tokens(batch=1, T=T, D=D, N=N)
+    found = results(fw.selective_scan, x)
+    same(found, results(fw.selective_scan, x, backend="loop"), 1e-11)
+
+
+@pytest.mark.usefixtures("small_chunks", "poison")
+@pytest.mark.parametrize("G", [1, 2, 6])
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_groups(backend, G):
+    x = tokens(T=9, D=6, N=2, G=G)
+    found = results(fw.selective_scan, x, backend=backend)
+    same(found, results(explicit, x), 1e-11)
+
+
+@pytest.mark.usefixtures("small_chunks", "poison")
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_packed_sequences(backend, offsets):
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    x = tokens(batch=1, D=4, N=2, G=2, S=len(offsets) - 1)
+    packed = {"cu_seqlens": cu_seqlens}
+    found = results(fw.selective_scan, x, backend=backend, **packed)
+    same(found, results(explicit, x, **packed), 1e-11)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_mambas_own_arguments(backend):
+    x = tokens(T=9, D=6, N=2, G=2, own=True)
+    del x["initial_state"]
+    found = results(fw.selective_scan, x, backend=backend, dt_softplus=True)
+
+    def mambas(x, dt, A, B, C, D, z, dt_bias):
+        u, delta, z, B, C = (t.movedim(1, -1) for t in (x, dt, z, B, C))
+        y, h = selective_scan_fn(u, delta, A, B, C, D, z, dt_bias)
+        return y.mT, h
+
+    same(found, results(mambas, x), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["z", "dt_bias"])
+def test_each_of_mambas_arguments_alone(name):
+    x = tokens(own=True)
+    x["dt_bias"] = x["dt_bias"].abs()
+    del x[{"z": "dt_bias", "dt_bias": "z"}[name]]
+
+    def composed(dt, z=None, dt_bias=None, **x):
+        dt = dt if dt_bias is None else dt + dt_bias
+        y, state = explicit(dt=dt, **x)
+        return y if z is None else y * z * z.sigmoid(), state
+
+    same(results(fw.selective_scan, x), results(composed, x), 1e-11)
+
+
+def test_steps_are_added_and_softened_in_single_precision():
+    """A bias far above bf16's last bit of dt is not lost beside it."""
+    x = tokens(dtype=torch.bfloat16, own=True)
+    x["dt"] = (x["dt"] - 6).bfloat16()
+    found = results(fw.selective_scan, x, dt_softplus=True)
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, dt_softplus=True)
+    assert found["ddt"].dtype == found["o"].dtype == torch.bfloat16
+    assert found["ddt_bias"].dtype == torch.float32
+    same(found, ref, 4e-3)
+    same({"state": found["state"]}, {"state": ref["state"]}, 1e-6)
+
+
+@pytest.mark.parametrize("backend", PYTORCH)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gate_is_taken_in_single_precision(dtype, backend):
+    """y is rounded once, after it: what is fp32 has gradients as in fp32."""
+    x = tokens(own=True, dtype=dtype)
+    x["z"] = x["z"].float()
+    options = {"dt_softplus": True, "backend": backend}
+    found = results(fw.selective_scan, x, **options)
+    exact = {name: t.double() for name, t in x.items()}
+    ref = results(fw.selective_scan, exact, **options)
+    same({"o": found["o"]}, {"o": ref["o"]}, torch.finfo(dtype).eps)
+    single = ("dD", "dA", "dz", "ddt", "ddt_bias")
+    found, ref = ({name: x[name] for name in single} for x in (found, ref))
+    same(found, ref, 1e-6)
+
+
+@pytest.mark.parametrize("strength", [-1e3, -1e30])
+def test_nothing_overflows(strength):
+    """Only a token's own write is left, and every gradient is finite."""
+    x = tokens(T=70, dtype=torch.float32, strength=strength)
+    found = results(fw.selective_scan, x)
+    ref = results(fw.selective_scan, x, backend="loop")
+    assert all(t.isfinite().all() for t in found.values())
+    same(found, ref, 1e-6)
+
+
+def test_a_chunk_at_a_time():
+    """No tensor has the states of all tokens, and no exponent is positive."""
+    T, D, N = 1024, 8, 16
+    x = tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32)
+    x |= {name: x[name][:, :, None] for name in ("B", "C")}
+    inputs = (*x.values(), None)
+    chunks = T // 64
+    states = torch.empty(chunks * D * N)
+    with Footprint() as footprint, Exponentials() as exponentials:
+        y, state = chunkwise.forward(*inputs, states, torch.float32)
+        chunkwise.backward(y, state, *inputs, states)
+    assert footprint.largest == T * N < T * D * N
+    assert exponentials.count == 2 * (T + 2 * chunks) * D * N
+    assert exponentials.largest <= 0
+
+
+def test_states_are_kept_for_a_backward_only():
+    """One per chunk, and none of them without a gradient."""
+    x = tokens(batch=1, T=130, D=2, N=3)
+    B, C = x["B"][:, :, None], x["C"][:, :, None]
+    inputs = (x["x"], x["dt"], x["A"], B, C, x["D"], x["initial_state"])
+    packed = torch.tensor([0, 130])
+    for cu_seqlens, chunks in ((None, 3), (packed, 3)):
+        for keep in (False, True):
+            *_, states = SCAN.forward(
+                *inputs, cu_seqlens, keep, False, "chunkwise"
+            )
+            assert states.shape == (chunks * keep * 2 * 3,)
+        assert torch.equal(states[:6].view(1, 2, 3), x["initial_state"])
+
+
+def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
+    kept, operator = [], SCAN
+
+    def record(*arguments):
+        kept.append(arguments[-3])
+        return operator(*arguments)
+
+    monkeypatch.setattr("fastweights.ops.selective.SCAN", record)
+    x = tokens(T=2)
+    fw.selective_scan(**x)
+    x["A"].requires_grad_()
+    fw.selective_scan(**x)
+    with torch.no_grad():
+        fw.selective_scan(**x)
+    assert kept == [False, True, False]
+
+
+@pytest.mark.parametrize("use", ["o", "state"])
+def test_gradients_from_one_result(use):
+    x = tokens()
+    found = results(fw.selective_scan, x, use=use)
+    same(found, results(explicit, x, use=use), 1e-11)
+
+
+def test_gradients_of_gradients():
+    x = tokens(batch=1, T=3, D=2, N=2)
+    *positional, state = (t.requires_grad_() for t in x.values())
+
+    def function(initial_state, *inputs):
+        return fw.selective_scan(
+            *inputs, initial_state=initial_state, backend="loop"
+        )
+
+    assert torch.autograd.gradcheck(function, (state, *positional))
+    assert torch.autograd.gradgradcheck(function, (state, *positional))
+
+
+def test_refuses_gradients_of_gradients():
+    x = tokens(T=3)
+    x["x"].requires_grad_()
+    y, _ = fw.selective_scan(**x)
+    (dx,) = torch.autograd.grad(y.sum(), x["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="loop"'):
+        dx.sum().backward()
+
+
+def test_refuses_transforms_and_tangents():
+    x = tokens(T=3)
+
+    def scan(values, backend):
+        return fw.selective_scan(**x | {"x": values}, backend=backend)[0]
+
+    for_loop = functools.partial(scan, backend="loop")
+    tangent = (torch.ones_like(x["x"]),)
+    _, slope = torch.func.jvp(for_loop, (x["x"],), tangent)
+    step = for_loop(x["x"] + tangent[0]) - for_loop(x["x"])  # it is linear
+    torch.testing.assert_close(slope, step)
+    for call in (
+        lambda f: torch.func.jvp(f, (x["x"],), tangent),
+        lambda f: torch.func.vmap(f)(x["x"][None]),
+        lambda f: torch.func.vjp(f, x["x"]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^selective_scan: got"):
+            call(functools.partial(scan, backend="auto"))
+
+
+def test_two_halves_are_the_whole():
+    x = tokens(T=21)
+    y, state = fw.selective_scan(**x)
+    whole = {name: x[name] for name in ("A", "D")}
+    outputs, last = [], x["initial_state"]
+    for part in (slice(0, 8), slice(8, 21)):
+        cut = {n: x[n][:, part] for n in ("x", "dt", "B", "C")}
+        o, last = fw.selective_scan(**cut, **whole, initial_state=last)
+        outputs.append(o)
+    torch.testing.assert_close((torch.cat(outputs, 1), last), (y, state))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+)
+def test_dtypes(dtype, single):
+    """dt, A and D may be fp32 beside any x; arithmetic is in fp32."""
+    x = tokens(dtype=dtype)
+    for name in ("dt", "A", "D"):
+        x[name] = x[name].to(torch.float32 if single else dtype)
+    found = results(fw.selective_scan, x)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert (found["o"].dtype, found["state"].dtype) == (dtype, wide)
+    for name in x:
+        assert found[f"d{name}"].dtype == x[name].dtype, name
+    exact = {name: t.double() for name, t in x.items()}
+    narrowest = torch.float32 if single else wide
+    full = 64 * torch.finfo(narrowest).eps
+    same(found, results(explicit, exact), max(full, torch.finfo(dtype).eps))
+
+
+def test_the_initial_state_stays_as_it_is():
+    x = tokens()
+    before = x["initial_state"].clone()
+    _, state = fw.selective_scan(**x)
+    state.zero_()
+    assert torch.equal(x["initial_state"], before)
+
+
+def test_autocast_rounds_x_b_and_c():
+    x = tokens(dtype=torch.float32)
+    rounded = {n: x[n].bfloat16() for n in ("x", "B", "C")}
+    ref = fw.selective_scan(**x | rounded)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fw.selective_scan(**x)
+    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found, ref, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunkwise", "loop"])
+def test_record_says_what_ran(backend):
+    with ops.record_backends() as ran:
+        results(fw.selective_scan, tokens(), backend=backend)
+    ref = ["chunkwise forward", "chunkwise backward"]
+    assert ran == (["loop forward"] if backend == "loop" else ref)
+
+
+ones = functools.partial(torch.ones, dtype=torch.float64)
+WRONG = {
+    "x-list": ("x", [1.0], TypeError, "list, need a Tensor"),
+    "x-dtype": ("x", ones(2, 20, 3).int(), TypeError, "torch.int32"),
+    "x-shape": ("x", ones(2, 20), ValueError, r"need \[B, T, D\]"),
+    "x-empty": ("x", ones(2, 0, 3), ValueError, r"shape \[2, 0, 3\]"),
+    "dt-none": ("dt", None, TypeError, "NoneType, need a Tensor"),
+    "dt-dtype": ("dt", ones(2, 20, 3).half(), TypeError, "float32 or"),
+    "dt-shape": ("dt", ones(2, 20), ValueError, r"need x's, \[2, 20, 3\]"),
+    "A-dtype": ("A", ones(3, 5).bfloat16(), TypeError, "torch.bfloat16"),
+    "A-shape": ("A", ones(4, 5), ValueError, r"need \[3, N\] with 1 <= N"),
+    "A-flat": ("A", ones(3), ValueError, r"shape \[3\]"),
+    "A-wide": ("A", ones(3, 257), ValueError, "N <= 256"),
+    "B-dtype": ("B", ones(2, 20, 5).float(), TypeError, "torch.float64"),
+    "B-shape": ("B", ones(2, 20, 4), ValueError, r"need \[2, 20, 5\]"),
+    "B-groups": ("B", ones(2, 20, 2, 5), ValueError, "G a divisor of D = 3"),
+    "B-no-groups": ("B", ones(2, 20, 0, 5), ValueError, "G a divisor of D"),
+    "B-flat": ("B", ones(2, 20), ValueError, r"need \[2, 20, 5\] or"),
+    "B-device": ("B", ones(2, 20, 5).to("meta"), ValueError, "need x's, cpu"),
+    "C-dtype": ("C", ones(2, 20, 5).float(), TypeError, "torch.float64"),
+    "C-shape": ("C", ones(2, 19, 5), ValueError, r"need \[2, 20, 5\]"),
+    "D-number": ("D", 1.0, TypeError, "float, need a Tensor"),
+    "D-shape": ("D", ones(3, 1), ValueError, r"need \[3\]"),
+    "D-dtype": ("D", ones(3).half(), TypeError, "torch.float16"),
+    "C-groups": ("C", ones(2, 20, 1, 5), ValueError, r"need \[2, 20, 5\]"),
+    "z-shape": ("z", ones(2, 20), ValueError, r"need x's, \[2, 20, 3\]"),
+    "z-dtype": ("z", ones(2, 20, 3).half(), TypeError, "torch.float16"),
+    "bias-shape": ("dt_bias", ones(1), ValueError, r"need \[3\]"),
+    "bias-dtype": ("dt_bias", ones(3).half(), TypeError, "torch.float16"),
+    "softplus": ("dt_softplus", 1, TypeError, "1, need True or False"),
+    "offsets-dtype": ("cu_seqlens", ones(2), TypeError, "torch.int32 or"),
+    "offsets-list": ("cu_seqlens", [0, 20], TypeError, "need a Tensor"),
+    "offsets-shape": (
+        "cu_seqlens",
+        torch.tensor(20),
+        ValueError,
+        r"need \[S \+ 1\] with S >= 1",
+    ),
+    "state-dtype": (
+        "initial_state",
+        ones(2, 3, 5).float(),
+        TypeError,
+        "need torch.float64",
+    ),
+    "state-shape": (
+        "initial_state",
+        ones(2, 5, 3),
+        ValueError,
+        r"need \[2, 3, 5\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, value, error, words", WRONG.values(), ids=WRONG
+)
+def test_refuses(name, value, error, words):
+    with pytest.raises(error, match=f"^{name}: got .*{words}"):
+        fw.selective_scan(**tokens() | {name: value})
+
+
+@pytest.mark.parametrize(
+    "offsets, words",
+    [
+        ([0, 21], "end at T = 20"),
+        ([1, 20], "start at 0"),
+        ([0, 9, 8, 20], "never decrease"),
+    ],
+)
+@pytest.mark.parametrize("backend", PYTORCH)
+def test_refuses_offsets_that_are_none(backend, offsets, words):
+    x = tokens(batch=1)
+    del x["initial_state"]
+    x["cu_seqlens"] = torch.tensor(offsets)
+    with pytest.raises(ValueError, match=f"^cu_seqlens: got .*{words}"):
+        fw.selective_scan(**x, backend=backend)
+
+
+def test_refuses_a_batch_of_packed_sequences():
+    packed = {"cu_seqlens": torch.tensor([0, 20])}
+    with pytest.raises(ValueError, match=r"^x: got .* because cu_seqlens is"):
+        fw.selective_scan(**tokens(), **packed)
+    wrong = tokens(batch=1, S=2)
+    with pytest.raises(ValueError, match=r"^initial_state: .*\[1, 3, 5\]"):
+        fw.selective_scan(**wrong, **packed)
+
+
+@pytest.mark.parametrize("backend", ["cuda", None])
+def test_refuses_other_backends(backend):
+    with pytest.raises(ValueError, match=r"backend: got .* 'triton', 'chunk"):
+        fw.selective_scan(**tokens(), backend=backend)
+
+
+def test_triton_says_what_it_needs():
+    with pytest.raises(ValueError, match=r"x, B and C in float32, float16 or"):
+        fw.selective_scan(**tokens(), backend="triton")
+    with pytest.raises(ValueError, match="backend: got 'triton', which needs"):
+        fw.selective_scan(**tokens(dtype=torch.bfloat16), backend="triton")
+
+
+@pytest.mark.parametrize(
+    "backend, packed",
+    [("auto", False), ("auto", True), ("loop", False)],
+    ids=["batch", "packed", "loop"],
+)
+def test_meta_tensors(backend, packed):
+    """Shapes and dtypes without numbers, forward and backward."""
+    size = {"batch": 1, "S": 2} if packed else {}
+    x = tokens(T=5, dtype=torch.bfloat16, own=True, device="meta", **size)
+    options = {"backend": backend, "dt_softplus": True}
+    if packed:
+        options["cu_seqlens"] = torch.zeros(3, dtype=torch.int64).to("meta")
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    y, state = fw.selective_scan(**x, **options)
+    assert y.is_meta and y.dtype == torch.bfloat16
+    assert y.shape == x["x"].shape
+    assert state.is_meta and state.dtype == torch.float32
+    assert state.shape == x["initial_state"].shape
+    (y.sum() + state.sum()).backward()
+    for name, t in x.items():
+        assert t.grad.shape == t.shape, name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_operator_passes_opcheck(packed):
+    size = {"T": 7, "D": 4, "N": 2, "G": 2, "dtype": torch.float32}
+    if packed:
+        size |= {"batch": 1, "S": 3}
+    inputs = [t.requires_grad_() for t in tokens(**size).values()]
+    offsets = torch.tensor([0, 1, 2, 7]) if packed else None
+    if not packed:
+        inputs[5:] = None, None
+    options = (True, False, "auto")
+    torch.library.opcheck(SCAN.forward, (*inputs, offsets, *options))
+    inputs = [t if t is None else t.detach() for t in inputs]
+    y, state, states = SCAN.forward(*inputs, offsets, *options)
+    for dstate in (state, None):
+        last = (*inputs, offsets, [states], *options)
+        torch.library.opcheck(SCAN.backward, (y, dstate, *last))
+
+
+def one_graph_for_every_length(backend, device="cpu", **options):
+    """As many tokens and packed sequences as come, each in one node."""
+    nodes = []
+
+    def count(graph, _):
+        targets = [node.target for node in graph.graph.nodes]
+        nodes.append(targets.count(SCAN.forward))
+        return graph
+
+    for packed in (False, True):
+        torch._dynamo.reset()
+        nodes.clear()
+        scan = torch.compile(fw.selective_scan, backend=count, fullgraph=True)
+        for T in (6, 13, 130):
+            x = tokens(batch=1 if packed else 2, T=T, own=True, **options)
+            call = {"dt_softplus": True, "backend": backend}
+            if packed:
+                del x["initial_state"]
+                offsets = torch.arange(0, T + 1, T // 6)
+                offsets[-1] = T
+                call["cu_seqlens"] = offsets.to(device)
+            for name in ("x", "dt", "B", "C", "z"):
+                torch._dynamo.mark_dynamic(x[name], 1)
+            if packed:
+                torch._dynamo.mark_dynamic(call["cu_seqlens"], 0)
+            found, ref = scan(**x, **call), fw.selective_scan(**x, **call)
+            torch.testing.assert_close(found, ref)
+        assert nodes == [1]
+    torch._dynamo.reset()
+
+
+def test_in_one_compiled_graph():
+    one_graph_for_every_length("auto")
+
+
+def test_gradients_of_a_compiled_call():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        fw.selective_scan, backend=counter, fullgraph=True, dynamic=True
+    )
+    for T in (6, 70):
+        x = tokens(T=T, own=True)
+        ref = results(fw.selective_scan, x, dt_softplus=True)
+        with ops.record_backends() as ran:
+            same(results(compiled, x, dt_softplus=True), ref, 1e-12)
+        assert ran == ["chunkwise forward", "chunkwise backward"]
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_the_loop_in_one_compiled_graph():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        fw.selective_scan, backend="aot_eager", fullgraph=True
+    )
+    x = tokens(T=3)
+    ref = results(fw.selective_scan, x, backend="loop")
+    same(results(compiled, x, backend="loop"), ref, 1e-12)
+    torch._dynamo.reset()

@@ -1,0 +1,226 @@
+"""linear_recurrence inside torch.compile: one graph for every length."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import GATES, RULES, member, results, same
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastweights as fw
+from fastweights.ops import recurrence as ops
+
+CHUNKWISE = ["chunkwise forward", "chunkwise backward"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def dynamic(x, *dims):
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", GATES)
+def test_one_graph_for_every_length(gate, rule):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        fw.linear_recurrence, backend=counter, fullgraph=True
+    )
+
+    def marked(**x):
+        tokens = (x[n] for n in x if n != "initial_state" and x[n].dim() > 1)
+        for t in tokens:
+            dynamic(t, 1)
+        return compiled(**x)
+
+    for T in (37, 65, 100):
+        x = member(gate, rule, T=T)
+        ref = results(fw.linear_recurrence, x, backend="loop")
+        with ops.record_backends() as ran:
+            same(results(marked, x), ref, 1e-11)
+        assert ran == CHUNKWISE
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("first", ["given", "zeros"])
+def test_one_graph_for_every_packing(first):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        fw.linear_recurrence, backend=counter, fullgraph=True
+    )
+
+    def marked(**x):
+        for name, t in x.items():
+            dynamic(t, 0 if name in ("initial_state", "cu_seqlens") else 1)
+        return compiled(**x)
+
+    for offsets in ([0, 5, 37], [0, 0, 30, 65], [0, 1, 2, 90, 100]):
+        x = member("vector", "delta", T=offsets[-1], N=len(offsets) - 1)
+        if first == "zeros":
+            del x["initial_state"]
+        packed = {"cu_seqlens": torch.tensor(offsets)}
+        ref = results(fw.linear_recurrence, x, backend="loop", **packed)
+        same(results(marked, x, **packed), ref, 1e-11)
+    assert counter.frame_count == 1
+
+
+class Model(nn.Module):
+    """Two layers of Kimi Delta Attention between embedding and logits."""
+
+    def __init__(self, width=16, heads=2, vocabulary=7, backend="auto"):
+        super().__init__()
+        self.heads, self.backend = heads, backend
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.Linear(width, 4 * width + heads) for _ in range(2)
+        )
+        self.logits = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens, cu_seqlens=None):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            y, beta = layer(x).tensor_split([-self.heads], dim=-1)
+            q, k, v, g = y.unflatten(-1, (self.heads, -1)).chunk(4, dim=-1)
+            o, _ = fw.kda(
+                q,
+                F.normalize(k, dim=-1),
+                v,
+                F.logsigmoid(g),
+                beta.sigmoid(),
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+            )
+            x = x + o.flatten(2)
+        return self.logits(x)
+
+
+def batches(packed):
+    """Each token is 3 times the last, plus 1, mod 7; three lengths."""
+    generator = torch.Generator().manual_seed(0)
+    motif = torch.tensor([0, 1, 4, 6, 5, 2]).repeat(20)
+    for step in range(50):
+        T = (50, 70, 90)[step % 3]
+        starts = torch.randint(6, (1 if packed else 2,), generator=generator)
+        tokens = torch.stack([motif[i : i + T + 1] for i in starts])
+        cu_seqlens = torch.tensor([0, 20 + step % 30, T]) if packed else None
+        yield tokens[:, :-1], tokens[:, 1:], cu_seqlens
+
+
+def train(backend, packed, wrap=lambda model: model, device="cpu"):
+    torch.manual_seed(0)
+    model = Model(backend=backend).to(device)
+    run = wrap(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for batch in batches(packed):
+        tokens, targets, cu_seqlens = (
+            None if x is None else x.to(device) for x in batch
+        )
+        dynamic(tokens, 1)
+        loss = F.cross_entropy(run(tokens, cu_seqlens).mT, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_compiled_model_trains_as_the_loop_does(packed):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def compiled(model):
+        return torch.compile(model, backend=counter, fullgraph=True)
+
+    ref = train("loop", packed)
+    with ops.record_backends() as ran:
+        losses = train("auto", packed, compiled)
+    assert ran == 50 * (2 * CHUNKWISE[:1] + 2 * CHUNKWISE[1:])
+    assert counter.frame_count == 1
+    assert ref[-3:].mean() < ref[:3].mean() / 2
+    torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
+
+
+def test_inductor_agrees():
+    x = member("vector", "delta", T=40)
+    compiled = torch.compile(fw.linear_recurrence, fullgraph=True)
+    same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_compiled_model_trains_on_gpu_as_the_loop_does(packed):
+    counter = CompileCounterWithBackend("inductor")
+
+    def compiled(model):
+        return torch.compile(model, backend=counter, fullgraph=True)
+
+    ref = train("loop", packed, device="cuda")
+    with ops.record_backends() as ran:
+        losses = train("auto", packed, compiled, device="cuda")
+    assert ran == 50 * (2 * ["triton forward"] + 2 * ["triton backward"])
+    assert counter.frame_count == 1
+    assert ref[-3:].mean() < ref[:3].mean() / 2
+    torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_cuda_graph():
+    """Fifty replays of one captured step, against fifty eager ones."""
+
+    def begin():
+        torch.manual_seed(0)
+        model = Model().cuda()
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=0.02, capturable=True
+        )
+
+        def step(tokens, targets):
+            loss = F.cross_entropy(model(tokens).mT, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return loss.detach()
+
+        return step, model, optimizer
+
+    data = [
+        (tokens[:, :50].cuda(), targets[:, :50].cuda())
+        for tokens, targets, _ in batches(packed=False)
+    ]
+    step, _, _ = begin()
+    ref = [step(*batch).item() for batch in data]
+
+    step, model, optimizer = begin()
+    before = [p.detach().clone() for p in model.parameters()]
+    static = [x.clone() for x in data[0]]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), ops.record_backends() as ran:
+        loss = step(*static)
+    assert ran == 2 * ["triton forward"] + 2 * ["triton backward"]
+    with torch.no_grad():  # the warm-up changed them
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.copy_(value)
+        for state in optimizer.state.values():
+            for x in state.values():
+                x.zero_()
+    losses = []
+    for batch in data:
+        for x, value in zip(static, batch, strict=True):
+            x.copy_(value)
+        graph.replay()
+        losses.append(loss.item())
+    assert sum(ref[-3:]) < sum(ref[:3]) / 2
+    assert losses == pytest.approx(ref, abs=1e-3)

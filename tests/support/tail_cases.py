@@ -1,0 +1,163 @@
+"""Operators on packs that have tokens after their last sequence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from inputs import member
+from torch import Tensor
+
+import fastweights as fw
+from fastweights.deep import mesa
+from fastweights.ops.convolution import convolve_heads, short_convolution
+
+K, V = 4, 3
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Its inputs for N sequences in T tokens, and its results."""
+
+    draw: Callable[[int, int], Inputs]
+    call: Callable[..., tuple]
+    whole: tuple[str, ...] = ("initial_state",)
+    """Inputs that have no tokens."""
+
+
+def family(gate: str, rule: str) -> Operator:
+    def draw(T: int, N: int) -> Inputs:
+        return member(gate, rule, T=T, N=N, H=1, HV=2, K=K, V=V)
+
+    whole = ("initial_state", "g") if gate == "fixed" else ("initial_state",)
+    return Operator(draw, fw.linear_recurrence, whole)
+
+
+def mlstm(T: int, N: int) -> Inputs:
+    x = member("scalar", "delta", T=T, K=K, V=V)
+    x.pop("initial_state")
+    return x | {"i": x.pop("beta")}
+
+
+def normalised(T: int, N: int) -> Inputs:
+    x = member("none", "additive", T=T, K=K, V=V)
+    return {name: x[name] for name in "qkv"} | {"q": x["q"].abs()}
+
+
+def convolution(T: int, N: int) -> Inputs:
+    torch.manual_seed(0)
+    sizes = {"x": (1, T, 8), "weight": (8, 3), "initial_state": (N, 2, 8)}
+    return {name: torch.randn(shape) for name, shape in sizes.items()} | {
+        "bias": torch.randn(8)
+    }
+
+
+def selective(T: int, N: int) -> Inputs:
+    torch.manual_seed(0)
+    per_token = {"x": 4, "dt": 4, "z": 4, "B": 5, "C": 5}
+    x = {name: torch.randn(1, T, D) for name, D in per_token.items()}
+    whole = {"A": -torch.rand(4, 5), "D": torch.randn(4)}
+    states = {"dt_bias": torch.randn(4), "initial_state": torch.randn(N, 4, 5)}
+    return x | whole | states
+
+
+def solved(T: int, N: int) -> Inputs:
+    x = member("scalar", "delta", T=T, H=2, K=K, V=V)
+    x.pop("initial_state")
+    x["q"] = F.normalize(x["q"], dim=-1)
+    return x | {"ridge": torch.rand(2, K) + 0.5}
+
+
+OPERATORS = {
+    "linear": family("none", "additive"),
+    "fixed": family("fixed", "additive"),
+    "mamba2": family("scalar", "additive"),
+    "gla": family("vector", "additive"),
+    "deltanet": family("none", "delta"),
+    "gated_deltanet": family("scalar", "delta"),
+    "kda": family("vector", "delta"),
+    "mlstm": Operator(mlstm, fw.mlstm, ()),
+    "normalised": Operator(
+        normalised,
+        lambda **x: fw.linear_attention(**x, normalize=True, eps=0.0),
+        (),
+    ),
+    "short_convolution": Operator(
+        convolution,
+        short_convolution,
+        ("weight", "bias", "initial_state"),
+    ),
+    "convolve_heads": Operator(
+        convolution,
+        lambda **x: convolve_heads(**x, heads=(1, 1), sizes=(3, 2)),
+        ("weight", "bias", "initial_state"),
+    ),
+    "selective_scan": Operator(
+        selective,
+        lambda **x: fw.selective_scan(**x, dt_softplus=True),
+        ("A", "D", "dt_bias", "initial_state"),
+    ),
+    "mesa": Operator(solved, mesa, ("ridge",)),
+}
+
+
+def check_tail(
+    name: str,
+    offsets: list[int],
+    *,
+    T: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    tolerance: float = 1e-12,
+    **options,
+) -> None:
+    """NaN after the last sequence changes nothing, and comes out as 0."""
+    operator, end = OPERATORS[name], offsets[-1]
+    cu_seqlens = torch.tensor(offsets, device=device)
+    states = torch.promote_types(dtype, torch.float32)
+    if "convol" in name:  # its states are tokens
+        states = dtype
+    full = {
+        key: x.to(device, states if key == "initial_state" else dtype)
+        for key, x in operator.draw(T, len(offsets) - 1).items()
+    }
+    for key, x in full.items():
+        if key not in operator.whole:
+            x[:, end:] = float("nan")
+
+    def run(x: Inputs) -> tuple[list[Tensor], Inputs]:
+        leaves = {k: t.detach().clone().requires_grad_() for k, t in x.items()}
+        found = operator.call(**leaves, cu_seqlens=cu_seqlens, **options)
+        outputs = list(found[:-1])
+        torch.manual_seed(1)
+        loss = torch.zeros((), device=device, dtype=torch.float64)
+        for o in outputs:
+            loss = loss + (o * torch.rand_like(o[:, :1])).double().sum()
+        states = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
+        for state in states:
+            loss = loss + state.double().nan_to_num(neginf=0).sin().sum()
+        loss.backward()
+        return outputs, {key: t.grad for key, t in leaves.items()}
+
+    outputs, grads = run(full)
+    for x in (
+        *outputs,
+        *(grads[k] for k in grads if k not in operator.whole),
+    ):
+        assert (x[:, end:] == 0).all()
+    if not end:
+        assert all(x.isfinite().all() for x in grads.values())
+        return
+    own = {
+        key: x if key in operator.whole else x[:, :end]
+        for key, x in full.items()
+    }
+    wanted, own_grads = run(own)
+    pairs = [(x[:, :end], y) for x, y in zip(outputs, wanted, strict=True)]
+    for key, y in own_grads.items():
+        x = grads[key]
+        pairs.append((x if key in operator.whole else x[:, :end], y))
+    for x, y in pairs:
+        largest = y.abs().max().clamp(min=1.0)
+        assert (x - y).abs().max() <= tolerance * largest

@@ -1,0 +1,71 @@
+"""The family's kernels as far as the first IR of the oldest Triton tested.
+
+    make build/oldest_triton/.made
+    PYTHONPATH=build/oldest_triton:src python tools/oldest_triton.py
+
+Each Triton reads Python in its own way, and what one of them refuses shows
+here, in some twenty seconds; ``tools/pairs.py oldest`` compiles to the end.
+"""
+
+import itertools
+
+import torch
+import triton
+from offline import SHARED, source_of
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+
+from fastweights.kernels.family import stages
+from fastweights.kernels.family.settings import GPU, Kind
+from fastweights.private import TESTED
+
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
+
+
+def read(one) -> None:
+    """Triton's first IR of a launch; raises what Triton raises."""
+    source = source_of(one)
+    options = BACKEND.parse_options(dict(one.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    BACKEND.load_dialects(context)
+    source.make_ir(
+        TARGET,
+        options,
+        BACKEND.get_codegen_implementation(options),
+        BACKEND.get_module_map(),
+        context,
+    )
+
+
+def main() -> None:
+    oldest = TESTED["triton"][0]
+    found = tuple(map(int, triton.__version__.split(".")[:2]))
+    assert found == oldest, f"triton: got {found}, need {oldest}"
+    number, failed = 0, []
+    for dtype, gate, delta in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32),
+        (0, 1, 128),
+        (False, True),
+    ):
+        gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
+        kind = Kind(gpu, dtype, 2, 4, 128, 128, gate, delta, 64, "tf32")
+        numbers = fp32 if gate else None, fp32 if delta else None
+        given = (dtype, dtype, dtype, *numbers, fp32, torch.int64)
+        launches = stages.forward(kind, given, True).launches
+        back = stages.backward(kind, (*given, dtype, fp32), True)
+        for one in launches + back.launches:
+            number += 1
+            try:
+                read(one)
+            except Exception as error:
+                failed.append(f"{one.kernel.__name__} of {kind}: {error}")
+    print("\n\n".join(failed))
+    print(f"{number - len(failed)} launches read, {len(failed)} refused")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
