@@ -78,6 +78,7 @@ nb_merge_streams = True
 copybutton_exclude = ".linenos, .gp, .go"
 
 # The reference: entries from docstrings, shapes in their signatures
+autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 60
 

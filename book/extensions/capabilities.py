@@ -95,11 +95,12 @@ def called(functions: dict[str, Any]) -> Iterator[list[str]]:
         if name and name not in names:
             names.append(name)
 
+    before = sys.getprofile()
     sys.setprofile(see)
     try:
         yield names
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
 
 
 def narrows(model: LanguageModel) -> bool:

@@ -37,9 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = "reference/"
 KINDS = ("class", "data", "function")  # not methods and modules
 FIELDS = ("Args:", "Returns:", "Raises:", "Yields:")
-MARKUP = re.compile(r"(``.+?``|:\w+:`[^`]+`)", re.S)
-# A name that says by itself, without a module before it, whose it is.
-TELLING = re.compile(r"[a-z0-9]+_\w+|[A-Z]\w*[a-z]\w*")
+MARKUP = re.compile(r"(``.+?``|:\w+:`[^`]+`|(?<!\S)\*\w+\*(?!\w))", re.S)
+# What a chapter may mean by a name: it has a module, an underscore or both
+# kinds of letters. `retention` alone may be any of several, or a variable.
+TELLING = re.compile(r"\w+\.|[a-z0-9]+_\w+$|[A-Z]\w*[a-z]\w*$")
 
 _commit = functools.cache(functools.partial(commit, ROOT))
 
@@ -117,7 +118,7 @@ def as_rst(text: str) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Text of a docstring in which only literals and roles are markup."""
+    """A docstring's text: its markup is literals, roles and *emphasis*."""
     parts = MARKUP.split(text)
     parts[::2] = [re.sub(r"([*|`\\]|_\b)", r"\\\1", x) for x in parts[::2]]
     return "".join(parts)
@@ -161,16 +162,15 @@ def source(name: str) -> str | None:
 def entry(env: BuildEnvironment, text: str) -> str | None:
     """The name of the entry that a text names; None if it names none."""
     objects = env.domains.python_domain.objects
-    full = text.removeprefix("fw.")
     for prefix in ("", "fastweights.", "fastweights.reference."):
-        if "." in text and (name := prefix + full) in objects:
+        if (name := prefix + text.removeprefix("fw.")) in objects:
             return name
     names = [
-        x
-        for x, found in objects.items()
-        if x.endswith(f".{text}") and found.objtype in KINDS
+        name
+        for name, x in objects.items()
+        if name.endswith(f".{text}") and x.objtype in KINDS
     ]
-    return names[0] if TELLING.fullmatch(text) and len(names) == 1 else None
+    return names[0] if len(names) == 1 else None
 
 
 def resolve(
@@ -233,7 +233,8 @@ class Named(SphinxPostTransform):
         if docname.startswith(PAGES):
             return
         for literal in list(self.document.findall(nodes.literal)):
-            name = entry(self.env, literal.astext())
+            text = literal.astext()
+            name = entry(self.env, text) if TELLING.match(text) else None
             around = (nodes.reference, nodes.title, addnodes.pending_xref)
             if (
                 name is None
@@ -242,8 +243,8 @@ class Named(SphinxPostTransform):
             ):
                 continue
             seen.add(name)
-            text = literal.deepcopy()
-            literal.replace_self(link(self.app, self.env, docname, name, text))
+            said = literal.deepcopy()
+            literal.replace_self(link(self.app, self.env, docname, name, said))
 
 
 def parents(node: nodes.Node) -> Iterator[nodes.Node]:

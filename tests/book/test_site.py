@@ -35,6 +35,11 @@ pytestmark = pytest.mark.skipif(
     not PAGES, reason=f"no site in {SITE}: `make test` builds it"
 )
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+each_entry_page = pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if p.parent.name == "reference"],
+    ids=lambda p: p.stem,
+)
 each_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda p: p.stem)
 
 # Hosts that scripts of the theme and of MathJax name and never ask: licences
@@ -225,6 +230,43 @@ def test_a_chapter_links_to_its_notebook(page: Path) -> None:
     assert str(colab["href"]).endswith(
         f"/blob/gh-pages/notebooks/{page.stem}.ipynb"
     )
+
+
+def test_a_signature_shows_shapes() -> None:
+    page = soup(SITE / "reference" / "operators.html")
+    (signature,) = page.select(r"dt#fastweights\.kda")
+    assert 'q: Float[Tensor, "B T H K"],' in signature.text
+    assert "jaxtyping" not in page.text
+
+
+@each_entry_page
+def test_an_entry_is_whole(page: Path) -> None:
+    """A link to the source, a sentence at least; chapters by number."""
+    for entry in soup(page).select("dl.py"):
+        name = entry.dt["id"]
+        assert len(entry.find("dd", recursive=False).text.split()) > 1, name
+        kind = {"method", "property", "attribute", "data"} & {*entry["class"]}
+        assert kind or entry.dt.select('a[href*="/blob/"] .viewcode-link'), (
+            name
+        )
+    for text in soup(page).find_all(string=re.compile("Derived in")):
+        for link in text.find_next_siblings("a"):
+            assert re.match(r"\d+(\.\d+)+ \w", link.text), link
+
+
+@each_chapter
+def test_a_chapter_links_to_a_name_where_it_first_says_it(page: Path) -> None:
+    names: dict[str, list[bool]] = {}
+    for code in soup(page).select("article code.literal"):
+        if code.find_parent(re.compile(r"h\d")):
+            continue
+        if name := re.fullmatch(r"fw\.(\w+)", code.text):
+            linked = code.find_parent("a") is not None
+            names.setdefault(name[1], []).append(linked)
+    assert all(
+        found == [True] + [False] * (len(found) - 1)
+        for found in names.values()
+    ), names
 
 
 def luminance(colour: str) -> float:
