@@ -18,7 +18,7 @@ import torch
 
 import fastweights as fw
 from fastweights.checks import close
-from fastweights.models import LanguageModel, ModelConfig
+from fastweights.models import LAYERS, LanguageModel, ModelConfig
 
 ROOT = Path(fw.__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "book"), str(ROOT / "book" / "extensions")]
@@ -136,3 +136,12 @@ def test_a_page_has_an_example(page):
         return
     text = page.read_text("utf-8")
     assert any(name in text for name, _ in examples())
+
+
+def test_what_the_page_of_capabilities_says_in_words():
+    """Of all kernels, and of every layer."""
+    kernels = Path(fw.__file__).parent / "kernels"
+    for file in kernels.rglob("*.py"):
+        assert "atomic_" not in file.read_text("utf-8"), file
+    for layer in LAYERS.values():
+        assert "cu_seqlens" in inspect.signature(layer.forward).parameters
