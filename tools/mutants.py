@@ -6,13 +6,18 @@ Each mutant is one replacement in a copy of src; the tests named beside it
 run against that copy, first the one that noticed when faults/noticed.json
 was written (--record writes it). Prints which test caught it, and fails if
 one lives.
+
+faults/*.txt list them: after an empty line a file and the tests of most of
+its mutants; then, for each, "= name", tests of its own if it has some, and
+as in a diff but of any part of a line: what is replaced where it stands
+first (-) and by what (+).
 """
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,12 +26,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ROOT / "tools" / "faults"
-PARTS = [
-    importlib.import_module(f"faults.{file.stem}")
-    for file in sorted(FAULTS.glob("[a-z]*.py"))
-]
-TESTS = {k: v for part in PARTS for k, v in part.TESTS.items()}
-MUTANTS = {k: v for part in PARTS for k, v in part.MUTANTS.items()}
+
+
+def read() -> dict[str, tuple[str, str, str, str]]:
+    """The file, what is replaced, what replaces it and the tests, by name."""
+    mutants = {}
+    for path in sorted(FAULTS.glob("*.txt")):
+        for part in path.read_text("utf-8").split("\n\n")[1:]:
+            head, *faults = re.split(r"^= ", part.rstrip("\n"), flags=re.M)
+            file, usual = head.split()
+            for fault in faults:
+                title, *lines = fault.rstrip("\n").split("\n")
+                name, *tests = title.split()
+                old, new = (
+                    "\n".join(line[1:] for line in lines if line[0] == sign)
+                    for sign in "-+"
+                )
+                mutants[name] = (file, old, new, *(tests or [usual]))
+    return mutants
+
+
+MUTANTS = read()
 NOTICED = FAULTS / "noticed.json"
 # Each is the copy of one process that has imported what the library needs.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -36,7 +56,7 @@ PROCESSES.set_forkserver_preload(
 
 
 def caught_by(
-    file: str, old: str, new: str, tests: str = "", *, first: str = ""
+    file: str, old: str, new: str, tests: str, *, first: str = ""
 ) -> str:
     """The first test that fails on the mutant, or "" if none does.
 
@@ -49,7 +69,6 @@ def caught_by(
         if old not in text:
             return f"STALE: {file} has no {old!r}"
         (src / file).write_text(text.replace(old, new, 1))
-        tests = tests or TESTS[file]
         for some in (first, tests) if first else (tests,):
             if found := failure(src, some):
                 return found
