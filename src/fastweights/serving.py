@@ -103,6 +103,8 @@ def decode_step(
     mlstm, linear_attention with normalize and selective_scan do more than the
     recurrence: :mod:`fastweights.serving` has their steps.
 
+        o = fw.decode_step(q, k, v, g=g, beta=beta, state=state)
+
     Args:
         q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first

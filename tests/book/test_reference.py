@@ -103,22 +103,27 @@ def examples() -> Iterator[tuple[str, str]]:
             yield name, dedent(re.match(r"((?: .*)?\n?)*", block)[0])
 
 
-def given() -> dict[str, object]:
-    """What the examples take for granted: tensors, a model, the library."""
+def given(name: str) -> dict[str, object]:
+    """What an example takes for granted: tensors, a model, the library."""
     B, T, H, K = 1, 12, 2, 16
     q, k, v = torch.randn(3, B, T, H, K)
-    g, beta, rate, momentum = torch.rand(4, B, T, H)
-    g, rates, x = -g, torch.rand(B, T, H, 3), torch.randn(B, T, 1024)
+    i, beta, rate, momentum = torch.rand(4, B, T, H)
+    logits, rates = torch.randn(B, T, H), torch.rand(B, T, H, 3)
+    shapes = {"retention": (H,), "gla": (B, T, H, K), "kda": (B, T, H, K)}
+    g = -torch.rand(shapes.get(name.rpartition(".")[2], (B, T, H)))
     S, ridge = torch.zeros(B, H, K, K), torch.ones(H, K)
-    matrices = tuple(torch.randn(3, H, K, K))
+    state, matrices = S.clone(), tuple(torch.randn(3, H, K, K))
     layers = [(matrices[0], torch.zeros(H, K))]
     norm, rows = (torch.ones(H, K), torch.zeros(H, K)), torch.ones(4)
+    x, dt = torch.randn(B, T, 1024), torch.rand(B, T, 1024)
+    A, *maps = -torch.ones(1024, K), *torch.randn(2, B, T, K)
     more, packed, offsets = x, x, torch.tensor([0, 5, T])
     tokens = torch.randint(257, (B, T))
     prompt = tokens[0]
     sizes = {"vocabulary": 257, "dim": 16, "num_layers": 1, "num_heads": 2}
     model = LanguageModel(ModelConfig(**sizes))
-    return locals() | {"torch": torch, "fw": fw, "close": close}
+    library = {"torch": torch, "fw": fw, "close": close}
+    return locals() | dict(zip("BC", maps, strict=True)) | library
 
 
 @pytest.mark.parametrize("name, code", list(examples()))
@@ -126,8 +131,7 @@ def test_an_example_runs(name, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = found(name)
     module = x if inspect.ismodule(x) else sys.modules[x.__module__]
-    names = vars(module) | given()
-    exec(code, names)
+    exec(code, vars(module) | given(name))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

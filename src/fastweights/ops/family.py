@@ -88,7 +88,10 @@ def member(function: Member) -> Member:
     said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     lines = [f"    {name}: {ARGS[name]}" for name in names if name in ARGS]
     lines += [more] if more else []
-    function.__doc__ = "\n".join([f"{said}\n\nArgs:", *lines, SHARED])
+    given = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
+    call = f"    o, state = fw.{function.__name__}({', '.join(given)})"
+    parts = [said, "", call, "", "Args:", *lines, SHARED]
+    function.__doc__ = "\n".join(parts)
     return function
 
 

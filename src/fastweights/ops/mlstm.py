@@ -47,6 +47,8 @@ def mlstm(
     stabilizer m_t = max(g_t + m_{t-1}, i_t): then neither the decay of the
     state nor the weight of a value exceeds 1.
 
+        o, memory = fw.mlstm(q, k, v, g, i)
+
     Args:
         q, k, v: as in :func:`fastweights.linear_recurrence`.
         g: [B, T, HV], log of the forget gate: logsigmoid of its

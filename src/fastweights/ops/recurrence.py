@@ -58,6 +58,8 @@ def linear_recurrence(
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Every member of the family, from linear attention to KDA.
 
+        o, state = fw.linear_recurrence(q, k, v, g, beta)
+
     Args:
         q, k: [B, T, H, K], of one dtype with v (fp64, fp32, fp16 or bf16).
         v: [B, T, HV, V]; HV is a multiple of H, and value head h uses key

@@ -69,6 +69,8 @@ def selective_scan(
     to the second place, z and y are transposed, dt_bias is ``delta_bias``
     and dt_softplus ``delta_softplus``.
 
+        y, state = fw.selective_scan(x, dt, A, B, C)
+
     Args:
         x: [Bt, T, D], of one dtype with B and C (fp64, fp32, fp16 or bf16).
         dt: [Bt, T, D] step sizes; fp32 or x's dtype. They are > 0 once
