@@ -18,6 +18,13 @@ def test_a_module_has_the_tests_that_import_it():
     assert {"compile/test_launch.py", "compile/test_family.py"} <= found
 
 
+def test_docstrings_are_the_reference():
+    reference = "book/test_reference.py"
+    assert reference in names("src/fastweights/layers/kda.py")
+    assert reference not in names("src/fastweights_lab/records.py")
+    assert names("chapters/reference/layers.rst") == {reference}
+
+
 def test_a_helper_has_the_tests_that_use_it():
     assert "kernels/test_decode.py" in names("tests/support/crossed.py")
     assert names("tests/ops/test_recurrence.py") == {"ops/test_recurrence.py"}
