@@ -53,6 +53,13 @@ DESCRIBED = [x for x in NAMES if not x.startswith("fastweights.reference.")]
 
 
 def test_a_public_name_has_one_entry() -> None:
+    src = Path(fw.__file__).parents[1]
+    public = {
+        ".".join(file.relative_to(src).with_suffix("").parts)
+        for file in (src / "fastweights").rglob("*.py")
+        if re.search("^__all__", file.read_text("utf-8"), re.M)
+    }
+    assert {x.removesuffix(".__init__") for x in public} <= {*MODULES}
     entries = Counter(id(found(name)) for name in NAMES)
     assert set(entries.values()) == {1}
     for module in map(importlib.import_module, MODULES):
