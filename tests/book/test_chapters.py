@@ -1,6 +1,7 @@
 """The chapters keep their promises; and each rule notices when one breaks."""
 
 import functools
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -77,122 +78,80 @@ def test_sample_keeps(sample, rule):
     assert list(rule(rules.Chapter(sample()))) == []
 
 
-BROKEN = {
-    "equation without check": (
-        rules.equations_are_checked,
-        "[check:eq-mean]",
-        "[gpu]",
-        "eq-mean has no cell",
-    ),
-    "check of no equation": (
-        rules.equations_are_checked,
-        "[check:eq-mean]",
-        "[check:eq-mean, check:eq-gone]",
-        "check:eq-gone names no equation",
-    ),
-    "label of neither kind": (
-        rules.equations_are_checked,
-        ":label: def-state",
-        ":label: state",
-        "state is neither",
-    ),
-    "check that asserts nothing": (
-        rules.checks_assert,
-        "close((weights * values).sum(), torch.tensor(7.0), 1e-12,",
-        "print((weights * values).sum(), torch.tensor(7.0), 1e-12,",
-        "asserts nothing",
-    ),
-    "long line in a cell": (
-        rules.lines_fit,
-        "    return ...",
-        "    return ...  # " + "x" * 70,
-        "88 columns",
-    ),
-    "long line in a listing": (
-        rules.lines_fit,
-        "# a listing, not a cell",
-        "# " + "x" * 78,
-        "80 columns",
-    ),
-    "no label": (
-        rules.exercises_are_complete,
-        ":label: ex-sum",
-        "",
-        "has no label",
-    ),
-    "no stub": (
-        rules.exercises_are_complete,
-        "[exercise-stub]",
-        "[gpu]",
-        "no cell tagged exercise-stub",
-    ),
-    "no check": (
-        rules.exercises_are_complete,
-        "@exercise",
-        "@staticmethod",
-        "has 0 checks",
-    ),
-    "check not folded": (
-        rules.exercises_are_complete,
-        ":tags: [hide-input]\n\n@exercise",
-        ":tags: [gpu]\n\n@exercise",
-        "not folded",
-    ),
-    "check not called": (
-        rules.exercises_are_complete,
-        "check_sum(total)",
-        "print(total)",
-        "not called on the stub",
-    ),
-    "no solution": (
-        rules.exercises_are_complete,
-        "[solution]",
-        "[gpu]",
-        "no solution with a cell",
-    ),
-    "solution unchecked": (
-        rules.exercises_are_complete,
-        "    return sum(x)\n\n\ncheck_sum(total)",
-        "    return sum(x)",
-        "does not call check_sum",
-    ),
-    "too few exercises": (
-        rules.exercises_suffice,
-        "",
-        "",
-        "1 exercises, needs four",
-    ),
-    "figure without alt": (
-        rules.figures_have_alt,
-        'draw(fig, alt="a rising line")',
-        "draw(fig)",
-        "without alt",
-    ),
-    "figure with empty alt": (
-        rules.figures_have_alt,
-        'alt="a rising line"',
-        'alt=" "',
-        "without alt",
-    ),
-    "private name imported": (
-        rules.imports_are_public,
-        "from fastweights_lab.notebook.plotting import draw",
-        "from fastweights_lab.notebook.plotting import _VARIABLE, draw",
-        "_VARIABLE is private",
-    ),
-    "private name reached": (
-        rules.imports_are_public,
-        "@exercise",
-        "checks._is_stub(1)\n\n@exercise",
-        "_is_stub is private",
-    ),
-}
+# A rule and what it says, of a chapter with this replaced by that.
+BROKEN = """\
+equations_are_checked: eq-mean has no cell
+-[check:eq-mean]
++[gpu]
+equations_are_checked: check:eq-gone names no equation
+-[check:eq-mean]
++[check:eq-mean, check:eq-gone]
+equations_are_checked: state is neither
+-:label: def-state
++:label: state
+checks_assert: asserts nothing
+-close((weights * values).sum(), torch.tensor(7.0), 1e-12,
++print((weights * values).sum(), torch.tensor(7.0), 1e-12,
+lines_fit: 98 columns
+-    return ...
++    return ...  # WIDE
+lines_fit: 82 columns
+-# a listing, not a cell
++# WIDE
+exercises_are_complete: has no label
+-:label: ex-sum
+exercises_are_complete: no cell tagged exercise-stub
+-[exercise-stub]
++[gpu]
+exercises_are_complete: has 0 checks
+-@exercise
++@staticmethod
+exercises_are_complete: not folded
+-:tags: [hide-input]
+-
+-@exercise
++:tags: [gpu]
++
++@exercise
+exercises_are_complete: not called on the stub
+-check_sum(total)
++print(total)
+exercises_are_complete: no solution with a cell
+-[solution]
++[gpu]
+exercises_are_complete: does not call check_sum
+-    return sum(x)
+-
+-
+-check_sum(total)
++    return sum(x)
+exercises_suffice: 1 exercises, needs four
+figures_have_alt: without alt
+-draw(fig, alt="a rising line")
++draw(fig)
+figures_have_alt: without alt
+-alt="a rising line"
++alt=" "
+imports_are_public: _VARIABLE is private
+-from fastweights_lab.notebook.plotting import draw
++from fastweights_lab.notebook.plotting import _VARIABLE, draw
+imports_are_public: _is_stub is private
+-@exercise
++checks._is_stub(1)
++
++@exercise
+"""
 
 
-@pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("case", re.split(r"\n(?=\w)", BROKEN))
 def test_rule_notices(sample, case):
-    rule, old, new, problem = case
-    found = list(rule(rules.Chapter(sample(old, new))))
+    title, *lines = case.replace("WIDE", 80 * "x").splitlines()
+    rule, problem = title.split(": ", 1)
+    old, new = (
+        "\n".join(line[1:] for line in lines if line[0] == sign)
+        for sign in "-+"
+    )
+    found = list(getattr(rules, rule)(rules.Chapter(sample(old, new))))
     assert any(problem in line for line in found), found
 
 

@@ -7,6 +7,7 @@ import pydoc
 import pytest
 import torch
 from inputs import member
+from refused import refused
 
 import fastweights as fw
 from fastweights import feature_maps
@@ -131,35 +132,6 @@ def test_lightning_decays_are_alibis_slopes_by_layer(heads):
         torch.testing.assert_close(g, want)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 0, 2), "num_heads: got 0, need at least 1"),
-        ((4, 2, 2), "layer: got 2, need 0 to num_layers - 1 = 1"),
-        ((4, -1, 2), "layer: got -1"),
-        ((8.0, 0, 2), "num_heads: got float, need an int"),
-        ((8, 0.5, 2), "layer: got float, need an int"),
-        ((8, 0, "2"), "num_layers: got str, need an int"),
-    ],
-)
-def test_lightning_decay_names_what_is_wrong(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        fw.lightning_decay(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("heads", "message"),
-    [
-        (-1, "num_heads: got -1, need at least 1"),
-        (0, "num_heads: got 0, need at least 1"),
-        (2.5, "num_heads: got float, need an int"),
-    ],
-)
-def test_retnet_decay_names_what_is_wrong(heads, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        fw.retnet_decay(heads)
-
-
 @pytest.mark.parametrize("temperature", [16.0, 1.0])
 def test_gated_retention_takes_a_root_of_a_sigmoid(temperature):
     x = inputs("mamba2")
@@ -178,65 +150,6 @@ def test_the_default_temperature_keeps_an_untrained_gate_near_one():
     del x["g"]
     got = fw.gated_retention(**x, logits=torch.zeros(B, T, H).double())
     torch.testing.assert_close(got, want)
-
-
-NUMBERS = {
-    "string": ("1", "got str, need a real number"),
-    "none": (None, "got NoneType, need a real number"),
-    "tensor": (torch.tensor(1.0), "got Tensor, need a real number"),
-    "negative": (-1, "got -1, need >"),
-    "nan": (float("nan"), "got nan, need >"),
-}
-
-
-@pytest.mark.parametrize(("number", "message"), NUMBERS.values(), ids=NUMBERS)
-def test_eps_and_temperature_are_numbers(number, message):
-    x = inputs("linear_attention")
-    del x["initial_state"]
-    with pytest.raises((TypeError, ValueError), match=f"^eps: {message}"):
-        fw.linear_attention(**x, eps=number)
-    x["logits"] = torch.zeros(B, T, H)
-    message = f"^temperature: {message}"
-    with pytest.raises((TypeError, ValueError), match=message):
-        fw.gated_retention(**x, temperature=number)
-
-
-def test_a_temperature_of_zero_is_refused_and_an_eps_of_zero_is_not():
-    x = inputs("linear_attention")
-    del x["initial_state"]
-    fw.linear_attention(**x, normalize=True, eps=0)
-    x["logits"] = torch.zeros(B, T, H)
-    with pytest.raises(ValueError, match=r"^temperature: got 0, need > 0"):
-        fw.gated_retention(**x, temperature=0)
-
-
-def test_gated_retention_names_what_is_wrong():
-    x = inputs("mamba2")
-    del x["g"]
-    with pytest.raises(ValueError, match=r"logits: got shape \[2\]"):
-        fw.gated_retention(**x, logits=torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        (
-            torch.zeros(B, T, 1),
-            r"logits: got shape \[2, 21, 1\], need \[2, 21",
-        ),
-        (
-            torch.zeros(B, T, H).long(),
-            r"logits: got torch\.int64, need one of",
-        ),
-        (torch.zeros(B, T, H).double(), r"logits: got torch\.float64, need"),
-        (torch.zeros(B, T, H, device="meta"), "logits: got device meta, need"),
-    ],
-)
-def test_gated_retention_names_its_logits(logits, message):
-    x = {name: t.float() for name, t in inputs("mamba2").items()}
-    del x["g"]
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        fw.gated_retention(**x, logits=logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -338,27 +251,6 @@ def test_autocast_rounds_the_inputs_and_not_the_normaliser():
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
-STATES = {
-    "without-its-column": (
-        torch.zeros(B, H, K, V).double(),
-        r"got shape \[2, 2, 5, 4\], need \[2, 2, 5, 5\]",
-    ),
-    "narrow": (
-        torch.zeros(B, H, K, V + 1),
-        "got torch.float32, need torch.float64",
-    ),
-    "a-list": ([1.0], "got list, need a Tensor"),
-}
-
-
-@pytest.mark.parametrize(("state", "message"), STATES.values(), ids=STATES)
-def test_normalised_linear_attention_names_its_state(state, message):
-    x = inputs("linear_attention") | {"initial_state": state}
-    message = f"^initial_state: {message}"
-    with pytest.raises((TypeError, ValueError), match=message):
-        fw.linear_attention(**x, normalize=True)
-
-
 def test_normalised_linear_attention_continues_from_its_state():
     x = inputs("linear_attention")
     del x["initial_state"]
@@ -447,23 +339,96 @@ def test_member_refuses_what_would_make_it_another(name, extra):
         getattr(fw, name)(**inputs(name), **{extra: torch.zeros(B, T, H)})
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True}])
-def test_linear_attention_names_what_is_no_sequence(options):
-    x = inputs("linear_attention")
-    with pytest.raises(ValueError, match=r"v: got shape \[3\], need \[B, T"):
-        fw.linear_attention(**(x | {"v": torch.ones(3)}), **options)
-    with pytest.raises(TypeError, match="q: got list, need a Tensor"):
-        fw.linear_attention(**(x | {"q": [1.0]}), **options)
-
-
-def test_retention_names_what_is_no_sequence():
-    x = inputs("retention")
-    del x["g"]
-    with pytest.raises(ValueError, match=r"v: got shape \[3\], need \[B, T"):
-        fw.retention(**(x | {"v": torch.ones(3)}))
-
-
 @pytest.mark.parametrize("name", MEMBERS)
 def test_member_passes_the_operators_errors_on(name):
     with pytest.raises(ValueError, match="chunk_size: got 17"):
         getattr(fw, name)(**inputs(name), chunk_size=17)
+
+
+def of(name, **changes):
+    """Inputs of a member in fp32, with changes."""
+    x = {key: t.float() for key, t in inputs(name).items()} | changes
+    return {key: t for key, t in x.items() if t is not None}
+
+
+@refused("""
+lightning_decay(0, 0, 2)
+    ValueError: num_heads: got 0, need at least 1
+lightning_decay(4, 2, 2)
+    ValueError: layer: got 2, need 0 to num_layers - 1 = 1
+lightning_decay(4, -1, 2)
+    ValueError: layer: got -1, need 0 to num_layers - 1 = 1
+lightning_decay(8.0, 0, 2)
+    TypeError: num_heads: got float, need an int
+lightning_decay(8, 0.5, 2)
+    TypeError: layer: got float, need an int
+lightning_decay(8, 0, "2")
+    TypeError: num_layers: got str, need an int
+retnet_decay(-1)
+    ValueError: num_heads: got -1, need at least 1
+retnet_decay(0)
+    ValueError: num_heads: got 0, need at least 1
+retnet_decay(2.5)
+    TypeError: num_heads: got float, need an int
+linear_attention(**of("linear_attention"), eps="1")
+    TypeError: eps: got str, need a real number
+gated_retention(**ungated, logits=LOGITS, temperature="1")
+    TypeError: temperature: got str, need a real number
+linear_attention(**of("linear_attention"), eps=None)
+    TypeError: eps: got NoneType, need a real number
+gated_retention(**ungated, logits=LOGITS, temperature=None)
+    TypeError: temperature: got NoneType, need a real number
+linear_attention(**of("linear_attention"), eps=torch.ones(()))
+    TypeError: eps: got Tensor, need a real number
+gated_retention(**ungated, logits=LOGITS, temperature=torch.ones(()))
+    TypeError: temperature: got Tensor, need a real number
+linear_attention(**of("linear_attention"), eps=-1)
+    ValueError: eps: got -1, need >= 0
+gated_retention(**ungated, logits=LOGITS, temperature=-1)
+    ValueError: temperature: got -1, need > 0
+linear_attention(**of("linear_attention"), eps=float("nan"))
+    ValueError: eps: got nan, need >= 0
+gated_retention(**ungated, logits=LOGITS, temperature=float("nan"))
+    ValueError: temperature: got nan, need > 0
+gated_retention(**ungated, logits=LOGITS, temperature=0)
+    ValueError: temperature: got 0, need > 0
+gated_retention(**ungated, logits=LOGITS[:, 0, 0])
+    ValueError: logits: got shape [2], need [B, T, HV]
+gated_retention(**ungated, logits=LOGITS[..., :1])
+    ValueError: logits: got shape [2, 21, 1], need [2, 21, 2]
+gated_retention(**ungated, logits=LOGITS.long())
+    TypeError: logits: got torch.int64, need one of (torch.float32,
+    torch.float16, torch.bfloat16)
+gated_retention(**ungated, logits=LOGITS.double())
+    TypeError: logits: got torch.float64, need one of (torch.float32,
+    torch.float16, torch.bfloat16)
+gated_retention(**ungated, logits=LOGITS.to("meta"))
+    ValueError: logits: got device meta, need q's, cpu
+linear_attention(**of("linear_attention", initial_state=torch.zeros(B, H, K,
+V)), normalize=True)
+    ValueError: initial_state: got shape [2, 2, 5, 4], need [2, 2, 5, 5]
+linear_attention(**of("linear_attention", initial_state=torch.zeros(B, H, K, V
++ 1).double()), normalize=True)
+    TypeError: initial_state: got torch.float64, need torch.float32
+linear_attention(**of("linear_attention", initial_state=[1.0]), normalize=True)
+    TypeError: initial_state: got list, need a Tensor
+linear_attention(**of("linear_attention", v=torch.ones(3)))
+    ValueError: v: got shape [3], need [B, T, heads, width]
+linear_attention(**of("linear_attention", q=[1.0]))
+    TypeError: q: got list, need a Tensor
+linear_attention(**of("linear_attention", v=torch.ones(3)), normalize=True)
+    ValueError: v: got shape [3], need [B, T, heads, width]
+linear_attention(**of("linear_attention", q=[1.0]), normalize=True)
+    TypeError: q: got list, need a Tensor
+retention(**of("retention", g=None, v=torch.ones(3)))
+    ValueError: v: got shape [3], need [B, T, HV, V]
+""")
+def test_what_is_refused(wrong, error):
+    names = {"ungated": of("mamba2", g=None), "LOGITS": torch.zeros(B, T, H)}
+    with error():
+        eval(wrong, vars(fw) | globals() | names)
+
+
+def test_an_eps_of_zero():
+    x = of("linear_attention", initial_state=None)
+    fw.linear_attention(**x, normalize=True, eps=0)
