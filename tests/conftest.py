@@ -82,7 +82,7 @@ def cut(monkeypatch):
 
     Rows: each of a batch, or all packed sequences together.
     """
-    from fastweights.kernels.family import settings
+    from fastweights.kernels.recurrence import settings
 
     def cut(S):
         monkeypatch.setattr(

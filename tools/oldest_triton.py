@@ -16,8 +16,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from fastweights.kernels.family import stages
-from fastweights.kernels.family.settings import GPU, Kind
+from fastweights.kernels.recurrence import stages
+from fastweights.kernels.recurrence.settings import GPU, Kind
 from fastweights.private import TESTED
 
 TARGET = GPUTarget("cuda", 90, 32)

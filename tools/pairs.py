@@ -23,7 +23,7 @@ TOOLS = ["hypothesis", "jaxtyping", "pytest", "pytest-xdist"]
 COMPILED = (
     "compile",
     "ops",
-    "deep/test_whole.py",
+    "deep/test_chunk_loop.py",
     "layers/test_sdpa.py",
     "test_decode_step.py",
     "test_private.py",

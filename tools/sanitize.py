@@ -21,7 +21,7 @@ from inputs import GATES, RULES, member
 
 import fastweights as fw
 from fastweights.deep import mesa
-from fastweights.kernels.family import settings
+from fastweights.kernels.recurrence import settings
 from fastweights.ops.convolution import convolve_heads
 from fastweights_lab.lessons import linear, prefix
 

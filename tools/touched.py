@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 # Minutes each, in full; of these, what goes through all the stages.
 SAMPLES = {
-    "kernels/test_family.py": "each_stage or gates_that_open or segments_of",
+    "kernels/test_recurrence.py": "each_stage or gates_that_open or segments",
     "kernels/test_decode.py": "one-token or half_precision",
-    "compile/test_family.py": "test_bf16 and 90",
+    "compile/test_recurrence.py": "test_bf16 and 90",
     "compile/test_decode.py": "test_bf16 and 90",
 }
 

@@ -10,7 +10,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate
-from fastweights.ops.family import (
+from fastweights.ops.members import (
     deltanet,
     gated_deltanet,
     gated_retention,

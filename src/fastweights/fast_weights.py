@@ -200,7 +200,7 @@ def online_learner(
 
     Mini-batches, projections of the weights and other optimisers are in
     :mod:`fastweights.deep.optimisers`, other models in
-    :mod:`fastweights.deep.models`.
+    :mod:`fastweights.deep.networks`.
 
     Args:
         model: from params and x [B, H, K] to a prediction [B, H, V].

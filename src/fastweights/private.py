@@ -54,7 +54,7 @@ SCAN: Callable | None = _found("torch._higher_order_ops.scan", "scan")
 """A loop that torch.compile keeps as one, with gradients; a prototype.
 
 None before PyTorch 2.13: of 2.11 some gradients are wrong, silently, and
-others an error (tests/deep/test_whole.py).
+others an error (tests/deep/test_chunk_loop.py).
 """
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
     SCAN = None

@@ -35,7 +35,7 @@ from fastweights.arguments import (
     check_values,
     wrong_shape,
 )
-from fastweights.ops.family import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.mlstm import divided, in_units, named
 from fastweights.ops.normaliser import check_normalised
 from fastweights.ops.recurrence import (

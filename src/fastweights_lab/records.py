@@ -1,6 +1,6 @@
-"""Records of runs: what ships with the library, and files of one's own.
+"""Records of runs: what ships with the laboratory, and files of one's own.
 
-    rows = load("h200")["rows"]          # a bench's record: data/h200.json
+    rows = load("h200_members")["rows"]  # a bench's record, one of data/
     append(file, run)                    # one line of JSON, on the disk
     [run] = read(file)
 
@@ -31,12 +31,12 @@ Record = dict[str, Any]
 
 
 def load(name: str) -> dict[str, Any]:
-    """A record that ships with the library, by its file's name."""
+    """A record that ships with the laboratory, by its file's name."""
     return json.loads((shipped() / f"{name}.json").read_text("utf-8"))
 
 
 def shipped() -> Path:
-    """The folder of the records that ship with the library."""
+    """The folder of the records that ship with the laboratory."""
     return Path(str(resources.files("fastweights_lab") / "data"))
 
 

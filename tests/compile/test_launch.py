@@ -21,8 +21,8 @@ from triton.runtime import _allocation, _async_compile
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
-from fastweights.kernels.family import backend, stages
-from fastweights.kernels.family.schedule import (
+from fastweights.kernels.recurrence import backend, stages
+from fastweights.kernels.recurrence.schedule import (
     SCALE,
     Count,
     Launch,
@@ -34,14 +34,14 @@ from fastweights.kernels.family.schedule import (
     places,
     stand_in,
 )
-from fastweights.kernels.family.settings import (
+from fastweights.kernels.recurrence.settings import (
     Kind,
     Lengths,
     constants,
     lengths_of,
     properties,
 )
-from fastweights.kernels.family.stages import GIVEN
+from fastweights.kernels.recurrence.stages import GIVEN
 from fastweights.kernels.tile import INTERPRETED
 
 T = Count("T")

@@ -10,7 +10,7 @@ import fastweights as fw
 from fastweights.checks import relative_error
 from fastweights.deep import mesa
 from fastweights.deep.dual import gelu_slope
-from fastweights.deep.models import gelu, residual
+from fastweights.deep.networks import gelu, residual
 from fastweights.deep.newton_schulz import LACT, MUON, newton_schulz
 from fastweights.deep.optimisers import projected, stale, summed
 from fastweights.deep.titans import products

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fastweights import deep
 from fastweights.checks import relative_error
-from fastweights.deep.models import (
+from fastweights.deep.networks import (
     affine,
     linear_model,
     normed,

@@ -13,8 +13,8 @@ from inputs import GATES, RULES, member, results
 from kernel_judge import interpreted
 
 import fastweights as fw
-from fastweights.kernels.family import backend, schedule, stages
-from fastweights.kernels.family.schedule import Room, Schedule
+from fastweights.kernels.recurrence import backend, schedule, stages
+from fastweights.kernels.recurrence.schedule import Room, Schedule
 
 
 class ByAddress:

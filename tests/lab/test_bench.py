@@ -321,7 +321,7 @@ def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
     assert "lifts its guard" in peers["fla"]["setting"]
 
 
-RECORD = records.load("h200")
+RECORD = records.load("h200_members")
 
 
 def times(record):
@@ -435,7 +435,7 @@ def test_how_much_faster_the_readme_says_that_flashqla_is():
 
 def test_the_versions_of_the_peers_in_the_readme():
     for record, peer, name in (
-        ("h200", "fla", "flash-linear-attention"),
+        ("h200_members", "fla", "flash-linear-attention"),
         ("h200_flash_qla", "flash_qla", "FlashQLA"),
         ("h200_peers", "attn_gym", "Attention Gym"),
     ):

@@ -11,7 +11,7 @@ from fastweights.kernels import (
     convolution_forward,
     output_norm,
 )
-from fastweights.kernels.family import compose, intra, intra_backward, scan
+from fastweights.kernels.recurrence import compose, intra, intra_backward, scan
 from fastweights_lab import records
 from fastweights_lab.bench import (
     layer as bench_layer,

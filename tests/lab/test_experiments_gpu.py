@@ -8,7 +8,7 @@ import torch
 
 from fastweights.models import LanguageModel
 from fastweights_lab.experiments import EXPERIMENTS, Trial, run, side_by_side
-from fastweights_lab.experiments.step import EAGER, Step
+from fastweights_lab.experiments.training_step import EAGER, Step
 from fastweights_lab.experiments.trial import a_stream, stages
 
 pytestmark = [
@@ -26,7 +26,9 @@ def trial(name: str, variant: str, **changed) -> Trial:
 
 
 def losses(of: Trial, eager: int, monkeypatch) -> list[float]:
-    monkeypatch.setattr("fastweights_lab.experiments.step.EAGER", eager)
+    monkeypatch.setattr(
+        "fastweights_lab.experiments.training_step.EAGER", eager
+    )
     torch.manual_seed(0)
     with a_stream("cuda"):
         step = Step(of, LanguageModel(of.model_config, device="cuda"))

@@ -163,7 +163,7 @@ def test_draw_shows_the_svg_in_a_notebook(figure, monkeypatch):
 @pytest.fixture
 def record():
     """The recorded run, its peer's times twice our own."""
-    found = records.load("h200")
+    found = records.load("h200_members")
     ours = [row for row in found["rows"] if row.get("who") != "fla"]
     slower = [
         row | {"who": "fla", "seconds": 2 * row["seconds"]}

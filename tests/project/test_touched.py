@@ -14,8 +14,8 @@ def names(path):
 def test_a_module_has_the_tests_that_import_it():
     found = names("src/fastweights/ops/mlstm.py")
     assert "ops/test_mlstm.py" in found and "lab/test_bench.py" not in found
-    found = names("src/fastweights/kernels/family/settings.py")
-    assert {"compile/test_launch.py", "compile/test_family.py"} <= found
+    found = names("src/fastweights/kernels/recurrence/settings.py")
+    assert {"compile/test_launch.py", "compile/test_recurrence.py"} <= found
 
 
 def test_docstrings_are_the_reference():

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fastweights import deep
-from fastweights.deep.models import network, normed, swiglu
+from fastweights.deep.networks import network, normed, swiglu
 from fastweights.deep.optimisers import (
     muon,
     newton,

@@ -10,7 +10,7 @@ from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastweights.kernels.family.schedule import SCALE, Count, Room
+from fastweights.kernels.recurrence.schedule import SCALE, Count, Room
 from fastweights.private import version_of
 
 # Shared memory one program may have, in bytes, by compute capability.

@@ -31,7 +31,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.ops.family import linear_attention, retnet_decay
+from fastweights.ops.members import linear_attention, retnet_decay
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
 from fastweights.reference.backend import sequences, wide

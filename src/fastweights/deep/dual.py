@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.deep.models import gelu
+from fastweights.deep.networks import gelu
 
 Layer = tuple[Tensor, Tensor]
 Layers = list[Layer]

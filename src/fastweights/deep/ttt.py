@@ -19,10 +19,10 @@ from fastweights.deep.arguments import (
     check_state,
     check_tokens,
 )
+from fastweights.deep.chunk_loop import State, fold
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.deep.ttt_operator import TTT, takes
-from fastweights.deep.whole import State, fold
 from fastweights.ops import any_length
 from fastweights.ops.recurrence import without_autocast
 from fastweights.ops.registration import needs_gradient

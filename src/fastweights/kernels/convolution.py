@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
-from fastweights.kernels.family.settings import properties
+from fastweights.kernels.recurrence.settings import properties
 from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.family.settings import properties
+from fastweights.kernels.recurrence.settings import properties
 from fastweights.kernels.tile import sigmoid
 
 

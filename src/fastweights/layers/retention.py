@@ -26,7 +26,7 @@ from fastweights.layers.state import (
     positions,
     recur,
 )
-from fastweights.ops.family import lightning_decay, retnet_decay
+from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ops.projections import project
 from fastweights.reference.backend import wide
 

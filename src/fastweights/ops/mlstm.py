@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_number
-from fastweights.ops.family import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.normaliser import (
     State,
     check_normalised,

@@ -265,7 +265,7 @@ def _implementation(
     backend = backend_for(asked, q)
     module: ModuleType = chunkwise
     if backend == "triton":
-        from fastweights.kernels.family import backend as module
+        from fastweights.kernels.recurrence import backend as module
     return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
 
 

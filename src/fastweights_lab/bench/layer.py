@@ -7,7 +7,7 @@ the names of their functions, products those of cuBLAS.
 
 How long the recurrence takes depends on the gates: heads whose chunks decay
 below 2^-160 leave the kernels' fast path
-(:mod:`fastweights.kernels.family.gates`), and how many of the 16 do is a
+(:mod:`fastweights.kernels.recurrence.gates`), and how many of the 16 do is a
 matter of the draw. So there are several.
 """
 

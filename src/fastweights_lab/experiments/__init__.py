@@ -11,8 +11,8 @@ from fastweights_lab.experiments.convolved import ConvolvedSoftmax
 from fastweights_lab.experiments.grid import Grid, Trial, Variant
 from fastweights_lab.experiments.recording import recorded
 from fastweights_lab.experiments.registry import EXPERIMENTS
-from fastweights_lab.experiments.step import Step
 from fastweights_lab.experiments.table import at_edge, best, summary
+from fastweights_lab.experiments.training_step import Step
 from fastweights_lab.experiments.trial import accuracy, run
 
 __all__ = [

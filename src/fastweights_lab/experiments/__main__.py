@@ -155,7 +155,7 @@ def _file(folder: Path, experiment: str) -> Path:
 
 
 def record(names: Sequence[str], folder: Path, file: Path) -> None:
-    """Write the runs in a folder to the file that ships with the library.
+    """Write the runs in a folder to the file that ships with the laboratory.
 
     Of an experiment whose grid is not done to its last run there is nothing
     in the file: half a grid would be read as a whole one.

@@ -243,7 +243,7 @@ def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
 
 
 def load(name: str = "text") -> list[Record]:
-    """Recorded runs that ship with the library.
+    """Recorded runs that ship with the laboratory.
 
     Args:
         name: ``text``; ``text_again``, twelve of these runs a second time,

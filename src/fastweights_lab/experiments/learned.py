@@ -26,7 +26,7 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 LAGS = (1, 4, 16, 64, 256, 1024)
 
 ONE_PRODUCT = 160
-"""Halvings per chunk up to which a kernel takes one product (kernels.gates).
+"""Halvings per chunk up to which a kernel takes one product.
 
 The bound of fp32 and bf16.
 """

@@ -1,4 +1,4 @@
-"""The recorded runs that ship with the library, in one small file.
+"""The recorded runs that ship with the laboratory, in one small file.
 
     runs = recorded("overwriting")
     print(summary(runs))

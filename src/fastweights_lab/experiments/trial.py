@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastweights.models import LanguageModel
 from fastweights_lab.experiments.grid import Trial
-from fastweights_lab.experiments.step import Step
+from fastweights_lab.experiments.training_step import Step
 from fastweights_lab.records import Record, machine
 from fastweights_lab.tasks import IGNORE, Batch, Task
 from fastweights_lab.text.training import chosen_device

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import check_inputs, dot_precision
-from fastweights.kernels.family.settings import properties
+from fastweights.kernels.recurrence.settings import properties
 from fastweights.kernels.tile import (
     state_at,
     tile_at,

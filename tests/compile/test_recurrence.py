@@ -17,8 +17,8 @@ from offline import (
     unwaited_products,
 )
 
-from fastweights.kernels.family import stages
-from fastweights.kernels.family.settings import GPU, Kind
+from fastweights.kernels.recurrence import stages
+from fastweights.kernels.recurrence.settings import GPU, Kind
 from fastweights.kernels.tile import INTERPRETED
 
 FP32 = DTYPES["fp32"]

@@ -2,7 +2,7 @@
 
 As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
 ``backward``. What a call launches is written in the
-:class:`fastweights.kernels.family.schedule.Schedule` of its kind.
+:class:`fastweights.kernels.recurrence.schedule.Schedule` of its kind.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels import dot_precision
-from fastweights.kernels.family import stages
-from fastweights.kernels.family.schedule import (
+from fastweights.kernels.recurrence import stages
+from fastweights.kernels.recurrence.schedule import (
     compile_together,
     memory,
     places,
 )
-from fastweights.kernels.family.settings import Kind, lengths_of, properties
+from fastweights.kernels.recurrence.settings import (
+    Kind,
+    lengths_of,
+    properties,
+)
 
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
 

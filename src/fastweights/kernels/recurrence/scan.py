@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels import tile
-from fastweights.kernels.family import gates
-from fastweights.kernels.family.compose import (
+from fastweights.kernels.recurrence import gates
+from fastweights.kernels.recurrence.compose import (
     border_of,
     reach,
     segment_at,

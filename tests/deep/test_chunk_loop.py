@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fastweights import private
 from fastweights.checks import relative_error
 from fastweights.deep import whole
-from fastweights.deep.whole import GROUP, fold
+from fastweights.deep.chunk_loop import GROUP, fold
 
 WITH_CHUNKS = ["ttt-linear", "ttt-mlp", "titans-mlp"]
 LONG = (2 * GROUP + 3) * C + 2

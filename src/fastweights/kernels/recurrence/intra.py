@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels import tile
-from fastweights.kernels.family import gates, inverse
+from fastweights.kernels.recurrence import gates, inverse
 
 
 @triton.jit

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastweights as fw
 from fastweights.checks import relative_error
 from fastweights.kernels import dot_precision
-from fastweights.kernels.family import backend as kernels
-from fastweights.kernels.family.schedule import Room
-from fastweights.kernels.family.settings import (
+from fastweights.kernels.recurrence import backend as kernels
+from fastweights.kernels.recurrence.schedule import Room
+from fastweights.kernels.recurrence.settings import (
     Kind,
     constants,
     lengths_of,
@@ -511,7 +511,7 @@ def test_offsets_that_lie_reach_no_other_memory(
     x = {name: guarded.like(t) for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "initial_state")
     inputs = [x.get(name) for name in names] + [guarded.like(offsets)]
-    monkeypatch.setattr(kernels, "check_offsets", lambda *_: None)
+    monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
     o, state, saved = kernels.forward(*inputs, 1.0, 16)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
     grads = kernels.backward(do, dstate, *inputs, saved, 1.0, 16)
@@ -654,7 +654,7 @@ def test_tiles_by_descriptors(gate, rule, cut):
 def test_lengths_that_are_symbols(monkeypatch):
     """In one segment and in four: torch.compile allocates for both."""
     monkeypatch.setattr(
-        "fastweights.kernels.family.settings.SEGMENT_CHUNKS", 1
+        "fastweights.kernels.recurrence.settings.SEGMENT_CHUNKS", 1
     )
     lengths_of.cache_clear()
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ widths and which arguments it has. To find that takes Python hundreds of
 microseconds, so it is done once per kind of call. Each call then multiplies:
 every tensor is :class:`Room` for so many rows, and every grid and number a
 :class:`Count`, in proportion to one of the call's
-:class:`fastweights.kernels.family.settings.Lengths`.
+:class:`fastweights.kernels.recurrence.settings.Lengths`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from fastweights import private
-from fastweights.kernels.family.settings import IntLike, Lengths
+from fastweights.kernels.recurrence.settings import IntLike, Lengths
 from fastweights.kernels.tile import INTERPRETED
 
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache

@@ -15,22 +15,25 @@ from typing import Any
 
 import torch
 
-from fastweights.kernels.family.compose import compose_kernel
-from fastweights.kernels.family.intra import intra_fwd_kernel
-from fastweights.kernels.family.intra_backward import (
+from fastweights.kernels.recurrence.compose import compose_kernel
+from fastweights.kernels.recurrence.intra import intra_fwd_kernel
+from fastweights.kernels.recurrence.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_kernel,
     intra_bwd_strong_kernel,
 )
-from fastweights.kernels.family.scan import scan_bwd_kernel, scan_fwd_kernel
-from fastweights.kernels.family.schedule import (
+from fastweights.kernels.recurrence.scan import (
+    scan_bwd_kernel,
+    scan_fwd_kernel,
+)
+from fastweights.kernels.recurrence.schedule import (
     SCALE,
     Count,
     Launch,
     Room,
     Schedule,
 )
-from fastweights.kernels.family.settings import Kind, Meta, constants
+from fastweights.kernels.recurrence.settings import Kind, Meta, constants
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 Dtypes = tuple[torch.dtype | None, ...]
