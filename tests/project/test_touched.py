@@ -47,7 +47,7 @@ def test_the_interpreter_has_a_process_of_its_own(interpreted):
     assert files and all((ROOT / x).is_file() for x in files)
     for file in files:
         assert file.startswith("tests/kernels/") == interpreted
-    sampled = "kernels and test_family.py and (each_stage" in found[3]
+    sampled = "kernels and test_recurrence.py and (each_stage" in found[3]
     assert sampled == interpreted
 
 
