@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -41,64 +43,59 @@ def block_of(i_d, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
     return c, o_y
 
 
+@dataclass(frozen=True)
+class Block:
+    """What a walk along a block of channels is compiled for."""
+
+    C: int  # channels of x
+    R: int  # channels of the result
+    W: int  # taps
+    SILU: bool
+    NORM: bool
+    BT: int  # tokens in a stretch
+    D: int  # channels of the block
+    BD: int  # D, up to a power of two
+
+
+@triton.constexpr_function
+def block(*sizes):
+    """A :class:`Block`, from inside a kernel."""
+    return Block(*sizes)
+
+
 @triton.jit
-def load_row(p_x, t, m_t, o_d, m_d, C: tl.constexpr):
-    """Channels o_d of row t of x [rows, C]; 0 where not m_t and not m_d."""
+def load_row(p_x, t, m_t, channels, C: tl.constexpr):
+    """Row t of x [rows, C], of channels (o_d, m_d), if m_t; else 0."""
+    o_d, m_d = channels
     return tl.load(p_x + t * C + o_d, mask=mask_if(m_t, m_d), other=0.0)
 
 
 @triton.jit
-def load_rows(p_x, t, end, o_d, m_d, C: tl.constexpr):
+def load_rows(p_x, t, end, channels, C: tl.constexpr):
     """Rows t to t + 3, those before ``end``: at once, and in x's dtype."""
-    b_0 = load_row(p_x, t, t < end, o_d, m_d, C)
-    b_1 = load_row(p_x, t + 1, t + 1 < end, o_d, m_d, C)
-    b_2 = load_row(p_x, t + 2, t + 2 < end, o_d, m_d, C)
-    b_3 = load_row(p_x, t + 3, t + 3 < end, o_d, m_d, C)
-    return b_0, b_1, b_2, b_3
+    return [
+        load_row(p_x, t + j, t + j < end, channels, C) for j in (0, 1, 2, 3)
+    ]
 
 
 @triton.jit
-def input_at(
-    x,
-    initial_state,
-    i_n,
-    t,
-    start,
-    end,
-    o_d,
-    m_d,
-    C: tl.constexpr,
-    W: tl.constexpr,
-):
+def in_fp32(rows):
+    """The rows, each in fp32."""
+    return [b_x.to(tl.float32) for b_x in rows]
+
+
+@triton.jit
+def input_at(x, initial_state, t, stretch, channels, BLOCK: tl.constexpr):
     """The input of token t, or of the W - 1 before ``start``; else 0. fp32."""
+    i_n, start, end, _ = stretch
     m_t = (t >= start) & (t < end)
-    b_x = load_row(x, t, m_t, o_d, m_d, C)
+    b_x = load_row(x, t, m_t, channels, BLOCK.C)
     if initial_state is not None:
-        m_s = (t < start) & (t + W > start)
-        i_s = (i_n + 1) * (W - 1) + t - start
-        b_s = load_row(initial_state, i_s, m_s, o_d, m_d, C)
+        m_s = (t < start) & (t + BLOCK.W > start)
+        i_s = (i_n + 1) * (BLOCK.W - 1) + t - start
+        b_s = load_row(initial_state, i_s, m_s, channels, BLOCK.C)
         b_x = tl.where(t < start, b_s, b_x)
     return b_x.to(tl.float32)
-
-
-@triton.jit
-def inputs_before(
-    x,
-    initial_state,
-    i_n,
-    t,
-    start,
-    end,
-    o_d,
-    m_d,
-    C: tl.constexpr,
-    W: tl.constexpr,
-):
-    """The inputs of tokens t - 3, t - 2 and t - 1."""
-    b_1 = input_at(x, initial_state, i_n, t - 3, start, end, o_d, m_d, C, W)
-    b_2 = input_at(x, initial_state, i_n, t - 2, start, end, o_d, m_d, C, W)
-    b_3 = input_at(x, initial_state, i_n, t - 1, start, end, o_d, m_d, C, W)
-    return b_1, b_2, b_3
 
 
 @triton.jit
@@ -119,98 +116,64 @@ def load_filter(weight, bias, o_d, m_d, W: tl.constexpr):
         w_0 = tl.zeros_like(w_4)
     else:
         w_0 = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
-    return w_0, w_1, w_2, w_3, w_4
+    return w_0, [w_1, w_2, w_3, w_4]
 
 
 @triton.jit
-def filtered(b_1, b_2, b_3, b_4, w_0, w_1, w_2, w_3, w_4, W: tl.constexpr):
-    """The sum of the last four inputs, each with its tap, and the bias."""
-    b_z = w_0 + w_4 * b_4 + w_3 * b_3
-    if W > 2:
-        b_z += w_2 * b_2
-    if W > 3:
-        b_z += w_1 * b_1
+def filtered(b_bias, taps, rows, W: tl.constexpr):
+    """The bias, and of four inputs the last W, each times its tap."""
+    b_z = b_bias
+    for j in tl.static_range(3, 3 - W, -1):
+        b_z += taps[j] * rows[j]
     return b_z
 
 
 @triton.jit
-def store_output(
-    p_y,
-    t,
-    end,
-    b_z,
-    eps,
-    o_y,
-    m_d,
-    R: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Row t of y [rows, R], from the sums."""
-    if SILU:
+def store_output(p_y, t, end, b_z, eps, outputs, BLOCK: tl.constexpr):
+    """Row t of y [rows, R], channels ``outputs``, from the sums."""
+    o_y, m_d = outputs
+    if BLOCK.SILU:
         b_z = b_z * sigmoid(b_z)
-    if NORM:
+    if BLOCK.NORM:
         b_z *= tl.rsqrt(tl.sum(b_z * b_z, axis=0) + eps)
-    tl.store(p_y + t * R + o_y, b_z, mask=mask_if(t < end, m_d))
+    tl.store(p_y + t * BLOCK.R + o_y, b_z, mask=mask_if(t < end, m_d))
 
 
 @triton.jit
-def walk(
-    x,
-    weight,
-    bias,
-    initial_state,
-    y,
-    state,
-    eps,
-    i_n,
-    start,
-    end,
-    t,
-    c,
-    o_y,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    BT: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-):
+def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
     """The outputs of a stretch: of channels c to c + BD, before c + D.
 
     And the sequence's last W - 1 inputs, if they are the last of this
     stretch.
     """
-    o_b = tl.arange(0, BD)
+    x, weight, bias, initial_state = inputs
+    i_n, start, end, t = stretch
+    C: tl.constexpr = BLOCK.C
+    W: tl.constexpr = BLOCK.W
+    o_b = tl.arange(0, BLOCK.BD)
     o_d, o_y = c + o_b, o_y + o_b
-    m_d = (o_b < D) & (o_d < C)
-    w_0, w_1, w_2, w_3, w_4 = load_filter(weight, bias, o_d, m_d, W)
-    b_1, b_2, b_3 = inputs_before(
-        x, initial_state, i_n, t, start, end, o_d, m_d, C, W
-    )
-    stop = tl.minimum(t + BT, end)
-    n_0, n_1, n_2, n_3 = load_rows(x, t, stop, o_d, m_d, C)
+    m_d = (o_b < BLOCK.D) & (o_d < C)
+    channels, outputs = (o_d, m_d), (o_y, m_d)
+    b_bias, taps = load_filter(weight, bias, o_d, m_d, W)
+    before = [
+        input_at(x, initial_state, t - j, stretch, channels, BLOCK)
+        for j in (3, 2, 1)
+    ]
+    stop = tl.minimum(t + BLOCK.BT, end)
+    ahead = load_rows(x, t, stop, channels, C)
     for i in range(0, (stop - t).to(tl.int32), 4):
         s = t + i
-        b_4, b_5 = n_0.to(tl.float32), n_1.to(tl.float32)
-        b_6, b_7 = n_2.to(tl.float32), n_3.to(tl.float32)
-        n_0, n_1, n_2, n_3 = load_rows(x, s + 4, stop, o_d, m_d, C)
-        b_z = filtered(b_1, b_2, b_3, b_4, w_0, w_1, w_2, w_3, w_4, W)
-        store_output(y, s, stop, b_z, eps, o_y, m_d, R, SILU, NORM)
-        b_z = filtered(b_2, b_3, b_4, b_5, w_0, w_1, w_2, w_3, w_4, W)
-        store_output(y, s + 1, stop, b_z, eps, o_y, m_d, R, SILU, NORM)
-        b_z = filtered(b_3, b_4, b_5, b_6, w_0, w_1, w_2, w_3, w_4, W)
-        store_output(y, s + 2, stop, b_z, eps, o_y, m_d, R, SILU, NORM)
-        b_z = filtered(b_4, b_5, b_6, b_7, w_0, w_1, w_2, w_3, w_4, W)
-        store_output(y, s + 3, stop, b_z, eps, o_y, m_d, R, SILU, NORM)
-        b_1, b_2, b_3 = b_5, b_6, b_7
+        rows = before + in_fp32(ahead)
+        ahead = load_rows(x, s + 4, stop, channels, C)
+        for j in tl.static_range(4):
+            b_z = filtered(b_bias, taps, rows[j : j + 4], W)
+            store_output(y, s + j, stop, b_z, eps, outputs, BLOCK)
+        before = rows[4:]
     # Of an empty sequence the only stretch is the last one, too.
-    is_last = (t + BT >= end) & ((t < end) | (t == start))
+    is_last = (t + BLOCK.BT >= end) & ((t < end) | (t == start))
     for i in tl.static_range(W - 1):
         s = end - (W - 1) + i
-        b_x = input_at(x, initial_state, i_n, s, start, end, o_d, m_d, C, W)
+        b_x = input_at(x, initial_state, s, stretch, channels, BLOCK)
         p_s = state + (i_n * (W - 1) + i) * C + o_d
         tl.store(p_s, b_x, mask=mask_if(is_last, m_d))
 
@@ -243,20 +206,15 @@ def convolution_fwd_kernel(
     CV: tl.constexpr = C - 2 * H * K
     NB: tl.constexpr = 2 * H + (CV + BV - 1) // BV
     i_c, i_d = tl.program_id(0) // NB, tl.program_id(0) % NB
-    i_n, start, end, t = stretch_of(i_c, cu_seqlens, N, T, BT)
+    stretch = stretch_of(i_c, cu_seqlens, N, T, BT)
     c, o_y = block_of(i_d, H, K, BV)
+    inputs = x, weight, bias, initial_state
     if i_d < 2 * H:
         y = q
         if i_d >= H:
             y = k
-        walk(
-            *(x, weight, bias, initial_state, y, state, eps),
-            *(i_n, start, end, t, c, o_y),
-            *(C, H * K, W, SILU, NORM, BT, K, BK),
-        )
+        HEAD: tl.constexpr = block(C, H * K, W, SILU, NORM, BT, K, BK)
+        walk(inputs, y, state, eps, stretch, c, o_y, HEAD)
     else:
-        walk(
-            *(x, weight, bias, initial_state, v, state, eps),
-            *(i_n, start, end, t, c, o_y),
-            *(C, CV, W, SILU, False, BT, BV, BV),
-        )
+        REST: tl.constexpr = block(C, CV, W, SILU, False, BT, BV, BV)
+        walk(inputs, v, state, eps, stretch, c, o_y, REST)
