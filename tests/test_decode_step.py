@@ -249,17 +249,6 @@ def test_it_refuses_where_a_gradient_is_needed(name):
     assert not o.requires_grad and not x["state"].equal(before)
 
 
-def test_states_made_in_inference_mode_and_out_of_it():
-    x = call(T=2)
-    ref = x["state"].clone()
-    o_ref = fw.decode_step(**x | {"state": ref})
-    with torch.inference_mode():
-        made_inside = x["state"].clone()
-        assert fw.decode_step(**x | {"state": made_inside}).equal(o_ref)
-        assert fw.decode_step(**x).equal(o_ref)
-    assert made_inside.equal(ref) and x["state"].equal(ref)
-
-
 @pytest.mark.parametrize("profiled", [False, True])
 def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
     """Updated in place; the outputs are like any other."""
@@ -383,8 +372,6 @@ def tokens(T):
     }
 
 
-# What is changed in a call that is right, and what its error must say. The
-# call has B 1, T 6, H 2, HV 4, K 3, V 5.
 def off_by(half_life, delta):
     """What a state in bf16 costs: relative, of the last half's outputs.
 
@@ -464,7 +451,8 @@ def test_rows_of_a_pool_in_bf16():
     assert torch.equal(pool[others], before[others])
 
 
-# ops/test_recurrence.py has what both refuse (q, k, v, g, beta, scale).
+# What is changed in a call that is right, and its error. The call has B 1,
+# T 6, H 2, HV 4, K 3, V 5. ops/test_recurrence.py has what both refuse.
 REFUSED = """
 state=None
     TypeError: state: got NoneType, need a Tensor

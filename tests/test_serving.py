@@ -66,7 +66,14 @@ def selective(G):
     return x, whole, step, (torch.zeros(3, D, N, **double),)
 
 
+def delta():
+    x = member("vector", "delta", B=3, T=13, H=2, HV=4, K=6, V=5)
+    empty = torch.zeros_like(x.pop("initial_state"))
+    return x, fw.linear_recurrence, fw.decode_step, (empty,)
+
+
 CASES = {
+    "delta": delta,
     "mlstm": mlstm,
     "normalised": normalised,
     "selective": lambda: selective(1),
@@ -160,6 +167,13 @@ def refusals():
     h, rows = torch.zeros(3, 8, 5, **double), torch.arange(3)
     twice, floats = torch.tensor([0, 1, 1]), torch.arange(3.0)
     each = {
+        "delta": [
+            ({"state": S[..., :5], "rows": rows[:2]}, r"rows: got shape \[2"),
+            ({"state": S[..., :5], "rows": floats}, r"rows: got torch\.floa"),
+            ({"state": S[..., :5], "rows": [0, 1, 2]}, "rows: got list, need"),
+            ({"state": S[..., :5], "rows": twice}, r"rows: got \[0, 1, 1\], "),
+            ({"state": pool[0], "rows": rows}, r"state: got shape \[5, 4, 6"),
+        ],
         "mlstm": [
             ({"state": None}, "state: got NoneType, need a pair"),
             ({"state": S}, "state: got Tensor, need a pair"),
@@ -228,21 +242,11 @@ def test_steps_refuse_what_is_no_function_no_flag_and_no_few_tokens():
         selective_step(**x, A=A, state=state, dt_softplus="yes")
 
 
-def test_decode_step_in_a_pool():
-    x = member("vector", "delta", B=3, T=2, H=1, HV=2, K=6, V=5)
-    pool = torch.randn(7, 2, 6, 5, **double)
-    rows = torch.tensor([6, 99, 0])
-    alone = pool[[6, 1, 0]].clone()
-    del x["initial_state"]
-    before = pool.clone()
-    o_ref = fw.decode_step(**x, state=alone)
-    o = fw.decode_step(**x, state=pool, rows=rows)
-    assert torch.equal(o[[0, 2]], o_ref[[0, 2]]) and not o[1].any()
-    assert torch.equal(pool[[6, 0]], alone[[0, 2]])
-    assert torch.equal(pool[1:6], before[1:6])
-    before = pool.clone()
-    assert not fw.decode_step(**x, state=pool, rows=-1 - rows.abs()).any()
-    assert torch.equal(pool, before)
+def test_no_row_at_all_writes_nothing():
+    x, _, step, (pool,) = delta()
+    token = {name: y[:, :2] for name, y in x.items()}
+    rows = torch.tensor([-7, -100, -1])
+    assert not step(**token, state=pool, rows=rows).any() and not pool.any()
 
 
 def test_no_row_at_all_changes_nothing():
@@ -250,31 +254,6 @@ def test_no_row_at_all_changes_nothing():
     before = pool.clone()
     put(pool, torch.randn(2, 3), torch.tensor([-1, 4]))
     assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize(
-    "rows, error, message",
-    [
-        (torch.tensor([0, 1]), ValueError, r"rows: got shape \[2\], need"),
-        (torch.zeros(3), TypeError, "rows: got torch.float32, need"),
-        ([0, 1, 2], TypeError, "rows: got list, need a Tensor"),
-        (torch.tensor([2, 0, 2]), ValueError, r"rows: got \[2, 0, 2\], need"),
-    ],
-    ids=["too-few", "no-integers", "no-tensor", "twice"],
-)
-def test_rows_that_do_not_fit(rows, error, message):
-    x = member("none", "additive", B=3, T=1, H=1, HV=1, K=4, V=4)
-    state = x.pop("initial_state")
-    with pytest.raises(error, match=message):
-        fw.decode_step(**x, state=state, rows=rows)
-
-
-def test_a_pool_of_other_sizes():
-    x = member("none", "additive", B=3, T=1, H=1, HV=1, K=4, V=4)
-    del x["initial_state"]
-    state = torch.zeros(9, 1, 4, 5, **double)
-    with pytest.raises(ValueError, match=r"state: got shape \[9, 1, 4, 5\]"):
-        fw.decode_step(**x, state=state, rows=torch.tensor([0, 1, 2]))
 
 
 @pytest.mark.parametrize("case", ["mlstm", "selective"])

@@ -12,10 +12,6 @@ from fastweights.deep.optimisers import stale, summed
 from fastweights.fast_weights import sgd
 from fastweights.layers import (
     LaCT,
-    MemoryAsContext,
-    MemoryAsGate,
-    TitansMemory,
-    TTTLinear,
 )
 
 B, T, H, K, C = 2, 3, 2, 4, 4
@@ -152,33 +148,6 @@ def test_a_state_of_any_floating_dtype(function):
         found = function(**given, initial_state=state.to(dtype))
         for a, b in zip(found, want, strict=True):
             assert a.dtype == b.dtype and relative_error(a, b) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        (numbers(0, 5, 3, 9), r"cu_seqlens: got \[0, 5, 3, 9\], need values"),
-        (numbers(3, 9), r"cu_seqlens: got \[3, 9\], need values"),
-        (numbers(0, 20), r"cu_seqlens: got \[0, 20\], need values"),
-        (numbers(0.0, 9.0), "cu_seqlens: got torch.float32, need torch.int32"),
-        ([0, 9], "cu_seqlens: got list, need a Tensor"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TTTLinear(8, 2, mini_batch=4),
-        lambda: LaCT(8, 2, chunk_size=4),
-        lambda: TitansMemory(8, 2, 4, conv_size=None),
-        lambda: MemoryAsGate(8, 2, window=4),
-        lambda: MemoryAsContext(8, 2, window=4),
-    ],
-)
-def test_offsets_that_layers_refuse(make, offsets, message):
-    layer, x = make(), torch.randn(1, 9, 8)
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        layer(x, cu_seqlens=offsets)
 
 
 @pytest.mark.parametrize(

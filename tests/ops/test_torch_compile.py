@@ -133,16 +133,22 @@ def train(backend, packed, wrap=lambda model: model, device="cpu"):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_a_compiled_model_trains_as_the_loop_does(packed):
-    counter = CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_a_compiled_model_trains_as_the_loop_does(device, packed):
+    compiler = "aot_eager" if device == "cpu" else "inductor"
+    counter = CompileCounterWithBackend(compiler)
 
     def compiled(model):
         return torch.compile(model, backend=counter, fullgraph=True)
 
-    ref = train("loop", packed)
+    ref = train("loop", packed, device=device)
     with ops.record_backends() as ran:
-        losses = train("auto", packed, compiled)
-    assert ran == 50 * (2 * CHUNKWISE[:1] + 2 * CHUNKWISE[1:])
+        losses = train("auto", packed, compiled, device=device)
+    kernels = "chunkwise" if device == "cpu" else "triton"
+    passes = f"{kernels} forward", f"{kernels} backward"
+    assert ran == 50 * [x for x in passes for _ in range(2)]
     assert counter.frame_count == 1
     assert ref[-3:].mean() < ref[:3].mean() / 2
     torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
@@ -152,23 +158,6 @@ def test_inductor_agrees():
     x = member("vector", "delta", T=40)
     compiled = torch.compile(fw.linear_recurrence, fullgraph=True)
     same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_a_compiled_model_trains_on_gpu_as_the_loop_does(packed):
-    counter = CompileCounterWithBackend("inductor")
-
-    def compiled(model):
-        return torch.compile(model, backend=counter, fullgraph=True)
-
-    ref = train("loop", packed, device="cuda")
-    with ops.record_backends() as ran:
-        losses = train("auto", packed, compiled, device="cuda")
-    assert ran == 50 * (2 * ["triton forward"] + 2 * ["triton backward"])
-    assert counter.frame_count == 1
-    assert ref[-3:].mean() < ref[:3].mean() / 2
-    torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu

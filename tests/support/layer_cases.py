@@ -1,162 +1,76 @@
 """The layers with the options that the tests cross, at tiny sizes."""
 
+import re
+from collections.abc import Callable
+
 import torch
 
-from fastweights.layers import (
-    MLSTM,
-    TTTMLP,
-    DeltaNet,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LaCT,
-    LayerState,
-    LightningAttention,
-    LinearRecurrence,
-    Mamba,
-    Mamba2,
-    MemoryAsContext,
-    MemoryAsGate,
-    MemoryAsLayer,
-    MesaNet,
-    MultiScaleRetention,
-    SoftmaxAttention,
-    TitansMemory,
-    TTTLinear,
-)
+from fastweights import layers
+from fastweights.layers import LayerState
 
 D = 8
+LAYERS = """\
+deltanet: DeltaNet(D, 2)
+deltanet-options: DeltaNet(D, 2, 3, expand_v=4 / 3, conv_size=None,
+    allow_neg_eigval=True, gate=True)
+deltanet-original: DeltaNet(D, 2, conv_size=None, qk_activation="elu",
+    qk_norm="sum")
+deltanet-relu: DeltaNet(D, 2, conv_size=2, qk_activation="relu")
+gated-deltanet: GatedDeltaNet(D, 2, 4)
+gated-deltanet-options: GatedDeltaNet(D, 1, 3, num_v_heads=2, expand_v=2,
+    conv_size=3, allow_neg_eigval=True, beta_bias=True)
+gated-deltanet-bare: GatedDeltaNet(D, 2, 4, conv_size=None, gate=False)
+kda: KimiDeltaAttention(D, 2, 4)
+kda-options: KimiDeltaAttention(D, 1, 4, num_v_heads=2, expand_v=0.5,
+    conv_size=None, allow_neg_eigval=True, gate_bias=True, lower_bound=-5.0)
+gla: GatedLinearAttention(D, 2, gate_rank=3)
+gla-conv: GatedLinearAttention(D, 2, expand_k=1.0, expand_v=2.0,
+    temperature=4.0, conv_size=4)
+retnet: MultiScaleRetention(D, 2)
+lightning: LightningAttention(D, 3, 4, layer=1, num_layers=4)
+recurrence-linear: LinearRecurrence(D, 2, 4, rule="additive", decay=None,
+    normalize=False)
+recurrence-decay: LinearRecurrence(D, 2, 3, rule="additive", expand_v=4 / 3,
+    conv_size=None, activation=False)
+recurrence-channel: LinearRecurrence(D, 2, 4, decay="channel", gate=False,
+    allow_neg_eigval=True)
+mamba2: Mamba2(D, head_dim=4, state_size=3)
+mamba2-groups: Mamba2(D, head_dim=4, state_size=3, num_groups=2, conv_size=2)
+mamba: Mamba(D, state_size=3)
+mlstm: MLSTM(D, 2)
+ttt-linear: TTTLinear(D, 2, mini_batch=4)
+ttt-mlp: TTTMLP(D, 2, mini_batch=7, base_lr=1.0)
+titans: TitansMemory(D, 2, 4, chunk_size=6)
+titans-linear: TitansMemory(D, 2, 8, depth=1, chunk_size=4, conv_size=None,
+    max_rate=0.02)
+titans-gate: MemoryAsGate(D, 2, window=5, persistent=2, chunk_size=4,
+    max_rate=0.02)
+titans-layer: MemoryAsLayer(D, 2, 8, window=3, persistent=3, depth=1,
+    chunk_size=3, conv_size=None, max_rate=0.01)
+titans-context: MemoryAsContext(D, 2, 3, window=6, persistent=2, expansion=2,
+    theta=100.0)
+lact: LaCT(D, 2, chunk_size=6, muon=False)
+lact-muon: LaCT(D, 2, chunk_size=20)
+lact-options: LaCT(D, 1, num_attention_heads=2, expansion=1.5, chunk_size=4,
+    window=7, muon=False, momentum=False, prenorm=True, base_lr=0.1)
+mesanet: MesaNet(D, 2, 4, steps=8)
+softmax: SoftmaxAttention(D, 2)
+softmax-options: SoftmaxAttention(D, 4, num_kv_heads=2, head_dim=4,
+    theta=100.0, rotary_fraction=0.5, qk_norm=True, gate=True)
+softmax-no-positions: SoftmaxAttention(D, 2, theta=None)
+"""
+
+
+def maker(call: str) -> Callable[..., torch.nn.Module]:
+    """Makes the layer of that call, which takes further arguments."""
+    return lambda **to: eval(
+        call.replace(")", ", **to)"), vars(layers) | {"D": D, "to": to}
+    )
+
+
 CASES = {
-    "deltanet": lambda **to: DeltaNet(D, 2, **to),
-    "deltanet-options": lambda **to: DeltaNet(
-        D,
-        2,
-        3,
-        expand_v=4 / 3,
-        conv_size=None,
-        allow_neg_eigval=True,
-        gate=True,
-        **to,
-    ),
-    "deltanet-original": lambda **to: DeltaNet(
-        D, 2, conv_size=None, qk_activation="elu", qk_norm="sum", **to
-    ),
-    "deltanet-relu": lambda **to: DeltaNet(
-        D, 2, conv_size=2, qk_activation="relu", **to
-    ),
-    "gated-deltanet": lambda **to: GatedDeltaNet(D, 2, 4, **to),
-    "gated-deltanet-options": lambda **to: GatedDeltaNet(
-        D,
-        1,
-        3,
-        num_v_heads=2,
-        expand_v=2,
-        conv_size=3,
-        allow_neg_eigval=True,
-        beta_bias=True,
-        **to,
-    ),
-    "gated-deltanet-bare": lambda **to: GatedDeltaNet(
-        D, 2, 4, conv_size=None, gate=False, **to
-    ),
-    "kda": lambda **to: KimiDeltaAttention(D, 2, 4, **to),
-    "kda-options": lambda **to: KimiDeltaAttention(
-        D,
-        1,
-        4,
-        num_v_heads=2,
-        expand_v=0.5,
-        conv_size=None,
-        allow_neg_eigval=True,
-        gate_bias=True,
-        lower_bound=-5.0,
-        **to,
-    ),
-    "gla": lambda **to: GatedLinearAttention(D, 2, gate_rank=3, **to),
-    "gla-conv": lambda **to: GatedLinearAttention(
-        D, 2, expand_k=1.0, expand_v=2.0, temperature=4.0, conv_size=4, **to
-    ),
-    "retnet": lambda **to: MultiScaleRetention(D, 2, **to),
-    "lightning": lambda **to: LightningAttention(
-        D, 3, 4, layer=1, num_layers=4, **to
-    ),
-    "recurrence-linear": lambda **to: LinearRecurrence(
-        D, 2, 4, rule="additive", decay=None, normalize=False, **to
-    ),
-    "recurrence-decay": lambda **to: LinearRecurrence(
-        D,
-        2,
-        3,
-        rule="additive",
-        expand_v=4 / 3,
-        conv_size=None,
-        activation=False,
-        **to,
-    ),
-    "recurrence-channel": lambda **to: LinearRecurrence(
-        D, 2, 4, decay="channel", gate=False, allow_neg_eigval=True, **to
-    ),
-    "mamba2": lambda **to: Mamba2(D, head_dim=4, state_size=3, **to),
-    "mamba2-groups": lambda **to: Mamba2(
-        D, head_dim=4, state_size=3, num_groups=2, conv_size=2, **to
-    ),
-    "mamba": lambda **to: Mamba(D, state_size=3, **to),
-    "mlstm": lambda **to: MLSTM(D, 2, **to),
-    "ttt-linear": lambda **to: TTTLinear(D, 2, mini_batch=4, **to),
-    "ttt-mlp": lambda **to: TTTMLP(D, 2, mini_batch=7, base_lr=1.0, **to),
-    "titans": lambda **to: TitansMemory(D, 2, 4, chunk_size=6, **to),
-    "titans-linear": lambda **to: TitansMemory(
-        D, 2, 8, depth=1, chunk_size=4, conv_size=None, max_rate=0.02, **to
-    ),
-    "titans-gate": lambda **to: MemoryAsGate(
-        D, 2, window=5, persistent=2, chunk_size=4, max_rate=0.02, **to
-    ),
-    "titans-layer": lambda **to: MemoryAsLayer(
-        D,
-        2,
-        8,
-        window=3,
-        persistent=3,
-        depth=1,
-        chunk_size=3,
-        conv_size=None,
-        max_rate=0.01,
-        **to,
-    ),
-    "titans-context": lambda **to: MemoryAsContext(
-        D, 2, 3, window=6, persistent=2, expansion=2, theta=100.0, **to
-    ),
-    "lact": lambda **to: LaCT(D, 2, chunk_size=6, muon=False, **to),
-    "lact-muon": lambda **to: LaCT(D, 2, chunk_size=20, **to),
-    "lact-options": lambda **to: LaCT(
-        D,
-        1,
-        num_attention_heads=2,
-        expansion=1.5,
-        chunk_size=4,
-        window=7,
-        muon=False,
-        momentum=False,
-        prenorm=True,
-        base_lr=0.1,
-        **to,
-    ),
-    "mesanet": lambda **to: MesaNet(D, 2, 4, steps=8, **to),
-    "softmax": lambda **to: SoftmaxAttention(D, 2, **to),
-    "softmax-options": lambda **to: SoftmaxAttention(
-        D,
-        4,
-        num_kv_heads=2,
-        head_dim=4,
-        theta=100.0,
-        rotary_fraction=0.5,
-        qk_norm=True,
-        gate=True,
-        **to,
-    ),
-    "softmax-no-positions": lambda **to: SoftmaxAttention(
-        D, 2, theta=None, **to
-    ),
+    name: maker(call)
+    for name, call in (x.split(": ") for x in re.split(r"\n(?=\w)", LAYERS))
 }
 
 
