@@ -15,9 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
-from fastweights import feature_maps, serving
+from fastweights import feature_maps, ops, serving
 from fastweights.checks import relative_error
-from fastweights.ops import recurrence as ops
 
 EXACT = 1e-12  # fp64, sums in another order
 OPERATOR = torch.ops.fastweights.decode_step.default

@@ -10,6 +10,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate
+from fastweights.ops.backends import choose_backend
 from fastweights.ops.members import (
     deltanet,
     gated_deltanet,
@@ -23,7 +24,7 @@ from fastweights.ops.members import (
     retnet_decay,
 )
 from fastweights.ops.mlstm import mlstm
-from fastweights.ops.recurrence import choose_backend, linear_recurrence
+from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.selective import selective_scan
 from fastweights.serving import decode_step
 

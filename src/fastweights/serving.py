@@ -35,10 +35,7 @@ from fastweights.arguments import (
     check_values,
     wrong_shape,
 )
-from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
-from fastweights.ops.mlstm import divided, in_units, named
-from fastweights.ops.normaliser import check_normalised
-from fastweights.ops.recurrence import (
+from fastweights.ops.backends import (
     Backend,
     autocast,
     backend_for,
@@ -46,6 +43,9 @@ from fastweights.ops.recurrence import (
     ran,
     without_autocast,
 )
+from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.mlstm import divided, in_units, named
+from fastweights.ops.normaliser import check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
 from fastweights.reference.backend import advance, wide, widen

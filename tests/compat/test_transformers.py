@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 import fastweights as fw
 from fastweights import compat
 from fastweights.checks import relative_error
-from fastweights.ops.recurrence import record_backends
+from fastweights.ops.backends import record_backends
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

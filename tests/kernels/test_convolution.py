@@ -9,9 +9,9 @@ from convolution_inputs import HEADS, flat, tokens
 from inputs import results, same
 from kernel_judge import interpreted, needs_memory, on_gpu
 
+from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import convolution
-from fastweights.ops import recurrence as ops
 from fastweights.ops.convolution import (
     CONVOLUTION,
     convolve_heads,

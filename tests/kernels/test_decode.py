@@ -12,8 +12,8 @@ from inputs import GATES, RULES, member
 from kernel_judge import interpreted, needs_memory, on_gpu
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.ops import recurrence as ops
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 from inputs import same
 from kernel_judge import in_one_graph, interpreted, on_gpu
 
+from fastweights import ops
 from fastweights.deep import mesa
 from fastweights.deep.mesa_operator import SOLVE
-from fastweights.ops import recurrence as ops
 
 pytestmark = pytest.mark.usefixtures("poison")
 HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}

@@ -13,9 +13,8 @@ pytest.importorskip("triton")
 from kernel_judge import interpreted, on_gpu
 
 import fastweights as fw
-from fastweights import feature_maps
+from fastweights import feature_maps, ops
 from fastweights.checks import relative_error
-from fastweights.ops import recurrence as ops
 
 pytestmark = pytest.mark.usefixtures("poison")
 RUNS = ["triton forward"] * 2 + ["triton backward"] * 2

@@ -9,8 +9,8 @@ from inputs import same
 from kernel_judge import interpreted, on_gpu
 from norm_inputs import heads, results
 
+from fastweights import ops
 from fastweights.kernels import output_norm as kernels
-from fastweights.ops import recurrence as ops
 from fastweights.ops.output_norm import NORM, gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -27,6 +27,7 @@ from kernel_judge import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import dot_precision
 from fastweights.kernels.recurrence import backend as kernels
@@ -38,7 +39,6 @@ from fastweights.kernels.recurrence.settings import (
     properties,
     segment_chunks,
 )
-from fastweights.ops import recurrence as ops
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
 

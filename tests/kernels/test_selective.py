@@ -11,8 +11,8 @@ from scan_inputs import tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.kernels import selective
-from fastweights.ops import recurrence as ops
 from fastweights.ops.selective import SCAN
 
 pytestmark = pytest.mark.usefixtures("poison")

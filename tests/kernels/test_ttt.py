@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 from inputs import same
 from kernel_judge import in_one_graph, interpreted, on_gpu
 
+from fastweights import ops
 from fastweights.deep import backends, ttt
 from fastweights.deep.ttt_operator import TTT
-from fastweights.ops import recurrence as ops
 
 pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]

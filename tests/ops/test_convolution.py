@@ -10,7 +10,7 @@ from inputs import results, same
 from refused import refused
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastweights.ops import recurrence as ops
+from fastweights import ops
 from fastweights.ops.convolution import (
     CONVOLUTION,
     convolve_heads,

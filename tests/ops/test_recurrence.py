@@ -1,6 +1,7 @@
 """linear_recurrence: both backends against its equations, and its refusals."""
 
 import functools
+import importlib.util
 import itertools
 import warnings
 
@@ -19,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
-from fastweights import private
+from fastweights import ops, private
 from fastweights.checks import relative_error
-from fastweights.ops import recurrence as ops
+from fastweights.ops.backends import _explain, _lack_of_triton
 
 BACKENDS = ("loop", "chunkwise")
 EXACT = 1e-11  # fp64, sums in another order
@@ -585,8 +586,8 @@ def gpu(monkeypatch):
     """Makes this machine one with a GPU of some compute capability."""
 
     def forget():
-        ops._explain.cache_clear()
-        ops._lack_of_triton.cache_clear()
+        _explain.cache_clear()
+        _lack_of_triton.cache_clear()
         private.warn_untested.cache_clear()
 
     def of(*capability):
@@ -640,7 +641,8 @@ def test_keys_wider_than_the_kernels_get_chunkwise_and_are_told_once(
             return fw.decode_step(q, k, v, state=state, **others, **backend)
         return fw.linear_recurrence(q, k, v, g, beta, **backend)[0]
 
-    monkeypatch.setattr(ops, "choose_backend", lambda *_: "triton")
+    choice = "fastweights.ops.backends.choose_backend"
+    monkeypatch.setattr(choice, lambda *_: "triton")
     reason = "kernels need K <= 256, not 320$"
     with pytest.warns(UserWarning, match=reason):
         assert relative_error(run(), want) <= 1e-6
@@ -703,7 +705,7 @@ def test_an_untested_version_is_named(gpu, monkeypatch, version):
 
 def test_triton_may_be_missing(gpu, monkeypatch):
     gpu(9, 0)
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="triton, which is not installed"):
         assert fw.choose_backend("auto", "cuda") == "chunkwise"
     with pytest.raises(ValueError, match="which is not installed"):

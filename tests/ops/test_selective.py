@@ -11,8 +11,8 @@ from scan_inputs import tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
+from fastweights import ops
 from fastweights.checks import Exponentials, Footprint
-from fastweights.ops import recurrence as ops
 from fastweights.ops.selective import SCAN
 from fastweights.reference import selective as chunkwise
 from fastweights.reference import steps

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
-from fastweights.ops import recurrence as ops
+from fastweights import ops
 
 CHUNKWISE = ["chunkwise forward", "chunkwise backward"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights import private
-from fastweights.ops.recurrence import check_name, choose_backend
+from fastweights.ops.backends import check_name, choose_backend
 
 LEADING = (9, 10)
 """Major compute capabilities whose registers the kernels do not exceed."""

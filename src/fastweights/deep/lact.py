@@ -27,7 +27,7 @@ from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.ops import any_length
-from fastweights.ops.recurrence import without_autocast
+from fastweights.ops.backends import without_autocast
 from fastweights.reference.backend import wide
 
 Weights = Sequence[Tensor]

@@ -19,13 +19,9 @@ from fastweights.arguments import (
 )
 from fastweights.deep.arguments import check_shapes, check_state, check_tokens
 from fastweights.deep.mesa_operator import SOLVE, takes
+from fastweights.ops.backends import Backend, without_autocast
 from fastweights.ops.flops import tell_counters
-from fastweights.ops.recurrence import (
-    RECURRENCE,
-    Backend,
-    linear_recurrence,
-    without_autocast,
-)
+from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
 from fastweights.reference.backend import outside, wide
 
 

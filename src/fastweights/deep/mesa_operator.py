@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops.recurrence import ran
+from fastweights.ops.backends import ran
 from fastweights.ops.registration import registered
 
 MAX_K = 128

@@ -23,7 +23,7 @@ from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.fast_weights import factor
 from fastweights.ops import any_length
-from fastweights.ops.recurrence import without_autocast
+from fastweights.ops.backends import without_autocast
 from fastweights.reference.backend import wide
 
 

@@ -24,7 +24,7 @@ from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.deep.ttt_operator import TTT, takes
 from fastweights.ops import any_length
-from fastweights.ops.recurrence import without_autocast
+from fastweights.ops.backends import without_autocast
 from fastweights.ops.registration import needs_gradient
 from fastweights.reference.backend import wide
 

@@ -19,8 +19,8 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.layers.state import LayerState, Offsets, leave_inference
+from fastweights.ops.backends import autocasts
 from fastweights.ops.projections import is_product
-from fastweights.ops.recurrence import autocasts
 from fastweights.private import traced
 from fastweights.reference.backend import wide
 from fastweights.serving import NARROW

@@ -13,13 +13,13 @@ from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, initial
+from fastweights.ops.backends import autocast
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,
     short_convolution,
 )
 from fastweights.ops.projections import is_plain, untouched
-from fastweights.ops.recurrence import autocast
 
 Inputs = Float[Tensor, "N W-1 C"]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights import private
 from fastweights.arguments import readable
 from fastweights.layers.state import Offsets, sequence_of
-from fastweights.ops.recurrence import autocast
+from fastweights.ops.backends import autocast
 
 Heads = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads

@@ -28,8 +28,8 @@ from fastweights.layers.titans import Start
 from fastweights.layers.titans_attention import Beside
 from fastweights.layers.window import seen_always
 from fastweights.ops import any_length
+from fastweights.ops.backends import autocast, without_autocast
 from fastweights.ops.projections import Untouched, is_untouched, untouched
-from fastweights.ops.recurrence import autocast, without_autocast
 from fastweights.reference.backend import wide
 
 CALLED = (Start, HeadsConvolution, OutputNorm, nn.Linear, nn.RMSNorm)

@@ -26,7 +26,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.layers.parts import full
-from fastweights.ops.recurrence import autocast, autocasts, without_autocast
+from fastweights.ops.backends import autocast, autocasts, without_autocast
 from fastweights.reference.backend import outside, wide
 
 Hidden = Float[Tensor, "*rows D"]

@@ -32,7 +32,7 @@ from fastweights.arguments import (
     count_sequences,
     wrong_shape,
 )
-from fastweights.ops.recurrence import choose_backend, ran, without_autocast
+from fastweights.ops.backends import choose_backend, ran, without_autocast
 from fastweights.ops.registration import Operator
 from fastweights.reference import convolution as pytorch
 

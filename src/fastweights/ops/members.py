@@ -24,11 +24,12 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
+from fastweights.ops.backends import Backend, autocast
 from fastweights.ops.normaliser import (
     check_normalised,
     recurrence_with_normaliser,
 )
-from fastweights.ops.recurrence import Backend, autocast, linear_recurrence
+from fastweights.ops.recurrence import linear_recurrence
 from fastweights.reference.backend import outside, wide
 
 Member = TypeVar("Member", bound=Callable[..., Any])

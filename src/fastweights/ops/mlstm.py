@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_number
+from fastweights.ops.backends import Backend, autocast
 from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.normaliser import (
     State,
     check_normalised,
     recurrence_with_normaliser,
 )
-from fastweights.ops.recurrence import Backend, autocast
 from fastweights.reference.backend import outside, wide
 from fastweights.reference.chunkwise import CLEARS
 

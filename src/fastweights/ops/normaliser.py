@@ -9,11 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import check_arguments, check_states
-from fastweights.ops.recurrence import (
-    Backend,
-    linear_recurrence,
-    without_autocast,
-)
+from fastweights.ops.backends import Backend, without_autocast
+from fastweights.ops.recurrence import linear_recurrence
 from fastweights.reference.backend import wide
 
 Values = Float[Tensor, "B T HV V"]

@@ -25,7 +25,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops.recurrence import choose_backend, ran
+from fastweights.ops.backends import choose_backend, ran
 from fastweights.ops.registration import Operator
 
 Activation = Literal["silu", "sigmoid"]

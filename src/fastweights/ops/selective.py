@@ -30,7 +30,7 @@ from fastweights.arguments import (
     count_sequences,
     wrong_shape,
 )
-from fastweights.ops.recurrence import (
+from fastweights.ops.backends import (
     autocast,
     check_name,
     choose_backend,

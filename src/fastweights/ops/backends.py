@@ -1,0 +1,198 @@
+"""Which backend computes, what is told of it, and what autocast asks of it.
+
+"auto" is settled here, by device, dtype and versions; so is what is said where
+a GPU does not get the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import MAX_K
+
+Backend = Literal["auto", "triton", "chunkwise", "loop"]
+BACKENDS = get_args(Backend)
+
+
+def choose_backend(
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """The backend that runs when ``backend`` is asked for.
+
+    "auto" is "triton" where its kernels run on tensors of this device and
+    dtype, else "chunkwise", which says why if the GPU is the reason.
+
+    Args:
+        backend: "auto", "triton", "chunkwise" or "loop".
+        device, dtype: of q, k and v.
+
+    Returns:
+        "triton", "chunkwise" or "loop".
+
+    Raises:
+        ValueError: there is no such backend or GPU, or "triton" cannot run
+            there.
+    """
+    device = torch.device(device)
+    if backend == "auto" and device.type != "cuda":
+        return "chunkwise"
+    if backend in ("auto", "triton"):
+        lack = _lack_of_triton(device, dtype)
+        if not lack:
+            return "triton"
+        if backend == "triton":
+            raise ValueError(f"backend: got 'triton', which needs {lack}")
+        if dtype != torch.float64:
+            _explain(lack)
+        return "chunkwise"
+    check_name(backend)
+    return backend
+
+
+def backend_for(asked: str, q: Tensor) -> str:
+    """The backend that runs on q [.., K], of at most MAX_K in the kernels."""
+    backend, K = choose_backend(asked, q.device, q.dtype), q.shape[-1]
+    if backend != "triton" or K <= MAX_K:
+        return backend
+    lack = f"K <= {MAX_K}, not {K}"
+    if asked == "triton":
+        raise ValueError(f"backend: got 'triton', which needs {lack}")
+    _explain(lack)
+    return "chunkwise"
+
+
+def check_name(backend: str) -> None:
+    """Raise ValueError unless there is such a backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+
+
+@functools.cache
+def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
+    """What the kernels need and do not have here; "" if they run."""
+    if not importlib.util.find_spec("triton"):
+        return "the package triton, which is not installed"
+    if dtype == torch.float64:
+        return "q, k and v in float32, float16 or bfloat16, not float64"
+    if device.type == "cuda":
+        lack = _lack_of_gpu(device)
+        if not lack:
+            private.warn_untested()
+        return lack
+    from fastweights.kernels.tile import INTERPRETED
+
+    if not INTERPRETED:
+        return (
+            f"tensors on a CUDA device, not {device.type}, or Triton's "
+            "interpreter (TRITON_INTERPRET=1 before Triton's first import)"
+        )
+    if dtype == torch.bfloat16:
+        return (
+            "float32 or float16 in Triton's interpreter, which multiplies "
+            "the bit patterns of bfloat16"
+        )
+    return ""
+
+
+def _lack_of_gpu(device: torch.device) -> str:
+    """What a GPU lacks: CUDA, of Ampere or later, with this Triton; or "".
+
+    On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
+    compiles loops in which a product reads the accumulator of another to a
+    race: two runs differ (triton issues 9871 and 10590).
+    """
+    if torch.version.hip:
+        return "a CUDA build of PyTorch, not ROCm's"
+    found, name = _capability(device), torch.cuda.get_device_name(device)
+    has = f"{name} has {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return f"a GPU of compute capability 8.0 or higher (Ampere); {has}"
+    if found[0] == 10:
+        triton = importlib.import_module("triton")
+        if private.version_of(triton) < (3, 8):
+            return (
+                "Triton 3.8 or newer on a GPU of compute capability 10.x, "
+                f"where {triton.__version__} compiles a race; {has}"
+            )
+    return ""
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that is there."""
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"device: got {device}, need one that is there; {error}"
+        ) from error
+
+
+@functools.cache
+def _explain(lack: str) -> None:
+    """Say once why a GPU does not get the kernels."""
+    warnings.warn(
+        f"fastweights runs as PyTorch here: its kernels need {lack}",
+        stacklevel=2,
+    )
+
+
+_records: list[list[str]] = []
+
+
+@contextmanager
+def record_backends() -> Iterator[list[str]]:
+    """A list of what runs while it is open.
+
+        with record_backends() as ran:
+            o, state = fw.mamba2(q, k, v, g)
+        print(ran)                              # ["chunkwise forward"], say
+
+    Yields:
+        backend and pass of each operator, such as "chunkwise backward".
+    """
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def ran(what: str) -> None:
+    """Tell the open records what runs."""
+    for record in _records:
+        record.append(what)
+
+
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast has them; fp64 stays fp64."""
+    if not all(isinstance(x, Tensor) for x in operands):
+        return operands
+    if not autocasts(operands[0]):
+        return operands
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; "meta" has none."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(q: Tensor) -> AbstractContextManager:
+    """Where products stay as they are; entering autocast costs 5 us."""
+    if not autocasts(q):
+        return nullcontext()
+    return torch.autocast(q.device.type, enabled=False)
