@@ -6,14 +6,10 @@ gradients of their sum of squares. Titans has no code by its authors: it is
 judged by a loop of the paper's equations.
 """
 
-import base64
-import json
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded import recorded
 from torch.utils._pytree import tree_map
 
 from fastweights import deep
@@ -40,24 +36,15 @@ from fastweights.layers import (
     TTTLinear,
 )
 
-RECORDED = Path(__file__).resolve().parents[1] / "recorded"
 DOUBLE = {"dtype": torch.float64}
 
 
-def unpacked(packed):
-    shape, text = packed
-    numbers = numpy.frombuffer(base64.b64decode(text), "<f4").reshape(shape)
-    return torch.from_numpy(numbers.copy()).double()
-
-
-def recorded(name):
+def theirs(name):
     """Inputs that ask for gradients, outputs, and those gradients."""
-    record = json.loads((RECORDED / f"{name}.json").read_text())
-    x = {k: unpacked(p) for k, p in record["inputs"].items()}
-    slopes = {k: unpacked(p) for k, p in record["gradients"].items()}
-    for t in x.values():
-        t.requires_grad_()
-    return x, unpacked(record["o"]), slopes
+    record = recorded(name)
+    x = {k: t.double().requires_grad_() for k, t in record["inputs"].items()}
+    slopes = {k: t.double() for k, t in record["gradients"].items()}
+    return x, record["o"].double(), slopes
 
 
 def judge(o, want, x, slopes, tol):
@@ -71,7 +58,7 @@ def judge(o, want, x, slopes, tol):
 def test_ttt_of_its_authors(make):
     """A whole layer: outputs, and gradients of x and of every weight."""
     kind = make.__name__.removeprefix("TTT").lower()
-    w, want, slopes = recorded(f"ttt_{kind}")
+    w, want, slopes = theirs(f"ttt_{kind}")
     layer = make(8, 2, mini_batch=4, **DOUBLE)
     ours = {
         "qkv_proj.weight": torch.cat(
@@ -107,14 +94,14 @@ def lact_of(w, **options):
 @pytest.mark.parametrize("name", ["muon", "plain", "prenorm"])
 def test_lact_of_its_authors(name):
     """With Newton-Schulz in fp64, where the code has bf16."""
-    w, want, slopes = recorded(f"lact_{name}")
+    w, want, slopes = theirs(f"lact_{name}")
     options = {"muon": name != "plain", "prenorm": name == "prenorm"}
     judge(lact_of(w, **options), want, w, slopes, 1e-6)
 
 
 def test_lact_layer_of_its_authors():
     """Pre-norm, momentum and Muon: outputs, gradients of every weight."""
-    w, want, slopes = recorded("lact_layer")
+    w, want, slopes = theirs("lact_layer")
     layer = LaCT(
         8,
         2,
@@ -145,13 +132,13 @@ def test_lact_layer_of_its_authors():
 
 def test_lact_in_single_precision():
     """Newton-Schulz in fp32, as it comes for inputs in fp32."""
-    w, want, _ = recorded("lact_muon")
+    w, want, _ = theirs("lact_muon")
     w = {key: t.detach().float() for key, t in w.items()}
     assert relative_error(lact_of(w), want) < 1e-6
 
 
 def test_mesa_of_flash_linear_attention():
-    x, want, slopes = recorded("mesa_exact")
+    x, want, slopes = theirs("mesa_exact")
     names = ("q", "k", "v", "g", "beta", "lamb")
     o, state = deep.mesa(*(x[name] for name in names))
     judge(o, want, x, slopes, 1e-6)
@@ -288,7 +275,7 @@ def test_titans_pytorch_steps_once_per_chunk():
     a mean over channels in the loss; a LayerNorm and a residual around the
     memory. With these it is a learner, to the digit.
     """
-    w, want, slopes = recorded("titans_lucidrains")
+    w, want, slopes = theirs("titans_lucidrains")
     judge(of_lucidrains(w, 3, base=True), want, w, slopes, 1e-6)
     refreshed = of_lucidrains(w, 3, base=False)
     assert relative_error(refreshed, want) > 1e-3
@@ -300,7 +287,7 @@ def test_flash_linear_attentions_ttt_reads_another_residual():
     Also its rate is the reading token's, for all gradients before it, and
     not each gradient's own; it starts from zero weights.
     """
-    x, want, _ = recorded("ttt_flash_linear_attention")
+    x, want, _ = theirs("ttt_flash_linear_attention")
     gamma, bias = x["w"], x["b"]
     B, T, H, K = x["q"].shape
     start = torch.zeros(B, H, K, K, **DOUBLE), torch.zeros(B, H, K, **DOUBLE)
@@ -319,8 +306,8 @@ def test_flash_linear_attentions_ttt_reads_another_residual():
         return learn(step, (start, None), *given)[0]
 
     norm = normed(lambda params, o: o, gamma, bias)
-    theirs = judged_by(lambda p, q: affine(p, q) + norm(p, affine(p, q)))
-    assert relative_error(theirs, want) < 1e-6
+    found = judged_by(lambda p, q: affine(p, q) + norm(p, affine(p, q)))
+    assert relative_error(found, want) < 1e-6
     authors = judged_by(lambda p, q: q + norm(p, affine(p, q)))
     assert relative_error(authors, want) > 0.1
 

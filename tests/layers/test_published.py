@@ -5,16 +5,13 @@ fp64, with nothing of the library but the layer's weights. The second loads
 the weights of transformers' layers, recorded by tests/recorded/layers.py.
 """
 
-import base64
-import json
 import math
 from functools import partial
-from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from layer_cases import CASES, made, tokens
+from recorded import recorded
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
@@ -29,7 +26,6 @@ from fastweights.layers import (
     SoftmaxAttention,
 )
 
-RECORDED = Path(__file__).resolve().parents[1] / "recorded"
 T = 9
 
 
@@ -364,19 +360,6 @@ def test_one_layer_for_all_is_gated_deltanet_where_that_is_asked():
     torch.testing.assert_close(one(x)[0], other(x)[0])
 
 
-def recorded(name):
-    """x, y and the weights of a layer of transformers, in fp32."""
-    record = json.loads((RECORDED / f"{name}.json").read_text())
-
-    def tensor(packed):
-        shape, text = packed
-        numbers = numpy.frombuffer(base64.b64decode(text), "<f4")
-        return torch.from_numpy(numbers.copy()).reshape(shape)
-
-    weights = {k: tensor(p) for k, p in record["weights"].items()}
-    return tensor(record["x"]), tensor(record["y"]), weights
-
-
 def stacked(w, *names):
     return torch.cat([w[f"{name}.weight"] for name in names])
 
@@ -516,7 +499,8 @@ def minimax_lightning_attention(w):
 )
 def test_layer_of_transformers(load, tol):
     """All at once, and in pieces with a state; every weight has its place."""
-    x, want, weights = recorded(load.__name__)
+    record = recorded(load.__name__)
+    x, want, weights = (record[name] for name in ("x", "y", "weights"))
     layer, ours = load(weights)
     layer.load_state_dict(ours)
     sizes = (sum(p.numel() for p in w.values()) for w in (ours, weights))
@@ -531,7 +515,8 @@ def test_layer_of_transformers(load, tol):
 
 @torch.no_grad()
 def test_safe_gate_of_transformers():
-    x, want, w = recorded("glm5_next_forget_gate")
+    record = recorded("glm5_next_forget_gate")
+    x, want, w = (record[name] for name in ("x", "y", "weights"))
     gate = Decay(2, 4, lower_bound=-5.0)
     gate.load_state_dict({"A_log": w["A_log"], "dt_bias": w["dt_bias"]})
     a = x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T

@@ -5,9 +5,8 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from inputs import results, same
-from scan_inputs import tokens
+from scan_inputs import selective_scan_fn, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
@@ -45,22 +44,6 @@ def explicit(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
         h = h + g.cumsum(dim=1).exp() * initial_state[:, None]
     y = torch.einsum("btdn,btdn->btd", h, C)
     return y if D is None else y + D * x, h[:, -1:].flatten(0, 1)
-
-
-def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias):
-    """Mamba's own, as its test's reference has it, with its softplus."""
-    delta = F.softplus(delta + delta_bias[:, None])
-    B, C = (
-        t.repeat_interleave(u.shape[1] // t.shape[1], dim=1) for t in (B, C)
-    )
-    decay = torch.einsum("bdl,dn->bdln", delta, A).exp()
-    write = torch.einsum("bdl,bdnl,bdl->bdln", delta, B, u)
-    h, ys = torch.zeros_like(write[:, :, 0]), []
-    for t in range(u.shape[2]):
-        h = decay[:, :, t] * h + write[:, :, t]
-        ys.append(torch.einsum("bdn,bdn->bd", h, C[..., t]))
-    y = torch.stack(ys, dim=2) + u * D[:, None]
-    return y * F.silu(z), h
 
 
 @pytest.fixture

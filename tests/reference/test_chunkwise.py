@@ -168,21 +168,3 @@ def test_strong_gates_keep_their_gradient_in_fp32(gate, strength):
         grads.append(y["g"].grad)
     for part in (slice(0, 16), slice(16, 32), slice(32, 40)):
         assert relative_error(grads[0][:, part], grads[1][:, part]) < 1e-4
-
-
-def test_chunkwise_continues_from_the_state_it_returned():
-    x = member("vector", "delta", B=1, T=50, H=2, HV=2)
-    state = x.pop("initial_state")
-    whole = chunkwise.chunkwise(
-        **x, scale=1.0, initial_state=state, chunk_size=16
-    )
-    outputs = []
-    for part in (slice(0, 21), slice(21, 50)):
-        o, state = chunkwise.chunkwise(
-            **{name: t[:, part] for name, t in x.items()},
-            scale=1.0,
-            initial_state=state,
-            chunk_size=16,
-        )
-        outputs.append(o)
-    torch.testing.assert_close((torch.cat(outputs, 1), state), whole)

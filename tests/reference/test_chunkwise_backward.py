@@ -191,17 +191,6 @@ def test_chunkwise_is_autograd_of_the_loop(rule, gate, T):
         same(whole(x, do, dS, chunk_size=chunk_size), ref)
 
 
-@pytest.mark.parametrize("used", ["o", "state"])
-@gates
-@rules
-def test_chunkwise_from_one_result(rule, gate, used):
-    x = inputs(gate, rule).values()
-    which = ("o", "state").index(used)
-    (given,), ref = autograd(lambda *x: (loop(*x)[which],), *x)
-    do, dS = (torch.zeros_like(x) for x in loop(*x))
-    same(whole(x, *((given, dS) if used == "o" else (do, given))), ref)
-
-
 @rules
 def test_scores_and_inverse_may_be_kept_or_computed_again(rule):
     *tokens, S = x = inputs("vector", rule).values()

@@ -1,6 +1,7 @@
-"""Inputs of the selective scan."""
+"""Inputs of the selective scan, and what Mamba makes of them."""
 
 import torch
+import torch.nn.functional as F
 
 
 def tokens(
@@ -43,3 +44,20 @@ def tokens(
         name: t.to(device, dtype if name in narrow else wide)
         for name, t in x.items()
     }
+
+
+def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias):
+    """Mamba's own, as its test's reference has it, with its softplus."""
+    delta = F.softplus(delta + delta_bias[:, None])
+    B, C = (t[:, None] if t.dim() == 3 else t for t in (B, C))
+    B, C = (
+        t.repeat_interleave(u.shape[1] // t.shape[1], dim=1) for t in (B, C)
+    )
+    decay = torch.einsum("bdl,dn->bdln", delta, A).exp()
+    write = torch.einsum("bdl,bdnl,bdl->bdln", delta, B, u)
+    h, ys = torch.zeros_like(write[:, :, 0]), []
+    for t in range(u.shape[2]):
+        h = decay[:, :, t] * h + write[:, :, t]
+        ys.append(torch.einsum("bdn,bdn->bd", h, C[..., t]))
+    y = torch.stack(ys, dim=2) + u * D[:, None]
+    return y * F.silu(z), h
