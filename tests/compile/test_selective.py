@@ -31,7 +31,7 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
     constants = {"D": D, "N": N, "G": groups}
     constants |= selective.options(D, N, groups)
     types = dict.fromkeys(SINGLE, "*fp32")
-    types |= {"T": "i32", "rows": "i32", "cu_seqlens": "*i32"}
+    types |= {"T": "i32", "num_tokens": "i32", "cu_seqlens": "*i32"}
     if G is None:
         constants["cu_seqlens"] = None
     return build(KERNELS[name], capability, dtype, constants, types)

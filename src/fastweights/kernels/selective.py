@@ -22,31 +22,34 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels.tail import clear_tail
+from fastweights.kernels.tile import first_slot, sequence_span
 
 FP32 = torch.float32
 
 
 @triton.jit
-def rows_at(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
-    """Pointers and mask of rows o_r and columns o_c of x [rows, W].
+def entries_at(x, rows, columns, W: tl.constexpr):
+    """Pointers to rows and columns of x [rows, W], and mask.
 
-    Of them only those in m_r and m_c exist.
+    Both are pairs: which ones, and which of those exist.
     """
+    o_r, m_r = rows
+    o_c, m_c = columns
     p_x = x + o_r.to(tl.int64)[:, None] * W + o_c[None, :]
     return p_x, m_r[:, None] & m_c[None, :]
 
 
 @triton.jit
-def load_rows(x, o_r, m_r, o_c, m_c, W: tl.constexpr):
-    """Load entries as fp32, 0 where there are none."""
-    p_x, m_x = rows_at(x, o_r, m_r, o_c, m_c, W)
+def load(x, rows, columns, W: tl.constexpr):
+    """The entries of :func:`entries_at` in fp32, 0 where there are none."""
+    p_x, m_x = entries_at(x, rows, columns, W)
     return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_rows(x, b_x, o_r, m_r, o_c, m_c, W: tl.constexpr):
-    """The entries back to where :func:`load_rows` would load them from."""
-    p_x, m_x = rows_at(x, o_r, m_r, o_c, m_c, W)
+def store(x, b_x, rows, columns, W: tl.constexpr):
+    """The entries back to where :func:`load` would load them from."""
+    p_x, m_x = entries_at(x, rows, columns, W)
     tl.store(p_x, b_x, mask=m_x)
 
 
@@ -62,18 +65,10 @@ def own_channels(D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def own_tokens(cu_seqlens, i_s, T, BT: tl.constexpr):
-    """A sequence's first token, its length, and its first tile of time.
-
-    Offsets that are none, which the host does not see, are moved to [0, T].
-    """
-    if cu_seqlens is None:
-        return i_s * T, T, i_s * tl.cdiv(T, BT)
-    else:
-        start = tl.load(cu_seqlens + i_s).to(tl.int64)
-        start = tl.minimum(tl.maximum(start, 0), T)
-        stop = tl.load(cu_seqlens + i_s + 1).to(tl.int64)
-        stop = tl.minimum(tl.maximum(stop, start), T)
-        return start, (stop - start).to(tl.int32), start // BT + i_s
+    """A sequence's first token, its length, and its first tile of time."""
+    start, end = sequence_span(i_s, cu_seqlens, T)
+    first = first_slot(i_s, cu_seqlens, T, BT)
+    return start, (end - start).to(tl.int32), first
 
 
 @triton.jit
@@ -150,36 +145,38 @@ def selective_fwd_kernel(
     """
     i_s, _, i_g, o_d, m_d = own_channels(D, G, BD)
     start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
-    o_n, o_h = tl.arange(0, BN), i_s * D + o_d
-    m_n = o_n < N
-    b_A = load_rows(A, o_d, m_d, o_n, m_n, N)  # [BD, BN]
+    o_n = tl.arange(0, BN)
+    channels, columns = (o_d, m_d), (o_n, o_n < N)
+    own = i_s * D + o_d, m_d
+    b_A = load(A, channels, columns, N)  # [BD, BN]
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
     if initial_state is None:
         b_h = tl.zeros([BD, BN], dtype=tl.float32)
     else:
-        b_h = load_rows(initial_state, o_h, m_d, o_n, m_n, N)
+        b_h = load(initial_state, own, columns, N)
 
     for i_t in range(tl.cdiv(length, BT)):
         o_c = i_t * BT + tl.arange(0, BT)
         o_t, m_t = start + o_c, o_c < length
+        tokens, rows = (o_t, m_t), (o_t * G + i_g, m_t)
         if states is not None:
-            o_i = (first + i_t) * D + o_d
-            store_rows(states, b_h, o_i, m_d, o_n, m_n, N)
-        b_x = load_rows(x, o_t, m_t, o_d, m_d, D)  # [BT, BD]
-        b_dt = load_rows(dt, o_t, m_t, o_d, m_d, D)  # [BT, BD]
-        b_B = load_rows(B, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
-        b_C = load_rows(C, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
+            enters = (first + i_t) * D + o_d, m_d
+            store(states, b_h, enters, columns, N)
+        b_x = load(x, tokens, channels, D)  # [BT, BD]
+        b_dt = load(dt, tokens, channels, D)  # [BT, BD]
+        b_B = load(B, rows, columns, N)  # [BT, BN]
+        b_C = load(C, rows, columns, N)  # [BT, BN]
         b_hs = states_after(b_x, b_dt, b_B, b_A, b_h)  # [BT, BD, BN]
         b_y = tl.sum(b_hs * b_C[:, None, :], axis=2)  # [BT, BD]
         if skip is not None:
             b_y += b_skip[None, :] * b_x
-        store_rows(y, b_y, o_t, m_t, o_d, m_d, D)
+        store(y, b_y, tokens, channels, D)
         b_h = row(b_hs, BT - 1)  # [BD, BN]
-    store_rows(state, b_h, o_h, m_d, o_n, m_n, N)
+    store(state, b_h, own, columns, N)
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
+@triton.jit(do_not_specialize=["T", "num_tokens"])
 def selective_bwd_kernel(
     x,
     A,
@@ -199,7 +196,7 @@ def selective_bwd_kernel(
     dskip,
     dinitial,
     T,
-    rows,
+    num_tokens,
     D: tl.constexpr,
     N: tl.constexpr,
     G: tl.constexpr,
@@ -210,15 +207,16 @@ def selective_bwd_kernel(
     """Gradients of BD channels of one sequence, last tile of time first.
 
     dA [S, D, N] and dskip [S, D] are this sequence's share, dB and dC
-    [ND, rows, N] that of the channels, all fp32: torch adds them up. rows
-    is the number of tokens of all sequences.
+    [ND, num_tokens, N] that of the channels, all fp32: torch adds them up.
+    num_tokens is that of all sequences.
     """
     i_s, i_d, i_g, o_d, m_d = own_channels(D, G, BD)
     start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
-    o_n, o_h = tl.arange(0, BN), i_s * D + o_d
-    m_n = o_n < N
+    o_n = tl.arange(0, BN)
+    channels, columns = (o_d, m_d), (o_n, o_n < N)
+    own = i_s * D + o_d, m_d
     NT = tl.cdiv(length, BT)
-    b_A = load_rows(A, o_d, m_d, o_n, m_n, N)  # [BD, BN]
+    b_A = load(A, channels, columns, N)  # [BD, BN]
     b_dA = tl.zeros([BD, BN], dtype=tl.float32)
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -226,21 +224,22 @@ def selective_bwd_kernel(
     if dstate is None:
         b_dh = tl.zeros([BD, BN], dtype=tl.float32)
     else:
-        b_dh = load_rows(dstate, o_h, m_d, o_n, m_n, N)
+        b_dh = load(dstate, own, columns, N)
 
     for i in range(NT):
         i_t = NT - 1 - i
         o_c = i_t * BT + tl.arange(0, BT)
         o_t, m_t = start + o_c, o_c < length
-        b_x = load_rows(x, o_t, m_t, o_d, m_d, D)  # [BT, BD]
-        b_dt = load_rows(dt, o_t, m_t, o_d, m_d, D)  # [BT, BD]
-        b_dy = load_rows(dy, o_t, m_t, o_d, m_d, D)  # [BT, BD]
-        b_B = load_rows(B, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
-        b_C = load_rows(C, o_t * G + i_g, m_t, o_n, m_n, N)  # [BT, BN]
+        tokens, rows = (o_t, m_t), (o_t * G + i_g, m_t)
+        b_x = load(x, tokens, channels, D)  # [BT, BD]
+        b_dt = load(dt, tokens, channels, D)  # [BT, BD]
+        b_dy = load(dy, tokens, channels, D)  # [BT, BD]
+        b_B = load(B, rows, columns, N)  # [BT, BN]
+        b_C = load(C, rows, columns, N)  # [BT, BN]
 
         # dh_t = a_{t+1} dh_{t+1} + dy_t C_t: the next token's decay.
         m_next = (o_c + 1 < length) & (o_c + 1 < i_t * BT + BT)
-        b_next = load_rows(dt, o_t + 1, m_next, o_d, m_d, D)  # [BT, BD]
+        b_next = load(dt, (o_t + 1, m_next), channels, D)  # [BT, BD]
         b_dhs = scan_maps(
             decays(b_next, b_A), outer(b_dy, b_C), b_dh, True
         )  # [BT, BD, BN]
@@ -248,37 +247,37 @@ def selective_bwd_kernel(
         # h_{t-1}: of one token earlier, and the first is the one that enters.
         m_last = m_t & (o_c > i_t * BT)
         b_hs = states_after(
-            load_rows(x, o_t - 1, m_last, o_d, m_d, D),
-            load_rows(dt, o_t - 1, m_last, o_d, m_d, D),
-            load_rows(B, (o_t - 1) * G + i_g, m_last, o_n, m_n, N),
+            load(x, (o_t - 1, m_last), channels, D),
+            load(dt, (o_t - 1, m_last), channels, D),
+            load(B, ((o_t - 1) * G + i_g, m_last), columns, N),
             b_A,
-            load_rows(states, (first + i_t) * D + o_d, m_d, o_n, m_n, N),
+            load(states, ((first + i_t) * D + o_d, m_d), columns, N),
         )  # [BT, BD, BN]
         b_a = decays(b_dt, b_A)  # [BT, BD, BN]
         b_kept = b_a * b_hs  # what token t leaves of h_{t-1} [BT, BD, BN]
         b_hs = b_kept + outer(b_dt * b_x, b_B)  # h_t [BT, BD, BN]
 
-        o_p = i_d.to(tl.int64) * rows + o_t  # among the shares
+        shares = i_d.to(tl.int64) * num_tokens + o_t, m_t
         b_dC = tl.sum(b_hs * b_dy[:, :, None], axis=1)  # [BT, BN]
-        store_rows(dC, b_dC, o_p, m_t, o_n, m_n, N)
+        store(dC, b_dC, shares, columns, N)
         b_dB = tl.sum(b_dhs * (b_dt * b_x)[:, :, None], axis=1)  # [BT, BN]
-        store_rows(dB, b_dB, o_p, m_t, o_n, m_n, N)
+        store(dB, b_dB, shares, columns, N)
         b_dg = b_dhs * b_kept  # the gradient of dt A [BT, BD, BN]
         b_dA += tl.sum(b_dg * b_dt[:, :, None], axis=0)  # [BD, BN]
         b_dw = tl.sum(b_dhs * b_B[:, None, :], axis=2)  # of dt x [BT, BD]
         b_ddt = b_dw * b_x + tl.sum(b_dg * b_A[None, :, :], axis=2)
-        store_rows(ddt, b_ddt, o_t, m_t, o_d, m_d, D)
+        store(ddt, b_ddt, tokens, channels, D)
         b_dx = b_dw * b_dt  # [BT, BD]
         if skip is not None:
             b_dx += b_skip[None, :] * b_dy
             b_dskip += tl.sum(b_dy * b_x, axis=0)  # [BD]
-        store_rows(dx, b_dx, o_t, m_t, o_d, m_d, D)
+        store(dx, b_dx, tokens, channels, D)
         b_dh = row(b_a * b_dhs, 0)  # [BD, BN]
-    store_rows(dA, b_dA, o_h, m_d, o_n, m_n, N)
+    store(dA, b_dA, own, columns, N)
     if skip is not None:
-        tl.store(dskip + o_h, b_dskip, mask=m_d)
+        tl.store(dskip + (i_s * D + o_d), b_dskip, mask=m_d)
     if dinitial is not None:
-        store_rows(dinitial, b_dh, o_h, m_d, o_n, m_n, N)
+        store(dinitial, b_dh, own, columns, N)
 
 
 def options(D: int, N: int, G: int) -> dict[str, int]:
