@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fastweights import private
+from fastweights.dtypes import DTYPES
 
 MAX_K = 256  # of the kernels
 CHUNK_SIZES = (16, 32, 64)
 DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 OFFSETS = (torch.int32, torch.int64)
 

@@ -35,20 +35,14 @@ from fastweights.arguments import (
     check_values,
     wrong_shape,
 )
-from fastweights.ops.backends import (
-    Backend,
-    autocast,
-    backend_for,
-    check_name,
-    ran,
-    without_autocast,
-)
+from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.ops.backends import Backend, backend_for, check_name, ran
 from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.mlstm import divided, in_units, named
 from fastweights.ops.normaliser import check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
-from fastweights.reference.backend import advance, wide, widen
+from fastweights.reference.backend import advance, widen
 from fastweights.reference.chunkwise import CLEARS
 
 __all__ = [
@@ -236,7 +230,7 @@ def _decode(
         if rows is None:
             if state.dtype not in NARROW:
                 return advance(state, *x, scale=scale).to(v.dtype)
-            S = state.to(wide(q.dtype))
+            S = state.to(compute_dtype(q.dtype))
             o = advance(S, *x, scale=scale).to(v.dtype)
             state.copy_(S)
             return o
@@ -311,7 +305,7 @@ def mlstm_step(
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
     S, m = state
-    dtype = wide(q.dtype)
+    dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[inside(rows, m)]
     decay, weight, least, last = in_units(
         g, i, first, None, dtype, of_empty=CLEARS
@@ -373,7 +367,7 @@ def linear_attention_step(
     check_number("eps", eps, ">= 0")
     q, k, v = autocast(q, k, v)
     _check_normalised(q, k, v, None, {"state": state}, rows, scale)
-    dtype = wide(q.dtype)
+    dtype = compute_dtype(q.dtype)
     v_and_one = torch.cat(
         [v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1
     )
@@ -426,7 +420,7 @@ def selective_step(
         need = f"[B, T, D] with T <= {MAX_TOKENS}; for more tokens there is "
         wrong_shape("x", x, f"{need}selective_scan")
     _check_states(x, {"state": state}, rows, tuple(A.shape))
-    full = wide(x.dtype)
+    full = compute_dtype(x.dtype)
     u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))
     if dt_bias is not None:
         dt = dt + dt_bias.to(full)

@@ -31,10 +31,11 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
+from fastweights.dtypes import compute_dtype
 from fastweights.ops.members import linear_attention, retnet_decay
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
-from fastweights.reference.backend import sequences, wide
+from fastweights.reference.packing import sequences
 from fastweights.serving import MAX_TOKENS, decode_step
 
 __all__ = [
@@ -163,7 +164,7 @@ def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
     tokens = [q, k, v]
     for gate in (_log_decay(name, x), _strength(x)):
         if gate is not None and gate.dtype not in (torch.float32, full):
-            gate = gate.to(wide(full))
+            gate = gate.to(compute_dtype(full))
         tokens.append(gate)
     if last is not None:  # rows of documents: one row of all of them
         tokens = [
@@ -173,7 +174,7 @@ def _compute(name: str, x: Arguments) -> tuple[Any, ...]:
     v_first = x.get("state_v_first") or x.get("transpose_state_layout")
     state = x["initial_state"]
     if state is not None:
-        state = state.to(wide(full))
+        state = state.to(compute_dtype(full))
         state = state.mT.contiguous() if v_first else state
     chunk_size = _chunk_size(name, x.get("chunk_size"))
     before = None
@@ -311,7 +312,7 @@ def _states(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         shape = (N, v.shape[2], q.shape[3], v.shape[3])
-        state = q.new_zeros(shape, dtype=wide(q.dtype))
+        state = q.new_zeros(shape, dtype=compute_dtype(q.dtype))
     size, before = chunk_size or DEFAULT_CHUNK_SIZE, []
     for n, span in sequences(cu_seqlens, q.shape[1]):
         S, row = state[n], []
@@ -342,7 +343,7 @@ def _normalised(
         need = (N, *keys, v.shape[3]), (N, 1, *keys)
         for y, shape in zip(state, need, strict=True):
             check_shapes({"initial_state": (y, shape)})
-        S, total = (y.to(wide(q.dtype)) for y in state)
+        S, total = (y.to(compute_dtype(q.dtype)) for y in state)
         state = torch.cat([S, total.movedim(1, -1)], -1)
     o, state = linear_attention(
         q, k, v, normalize=True, eps=1e-10, initial_state=state, **options
@@ -355,7 +356,7 @@ def _normalised(
 
 def _unit(x: Tensor) -> Tensor:
     """x / sqrt(|x|^2 + 1e-6) along its last dimension, in x's dtype."""
-    full = x.to(wide(x.dtype))
+    full = x.to(compute_dtype(x.dtype))
     rest = full.square().sum(-1, keepdim=True)
     return (full * (rest + 1e-6).rsqrt()).to(x.dtype)
 
@@ -364,7 +365,7 @@ def _log_decay(name: str, x: Arguments) -> Tensor | None:
     """The g of linear_recurrence."""
     if name.endswith("retention"):
         v = x["v"]
-        dtype = wide(v.dtype)
+        dtype = compute_dtype(v.dtype)
         return retnet_decay(v.shape[2], device=v.device, dtype=dtype)
     g, by_channel = x.get("g"), x.get("gk")
     if x.get("use_gate_in_kernel"):
@@ -378,7 +379,7 @@ def _log_decay(name: str, x: Arguments) -> Tensor | None:
 def _activated(x: Arguments) -> Tensor:
     """The log decay that use_gate_in_kernel makes of g, in fp32 or fp64."""
     A, bias, bound = x["A_log"], x["dt_bias"], x.get("lower_bound")
-    g = x["g"].to(wide(x["g"].dtype))
+    g = x["g"].to(compute_dtype(x["g"].dtype))
     if bias is not None:
         g = g + bias.to(g.dtype).view(g.shape[2:])
     rate = 1.0
@@ -393,7 +394,7 @@ def _strength(x: Arguments) -> Tensor | None:
     """The beta of linear_recurrence."""
     beta: Any = x.get("beta")
     if x.get("use_beta_sigmoid_in_kernel"):
-        beta = torch.sigmoid(beta.to(wide(beta.dtype)))
+        beta = torch.sigmoid(beta.to(compute_dtype(beta.dtype)))
         return 2 * beta if x["allow_neg_eigval"] else beta
     if beta is None and "beta" in x:
         return torch.ones_like(x["v"][..., 0])

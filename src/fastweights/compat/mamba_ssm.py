@@ -24,10 +24,10 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
+from fastweights.dtypes import compute_dtype
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
 from fastweights.ops.selective import selective_scan
-from fastweights.reference.backend import wide
 from fastweights.serving import decode_step, selective_step
 
 __all__ = [
@@ -112,7 +112,7 @@ def mamba_chunk_scan_combined(
         if D.shape not in ((H,), (H, P)):
             wrong_shape("D", D, f"[{H}] or [{H}, {P}]")
         D = D[:, None] if D.dim() == 1 else D
-    full = wide(x.dtype)
+    full = compute_dtype(x.dtype)
     dt = _steps(dt, dt_bias, dt_softplus, full)
     low, high = dt_limit
     if not low <= high:
@@ -196,7 +196,7 @@ def selective_state_update(
             "state_batch_indices: got rows where a gradient is asked for, "
             "need torch.no_grad()"
         )
-    full = wide(x.dtype)
+    full = compute_dtype(x.dtype)
     B, C = B[:, None].to(full), C[:, None].to(full)
     heads = x.dim() == 3 and _expanded(A, 2) and _expanded(dt, 1)
     if heads and (dt_bias is None or _expanded(dt_bias, 1)):
@@ -270,7 +270,7 @@ def selective_scan_fn(
     for name, t in (("B", B), ("C", C)):
         if t.dim() not in (3, 4):
             wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
-    full, dtype = wide(u.dtype), _common(u, B, C)
+    full, dtype = compute_dtype(u.dtype), _common(u, B, C)
 
     def fitting(t: Any) -> Any:
         fits = t is None or t.dtype in (dtype, full)
@@ -295,8 +295,8 @@ def selective_scan_fn(
 def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
     """The widest of their dtypes, as far as x's arithmetic has it."""
     dtypes = (x.dtype, B.dtype, C.dtype)
-    if wide(x.dtype) in dtypes:
-        return wide(x.dtype)
+    if compute_dtype(x.dtype) in dtypes:
+        return compute_dtype(x.dtype)
     return x.dtype
 
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    DTYPES,
     check_kinds,
     check_shapes,
     check_tensors,
     readable,
     wrong_shape,
 )
-from fastweights.reference.backend import wide
+from fastweights.dtypes import DTYPES, compute_dtype
 
 WHOLE = (torch.int32, torch.int64)
 
@@ -41,7 +40,7 @@ def check_tokens(
     check_tensors(tokens | given)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
-    dtypes |= dict.fromkeys(rates, (wide(q.dtype), q.dtype))
+    dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
     check_kinds(tokens | given, dtypes | dict.fromkeys(given, WHOLE))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")

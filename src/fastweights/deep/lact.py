@@ -26,9 +26,8 @@ from fastweights.deep.arguments import (
 from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
+from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
-from fastweights.ops.backends import without_autocast
-from fastweights.reference.backend import wide
 
 Weights = Sequence[Tensor]
 """W0, W1 and W2."""
@@ -150,7 +149,7 @@ def lact(
     check_tensors({"start[0]": start[0]})
     if start[0].dim() != 3:
         wrong_shape("start[0]", start[0], "[H, K, N]")
-    dtype, full = q.dtype, wide(q.dtype)
+    dtype, full = q.dtype, compute_dtype(q.dtype)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N = start[0].shape[-1]
     shapes = [torch.Size(s) for s in ((K, N), (N, V), (K, N))]

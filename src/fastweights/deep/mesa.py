@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastweights import private
 from fastweights.arguments import (
-    DTYPES,
     check_kinds,
     check_packed,
     check_sizes,
@@ -19,10 +18,11 @@ from fastweights.arguments import (
 )
 from fastweights.deep.arguments import check_shapes, check_state, check_tokens
 from fastweights.deep.mesa_operator import SOLVE, takes
-from fastweights.ops.backends import Backend, without_autocast
+from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
+from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
-from fastweights.reference.backend import outside, wide
+from fastweights.reference.packing import outside
 
 
 def mesa(
@@ -78,7 +78,7 @@ def mesa(
     check_packed(q, cu_seqlens)
     check_tensors({"ridge": ridge})
     check_kinds({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
-    dtype, full, K = q.dtype, wide(q.dtype), q.shape[-1]
+    dtype, full, K = q.dtype, compute_dtype(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
     N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
     check_shapes({"ridge": (ridge, (H, K))})

@@ -7,13 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import (
-    DTYPES,
     check_dtype,
     check_number,
     check_tensors,
     wrong_shape,
 )
-from fastweights.reference.backend import wide
+from fastweights.dtypes import DTYPES, compute_dtype
 
 MUON = 5 * ((3.4445, -4.7750, 2.0315),)
 """Muon's steps: singular values land between 0.7 and 1.2."""
@@ -72,7 +71,7 @@ def newton_schulz(
     check_number("eps", eps, ">= 0")
     check_dtype(dtype)
     tall = G.shape[-2] > G.shape[-1]
-    X = (G.mT if tall else G).to(wide(G.dtype))
+    X = (G.mT if tall else G).to(compute_dtype(G.dtype))
     most = _or_one(X.detach().abs().amax((-2, -1), keepdim=True))
     X = X / most
     # The root of 0 has no gradient: an empty G stays 0, with gradients too.

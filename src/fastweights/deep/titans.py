@@ -21,10 +21,9 @@ from fastweights.deep.arguments import (
 from fastweights.deep.chunk_loop import State, fold
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
+from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
 from fastweights.ops import any_length
-from fastweights.ops.backends import without_autocast
-from fastweights.reference.backend import wide
 
 
 def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
@@ -101,7 +100,7 @@ def titans(
     rates = {"rate": rate, "momentum": momentum, "g": g}
     check_tokens(q, k, v, rates, position, lengths)
     check_sizes(chunk_size=chunk_size)
-    dtype, full = q.dtype, wide(q.dtype)
+    dtype, full = q.dtype, compute_dtype(q.dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, v.shape[-1])
     P = sum(x[0].numel() for layer in start for x in layer)

@@ -23,10 +23,9 @@ from fastweights.deep.chunk_loop import State, fold
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
 from fastweights.deep.ttt_operator import TTT, takes
+from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
-from fastweights.ops.backends import without_autocast
 from fastweights.ops.registration import needs_gradient
-from fastweights.reference.backend import wide
 
 
 def ttt(
@@ -85,7 +84,7 @@ def ttt(
     if rows.dim() != 1 or len(rows) < 1:
         wrong_shape("rows", rows, "[C] with C >= 1")
     dtype, size = q.dtype, len(rows)
-    full = wide(dtype)
+    full = compute_dtype(dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
     by_kernel = takes(backend, q, size, len(start))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops.backends import ran, without_autocast
+from fastweights.dtypes import without_autocast
+from fastweights.ops.backends import ran
 from fastweights.ops.registration import Operator
 
 MAX_K, MAX_C = 128, 16

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    DTYPES,
     check_number,
     check_packed,
     check_rows,
@@ -18,11 +17,10 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
+from fastweights.dtypes import DTYPES, autocasts, compute_dtype
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops.backends import autocasts
 from fastweights.ops.projections import is_product
 from fastweights.private import traced
-from fastweights.reference.backend import wide
 from fastweights.serving import NARROW
 
 
@@ -178,7 +176,7 @@ def _check_state(state: LayerState, layer: Any, x: Tensor, rows: int) -> None:
             )
         needs: tuple[torch.dtype, ...] = DTYPES
         if name in ("S", "m"):
-            needs = (wide(x.dtype), *(NARROW if name == "S" else ()))
+            needs = (compute_dtype(x.dtype), *(NARROW if name == "S" else ()))
         elif name == "position":
             needs = (torch.int64,)
         if tensor.dtype not in needs:

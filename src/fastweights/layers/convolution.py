@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.dtypes import autocast
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import Part
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, initial
-from fastweights.ops.backends import autocast
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,

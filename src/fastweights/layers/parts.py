@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
+from fastweights.dtypes import compute_dtype
 from fastweights.layers.arguments import (
     check_one_of,
     check_range,
@@ -18,7 +19,6 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.layer import Part, spared
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
-from fastweights.reference.backend import wide
 
 SMALLEST = 1e-4  # A and dt at the start
 
@@ -152,7 +152,7 @@ class Decay(Part):
 
 def full(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is that: gates, norms and positions."""
-    return x.to(wide(x.dtype))
+    return x.to(compute_dtype(x.dtype))
 
 
 @torch.no_grad()
@@ -211,7 +211,9 @@ def split_heads(
 
 def uniform(like: Tensor, low: float, high: float) -> Tensor:
     """Uniform numbers like ``like``, drawn in fp32 (fp64 if like is)."""
-    return torch.empty_like(like, dtype=wide(like.dtype)).uniform_(low, high)
+    return torch.empty_like(like, dtype=compute_dtype(like.dtype)).uniform_(
+        low, high
+    )
 
 
 class OutputNorm(Part):

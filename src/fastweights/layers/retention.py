@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.arguments import check_number
+from fastweights.dtypes import compute_dtype
 from fastweights.layers.arguments import (
     check_even,
     head_size,
@@ -28,7 +29,6 @@ from fastweights.layers.state import (
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ops.projections import project
-from fastweights.reference.backend import wide
 
 
 class MultiScaleRetention(Layer):
@@ -89,7 +89,9 @@ class MultiScaleRetention(Layer):
         q, k, v = split_heads(qkv, self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
-        g = retnet_decay(v.shape[2], device=x.device, dtype=wide(q.dtype))
+        g = retnet_decay(
+            v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
+        )
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))
         position = lengths(x, cu_seqlens)
@@ -163,7 +165,7 @@ class LightningAttention(Layer):
             self.layer,
             self.num_layers,
             device=x.device,
-            dtype=wide(q.dtype),
+            dtype=compute_dtype(q.dtype),
         )
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0)
         o = o.flatten(2)[:, :, None]

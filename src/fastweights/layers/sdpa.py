@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights import private
 from fastweights.arguments import readable
+from fastweights.dtypes import autocast
 from fastweights.layers.state import Offsets, sequence_of
-from fastweights.ops.backends import autocast
 
 Heads = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads

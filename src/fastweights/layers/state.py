@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, readable
+from fastweights.dtypes import compute_dtype
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.reference.backend import wide
 from fastweights.serving import MAX_TOKENS, decode_step, inside, put
 
 Offsets = Int[Tensor, " N+1"]
@@ -272,7 +272,9 @@ def recur(
         g,
         beta,
         scale=scale,
-        initial_state=None if first is None else first.to(wide(q.dtype)),
+        initial_state=None
+        if first is None
+        else first.to(compute_dtype(q.dtype)),
         cu_seqlens=cu_seqlens,
     )
 

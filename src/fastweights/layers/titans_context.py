@@ -15,10 +15,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights import private
-from fastweights.arguments import DTYPES, PLAIN
+from fastweights.arguments import PLAIN
 from fastweights.deep.chunks import Layout, Part
 from fastweights.deep.dual import Layers, Norm, each
 from fastweights.deep.titans import chunk, packed, recall, unpacked
+from fastweights.dtypes import (
+    DTYPES,
+    autocast,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Tokens
 from fastweights.layers.parts import OutputNorm
@@ -28,9 +34,7 @@ from fastweights.layers.titans import Start
 from fastweights.layers.titans_attention import Beside
 from fastweights.layers.window import seen_always
 from fastweights.ops import any_length
-from fastweights.ops.backends import autocast, without_autocast
 from fastweights.ops.projections import Untouched, is_untouched, untouched
-from fastweights.reference.backend import wide
 
 CALLED = (Start, HeadsConvolution, OutputNorm, nn.Linear, nn.RMSNorm)
 KINDS: dict[type[nn.Module], Untouched] = {
@@ -129,7 +133,7 @@ class MemoryAsContext(Beside):
         rows = Rows(x, state, cu_seqlens)
         x = rows.spread(x)
         start, norm = self.memory.start()
-        full = wide(x.dtype)
+        full = compute_dtype(x.dtype)
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = norm[0].to(full), norm[1].to(full)
         if state is None:
@@ -181,7 +185,7 @@ class MemoryAsContext(Beside):
             [one, two, x, S, position, seen, cu_seqlens, *others],
             [DTYPES.index(dtype)],
             [N, sum(sizes)],
-            wide(x.dtype),
+            compute_dtype(x.dtype),
             self.options,
         )
         S, seen = after.split(sizes, 1)

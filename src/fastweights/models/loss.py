@@ -25,9 +25,14 @@ from fastweights.arguments import (
     readable,
     wrong_shape,
 )
+from fastweights.dtypes import (
+    autocast,
+    autocasts,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.layers.parts import full
-from fastweights.ops.backends import autocast, autocasts, without_autocast
-from fastweights.reference.backend import outside, wide
+from fastweights.reference.packing import outside
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
@@ -251,7 +256,7 @@ def _in_pieces(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
     """Each row's loss and, with ``gradients``, dx and dweight."""
-    to = wide(x.dtype)
+    to = compute_dtype(x.dtype)
     losses, dx = [], []
     dweight = torch.zeros_like(weight, dtype=to) if gradients else weight
     at_once = max(x.shape[-1], LEAST) if gradients else LEAST
@@ -306,7 +311,7 @@ IN_PIECES = torch.library.custom_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
-    to = wide(x.dtype)
+    to = compute_dtype(x.dtype)
     found = [x.new_empty(targets.shape, dtype=to)]
     if gradients:
         found += x.new_empty(x.shape), torch.empty_like(weight, dtype=to)

@@ -1,4 +1,4 @@
-"""Which backend computes, what is told of it, and what autocast asks of it.
+"""Which backend computes, and the record of those that did.
 
 "auto" is settled here, by device, dtype and versions; so is what is said where
 a GPU does not get the kernels.
@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -172,27 +172,3 @@ def ran(what: str) -> None:
     """Tell the open records what runs."""
     for record in _records:
         record.append(what)
-
-
-def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands of a product as autocast has them; fp64 stays fp64."""
-    if not all(isinstance(x, Tensor) for x in operands):
-        return operands
-    if not autocasts(operands[0]):
-        return operands
-    dtype = torch.get_autocast_dtype(operands[0].device.type)
-    narrow = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where x lies; "meta" has none."""
-    kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(q: Tensor) -> AbstractContextManager:
-    """Where products stay as they are; entering autocast costs 5 us."""
-    if not autocasts(q):
-        return nullcontext()
-    return torch.autocast(q.device.type, enabled=False)

@@ -32,7 +32,8 @@ from fastweights.arguments import (
     count_sequences,
     wrong_shape,
 )
-from fastweights.ops.backends import choose_backend, ran, without_autocast
+from fastweights.dtypes import without_autocast
+from fastweights.ops.backends import choose_backend, ran
 from fastweights.ops.registration import Operator
 from fastweights.reference import convolution as pytorch
 

@@ -24,13 +24,14 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.ops.backends import Backend, autocast
+from fastweights.dtypes import autocast, compute_dtype
+from fastweights.ops.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.reference.backend import outside, wide
+from fastweights.reference.packing import outside
 
 Member = TypeVar("Member", bound=Callable[..., Any])
 
@@ -131,7 +132,7 @@ def linear_attention(
     state = options.get("initial_state")
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)
-    one = torch.ones_like(v[..., :1], dtype=wide(v.dtype))
+    one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
     o, z, state = recurrence_with_normaliser(q, k, v, one, None, **options)
     if (offsets := options.get("cu_seqlens")) is not None:
         z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
@@ -222,7 +223,7 @@ def retention(
     if g is None:
         need("q", q, 4, "[B, T, H, K]")
         need("v", v, 4, "[B, T, HV, V]")
-        dtype = wide(q.dtype)
+        dtype = compute_dtype(q.dtype)
         g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
     need("g", g, 1, "[HV]")
     return linear_recurrence(q, k, v, g, None, **options)

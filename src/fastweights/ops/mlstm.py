@@ -9,15 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_number
-from fastweights.ops.backends import Backend, autocast
+from fastweights.dtypes import autocast, compute_dtype
+from fastweights.ops.backends import Backend
 from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.normaliser import (
     State,
     check_normalised,
     recurrence_with_normaliser,
 )
-from fastweights.reference.backend import outside, wide
 from fastweights.reference.chunkwise import CLEARS
+from fastweights.reference.packing import outside
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[State, Stabilizer]
@@ -93,7 +94,7 @@ def mlstm(
     if initial_state is not None:
         state, m = initial_state
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
-    dtype = wide(q.dtype)
+    dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
     decay, weight, least, last = in_units(
         g, i, m, cu_seqlens, dtype, of_empty=0.0

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import check_arguments, check_states
-from fastweights.ops.backends import Backend, without_autocast
+from fastweights.dtypes import compute_dtype, without_autocast
+from fastweights.ops.backends import Backend
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.reference.backend import wide
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -53,7 +53,7 @@ def recurrence_with_normaliser(
         )
 
     kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
-    full = q.to(wide(q.dtype)), k.to(wide(q.dtype))
+    full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
     with without_autocast(q):
         if q.dtype == one.dtype or not kernels:
             both = torch.cat([v.to(one.dtype), one], -1)

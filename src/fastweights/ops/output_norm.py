@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fastweights import private
 from fastweights.arguments import (
-    DTYPES,
     check_kinds,
     check_number,
     check_tensors,
     wrong_shape,
 )
+from fastweights.dtypes import DTYPES
 from fastweights.ops.backends import choose_backend, ran
 from fastweights.ops.registration import Operator
 

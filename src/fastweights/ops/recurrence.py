@@ -21,23 +21,13 @@ from fastweights.arguments import (
     check_arguments,
     check_values,
 )
-from fastweights.ops.backends import (
-    Backend,
-    autocast,
-    backend_for,
-    check_name,
-    ran,
-    without_autocast,
-)
+from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.ops.backends import Backend, backend_for, check_name, ran
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.registration import Operator
 from fastweights.reference import backend as chunkwise
-from fastweights.reference.backend import (
-    first_states,
-    sequences,
-    wide,
-    widen,
-)
+from fastweights.reference.backend import first_states, widen
+from fastweights.reference.packing import sequences
 from fastweights.reference.steps import recurrence, scan
 
 
@@ -125,7 +115,7 @@ def linear_recurrence(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
-        g = g.to(wide(q.dtype)).expand(v.shape[:3])
+        g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)

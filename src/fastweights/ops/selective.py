@@ -30,16 +30,11 @@ from fastweights.arguments import (
     count_sequences,
     wrong_shape,
 )
-from fastweights.ops.backends import (
-    autocast,
-    check_name,
-    choose_backend,
-    ran,
-    without_autocast,
-)
+from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.ops.backends import check_name, choose_backend, ran
 from fastweights.ops.registration import Operator, needs_gradient
 from fastweights.reference import selective as chunkwise
-from fastweights.reference.backend import outside, sequences, wide
+from fastweights.reference.packing import outside, sequences
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
 
@@ -119,7 +114,7 @@ def selective_scan(
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_name(backend)
-    full = wide(x.dtype)
+    full = compute_dtype(x.dtype)
     if cu_seqlens is not None:
         after = outside(cu_seqlens, x.shape[1])[:, None]
         dt = dt.masked_fill(after, 0)
@@ -207,7 +202,7 @@ def _loop(
     y is in the dtype of the arithmetic.
     """
     ran("loop forward")
-    full, G = wide(x.dtype), B.shape[2]
+    full, G = compute_dtype(x.dtype), B.shape[2]
     with without_autocast(x):
         first = first_states(x, A, initial_state, cu_seqlens)
         states = list(first.unflatten(1, (G, -1)).split(1))
@@ -265,7 +260,7 @@ def empty_states(
         tiles = -(-T // length)
     elif keep and cu_seqlens is not None:
         tiles = T // length + cu_seqlens.shape[0] - 1
-    return x.new_empty(batch * tiles * A.numel(), dtype=wide(x.dtype))
+    return x.new_empty(batch * tiles * A.numel(), dtype=compute_dtype(x.dtype))
 
 
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,7 +281,7 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def y_dtype(x: Tensor, full: bool) -> torch.dtype:
     """The dtype of y, in which a gate after it takes its gradient too."""
-    return wide(x.dtype) if full else x.dtype
+    return compute_dtype(x.dtype) if full else x.dtype
 
 
 def _fake(

@@ -8,57 +8,31 @@ sequences.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import check_offsets
+from fastweights.dtypes import compute_dtype
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
     from_chunks,
     to_chunks,
 )
 from fastweights.reference.chunkwise_backward import chunkwise_backward
+from fastweights.reference.packing import Offsets, Piece, buckets, sequences
 
-Offsets = Int[Tensor, " N+1"] | None
 States = Float[Tensor, "N HV K V"]
 
 IN_CACHE = 2**17  # entries of score matrices that one core works on at once
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inputs of ``dtype`` are computed in: fp32 or fp64."""
-    return dtype if dtype == torch.float64 else torch.float32
-
-
-def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
-    """Which states and which tokens belong together, none left empty."""
-    if cu_seqlens is None:
-        return [(slice(None), slice(None))]
-    offsets = cu_seqlens.tolist()
-    check_offsets(offsets, T)
-    return [
-        (slice(n, n + 1), slice(a, b))
-        for n, (a, b) in enumerate(itertools.pairwise(offsets))
-        if a < b
-    ]
-
-
-def outside(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Bool[Tensor, " T"]:
-    """Which of T packed tokens stand after the last sequence."""
-    return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
 def widen(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
-    dtype, HV = wide(q.dtype), v.shape[2]
+    dtype, HV = compute_dtype(q.dtype), v.shape[2]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if q.shape[2] != HV:
         groups = HV // q.shape[2]
@@ -68,85 +42,20 @@ def widen(
     return q, k, v, g, None if beta is None else beta.to(dtype)
 
 
-class Part(NamedTuple):
-    """Sequences that are computed together: their states and tokens.
-
-    Short ones of a pack are rows of one length, filled up with zeros: a zero
-    key and a zero log decay leave the state as it is.
-    """
-
-    states: Any  # an index of [N, ...]
-    tokens: Any  # an index of [B, T, ...], for [rows, length, ...]
-    chunk_size: int
-    own: Bool[Tensor, "rows length"] | None = None  # what is no filling
-
-    def of(self, *tensors: Tensor | None) -> list[Any]:
-        """Take these rows and tokens of each tensor; a None stays None."""
-        return [None if x is None else self.taken(x) for x in tensors]
-
-    def taken(self, x: Tensor) -> Tensor:
-        found = x[self.tokens]
-        if self.own is None:
-            return found
-        lead = self.own.shape + (1,) * (found.dim() - 2)
-        return found.masked_fill_(~self.own.view(lead), 0)
-
-    def put(self, x: Tensor, values: Tensor) -> None:
-        """Their values into x, whose last dimension may be wider."""
-        width = values.shape[-1]
-        if self.own is None:
-            x[self.tokens][..., :width] = values
-        else:
-            at = self.tokens[1][self.own]
-            x[0, at, ..., :width] = values[self.own].to(x.dtype)
-
-
-def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Part]:
+def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Piece]:
     """What is computed together, so much that it stays in a core's cache.
 
-    Of a batch some rows; of a pack what :func:`documents` says. No chunk is
+    Of a batch some rows; of a pack what :func:`buckets` says. No chunk is
     longer than its sequences.
     """
     B, T, HV = v.shape[:3]
     in_cache = max(1, torch.get_num_threads() * IN_CACHE // HV)
     if cu_seqlens is not None:
-        return documents(cu_seqlens, v, chunk_size, lambda C: in_cache // C**2)
+        return buckets(cu_seqlens, v, chunk_size, lambda C: in_cache // C**2)
     C = min(chunk_size, T)
     rows = max(1, in_cache // (T * C))
     parts = [slice(b, b + rows) for b in range(0, B, rows)]
-    return [Part(n, (n, slice(None)), C) for n in parts]
-
-
-def documents(
-    cu_seqlens: Int[Tensor, " N+1"],
-    x: Float[Tensor, "1 T ..."],
-    chunk_size: int,
-    rows: Callable[[int], int],
-) -> list[Part]:
-    """Every sequence of a pack that is longer than a chunk, and then others.
-
-    Those are rows with some of like length: none is filled up to twice its
-    own. ``rows`` says how many of a length are computed together.
-    """
-    T, found, short = x.shape[1], [], defaultdict(list)
-    for n, t in sequences(cu_seqlens, T):
-        length = t.stop - t.start
-        if length > chunk_size:
-            found.append(Part(n, (slice(None), t), chunk_size))
-        else:
-            short[(length - 1).bit_length()].append((n.start, t))
-    for like in short.values():
-        longest = max(t.stop - t.start for _, t in like)
-        number = max(1, rows(longest))
-        for i in range(0, len(like), number):
-            ns, ts = zip(*like[i : i + number], strict=True)
-            starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
-            at = starts[:, None] + torch.arange(longest)
-            own = at < stops[:, None]
-            index = (torch.tensor(ns), at.clamp(max=T - 1), own)
-            states, at, own = (i.to(x.device) for i in index)
-            found.append(Part(states, (0, at), longest, own))
-    return found
+    return [Piece(n, (n, slice(None)), C) for n in parts]
 
 
 def advance(
@@ -198,7 +107,7 @@ def first_states(
         return initial_state.clone(memory_format=torch.contiguous_format)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (N, v.shape[2], q.shape[3], v.shape[3])
-    return q.new_zeros(shape, dtype=wide(q.dtype))
+    return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
 
 
 def empty_saved(
@@ -219,7 +128,9 @@ def empty_saved(
     width = 0 if T == 1 else torch.sym_min(chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None else 2
-    return [q.new_empty(shape, dtype=wide(q.dtype)) for _ in range(number)]
+    return [
+        q.new_empty(shape, dtype=compute_dtype(q.dtype)) for _ in range(number)
+    ]
 
 
 def forward(
@@ -283,7 +194,7 @@ def backward(
     """
     tokens = widen(q, k, v, g, beta)
     do = torch.zeros_like(v) if do is None else do
-    do = do.to(wide(q.dtype))
+    do = do.to(compute_dtype(q.dtype))
     dS = None
     if initial_state is not None:
         # An empty sequence hands its state's gradient on as it is.

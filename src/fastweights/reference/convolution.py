@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.reference.backend import Offsets, wide
+from fastweights.dtypes import compute_dtype
+from fastweights.reference.packing import Offsets
 
 Rows = Int[Tensor, " rows"]
 Heads = tuple[int, int, int, int]
@@ -74,7 +75,9 @@ def extended(
     """
     B, T, C = x.shape
     sequences = 1 if where is None else N
-    rows = x.new_empty(B, T + sequences * (W - 1), C, dtype=wide(x.dtype))
+    rows = x.new_empty(
+        B, T + sequences * (W - 1), C, dtype=compute_dtype(x.dtype)
+    )
     if where is None:
         rows[:, W - 1 :] = x
         rows[:, : W - 1] = 0 if initial_state is None else initial_state

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.reference.backend import Part, documents, wide
+from fastweights.dtypes import compute_dtype
+from fastweights.reference.packing import Piece, buckets
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read
 
@@ -92,16 +93,16 @@ def tile_length(D: int, N: int, G: int) -> int:
 
 def chunks(
     cu_seqlens: Offsets, x: Float[Tensor, "Bt T D"], length: int
-) -> Iterator[tuple[Any, list[tuple[Any, Part]]]]:
+) -> Iterator[tuple[Any, list[tuple[Any, Piece]]]]:
     """Each sequence: which states are its own, and its chunks.
 
     A chunk is an index of its first state among all that are kept, and its
     tokens. Short sequences of a pack are one chunk together.
     """
     T = x.shape[1]
-    parts = [Part(slice(None), (slice(None), slice(0, T)), length)]
+    parts = [Piece(slice(None), (slice(None), slice(0, T)), length)]
     if cu_seqlens is not None:
-        parts = documents(cu_seqlens, x, length, lambda L: 4 * length // L)
+        parts = buckets(cu_seqlens, x, length, lambda L: 4 * length // L)
     for part in parts:
         n = part.states
         if part.own is not None:
@@ -113,7 +114,7 @@ def chunks(
         found = []
         for i, first in enumerate(range(t.start, t.stop, length)):
             tokens = rows, slice(first, min(first + length, t.stop))
-            found.append(((rows, place + i), Part(n, tokens, length)))
+            found.append(((rows, place + i), Piece(n, tokens, length)))
         yield n, found
 
 
@@ -144,7 +145,7 @@ def first_states(
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
     number = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_zeros(number, *A.shape, dtype=wide(x.dtype))
+    return x.new_zeros(number, *A.shape, dtype=compute_dtype(x.dtype))
 
 
 def forward(
@@ -163,7 +164,7 @@ def forward(
 
     The state that enters each chunk goes into ``states`` unless it is None.
     """
-    full, G = wide(x.dtype), B.shape[2]
+    full, G = compute_dtype(x.dtype), B.shape[2]
     state = first_states(x, A, initial_state, cu_seqlens)
     y = torch.zeros_like(x, dtype=dtype)  # as after the last sequence
     if states is not None:
@@ -206,7 +207,7 @@ def backward(
     Those of A and D are in the dtype of the arithmetic. ``states`` is what
     :func:`forward` put there.
     """
-    full, G = wide(x.dtype), B.shape[2]
+    full, G = compute_dtype(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.zeros_like(t) for t in (x, dt, B, C))
     dh = first_states(x, A, dstate, cu_seqlens)
     states = states.view(len(x), -1, *A.shape)

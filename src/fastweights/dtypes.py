@@ -1,0 +1,39 @@
+"""The dtypes of inputs, what they are computed in, and autocast's."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that inputs of ``dtype`` are computed in: fp32 or fp64."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast has them; fp64 stays fp64."""
+    if not all(isinstance(x, Tensor) for x in operands):
+        return operands
+    if not autocasts(operands[0]):
+        return operands
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; "meta" has none."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(q: Tensor) -> AbstractContextManager:
+    """Where products stay as they are; entering autocast costs 5 us."""
+    if not autocasts(q):
+        return nullcontext()
+    return torch.autocast(q.device.type, enabled=False)

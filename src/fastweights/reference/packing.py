@@ -1,0 +1,99 @@
+"""Packed sequences: where each lies, and which are computed together."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fastweights.arguments import check_offsets
+
+Offsets = Int[Tensor, " N+1"] | None
+
+
+def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
+    """Which states and which tokens belong together, none left empty."""
+    if cu_seqlens is None:
+        return [(slice(None), slice(None))]
+    offsets = cu_seqlens.tolist()
+    check_offsets(offsets, T)
+    return [
+        (slice(n, n + 1), slice(a, b))
+        for n, (a, b) in enumerate(itertools.pairwise(offsets))
+        if a < b
+    ]
+
+
+def outside(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Bool[Tensor, " T"]:
+    """Which of T packed tokens stand after the last sequence."""
+    return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
+
+
+class Piece(NamedTuple):
+    """Sequences that are computed together: their states and tokens.
+
+    Short ones of a pack are rows of one length, filled up with zeros: a zero
+    key and a zero log decay leave the state as it is.
+    """
+
+    states: Any  # an index of [N, ...]
+    tokens: Any  # an index of [B, T, ...], for [rows, length, ...]
+    chunk_size: int
+    own: Bool[Tensor, "rows length"] | None = None  # what is no filling
+
+    def of(self, *tensors: Tensor | None) -> list[Any]:
+        """Take these rows and tokens of each tensor; a None stays None."""
+        return [None if x is None else self.taken(x) for x in tensors]
+
+    def taken(self, x: Tensor) -> Tensor:
+        found = x[self.tokens]
+        if self.own is None:
+            return found
+        lead = self.own.shape + (1,) * (found.dim() - 2)
+        return found.masked_fill_(~self.own.view(lead), 0)
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Their values into x, whose last dimension may be wider."""
+        width = values.shape[-1]
+        if self.own is None:
+            x[self.tokens][..., :width] = values
+        else:
+            at = self.tokens[1][self.own]
+            x[0, at, ..., :width] = values[self.own].to(x.dtype)
+
+
+def buckets(
+    cu_seqlens: Int[Tensor, " N+1"],
+    x: Float[Tensor, "1 T ..."],
+    chunk_size: int,
+    rows: Callable[[int], int],
+) -> list[Piece]:
+    """Every sequence of a pack that is longer than a chunk, and then others.
+
+    Those are rows with some of like length: none is filled up to twice its
+    own. ``rows`` says how many of a length are computed together.
+    """
+    T, found, short = x.shape[1], [], defaultdict(list)
+    for n, t in sequences(cu_seqlens, T):
+        length = t.stop - t.start
+        if length > chunk_size:
+            found.append(Piece(n, (slice(None), t), chunk_size))
+        else:
+            short[(length - 1).bit_length()].append((n.start, t))
+    for like in short.values():
+        longest = max(t.stop - t.start for _, t in like)
+        number = max(1, rows(longest))
+        for i in range(0, len(like), number):
+            ns, ts = zip(*like[i : i + number], strict=True)
+            starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
+            at = starts[:, None] + torch.arange(longest)
+            own = at < stops[:, None]
+            index = (torch.tensor(ns), at.clamp(max=T - 1), own)
+            states, at, own = (i.to(x.device) for i in index)
+            found.append(Piece(states, (0, at), longest, own))
+    return found
