@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from recorded import recorded
 from torch.utils._pytree import tree_map
+from written_out import Memory, turned
+from written_out import normed as rms
 
 from fastweights import deep
 from fastweights.checks import relative_error
@@ -318,46 +320,14 @@ def test_flash_linear_attentions_ttt_reads_another_residual():
 def test_titans_layer_written_out():
     torch.manual_seed(0)
     layer = TitansMemory(8, 2, 4, chunk_size=1, conv_size=None, **DOUBLE)
+    assert layer.max_rate == 0.1
     torch.nn.init.normal_(layer.rates_proj.bias)
     torch.nn.init.normal_(layer.start.norm_weight)
     torch.nn.init.normal_(layer.start.norm_bias)
-    x = torch.randn(1, 7, 8, **DOUBLE)
-    w = layer.state_dict()
-    q, k, v = F.silu(x[0] @ w["qkv_proj.weight"].mT).chunk(3, -1)
-    rates = (x[0] @ w["rates_proj.weight"].mT + w["rates_proj.bias"]).sigmoid()
-    gate = F.silu(x[0] @ w["g_proj.weight"].mT)
-    heads = []
-    for h in range(2):
-        M = [w[f"start.{n}"][h] for n in ("W1", "b1", "W2", "b2")]
-        S = [torch.zeros_like(p) for p in M]
-        gamma, delta = (w[f"start.norm_{n}"][h] for n in ("weight", "bias"))
-        at, outputs = slice(4 * h, 4 * h + 4), []
-        for t in range(7):
-            theta, eta, alpha = rates[t, h], rates[t, 2 + h], rates[t, 4 + h]
-            base = [p.clone().requires_grad_() for p in M]
-            key, query = (
-                y[t, at] / (y[t, at].square().sum() + 1e-6).sqrt()
-                for y in (k, q)
-            )
-
-            def answer(M, z, norm=(gamma, delta)):
-                hidden = F.gelu(z @ M[0] + M[1], approximate="tanh")
-                y = hidden @ M[2] + M[3]
-                return F.layer_norm(y, (4,), *norm, 1e-6)
-
-            loss = (answer(base, key) - v[t, at]).square().sum()
-            grads = torch.autograd.grad(loss, base)
-            S = [
-                eta * s - 0.1 * theta * d
-                for s, d in zip(S, grads, strict=True)
-            ]
-            M = [(1 - alpha) * p + s for p, s in zip(M, S, strict=True)]
-            outputs.append(answer(M, query))
-        o = torch.stack(outputs)
-        o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        heads.append(o * w["norm.weight"])
-    want = (torch.cat(heads, -1) * gate) @ w["o_proj.weight"].mT
-    assert relative_error(layer(x)[0][0], want) < 1e-10
+    x, memory = torch.randn(7, 8, **DOUBLE), Memory(layer)
+    for t, found in enumerate(layer(x[None])[0][0]):
+        want = memory.learned([[*M] for M in memory.M], x[t])
+        assert relative_error(found, want) < 1e-10
 
 
 def test_mesanet_layer_written_out():
@@ -385,24 +355,9 @@ def test_mesanet_layer_written_out():
             A = decay * A + beta * torch.outer(key, key)
             G = decay * G + beta * torch.outer(key, v[t, at])
             outputs.append(torch.linalg.solve(A + ridge, query) @ G)
-        o = torch.stack(outputs)
-        o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        heads.append(o * w["norm.weight"])
+        heads.append(rms(torch.stack(outputs), w["norm.weight"]))
     want = torch.cat(heads, -1) @ w["o_proj.weight"].mT
     assert relative_error(layer(x)[0][0], want) < 1e-10
-
-
-def turned_by(x, position, theta, size):
-    """Rotary positions of heads of this size, pairs half a head apart."""
-    heads = x.reshape(-1, size)
-    half = size // 2
-    angle = position * theta ** (-torch.arange(half, **DOUBLE) / half)
-    a, b = heads[:, :half], heads[:, half:]
-    turned = (
-        a * angle.cos() - b * angle.sin(),
-        b * angle.cos() + a * angle.sin(),
-    )
-    return torch.cat(turned, -1).reshape(-1)
 
 
 def test_lact_layer_written_out():
@@ -431,15 +386,18 @@ def test_lact_layer_written_out():
         return x @ w[f"{name}.weight"].mT + w.get(f"{name}.bias", 0)
 
     def normed_by(y, name):
-        scale = (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return y / scale * w[f"{name}.weight"]
+        return rms(y, w[f"{name}.weight"])
 
     q, k, v = linear("qkv_proj").chunk(3, -1)
     q, k = normed_by(q, "q_norm"), normed_by(k, "k_norm")
-    near_q, near_k = (
-        torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
-        for y in (q, k)
-    )
+
+    def placed(y):
+        heads = y.unflatten(-1, (4, 2))
+        return torch.stack(
+            [turned(heads[t], t, theta).flatten() for t in range(T)]
+        )
+
+    near_q, near_k = placed(q), placed(k)
     near = torch.zeros(T, D, **DOUBLE)
     for t in range(T):
         seen = slice(max(0, t - window + 1), t + 1)
@@ -452,8 +410,7 @@ def test_lact_layer_written_out():
         y = F.silu(y * w["qk_scale"][i] + w["qk_offset"][i]).unflatten(
             -1, (2, 4)
         )
-        y = (y / (y.norm(dim=-1, keepdim=True) + 1e-5)).flatten(1)
-        return torch.stack([turned_by(y[t], t, theta, 2) for t in range(T)])
+        return placed((y / (y.norm(dim=-1, keepdim=True) + 1e-5)).flatten(1))
 
     fast_q, fast_k, fast_v = fast(q, 0), fast(k, 1), F.silu(v)
     inverse = torch.tensor(base, **DOUBLE).expm1().log()

@@ -5,13 +5,13 @@ fp64, with nothing of the library but the layer's weights. The second loads
 the weights of transformers' layers, recorded by tests/recorded/layers.py.
 """
 
-import math
 from functools import partial
 
 import pytest
 import torch
 from layer_cases import CASES, made, tokens
 from recorded import recorded
+from written_out import turned
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
@@ -66,17 +66,6 @@ def of_length_one(x):
 
 def rms(x, eps=1e-5):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def turned(x, t, theta, R):
-    """Channels j and j + R/2 as one complex number, by t theta^(-2j/R)."""
-    x = x.clone()
-    for j in range(R // 2):
-        angle = t * theta ** (-2 * j / R)
-        z = torch.complex(x[:, j], x[:, j + R // 2])
-        z = z * complex(math.cos(angle), math.sin(angle))
-        x[:, j], x[:, j + R // 2] = z.real, z.imag
-    return x
 
 
 def recurrence(q, k, v, decay=None, beta=None, scale=None):
@@ -192,7 +181,7 @@ def gla(w, x, H, K, V, *, conv=False, temperature=16):
 def retnet(w, x, H, K, V):
     q, k, v = cut(x @ w["qkv_proj.weight"].T, (H, K), (H, K), (H, V))
     for t in range(len(x)):
-        q[t], k[t] = turned(q[t], t, 1e4, K), turned(k[t], t, 1e4, K)
+        q[t], k[t] = turned(q[t], t, 1e4), turned(k[t], t, 1e4)
     gamma = [1 - 2.0 ** (-5 - h) for h in range(H)]
     decay = x.new_tensor(gamma).expand(len(x), H)
     o = recurrence(q, k, v, decay)
@@ -267,9 +256,10 @@ def softmax(w, x, H, HK, K, *, theta=1e4, turn=1.0):
         q = rms(q, 1e-6) * w["q_norm.weight"]
         k = rms(k, 1e-6) * w["k_norm.weight"]
     if theta is not None:
+        R = int(K * turn)
         for t in range(len(x)):
-            q[t] = turned(q[t], t, theta, int(K * turn))
-            k[t] = turned(k[t], t, theta, int(K * turn))
+            q[t, :, :R] = turned(q[t, :, :R], t, theta)
+            k[t, :, :R] = turned(k[t, :, :R], t, theta)
     o = torch.zeros_like(q)
     for h in range(H):
         for t in range(len(x)):

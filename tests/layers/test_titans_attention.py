@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from written_out import Memory, normed, turned
 
 from fastweights.checks import relative_error
 from fastweights.layers import MemoryAsContext, MemoryAsGate, MemoryAsLayer
@@ -20,14 +20,6 @@ def made(kind, **options):
     return layer, torch.randn(T, D, **DOUBLE)
 
 
-def turned(x, position):
-    """Rotary positions of one head, pairs half a head apart."""
-    angle = position * THETA ** (-torch.arange(K // 2, **DOUBLE) / (K // 2))
-    a, b = x[: K // 2], x[K // 2 :]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin])
-
-
 def attention(w, query, others):
     """Of one token (x, position) to others, and to the persistent ones."""
     heads = []
@@ -37,15 +29,13 @@ def attention(w, query, others):
             w["qkv_proj.weight"][i * D + h * K : i * D + (h + 1) * K]
             for i in range(3)
         )
-        asked = turned(q @ query[0], query[1])
-        scores = [asked @ turned(k @ x, at) / K**0.5 for x, at in others]
+        asked = turned(q @ query[0], query[1], THETA)
+        scores = [
+            asked @ turned(k @ x, at, THETA) / K**0.5 for x, at in others
+        ]
         share = torch.stack(scores).softmax(0)
         heads.append(share @ torch.stack([v @ x for x, _ in others]))
     return torch.cat(heads)
-
-
-def normed(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def gated(w, a, m):
@@ -71,65 +61,6 @@ def test_memory_as_layer():
         a = attention(w, (m[t], t), near)
         want = w["o_proj.weight"] @ normed(a, w["norm.weight"])
         assert relative_error(found, want) < 1e-10
-
-
-class Memory:
-    """A layer's memory, by autograd: it answers, and it learns."""
-
-    def __init__(self, layer):
-        self.w, self.max_rate = layer.state_dict(), layer.max_rate
-        self.M = [
-            [self.w[f"start.{n}"][h] for n in ("W1", "b1", "W2", "b2")]
-            for h in range(H)
-        ]
-        self.S = [[torch.zeros_like(p) for p in M] for M in self.M]
-
-    def heads(self, x):
-        """q, k and v per head, q and k of unit length."""
-        parts = F.silu(self.w["qkv_proj.weight"] @ x).reshape(3, H, K)
-        size = (parts.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        return parts[0] / size[0], parts[1] / size[1], parts[2]
-
-    def answer(self, M, h, z):
-        hidden = F.gelu(z @ M[0] + M[1], approximate="tanh")
-        norm = (self.w[f"start.norm_{n}"][h] for n in ("weight", "bias"))
-        return F.layer_norm(hidden @ M[2] + M[3], (K,), *norm, 1e-6)
-
-    def put_out(self, answers, x):
-        o = torch.cat([normed(o, self.w["norm.weight"]) for o in answers])
-        gate = F.silu(self.w["g_proj.weight"] @ x)
-        return self.w["o_proj.weight"] @ (o * gate)
-
-    def recalled(self, base, x):
-        q = self.heads(x)[0]
-        return self.put_out(
-            [self.answer(base[h], h, q[h]) for h in range(H)], x
-        )
-
-    def learned(self, base, x):
-        """A step by the gradient at ``base``, and the answer after it."""
-        q, k, v = self.heads(x)
-        rates = self.w["rates_proj.weight"] @ x + self.w["rates_proj.bias"]
-        theta, eta, alpha = rates.sigmoid().reshape(3, H)
-        answers = []
-        for h in range(H):
-            at = [p.clone().requires_grad_() for p in base[h]]
-            loss = (self.answer(at, h, k[h]) - v[h]).square().sum()
-            slopes = torch.autograd.grad(loss, at)
-            rate = self.max_rate * theta[h]
-            self.S[h] = [
-                eta[h] * s - rate * d
-                for s, d in zip(self.S[h], slopes, strict=True)
-            ]
-            self.M[h] = [
-                (1 - alpha[h]) * p + s
-                for p, s in zip(self.M[h], self.S[h], strict=True)
-            ]
-            answers.append(self.answer(self.M[h], h, q[h]))
-        return self.put_out(answers, x)
-
-
-NAMES = ("weights", "biases")
 
 
 def test_memory_as_context():
