@@ -86,19 +86,28 @@ def recurrence(q, k, v, decay=None, beta=None, scale=None):
     return o
 
 
-def deltanet(w, x, H, K, V, *, conv=True, most=1, feature=silu, by_sum=False):
+def put_in(w, x, *sizes, conv=True, bend=silu):
     c = x @ w["qkv_proj.weight"].T
-    q, k, v = cut(convolved(w, c) if conv else c, (H, K), (H, K), (H, V))
+    return cut(bend(convolved(w, c) if conv else c), *sizes)
+
+
+def put_out(w, x, o):
+    y = (rms(o) * w["norm.weight"]).flatten(1)
+    if "g_proj.weight" in w:
+        y = y * silu(x @ w["g_proj.weight"].T)
+    return y @ w["o_proj.weight"].T
+
+
+def deltanet(w, x, H, K, V, *, conv=True, most=1, feature=silu, by_sum=False):
+    sizes = (H, K), (H, K), (H, V)
+    q, k, v = put_in(w, x, *sizes, conv=conv, bend=lambda c: c)
     q, k, v = feature(q), feature(k), silu(v)
     if by_sum:
         q, k = (y / y.sum(-1, keepdim=True) for y in (q, k))
     else:
         q, k = of_length_one(q), of_length_one(k)
     beta = most * sigmoid(x @ w["b_proj.weight"].T)
-    y = (rms(recurrence(q, k, v, None, beta)) * w["norm.weight"]).flatten(1)
-    if "g_proj.weight" in w:
-        y = y * silu(x @ w["g_proj.weight"].T)
-    return y @ w["o_proj.weight"].T
+    return put_out(w, x, recurrence(q, k, v, None, beta))
 
 
 def elu_plus_one(x):
@@ -106,24 +115,17 @@ def elu_plus_one(x):
 
 
 def gated_deltanet(w, x, H, HV, K, V, *, conv=True, most=1):
-    c = x @ w["qkv_proj.weight"].T
-    c = silu(convolved(w, c) if conv else c)
-    q, k, v = cut(c, (H, K), (H, K), (HV, V))
+    q, k, v = put_in(w, x, (H, K), (H, K), (HV, V), conv=conv)
     q, k = of_length_one(q), of_length_one(k)
     a, b = (x @ part.T for part in w["ab_proj.weight"].chunk(2))
     dt = softplus(a + w["decay.dt_bias"])
     decay = (-w["decay.A_log"].exp() * dt).exp()
     beta = most * sigmoid(b + w.get("b_bias", 0))
-    y = (rms(recurrence(q, k, v, decay, beta)) * w["norm.weight"]).flatten(1)
-    if "g_proj.weight" in w:
-        y = y * silu(x @ w["g_proj.weight"].T)
-    return y @ w["o_proj.weight"].T
+    return put_out(w, x, recurrence(q, k, v, decay, beta))
 
 
 def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
-    c = x @ w["qkv_proj.weight"].T
-    c = silu(convolved(w, c) if conv else c)
-    q, k, v = cut(c, (H, K), (H, K), (HV, V))
+    q, k, v = put_in(w, x, (H, K), (H, K), (HV, V), conv=conv)
     q, k = of_length_one(q), of_length_one(k)
     a = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T
     (a,) = cut(a + w["decay.dt_bias"], (HV, K))
@@ -137,13 +139,11 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
 
 
 def family(
-    w, x, H, K, V, *, conv=True, bend=True, unit=True, per="head", most=1
+    w, x, H, K, V, *, conv=True, bend=silu, unit=True, per="head", most=1
 ):
     """A comparison's layer: what is absent has no weights."""
-    c = x @ w["qkv_proj.weight"].T
-    c = convolved(w, c) if conv else c
-    c = silu(c) if bend else c
-    q, k, v = cut(c, (H, K), (H, K), (H, V))
+    sizes = (H, K), (H, K), (H, V)
+    q, k, v = put_in(w, x, *sizes, conv=conv, bend=bend)
     if unit:
         q, k = of_length_one(q), of_length_one(k)
     decay = beta = None
@@ -160,10 +160,7 @@ def family(
         decay = (-A * (dt if per == "head" else cut(dt, (H, K))[0])).exp()
     if "b_proj.weight" in w:
         beta = most * sigmoid(x @ w["b_proj.weight"].T)
-    y = (rms(recurrence(q, k, v, decay, beta)) * w["norm.weight"]).flatten(1)
-    if "g_proj.weight" in w:
-        y = y * silu(x @ w["g_proj.weight"].T)
-    return y @ w["o_proj.weight"].T
+    return put_out(w, x, recurrence(q, k, v, decay, beta))
 
 
 def gla(w, x, H, K, V, *, conv=False, temperature=16):
@@ -172,10 +169,7 @@ def gla(w, x, H, K, V, *, conv=False, temperature=16):
     q, k, v = cut(c, (H, K), (H, K), (H, V))
     a = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T
     (alpha,) = cut(sigmoid(a + w["f_proj.1.bias"]), (H, K))
-    o = recurrence(q, k, v, alpha ** (1 / temperature))
-    y = (rms(o) * w["norm.weight"]).flatten(1)
-    y = y * silu(x @ w["g_proj.weight"].T)
-    return y @ w["o_proj.weight"].T
+    return put_out(w, x, recurrence(q, k, v, alpha ** (1 / temperature)))
 
 
 def retnet(w, x, H, K, V):
@@ -184,10 +178,7 @@ def retnet(w, x, H, K, V):
         q[t], k[t] = turned(q[t], t, 1e4), turned(k[t], t, 1e4)
     gamma = [1 - 2.0 ** (-5 - h) for h in range(H)]
     decay = x.new_tensor(gamma).expand(len(x), H)
-    o = recurrence(q, k, v, decay)
-    y = (rms(o) * w["norm.weight"]).flatten(1)
-    y = y * silu(x @ w["g_proj.weight"].T)
-    return y @ w["o_proj.weight"].T
+    return put_out(w, x, recurrence(q, k, v, decay))
 
 
 def lightning(w, x, H, K, slopes, layer, layers):
@@ -306,7 +297,9 @@ EQUATIONS = {
         lightning, H=3, K=4, slopes=SLOPES, layer=1, layers=4
     ),
     "recurrence-linear": partial(family, H=2, K=4, V=4, unit=False),
-    "recurrence-decay": partial(family, H=2, K=3, V=4, conv=False, bend=False),
+    "recurrence-decay": partial(
+        family, H=2, K=3, V=4, conv=False, bend=lambda c: c
+    ),
     "recurrence-channel": partial(
         family, H=2, K=4, V=4, per="channel", most=2
     ),
