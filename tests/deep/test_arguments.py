@@ -121,6 +121,20 @@ for f, shape in STATES.items():
             r"initial_state: got shape .*, need \[2, 2, ",
         ),
     ]
+SHORT = torch.zeros(B, T, H, K - 1)
+for f, rate in ((ttt, "rate"), (titans, "rate"), (lact, "rates")):
+    start = [SHORT[0]] * 3 if f is lact else [[SHORT[0]] * 2]
+    CALLS += [
+        (f, "k", SHORT, r"k: got shape .*, need q's, \[2, 3"),
+        (f, "k", SHORT.double(), "k: got torch.float64, need"),
+        (f, rate, SHORT[..., :2], rf"{rate}: got shape .*, need \[2, 3, 2"),
+        (f, "start", start, r"start\[0\].*: got shape .*, need \[2, 4"),
+        (f, "position", numbers(0, 0, 0), r"position: .*, need \[2\]"),
+    ]
+CALLS += [
+    (mesa, "ridge", torch.ones(K), r"ridge: got shape \[4\], need \[2, 4"),
+    (mesa, "beta", SHORT, "beta: got shape"),
+]
 
 
 @pytest.mark.parametrize(
