@@ -1,8 +1,8 @@
-"""The trainer, which is the laboratory's: ``python -m fastweights.train``."""
+"""The trainer, as torchrun calls it: ``python -m fastweights.train``."""
 
 import sys
 
-from fastweights_lab.text.train import main
+from fastweights_lab.program import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("train", *sys.argv[1:]))

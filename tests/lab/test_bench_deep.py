@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastweights import deep, private
 from fastweights_lab.bench import cost, timing
 from fastweights_lab.bench import deep as bench_deep
-from fastweights_lab.bench import program as bench
 from fastweights_lab.bench.cost import Cost
+from fastweights_lab.program import main
 
 
 def counted(function, *arguments, **options):
@@ -105,9 +105,9 @@ def small(monkeypatch):
 @pytest.mark.skipif(timing.ON_GPU, reason="small on a CPU only")
 def test_a_record(small, tmp_path):
     file = tmp_path / "record.json"
-    bench.main(["deep", "--json", str(file)])
+    main("bench", "deep", "--json", str(file))
     record = json.loads(file.read_text())
-    assert record["command"] == "python -m fastweights_lab.bench deep"
+    assert record["command"] == "fastweights bench deep"
     rows = [row for row in record["rows"] if "pass" in row]
     names = ["ttt-linear", "lact", "mesa", "TTTLinear", "LaCT", "MesaNet"]
     names += ["TTTMLP", "TitansMemory"]

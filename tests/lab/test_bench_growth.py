@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 from fastweights.layers import TTTMLP, LaCT, TitansMemory, TTTLinear
 from fastweights_lab.bench import growth as bench_growth
-from fastweights_lab.bench import program as bench
 from fastweights_lab.bench.growth import CASES
+from fastweights_lab.program import main
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -28,7 +28,7 @@ def test_what_is_printed(monkeypatch, capsys):
     )
     monkeypatch.setattr(bench_growth, "CASES", {"a": case, "b": case})
     threads = torch.get_num_threads()
-    bench.main(["growth", "a"])
+    main("bench", "growth", "a")
     torch.set_num_threads(threads)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("case=a  ms=[4000.0, 16000.0, 64000.0]  ")

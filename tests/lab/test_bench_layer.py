@@ -13,16 +13,10 @@ from fastweights.kernels import (
 )
 from fastweights.kernels.recurrence import compose, intra, intra_backward, scan
 from fastweights_lab import records
-from fastweights_lab.bench import (
-    layer as bench_layer,
-)
-from fastweights_lab.bench import (
-    program as bench,
-)
-from fastweights_lab.bench import (
-    timing,
-)
+from fastweights_lab.bench import layer as bench_layer
+from fastweights_lab.bench import timing
 from fastweights_lab.bench.layer import by_part, part_of
+from fastweights_lab.program import main
 
 OURS = {
     "convolution": [convolution_backward, convolution_forward],
@@ -70,7 +64,7 @@ def test_a_part_is_the_sum_of_its_kernels():
 @pytest.mark.skipif(timing.ON_GPU, reason="there is a GPU")
 def test_takes_a_gpu():
     with pytest.raises(SystemExit, match="no CUDA device"):
-        bench.main(["layer"])
+        main("bench", "layer")
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 
 from fastweights_lab import records
 from fastweights_lab.experiments import comparison
+from fastweights_lab.program import main
 from fastweights_lab.text.training import Training
 
 TINY = replace(
@@ -47,13 +48,13 @@ def test_each_variant_is_a_model_of_its_own(little_text):
 def test_an_unknown_variant_is_named(capsys):
     with pytest.raises(ValueError, match="variant: got 'rope', need one of"):
         comparison.chosen("rope", 0, TINY)
-    assert comparison.main(["rope"]) == 2
+    assert main("compare", "rope") == 2
     assert "variant: got 'rope'" in capsys.readouterr().err
-    assert comparison.main(["delta", "--lr", "nan"]) == 2
-    assert "comparison: lr: got nan, need" in capsys.readouterr().err
+    assert main("compare", "delta", "--lr", "nan") == 2
+    assert "fastweights compare: lr: got nan, need" in capsys.readouterr().err
     for option in ("seeds", "steps", "workers"):
-        assert comparison.main(["delta", f"--{option}", "0", "--dry"]) == 2
-        said = f"comparison: {option}: got 0, need an integer >= 1"
+        assert main("compare", "delta", f"--{option}", "0", "--dry") == 2
+        said = f"compare: {option}: got 0, need an integer >= 1"
         assert said in capsys.readouterr().err
 
 
@@ -125,12 +126,11 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     words = ["linear", "KDA", "--small", "--seeds", "2", "--json", str(file)]
     words += ["--lr", "1e-3", "2e-3", "4e-3"]
     stop = 4
-    with pytest.raises(KeyboardInterrupt):
-        comparison.main(words)
+    assert main("compare", *words) == 130
     assert len(records.read(file)) == 3
     stop = 0
-    assert comparison.main(words) == 0
-    assert comparison.main(words) == 0  # nothing is left to do
+    assert main("compare", *words) == 0
+    assert main("compare", *words) == 0  # nothing is left to do
     assert len(began) == 1 + 2 * 3 + 2
     assert began[-2:] == [("linear", 1, 2e-3), ("KDA", 1, 2e-3)]
     runs = records.read(file)
@@ -139,10 +139,10 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert comparison.of(runs, "KDA", "seed") == [0, 1]
     assert comparison.best_rate(runs, "KDA") == 2e-3
     assert comparison.best_rate(runs, "delta") is None
-    assert comparison.main([*words, "--each"]) == 0
+    assert main("compare", *words, "--each") == 0
     others = [(name, 1, r) for name in ("linear", "KDA") for r in (1e-3, 4e-3)]
     assert began[-4:] == others
-    assert comparison.main([*words, "--dry", "--steps", "9"]) == 0
+    assert main("compare", *words, "--dry", "--steps", "9") == 0
     assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
 
 
@@ -168,7 +168,7 @@ def test_what_is_left_to_run_is_found_in_one_pass(
     key = records._key
     monkeypatch.setattr(records, "_key", lambda x: read.append(x) or key(x))
     words = ["delta", "--small", "--seeds", "2", "--dry", "--json", str(file)]
-    assert comparison.main([*words, "--lr", *map(str, rates)]) == 0
+    assert main("compare", *words, "--lr", *map(str, rates)) == 0
     assert len(read) <= 4 * len(rates)
     left = capsys.readouterr().out.splitlines()
     assert left == ["to run: delta, seed 1, lr 0.001"]

@@ -23,18 +23,18 @@ from fastweights_lab.experiments import (
     Step,
     Trial,
     Variant,
-    __main__,
     accuracy,
     at_edge,
     best,
+    program,
     recorded,
     recording,
     run,
     side_by_side,
     summary,
 )
-from fastweights_lab.experiments.__main__ import matched
 from fastweights_lab.experiments.grid import STEPS
+from fastweights_lab.experiments.program import matched
 from fastweights_lab.experiments.recording import packed, unpacked, write
 from fastweights_lab.experiments.trial import (
     TESTS,
@@ -42,6 +42,7 @@ from fastweights_lab.experiments.trial import (
     answers,
     stages,
 )
+from fastweights_lab.program import main
 from fastweights_lab.records import append, load, matching, processor, read
 from fastweights_lab.tasks import IGNORE, Needles, RepeatedRecall, Scope
 
@@ -465,11 +466,11 @@ def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """The program, on the small grid alone."""
-    monkeypatch.setattr(__main__, "EXPERIMENTS", {"tiny": GRID})
+    monkeypatch.setattr(program, "EXPERIMENTS", {"tiny": GRID})
 
     def go(*words):
         options = ("--out", str(tmp_path), "--device", "cpu")
-        return __main__.main([*words, *options, "--workers", "1"])
+        return main("experiments", *words, *options, "--workers", "1")
 
     go.file = tmp_path / "tiny.jsonl"
     return go
@@ -485,7 +486,7 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
         return stages(trial, device, progress=progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(__main__, "stages", runs_two)
+        patch.setattr(program, "stages", runs_two)
         assert tiny("tiny") == 130
     assert stopped == GRID.trials("tiny")[:2]
     assert len(read(tiny.file)) == 2
@@ -530,7 +531,7 @@ def test_options_of_the_program_change_the_grid(tiny, capsys):
 
 def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
     both = {"tiny": GRID, "half": replace(GRID, seeds=(0, 1, 2))}
-    monkeypatch.setattr(__main__, "EXPERIMENTS", both)
+    monkeypatch.setattr(program, "EXPERIMENTS", both)
     for name in both:
         for t in GRID.trials(name):
             for one in (t, replace(t, steps=7)):  # the second is no part
@@ -572,7 +573,7 @@ def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
 def test_the_program_refuses_in_one_line(tiny, capsys, words, says):
     assert tiny(*words) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"{__main__.PROGRAM}: {says}")
+    assert err.startswith(f"fastweights experiments: {says}")
     assert err.count("\n") == 1 and not tiny.file.exists()
 
 

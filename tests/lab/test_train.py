@@ -23,6 +23,7 @@ from fastweights import models
 from fastweights.models.files import written
 from fastweights_lab import records
 from fastweights_lab.experiments import comparison
+from fastweights_lab.program import main
 from fastweights_lab.text import corpus, train
 from fastweights_lab.text.training import Settings, Training, read_checkpoint
 
@@ -220,7 +221,7 @@ def test_a_run_holds_its_tokenizer_and_goes_on_with_it_alone(
 
     out, other = tmp_path / "run", tmp_path / "other.json"
     more = ["--tokenizer", str(tokenizer_file), "--steps", "1"]
-    assert not train.main(words(folder, out, *more))
+    assert not main("train", *words(folder, out, *more))
     kept = corpus.FileTokenizer(out / "tokenizer.json")
     text = b"1 and 2 are 3\n"
     want = corpus.FileTokenizer(tokenizer_file).encode(text)
@@ -231,9 +232,9 @@ def test_a_run_holds_its_tokenizer_and_goes_on_with_it_alone(
     of["1"], of["2"] = of["2"], of["1"]
     other.write_text(json.dumps(inner))
     again = ["--resume", str(out), "--steps", "2", "--tokenizer"]
-    assert train.main([*again, str(other)]) == 2
+    assert main("train", *again, str(other)) == 2
     assert "tokenizer: got " in capsys.readouterr().err
-    assert not train.main([*again, str(out / "tokenizer.json")])
+    assert not main("train", *again, str(out / "tokenizer.json"))
 
 
 # Batches.
@@ -568,7 +569,9 @@ def words(folder, out, *more):
 
 def test_the_program_trains_saves_and_goes_on(folder, tmp_path, capsys):
     out = tmp_path / "run"
-    assert not train.main(words(folder, out, "--steps", "3", "--sample", "5"))
+    assert not main(
+        "train", *words(folder, out, "--steps", "3", "--sample", "5")
+    )
     said = capsys.readouterr()
     assert said.out.startswith("def ")
     assert "step 3/3  loss " in said.err and "bits per byte" in said.err
@@ -584,23 +587,23 @@ def test_the_program_trains_saves_and_goes_on(folder, tmp_path, capsys):
     state = read_checkpoint(out / "checkpoint.pt")
     assert state["step"] == 3
 
-    assert train.main(words(folder, out)) == 2
+    assert main("train", *words(folder, out)) == 2
     assert f"go on with --resume {out}" in capsys.readouterr().err
-    assert train.main(["--resume", str(out), "--dim", "32"]) == 2
+    assert main("train", "--resume", str(out), "--dim", "32") == 2
     assert "dim: got 32, need 16 as before" in capsys.readouterr().err
-    assert not train.main(["--resume", str(out), "--sample", "2"])
+    assert not main("train", "--resume", str(out), "--sample", "2")
     assert "def " in capsys.readouterr().out
 
 
 def test_a_run_that_is_done_goes_on_with_more_steps(folder, tmp_path, capsys):
     out = tmp_path / "run"
-    assert not train.main(words(folder, out, "--steps", "3"))
+    assert not main("train", *words(folder, out, "--steps", "3"))
     capsys.readouterr()
-    assert not train.main(["--resume", str(out)])
+    assert not main("train", "--resume", str(out))
     assert "all 3 steps are done; --steps 6 would" in capsys.readouterr().err
-    assert train.main(["--resume", str(out), "--steps", "2"]) == 2
+    assert main("train", "--resume", str(out), "--steps", "2") == 2
     assert "steps: got 2, need the 3 that are" in capsys.readouterr().err
-    assert not train.main(["--resume", str(out), "--steps", "6"])
+    assert not main("train", "--resume", str(out), "--steps", "6")
     assert "step 6/6  loss " in capsys.readouterr().err
     rows = [json.loads(x) for x in (out / "log.jsonl").open()]
     rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
@@ -617,7 +620,7 @@ def test_a_run_that_diverges_keeps_its_last_checkpoint(
 ):
     out = tmp_path / "run"
     wild = "--lr 1e13 --clip 1e30 --warmup 0 --save-every 1 --steps 99"
-    assert train.main(words(folder, out, *wild.split())) == 1
+    assert main("train", *words(folder, out, *wild.split())) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     found = re.search(
         r": step (\d+): the norm of .*; \S+ is that of step (\d+)$", said
@@ -643,12 +646,12 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
 ):
     resource = pytest.importorskip("resource")
     out = tmp_path / "run"
-    assert not train.main(words(folder, out, "--steps", "1"))
+    assert not main("train", *words(folder, out, "--steps", "1"))
     capsys.readouterr()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        code = train.main(["--resume", str(out), "--steps", "2"])
+        code = main("train", "--resume", str(out), "--steps", "2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1
@@ -668,14 +671,14 @@ def test_a_folder_that_cannot_be_made_is_one_line(
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(train.Path, "mkdir", mkdir)
-    assert train.main(words(folder, tmp_path / "run")) == 1
+    assert main("train", *words(folder, tmp_path / "run")) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "Permission denied" in said and "MiB are free" in said
 
 
 def test_too_little_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Training, "step", lambda run: torch.empty(2**50))
-    assert train.main(words(folder, tmp_path / "run")) == 1
+    assert main("train", *words(folder, tmp_path / "run")) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "tokens: got too many for the memory, need fewer" in said
     assert said.endswith("no checkpoint was written")
@@ -713,13 +716,13 @@ def test_ctrl_c_before_the_first_step_is_one_line(
 
     for of, name in (
         (corpus, "read"),
-        (train, "from_words"),
+        (train, "chosen"),
         (train, "finish"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, press)
             out = tmp_path / name
-            assert train.main(words(folder, out, "--steps", "1")) == 130
+            assert main("train", *words(folder, out, "--steps", "1")) == 130
         assert capsys.readouterr().err.endswith("stopped at once\n")
 
 
@@ -727,7 +730,7 @@ def test_training_without_safetensors_is_refused_at_once(
     folder, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert train.main(words(folder, tmp_path / "run")) == 2
+    assert main("train", *words(folder, tmp_path / "run")) == 2
     said = capsys.readouterr().err
     assert "needs safetensors: pip install safetensors\n" in said
     assert not (tmp_path / "run").exists()
@@ -772,7 +775,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path):
     said = program.communicate(timeout=60)[1]
     assert program.returncode == 130
     step = int(re.search(r"stopped after step (\d+); it goes", said)[1])
-    assert said.endswith(f"python -m fastweights.train --resume {out}\n")
+    assert said.endswith(f": fastweights train --resume {out}\n")
     assert read_checkpoint(out / "checkpoint.pt")["step"] == step
 
 
@@ -785,7 +788,7 @@ def test_two_processes_take_the_steps_of_one(folder, tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--standalone", "--nproc-per-node", str(number)]
         if number == 1:
-            assert not train.main(arguments)
+            assert not main("train", *arguments)
         else:
             subprocess.run(
                 [*command, "-m", "fastweights.train", *arguments],
@@ -823,7 +826,7 @@ def test_the_model_is_gone_before_the_process_group(
 
     monkeypatch.setattr(train, "Training", Watched)
     monkeypatch.setattr(train, "process_group", group)
-    assert not train.main(words(folder, tmp_path / "run", "--steps", "1"))
+    assert not main("train", *words(folder, tmp_path / "run", "--steps", "1"))
     assert gone == [True]
 
 
@@ -870,16 +873,16 @@ def test_what_does_not_fit_is_one_line(more, said, folder, tmp_path, capsys):
     empty = str(folder / "empty.txt")
     given = [word.replace("EMPTY", empty) for word in more.split()]
     before = sorted(tmp_path.iterdir())
-    assert train.main(words(folder, tmp_path / "run", *given)) == 2
+    assert main("train", *words(folder, tmp_path / "run", *given)) == 2
     err = capsys.readouterr().err
-    assert re.match(f"python -m fastweights.train: {said}", err), err
+    assert re.match(f"fastweights train: {said}", err), err
     assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_help_lists_every_setting(capsys):
     with pytest.raises(SystemExit) as end:
-        train.main(["--help"])
+        main("train", "--help")
     assert end.value.code == 0
     said = capsys.readouterr().out
     for name in Settings.__dataclass_fields__:
@@ -951,7 +954,7 @@ def test_patterns_are_written_short(text, kinds):
 
 def test_a_pattern_without_a_number_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
-        train.main(["--pattern", "x*kda"])
+        main("train", "--pattern", "x*kda")
     assert end.value.code == 2
     assert (
         "got 'x*kda', need a kind, or NUMBER*KIND" in capsys.readouterr().err

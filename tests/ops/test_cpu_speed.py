@@ -12,7 +12,7 @@ from fastweights.checks import Footprint, relative_error
 from fastweights.reference import backend, chunkwise
 from fastweights_lab import records
 from fastweights_lab.bench import cpu as bench_cpu
-from fastweights_lab.bench import program as bench
+from fastweights_lab.program import main
 
 members = pytest.mark.parametrize("member", bench_cpu.MEMBERS)
 
@@ -136,7 +136,7 @@ def test_the_bench_times_every_contender(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(bench_cpu.CASES, case, size)
     arguments = ["cpu", "--members", "deltanet", "--seconds", "0"]
     threads = torch.get_num_threads()
-    bench.main([*arguments, "--json", str(file)])
+    main("bench", *arguments, "--json", str(file))
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     who = ["fastweights"] * 4 + ["one_chunk"]

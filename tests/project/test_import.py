@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
     re.M | re.S,
 )
 FLOORS = tuple(line.split()[0] for line in LISTED.splitlines())
-DOORS = ("fastweights/__init__.py", "fastweights/train.py")
+DOORS = tuple(
+    f"fastweights/{name}.py" for name in ("__init__", "__main__", "train")
+)
 SCRIPT = """
 import json, sys, time
 import torch
@@ -56,7 +58,7 @@ def test_importing_the_library_is_quick_and_brings_no_compiler():
 
 def test_programs_ask_for_nothing_heavy_before_they_need_it():
     script = (
-        "import sys, fastweights.train, fastweights_lab.experiments;"
+        "import sys, fastweights_lab.text.train, fastweights_lab.experiments;"
         "print(*sys.modules)"
     )
     run = subprocess.run(

@@ -1,5 +1,7 @@
-"""Run ``python -m fastweights_lab.bench``."""
+"""``fastweights bench``, by the name of its package."""
 
-from fastweights_lab.bench.program import main
+import sys
 
-main()
+from fastweights_lab.program import main
+
+sys.exit(main("bench", *sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a CPU takes: ``python -m fastweights_lab.bench cpu``.
+"""What a CPU takes: ``fastweights bench cpu``.
 
 Every member in four cases: one token from an empty state, one step of
 decode_step, a forward, and a training step of many short sequences. Beside

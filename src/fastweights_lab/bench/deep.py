@@ -1,6 +1,6 @@
 """How long networks as fast weights take.
 
-    python -m fastweights_lab.bench deep [NAME ...] [--ttt-video-dit FOLDER]
+    fastweights bench deep [NAME ...] [--ttt-video-dit FOLDER]
 
 ttt         TTT-Linear's fast weights, heads of 64 and of 128, B 1 and 8
 lact        LaCT's, chunks of 2048, under torch.compile
@@ -15,7 +15,7 @@ the same tokens.
 
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
-:mod:`fastweights_lab.bench.cost` counts, at the rates of this machine's copies
+``fastweights_lab.bench.cost`` counts, at the rates of this machine's copies
 and products of matrices, which are measured first. A layer's floor is that
 of its fast weights and of its projections together. "of_ceiling" is the
 share of the rate of products that a call reaches.

@@ -1,6 +1,6 @@
 """How cost grows: each size doubled by itself, beside the plainest program.
 
-    python -m fastweights_lab.bench growth [NAME ...]
+    fastweights bench growth [NAME ...]
 
 For every case the seconds at each size, the exponent of the last doublings
 with the one that is expected, and how many times as long the plainest PyTorch

@@ -1,4 +1,4 @@
-"""Where a layer's time goes: ``python -m fastweights_lab.bench layer``.
+"""Where a layer's time goes: ``fastweights bench layer``.
 
 One Gated DeltaNet layer of width 2048 with 16 heads of 128, under
 torch.compile in bf16, forward and backward. Its kernels are told apart by
@@ -7,7 +7,7 @@ the names of their functions, products those of cuBLAS.
 
 How long the recurrence takes depends on the gates: heads whose chunks decay
 below 2^-160 leave the kernels' fast path
-(:mod:`fastweights.kernels.recurrence.gates`), and how many of the 16 do is a
+(``fastweights.kernels.recurrence.gates``), and how many of the 16 do is a
 matter of the draw. So there are several.
 """
 

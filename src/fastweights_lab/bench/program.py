@@ -1,7 +1,7 @@
-"""What things cost: ``python -m fastweights_lab.bench CASE [--json FILE]``.
+"""What things cost: ``fastweights bench CASE [--json FILE]``.
 
 members     every member, forward and backward, in multiples of the floor
-            (:mod:`fastweights_lab.bench.speed`); --peer fla: beside its own
+            (fastweights_lab/bench/speed.py); --peer fla: beside its own
 ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 chunks      forward of linear attention and of the delta rule, by chunk size
@@ -14,7 +14,7 @@ growth      each size doubled by itself, beside the plainest program
 
 On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
 and small. ``CASE --help`` says more. The book's recorded runs are read with
-:func:`fastweights_lab.records.load`.
+``fastweights_lab.records.load``.
 """
 
 from __future__ import annotations
@@ -22,36 +22,23 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastweights_lab.bench import (
-    cpu as bench_cpu,
-)
-from fastweights_lab.bench import (
-    deep as bench_deep,
-)
-from fastweights_lab.bench import (
-    growth as bench_growth,
-)
-from fastweights_lab.bench import (
-    layer as bench_layer,
-)
-from fastweights_lab.bench import (
+    cpu,
+    deep,
+    growth,
+    layer,
     speed,
     timing,
-)
-from fastweights_lab.bench import (
-    trained as bench_trained,
+    trained,
 )
 from fastweights_lab.bench.timing import DTYPE, Row
 from fastweights_lab.records import Record, machine, package_version
 
-PROGRAM = "python -m fastweights_lab.bench"
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "members": lambda asked: speed.members(
         asked.members,
@@ -64,81 +51,67 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "crossover": lambda _: speed.crossover(),
     "chunks": lambda _: speed.chunks(),
     "decode": lambda _: speed.decode(),
-    "cpu": lambda asked: bench_cpu.rows(
-        asked.members, asked.cases, asked.seconds
-    ),
-    "deep": lambda asked: bench_deep.rows(asked.names, asked.ttt_video_dit),
-    "layer": lambda _: bench_layer.rows(),
-    "trained": lambda _: bench_trained.rows(),
-    "growth": lambda asked: bench_growth.rows(asked.names),
+    "cpu": lambda asked: cpu.rows(asked.members, asked.cases, asked.seconds),
+    "deep": lambda asked: deep.rows(asked.names, asked.ttt_video_dit),
+    "layer": lambda _: layer.rows(),
+    "trained": lambda _: trained.rows(),
+    "growth": lambda asked: growth.rows(asked.names),
 }
 ONE_THREAD = ("cpu", "growth")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Every case with its options."""
-    style: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    what = argparse.ArgumentParser(PROGRAM, description=__doc__, **style)
-    cases = what.add_subparsers(dest="case", required=True, metavar="CASE")
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    about = {
-        "members": speed.__doc__,
-        "cpu": bench_cpu.__doc__,
-        "deep": bench_deep.__doc__,
-        "layer": bench_layer.__doc__,
-        "trained": bench_trained.__doc__,
-        "growth": bench_growth.__doc__,
-    }
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the cases, each with its options."""
+    cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
+    about = {"members": speed, "cpu": cpu, "deep": deep, "layer": layer}
+    about |= {"trained": trained, "growth": growth}
     option = {}
     for name in CASES:
-        case = cases.add_parser(name, description=about.get(name), **style)
+        text = about[name].__doc__ if name in about else None
+        case = cases.add_parser(name, description=text)
         case.add_argument("--json", type=Path, help="write the record here")
         option[name] = case.add_argument
-    for name in ("members", "cpu"):
-        option[name](
-            "--members",
-            choices=speed.MEMBERS,
-            default=[*speed.MEMBERS],
-            help=f"of {', '.join(speed.MEMBERS)}; all by default",
-            **several,
+
+    def several(
+        case: str,
+        name: str,
+        of: Iterable[str],
+        more: str = "; all by default",
+        default: Iterable[str] | None = None,
+    ) -> None:
+        option[case](
+            name,
+            nargs="+",
+            metavar="NAME",
+            choices=of,
+            default=[*(of if default is None else default)],
+            help=f"of {', '.join(of)}{more}",
         )
-    option["members"](
+
+    several("members", "--members", speed.MEMBERS)
+    several(
+        "members",
         "--shapes",
-        choices=[*speed.SHAPES, speed.DECODE],
-        default=["train", "long", speed.DECODE],
-        help=f"of {', '.join(speed.SHAPES)} and {speed.DECODE}; "
-        "train, long and decode by default; without a GPU one small shape "
+        [*speed.SHAPES, speed.DECODE],
+        "; train, long and decode by default; without a GPU one small shape "
         "in place of all but decode",
-        **several,
+        default=["train", "long", speed.DECODE],
     )
-    option["members"](
+    several(
+        "members",
         "--gates",
-        choices=speed.GATES,
-        default=[*speed.GATES],
-        help="mild, kept (g = -1e-3: nothing may be skipped), strong (half "
-        "forgotten at every step), model (as published layers start); all "
-        "by default",
-        **several,
+        speed.GATES,
+        ": half forgotten in some 14 tokens, next to nothing (g = -1e-3), "
+        "half at every step, as published layers start; all by default",
     )
-    option["members"](
-        "--peer",
-        choices=speed.PEERS,
-        default=[],
-        help=f"time these beside, of {', '.join(speed.PEERS)}",
-        **several,
-    )
+    several("members", "--peer", speed.PEERS, "; timed beside", default=[])
     option["members"](
         "--no-first",
         action="store_true",
         help="leave out the first call, which compiles on an empty cache",
     )
-    option["cpu"](
-        "--cases",
-        choices=bench_cpu.CASES,
-        default=[*bench_cpu.CASES],
-        help=f"of {', '.join(bench_cpu.CASES)}; all by default",
-        **several,
-    )
+    several("cpu", "--members", speed.MEMBERS)
+    several("cpu", "--cases", cpu.CASES)
     option["cpu"](
         "--seconds", type=float, default=2.0, help="spent on each; 2 if left"
     )
@@ -146,8 +119,8 @@ def parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="NAME",
-        choices=[[], *bench_deep.CASES],
-        help=f"of {', '.join(bench_deep.CASES)}; all by default",
+        choices=[[], *deep.CASES],
+        help=f"of {', '.join(deep.CASES)}; all by default",
     )
     option["deep"](
         "--ttt-video-dit",
@@ -158,10 +131,9 @@ def parser() -> argparse.ArgumentParser:
     option["growth"](
         "names", nargs="*", metavar="NAME", help="parts of cases' names"
     )
-    return what
 
 
-def run(rows: Iterator[Row], record: Record, file: Path | None) -> None:
+def kept(rows: Iterator[Row], record: Record, file: Path | None) -> None:
     """Take each row, as it comes, to the terminal and the record."""
     record["rows"] = []
     for row in rows:
@@ -192,18 +164,17 @@ def _line(row: Row) -> str:
 _MEASURES = ("seconds", "floor", "moved", "flops", "peak", "host")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The program; its record names no folder of this machine."""
-    given = [*(sys.argv[1:] if words is None else words)]
-    asked = parser().parse_args(given)
+def run(asked: argparse.Namespace) -> None:
+    """Run a case; its record names no folder of this machine."""
     of_cpu = asked.case in ONE_THREAD
     if of_cpu:
         torch.set_num_threads(1)
+    given = asked.words
     if asked.json:
         at = next(i for i, x in enumerate(given) if x.startswith("--json"))
         del given[at : at + 1 + ("=" not in given[at])]
     record: Record = {
-        "command": f"{PROGRAM} {shlex.join(Path(x).name for x in given)}",
+        "command": shlex.join(["fastweights", *(Path(x).name for x in given)]),
         **machine("cpu" if of_cpu else None),
         "dtype": str(torch.float32 if of_cpu else DTYPE)[6:],
     }
@@ -211,9 +182,5 @@ def main(words: Sequence[str] | None = None) -> None:
         record["peers"] = speed.peer_versions(asked.peer)
     if asked.case == "cpu":
         record["transformers"] = package_version("transformers")
-        record["shapes"] = bench_cpu.CASES
-    run(CASES[asked.case](asked), record, asked.json)
-
-
-if __name__ == "__main__":
-    main()
+        record["shapes"] = cpu.CASES
+    kept(CASES[asked.case](asked), record, asked.json)

@@ -1,6 +1,6 @@
 """How fast each member is, in multiples of what the machine allows.
 
-``python -m fastweights_lab.bench members`` times every member,
+``fastweights bench members`` times every member,
 forward and forward + backward, on the shapes below, beside a peer if one is
 asked for. The floor is the longer of two times: each input read once and
 each output written once (three times that with the backward) at the rate of

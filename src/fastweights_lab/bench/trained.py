@@ -1,11 +1,11 @@
 """The operators' speed on what trained models give them.
 
-    python -m fastweights_lab.bench trained --json h200_trained.json
+    fastweights bench trained --json h200_trained.json
 
 trains chapter 10's models with a gate
-(:data:`fastweights_lab.experiments.comparison.LARGE`, seed 0), each with its
+(``fastweights_lab.experiments.comparison.LARGE``, seed 0), each with its
 best rate, and times the operator on their queries, keys, values, gates and
-write strengths, beside the drawn ones of :mod:`fastweights_lab.bench.speed`.
+write strengths, beside the drawn ones of ``fastweights_lab.bench.speed``.
 A model has 24 heads: a sequence takes as many of them as the shape has, at
 random, each through one held-out window after the other.
 """

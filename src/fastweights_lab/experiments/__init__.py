@@ -1,4 +1,4 @@
-"""Small models on small tasks: ``python -m fastweights_lab.experiments NAME``.
+"""Small models on small tasks: ``fastweights experiments NAME``.
 
 An experiment is a grid of runs, and each run a line of JSON in a file:
 

@@ -1,6 +1,6 @@
 """One language model with other layers in it, trained on the same text.
 
-    python -m fastweights_lab.experiments.comparison kinds --json text.jsonl
+    fastweights compare kinds --json text.jsonl
 
 trains the model of 20 million parameters on CPython 3.12.3's library, with
 each variant, several runs side by side on one GPU: seed 0 with every
@@ -29,13 +29,13 @@ import torch
 from fastweights.arguments import check_sizes
 from fastweights_lab.experiments.learned import learned
 from fastweights_lab.experiments.planted import recalled
-from fastweights_lab.experiments.side_by_side import WorkerDied, each
+from fastweights_lab.experiments.side_by_side import each
 from fastweights_lab.experiments.trial import Stages
+from fastweights_lab.program import main
 from fastweights_lab.records import Record, append, matching, read, shipped
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
 
-PROGRAM = "python -m fastweights_lab.experiments.comparison"
 Progress = Callable[[int, float], None]
 Job = tuple[str, int, Settings]
 """A variant, a seed, and everything else."""
@@ -291,13 +291,9 @@ def stages(job: Job, _: str, *, progress: Progress) -> Stages:
     return train(*job, sample=job[1] == 0, progress=progress)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """The program: 0, 1 if a run died, 2 for words that mean nothing."""
-    program = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Train one model with other layers on the same text.",
-    )
-    option = program.add_argument
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained, how often and for how long."""
+    option = parser.add_argument
     option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
     option("--json", type=Path, help="file of the results, a line each")
     option("--seeds", type=int, default=3)
@@ -307,7 +303,15 @@ def main(words: Sequence[str] | None = None) -> int:
     option("--small", action="store_true", help="for a CPU")
     option("--workers", type=int, default=6, help="at once")
     option("--dry", action="store_true", help="run nothing")
-    asked = program.parse_args(words)
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Train what is asked for and not there yet.
+
+    Raises:
+        ValueError: an option does not fit.
+        WorkerDied: a run did.
+    """
     base = SMALL if asked.small else LARGE
     names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
     runs: list[Record] = []
@@ -331,28 +335,23 @@ def main(words: Sequence[str] | None = None) -> int:
             if asked.json:
                 append(asked.json, run)
 
-    try:
-        check_sizes(seeds=asked.seeds, workers=asked.workers)
-        if asked.steps is not None:
-            base = replace(base, steps=asked.steps)
-        if asked.json:
-            runs += read(asked.json)
-        of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
-        go([(name, 0, of) for of in of_rate.values() for name in names])
-        best = {name: [best_rate(runs, name)] for name in names}
-        go(
-            [
-                (name, seed, replace(base, lr=lr))
-                for seed in range(1, asked.seeds)
-                for name in names
-                for lr in (asked.lr if asked.each else best[name])
-                if lr is not None
-            ]
-        )
-    except (ValueError, WorkerDied) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WorkerDied) else 2
-    return 0
+    check_sizes(seeds=asked.seeds, workers=asked.workers)
+    if asked.steps is not None:
+        base = replace(base, steps=asked.steps)
+    if asked.json:
+        runs += read(asked.json)
+    of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
+    go([(name, 0, of) for of in of_rate.values() for name in names])
+    best = {name: [best_rate(runs, name)] for name in names}
+    go(
+        [
+            (name, seed, replace(base, lr=lr))
+            for seed in range(1, asked.seeds)
+            for name in names
+            for lr in (asked.lr if asked.each else best[name])
+            if lr is not None
+        ]
+    )
 
 
 def _line(run: dict[str, Any]) -> str:
@@ -366,4 +365,4 @@ def _line(run: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("compare", *sys.argv[1:]))

@@ -3,7 +3,7 @@
     runs = recorded("overwriting")
     print(summary(runs))
 
-``python -m fastweights_lab.experiments --record FILE --out FOLDER`` writes the
+``fastweights experiments --record FILE --out FOLDER`` writes the
 file from a folder of runs.
 """
 

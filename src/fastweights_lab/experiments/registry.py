@@ -300,4 +300,4 @@ EXPERIMENTS: dict[str, Grid] = {
         quick=live(*FOUR, steps=600),
     ),
 }
-"""By name: ``python -m fastweights_lab.experiments NAME``."""
+"""By name: ``fastweights experiments NAME``."""

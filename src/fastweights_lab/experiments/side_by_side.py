@@ -23,7 +23,7 @@ Tell = Callable[..., None]
 """Is told which job, and what its ``progress`` was told."""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(ChildProcessError):
     """A process ended before its run did."""
 
 

@@ -1,10 +1,10 @@
-"""Train a small language model: ``python -m fastweights.train``.
+"""Train a small language model: ``fastweights train``.
 
 With no options a model of 0.4 million parameters reads the standard library
 of CPython 3.12.3, byte by byte, for 300 steps: minutes on a CPU.
 ``--corpus`` names files and folders of yours, ``--pattern`` the layers:
 
-    python -m fastweights.train --corpus notes/ --pattern '3*kda,softmax'
+    fastweights train --corpus notes/ --pattern '3*kda,softmax'
 
 Under torchrun every process takes its part of every step:
 
@@ -13,9 +13,9 @@ Under torchrun every process takes its part of every step:
 The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
 for bit (with more ``--steps`` also a run that is done: from there the rate
 is that of a run of so many steps), a log of JSON lines whose first one says
-what ran, the tokenizer, and the model as
-:func:`fastweights.models.load` reads it. Notebooks call
-:mod:`fastweights_lab.text.training`, which this program calls too.
+what ran, the tokenizer, and the model, which ``fastweights generate`` and
+``fastweights.models.load`` read. Notebooks call the same
+``fastweights_lab.text.training``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastweights.models.files import safetensors, written
+from fastweights_lab.program import ended
 from fastweights_lab.records import append
 from fastweights_lab.text.training import (
     Progress,
@@ -47,13 +49,12 @@ from fastweights_lab.text.training import (
     read_checkpoint,
 )
 
+PROGRAM = "fastweights train"
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TOKENIZER = "tokenizer.json"
 
 
-def run(
-    training: Training, stopped: Callable[[], bool] = lambda: False
-) -> bool:
+def trained(training: Training, stopped: Callable[[], bool]) -> bool:
     """All steps that are left, with log, evaluations and checkpoints.
 
     Returns:
@@ -123,8 +124,8 @@ def run(
                 dist.barrier()
         if stop and step < settings.steps:
             progress.say(
-                f"stopped after step {step}; it goes on with: python -m "
-                f"fastweights.train --resume {settings.out}"
+                f"stopped after step {step}; it goes on with: {PROGRAM} "
+                f"--resume {settings.out}"
             )
             return False
     return True
@@ -161,43 +162,36 @@ def anywhere(flag: bool, training: Training) -> bool:
     return bool(both)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the program's options: Settings' fields, and --resume."""
-    what = argparse.ArgumentParser(
-        prog="python -m fastweights.train",
-        description=(__doc__ or "").split("The folder")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    groups: dict[str, Any] = {}
-    for f in fields(Settings):
-        group = f.metadata["group"]
-        if group not in groups:
-            groups[group] = what.add_argument_group(group)
-        shown: Any = f.default
-        more: dict[str, Any] = {"default": argparse.SUPPRESS}
-        if f.type == "bool":
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add Settings' fields, by groups, and --resume to the last group."""
+    for group, some in groupby(
+        fields(Settings), lambda f: f.metadata["group"]
+    ):
+        add = parser.add_argument_group(group).add_argument
+        for f in some:
+            add(f"--{f.name.replace('_', '-')}", **as_option(f))
+    add("--resume", metavar="FOLDER", help="go on with the run of a folder")
+
+
+def as_option(f: Field) -> dict[str, Any]:
+    """How argparse takes a field of Settings, which has its default."""
+    shown: Any = f.default
+    more: dict[str, Any] = {"default": argparse.SUPPRESS}
+    match f.type.partition(" | ")[0]:
+        case "bool":
             more["action"] = argparse.BooleanOptionalAction
             shown = "yes" if shown else "no"
-        elif f.type == "tuple[str, ...]":
+        case "tuple[str, ...]":
+            one = f.name == "pattern"
+            more |= {"type": as_pattern} if one else {"nargs": "+"}
+            more["metavar"] = "KINDS" if one else "NAME"
             shown = " ".join(shown)
-            more |= {"nargs": "+", "metavar": "NAME"}
-            if f.name == "pattern":
-                more = {"type": as_pattern, "metavar": "KINDS"}
-                more["default"] = argparse.SUPPRESS
-        else:
-            kind = {"int": int, "float": float}.get(f.type.split(" ")[0], str)
-            more |= {"type": kind, "metavar": kind.__name__.upper()}
-        if "choices" in f.metadata:
-            more |= {"choices": f.metadata["choices"], "metavar": None}
-        text = f.metadata["help"]
-        if shown is not None:
-            text += f" (default: {shown})".replace("%", "%%")
-        name = "--" + f.name.replace("_", "-")
-        groups[group].add_argument(name, dest=f.name, help=text, **more)
-    groups["run"].add_argument(
-        "--resume", metavar="FOLDER", help="go on with the run of a folder"
-    )
-    return what
+        case name:
+            more["type"] = {"int": int, "float": float}.get(name, str)
+            more["choices"] = f.metadata.get("choices")
+            more["metavar"] = None if more["choices"] else name.upper()
+    default = "" if shown is None else f" (default: {shown})"
+    return more | {"help": f.metadata["help"] + default.replace("%", "%%")}
 
 
 def as_pattern(text: str) -> tuple[str, ...]:
@@ -214,10 +208,11 @@ def as_pattern(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def from_words(words: Sequence[str]) -> tuple[Settings, Path | None]:
-    """Settings of a command line, and the checkpoint that it goes on from."""
-    given = vars(parser().parse_args(words))
-    folder = given.pop("resume")
+def chosen(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
+    """The settings asked for, and the checkpoint that they go on from."""
+    names = Settings.__dataclass_fields__
+    given = {name: x for name, x in vars(asked).items() if name in names}
+    folder = asked.resume
     if folder is None:
         settings = Settings(**given)
         path = Path(settings.out) / CHECKPOINT
@@ -294,67 +289,48 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """The program.
-
-    Returns:
-        0; 1 for a run that broke off; 2 for settings that do not fit; 130
-        for Ctrl-C.
-    """
-    try:
-        try:
-            safetensors()
-            settings, path = from_words(
-                sys.argv[1:] if words is None else words
-            )
-        except (ImportError, TypeError, ValueError) as error:
-            return refuse(error)
-        with process_group(settings.device):
-            return attempt(settings, path)
-    except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr)
-        return 130
+def run(asked: argparse.Namespace) -> int:
+    """Train as asked: 0, 1 where it broke off, 2 for what does not fit."""
+    safetensors()
+    settings, path = chosen(asked)
+    with process_group(settings.device):
+        return attempt(settings, path)
 
 
 def attempt(settings: Settings, path: Path | None) -> int:
-    """What main does within the process group.
+    """What run does within the process group.
 
-    When it returns nothing holds the model any more. Gloo's group would
-    otherwise end with the last of DDP's parts, which wait with Python's lock
-    for a thread that waits for the lock.
+    When it returns nothing holds the model any more, no error either. Gloo's
+    group would otherwise end with the last of DDP's parts, which wait with
+    Python's lock for a thread that waits for the lock.
     """
     with ctrl_c() as stopped:
         try:
             try:
                 training = Training(settings, path)
             except (TypeError, ValueError) as error:
-                return refuse(error)
+                return ended(f"{PROGRAM}: {error}", 2)
             choose_threads(training)
-            if not run(training, stopped):
+            if not trained(training, stopped):
                 return 130
             if training.rank == 0:
                 finish(training)
+            return 0
         except KeyboardInterrupt:
-            print("stopped at once", file=sys.stderr)
-            return 130
+            return ended("stopped at once", 130)
         except FloatingPointError as error:
-            return refuse(error, kept(settings), code=1)
+            why = str(error)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            return refuse(
-                ValueError(
-                    "tokens: got too many for the memory, need fewer, or "
-                    "--accumulate, or --checkpoint"
-                ),
-                kept(settings),
-                code=1,
+            why = (
+                "tokens: got too many for the memory, need fewer, or "
+                "--accumulate, or --checkpoint"
             )
         except OSError as error:
             free = shutil.disk_usage(existing(Path(settings.out))).free / 2**20
-            room = f"{free:,.0f} MiB are free; {kept(settings)}"
-            return refuse(error, room, code=1)
-    return 0
+            why = f"{error}; {free:,.0f} MiB are free"
+    return ended(f"{PROGRAM}: {why}; {kept(settings)}", 1)
 
 
 def choose_threads(training: Training) -> None:
@@ -405,21 +381,9 @@ def kept(settings: Settings) -> str:
     return f"{path} is that of step {step}"
 
 
-def refuse(error: Exception, more: str = "", *, code: int = 2) -> int:
-    """Say in one line, once, what does not fit."""
-    if os.environ.get("RANK", "0") == "0":
-        line = " ".join("; ".join(filter(None, (str(error), more))).split())
-        print(f"python -m fastweights.train: {line}", file=sys.stderr)
-    return code
-
-
 def finish(training: Training) -> None:
     """Write the model for load(), and a sample if one was asked for."""
     settings = training.settings
     training.model.save(settings.out)
     if settings.sample:
         print(training.sample(settings.prompt, settings.sample))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

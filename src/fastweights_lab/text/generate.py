@@ -1,0 +1,128 @@
+"""Let a saved model write: ``fastweights generate FOLDER --prompt TEXT``.
+
+    fastweights generate run --prompt 'def ' --temperature 0
+    head -c 500 setup.py | fastweights generate run
+
+The folder is one of ``fastweights train``, or one to which
+``LanguageModel.save`` wrote; with a ``tokenizer.json`` beside the model its
+tokens are that file's, else bytes. The prompt is the first text of a
+document. What follows it is written as it comes, up to ``--stop``, to the
+token that begins another document, or to ``--max-new-tokens``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from fastweights.models import load
+from fastweights.models.sampling import stream
+from fastweights_lab.text import corpus
+from fastweights_lab.text.train import TOKENIZER
+from fastweights_lab.text.training import chosen_device
+
+UNKNOWN = "\ufffd"  # what bytes that are no text are decoded to
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the folder, the prompt, and how it is continued."""
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="of the model")
+    add("--prompt", metavar="TEXT", help="without it standard input")
+    add("--max-new-tokens", type=int, default=200, metavar="N")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest")
+    add("--top-p", type=float, default=0.95, help="of the likeliest tokens")
+    add("--stop", metavar="TEXT", help="ends before it; it is not written")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws")
+    add("--device", default="auto", help="cpu, cuda, ..; cuda if it is there")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Write what a model makes of the prompt: 0, or 130 for Ctrl-C.
+
+    Raises:
+        FileNotFoundError: there is no model in the folder.
+        ValueError: an option does not fit, or model and tokenizer.
+    """
+    if asked.stop == "":
+        raise ValueError("stop: got '', need some text")
+    if not 0 <= asked.seed < 2**63:
+        raise ValueError(f"seed: got {asked.seed}, need 0 to 2**63 - 1")
+    device = chosen_device(asked.device)
+    model = load(asked.folder, device=device)
+    tokenizer = tokenizer_of(asked.folder)
+    if tokenizer.vocabulary > model.config.vocabulary:
+        raise ValueError(
+            f"folder: got a model of {model.config.vocabulary} tokens, need "
+            f"the {tokenizer.vocabulary} of its tokenizer or more"
+        )
+    prompt = asked.prompt
+    text = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)
+    start = torch.tensor([tokenizer.separator])
+    tokens = stream(
+        model,
+        torch.cat([start, tokenizer.encode(text)]),
+        asked.max_new_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        generator=torch.Generator(device).manual_seed(asked.seed),
+        stop=tokenizer.separator,
+    )
+    found = pieces(tokenizer, (int(token) for token in tokens))
+    status = 0
+    try:
+        for piece in found if asked.stop is None else until(asked.stop, found):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    print()
+    return status
+
+
+def tokenizer_of(folder: Path) -> corpus.Tokenizer:
+    """The tokenizer in a model's folder; bytes if there is none."""
+    file = folder / TOKENIZER
+    return (
+        corpus.FileTokenizer(file) if file.exists() else corpus.ByteTokenizer()
+    )
+
+
+def pieces(
+    tokenizer: corpus.Tokenizer, tokens: Iterable[int]
+) -> Iterator[str]:
+    """The text of tokens as it comes, each character once it is whole.
+
+    A token's text can depend on the one before: both are decoded.
+    """
+    kept: list[int] = []  # those of the last piece, then those to come
+    old = 0
+
+    def decoded(some: list[int]) -> str:
+        return tokenizer.decode(torch.tensor(some, dtype=torch.int64))
+
+    for token in tokens:
+        kept.append(token)
+        before, both = decoded(kept[:old]), decoded(kept)
+        if len(both) > len(before) and not both.endswith(UNKNOWN):
+            yield both[len(before) :]
+            kept, old = kept[old:], len(kept) - old
+    yield decoded(kept)[len(decoded(kept[:old])) :]
+
+
+def until(stop: str, pieces: Iterable[str]) -> Iterator[str]:
+    """The text before ``stop``, which may begin in one piece of many."""
+    held = ""
+    for piece in pieces:
+        text, found, _ = (held + piece).partition(stop)
+        if found:
+            yield text
+            return
+        sure = max(0, len(text) - len(stop) + 1)
+        yield text[:sure]
+        held = text[sure:]
+    yield held
