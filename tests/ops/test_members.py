@@ -353,7 +353,7 @@ def of(name, **changes):
 
 @refused("""
 lightning_decay(0, 0, 2)
-    ValueError: num_heads: got 0, need at least 1
+    ValueError: num_heads: got 0, need an integer >= 1
 lightning_decay(4, 2, 2)
     ValueError: layer: got 2, need 0 to num_layers - 1 = 1
 lightning_decay(4, -1, 2)
@@ -365,9 +365,9 @@ lightning_decay(8, 0.5, 2)
 lightning_decay(8, 0, "2")
     TypeError: num_layers: got str, need an int
 retnet_decay(-1)
-    ValueError: num_heads: got -1, need at least 1
+    ValueError: num_heads: got -1, need an integer >= 1
 retnet_decay(0)
-    ValueError: num_heads: got 0, need at least 1
+    ValueError: num_heads: got 0, need an integer >= 1
 retnet_decay(2.5)
     TypeError: num_heads: got float, need an int
 linear_attention(**of("linear_attention"), eps="1")

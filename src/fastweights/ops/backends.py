@@ -21,6 +21,8 @@ from fastweights.arguments import MAX_K
 
 Backend = Literal["auto", "triton", "chunkwise", "loop"]
 BACKENDS = get_args(Backend)
+KernelOrTorch = Literal["auto", "triton", "torch"]
+"""Backends of what has one form in PyTorch, neither chunks nor a loop."""
 
 
 def choose_backend(
@@ -48,13 +50,15 @@ def choose_backend(
     if backend == "auto" and device.type != "cuda":
         return "chunkwise"
     if backend in ("auto", "triton"):
+        refuse_fp64(backend, dtype, "q, k and v")
+        if dtype == torch.float64:
+            return "chunkwise"
         lack = _lack_of_triton(device, dtype)
         if not lack:
             return "triton"
         if backend == "triton":
             raise ValueError(f"backend: got 'triton', which needs {lack}")
-        if dtype != torch.float64:
-            _explain(lack)
+        _explain(lack)
         return "chunkwise"
     check_name(backend)
     return backend
@@ -72,10 +76,19 @@ def backend_for(asked: str, q: Tensor) -> str:
     return "chunkwise"
 
 
-def check_name(backend: str) -> None:
-    """Raise ValueError unless there is such a backend."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+def check_name(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
+    """Raise ValueError unless the backend has one of these names."""
+    if backend not in names:
+        raise ValueError(f"backend: got {backend!r}, need one of {names}")
+
+
+def refuse_fp64(backend: str, dtype: torch.dtype, tensors: str) -> None:
+    """Raise ValueError if Triton is to compute with these tensors in fp64."""
+    if backend == "triton" and dtype == torch.float64:
+        raise ValueError(
+            f"backend: got 'triton', which needs {tensors} in float32, "
+            "float16 or bfloat16, not float64"
+        )
 
 
 @functools.cache
@@ -83,8 +96,6 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     """What the kernels need and do not have here; "" if they run."""
     if not importlib.util.find_spec("triton"):
         return "the package triton, which is not installed"
-    if dtype == torch.float64:
-        return "q, k and v in float32, float16 or bfloat16, not float64"
     if device.type == "cuda":
         lack = _lack_of_gpu(device)
         if not lack:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -33,12 +32,17 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import without_autocast
-from fastweights.ops.backends import choose_backend, ran
+from fastweights.ops.backends import (
+    KernelOrTorch,
+    check_name,
+    choose_backend,
+    ran,
+    refuse_fp64,
+)
 from fastweights.ops.registration import Operator
 from fastweights.reference import convolution as pytorch
 
-Backend = Literal["auto", "triton", "torch"]
-BACKENDS = get_args(Backend)
+BACKENDS = get_args(KernelOrTorch)
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)
 Activation = Literal["silu"] | None
@@ -52,7 +56,7 @@ def short_convolution(
     activation: Activation = "silu",
     initial_state: Float[Tensor, "N W-1 C"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
-    backend: Backend = "auto",
+    backend: KernelOrTorch = "auto",
 ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "N W-1 C"]]:
     """A causal convolution of each channel with its own filter, then SiLU.
 
@@ -113,7 +117,7 @@ def convolve_heads(
     activation: Activation = "silu",
     initial_state: Float[Tensor, "N W-1 C"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
-    backend: Backend = "auto",
+    backend: KernelOrTorch = "auto",
 ) -> tuple[
     Float[Tensor, "B T H K"],
     Float[Tensor, "B T H K"],
@@ -188,8 +192,7 @@ def _check(
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+    check_name(backend, BACKENDS)
 
 
 def _layout(
@@ -221,11 +224,7 @@ def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
 
     Without a token PyTorch's, since there is nothing to launch.
     """
-    if asked == "triton" and x.dtype == torch.float64:
-        raise ValueError(
-            "backend: got 'triton', which needs x in float32, float16 or "
-            "bfloat16, not float64"
-        )
+    refuse_fp64(asked, x.dtype, "x")
     runs = asked
     if asked != "torch":
         runs = choose_backend(asked, x.device, x.dtype)

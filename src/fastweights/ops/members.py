@@ -21,6 +21,7 @@ from fastweights.arguments import (
     check_integers,
     check_kinds,
     check_number,
+    check_sizes,
     check_tensors,
     wrong_shape,
 )
@@ -157,7 +158,7 @@ def retnet_decay(
     Raises:
         TypeError, ValueError: num_heads is no integer, or below 1.
     """
-    check_heads(num_heads)
+    check_sizes(num_heads=num_heads)
     h = torch.arange(num_heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - h))
 
@@ -191,7 +192,7 @@ def lightning_decay(
         TypeError: a number is no integer.
         ValueError: there is no such layer, or no head.
     """
-    check_heads(num_heads)
+    check_sizes(num_heads=num_heads)
     check_integers({"layer": layer, "num_layers": num_layers})
     if not 0 <= layer < num_layers:
         raise ValueError(
@@ -323,13 +324,6 @@ def kda(
     need("g", g, 4, "[B, T, HV, K]")
     need("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
-
-
-def check_heads(num_heads: int) -> None:
-    """Raise unless there can be so many heads."""
-    check_integers({"num_heads": num_heads})
-    if num_heads < 1:
-        raise ValueError(f"num_heads: got {num_heads}, need at least 1")
 
 
 def check_gate(

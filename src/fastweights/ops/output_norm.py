@@ -25,13 +25,18 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES
-from fastweights.ops.backends import choose_backend, ran
+from fastweights.ops.backends import (
+    KernelOrTorch,
+    check_name,
+    choose_backend,
+    ran,
+    refuse_fp64,
+)
 from fastweights.ops.registration import Operator
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS = (*get_args(Activation), None)
-Backend = Literal["auto", "triton", "torch"]
-BACKENDS = get_args(Backend)
+BACKENDS = get_args(KernelOrTorch)
 
 
 def gated_rms_norm(
@@ -41,7 +46,7 @@ def gated_rms_norm(
     *,
     activation: Activation | None = "silu",
     eps: float = 1e-5,
-    backend: Backend = "auto",
+    backend: KernelOrTorch = "auto",
 ) -> Float[Tensor, "B T HV*V"]:
     """RMS norm over a head's channels, times a function of a gate.
 
@@ -85,11 +90,7 @@ def gated_rms_norm(
 @private.constant_in_graphs
 def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that runs, which torch.compile asks for as it traces."""
-    if asked == "triton" and dtype == torch.float64:
-        raise ValueError(
-            "backend: got 'triton', which needs o in float32, float16 or "
-            "bfloat16, not float64"
-        )
+    refuse_fp64(asked, dtype, "o")
     if asked != "torch" and choose_backend(asked, device, dtype) == "triton":
         return "triton"
     return "torch"
@@ -135,8 +136,7 @@ def _check(
     if activation is None and gate is not None:
         raise ValueError("activation: got None, need the gate's")
     check_number("eps", eps, ">= 0")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {BACKENDS}")
+    check_name(backend, BACKENDS)
 
 
 def _forward(

@@ -31,7 +31,12 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import autocast, compute_dtype, without_autocast
-from fastweights.ops.backends import check_name, choose_backend, ran
+from fastweights.ops.backends import (
+    check_name,
+    choose_backend,
+    ran,
+    refuse_fp64,
+)
 from fastweights.ops.registration import Operator, needs_gradient
 from fastweights.reference import selective as chunkwise
 from fastweights.reference.packing import outside, sequences
@@ -227,11 +232,7 @@ def _loop(
 
 def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
     """A backend's name, and where its functions stand."""
-    if asked == "triton" and x.dtype == torch.float64:
-        raise ValueError(
-            "backend: got 'triton', which needs x, B and C in float32, "
-            "float16 or bfloat16, not float64"
-        )
+    refuse_fp64(asked, x.dtype, "x, B and C")
     backend = choose_backend(asked, x.device, x.dtype)
     module: ModuleType = chunkwise
     if backend == "triton":
