@@ -264,7 +264,7 @@ def by_columns(x, WIDE: tl.constexpr):
     the end of a branch, so here is one, which is always taken. Times 1 less 0
     gives the branch something to do. The machine code has neither.
     """
-    if WIDE:  # noqa: SIM102  (the kernel has it or has not)
+    if WIDE:
         if tl.num_programs(0) > 0:
             x = tl.fma(x, 1.0, -0.0)
     return x

@@ -172,7 +172,7 @@ def intra_fwd_kernel(
 
     if strong is not None:
         tl.store(strong + tl.program_id(0), strong_tiles)
-    if DG > 1:  # noqa: SIM102  (the kernel has it or has not)
+    if DG > 1:
         # One branch around the loop, so that ptxas keeps in it what the loop
         # computes ahead, and a chunk without strong channels skips that too.
         if strong_tiles != 0:

@@ -130,7 +130,7 @@ def intra_bwd_kernel(
     t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
-    if DG > 1:  # noqa: SIM102  (the kernel has one or the other)
+    if DG > 1:
         if not all_weak(total, do, i_c, i_h, i_k, META):
             return
     dtype = do.dtype.element_ty

@@ -128,7 +128,7 @@ def enter(
         i_nh = i_n * META.HV + i_hv
         b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
     if MAP:
-        if META.DELTA:  # noqa: SIM102  (the kernel has it or has not)
+        if META.DELTA:
             if is_map:  # and no values
                 i_j = tl.where(reaches_all, i_v - META.NV, -1)  # else 0
                 b_S = unit_columns(i_j, BK, BV)
@@ -275,7 +275,7 @@ def scan_fwd_kernel(
         if o is not None and DG <= 1:
             # Before the errors, to free S_in's room.
             b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
-            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
+            b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if DG == 1 and not DELTA:  # here its rows cost no registers
             b_half, b_rest, b_in, b_out, weak = head_decays(
@@ -285,18 +285,18 @@ def scan_fwd_kernel(
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-            b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
+            b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
         if h is not None and DG <= 1:  # while that product runs
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if DG == 1:
                 b_e *= b_half * b_in
-            b_e = b_v - b_e
-            b_step = (b_beta * b_e).to(b_v.dtype)  # [BT, BV]
-            b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)
+            b_e = b_v - b_e  # r = v - k S [BT, BV]
+            b_step = (b_beta * b_e).to(b_v.dtype)
+            b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)  # r + R beta r
             if errors is not None:
                 tile.store_rows(errors, b_e, rows, i_v, VALUES)
-            b_e *= b_beta
+            b_e *= b_beta  # v_new
 
         if DG == 1:
             b_S *= b_half * b_rest
@@ -311,7 +311,8 @@ def scan_fwd_kernel(
         if DG > 1:
             b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
-        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)  # [BK, BV]
+        # S' = decay S + k^T v_new [BK, BV]
+        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)
 
         if o is not None:
             if DG <= 1:
@@ -319,7 +320,7 @@ def scan_fwd_kernel(
             else:
                 b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
-                b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)
+                b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_read = scale
             if DG == 1:
                 b_o *= tl.where(weak, b_half, b_in)
@@ -331,6 +332,7 @@ def scan_fwd_kernel(
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
             b_o = tile.by_columns(b_o, WIDE)
+            # o = scale (q S + Aqk v_new) [BT, BV]
             b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
         if DG > 0:  # from where the chunk is seen to its exit
