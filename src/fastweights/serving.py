@@ -39,7 +39,7 @@ from fastweights.dtypes import autocast, compute_dtype, without_autocast
 from fastweights.ops.backends import Backend, backend_for, check_name, ran
 from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.mlstm import divided, in_units, named
-from fastweights.ops.normaliser import check_normalised
+from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
 from fastweights.reference.backend import advance, widen
@@ -51,7 +51,6 @@ __all__ = [
     "selective_step",
 ]
 
-State = Float[Tensor, "N HV K V+1"]
 Rows = Int[Tensor, " B"]
 
 MAX_TOKENS = 16
@@ -277,7 +276,7 @@ def mlstm_step(
     g: PerHead,
     i: PerHead,
     *,
-    state: tuple[State, Float[Tensor, "N HV"]],
+    state: tuple[StateAndNormaliser, Float[Tensor, "N HV"]],
     rows: Rows | None = None,
     eps: float = 1e-6,
     scale: float | None = None,
@@ -333,7 +332,7 @@ def linear_attention_step(
     k: Keys,
     v: Values,
     *,
-    state: State,
+    state: StateAndNormaliser,
     feature_map: Callable[[Tensor], Tensor] | None = None,
     rows: Rows | None = None,
     eps: float = 1e-6,

@@ -217,10 +217,10 @@ def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
-    assert backends.chosen("auto", there, dtype) == want
-    assert backends.chosen("triton", there, dtype)
+    assert backends.kernel_runs("auto", there, dtype) == want
+    assert backends.kernel_runs("triton", there, dtype)
     monkeypatch.setattr(backends, "choose_backend", lambda *_: "loop")
-    assert not backends.chosen("auto", there, dtype)
+    assert not backends.kernel_runs("auto", there, dtype)
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import models
 from fastweights.models import LAYERS, LanguageModel, ModelConfig
-from fastweights.models.sampling import chosen, stream
+from fastweights.models.sampling import draw_tokens, stream
 
 
 def gradients(model, loss):
@@ -511,7 +511,7 @@ def test_draws():
         (0.75, [0, 0.625, 0.375, 0]),
         (0.5, [0.0, 1.0, 0.0, 0.0]),
     ):
-        tokens = chosen(p.log(), 1.0, top_p, generator)
+        tokens = draw_tokens(p.log(), 1.0, top_p, generator)
         share = tokens.bincount(minlength=4) / 4000
         torch.testing.assert_close(
             share, torch.tensor(kept), rtol=0, atol=0.04

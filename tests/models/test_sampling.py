@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastweights.models import LanguageModel, ModelConfig, sampling
-from fastweights.models.sampling import chosen, stream
+from fastweights.models.sampling import draw_tokens, stream
 
 V = 16
 
@@ -26,7 +26,7 @@ PROMPT = torch.tensor([1, 2])
 def scripted(monkeypatch, *steps):
     """Generating takes these tokens, one list per step."""
     left = [torch.tensor(step) for step in steps]
-    monkeypatch.setattr(sampling, "chosen", lambda *given: left.pop(0))
+    monkeypatch.setattr(sampling, "draw_tokens", lambda *given: left.pop(0))
 
 
 STOPS = {
@@ -151,7 +151,7 @@ def test_tokens_may_be_banned_by_minus_infinity(temperature):
 def test_a_temperature_next_to_none_takes_the_likeliest(temperature):
     logits = torch.tensor([[5.0, 4.999, -math.inf], [-8e4, 3e38, 3e38]])
     found = {
-        tuple(chosen(logits, temperature, 1.0, None).tolist())
+        tuple(draw_tokens(logits, temperature, 1.0, None).tolist())
         for _ in range(40)
     }
     assert found == {(0, 1), (0, 2)}

@@ -13,7 +13,9 @@ LEADING = (9, 10)
 
 
 @private.constant_in_graphs
-def chosen(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+def kernel_runs(
+    backend: str, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether a kernel runs there, and for "auto" whether it is worth it.
 
     It is in half precision on Hopper and on Blackwell's data centre GPU. On
@@ -46,7 +48,7 @@ def by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
         return False
     if backend == "auto" and q.device.type != "cuda":
         return False
-    return chosen(backend, q.device, q.dtype)
+    return kernel_runs(backend, q.device, q.dtype)
 
 
 def widest(q: Tensor, K: int) -> int:

@@ -24,7 +24,7 @@ from fastweights.private import traced
 from fastweights.serving import NARROW
 
 
-def whole(name: str, size: float) -> int:
+def whole_number(name: str, size: float) -> int:
     """A size that was computed, as the integer >= 1 that it has to be."""
     if not math.isclose(size, round(size), rel_tol=1e-6) or size < 1:
         raise ValueError(f"{name}: got {size}, need an integer >= 1")
@@ -39,14 +39,14 @@ def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
     check_number(name, factor, "> 0")
     ((of, x),) = size.items()
     per_head = " / num_heads" if num_heads != 1 else ""
-    return whole(f"{name} * {of}{per_head}", factor * x / num_heads)
+    return whole_number(f"{name} * {of}{per_head}", factor * x / num_heads)
 
 
 def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
     """head_dim, or dim / num_heads if it is None; all three are checked."""
     check_sizes(dim=dim, num_heads=num_heads)
     if head_dim is None:
-        return whole("dim / num_heads", dim / num_heads)
+        return whole_number("dim / num_heads", dim / num_heads)
     check_sizes(head_dim=head_dim)
     return head_dim
 

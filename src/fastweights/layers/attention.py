@@ -181,7 +181,7 @@ def attend(
     after = remember(k, v, state, at, rows)
     if o is not None:
         return o, after
-    keys, values = after.whole("keys"), after.whole("values")
+    keys, values = after.field("keys"), after.field("values")
     if not recorded(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
@@ -217,11 +217,11 @@ def remember(
         # Each token is a row of its own, and of none after the last sequence.
         if own is None:
             own = torch.arange(len(position), device=k.device)
-        there = (own >= 0) & (own < len(state.whole("position")))
+        there = (own >= 0) & (own < len(state.field("position")))
         used = int(position.where(there, 0).max())
         own = F.pad(own, (0, 1), value=-1)[rows.row]
         k, v, at = k[0][:, None], v[0][:, None], at[0][:, None]
-    keys, values = state.whole("keys"), state.whole("values")
+    keys, values = state.field("keys"), state.field("values")
     if state.rows is None:
         keys, values = enlarged(keys, used), enlarged(values, used)
         if torch.is_grad_enabled():

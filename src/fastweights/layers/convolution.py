@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import autocast
 from fastweights.layers.arguments import check_one_of, check_sizes
-from fastweights.layers.layer import Part
+from fastweights.layers.layer import CheckedModule
 from fastweights.layers.parts import Factory, full, split_heads
 from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.convolution import (
@@ -24,7 +24,7 @@ from fastweights.ops.projections import is_plain, untouched
 Inputs = Float[Tensor, "N W-1 C"]
 
 
-class ShortConvolution(Part):
+class ShortConvolution(CheckedModule):
     """A causal convolution per channel, then SiLU.
 
         y_t = silu(bias + sum_j weight[:, W - 1 - j] x_{t-j})
@@ -83,7 +83,7 @@ class ShortConvolution(Part):
 TAPS = untouched(ShortConvolution)
 
 
-class HeadsConvolution(Part):
+class HeadsConvolution(CheckedModule):
     """q, k and v of a recurrence, from channels [q | k | v].
 
     A short convolution with SiLU over all channels, then q and k divided by

@@ -62,7 +62,7 @@ PEERS = {
 """What public implementations call an argument, and its name here."""
 
 
-class Part(nn.Module):
+class CheckedModule(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
     What an argument has to be is read off its annotation: True or False, an
@@ -82,7 +82,7 @@ class Part(nn.Module):
             cls.__init__ = _checked(make)  # type: ignore[method-assign]
 
 
-class Layer(Part):
+class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
     Each class has a function ``read`` with these arguments, which have been
@@ -123,7 +123,7 @@ class Layer(Part):
         every further one is taken to cost what it costs up to there: nothing,
         or its keys and values.
         """
-        return extended(lambda T: self.outline(T).nbytes, T)
+        return extrapolate(lambda T: self.outline(T).nbytes, T)
 
     @torch.no_grad()
     def outline(self, T: int) -> Any:
@@ -142,7 +142,7 @@ class Layer(Part):
         return {name: tuple(x.shape[1:]) for name, x in fields.items()}
 
 
-def extended(after: Callable[[int], int], T: int) -> int:
+def extrapolate(after: Callable[[int], int], T: int) -> int:
     """after(T); beyond 1,024 as if every further token cost the same."""
     check_sizes(T=T)
     if T <= 1024:

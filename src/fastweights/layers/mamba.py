@@ -116,7 +116,7 @@ class Mamba(Layer):
             "dt_softplus": True,
         }
         if own := in_place(state, x, cu_seqlens):
-            S = own.whole("S")
+            S = own.field("S")
             y = selective_step(*tensors, **gates, state=S, rows=own.rows)
         else:
             first = initial(state, "S")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.layers.arguments import (
     check_sizes,
     scaled,
-    whole,
+    whole_number,
 )
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
@@ -84,7 +84,7 @@ class Mamba2(Layer):
         G, N, P = num_groups, state_size, head_dim
         check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
         inner = scaled("expand", expand, dim=dim)
-        H = whole("expand * dim / head_dim", inner / P)
+        H = whole_number("expand * dim / head_dim", inner / P)
         if H % G:
             raise ValueError(
                 f"num_groups: got {G}, need a divisor of the {H} heads, "

@@ -100,7 +100,7 @@ class MLSTM(Layer):
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if own := in_place(state, x, cu_seqlens):
-            S, m = own.whole("S"), own.whole("m")
+            S, m = own.field("S"), own.field("m")
             h = mlstm_step(q, k, v, g, i, state=(S, m), rows=own.rows)
         else:
             first = None

@@ -17,7 +17,7 @@ from fastweights.layers.arguments import (
     check_range,
     check_sizes,
 )
-from fastweights.layers.layer import Part, spared
+from fastweights.layers.layer import CheckedModule, spared
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 
 SMALLEST = 1e-4  # A and dt at the start
@@ -64,7 +64,7 @@ def parameter_groups(
     ]
 
 
-class Decay(Part):
+class Decay(CheckedModule):
     """g = -exp(A_log) softplus(a + dt_bias): Mamba-2's gate (Dao and Gu 2024).
 
     When a is 0, head h forgets half in ln 2 / (A dt) tokens, with A uniform
@@ -216,7 +216,7 @@ def uniform(like: Tensor, low: float, high: float) -> Tensor:
     )
 
 
-class OutputNorm(Part):
+class OutputNorm(CheckedModule):
     """A norm over each head's channels, times a function of a gate.
 
         y = o / sqrt(mean(o^2) + eps) * weight * activation(gate)

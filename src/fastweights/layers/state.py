@@ -94,12 +94,12 @@ class LayerState:
         Raises:
             ValueError: it is not there: the state is another layer's.
         """
-        found = self.whole(name)
+        found = self.field(name)
         if self.rows is None:
             return found
         return found.index_select(0, inside(self.rows, found))
 
-    def whole(self, name: str) -> Tensor:
+    def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
         found = self.tensors().get(name)
         if found is None:
@@ -259,7 +259,7 @@ def recur(
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
     if own := in_place(state, q, cu_seqlens):
-        S = own.whole("S")
+        S = own.field("S")
         o = decode_step(
             q, k, v, g=g, beta=beta, state=S, rows=own.rows, scale=scale
         )

@@ -18,14 +18,14 @@ from fastweights.layers.arguments import (
     scaled,
 )
 from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Part, Tokens
+from fastweights.layers.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.projections import is_untouched, untouched
 
 
-class Start(Part):
+class Start(CheckedModule):
     """What every sequence's memory begins with: weights, and its norm's.
 
     A module that is called for them: what shards parameters, or fetches them

@@ -32,7 +32,7 @@ def save(model: LanguageModel, folder: str | Path) -> None:
     tensors = safetensors()
     state = model.state_dict()
     sharded = any(hasattr(x, "full_tensor") for x in state.values())
-    weights = {name: whole(name, x) for name, x in state.items()}
+    weights = {name: cpu_tensor(name, x) for name, x in state.items()}
     if sharded and torch.distributed.get_rank() > 0:
         return
     folder = Path(folder)
@@ -47,7 +47,7 @@ def save(model: LanguageModel, folder: str | Path) -> None:
     written(folder / WEIGHTS, write)
 
 
-def whole(name: str, x: Any) -> Tensor:
+def cpu_tensor(name: str, x: Any) -> Tensor:
     """A tensor of a model's state, gathered and on the CPU.
 
     Raises:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
-from fastweights.layers.layer import Part, extended
+from fastweights.layers.layer import CheckedModule, extrapolate
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
@@ -104,7 +104,7 @@ class Block(nn.Module):
         return x, state
 
 
-class LanguageModel(Part):
+class LanguageModel(CheckedModule):
     """A decoder-only language model: tokens in, logits of the next ones out.
 
     Its parameters start as follows. Matrices and embeddings are drawn from
@@ -412,7 +412,7 @@ class LanguageModel(Part):
         def after(T: int) -> int:
             return sum(x.nbytes for x in self._outline(T) if x is not None)
 
-        return extended(after, T)
+        return extrapolate(after, T)
 
     def flops_per_token(self, T: int) -> float:
         """FLOPs of a forward, per token of a sequence of T tokens.

@@ -58,7 +58,7 @@ def stream(
         finite &= (logits.amax(-1).isfinite() | done).all()
         if waits and not finite:
             break
-        token = chosen(logits, temperature, top_p, generator)
+        token = draw_tokens(logits, temperature, top_p, generator)
         yield token.clone()  # whoever gets it may change it
         if ends:
             done |= torch.isin(token, at_end)
@@ -108,7 +108,7 @@ def generate(
     return [row[:n] for row, n in zip(rows, before, strict=True)]
 
 
-def chosen(
+def draw_tokens(
     logits: Float[Tensor, "N V"],
     temperature: float,
     top_p: float,

@@ -13,7 +13,7 @@ from fastweights.dtypes import autocast, compute_dtype
 from fastweights.ops.backends import Backend
 from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
 from fastweights.ops.normaliser import (
-    State,
+    StateAndNormaliser,
     check_normalised,
     recurrence_with_normaliser,
 )
@@ -21,7 +21,7 @@ from fastweights.reference.chunkwise import CLEARS
 from fastweights.reference.packing import outside
 
 Stabilizer = Float[Tensor, "N HV"]
-Memory = tuple[State, Stabilizer]
+Memory = tuple[StateAndNormaliser, Stabilizer]
 
 
 def mlstm(

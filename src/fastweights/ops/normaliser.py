@@ -15,7 +15,7 @@ from fastweights.ops.recurrence import linear_recurrence
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
-State = Float[Tensor, "N HV K V+1"]
+StateAndNormaliser = Float[Tensor, "N HV K V+1"]
 
 
 def recurrence_with_normaliser(
@@ -25,10 +25,10 @@ def recurrence_with_normaliser(
     one: Ones,
     g: Float[Tensor, "B T HV"] | None,
     *,
-    initial_state: State | None = None,
+    initial_state: StateAndNormaliser | None = None,
     backend: Backend = "auto",
     **options: Any,
-) -> tuple[Values, Ones, State]:
+) -> tuple[Values, Ones, StateAndNormaliser]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.
 
     ``one`` is what becomes of a value of 1; z is one more column of the

@@ -113,7 +113,7 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         inputs = arguments[: len(self.names)]
         if torch.compiler.is_compiling():
-            return self.visible(self.forward(*arguments))
+            return self.results(self.forward(*arguments))
         if private.transformed():
             self.refuse_transforms(*inputs)
         operator = past_dispatcher(self.forward, self.functions[0], inputs)
@@ -126,9 +126,9 @@ class Operator:
                         "need its clone(), since a gradient is asked for"
                     )
             return Gradient.apply(self, operator, *arguments)
-        return self.visible(operator(*arguments))
+        return self.results(operator(*arguments))
 
-    def visible(self, output: Any) -> Any:
+    def results(self, output: Any) -> Any:
         """What a caller sees of the results; a single one is no tuple."""
         return output[: self.shown] if isinstance(output, tuple) else output
 
@@ -192,7 +192,7 @@ class Gradient(torch.autograd.Function):
         output = operator(*inputs)
         of.save(ctx, inputs, output)
         ctx.of = of
-        return of.visible(output)
+        return of.results(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

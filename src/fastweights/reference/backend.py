@@ -213,7 +213,7 @@ def backward(
         kept = [to_chunks(x[..., :C], C) for x in kept]
         *grads_n, dS_n = chunkwise_backward(
             *part.of(*tokens),
-            do=part.taken(do),
+            do=part.take(do),
             dS=None if dstate is None else dstate[n],
             scale=scale,
             initial_state=None if initial_state is None else initial_state[n],

@@ -62,7 +62,7 @@ def state_shape(
     return N, W - 1, x.shape[2]
 
 
-def extended(
+def behind_states(
     x: Float[Tensor, "B T C"],
     initial_state: Float[Tensor, "N W-1 C"] | None,
     W: int,
@@ -119,14 +119,14 @@ def activated(
     T, W = x.shape[1], weight.shape[1]
     where = None if cu_seqlens is None else places(cu_seqlens, T, W)
     N, *_ = state_shape(x, W, cu_seqlens)
-    rows = extended(x, initial_state, W, where, N)
+    rows = behind_states(x, initial_state, W, where, N)
     z = convolved(rows, weight, bias)
     if where is not None:
         z = z[:, where.tokens - (W - 1)].masked_fill_(where.no_tokens, 0)
     return rows, z, where
 
 
-def parts(
+def split_heads(
     y: Float[Tensor, "B T C"], heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Views of q, k [B, T, H, K] and v [B, T, HV, V]."""
@@ -167,7 +167,7 @@ def forward(
     y = F.silu(z, inplace=True) if silu else z
     if not heads[0]:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state
-    q, k, v = parts(y, heads)
+    q, k, v = split_heads(y, heads)
     if eps is not None:
         q, k = (t * inverse_norm(t, eps) for t in (q, k))
     # Copies, since an operator's results share no memory.
@@ -200,7 +200,7 @@ def backward(
         dy = dy.to(rows.dtype)
         if eps is not None:
             y = z if sigmoid is None else z * sigmoid
-            outputs, grads = parts(y, heads), parts(dy, heads)
+            outputs, grads = split_heads(y, heads), split_heads(dy, heads)
             for part, grad in zip(outputs[:2], grads[:2], strict=True):
                 scale = inverse_norm(part, eps)  # r; the output is r y
                 along = torch.linalg.vecdot(part, grad)[..., None]

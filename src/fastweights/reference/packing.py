@@ -48,9 +48,9 @@ class Piece(NamedTuple):
 
     def of(self, *tensors: Tensor | None) -> list[Any]:
         """Take these rows and tokens of each tensor; a None stays None."""
-        return [None if x is None else self.taken(x) for x in tensors]
+        return [None if x is None else self.take(x) for x in tensors]
 
-    def taken(self, x: Tensor) -> Tensor:
+    def take(self, x: Tensor) -> Tensor:
         found = x[self.tokens]
         if self.own is None:
             return found
