@@ -294,7 +294,10 @@ def mlstm_step(
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is).
 
     Raises:
-        TypeError, ValueError: as mlstm and decode_step.
+        TypeError: an argument is of the wrong type or dtype, or state is no
+            pair.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
     """
     q, k, v = autocast(q, k, v)
     if state is None:
@@ -354,7 +357,9 @@ def linear_attention_step(
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is).
 
     Raises:
-        TypeError, ValueError: as linear_attention and decode_step.
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
     """
     if feature_map is not None:
         if not callable(feature_map):
@@ -410,7 +415,9 @@ def selective_step(
         a token is one kernel.
 
     Raises:
-        TypeError, ValueError: as selective_scan.
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
     """
     x, B, C = autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)

@@ -175,7 +175,9 @@ def selective_state_update(
         y in x's dtype. All arithmetic is in fp32 (fp64 if x is).
 
     Raises:
-        as :func:`mamba_chunk_scan_combined`.
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
     """
     check_flags(dt_softplus=dt_softplus)
     rows = state_batch_indices

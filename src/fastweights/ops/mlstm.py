@@ -74,7 +74,12 @@ def mlstm(
         names.
 
     Raises:
-        TypeError, ValueError: as linear_recurrence.
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit; the message names
+            the argument, what it got and what it needs.
+        NotImplementedError: in the backward of a backward, under a transform
+            of torch.func, or in forward-mode autograd, unless backend is
+            "loop".
     """
     q, k, v = autocast(q, k, v)
     need("g", g, 3, "[B, T, HV]")
