@@ -1,9 +1,8 @@
 """The one program of Fast Weights: ``fastweights COMMAND``.
 
-``COMMAND --help`` says more. ``python -m fastweights COMMAND`` is the same;
-with ``python -X dev`` it shows where an error arose. Else what does not fit
-is one line, and the exit status 2; that of a run that broke off is 1, and
-that of Ctrl-C 130.
+``COMMAND --help`` says more. ``python -m fastweights COMMAND`` is the same.
+What does not fit is one line, and the exit status 2; that of a run that
+broke off is 1, and that of Ctrl-C 130.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -77,9 +77,9 @@ def main(*words: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ImportError, OSError, TypeError, ValueError) as error:
-        named = not isinstance(error, TypeError) or ": got " in str(error)
-        if sys.flags.dev_mode or not named:
-            raise
+        named = isinstance(error, OSError | ImportError)
+        if not named and not re.match(r"\S+: ", str(error)):
+            raise  # not of an argument: a mistake of ours
         status = 1 if isinstance(error, ChildProcessError) else 2
         return ended(f"fastweights {given[0]}: {error}", status)
 

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 
 import pytest
@@ -140,17 +139,13 @@ def test_an_error_is_one_line_and_a_status(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mistake", [lambda _: {}[0], lambda _: {[]}])
+@pytest.mark.parametrize(
+    "mistake", [lambda _: {}[0], lambda _: {[]}, lambda _: int("x")]
+)
 def test_a_mistake_of_ours_shows_where_it_arose(mistake, monkeypatch):
     monkeypatch.setattr(info, "run", mistake)
-    with pytest.raises((KeyError, TypeError)):
+    with pytest.raises((KeyError, TypeError, ValueError)):
         main("info")
-
-
-def test_a_developer_sees_where_an_error_arose(monkeypatch):
-    monkeypatch.setattr(sys, "flags", types.SimpleNamespace(dev_mode=True))
-    with pytest.raises(ValueError, match=r"^device: got 'x'"):
-        main("info", "--device", "x")
 
 
 def test_whoever_reads_may_leave(folder):
@@ -326,6 +321,16 @@ def test_a_model_that_has_diverged_is_one_line(tmp_path, capsys):
     model.save(tmp_path)
     assert main("generate", str(tmp_path), "--prompt=a") == 2
     assert "logits that are not finite" in capsys.readouterr().err
+
+
+def test_a_file_that_is_cut_off_is_one_line(tmp_path, capsys):
+    LanguageModel(ModelConfig(257, 16, 1, num_heads=2)).save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert main("generate", str(tmp_path), "--prompt=a") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fastweights generate: {file}: ")
+    assert err.count("\n") == 1
 
 
 # info.

@@ -83,10 +83,13 @@ def load(
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: the folder lacks one of the two files.
-        ValueError: the config does not fit, or a tensor of the file is
-            missing, has another shape or belongs to no parameter.
+        ValueError: the config does not fit, the file of the tensors cannot
+            be read, or a tensor of it is missing, has another shape or
+            belongs to no parameter.
     """
     tensors = safetensors()
+    from safetensors import SafetensorError
+
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -96,7 +99,10 @@ def load(
         config = ModelConfig.from_json(text)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
-    there = tensors.load_file(str(folder / WEIGHTS))
+    try:
+        there = tensors.load_file(str(folder / WEIGHTS))
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {error}") from error
     if dtype is None and there:
         dtype = next(iter(there.values())).dtype
     device = None if device is None else torch.device(device)
