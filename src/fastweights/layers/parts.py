@@ -19,6 +19,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.layer import CheckedModule, spared
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
+from fastweights.reference import convolution
 
 SMALLEST = 1e-4  # A and dt at the start
 
@@ -201,12 +202,7 @@ def split_heads(
 ]:
     """q, k and v of the channels [q | k | v], heads (H, HV), sizes (K, V)."""
     (H, HV), (K, V) = heads, sizes
-    q, k, v = x.split([H * K, H * K, HV * V], -1)
-    return (
-        q.unflatten(-1, (H, K)),
-        k.unflatten(-1, (H, K)),
-        v.unflatten(-1, (HV, V)),
-    )
+    return convolution.split_heads(x, (H, K, HV, V))
 
 
 def uniform(like: Tensor, low: float, high: float) -> Tensor:
