@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-if os.environ.get("FASTWEIGHTS_SHAPES") == "1":
+if find_spec("beartype"):  # a borrowed GPU's machine may lack it
     import shapes
 
     shapes.check()

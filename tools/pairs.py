@@ -18,7 +18,7 @@ ENDS = ("oldest", "newest")
 # Triton 3.6's interpreter counts in arrays of one element, which numpy 2.4
 # does not take for numbers.
 BESIDES = {"oldest": ["numpy<2.4"], "newest": ["numpy"]}
-TOOLS = ["hypothesis", "jaxtyping", "pytest", "pytest-xdist"]
+TOOLS = ["beartype", "hypothesis", "jaxtyping", "pytest", "pytest-xdist"]
 # With Triton's compiler, and with its interpreter, in processes of their own.
 COMPILED = (
     "compile",

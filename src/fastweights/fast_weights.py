@@ -45,13 +45,13 @@ Decay = Float[Tensor, "*gate"]  # its log; *lead, or per channel [*lead, K]
 
 
 def linear_model(
-    S: Float[Tensor, "*lead K V"], x: Float[Tensor, "*lead K"]
-) -> Float[Tensor, "*lead V"]:
+    S: Float[Tensor, "*#lead K V"], x: Float[Tensor, "*#lead K"]
+) -> Float[Tensor, "*#lead V"]:
     """S^T x: the state as a matrix that predicts values from keys.
 
     Args:
         S: [..., K, V].
-        x: [..., K], in S's dtype.
+        x: [..., K], in S's dtype; leading dimensions are broadcast.
 
     Returns:
         [..., V] in that dtype.

@@ -651,6 +651,7 @@ WRONG = [
     ({"bias": torch.ones(4), "weight": torch.ones(3, 9)}, ValueError),
     ({"seq_idx": 3}, TypeError),
     ({"seq_idx": torch.zeros(2, 4)}, ValueError),
+    ({"seq_idx": torch.zeros(2, 5)}, TypeError),
     ({"seq_idx": torch.zeros(2, 5), "return_final_states": True}, ValueError),
     ({"initial_states": 3}, TypeError),
     ({"initial_states": X}, ValueError),

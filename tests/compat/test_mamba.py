@@ -278,13 +278,14 @@ REFUSED = [
     ({"dt_bias": torch.zeros(H, P)}, ValueError),
     ({"initial_states": torch.zeros(2, H, N, P)}, ValueError),
     ({"seq_idx": torch.zeros(2, T + 1)}, ValueError),
+    ({"seq_idx": torch.zeros(2, T)}, TypeError),
     ({"cu_seqlens": [0, 4, 9]}, TypeError),
     ({"dt_softplus": "yes"}, TypeError),
     ({"dt_limit": (1.0, 0.0)}, ValueError),
     ({"return_varlen_states": True}, NotImplementedError),
     (
         {"initial_states": torch.zeros(2, H, P, N)}
-        | {"seq_idx": torch.zeros(2, T)},
+        | {"seq_idx": torch.zeros(2, T).int()},
         ValueError,
     ),
 ]

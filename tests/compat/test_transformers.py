@@ -407,7 +407,8 @@ def test_a_compiled_model_is_compiled_anew(name):
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seq_lens_q"])
 def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):
     """The model drops what says where they end."""
-    packed = {"seq_idx": torch.zeros(1, 70), "cu_seq_lens_q": OFFSETS}
+    numbers = torch.zeros(1, 70).int()
+    packed = {"seq_idx": numbers, "cu_seq_lens_q": OFFSETS}
     inputs = {"input_ids": tokens()[:1], by: packed[by], "use_cache": False}
     with fw.accelerate(), pytest.raises(ValueError, match=f"^{by}: got pack"):
         model(name)(**inputs)
@@ -432,7 +433,7 @@ def test_attention_that_looks_past_the_ends_is_warned_of(name, function):
         with warnings.catch_warnings(action="error"):
             call(*given)
         for packed in (
-            {"seq_idx": torch.zeros(1, 9)},
+            {"seq_idx": torch.zeros(1, 9).int()},
             {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
         ):
             with pytest.warns(UserWarning, match="through this model type's"):

@@ -65,6 +65,7 @@ def causal_conv1d_fn(
         and the final states [B, D, W - 1].
 
     Raises:
+        TypeError: seq_idx is not of integers.
         ValueError: there is no such activation, a shape does not fit, or
             states go with packed documents.
     """
@@ -201,9 +202,11 @@ def _convolve(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
     if weight.shape[1] not in WIDTHS:  # in PyTorch, by its own gradients
-        rows, y, _ = pytorch.activated(x, weight, bias, before, cu_seqlens)
+        rows, y, at = pytorch.activated(x, weight, bias, before, cu_seqlens)
         y = y if activation is None else F.silu(y)
-        return y.to(x.dtype), rows[:, x.shape[1] :].to(x.dtype)
+        shape = pytorch.state_shape(x, weight.shape[1], cu_seqlens)
+        final = pytorch.last_inputs(rows, at, shape)
+        return y.to(x.dtype), final.to(x.dtype)
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
     bias = None if bias is None else bias.to(weight.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
@@ -48,7 +48,7 @@ def mamba_chunk_scan_combined(
     z: Float[Tensor, "B T H P"] | None = None,
     dt_bias: Float[Tensor, " H"] | None = None,
     initial_states: Float[Tensor, "B H P N"] | None = None,
-    seq_idx: Shaped[Tensor, "B T"] | None = None,
+    seq_idx: Int[Tensor, "B T"] | None = None,
     cu_seqlens: Int[Tensor, " S+1"] | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),

@@ -14,8 +14,14 @@ from fastweights.arguments import check_packed, check_shapes, readable
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def first_tokens(seq_idx: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Whether a document begins at each token of each row."""
+def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Whether a document begins at each token of each row.
+
+    Raises:
+        TypeError: seq_idx may have rounded the numbers of documents.
+    """
+    if seq_idx.is_floating_point():
+        raise TypeError(f"seq_idx: got {seq_idx.dtype}, need integers")
     new = torch.ones_like(seq_idx, dtype=torch.bool)
     new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return new
@@ -50,7 +56,7 @@ def offsets_of(
     x: Shaped[Tensor, "B T *others"],
     cu_seqlens: Int[Tensor, " N+1"] | None,
     cu_seq_lens_q: Int[Tensor, " N+1"] | None,
-    seq_idx: Shaped[Tensor, "rows tokens"] | None,
+    seq_idx: Int[Tensor, "rows tokens"] | None,
 ) -> tuple[Int[Tensor, " N+1"] | None, Int[Tensor, " rows"] | None]:
     """Offsets by any of their names, which are used instead of a seq_idx.
 
@@ -73,7 +79,7 @@ def offsets_of(
 
 
 def documents(
-    seq_idx: Shaped[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
+    seq_idx: Int[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
 ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
     """Offsets of the documents of all rows, one row after another.
 
@@ -81,6 +87,7 @@ def documents(
     device tells the host, once per tensor seq_idx and not once per layer.
 
     Raises:
+        TypeError: seq_idx is not of integers.
         ValueError: seq_idx has not the shape of x's first two dimensions.
     """
     check_shapes({"seq_idx": (seq_idx, x.shape[:2])})

@@ -14,6 +14,7 @@ from fastweights.arguments import (
     check_packed,
     check_sizes,
     check_tensors,
+    count_sequences,
     readable,
 )
 from fastweights.deep.arguments import check_shapes, check_state, check_tokens
@@ -80,7 +81,7 @@ def mesa(
     check_kinds({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
     dtype, full, K = q.dtype, compute_dtype(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
-    N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
+    N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     check_shapes({"ridge": (ridge, (H, K))})
     if readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
         got = ridge[wrong][0].item()

@@ -102,18 +102,21 @@ class Layer(CheckedModule):
         x: Tokens,
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
-    ) -> tuple[Tokens, LayerState]:
+    ) -> tuple[Tokens, LayerState | None]:
         """y, and the state after the last token of each sequence.
 
         Without gradients the state that came in is changed in place and
-        returned. Which fields it has, the layer's ``read`` says.
+        returned. Which fields it has, the layer's ``read`` says; None where
+        that makes none (softmax attention, packed sequences, training).
         """
         check_input(x, self, state, cu_seqlens)
         if self.padded and cu_seqlens is not None:
             y, after = by_length(self.read, x, state, cu_seqlens)
         else:
             y, after = self.read(x, state, cu_seqlens)
-        return y, updated(state, after)
+        if state is not None:
+            after = updated(state, after)
+        return y, after
 
     @torch.no_grad()
     def state_bytes(self, T: int) -> int:

@@ -195,10 +195,8 @@ torch.export.register_dataclass(
 )
 
 
-def updated(state: LayerState | None, after: LayerState) -> LayerState:
+def updated(state: LayerState, after: LayerState) -> LayerState:
     """The state after a call: in place without gradients, else the new one."""
-    if state is None:
-        return after
     if state.rows is not None:
         for name, x in state.tensors().items():
             if x is not getattr(after, name):

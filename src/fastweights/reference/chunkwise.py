@@ -64,7 +64,9 @@ def running_sum(g: Gates) -> Gates:
 
 
 def decayed_scores(
-    x: Float[Tensor, "*stack C K"], k: Keys, G: Gates | None
+    x: Float[Tensor, "*stack C K"],
+    k: Float[Tensor, "*lead C K"],
+    G: Float[Tensor, "*lead C DG"] | None,
 ) -> Float[Tensor, "*stack C C"]:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
@@ -93,7 +95,9 @@ def decayed_scores(
     return torch.cat(rows, dim=-2)
 
 
-def unit_lower_inverse(M: Square) -> Square:
+def unit_lower_inverse(
+    M: Float[Tensor, "*lead C C"],
+) -> Float[Tensor, "*lead C C"]:
     """P = (I + M)^{-1} for a strictly lower triangular M: P (I + M) = I."""
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     return torch.linalg.solve_triangular(
@@ -101,7 +105,9 @@ def unit_lower_inverse(M: Square) -> Square:
     )
 
 
-def inverse_by_blocks(M: Square) -> Square:
+def inverse_by_blocks(
+    M: Float[Tensor, "*lead C C"],
+) -> Float[Tensor, "*lead C C"]:
     """(I + M)^{-1} by block recursion: products alone, as in the kernels.
 
     Blocks of size 1, 2, 4, ... are inverted already; two neighbours with
@@ -137,7 +143,9 @@ def intra(
     return G, Aqk, unit_lower_inverse((beta * Akk).tril_(-1))
 
 
-def sum_after(g: Gates | None) -> Gates | None:
+def sum_after(
+    g: Float[Tensor, "*lead C DG"] | None,
+) -> Float[Tensor, "*lead C DG"] | None:
     """The gates after each token of a chunk, summed: G_C - G.
 
     As that difference it would be the same number, but the gradient of a

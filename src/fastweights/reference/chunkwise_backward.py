@@ -66,11 +66,11 @@ def sum_before(x: Chunks) -> Chunks:
 
 
 def decayed_sums(
-    A: Float[Tensor, "S B N H C C"],
-    x: Float[Tensor, "S B N H C K"],
-    k: Keys,
-    G: Gates | None,
-) -> tuple[Float[Tensor, "S B N H C K"], Float[Tensor, "S B N H C K"]]:
+    A: Float[Tensor, "*stack C C"],
+    x: Float[Tensor, "*stack C K"],
+    k: Float[Tensor, "*lead C K"],
+    G: Float[Tensor, "*lead C DG"] | None,
+) -> tuple[Float[Tensor, "*stack C K"], Float[Tensor, "*stack C K"]]:
     """What a strictly lower triangular A gives its rows and its columns.
 
     sum_j A_ij k_jd exp(G_id - G_jd) at each row i, and at each column j

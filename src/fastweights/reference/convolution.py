@@ -126,6 +126,15 @@ def activated(
     return rows, z, where
 
 
+def last_inputs(
+    rows: Float[Tensor, "B L C"], where: Places | None, shape: tuple[int, ...]
+) -> Float[Tensor, "N W-1 C"]:
+    """The last W - 1 inputs of each sequence; ``shape`` as state_shape."""
+    if where is None:
+        return rows[:, rows.shape[1] - shape[1] :]
+    return rows[0, where.last].view(shape)
+
+
 def split_heads(
     y: Float[Tensor, "B T C"], heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,11 +168,7 @@ def forward(
     """
     rows, z, where = activated(x, weight, bias, initial_state, cu_seqlens)
     shape = state_shape(x, weight.shape[1], cu_seqlens)
-    if where is None:
-        last = rows[:, rows.shape[1] - shape[1] :]
-    else:
-        last = rows[0, where.last].view(shape)
-    state = x.new_empty(shape).copy_(last)
+    state = x.new_empty(shape).copy_(last_inputs(rows, where, shape))
     y = F.silu(z, inplace=True) if silu else z
     if not heads[0]:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state

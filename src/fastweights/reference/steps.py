@@ -30,7 +30,9 @@ def outer(k: Key, v: Value) -> State:
     return k[..., :, None] * v[..., None, :]
 
 
-def read(S: State, q: Key) -> Value:
+def read(
+    S: Float[Tensor, "*#lead K V"], q: Float[Tensor, "*#lead K"]
+) -> Float[Tensor, "*#lead V"]:
     """S^T q: what the state answers to q."""
     return torch.einsum("...kv,...k->...v", S, q)
 
