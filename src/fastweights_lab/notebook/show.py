@@ -47,5 +47,5 @@ def source(obj: Any) -> str:
 
 
 def _raw(obj: Any) -> Any:
-    """The Python function that ``triton.jit`` wraps, or the object itself."""
-    return getattr(obj, "fn", obj)
+    """The function that ``triton.jit`` or a decorator wraps, or obj."""
+    return inspect.unwrap(getattr(obj, "fn", obj))
