@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import private
 from fastweights.checks import relative_error
-from fastweights.deep import whole
+from fastweights.deep import chunk_loop
 from fastweights.deep.chunk_loop import GROUP, fold
 
 WITH_CHUNKS = ["ttt-linear", "ttt-mlp", "titans-mlp"]
@@ -38,7 +38,7 @@ def test_computed_again_for_a_backward(name, monkeypatch):
 
     found = []
     for group in (GROUP, LONG):
-        monkeypatch.setattr(whole, "GROUP", group)
+        monkeypatch.setattr(chunk_loop, "GROUP", group)
         kept.append(0)
         x = inputs(name, LONG)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
