@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fastweights.arguments import readable
+
 
 class Part(NamedTuple):
     """Tokens of every row that lie in one chunk of it."""
@@ -72,7 +74,8 @@ class Layout:
         lengths: Int[Tensor, " B"] | None = None,
     ) -> None:
         self.size, self.T, self.device = size, T, device
-        self.regular = position is None and lengths is None
+        self.ragged = lengths is not None
+        self.regular = position is None and not self.ragged
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self.first = zero if position is None else position % size
         self.lengths = zero + T if lengths is None else lengths
@@ -86,9 +89,20 @@ class Layout:
                     slice(start, start + n), place, None, n == self.size
                 )
         elif self.T == 1:
-            valid = self.lengths > 0
-            ends = valid & (self.first == self.size - 1)
-            yield Part(slice(0, 1), self.first[:, None], valid[:, None], ends)
+            valid, ends = None, self.first == self.size - 1
+            all_or_none: bool | None = None
+            if self.ragged:
+                valid = (self.lengths > 0)[:, None]
+                ends = ends & valid[:, 0]
+            # In most calls no chunk ends, and nothing is chosen.
+            if readable(ends) and len({*ends.tolist()}) == 1:
+                all_or_none = bool(ends[0])
+            yield Part(
+                slice(0, 1),
+                self.first[:, None],
+                valid,
+                ends if all_or_none is None else all_or_none,
+            )
         else:
             slots = torch.arange(self.size, device=self.device)
             for start in range(0, self.T + self.size - 1, self.size):

@@ -121,8 +121,9 @@ def mesa(
 
         # One more correction, which is 0 up to rounding: its gradients are
         # those of the solution by q, and by all that is in the product.
-        Hx, _ = read(x, k, H0)
-        x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
+        if torch.is_grad_enabled():
+            Hx, _ = read(x, k, H0)
+            x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
         o, state = read(x, torch.cat([k, v], -1), S0)
         return o[..., K:].to(dtype), state
 
@@ -177,7 +178,7 @@ def solve(
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
         kept = g[:, 0, :, None, None].exp() * H0
         k_0 = k[:, 0, :, :, None]
-        H = kept + beta[:, 0, :, None, None] * k_0 * k_0.mT
+        H = torch.addcmul(kept, beta[:, 0, :, None, None] * k_0, k_0.mT)
     elif how.by_kernel:
         return SOLVE(b, k, g, beta, ridge, H0, cu_seqlens, how.steps, how.half)
     weighted = beta[..., None] * k
@@ -192,9 +193,10 @@ def solve(
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
     for _ in range(how.steps):
-        Ap = product(p) + ridge * p
+        Ap = torch.addcmul(product(p), ridge, p)
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
-        x, r = x + step * p, r - step * Ap
+        x = torch.addcmul(x, step, p)
+        r = torch.addcmul(r, step, Ap, value=-1)
         size, before = (r * r).sum(-1, keepdim=True), size
-        p = r + size / before.clamp_min(tiny) * p
+        p = torch.addcmul(r, size / before.clamp_min(tiny), p)
     return x
