@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from fastweights.checks import relative_error
-from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState
-from fastweights.layers.window import attend, window_attention
+from fastweights.layers.window import window_attention
 
 N, L, H, K = 2, 13, 2, 4
 
@@ -48,19 +46,3 @@ def test_rows_in_pieces_of_other_lengths(window):
             torch.testing.assert_close(o[n, :count], want[n, there])
         position = position + lengths
     assert position.tolist() == [L, L]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [1, 2, 5, 20])
-def test_a_token_at_a_time_in_place(window):
-    q, k, v = tokens()
-    want = all_pairs(q, k, v, window)
-    past = q.new_zeros(N, window - 1, 2 * H * K)
-    state = LayerState(window=past, position=torch.zeros(N).long())
-    for t in range(L):
-        given = (x[:, t : t + 1] for x in (q, k, v))
-        rows = Rows(q[:, :1], state, None)
-        o, after = attend(rows, *given, window, state, "window")
-        torch.testing.assert_close(o[:, 0], want[:, t])
-        assert after is past or window == 1
-        state.position += 1

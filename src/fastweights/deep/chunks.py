@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fastweights.arguments import readable
-
 
 class Part(NamedTuple):
     """Tokens of every row that lie in one chunk of it."""
@@ -74,8 +72,7 @@ class Layout:
         lengths: Int[Tensor, " B"] | None = None,
     ) -> None:
         self.size, self.T, self.device = size, T, device
-        self.ragged = lengths is not None
-        self.regular = position is None and not self.ragged
+        self.regular = position is None and lengths is None
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self.first = zero if position is None else position % size
         self.lengths = zero + T if lengths is None else lengths
@@ -89,20 +86,9 @@ class Layout:
                     slice(start, start + n), place, None, n == self.size
                 )
         elif self.T == 1:
-            valid, ends = None, self.first == self.size - 1
-            all_or_none: bool | None = None
-            if self.ragged:
-                valid = (self.lengths > 0)[:, None]
-                ends = ends & valid[:, 0]
-            # In most calls no chunk ends, and nothing is chosen.
-            if readable(ends) and len({*ends.tolist()}) == 1:
-                all_or_none = bool(ends[0])
-            yield Part(
-                slice(0, 1),
-                self.first[:, None],
-                valid,
-                ends if all_or_none is None else all_or_none,
-            )
+            valid = self.lengths > 0
+            ends = valid & (self.first == self.size - 1)
+            yield Part(slice(0, 1), self.first[:, None], valid[:, None], ends)
         else:
             slots = torch.arange(self.size, device=self.device)
             for start in range(0, self.T + self.size - 1, self.size):

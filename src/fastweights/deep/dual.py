@@ -144,19 +144,6 @@ def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
     return torch.cat([x.flatten(2) for x in leaves(layers)], -1)
 
 
-def pack(
-    *rows: Layers, out: Float[Tensor, "B H R P"] | None
-) -> Float[Tensor, "B H R P"]:
-    """R rows of weights; in ``out``, if given, whose row stays for []."""
-    if out is None:
-        flat = flatten([layer for row in rows for layer in row])
-        return flat.unflatten(-1, (len(rows), -1))
-    for place, row in zip(out.unbind(2), rows, strict=True):
-        if row:
-            torch.cat([x.flatten(2) for x in leaves(row)], -1, out=place)
-    return out
-
-
 def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
     """:func:`flatten`'s inverse; like has weights [H, ...] of these shapes."""
     shapes = [w.shape[1:] for w in leaves(like)]

@@ -25,7 +25,7 @@ from fastweights.deep.arguments import (
 )
 from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import EPS, newton_schulz
-from fastweights.deep.optimisers import norms_of
+from fastweights.deep.optimisers import unit_columns
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
 
@@ -102,7 +102,6 @@ def lact(
     initial_state: Float[Tensor, "B H P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
-    out: Float[Tensor, "B H P"] | None = None,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P"]]:
     """A SwiGLU network that learns v from k once per chunk, read before.
 
@@ -131,7 +130,7 @@ def lact(
             are used, not where they are kept.
         initial_state: per matrix what the weights have learned since
             ``start``, M, and the chunk's G so far; its momentum so far; fp32.
-        position, lengths, out: as in :func:`fastweights.deep.ttt`.
+        position, lengths: as in :func:`fastweights.deep.ttt`.
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
@@ -171,7 +170,7 @@ def lact(
             momentum = torch.zeros_like(rates[..., 0])
         momentum = momentum.to(full)
         start = [W.to(full) for W in start]
-        project = norms_of(start)
+        norms = [W.norm(dim=-2, keepdim=True) for W in start]
         if torch.is_grad_enabled():
             # The first chunk's outputs know no rates: a gradient of 0 then.
             always = torch.ones_like(start[0], dtype=torch.bool)
@@ -191,7 +190,11 @@ def lact(
         for part in layout:
             w = [W + d for W, d in zip(start, since, strict=True)]
             if prenorm:
-                w = [*map(partial(chosen, stepped), project(w), w)]
+                normed = [
+                    unit_columns(W) * norm
+                    for W, norm in zip(w, norms, strict=True)
+                ]
+                w = [*map(partial(chosen, stepped), normed, w)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             outputs.append(answer(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)
@@ -203,24 +206,17 @@ def lact(
             keep = (mean / chunk_size)[..., None]
             M = [G + keep * m for G, m in zip(total, memory, strict=True)]
             steps = orthogonal(M, dtype) if muon else M
-            old = since if prenorm else w
-            after = [W + step for W, step in zip(old, steps, strict=True)]
-            if not prenorm:
-                after = [*map(torch.sub, project(after), start)]
-            for i, changed in enumerate(after):
-                since[i] = part.choose(changed, since[i])
+            for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
+                after = since[i] + steps[i]
+                if not prenorm:
+                    after = unit_columns(w[i] + steps[i]) * norm - W
+                since[i] = part.choose(after, since[i])
                 memory[i] = part.choose(M[i], memory[i])
                 total[i] = part.choose(torch.zeros_like(M[i]), total[i])
             mean = part.choose(torch.zeros_like(mean), mean)
             stepped = stepped | part.ends
-        flat = [x.flatten(2) for x in (*since, *memory, *total)] + [mean]
-        if out is None:
-            return layout.join(outputs), torch.cat(flat, -1)
-        places = out.split([x.shape[-1] for x in flat], -1)
-        for place, x in zip(places, flat, strict=True):
-            if x.data_ptr() != place.data_ptr():  # else no step was due
-                place.copy_(x)
-        return layout.join(outputs), out
+        flat = [x.flatten(2) for x in (*since, *memory, *total)]
+        return layout.join(outputs), torch.cat([*flat, mean], -1)
 
 
 def _open(

@@ -121,9 +121,8 @@ def mesa(
 
         # One more correction, which is 0 up to rounding: its gradients are
         # those of the solution by q, and by all that is in the product.
-        if torch.is_grad_enabled():
-            Hx, _ = read(x, k, H0)
-            x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
+        Hx, _ = read(x, k, H0)
+        x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
         o, state = read(x, torch.cat([k, v], -1), S0)
         return o[..., K:].to(dtype), state
 
@@ -178,7 +177,7 @@ def solve(
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
         kept = g[:, 0, :, None, None].exp() * H0
         k_0 = k[:, 0, :, :, None]
-        H = torch.addcmul(kept, beta[:, 0, :, None, None] * k_0, k_0.mT)
+        H = kept + beta[:, 0, :, None, None] * k_0 * k_0.mT
     elif how.by_kernel:
         return SOLVE(b, k, g, beta, ridge, H0, cu_seqlens, how.steps, how.half)
     weighted = beta[..., None] * k
@@ -193,10 +192,9 @@ def solve(
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
     for _ in range(how.steps):
-        Ap = torch.addcmul(product(p), ridge, p)
+        Ap = product(p) + ridge * p
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
-        x = torch.addcmul(x, step, p)
-        r = torch.addcmul(r, step, Ap, value=-1)
+        x, r = x + step * p, r - step * Ap
         size, before = (r * r).sum(-1, keepdim=True), size
-        p = torch.addcmul(r, size / before.clamp_min(tiny), p)
+        p = r + size / before.clamp_min(tiny) * p
     return x

@@ -65,7 +65,6 @@ def titans(
     initial_state: Float[Tensor, "B H 3 P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
-    out: Float[Tensor, "B H 3 P"] | None = None,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H 3 P"]]:
     """A network that learns v from k, with momentum and decay, read by q.
 
@@ -90,7 +89,7 @@ def titans(
         chunk_size: tokens whose gradients are taken at the same weights.
         initial_state: what the weights have learned since ``start``, S, and
             what the weights of the chunk's start had learned; in fp32.
-        position, lengths, out: as in :func:`fastweights.deep.ttt`.
+        position, lengths: as in :func:`fastweights.deep.ttt`.
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
@@ -122,7 +121,6 @@ def titans(
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 3, P)
         M, S, base = unpacked(initial_state, start)
-        first = base
         tokens = (q, k, v, rate, momentum, decay)
         outputs, done = [], 0
         layout = Layout(chunk_size, T, q.device, position, lengths)
@@ -144,14 +142,10 @@ def titans(
                 M, S, base, q_, k_, v_, theta, eta, alpha, moves, norm
             )
             rest.append(z.transpose(1, 2))
-            if part.ends is not False:
-                base = dual.each(part.choose, M, base)
+            base = dual.each(part.choose, M, base)
         if rest:
             outputs.append(layout.join(rest))
-        if base is first and out is not None:
-            base = []
-        after = packed(M, S, base, start, out)
-        return torch.cat(outputs, 1).to(dtype), after
+        return torch.cat(outputs, 1).to(dtype), packed(M, S, base, start)
 
 
 def _open(
@@ -189,17 +183,11 @@ def unpacked(
 
 
 def packed(
-    M: Layers,
-    S: Layers,
-    base: Layers,
-    start: Layers,
-    out: Float[Tensor, "B H 3 P"] | None = None,
+    M: Layers, S: Layers, base: Layers, start: Layers
 ) -> Float[Tensor, "B H 3 P"]:
-    """:func:`unpacked`'s inverse; base [] is as ``out`` has it."""
-    since, began = (
-        dual.each(torch.sub, x, start[: len(x)]) for x in (M, base)
-    )
-    return dual.pack(since, S, began, out=out)
+    """:func:`unpacked`'s inverse."""
+    since, began = (dual.each(torch.sub, x, start) for x in (M, base))
+    return dual.flatten([*since, *S, *began]).unflatten(-1, (3, -1))
 
 
 def recall(
@@ -238,8 +226,8 @@ def chunk(
     z = dual.read(q, M, S, found, keep, carry, share)
     if norm is not None:
         z = dual.layer_norm(z, norm)[0]
-    moved = dual.gather(found, -share[..., -1, :])
-    surprise = dual.gather(found, -fast[..., -1, :] * theta)
+    moved = dual.gather(found, share[..., -1, :])
+    surprise = dual.gather(found, fast[..., -1, :] * theta)
     kept, reached = keep[..., -1], carry[..., -1]
     M = dual.each(partial(_blend, kept, reached), M, S, moved)
     S = dual.each(partial(_blend, speed[..., -1], None), S, S, surprise)
@@ -270,6 +258,6 @@ def _whole(
 def _blend(
     keep: Tensor, carry: Tensor | None, M: Tensor, S: Tensor, moved: Tensor
 ) -> Tensor:
-    """keep M + carry S + moved, with keep and carry per head [B, H]."""
-    M = torch.addcmul(moved, factor(keep, M), M)
-    return M if carry is None else torch.addcmul(M, factor(carry, M), S)
+    """keep M + carry S - moved, with keep and carry per head [B, H]."""
+    M = factor(keep, M) * M - moved
+    return M if carry is None else M + factor(carry, M) * S

@@ -41,7 +41,6 @@ def ttt(
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     backend: str = "auto",
-    out: Float[Tensor, "B H 2 P"] | None = None,
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B H 2 P"]]:
     """Weights that learn v from k by mini-batches, read by q.
 
@@ -72,8 +71,6 @@ def ttt(
             K <= 128, 64 in fp32, C <= 16, CUDA), "chunkwise" (PyTorch) or
             "auto" (on compute capability 9.x and 10.x the kernel in half
             precision, else PyTorch).
-        out: memory for the state after, which may be initial_state's; for
-            calls without gradients.
 
     Returns:
         o, in q's dtype, and the state after each row's last token.
@@ -109,7 +106,7 @@ def ttt(
             initial_state = q.new_zeros(B, H, 2, P)
         parts = initial_state.to(full).unbind(2)
         since, total = (dual.unflatten(x, start) for x in parts)
-        weights = first = dual.each(torch.add, since, start)
+        weights = dual.each(torch.add, since, start)
         outputs, done = [], 0
         layout = Layout(size, T, q.device, position, lengths)
         if layout.regular and (done := T // size * size):
@@ -133,19 +130,17 @@ def ttt(
             rest.append(o.transpose(1, 2))
             more = dual.gather(found, eta)
             more = more if sums is None else dual.each(torch.add, sums, more)
+            stepped = dual.each(partial(_stepped, rows[-1]), weights, more)
+            weights = dual.each(part.choose, stepped, weights)
             total = more
-            if part.ends is not False:
-                stepped = dual.each(partial(_stepped, rows[-1]), weights, more)
-                weights = dual.each(part.choose, stepped, weights)
+            if not layout.regular:
                 nothing = dual.each(torch.zeros_like, more)
-                total = dual.each(part.choose, nothing, more)
-            sums = None if layout.regular else total
+                total = sums = dual.each(part.choose, nothing, more)
         if rest:
             outputs.append(layout.join(rest).to(dtype))
-        since = []
-        if weights is not first or out is None:
-            since = dual.each(torch.sub, weights, start)
-        return torch.cat(outputs, 1), dual.pack(since, total, out=out)
+        since = dual.each(torch.sub, weights, start)
+        after = dual.flatten([*since, *total]).unflatten(-1, (2, -1))
+        return torch.cat(outputs, 1), after
 
 
 def _open(

@@ -20,13 +20,8 @@ from fastweights.layers.arguments import (
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full, rotary
 from fastweights.layers.rows import Rows
-from fastweights.layers.state import (
-    LayerState,
-    Offsets,
-    overwritten,
-    positions,
-)
-from fastweights.layers.window import attend
+from fastweights.layers.state import LayerState, Offsets, initial, positions
+from fastweights.layers.window import window_attention
 
 
 class LaCT(Layer):
@@ -144,7 +139,7 @@ class LaCT(Layer):
 
         S [N, H, 3 P + 1] holds what a head's P weights have learned, their
         momentum, and the sums of the chunk so far; ``convolution`` the keys
-        and values of the window, token t's at t % (window - 1).
+        and values of the window.
         """
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
@@ -155,14 +150,14 @@ class LaCT(Layer):
         def turned(t: Tensor) -> Tensor:
             return rotary(t.unflatten(-1, heads), at, self.theta)
 
-        near, past = attend(
-            rows,
-            turned(q),
-            turned(k),
-            v.unflatten(-1, heads),
+        near, past = window_attention(
+            rows.spread(turned(q)),
+            rows.spread(turned(k)),
+            rows.spread(v.unflatten(-1, heads)),
             self.window,
-            state,
-            "convolution",
+            initial(state, "convolution"),
+            rows.position,
+            rows.lengths,
         )
         scales, offsets = full(self.qk_scale), full(self.qk_offset)
         split = (self.heads, -1)
@@ -177,7 +172,6 @@ class LaCT(Layer):
         momentum = None
         if self.momentum_proj is not None:
             momentum = rows.spread(full(self.momentum_proj(x)).sigmoid())
-        first, out = overwritten(state, x, cu_seqlens)
         o, S = lact(
             rows.spread(q),
             rows.spread(k),
@@ -188,10 +182,9 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
-            initial_state=first,
-            out=out,
         )
         far = self.norm(rows.pack(o)).unflatten(-1, split)
         far = far * F.silu(self.scale_proj(x))[..., None]

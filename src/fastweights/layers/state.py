@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private
 from fastweights.arguments import check_integers, check_rows, readable
 from fastweights.dtypes import compute_dtype
 from fastweights.ops.recurrence import linear_recurrence
@@ -43,7 +42,7 @@ class LayerState:
 
     convolution: Float[Tensor, "N W-1 C"] | None = None
     """The last inputs of the short convolution, oldest first (LaCT: the last
-    keys and values, of its window, token t's at t % (W - 1))."""
+    keys and values, of its window)."""
 
     window: Float[Tensor, "N window C2"] | None = None
     """The last keys and values of attention in a window beside a memory."""
@@ -234,15 +233,6 @@ def in_place(
     if state is None or cu_seqlens is not None or torch.is_grad_enabled():
         return None
     return state if x.shape[1] <= MAX_TOKENS else None
-
-
-def overwritten(
-    state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """S before the call, and once more if the call may write into it."""
-    S = initial(state, "S")
-    mine = in_place(state, x, cu_seqlens) and not private.traced()
-    return S, S if mine else None
 
 
 def initial(state: LayerState | None, name: str) -> Tensor | None:

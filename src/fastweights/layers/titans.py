@@ -21,7 +21,7 @@ from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, full
 from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, Offsets, overwritten
+from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.projections import is_untouched, untouched
 
 
@@ -172,7 +172,6 @@ class TitansMemory(Layer):
         rows = Rows(x, state, cu_seqlens)
         q, k, v = (rows.spread(t) for t in (q, k, v))
         rate, momentum, g = (rows.spread(t) for t in self.rates(x))
-        first, out = overwritten(state, x, cu_seqlens)
         o, S = titans(
             q,
             k,
@@ -182,10 +181,9 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
-            initial_state=first,
-            out=out,
         )
         y = self.put_out(rows.pack(o), x)
         return y, LayerState(S=S, position=rows.after(), convolution=inputs)

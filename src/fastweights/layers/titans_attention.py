@@ -15,9 +15,9 @@ from fastweights.layers.arguments import (
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, rotary
 from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, Offsets, positions
+from fastweights.layers.state import LayerState, Offsets, initial, positions
 from fastweights.layers.titans import TitansMemory
-from fastweights.layers.window import attend
+from fastweights.layers.window import window_attention
 
 
 class Beside(Layer):
@@ -104,9 +104,16 @@ class Beside(Layer):
         """Attention in the window, and what tokens that follow need of it."""
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         rows = Rows(x, state, cu_seqlens)
-        q, k, v = self.projected(x, at)
-        o, past = attend(
-            rows, q, k, v, self.window, state, "window", self.always()
+        q, k, v = (rows.spread(t) for t in self.projected(x, at))
+        o, past = window_attention(
+            q,
+            k,
+            v,
+            self.window,
+            initial(state, "window"),
+            rows.position,
+            rows.lengths,
+            self.always(),
         )
         return rows.pack(o).flatten(2), past
 

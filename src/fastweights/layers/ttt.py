@@ -16,12 +16,7 @@ from fastweights.layers.arguments import (
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, full, rotary, split_heads
 from fastweights.layers.rows import Rows
-from fastweights.layers.state import (
-    LayerState,
-    Offsets,
-    overwritten,
-    positions,
-)
+from fastweights.layers.state import LayerState, Offsets, initial, positions
 
 
 class TTTLinear(Layer):
@@ -141,7 +136,6 @@ class TTTLinear(Layer):
         learned = full(self.rows)
         places = torch.ones_like(learned).cumsum(0)
         q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
-        first, out = overwritten(state, x, cu_seqlens)
         o, S = ttt(
             q,
             k,
@@ -150,10 +144,9 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / places + learned).clamp_min(0),
+            initial_state=initial(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
-            initial_state=first,
-            out=out,
         )
         y = self.o_proj(self.post_norm(rows.pack(o).flatten(2)))
         return y, LayerState(S=S, position=rows.after())

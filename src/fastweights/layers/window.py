@@ -9,40 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.dtypes import compute_dtype, without_autocast
-from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, in_place, initial
 from fastweights.ops import any_length
-from fastweights.serving import writes
-
-
-def attend(
-    rows: Rows,
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H K"],
-    window: int,
-    state: LayerState | None,
-    name: str,
-    always: Float[Tensor, "2 P H K"] | None = None,
-) -> tuple[Float[Tensor, "N L H K"], Float[Tensor, "N W-1 C"]]:
-    """Attention in a window whose past is the state's field of this name.
-
-    One token without gradients writes itself there, in place.
-    """
-    own, T = in_place(state, q, rows.cu_seqlens), q.shape[1]
-    if own and window > 1 and not any_length.is_open(T) and T == 1:
-        return window_step(q, k, v, own, name, always)
-    return window_attention(
-        rows.spread(q),
-        rows.spread(k),
-        rows.spread(v),
-        window,
-        initial(state, name),
-        rows.position,
-        rows.lengths,
-        always,
-    )
 
 
 def window_attention(
@@ -63,8 +30,7 @@ def window_attention(
     Args:
         q, k, v: of one dtype, turned by their positions already.
         window: tokens W that one attends to, with itself.
-        past: [k | v] of the W - 1 tokens before, all heads side by side,
-            token t at t % (W - 1).
+        past: [k | v] of the W - 1 tokens before, all heads side by side.
         position: tokens that each row has read before; None: none.
         lengths: tokens of each row; None: L.
         always: keys and values that every token attends to besides.
@@ -79,15 +45,8 @@ def window_attention(
         sizes = [N, before, 2 * H * K]
         return any_length.call("window", tensors, [window], sizes, k.dtype)
     both = torch.cat([k.flatten(2), v.flatten(2)], -1)
-    row = torch.arange(N, device=q.device)[:, None]
-    place = torch.arange(before, device=q.device)
-    end = new = L if lengths is None else lengths[:, None]
     if past is None:
         past = both.new_zeros(N, before, 2 * H * K)
-    else:  # the oldest first
-        assert position is not None
-        end = position[:, None] + new
-        past = past[row, (position[:, None] + place) % before]
     both = torch.cat([past.to(both.dtype), both], 1)
     block = min(L, window)
     count = -(-L // block)
@@ -113,53 +72,10 @@ def window_attention(
     keys, values, mask = seen_always(keys, values, mask, always)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     o = o.transpose(1, 2).unflatten(0, (N, count)).flatten(1, 2)[:, :L]
-    # Of token t's place the last that had it.
-    return o, both[row, new + (place - end) % before]
-
-
-def window_step(
-    q: Float[Tensor, "N 1 H K"],
-    k: Float[Tensor, "N 1 H K"],
-    v: Float[Tensor, "N 1 H K"],
-    state: LayerState,
-    name: str,
-    always: Float[Tensor, "2 P H K"] | None = None,
-) -> tuple[Float[Tensor, "N 1 H K"], Float[Tensor, "N W-1 C"]]:
-    """One more token of :func:`window_attention`, written over the oldest.
-
-    Nothing of the window is moved or, in fp32, copied. Returns o and the
-    state's field of this name, that of a pool whole.
-    """
-    past, position = state.field(name), state.get("position")
-    H, K = q.shape[2:]
-    new = torch.cat([k, v], 2).flatten(2)[:, 0].to(past.dtype)
-    with without_autocast(q):
-        full, dtype = compute_dtype(q.dtype), q.dtype
-        # [N, H, ., K]: those of the window, the token's own, and others.
-        seen = state.get(name).to(dtype).unflatten(-1, (2, H, K))
-        pairs = [(*seen.unbind(2),), (k, v)]
-        if always is not None:
-            pairs.append((*always[:, None].to(dtype),))
-        q, *both = (
-            x.to(full).transpose(1, 2)
-            for x in (q, *(x for pair in pairs for x in pair))
-        )
-        scores = [q @ x.mT * K**-0.5 for x in both[::2]]
-        place = torch.arange(past.shape[1], device=q.device)
-        there = (place < position[:, None])[:, None, None]
-        scores[0] = scores[0].where(there, -torch.inf)
-        weights = torch.cat(scores, -1).softmax(-1)
-        parts = weights.split([x.shape[-1] for x in scores], -1)
-        answers = [w @ x for w, x in zip(parts, both[1::2], strict=True)]
-        o = torch.stack(answers).sum(0).transpose(1, 2).to(dtype)
-    at = position % past.shape[1]
-    if state.rows is None:
-        past[torch.arange(len(at), device=q.device), at] = new
-    else:
-        row, source, some = writes(state.rows, past)
-        to = row, at[source]
-        past.index_put_(to, new[source].where(some, past[to]))
-    return o, past
+    if lengths is None:
+        return o, both[:, L:]
+    at = lengths[:, None] + torch.arange(before, device=q.device)
+    return o, torch.take_along_dim(both, at[..., None], 1)
 
 
 def _open(
