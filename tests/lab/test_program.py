@@ -96,7 +96,7 @@ def test_help_brings_no_torch():
     ("words", "said"),
     [
         ("", "fastweights: the following arguments are required: COMMAND"),
-        ("trian", "fastweights: argument COMMAND: invalid choice: 'trian'"),
+        ("trainx", "fastweights: argument COMMAND: invalid choice: 'trainx'"),
         ("info --x", "fastweights: unrecognized arguments: --x"),
         ("bench", "fastweights bench: the following arguments are required"),
         ("bench x", "fastweights bench: argument CASE: invalid choice: 'x'"),

@@ -8,13 +8,14 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.kernels import check_inputs, dot_precision
+from fastweights.kernels import dot_precision
 from fastweights.kernels.recurrence.settings import properties
 from fastweights.kernels.tile import (
     state_at,
     tile_at,
     tile_sizes,
 )
+from fastweights_lab.lessons import check_inputs
 
 
 @triton.jit
