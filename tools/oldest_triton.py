@@ -1,7 +1,8 @@
 """The family's kernels as far as the first IR of the oldest Triton tested.
 
     make build/oldest_triton/.made
-    PYTHONPATH=build/oldest_triton:src python tools/oldest_triton.py
+    PYTHONPATH=build/oldest_triton:src:tests/support \\
+        python tools/oldest_triton.py
 
 Each Triton reads Python in its own way, and what one of them refuses shows
 here, in some twenty seconds; ``tools/pairs.py oldest`` compiles to the end.

@@ -1,5 +1,6 @@
 """A small case of each kernel, for NVIDIA's compute-sanitizer.
 
+    export PYTHONPATH=src:tests/support
     python tools/sanitize.py   # once, so that all is compiled
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
         compute-sanitizer --tool memcheck python tools/sanitize.py
