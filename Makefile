@@ -150,7 +150,7 @@ build/notebooks.made: $(READY) $(CHAPTERS) $(LOOK) $(wildcard .git/logs/HEAD)
 # Those that changed; all of them if the checker or its words did.
 oldest: $(OLD)/.made ## part of test: the oldest Triton reads the kernels
 	@$(SAY) "kernels: read by the oldest Triton"
-	@PYTHONPATH=$(OLD):src:tests/support $(PY) tools/oldest_triton.py
+	@PYTHONPATH=$(OLD):src $(PY) tools/oldest_triton.py
 
 $(OLD)/.made: $(READY)
 	@$(SAY) "the oldest Triton tested, beside the other"

@@ -1,18 +1,18 @@
 """The family's kernels as far as the first IR of the oldest Triton tested.
 
     make build/oldest_triton/.made
-    PYTHONPATH=build/oldest_triton:src:tests/support \\
-        python tools/oldest_triton.py
+    PYTHONPATH=build/oldest_triton:src python tools/oldest_triton.py
 
 Each Triton reads Python in its own way, and what one of them refuses shows
 here, in some twenty seconds; ``tools/pairs.py oldest`` compiles to the end.
 """
 
 import itertools
+import sys
+from pathlib import Path
 
 import torch
 import triton
-from offline import SHARED, source_of
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -20,6 +20,9 @@ from triton.compiler.compiler import make_backend
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.settings import GPU, Kind
 from fastweights.private import TESTED
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+from offline import SHARED, source_of
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)

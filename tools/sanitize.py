@@ -1,6 +1,5 @@
 """A small case of each kernel, for NVIDIA's compute-sanitizer.
 
-    export PYTHONPATH=src:tests/support
     python tools/sanitize.py   # once, so that all is compiled
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
         compute-sanitizer --tool memcheck python tools/sanitize.py
@@ -16,15 +15,18 @@ one shows.
 
 import itertools
 import sys
+from pathlib import Path
 
 import torch
-from inputs import GATES, RULES, member
 
 import fastweights as fw
 from fastweights.deep import mesa
 from fastweights.kernels.recurrence import settings
 from fastweights.ops.convolution import convolve_heads
 from fastweights_lab.lessons import linear, prefix
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+from inputs import GATES, RULES, member
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
