@@ -58,8 +58,8 @@ def main() -> None:
         kind = Kind(gpu, dtype, 2, 4, 128, 128, gate, delta, 64, "tf32")
         numbers = fp32 if gate else None, fp32 if delta else None
         given = (dtype, dtype, dtype, *numbers, fp32, torch.int64)
-        launches = stages.forward(kind, given, True).launches
-        back = stages.backward(kind, (*given, dtype, fp32), True)
+        launches = stages.forward_schedule(kind, given, True).launches
+        back = stages.backward_schedule(kind, (*given, dtype, fp32), True)
         for one in launches + back.launches:
             number += 1
             try:

@@ -36,8 +36,19 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import autocast, compute_dtype, without_autocast
-from fastweights.ops.backends import Backend, backend_for, check_name, ran
-from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.backends import (
+    Backend,
+    backend_for,
+    check_backend,
+    ran,
+)
+from fastweights.ops.members import (
+    Keys,
+    PerHead,
+    Values,
+    check_dim,
+    check_gate,
+)
 from fastweights.ops.mlstm import divided, in_units, named
 from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
@@ -186,7 +197,7 @@ def _check(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): decode_step has none"
             )
-    check_name(backend)
+    check_backend(backend)
     check_values(q, k, v, g, beta, state, None, state_name="state")
 
 
@@ -302,7 +313,7 @@ def mlstm_step(
     q, k, v = autocast(q, k, v)
     if state is None:
         raise TypeError("state: got NoneType, need a pair of tensors")
-    need("g", g, 3, "[B, T, HV]")
+    check_dim("g", g, 3, "[B, T, HV]")
     _check_normalised(q, k, v, g, named(state, "state"), rows, scale)
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")

@@ -88,8 +88,8 @@ def schedules(x, ends, chunk_size=64):
     lengths = lengths_of(kind, *sizes)
     kinds, cut = backend.dtypes(given), lengths.borders > 0
     last = (given[2].dtype, (ends[0] is not None and torch.float32) or None)
-    forward = stages.forward(kind, kinds, cut)
-    return forward, stages.backward(kind, kinds + last, cut), lengths
+    forward = stages.forward_schedule(kind, kinds, cut)
+    return forward, stages.backward_schedule(kind, kinds + last, cut), lengths
 
 
 @compiled
@@ -125,13 +125,13 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_a_new_length_is_of_a_known_kind(gate, rule):
     """Nothing is traced again, and no length is a key."""
-    stages.forward.cache_clear()
-    stages.backward.cache_clear()
+    stages.forward_schedule.cache_clear()
+    stages.backward_schedule.cache_clear()
     for T in range(65, 500, 29):
         x = low(member(gate, rule, T=T, H=1, HV=1, K=16, V=16))
         schedules(x, (None, None))
-    assert stages.forward.cache_info().misses == 1
-    assert stages.backward.cache_info().misses == 1
+    assert stages.forward_schedule.cache_info().misses == 1
+    assert stages.backward_schedule.cache_info().misses == 1
 
 
 class Kernel:

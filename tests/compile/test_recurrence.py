@@ -110,8 +110,10 @@ def compile_stage(
     kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
     gate, beta = DG > 0 and FP32, delta and FP32
     given = (low, low, low, gate or None, beta or None, FP32, None)
-    forward = stages.forward(kind, given, True).launches
-    backward = stages.backward(kind, (*given, low, FP32), True).launches
+    forward = stages.forward_schedule(kind, given, True).launches
+    backward = stages.backward_schedule(
+        kind, (*given, low, FP32), True
+    ).launches
     names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]

@@ -51,16 +51,16 @@ def by_schedule(monkeypatch):
         schedule.kernels = [ByAddress(x) for x in schedule.launches]
 
     def begin():
-        stages.forward.cache_clear()
-        stages.backward.cache_clear()
+        stages.forward_schedule.cache_clear()
+        stages.backward_schedule.cache_clear()
         monkeypatch.setattr(schedule, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
         monkeypatch.setattr(schedule, "with_scratch", schedule.start_all)
         monkeypatch.setattr(Schedule, "load", load)
 
     yield begin
-    stages.forward.cache_clear()
-    stages.backward.cache_clear()
+    stages.forward_schedule.cache_clear()
+    stages.backward_schedule.cache_clear()
 
 
 @interpreted
@@ -103,4 +103,4 @@ def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, cut):
         assert found.keys() == ref.keys()
         for name in ref:
             assert torch.equal(found[name], ref[name]), name
-    assert stages.forward.cache_info().currsize == 3
+    assert stages.forward_schedule.cache_info().currsize == 3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights import private
-from fastweights.ops.backends import check_name, choose_backend
+from fastweights.ops.backends import check_backend, choose_backend
 
 LEADING = (9, 10)
 """Major compute capabilities whose registers the kernels do not exceed."""
@@ -37,7 +37,7 @@ def by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
         ValueError: backend is none, or "triton" where the kernel cannot run;
             ``need`` says what it needs.
     """
-    check_name(backend)
+    check_backend(backend)
     if backend == "loop":
         raise ValueError(
             "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"

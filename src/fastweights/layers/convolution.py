@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import autocast
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import CheckedModule
-from fastweights.layers.parts import Factory, full, split_heads
+from fastweights.layers.parts import Factory, split_heads, upcast
 from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.convolution import (
     check_pairs,
@@ -170,7 +170,7 @@ class HeadsConvolution(CheckedModule):
 
 def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
-    y = full(x)
+    y = upcast(x)
     return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 

@@ -10,7 +10,7 @@ from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, OutputNorm, full, low_rank
+from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
 from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.ops.projections import project
 
@@ -91,7 +91,7 @@ class GatedLinearAttention(Layer):
         """y, and the state (S, convolution) after these tokens."""
         qkv, f, gate = project(x, self.qkv_proj, self.f_proj, self.g_proj)
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
-        g = F.logsigmoid(full(f)) / self.temperature
+        g = F.logsigmoid(upcast(f)) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, gate))

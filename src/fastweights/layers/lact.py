@@ -18,7 +18,7 @@ from fastweights.layers.arguments import (
     scaled,
 )
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, OutputNorm, full, rotary
+from fastweights.layers.parts import Factory, OutputNorm, rotary, upcast
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial, positions
 from fastweights.layers.window import window_attention
@@ -159,19 +159,19 @@ class LaCT(Layer):
             rows.position,
             rows.lengths,
         )
-        scales, offsets = full(self.qk_scale), full(self.qk_offset)
+        scales, offsets = upcast(self.qk_scale), upcast(self.qk_offset)
         split = (self.heads, -1)
         q, k = (
-            turned(self.unit(F.silu(full(t) * scales[i] + offsets[i])))
+            turned(self.unit(F.silu(upcast(t) * scales[i] + offsets[i])))
             .to(v.dtype)
             .flatten(2)
             .unflatten(-1, split)
             for i, t in enumerate((q, k))
         )
-        rates = F.softplus(full(self.rates_proj(x)) + self.base)
+        rates = F.softplus(upcast(self.rates_proj(x)) + self.base)
         momentum = None
         if self.momentum_proj is not None:
-            momentum = rows.spread(full(self.momentum_proj(x)).sigmoid())
+            momentum = rows.spread(upcast(self.momentum_proj(x)).sigmoid())
         o, S = lact(
             rows.spread(q),
             rows.spread(k),

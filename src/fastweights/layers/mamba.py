@@ -15,7 +15,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, draw_dt_bias_, full
+from fastweights.layers.parts import Factory, draw_dt_bias_, upcast
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -104,15 +104,15 @@ class Mamba(Layer):
         dt, B, C = self.x_proj(u).split(self.widths, -1)
         tensors = (
             u,
-            full(self.dt_proj(dt)),
-            -full(self.A_log).exp(),
+            upcast(self.dt_proj(dt)),
+            -upcast(self.A_log).exp(),
             B,
             C,
-            full(self.D),
+            upcast(self.D),
         )
         gates: dict[str, Any] = {
-            "z": full(z),
-            "dt_bias": full(self.dt_bias),
+            "z": upcast(z),
+            "dt_bias": upcast(self.dt_bias),
             "dt_softplus": True,
         }
         if own := in_place(state, x, cu_seqlens):

@@ -14,7 +14,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Decay, Factory, OutputNorm, full
+from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
 from fastweights.layers.state import LayerState, Offsets, recur
 from fastweights.ops.projections import project
 
@@ -127,7 +127,7 @@ class Mamba2(Layer):
             cu_seqlens=cu_seqlens,
             scale=1.0,
         )
-        y = full(o) + self.D.to(dt.dtype)[:, None] * u
-        y = y.flatten(2) * F.silu(full(z))
+        y = upcast(o) + self.D.to(dt.dtype)[:, None] * u
+        y = y.flatten(2) * F.silu(upcast(z))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
         return self.o_proj(y), LayerState(S=S, convolution=inputs)

@@ -13,7 +13,7 @@ from fastweights.deep import mesa
 from fastweights.layers.arguments import check_sizes, head_size
 from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, OutputNorm, full
+from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.state import LayerState, Offsets, initial
 
 
@@ -91,8 +91,8 @@ class MesaNet(Layer):
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
         qk, inputs = self.convolution(qk, state, cu_seqlens)
         q, k = (unit(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))
-        a, b = full(self.ab_proj(x)).chunk(2, -1)
-        ridge = self.min_ridge + F.softplus(full(self.lam))
+        a, b = upcast(self.ab_proj(x)).chunk(2, -1)
+        ridge = self.min_ridge + F.softplus(upcast(self.lam))
         o, S = mesa(
             q,
             k,

@@ -9,7 +9,7 @@ from torch import nn
 from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, OutputNorm, full, split_heads
+from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -96,7 +96,7 @@ class MLSTM(Layer):
         """y, and the state (S, m) after the last token of each sequence."""
         qkv, a, gate = project(x, self.qkv_proj, self.gates, self.g_proj)
         q, k, v = split_heads(qkv, self.heads, self.sizes)
-        a = full(a)
+        a = upcast(a)
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if own := in_place(state, x, cu_seqlens):

@@ -124,7 +124,7 @@ class Decay(CheckedModule):
 
     def step(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
         """The step size dt = softplus(a + dt_bias), in fp32 (fp64 if a is)."""
-        a = full(a)
+        a = upcast(a)
         return F.softplus(a + self.dt_bias.to(a.dtype))
 
     def log_decay(self, dt: Float[Tensor, "B T n"]) -> Float[Tensor, "B T *n"]:
@@ -139,7 +139,7 @@ class Decay(CheckedModule):
         """
         if self.lower_bound is None:
             return self.log_decay(self.step(a))
-        a = full(a)
+        a = upcast(a)
         a = a + self.dt_bias.to(a.dtype)
         rate = self.A_log.to(a.dtype).exp()
         return self.lower_bound * self.per_head(a, rate).sigmoid()
@@ -151,7 +151,7 @@ class Decay(CheckedModule):
         return rate[:, None] * a.unflatten(-1, (-1, self.channels))
 
 
-def full(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is that: gates, norms and positions."""
     return x.to(compute_dtype(x.dtype))
 
@@ -173,7 +173,7 @@ def write_strength(
     I - beta k k^T has an eigenvalue down to -1, with which a state can count
     modulo two (Grazzi et al. 2025).
     """
-    beta = full(logits).sigmoid()
+    beta = upcast(logits).sigmoid()
     return 2 * beta if allow_neg_eigval else beta
 
 
@@ -271,7 +271,7 @@ class OutputNorm(CheckedModule):
             return gated_rms_norm(
                 o, weight, gate, activation=self.activation, eps=self.eps
             )
-        y = full(o)
+        y = upcast(o)
         y = y - y.mean(-1, keepdim=True)
         y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         y = (y * weight.to(y.dtype)).flatten(-2)
@@ -295,7 +295,7 @@ def rotary(
     x's dtype.
     """
     R = int(x.shape[-1] * fraction) // 2 * 2
-    a, b = full(x[..., :R]).chunk(2, -1)
+    a, b = upcast(x[..., :R]).chunk(2, -1)
     j = torch.arange(0, R, 2, device=x.device, dtype=a.dtype)
     angle = position[..., None].to(a.dtype) * theta ** (-j / R)
     cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]

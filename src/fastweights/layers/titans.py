@@ -19,7 +19,7 @@ from fastweights.layers.arguments import (
 )
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
-from fastweights.layers.parts import Factory, OutputNorm, full
+from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.projections import is_untouched, untouched
@@ -190,7 +190,7 @@ class TitansMemory(Layer):
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
         """Rate, momentum and log decay, [B, T, H] each."""
-        a, b, c = full(self.rates_proj(x)).chunk(3, -1)
+        a, b, c = upcast(self.rates_proj(x)).chunk(3, -1)
         # The paper's loss has no half: its theta counts twice.
         rate = 2 * self.max_rate * a.sigmoid()
         return rate, b.sigmoid(), F.logsigmoid(-c)

@@ -14,7 +14,7 @@ from fastweights.layers.arguments import (
     head_size,
 )
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.parts import Factory, full, rotary, split_heads
+from fastweights.layers.parts import Factory, rotary, split_heads, upcast
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial, positions
 
@@ -131,9 +131,9 @@ class TTTLinear(Layer):
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         at = at % self.mini_batch
         q, k = (neighbours(t, at, self.theta) for t in (q, k))
-        rate = full(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
+        rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
         rows = Rows(x, state, cu_seqlens)
-        learned = full(self.rows)
+        learned = upcast(self.rows)
         places = torch.ones_like(learned).cumsum(0)
         q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
         o, S = ttt(

@@ -31,7 +31,7 @@ from fastweights.dtypes import (
     compute_dtype,
     without_autocast,
 )
-from fastweights.layers.parts import full
+from fastweights.layers.parts import upcast
 from fastweights.reference.packing import outside
 
 Hidden = Float[Tensor, "*rows D"]
@@ -110,7 +110,7 @@ def of_logits(
     V = logits.shape[-1]
     check_tokens("targets", targets, V, logits.shape[:-1], ignore_index)
     losses = F.cross_entropy(
-        full(logits).reshape(-1, V),
+        upcast(logits).reshape(-1, V),
         targets.reshape(-1).to(torch.int64),
         ignore_index=ignore_index,
         reduction="none",
@@ -229,7 +229,7 @@ class _Total(torch.autograd.Function):
         # In half precision one over their number would be off by .2 %, the
         # same way for every gradient.
         dx, dweight = (
-            (full(t) * dtotal).to(dtype)
+            (upcast(t) * dtotal).to(dtype)
             for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return dx, dweight, None, None

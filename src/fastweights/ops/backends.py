@@ -60,7 +60,7 @@ def choose_backend(
             raise ValueError(f"backend: got 'triton', which needs {lack}")
         _explain(lack)
         return "chunkwise"
-    check_name(backend)
+    check_backend(backend)
     return backend
 
 
@@ -76,7 +76,7 @@ def backend_for(asked: str, q: Tensor) -> str:
     return "chunkwise"
 
 
-def check_name(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
+def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
     """Raise ValueError unless the backend has one of these names."""
     if backend not in names:
         raise ValueError(f"backend: got {backend!r}, need one of {names}")

@@ -34,7 +34,7 @@ from fastweights.arguments import (
 from fastweights.dtypes import without_autocast
 from fastweights.ops.backends import (
     KernelOrTorch,
-    check_name,
+    check_backend,
     choose_backend,
     ran,
     refuse_fp64,
@@ -192,7 +192,7 @@ def _check(
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
-    check_name(backend, BACKENDS)
+    check_backend(backend, BACKENDS)
 
 
 def _layout(

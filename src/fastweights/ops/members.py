@@ -123,7 +123,7 @@ def linear_attention(
         eps: added to what divides, >= 0.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        need(name, x, 4, "[B, T, heads, width]")
+        check_dim(name, x, 4, "[B, T, heads, width]")
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
     check_number("eps", eps, ">= 0")
@@ -222,11 +222,11 @@ def retention(
     Lightning Attention is this with :func:`lightning_decay`.
     """
     if g is None:
-        need("q", q, 4, "[B, T, H, K]")
-        need("v", v, 4, "[B, T, HV, V]")
+        check_dim("q", q, 4, "[B, T, H, K]")
+        check_dim("v", v, 4, "[B, T, HV, V]")
         dtype = compute_dtype(q.dtype)
         g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
-    need("g", g, 1, "[HV]")
+    check_dim("g", g, 1, "[HV]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -240,7 +240,7 @@ def mamba2(
     v its dt * x, and g its dt * A. Its own scale is 1: pass scale=1.0,
     which is not the default.
     """
-    need("g", g, 3, "[B, T, HV]")
+    check_dim("g", g, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -263,8 +263,8 @@ def gated_retention(
         temperature: > 0. It keeps an untrained gate close to 1: 0.96 where
             the logit is 0.
     """
-    need("q", q, 4, "[B, T, H, K]")
-    need("v", v, 4, "[B, T, HV, V]")
+    check_dim("q", q, 4, "[B, T, H, K]")
+    check_dim("v", v, 4, "[B, T, HV, V]")
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
     check_number("temperature", temperature, "> 0")
@@ -278,7 +278,7 @@ def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
 ) -> tuple[Values, State]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
-    need("g", g, 4, "[B, T, HV, K]")
+    check_dim("g", g, 4, "[B, T, HV, K]")
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -292,7 +292,7 @@ def deltanet(
     No step amplifies what is in the state where 0 <= beta_t |k_t|^2 <= 2;
     unit keys with beta in [0, 1] or [0, 2] are usual.
     """
-    need("beta", beta, 3, "[B, T, HV]")
+    check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, None, beta, **options)
 
 
@@ -306,8 +306,8 @@ def gated_deltanet(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
-    need("g", g, 3, "[B, T, HV]")
-    need("beta", beta, 3, "[B, T, HV]")
+    check_dim("g", g, 3, "[B, T, HV]")
+    check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -321,8 +321,8 @@ def kda(
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
     """Kimi Delta Attention (Kimi Team 2025): a gate per key channel."""
-    need("g", g, 4, "[B, T, HV, K]")
-    need("beta", beta, 3, "[B, T, HV]")
+    check_dim("g", g, 4, "[B, T, HV, K]")
+    check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -333,14 +333,14 @@ def check_gate(
 
     Or in one of the ``others``.
     """
-    need(name, x, 3, "[B, T, HV]")
+    check_dim(name, x, 3, "[B, T, HV]")
     dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
     check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape != v.shape[:3]:
         wrong_shape(name, x, f"{list(v.shape[:3])}")
 
 
-def need(name: str, x: Tensor, dim: int, need: str) -> None:
+def check_dim(name: str, x: Tensor, dim: int, need: str) -> None:
     """Refuse what is no tensor of ``dim`` dimensions."""
     check_tensors({name: x})
     if x.dim() != dim:

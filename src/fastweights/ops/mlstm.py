@@ -11,7 +11,13 @@ from torch import Tensor
 from fastweights.arguments import check_number
 from fastweights.dtypes import autocast, compute_dtype
 from fastweights.ops.backends import Backend
-from fastweights.ops.members import Keys, PerHead, Values, check_gate, need
+from fastweights.ops.members import (
+    Keys,
+    PerHead,
+    Values,
+    check_dim,
+    check_gate,
+)
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
     check_normalised,
@@ -82,7 +88,7 @@ def mlstm(
             "loop".
     """
     q, k, v = autocast(q, k, v)
-    need("g", g, 3, "[B, T, HV]")
+    check_dim("g", g, 3, "[B, T, HV]")
     options: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
         "scale": scale,

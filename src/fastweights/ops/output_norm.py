@@ -27,7 +27,7 @@ from fastweights.arguments import (
 from fastweights.dtypes import DTYPES
 from fastweights.ops.backends import (
     KernelOrTorch,
-    check_name,
+    check_backend,
     choose_backend,
     ran,
     refuse_fp64,
@@ -136,7 +136,7 @@ def _check(
     if activation is None and gate is not None:
         raise ValueError("activation: got None, need the gate's")
     check_number("eps", eps, ">= 0")
-    check_name(backend, BACKENDS)
+    check_backend(backend, BACKENDS)
 
 
 def _forward(

@@ -22,7 +22,12 @@ from fastweights.arguments import (
     check_values,
 )
 from fastweights.dtypes import autocast, compute_dtype, without_autocast
-from fastweights.ops.backends import Backend, backend_for, check_name, ran
+from fastweights.ops.backends import (
+    Backend,
+    backend_for,
+    check_backend,
+    ran,
+)
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.registration import Operator
 from fastweights.reference import backend as chunkwise
@@ -108,7 +113,7 @@ def linear_recurrence(
     check_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
-    check_name(backend)
+    check_backend(backend)
     check_values(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.

@@ -32,7 +32,7 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import autocast, compute_dtype, without_autocast
 from fastweights.ops.backends import (
-    check_name,
+    check_backend,
     choose_backend,
     ran,
     refuse_fp64,
@@ -118,7 +118,7 @@ def selective_scan(
     x, B, C = autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
-    check_name(backend)
+    check_backend(backend)
     full = compute_dtype(x.dtype)
     if cu_seqlens is not None:
         after = outside(cu_seqlens, x.shape[1])[:, None]

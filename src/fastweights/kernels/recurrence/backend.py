@@ -93,13 +93,14 @@ def run(
         kind, sizes = kind_of(given, chunk_size)
         lengths, of = lengths_of(kind, *sizes), dtypes(given)
         cut, back = lengths.borders > 0, saved is not None
-        schedule = (stages.backward if back else stages.forward)(kind, of, cut)
+        whole = stages.backward_schedule if back else stages.forward_schedule
+        schedule = whole(kind, of, cut)
         if not schedule.kernels:
             together = [schedule]
             leaves = [x for x in given if x is not None and x.requires_grad]
             if leaves and not back:
                 needed = (*of, of[2], None)
-                together.append(stages.backward(kind, needed, cut))
+                together.append(stages.backward_schedule(kind, needed, cut))
             compile_together(*together)
             schedule.load(kind.gpu.shared)
         return schedule(given, lengths, scale, saved)

@@ -1,7 +1,7 @@
 """The family's stages: the kernel that each launches, and on which tensors.
 
-The stages have the names that :mod:`fastweights.reference.chunkwise` and
-:mod:`fastweights.reference.chunkwise_backward` give them. A launch's arguments
+Those that a chunk has anyway are named as the functions of
+:mod:`fastweights.reference.chunkwise` and its backward. A launch's arguments
 stand in the order in which its kernel has them: tensors are those of
 :func:`rooms`, numbers the call's lengths, META (``settings.constants``) last.
 """
@@ -145,7 +145,7 @@ def kept(kind: Kind, x: SimpleNamespace) -> list[Room]:
     return list(dict.fromkeys(room for room in found if room))
 
 
-class Steps:
+class ScheduleBuilder:
     """A forward or backward, as its launches are written down."""
 
     def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
@@ -184,12 +184,12 @@ class Steps:
 
 
 @lru_cache(maxsize=4096)
-def forward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
+def forward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """Outputs, final states, and what is :func:`kept`.
 
     ``cut``: whether sequences may be cut into segments.
     """
-    steps = Steps(kind, dtypes)
+    steps = ScheduleBuilder(kind, dtypes)
     x, HV = steps.rooms, kind.HV
     groups: tuple[Any, ...]
     scores, nothing = (x.Aqk, x.R), (None, None, None, None)
@@ -213,12 +213,12 @@ def forward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
 
 
 @lru_cache(maxsize=4096)
-def backward(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
+def backward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 
     That of beta in fp16 as what each value tile adds to it.
     """
-    steps = Steps(kind, dtypes)
+    steps = ScheduleBuilder(kind, dtypes)
     x, H, HV = steps.rooms, kind.H, kind.HV
     groups: tuple[Any, ...]
     dstates: tuple[Any, ...]
