@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops.registration import LIBRARY
+from fastweights.ops.registration import LIBRARY, registered
 
 Both = tuple[Tensor, Tensor]
 FUNCTIONS: dict[str, Callable[..., Both]] = {}
@@ -23,13 +23,6 @@ FUNCTIONS: dict[str, Callable[..., Both]] = {}
 
 ARGUMENTS = (
     "str name, Tensor[] given, bool[] there, int[] numbers, str backend"
-)
-LIBRARY.define(
-    f"any_length({ARGUMENTS}, SymInt[] state, ScalarType dtype)"
-    " -> (Tensor o, Tensor state_after)"
-)
-LIBRARY.define(
-    f"any_length_backward(Tensor do, Tensor dstate, {ARGUMENTS}) -> Tensor[]"
 )
 
 
@@ -82,8 +75,7 @@ def _forward(
     return o.contiguous(), after.contiguous()
 
 
-@torch.library.register_fake("fastweights::any_length")
-def _(name, given, there, numbers, backend, state, dtype):
+def _fake(name, given, there, numbers, backend, state, dtype):
     v = given[2]
     return v.new_empty(v.shape), v.new_empty(state, dtype=dtype)
 
@@ -112,8 +104,7 @@ def _backward(
     return [x.contiguous() for x in found]
 
 
-@torch.library.register_fake("fastweights::any_length_backward")
-def _(do, dstate, name, given, there, numbers, backend):
+def _empty(do, dstate, name, given, there, numbers, backend):
     return [x.new_empty(x.shape) for x in given if x.is_floating_point()]
 
 
@@ -134,14 +125,16 @@ def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
     return None, grads, None, None, None, None, None
 
 
-LIBRARY.impl("any_length", _forward, "CompositeExplicitAutograd")
-torch.library.register_autograd(
-    "fastweights::any_length", _differentiate, setup_context=_save
+FORWARD = registered(
+    f"any_length({ARGUMENTS}, SymInt[] state, ScalarType dtype)"
+    " -> (Tensor o, Tensor state_after)",
+    *(_forward, _fake, _differentiate, _save),
+)
+BACKWARD = registered(
+    f"any_length_backward(Tensor do, Tensor dstate, {ARGUMENTS}) -> Tensor[]",
+    *(_backward, _empty),
 )
 # Past autograd, not through it, where nothing inside could have gradients.
 LIBRARY.impl(
     "any_length_backward", torch.library.fallthrough_kernel, "Autograd"
 )
-LIBRARY.impl("any_length_backward", _backward, "CompositeExplicitAutograd")
-FORWARD = torch.ops.fastweights.any_length.default
-BACKWARD = torch.ops.fastweights.any_length_backward.default

@@ -50,7 +50,7 @@ def option(default: Any, text: str, group: str, **more: Any) -> Any:
 
 
 class Schedule:
-    """A run's learning rates, one a step."""
+    """A run's learning rates, one per step."""
 
     lr: float
     steps: int
