@@ -3,9 +3,7 @@
 import itertools
 
 import pytest
-
-pytest.importorskip("triton")
-
+import torch
 import triton
 import triton.language as tl
 from crossed import all_but, crossed, in_turn
@@ -24,12 +22,7 @@ from offline import (
     unwaited_products,
 )
 
-from fastweights.kernels.tile import INTERPRETED
 from fastweights_lab.lessons import linear, prefix
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 KERNELS = {
     "linear_scan": (linear.linear_scan_kernel, linear.scan_options),
@@ -209,3 +202,9 @@ def test_overtaking_copies_are_found(tma):
         )
         found.append(len(overtaking_copies(compiled.asm["ttgir"])))
     assert found == [0, 1]
+
+
+def test_tensors_on_a_cpu_are_refused():
+    x = torch.ones(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="q: got device cpu, need a CUDA"):
+        linear.scan(x, x, x, scale=1.0)

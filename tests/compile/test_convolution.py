@@ -4,17 +4,9 @@ import itertools
 import re
 
 import pytest
-
-pytest.importorskip("triton")
-
 from offline import MORE_REGISTERS, SHARED, build, judge
 
 from fastweights.kernels import convolution
-from fastweights.kernels.tile import INTERPRETED
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 KERNELS = {
     "fwd": convolution.convolution_fwd_kernel,

@@ -2,22 +2,14 @@
 
 import re
 
-import pytest
-
-pytest.importorskip("triton")
-
 import offline
+import pytest
 from crossed import crossed
 from offline import SHARED
 
 from fastweights.kernels.decode import (
     decode_kernel,
     decode_options,
-)
-from fastweights.kernels.tile import INTERPRETED
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
 )
 
 

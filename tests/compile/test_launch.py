@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton
 from inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
@@ -42,13 +39,9 @@ from fastweights.kernels.recurrence.settings import (
     properties,
 )
 from fastweights.kernels.recurrence.stages import GIVEN
-from fastweights.kernels.tile import INTERPRETED
 
 T = Count("T")
 rules = pytest.mark.parametrize("rule", RULES)
-compiled = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 
 def low(x):
@@ -92,7 +85,6 @@ def schedules(x, ends, chunk_size=64):
     return forward, stages.backward_schedule(kind, kinds + last, cut), lengths
 
 
-@compiled
 @rules
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_a_schedule_has_the_kernels_of_every_length(gate, rule):

@@ -1,18 +1,10 @@
 """MesaNet's kernels as they ship, for GPUs that are not here."""
 
 import pytest
-
-pytest.importorskip("triton")
-
 from crossed import crossed
 from offline import LEADING, build, judge
 
 from fastweights.kernels import mesa
-from fastweights.kernels.tile import INTERPRETED
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 KERNELS = {"states": mesa.mesa_states_kernel, "solve": mesa.mesa_solve_kernel}
 

@@ -4,17 +4,10 @@ import re
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from offline import DTYPES, build, judge
 
 from fastweights.kernels import output_norm
-from fastweights.kernels.tile import INTERPRETED
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 KERNELS = {
     "fwd": output_norm.norm_fwd_kernel,
     "bwd": output_norm.norm_bwd_kernel,

@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("triton")
-
 from crossed import all_but
 from offline import (
     AS_RECORDED,
@@ -19,13 +16,8 @@ from offline import (
 
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.settings import GPU, Kind
-from fastweights.kernels.tile import INTERPRETED
 
 FP32 = DTYPES["fp32"]
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
-
 STAGES = (
     "intra",
     "intra_again",

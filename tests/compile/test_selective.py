@@ -1,18 +1,9 @@
 """The selective scan's kernels as they ship, for GPUs that are not here."""
 
-import pytest
-
-pytest.importorskip("triton")
-
 from crossed import crossed
 from offline import OTHERS, SHARED, build, judge
 
 from fastweights.kernels import selective
-from fastweights.kernels.tile import INTERPRETED
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 KERNELS = {
     "fwd": selective.selective_fwd_kernel,

@@ -1,18 +1,10 @@
 """TTT-Linear's kernels as they ship, for GPUs that are not here."""
 
 import pytest
-
-pytest.importorskip("triton")
-
 from crossed import crossed
 from offline import SHARED, build, judge
 
 from fastweights.kernels import ttt
-from fastweights.kernels.tile import INTERPRETED
-
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler"
-)
 
 KERNELS = {"fwd": ttt.ttt_fwd_kernel, "bwd": ttt.ttt_bwd_kernel}
 NARROW = ("q", "k", "v", "o", "X", "do", "dq", "dk", "dv")

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from convolution_inputs import HEADS, flat, tokens
 from inputs import results, same
-from kernel_judge import interpreted, needs_memory, on_gpu
+from kernel_judge import needs_memory
 
 from fastweights import ops
 from fastweights.checks import relative_error
@@ -18,7 +15,6 @@ from fastweights.ops.convolution import (
     short_convolution,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]
 OFFSETS = [0, 0, 1, 3, 12, 12]
 
@@ -51,7 +47,6 @@ def short(monkeypatch):
 ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     "T, W, bias, activation",
@@ -70,7 +65,6 @@ def test_every_length(T, W, bias, activation):
     judge(short_convolution, x, activation=activation)
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("W, normalize", [(4, True), (3, False)])
 def test_heads_of_packed_sequences(W, normalize):
@@ -82,14 +76,12 @@ def test_heads_of_packed_sequences(W, normalize):
     judge(flat, x, **options, **ONE)
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 def test_heads_and_blocks():
     """Two heads of q and k, and of v one block and a part of another."""
     judge(flat, tokens(T=2, dtype=torch.float32), **HEADS)
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_one_result_and_fewer_inputs(use):
@@ -97,12 +89,10 @@ def test_one_result_and_fewer_inputs(use):
     judge(flat, x, use=use, **ONE)
 
 
-@interpreted
 def test_stretches_as_they_ship():
     judge(short_convolution, tokens(B=1, T=67, C=5, dtype=torch.float32))
 
 
-@interpreted
 @pytest.mark.parametrize("K, V", [(96, 192), (128, 128)])
 def test_blocks_as_they_ship(K, V):
     """Heads that are no power of two, and values in a block and a half."""
@@ -110,7 +100,6 @@ def test_blocks_as_they_ship(K, V):
     judge(flat, x, heads=(1, 1), sizes=(K, V))
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 def test_half_precision():
     kind = {"dtype": torch.float16, "single": torch.float32}
@@ -122,7 +111,6 @@ def test_half_precision():
         assert relative_error(found[name], ref[name]) < 1e-6
 
 
-@interpreted
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("size", [0.0, 1e18])
 def test_sums_of_any_size(size):
@@ -136,7 +124,6 @@ def test_sums_of_any_size(size):
         torch.testing.assert_close(y, y_ref, rtol=1e-5, atol=1e-6)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "offsets", [[5, 7, 3, 0], [-9, 99, 2, 1], [30] * 4, [0, 0, 3, 20]]
 )
@@ -179,7 +166,6 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
         assert t[guard:-guard].isfinite().all()
 
 
-@interpreted
 def test_refuses_offsets_on_the_host():
     x = tokens(B=1, T=6, N=1, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
@@ -188,7 +174,6 @@ def test_refuses_offsets_on_the_host():
         )
 
 
-@interpreted
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_token(packed):
     offsets = torch.tensor([0, 0, 0]) if packed else None
@@ -198,7 +183,6 @@ def test_no_token(packed):
     assert found["dinitial_state"].all() and not found["dweight"].any()
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 def test_pieces_are_all_at_once():
     x = tokens(B=1, T=7, C=10, dtype=torch.float32)
@@ -213,7 +197,6 @@ def test_pieces_are_all_at_once():
     assert torch.equal(last, state)
 
 
-@interpreted
 @pytest.mark.usefixtures("short")
 def test_operators_pass_opcheck():
     """As PyTorch's path does in full: here their schema and shapes."""
@@ -226,7 +209,6 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(CONVOLUTION.backward, (*outputs, *call), **checks)
 
 
-@interpreted
 def test_refuses_bf16_in_the_interpreter():
     x = tokens(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="backend: got 'triton'"):
@@ -246,7 +228,7 @@ PUBLISHED = {
 }
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("dtype", BUDGETS)
 @pytest.mark.parametrize("heads, sizes", PUBLISHED.values(), ids=PUBLISHED)
@@ -263,7 +245,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
     same(results(flat, x, **options), first, 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 3, 16, 64, 65, 5000])
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_a_batch_on_gpu(dtype, T):
@@ -273,7 +255,7 @@ def test_a_batch_on_gpu(dtype, T):
     same(results(short_convolution, x), first, 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(40)
 def test_offsets_past_2_31():
     """The last tokens stand on their own: no other is in their sums."""

@@ -4,18 +4,13 @@ import itertools
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from crossed import crossed
 from inputs import GATES, RULES, member
-from kernel_judge import interpreted, needs_memory, on_gpu
+from kernel_judge import needs_memory
 
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
-
-pytestmark = pytest.mark.usefixtures("poison")
 
 ALL = pytest.mark.parametrize(
     "gate, rule", list(itertools.product(GATES, RULES))
@@ -86,7 +81,6 @@ def judge(x):
     assert errors[0] <= BUDGET[o.dtype] and errors[1] <= 1e-6, errors
 
 
-@interpreted
 @crossed(shape=SMALLER, gate=GATES, rule=RULES)
 def test_loop(gate, rule, shape):
     judge(shaped(gate, rule, shape, dtype=torch.float32))
@@ -111,19 +105,17 @@ def of_a_pool(gate, rule, dtype, device="cpu", index=torch.int64):
     assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
 
 
-@interpreted
 @crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
 def test_rows_of_a_pool(gate, rule, index):
     of_a_pool(gate, rule, torch.float32, index=index)
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 def test_rows_of_a_pool_on_gpu(gate, rule):
     of_a_pool(gate, rule, torch.bfloat16, "cuda")
 
 
-@interpreted
 @ALL
 def test_half_precision(gate, rule):
     dtype = torch.float16
@@ -152,17 +144,15 @@ def of_a_state_in_bf16(rounding, device="cpu"):
     assert step.max() <= rounding
 
 
-@interpreted
 def test_a_state_in_bf16():
     of_a_state_in_bf16(2**-7)  # the interpreter rounds towards zero
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_state_in_bf16_on_gpu():
     of_a_state_in_bf16(2**-8, "cuda")  # to nearest
 
 
-@interpreted
 @crossed(strength=STRENGTHS, gate=["fixed", "scalar", "vector"], rule=RULES)
 def test_constant_gates(gate, rule, strength):
     dtype = torch.float32
@@ -170,7 +160,6 @@ def test_constant_gates(gate, rule, strength):
     judge(call(gate, rule, **sizes, dtype=dtype, strength=strength))
 
 
-@interpreted
 @crossed(beta=[0.0, 1.0, 2.0], gate=GATES, seldom=["none", "fixed"])
 def test_identical_keys(gate, beta):
     sizes = {"T": 16, "HV": 1, "K": 32, "V": 32}
@@ -180,13 +169,11 @@ def test_identical_keys(gate, beta):
     judge(x)
 
 
-@interpreted
 def test_gates_and_beta_in_the_wide_dtype():
     x = call(T=3, K=32, V=32, dtype=torch.float16)
     judge(x | {name: x[name].float() for name in ("g", "beta")})
 
 
-@interpreted
 def test_a_token_at_a_time_is_all_at_once():
     x = call(T=16, HV=2, K=20, V=20, dtype=torch.float32)
     state = x["state"].clone()
@@ -199,7 +186,6 @@ def test_a_token_at_a_time_is_all_at_once():
     assert relative_error(state, x["state"]) <= 1e-6
 
 
-@interpreted
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_view_of_a_cache_is_updated_and_nothing_else(transposed):
     """All around the state is NaN: none is read, and none overwritten."""
@@ -212,7 +198,6 @@ def test_a_view_of_a_cache_is_updated_and_nothing_else(transposed):
     assert cache[::3].isnan().all()
 
 
-@interpreted
 @ALL
 def test_non_contiguous_inputs(gate, rule):
     x = call(gate, rule, B=2, T=3, K=33, V=20, dtype=torch.float32)
@@ -223,7 +208,6 @@ def test_non_contiguous_inputs(gate, rule):
     judge(views)
 
 
-@interpreted
 def test_a_graph_that_has_saved_the_state_notices():
     x = call(T=2, K=8, V=8, dtype=torch.float32)
     weight = torch.ones((), requires_grad=True)
@@ -233,14 +217,13 @@ def test_a_graph_that_has_saved_the_state_notices():
         product.backward()
 
 
-@interpreted
 def test_operator_passes_opcheck():
     x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
     operator = torch.ops.fastweights.decode_step.default
     torch.library.opcheck(operator, (*x.values(), None, 0.5, "triton"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -248,7 +231,7 @@ def test_loop_on_gpu(gate, rule, shape, dtype):
     judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @DTYPES
 @pytest.mark.parametrize("T", [1, 2, 16])
@@ -257,7 +240,7 @@ def test_a_model_on_gpu(gate, rule, dtype, T):
     judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -266,7 +249,7 @@ def test_constant_gates_on_gpu(gate, rule, strength):
     judge(call(gate, rule, "cuda", dtype=torch.float32, **sizes))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("T", [1, 16])
 def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
@@ -282,7 +265,7 @@ def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
     assert all(a.equal(b) for a, b in zip(*runs, strict=True))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_fp64_is_the_loop_on_gpu():
     x = call(T=2, device="cuda")
     with ops.record_backends() as ran:
@@ -290,7 +273,7 @@ def test_fp64_is_the_loop_on_gpu():
     assert ran == ["loop forward"]
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 def test_cuda_graph(gate, rule):
     """A captured step decodes token after token, into the same state."""
@@ -315,7 +298,7 @@ def test_cuda_graph(gate, rule):
     assert relative_error(now["state"], state_ref) <= 1e-6
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     """None reads the state before the one before it has written that."""
@@ -337,7 +320,7 @@ def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     assert torch.equal(x["state"], state_ref)
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(24)
 def test_offsets_past_2_to_the_31():
     """State, v and o have more elements than 32 bits can count."""

@@ -3,18 +3,12 @@
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton.language as tl
 from inputs import member, results
-from kernel_judge import interpreted
 
 import fastweights as fw
 from fastweights.kernels.selective import compose
 from fastweights.kernels.tile import add_pairs
-
-pytestmark = interpreted
 
 
 @pytest.fixture

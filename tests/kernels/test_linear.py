@@ -2,37 +2,28 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from kernel_judge import (
     BUDGET,
     PRODUCTS,
-    compiled,
     inputs,
-    interpreted,
     judge,
     loop,
     needs_memory,
-    on_gpu,
     pairwise_cases,
 )
 
 from fastweights.checks import relative_error
 from fastweights_lab.lessons.linear import scan
 
-pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = (2, 130, 2, 4, 64, 100)
 
 
-@interpreted
 @pytest.mark.parametrize("shape, dtype, chunk_size, initial", pairwise_cases())
 def test_loop(shape, dtype, chunk_size, initial):
     tensors = inputs(shape, dtype, initial)
     judge(scan, tensors, tol=BUDGET[dtype], chunk_size=chunk_size)
 
 
-@interpreted
 def test_non_contiguous_views():
     q, k, v, state = inputs(SHAPE, torch.float32, initial=True)
     views = [x.mT.contiguous().mT for x in (q, k, v, state)]
@@ -44,7 +35,6 @@ def test_non_contiguous_views():
     judge(scan, [*batched, state], tol=1e-4)
 
 
-@interpreted
 def test_split_sequence_carries_state():
     """Two halves joined by the state are the whole."""
     q, k, v, state = inputs(SHAPE, torch.float32, initial=True)
@@ -137,7 +127,6 @@ def test_wrong_arguments(error, message, changes):
         scan(**change(**changes), scale=1.0)
 
 
-@interpreted
 @pytest.mark.parametrize("scale, name", [(None, "NoneType"), ("x", "str")])
 def test_scale_is_a_number(scale, name):
     q, k, v, _ = inputs(SHAPE, torch.float32)
@@ -145,28 +134,20 @@ def test_scale_is_a_number(scale, name):
         scan(q, k, v, scale=scale)
 
 
-@interpreted
 def test_interpreter_refuses_bf16():
     q, k, v, _ = inputs(SHAPE, torch.bfloat16)
     with pytest.raises(TypeError, match=r"q: got torch\.bfloat16 in Triton's"):
         scan(q, k, v, scale=1.0)
 
 
-@compiled
-def test_cpu_tensors_are_refused():
-    q, k, v, _ = inputs(SHAPE, torch.float32)
-    with pytest.raises(ValueError, match="q: got device cpu, need a CUDA"):
-        scan(q, k, v, scale=1.0)
-
-
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape, _, chunk_size, initial", pairwise_cases())
 def test_loop_on_gpu(shape, _, chunk_size, initial):
     tensors = inputs(shape, torch.bfloat16, initial, "cuda")
     judge(scan, tensors, tol=5e-3, chunk_size=chunk_size)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
@@ -177,7 +158,7 @@ def test_products_on_gpu(D, dtype, precision, tol, matmul_precision):
     print(judge(scan, tensors, tol=tol))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_deterministic_on_gpu():
     q, k, v, _ = inputs(
         (4, 1000, 4, 8, 128, 128), torch.bfloat16, device="cuda"
@@ -186,7 +167,7 @@ def test_deterministic_on_gpu():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(40)
 def test_token_offsets_past_2_31():
     """The last token of the last head, 2^31 elements from the first."""
@@ -199,7 +180,7 @@ def test_token_offsets_past_2_31():
     assert relative_error(o[0, -1, -1], q[0, -1, -1].double() @ S_ref) < 5e-3
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(40)
 def test_state_offsets_past_2_31():
     q, k, v, _ = inputs(

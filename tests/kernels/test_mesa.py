@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from inputs import same
-from kernel_judge import in_one_graph, interpreted, on_gpu
+from kernel_judge import in_one_graph
 
 from fastweights import ops
 from fastweights.deep import mesa
 from fastweights.deep.mesa_operator import SOLVE
 
-pytestmark = pytest.mark.usefixtures("poison")
 HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}
 HALF |= {name: 1e-2 for name in ("dq", "dk", "dv", "dinitial_state")}
 
@@ -84,7 +80,6 @@ def judge(x, tolerance=None, **options):
     same(found, want, tolerance or (1e-5 if single else HALF))
 
 
-@interpreted
 @pytest.mark.parametrize(
     "T, K, V, dtype, N",
     [
@@ -99,14 +94,12 @@ def test_chunks(T, K, V, dtype, N):
     judge(drawn(B=1, T=T, K=K, V=V, N=N, dtype=dtype))
 
 
-@interpreted
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
 def test_gates(gate):
     """Nothing forgotten, next to nothing, all within a token or two."""
     judge(drawn(B=1, T=70, H=1, K=16, gate=gate))
 
 
-@interpreted
 def test_gates_that_end_everything():
     """A log decay of -inf, after which the kernel's sums go on."""
     x = drawn(B=1, T=70, H=1, K=16, N=1)
@@ -136,14 +129,12 @@ def cut(name, t, start, end):
     return t
 
 
-@interpreted
 def test_packed():
     """An empty sequence, one token, and chunks that begin anywhere."""
     lengths = torch.tensor([0, 5, 5, 6, 100])
     judge(drawn(B=1, T=100, K=8, N=4), cu_seqlens=lengths)
 
 
-@interpreted
 def test_one_token_goes_on_without_the_kernel():
     x = drawn(T=1, K=8)
     with ops.record_backends() as ran:
@@ -152,7 +143,6 @@ def test_one_token_goes_on_without_the_kernel():
     same(found, results(x, "chunkwise"), 1e-5)
 
 
-@interpreted
 def test_rows_that_are_solved_stay():
     """More steps than equations, and a query of 0."""
     x = drawn(B=1, T=20, K=4)
@@ -163,14 +153,12 @@ def test_rows_that_are_solved_stay():
     same({"o": many}, {"o": few}, 1e-5)
 
 
-@interpreted
 def test_views_that_are_not_contiguous():
     x = drawn(T=8, K=8)
     views = {n: t.mT.contiguous().mT for n, t in x.items()}
     same(results(x | views, "triton"), results(x, "triton"), 0.0)
 
 
-@interpreted
 def test_operator_passes_opcheck():
     x = drawn(B=1, T=8, K=4)
     H0 = x["initial_state"][..., :4].contiguous()
@@ -189,12 +177,10 @@ def one_graph(backend, x, tolerance):
     same(found, results(x, "triton"), tolerance)
 
 
-@interpreted
 def test_in_one_compiled_graph():
     one_graph("aot_eager", drawn(B=1, T=9, K=8), 1e-6)
 
 
-@interpreted
 def test_what_the_kernel_does_not_take():
     message = "backend: got 'triton', which needs heads of at most 64, not 65"
     with pytest.raises(ValueError, match=message):
@@ -209,7 +195,7 @@ def test_what_the_kernel_does_not_take():
 ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
@@ -221,27 +207,27 @@ def test_chunks_on_gpu(T, K, V, dtype):
     judge(x, 1e-4 if dtype == torch.float32 else HALF)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
 def test_gates_on_gpu(gate):
     x = drawn(T=500, K=128, gate=gate, dtype=torch.bfloat16, device="cuda")
     judge(x, HALF)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_packed_on_gpu():
     lengths = torch.tensor([0, 5, 5, 6, 700, 1000], device="cuda")
     x = drawn(B=1, T=1000, K=64, N=5, dtype=torch.bfloat16, device="cuda")
     judge(x, HALF, cu_seqlens=lengths)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=128, dtype=torch.bfloat16, device="cuda")
     same(results(x, "triton"), results(x, "triton"), 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_in_one_compiled_graph_on_gpu():
     x = drawn(T=200, K=64, dtype=torch.bfloat16, device="cuda")
     one_graph("inductor", x, 5e-3)

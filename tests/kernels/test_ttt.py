@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from inputs import same
-from kernel_judge import in_one_graph, interpreted, on_gpu
+from kernel_judge import in_one_graph
 
 from fastweights import ops
 from fastweights.deep import backends, ttt
 from fastweights.deep.ttt_operator import TTT
 
-pytestmark = pytest.mark.usefixtures("poison")
 TRITON = ["triton forward", "triton backward"]
 HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "drows": 2e-2}
 HALF |= {f"d{name}": 1e-2 for name in ("q", "k", "v", "W", "b")}
@@ -78,7 +74,6 @@ def judge(x, use="both", tolerance=None):
     same(found, want, tolerance or (1e-5 if single else HALF))
 
 
-@interpreted
 @pytest.mark.parametrize(
     "T, K, C, dtype",
     [
@@ -104,20 +99,17 @@ def starting(dtype=torch.float32, T=128, K=64, **where):
     return x
 
 
-@interpreted
 def test_weights_of_a_layer_at_its_start():
     """Where a mean that a step's rounding leaves in z would grow."""
     judge(starting())
 
 
-@interpreted
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_one_result_from_nothing_learned(use):
     """The state is a difference of weights, and so is its gradient."""
     judge(drawn(T=8, K=8, C=4, initial=False), use=use, tolerance=1e-4)
 
 
-@interpreted
 def test_a_mini_batch_that_teaches_nothing():
     """A last row of 0, to which the layer clamps."""
     x = drawn(T=8, K=8, C=4)
@@ -125,20 +117,17 @@ def test_a_mini_batch_that_teaches_nothing():
     judge(x)
 
 
-@interpreted
 def test_a_long_way_back():
     """100 mini-batches: the weights of the first are found from the last."""
     judge(drawn(B=1, T=200, H=1, K=8, C=2), tolerance=1e-4)
 
 
-@interpreted
 def test_views_that_are_not_contiguous():
     x = drawn(T=8, K=8, C=4)
     views = {n: t.mT.contiguous().mT for n, t in x.items() if t.dim() > 1}
     same(results(x | views, "triton"), results(x, "triton"), 0.0)
 
 
-@interpreted
 def test_kept_for_a_backward_only():
     x = drawn(T=8, K=8, C=4, initial=False)
     with ops.record_backends() as ran:
@@ -152,7 +141,6 @@ def test_kept_for_a_backward_only():
         dq.sum().backward()
 
 
-@interpreted
 def test_operator_passes_opcheck():
     x = drawn(T=4, K=4, C=4, initial=False)
     x |= {n: x[n].expand(2, *x[n].shape).contiguous() for n in ("W", "b")}
@@ -173,12 +161,10 @@ def one_graph(backend, x, tolerance):
     same(found, results(x, "triton"), tolerance)
 
 
-@interpreted
 def test_in_one_compiled_graph():
     one_graph("aot_eager", drawn(T=9, K=8, C=4), 1e-6)
 
 
-@interpreted
 def test_what_the_kernel_does_not_take():
     x = drawn(T=8, K=8, C=4)
     message = "backend: got 'triton', which needs one layer, heads of at most"
@@ -227,7 +213,7 @@ ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]
 ON_GPU += [(99, 100, 7), (260, 64, 1)]
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
@@ -237,19 +223,19 @@ def test_chunks_on_gpu(T, K, C, dtype):
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_a_layer_at_its_start_on_gpu(dtype):
     judge(starting(dtype, T=2048, device="cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in x.items()}
     same(results(x, "triton"), results(x, "triton"), 0.0)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_in_one_compiled_graph_on_gpu():
     one_graph("inductor", drawn(T=100, K=64, C=16, device="cuda"), 1e-5)

@@ -8,19 +8,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights.checks import relative_error
-from fastweights.kernels.tile import INTERPRETED
-
-interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="needs TRITON_INTERPRET=1 before Triton's import"
-)
-compiled = pytest.mark.skipif(
-    INTERPRETED, reason="TRITON_INTERPRET is set; this judges compiled code"
-)
-
-
-def on_gpu(test):
-    """A test of compiled code on a GPU."""
-    return pytest.mark.gpu(compiled(test))
 
 
 @contextmanager

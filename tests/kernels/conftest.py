@@ -1,0 +1,17 @@
+"""Kernels run in Triton's interpreter, or compiled, with the mark gpu."""
+
+from importlib.util import find_spec
+
+import pytest
+
+if not find_spec("triton"):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_or_compiled(request, poison):
+    from fastweights.kernels.tile import INTERPRETED
+
+    compiled = request.node.get_closest_marker("gpu") is not None
+    if compiled == INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1; with the mark gpu, none")
