@@ -305,7 +305,6 @@ def test_the_loss_of_every_kind(kind):
 REFUSING = {  # which have a recurrence or a convolution
     *("deltanet", "gated_deltanet", "gla", "kda", "lightning", "mamba"),
     *("mamba2", "mesanet", "mlstm", "recurrence", "retention", "titans"),
-    *("titans_gate", "titans_layer"),
 }
 
 

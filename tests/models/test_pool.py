@@ -304,7 +304,7 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference": torch.inference_mode,
 }
-SEVERAL = ("gated_deltanet", "softmax", "mamba", "lact", "titans_gate")
+SEVERAL = ("gated_deltanet", "softmax", "mamba", "lact", "titans")
 
 
 @torch.no_grad()

@@ -43,12 +43,6 @@ ttt-mlp: TTTMLP(D, 2, mini_batch=7, base_lr=1.0)
 titans: TitansMemory(D, 2, 4, chunk_size=6)
 titans-linear: TitansMemory(D, 2, 8, depth=1, chunk_size=4, conv_size=None,
     max_rate=0.02)
-titans-gate: MemoryAsGate(D, 2, window=5, persistent=2, chunk_size=4,
-    max_rate=0.02)
-titans-layer: MemoryAsLayer(D, 2, 8, window=3, persistent=3, depth=1,
-    chunk_size=3, conv_size=None, max_rate=0.01)
-titans-context: MemoryAsContext(D, 2, 3, window=6, persistent=2, expansion=2,
-    theta=100.0)
 lact: LaCT(D, 2, chunk_size=6, muon=False)
 lact-muon: LaCT(D, 2, chunk_size=20)
 lact-options: LaCT(D, 1, num_attention_heads=2, expansion=1.5, chunk_size=4,
@@ -89,7 +83,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
             last = key.rpartition(".")[2]
             if "norm" in key:
                 p.uniform_(0.5, 1.5)
-            elif last in ("D", "bias", "persistent"):
+            elif last in ("D", "bias"):
                 p.normal_()
             elif last == "A_log":
                 p.uniform_(-1.0, 1.0)

@@ -190,14 +190,6 @@ def packed(
     return dual.flatten([*since, *S, *began]).unflatten(-1, (3, -1))
 
 
-def recall(
-    q: Float[Tensor, "B H C K"], weights: Layers, norm: Norm | None
-) -> Float[Tensor, "B H C V"]:
-    """What these weights answer, all queries by the same."""
-    z = dual.apply(weights, q)[-1]
-    return z if norm is None else dual.layer_norm(z, norm)[0]
-
-
 def chunk(
     M: Layers,
     S: Layers,

@@ -39,8 +39,6 @@ from fastweights.layers.retention import (
 )
 from fastweights.layers.state import LayerState
 from fastweights.layers.titans import TitansMemory
-from fastweights.layers.titans_attention import MemoryAsGate, MemoryAsLayer
-from fastweights.layers.titans_context import MemoryAsContext
 from fastweights.layers.ttt import TTTMLP, TTTLinear
 
 __all__ = [
@@ -58,9 +56,6 @@ __all__ = [
     "LinearRecurrence",
     "Mamba",
     "Mamba2",
-    "MemoryAsContext",
-    "MemoryAsGate",
-    "MemoryAsLayer",
     "MesaNet",
     "MultiScaleRetention",
     "OutputNorm",

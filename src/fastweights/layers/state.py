@@ -24,9 +24,9 @@ class LayerState:
     A layer fills the fields that it has; the others are None. S and m are
     fp32 (fp64 in an fp64 layer) whatever the layer's dtype is: a state in
     half precision loses small writes. A pool may have S in bf16 all the same.
-    ``convolution``, ``window``, ``keys`` and ``values`` may be in any dtype: a
-    call reads them in its own, under autocast in that of autocast, writes
-    them in place in theirs, and makes new ones in its own.
+    ``convolution``, ``keys`` and ``values`` may be in any dtype: a call reads
+    them in its own, under autocast in that of autocast, writes them in place
+    in theirs, and makes new ones in its own.
 
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool
@@ -43,9 +43,6 @@ class LayerState:
     convolution: Float[Tensor, "N W-1 C"] | None = None
     """The last inputs of the short convolution, oldest first (LaCT: the last
     keys and values, of its window)."""
-
-    window: Float[Tensor, "N window C2"] | None = None
-    """The last keys and values of attention in a window beside a memory."""
 
     keys: Float[Tensor, "N capacity H K"] | None = None
     """Softmax attention's keys, by position in the sequence."""

@@ -185,7 +185,7 @@ class TitansMemory(Layer):
             position=rows.position,
             lengths=rows.lengths,
         )
-        y = self.put_out(rows.pack(o), x)
+        y = self.o_proj(self.norm(rows.pack(o), self.g_proj(x)))
         return y, LayerState(S=S, position=rows.after(), convolution=inputs)
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
@@ -194,9 +194,3 @@ class TitansMemory(Layer):
         # The paper's loss has no half: its theta counts twice.
         rate = 2 * self.max_rate * a.sigmoid()
         return rate, b.sigmoid(), F.logsigmoid(-c)
-
-    def put_out(
-        self, o: Float[Tensor, "B T H K"], x: Float[Tensor, "B T D"]
-    ) -> Float[Tensor, "B T D"]:
-        """y of what the memory has answered to x."""
-        return self.o_proj(self.norm(o, self.g_proj(x)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.ops import any_length
@@ -20,7 +20,6 @@ def window_attention(
     past: Float[Tensor, "N W-1 C"] | None = None,
     position: Int[Tensor, " N"] | None = None,
     lengths: Int[Tensor, " N"] | None = None,
-    always: Float[Tensor, "2 P H K"] | None = None,
 ) -> tuple[Float[Tensor, "N L H K"], Float[Tensor, "N W-1 C"]]:
     """Each token attends to itself and the window - 1 tokens before it.
 
@@ -33,7 +32,6 @@ def window_attention(
         past: [k | v] of the W - 1 tokens before, all heads side by side.
         position: tokens that each row has read before; None: none.
         lengths: tokens of each row; None: L.
-        always: keys and values that every token attends to besides.
 
     Returns:
         o, and the past of the tokens that follow.
@@ -41,7 +39,7 @@ def window_attention(
     N, L, H, K = q.shape
     before = window - 1
     if any_length.is_open(L):
-        tensors = [q, k, v, past, position, lengths, always]
+        tensors = [q, k, v, past, position, lengths]
         sizes = [N, before, 2 * H * K]
         return any_length.call("window", tensors, [window], sizes, k.dtype)
     both = torch.cat([k.flatten(2), v.flatten(2)], -1)
@@ -69,7 +67,6 @@ def window_attention(
     there = (start >= first).expand(N, count, -1)
     mask = (near & there[..., None, :]).flatten(0, 1)[:, None]
     queries = q.flatten(0, 1).transpose(1, 2)
-    keys, values, mask = seen_always(keys, values, mask, always)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     o = o.transpose(1, 2).unflatten(0, (N, count)).flatten(1, 2)[:, :L]
     if lengths is None:
@@ -82,28 +79,7 @@ def _open(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v, *rest = tensors
-    past, position, lengths, always = rest
-    return window_attention(
-        q, k, v, numbers[0], past, position, lengths, always
-    )
+    return window_attention(q, k, v, numbers[0], *rest)
 
 
 any_length.FUNCTIONS["window"] = _open
-
-
-def seen_always(
-    keys: Float[Tensor, "N H J K"],
-    values: Float[Tensor, "N H J K"],
-    mask: Bool[Tensor, "N 1 I J"],
-    always: Float[Tensor, "2 P H K"] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask with P in front that all rows share."""
-    if always is None:
-        return keys, values, mask
-    more = always.transpose(1, 2).to(keys.dtype)[:, None]
-    k, v = more.expand(-1, keys.shape[0], -1, -1, -1)
-    return (
-        torch.cat([k, keys], 2),
-        torch.cat([v, values], 2),
-        F.pad(mask, (k.shape[2], 0), value=True),
-    )

@@ -29,9 +29,6 @@ LAYERS: dict[str, type[nn.Module]] = {
     "retention": layers.MultiScaleRetention,
     "softmax": layers.SoftmaxAttention,
     "titans": layers.TitansMemory,
-    "titans_context": layers.MemoryAsContext,
-    "titans_gate": layers.MemoryAsGate,
-    "titans_layer": layers.MemoryAsLayer,
     "ttt_linear": layers.TTTLinear,
     "ttt_mlp": layers.TTTMLP,
 }
