@@ -15,18 +15,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands of a product as autocast has them; fp64 stays fp64."""
+def cast_for_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product in autocast's dtype if it is on, but fp64."""
     if not all(isinstance(x, Tensor) for x in operands):
         return operands
-    if not autocasts(operands[0]):
+    if not under_autocast(operands[0]):
         return operands
     dtype = torch.get_autocast_dtype(operands[0].device.type)
     narrow = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in operands)
 
 
-def autocasts(x: Tensor) -> bool:
+def under_autocast(x: Tensor) -> bool:
     """Whether autocast is on where x lies; "meta" has none."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
@@ -34,6 +34,6 @@ def autocasts(x: Tensor) -> bool:
 
 def without_autocast(q: Tensor) -> AbstractContextManager:
     """Where products stay as they are; entering autocast costs 5 us."""
-    if not autocasts(q):
+    if not under_autocast(q):
         return nullcontext()
     return torch.autocast(q.device.type, enabled=False)

@@ -35,12 +35,16 @@ from fastweights.arguments import (
     check_values,
     wrong_shape,
 )
-from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.dtypes import (
+    cast_for_autocast,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.ops.backends import (
     Backend,
     backend_for,
     check_backend,
-    ran,
+    record_run,
 )
 from fastweights.ops.members import (
     Keys,
@@ -137,7 +141,7 @@ def decode_step(
             needed; the message names the argument, what it got and what it
             needs.
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     _check(q, k, v, g, beta, state, rows, scale, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, g, beta, state, rows)
@@ -230,9 +234,9 @@ def _decode(
     if backend_for(backend, q) == "triton":
         from fastweights.kernels.decode import decode
 
-        ran("triton decode")
+        record_run("triton decode")
         return decode(q, k, v, g, beta, state, rows, scale)
-    ran("loop forward")
+    record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
@@ -310,7 +314,7 @@ def mlstm_step(
         ValueError: a shape, value or device does not fit, there are more than
             16 tokens, or a gradient is needed.
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     if state is None:
         raise TypeError("state: got NoneType, need a pair of tensors")
     check_dim("g", g, 3, "[B, T, HV]")
@@ -380,7 +384,7 @@ def linear_attention_step(
             )
         q, k = feature_map(q), feature_map(k)
     check_number("eps", eps, ">= 0")
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     _check_normalised(q, k, v, None, {"state": state}, rows, scale)
     dtype = compute_dtype(q.dtype)
     v_and_one = torch.cat(
@@ -430,7 +434,7 @@ def selective_step(
         ValueError: a shape, value or device does not fit, there are more than
             16 tokens, or a gradient is needed.
     """
-    x, B, C = autocast(x, B, C)
+    x, B, C = cast_for_autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)
     check_flags(dt_softplus=dt_softplus)
     if x.shape[1] > MAX_TOKENS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops.backends import ran
+from fastweights.ops.backends import record_run
 from fastweights.ops.registration import registered
 
 MAX_K = 128
@@ -41,7 +41,7 @@ def _solve(
 ) -> Tensor:
     from fastweights.kernels import mesa as kernel
 
-    ran("triton solve")
+    record_run("triton solve")
     matrices = (k, g, beta, ridge, initial_state, cu_seqlens)
     dtype = torch.bfloat16 if half else torch.float32
     return kernel.solve(b, *matrices, steps, dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastweights.deep.backends import by_kernel, widest
 from fastweights.dtypes import without_autocast
-from fastweights.ops.backends import ran
+from fastweights.ops.backends import record_run
 from fastweights.ops.registration import Operator
 
 MAX_K, MAX_C = 128, 16
@@ -41,7 +41,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     *inputs, keep = arguments
     q = inputs[0]
-    ran("triton forward")
+    record_run("triton forward")
     X = torch.empty_like(q) if keep else q.new_empty(0)
     with without_autocast(q):
         inputs.append(X if keep else None)
@@ -67,7 +67,7 @@ def _backward(
 
     q, k, v, rate, _, _, weight, bias, rows, kept, _ = arguments
     W_after, b_after, _ = kept
-    ran("triton backward")
+    record_run("triton backward")
     found = (do, dW_after, db_after)
     slopes = [
         torch.zeros_like(x) if dx is None else dx.contiguous()

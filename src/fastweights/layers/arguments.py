@@ -17,7 +17,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import DTYPES, autocasts, compute_dtype
+from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.state import LayerState, Offsets, leave_inference
 from fastweights.ops.projections import is_product
 from fastweights.private import traced
@@ -115,7 +115,7 @@ def check_input(
     out = layer.o_proj
     if (
         x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
-        and not autocasts(x)
+        and not under_autocast(x)
         and is_product(out, x)
     ):
         raise TypeError(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.dtypes import autocast
+from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import CheckedModule
 from fastweights.layers.parts import Factory, split_heads, upcast
@@ -177,4 +177,4 @@ def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
 def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
     inputs = initial(state, "convolution")
-    return None if inputs is None else inputs.to(autocast(x)[0].dtype)
+    return None if inputs is None else inputs.to(cast_for_autocast(x)[0].dtype)

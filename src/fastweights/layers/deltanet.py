@@ -17,7 +17,7 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 Heads = Float[Tensor, "B T H K"]
@@ -106,7 +106,9 @@ class DeltaNet(Layer):
         if not self.convolution.activation:
             q, k, v = self.features(q), self.features(k), F.silu(v)
         beta = write_strength(b, self.allow_neg_eigval)
-        o, S = recur(q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
 

@@ -18,7 +18,7 @@ from fastweights.layers.parts import (
     OutputNorm,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 
@@ -120,6 +120,8 @@ class GatedDeltaNet(Layer):
         a, b = ab.chunk(2, -1)
         b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
-        o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)

@@ -11,7 +11,7 @@ from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 
@@ -93,6 +93,8 @@ class GatedLinearAttention(Layer):
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         g = F.logsigmoid(upcast(f)) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
-        o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, g, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)

@@ -19,7 +19,7 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 
@@ -112,6 +112,8 @@ class KimiDeltaAttention(Layer):
         q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
         g = self.decay(f)
         beta = write_strength(b, self.allow_neg_eigval)
-        o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)

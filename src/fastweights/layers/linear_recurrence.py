@@ -21,7 +21,7 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 Rule = Literal["additive", "delta"]
@@ -134,6 +134,8 @@ class LinearRecurrence(Layer):
             g = self.decay(a)
         if b is not None:
             beta = write_strength(b, self.allow_neg_eigval)
-        o, S = recur(q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)

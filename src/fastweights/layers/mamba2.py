@@ -15,7 +15,7 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
-from fastweights.layers.state import LayerState, Offsets, recur
+from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 from fastweights.ops.projections import project
 
 Steps = Float[Tensor, "B T H"]
@@ -118,7 +118,7 @@ class Mamba2(Layer):
         xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
         C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
         dt, g = self.decay(dt)
-        o, S = recur(
+        o, S = continue_recurrence(
             C,
             B,
             (dt[..., None] * u).to(u.dtype),

@@ -23,9 +23,9 @@ from fastweights.layers.parts import (
 from fastweights.layers.state import (
     LayerState,
     Offsets,
+    continue_recurrence,
     lengths,
     positions,
-    recur,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ops.projections import project
@@ -92,7 +92,9 @@ class MultiScaleRetention(Layer):
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
-        o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
+        o, S = continue_recurrence(
+            q, k, v, g, state=state, cu_seqlens=cu_seqlens
+        )
         y = self.o_proj(self.norm(o, gate))
         position = lengths(x, cu_seqlens)
         if state is not None:
@@ -167,7 +169,9 @@ class LightningAttention(Layer):
             device=x.device,
             dtype=compute_dtype(q.dtype),
         )
-        o, S = recur(q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0)
+        o, S = continue_recurrence(
+            q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0
+        )
         o = o.flatten(2)[:, :, None]
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights import private
 from fastweights.arguments import readable
-from fastweights.dtypes import autocast
+from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.state import Offsets, sequence_of
 
 Heads = Float[Tensor, "B T H K"]
@@ -60,7 +60,7 @@ def packed_attention(
     than TILE tokens in all pay for a second forward in their backward, and a
     NaN in one of them reaches the gradients of the others.
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     # What stands after the last sequence is read as one more.
     offsets = F.pad(cu_seqlens, (0, 1), value=q.shape[1])
     if reads_offsets(q.device, q.dtype, q.shape[-1]):

@@ -237,7 +237,7 @@ def initial(state: LayerState | None, name: str) -> Tensor | None:
     return None if state is None else state.get(name)
 
 
-def recur(
+def continue_recurrence(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T HV V"],

@@ -26,9 +26,9 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import (
-    autocast,
-    autocasts,
+    cast_for_autocast,
     compute_dtype,
+    under_autocast,
     without_autocast,
 )
 from fastweights.layers.parts import upcast
@@ -67,7 +67,7 @@ def cross_entropy(
         the mean, [], fp32 (fp64 if x is).
     """
     if private.transformed():
-        logits = F.linear(*autocast(x, weight))
+        logits = F.linear(*cast_for_autocast(x, weight))
         return of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -157,7 +157,7 @@ def check_tokens(
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     """Raise for the first argument that does not fit the others."""
     check_tensors({"x": x, "weight": weight})
-    if weight.dtype != x.dtype and not autocasts(x):
+    if weight.dtype != x.dtype and not under_autocast(x):
         raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         wrong_shape("weight", weight, f"[V, {x.shape[-1]}]")
@@ -248,7 +248,7 @@ def _losses(
     By x in its dtype under autocast, and in fp32 (fp64) by weight.
     """
     made = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
-    x, weight = autocast(x, weight)
+    x, weight = cast_for_autocast(x, weight)
     return made(x, weight, targets, ignored, gradients)
 
 

@@ -179,7 +179,7 @@ def record_backends() -> Iterator[list[str]]:
         _records.pop()
 
 
-def ran(what: str) -> None:
+def record_run(what: str) -> None:
     """Tell the open records what runs."""
     for record in _records:
         record.append(what)

@@ -36,7 +36,7 @@ from fastweights.ops.backends import (
     KernelOrTorch,
     check_backend,
     choose_backend,
-    ran,
+    record_run,
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator
@@ -219,7 +219,7 @@ def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
 
 
-def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
     """A backend's name, and where its functions stand.
 
     Without a token PyTorch's, since there is nothing to launch.
@@ -249,9 +249,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a backend computes."""
     *inputs, heads, eps, silu, asked = arguments
-    backend, module = implementation(asked, x)
+    backend, module = _implementation(asked, x)
     check_offsets_on_host(inputs[-1], x.shape[1])
-    ran(f"{backend} forward")
+    record_run(f"{backend} forward")
     with without_autocast(x):
         return module.forward(x, *inputs, tuple(heads), eps, silu)
 
@@ -278,8 +278,8 @@ def _backward(
     nothing depends on it.
     """
     *others, heads, eps, silu, asked = arguments
-    backend, module = implementation(asked, x)
-    ran(f"{backend} backward")
+    backend, module = _implementation(asked, x)
+    record_run(f"{backend} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
         empty = new_outputs(x, heads)

@@ -25,7 +25,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import autocast, compute_dtype
+from fastweights.dtypes import cast_for_autocast, compute_dtype
 from fastweights.ops.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
@@ -129,7 +129,7 @@ def linear_attention(
     check_number("eps", eps, ">= 0")
     if not normalize:
         return linear_recurrence(q, k, v, None, None, **options)
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     state = options.get("initial_state")
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)

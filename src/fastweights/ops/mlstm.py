@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_number
-from fastweights.dtypes import autocast, compute_dtype
+from fastweights.dtypes import cast_for_autocast, compute_dtype
 from fastweights.ops.backends import Backend
 from fastweights.ops.members import (
     Keys,
@@ -87,7 +87,7 @@ def mlstm(
             of torch.func, or in forward-mode autograd, unless backend is
             "loop".
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_dim("g", g, 3, "[B, T, HV]")
     options: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,

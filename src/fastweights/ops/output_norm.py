@@ -29,7 +29,7 @@ from fastweights.ops.backends import (
     KernelOrTorch,
     check_backend,
     choose_backend,
-    ran,
+    record_run,
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator
@@ -78,7 +78,7 @@ def gated_rms_norm(
     """
     _check(o, weight, gate, activation, eps, backend)
     silu = activation == "silu"
-    if _choose(backend, o.device, o.dtype) == "torch":
+    if _backend_for(backend, o.device, o.dtype) == "torch":
         return _formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()
@@ -88,7 +88,7 @@ def gated_rms_norm(
 
 
 @private.constant_in_graphs
-def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+def _backend_for(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that runs, which torch.compile asks for as it traces."""
     refuse_fp64(asked, dtype, "o")
     if asked != "torch" and choose_backend(asked, device, dtype) == "triton":
@@ -145,7 +145,7 @@ def _forward(
     """y; o and weight are contiguous."""
     from fastweights.kernels import output_norm
 
-    ran("triton forward")
+    record_run("triton forward")
     return output_norm.forward(o, weight, gate, silu, eps)
 
 
@@ -164,7 +164,7 @@ def _backward(
     """Gradients of o, weight and gate, in their dtypes and contiguous."""
     from fastweights.kernels import output_norm
 
-    ran("triton backward")
+    record_run("triton backward")
     dy = o.new_zeros(_fake(o).shape) if dy is None else dy
     return output_norm.backward(dy.contiguous(), o, weight, gate, silu, eps)
 

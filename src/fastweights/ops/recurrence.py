@@ -21,12 +21,16 @@ from fastweights.arguments import (
     check_arguments,
     check_values,
 )
-from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.dtypes import (
+    cast_for_autocast,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.ops.backends import (
     Backend,
     backend_for,
     check_backend,
-    ran,
+    record_run,
 )
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.registration import Operator
@@ -109,7 +113,7 @@ def linear_recurrence(
     ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
     Shard(2) of what has tokens, Shard(1) of the states.
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
     )
@@ -149,7 +153,7 @@ def _loop(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
-    ran("loop forward")
+    record_run("loop forward")
     if cu_seqlens is not None and cu_seqlens.is_meta:
         raise ValueError(
             "cu_seqlens: got a tensor on the device meta, need one with "
@@ -176,7 +180,7 @@ def _forward(
     """What a backend computes, and what its backward re-uses."""
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    ran(f"{backend} forward")
+    record_run(f"{backend} forward")
     with without_autocast(q):
         return module.forward(q, *inputs, chunk_size)
 
@@ -197,7 +201,7 @@ def _backward(
     """Gradients of the inputs up to initial_state that are not None."""
     *inputs, chunk_size, asked = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    ran(f"{backend} backward")
+    record_run(f"{backend} backward")
     with without_autocast(q):
         return module.backward(do, dstate, q, *inputs, chunk_size)
 

@@ -30,11 +30,15 @@ from fastweights.arguments import (
     count_sequences,
     wrong_shape,
 )
-from fastweights.dtypes import autocast, compute_dtype, without_autocast
+from fastweights.dtypes import (
+    cast_for_autocast,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.ops.backends import (
     check_backend,
     choose_backend,
-    ran,
+    record_run,
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator, needs_gradient
@@ -115,7 +119,7 @@ def selective_scan(
             of torch.func, or in forward-mode autograd, unless backend is
             "loop".
     """
-    x, B, C = autocast(x, B, C)
+    x, B, C = cast_for_autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_backend(backend)
@@ -206,7 +210,7 @@ def _loop(
 
     y is in the dtype of the arithmetic.
     """
-    ran("loop forward")
+    record_run("loop forward")
     full, G = compute_dtype(x.dtype), B.shape[2]
     with without_autocast(x):
         first = first_states(x, A, initial_state, cu_seqlens)
@@ -230,7 +234,7 @@ def _loop(
         return y, torch.cat(states).flatten(1, 2)
 
 
-def implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
+def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
     """A backend's name, and where its functions stand."""
     refuse_fp64(asked, x.dtype, "x, B and C")
     backend = choose_backend(asked, x.device, x.dtype)
@@ -270,8 +274,8 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     y is in x's dtype, with ``full`` in that of the arithmetic.
     """
     *inputs, keep, full, asked = arguments
-    backend, module = implementation(asked, x)
-    ran(f"{backend} forward")
+    backend, module = _implementation(asked, x)
+    record_run(f"{backend} forward")
     _, A, B, *_, cu_seqlens = inputs
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     with without_autocast(x):
@@ -289,7 +293,7 @@ def _fake(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, cu_seqlens, keep, full, asked = others
-    _, module = implementation(asked, x)
+    _, module = _implementation(asked, x)
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = x.new_empty(x.shape, dtype=y_dtype(x, full))
@@ -305,8 +309,8 @@ def _backward(
     depends on that result.
     """
     *inputs, (states,), _, _, asked = arguments
-    backend, module = implementation(asked, x)
-    ran(f"{backend} backward")
+    backend, module = _implementation(asked, x)
+    record_run(f"{backend} backward")
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
     with without_autocast(x):
