@@ -16,18 +16,14 @@ class Reading:
 
     targets: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
-    held: int = 0  # most entries that the memory had at a question
-    table: frozenset = frozenset()  # the memory then, the first time
 
     def nothing(self, count=1):
         self.targets += [NO] * count
         self.groups += [NO] * count
 
-    def answer(self, target, group, memory):
+    def answer(self, target, group):
         self.targets.append(target)
         self.groups.append(group)
-        if len(memory) > self.held:
-            self.held, self.table = len(memory), frozenset(memory.items())
 
 
 def pair(task, tokens, first):
@@ -55,7 +51,7 @@ def associative_recall(task, tokens):
         if key:
             assert key in memory and key not in asked
             asked.add(key)
-            found.answer(memory[key], 0, memory)
+            found.answer(memory[key], 0)
             found.nothing()
         else:
             found.nothing(2)
@@ -85,7 +81,7 @@ def rewriting(task, tokens):
         assert ask == 1 and key not in asked
         asked.add(key)
         found.nothing()
-        found.answer(memory[key], 0, memory)
+        found.answer(memory[key], 0)
     assert asked == set(memory)
     return found
 
@@ -108,8 +104,7 @@ def needles(task, tokens):
         elif token == 1 and segments == task.segments and not questions:
             mark = tokens.pop(0)
             assert mark in marks
-            memory = marks if task.level == 1 else marks | local
-            found.answer(marks[mark], 0, memory)
+            found.answer(marks[mark], 0)
             assert [*marks][marked] == mark
             marked += 1
         elif token == 1:
@@ -119,7 +114,7 @@ def needles(task, tokens):
             if task.level == 1:
                 found.nothing()
             else:
-                found.answer(local[key], 1, marks | local)
+                found.answer(local[key], 1)
         else:
             assert token == 3 + len(marks) and (not segments or not questions)
             assert segments < task.segments
@@ -154,7 +149,7 @@ def scope(task, tokens):
             assert 4 <= key < 4 + task.keys and key not in asked
             asked.add(key)
             inside = key in memory
-            found.answer(memory.get(key, 3), int(not inside), memory)
+            found.answer(memory.get(key, 3), int(not inside))
         assert len(asked & set(memory)) == task.questions
         others = before - set(memory)
         wanted = min(task.questions, len(others))
@@ -172,9 +167,8 @@ def apply(permutation, things):
     return after
 
 
-def permutations(kind, n):
-    """In lexicographic order; of kind A those made of an even number of
-    swaps, by sorting."""
+def permutations(n):
+    """In lexicographic order, and which of them are swaps, by sorting."""
 
     def all_of(left):
         if not left:
@@ -195,8 +189,6 @@ def permutations(kind, n):
         return count
 
     every = all_of(list(range(n)))
-    if kind == "A":
-        every = [p for p in every if swaps(p) % 2 == 0]
     return every, [i for i, p in enumerate(every) if swaps(p) == 1]
 
 
@@ -206,7 +198,7 @@ def state_tracking(task, tokens):
     if kind == "Z":
         inputs = list(range(n))
     else:
-        every, swaps = permutations(kind, n)
+        every, swaps = permutations(n)
         inputs = swaps if task.inputs == "swaps" else list(range(len(every)))
     first = 1 + task.parts * len(inputs)
     assert tokens[0] == 0
@@ -228,21 +220,7 @@ def state_tracking(task, tokens):
             # The product takes i to where thing i has come.
             state = every.index([things.index(i) for i in range(n)])
         found.nothing(task.parts - 1)
-        found.answer(first + state, 0, {"state": state})
-    return found
-
-
-def selective_copying(task, tokens):
-    found, memory = Reading(), []
-    for i, token in enumerate(tokens):
-        if i < task.text:
-            assert token == 0 or 2 <= token < task.vocabulary
-            memory += [token] if token else []
-            found.nothing()
-        else:
-            assert token == 1
-            place = i - task.text
-            found.answer(memory[place], 0, dict(enumerate(memory)))
+        found.answer(first + state, 0)
     return found
 
 
@@ -254,7 +232,6 @@ READERS = {
     "Scope": scope,
     "Sections": scope,
     "StateTracking": state_tracking,
-    "SelectiveCopying": selective_copying,
 }
 
 

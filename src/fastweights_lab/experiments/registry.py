@@ -12,7 +12,6 @@ from fastweights_lab.tasks import (
     RepeatedRecall,
     Scope,
     Sections,
-    SelectiveCopying,
     StateTracking,
     Task,
 )
@@ -129,18 +128,6 @@ LOW = (1e-3, 3e-3, 1e-2)
 LOWER = (3e-4, *LOW)
 
 
-def hybrids(name: str, **options: Any) -> dict[str, Variant]:
-    """Four layers of this recurrence, of which none, 1 or 2 are softmax."""
-    return {
-        f"{name}, {n} softmax": Variant(
-            (4 // (n or 4) - bool(n)) * ("recurrence",)
-            + bool(n) * ("convolved_softmax",),
-            {"recurrence": options},
-        )
-        for n in (0, 1, 2)
-    }
-
-
 def live(*only: str, steps: int = 0, lr: float = 3e-3) -> dict[str, Any]:
     """What a chapter runs: one rate and seed, some variants, some steps."""
     found: dict[str, Any] = {"lrs": (lr,), "seeds": (0,)}
@@ -168,17 +155,6 @@ EXPERIMENTS: dict[str, Grid] = {
         sizes=((2, 8), (2, 16), (2, 32)),
         lrs=(3e-3, 1e-2, 3e-2),
         quick={**live(*FOUR), "sizes": ((2, 8), (2, 16))},
-    ),
-    "hybrid": Grid(
-        "How many softmax layers of four buy back recall?",
-        **recalls(AssociativeRecall, 16, 32, 48, length=192),
-        variants={
-            **hybrids("linear", rule="additive", decay=None),
-            **hybrids("gated delta", **SLOW),
-            "4 softmax": softmax(),
-        },
-        settings={"num_layers": 4, "steps": 2000},
-        quick=live(steps=300),
     ),
     "overwriting": Grid(
         "Which of a key's values came last?",
@@ -255,20 +231,6 @@ EXPERIMENTS: dict[str, Grid] = {
         lrs=LOW,
         quick=live(),
     ),
-    "modulo-3": Grid(
-        "What is a sum modulo 3, with two steps per number?",
-        **tracking("Z3", 16, *LENGTHS, trained=16, parts=2),
-        settings={**TRACKS, "steps": 800},
-        lrs=LOWER,
-        quick=live("beta up to 2", "beta up to 1"),
-    ),
-    "swaps-of-3": Grid(
-        "Which order are three things in, after swaps?",
-        **tracking("S3", *LENGTHS, inputs="swaps"),
-        settings={**TRACKS, "steps": 800},
-        lrs=LOW,
-        quick=live(),
-    ),
     "swaps-of-5": Grid(
         "Which order are five things in, after swaps?",
         **tracking("S5", *LENGTHS, inputs="swaps"),
@@ -277,27 +239,18 @@ EXPERIMENTS: dict[str, Grid] = {
         quick=live("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
     ),
     "orders-of-3": Grid(
-        "The same, after any reordering, with one step for each?",
+        "Which order are three things in, at one step per reordering?",
         **tracking("S3", 16, *LENGTHS, trained=16),
         settings={**TRACKS, "steps": 1600},
         lrs=LOWER,
         quick=live("beta up to 2"),
     ),
     "orders-of-3-by-two": Grid(
-        "And with two steps for each?",
+        "And at two steps per reordering?",
         **tracking("S3", 16, *LENGTHS, trained=16, parts=2),
         settings={**TRACKS, "steps": 1600},
         lrs=LOWER,
         quick=live("beta up to 2", lr=2e-3),
-    ),
-    "copying": Grid(
-        "Which values stood among the blanks, in order?",
-        train=(SelectiveCopying(),),
-        tests={
-            f"{n} positions": SelectiveCopying(text=n) for n in (48, 96, 192)
-        },
-        variants=FAMILY,
-        quick=live(*FOUR, steps=600),
     ),
 }
 """By name: ``fastweights experiments NAME``."""

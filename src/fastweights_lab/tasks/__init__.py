@@ -14,11 +14,9 @@
 | :class:`Scope` | the value of a key, unless a reset came between |
 | :class:`Sections` | the last of two values, unless a reset came between |
 | :class:`StateTracking` | the running product of a group's elements |
-| :class:`SelectiveCopying` | values in their order, without the blanks |
 """
 
-from fastweights_lab.tasks.batch import ASK, BLANK, IGNORE, Batch, Task
-from fastweights_lab.tasks.copying import SelectiveCopying
+from fastweights_lab.tasks.batch import ASK, IGNORE, Batch, Task
 from fastweights_lab.tasks.needles import Needles
 from fastweights_lab.tasks.recall import (
     AssociativeRecall,
@@ -30,7 +28,6 @@ from fastweights_lab.tasks.states import StateTracking
 
 __all__ = [
     "ASK",
-    "BLANK",
     "IGNORE",
     "AssociativeRecall",
     "Batch",
@@ -39,7 +36,6 @@ __all__ = [
     "RepeatedRecall",
     "Scope",
     "Sections",
-    "SelectiveCopying",
     "StateTracking",
     "Task",
 ]

@@ -8,7 +8,6 @@ no answer is read as one more thing to remember.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, get_args, get_type_hints
@@ -23,8 +22,8 @@ from fastweights.layers.arguments import check_one_of
 IGNORE = -100
 """The target and the group of a position at which nothing is asked."""
 
-BLANK, ASK = 0, 1
-"""A token that says nothing, and the one that announces a question."""
+ASK = 1
+"""The token that announces a question."""
 
 SEEDS = 2**32
 
@@ -173,25 +172,6 @@ class Task(ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens T of a sequence."""
-
-    @property
-    @abstractmethod
-    def held(self) -> int:
-        """Pairs that have to be remembered at the same time, at most.
-
-        A state of K x V numbers that adds up k v^T holds K pairs exactly if
-        their keys are orthogonal, and none holds more of them in general.
-        """
-
-    @property
-    def bits(self) -> float:
-        """Bits of the smallest state that can answer everything.
-
-        log2 of how many different tables of answers there are to tell apart
-        when most has to be held, given which keys may be asked about. Here
-        any of the values for each pair.
-        """
-        return self.held * math.log2(self.values)
 
     @property
     def chance(self) -> float:

@@ -111,10 +111,6 @@ class Needles(Task):
     def _segment(self) -> int:
         return 1 + 2 * (self.pairs + self.questions)
 
-    @property
-    def held(self) -> int:
-        return self.marked + (self.pairs if self.level > 1 else 0)
-
     def draw(self, rows: int, draws: Draws) -> Batch:
         hay = self._haystack(rows, draws)
         markers = MARK + torch.arange(self.marked, device=draws.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,15 +80,6 @@ class AssociativeRecall(Task):
         check_enough("vocabulary", self.vocabulary, need, "keys and values")
 
     @property
-    def held(self) -> int:
-        return self.pairs
-
-    @property
-    def bits(self) -> float:
-        values = self.vocabulary - self.vocabulary // 2
-        return math.log2(math.perm(values, self.pairs))
-
-    @property
     def chance(self) -> float:
         return 1 / (self.vocabulary - self.vocabulary // 2)
 
@@ -152,10 +142,6 @@ class _Written(Task):
     @property
     def length(self) -> int:
         return 2 * self.pairs * (self.writes + 1)
-
-    @property
-    def held(self) -> int:
-        return self.pairs
 
     def _names(self, rows: int, draws: Draws) -> Tensor:
         """The keys' tokens, [rows, n]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -88,16 +87,6 @@ class Scope(Task):
     def length(self) -> int:
         segment = 1 + 2 * self.pairs * self.writes + 4 * self.questions
         return self.segments * segment
-
-    @property
-    def held(self) -> int:
-        return self.pairs
-
-    @property
-    def bits(self) -> float:
-        """Every key may be asked about: which ones hold counts too."""
-        which = math.log2(math.comb(self.keys, self.pairs))
-        return which + self.pairs * math.log2(self.values)
 
     @property
     def chance(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -22,11 +21,11 @@ class StateTracking(Task):
 
         BOS x1 x2 x3 ..       targets: -  x1  x1 x2  x1 x2 x3  ..
 
-    ``group`` is Z2 (parity: x is 0 or 1), Zm (sums modulo m), S3, S4, S5
-    (all permutations of so many things) or A4, A5 (the even ones). Each x is
-    drawn from all elements, or from the swaps of two things alone, which
-    S3 to S5 have: one reflection of the state each. A product is made from
-    left to right, as things are done: first x1, then x2.
+    ``group`` is Z2 (parity: x is 0 or 1), Zm (sums modulo m), or
+    S3, S4, S5 (all permutations of so many things). Each x is drawn from
+    all elements, or from the swaps of two things alone, which S3 to S5
+    have: one reflection of the state each. A product is made from left to
+    right, as things are done: first x1, then x2.
 
     With ``parts`` = n each element is n tokens, of which each says the same
     element as its part 1, 2, .., n of it, and the target is at the last. A
@@ -46,7 +45,7 @@ class StateTracking(Task):
     kinds = ("state",)
 
     group: str = "Z2"
-    """Z2, Z3, .., S2 to S5, A3 to A5."""
+    """Z2, Z3, .., S2 to S5."""
 
     inputs: Literal["all", "swaps"] = "all"
     """What x is drawn from."""
@@ -80,14 +79,6 @@ class StateTracking(Task):
     @property
     def length(self) -> int:
         return 1 + self.parts * self.elements
-
-    @property
-    def held(self) -> int:
-        return 1
-
-    @property
-    def bits(self) -> float:
-        return math.log2(len(elements(self.group)))
 
     @property
     def chance(self) -> float:
@@ -151,9 +142,6 @@ def _products(group: str, device: torch.device) -> Tensor:
 
 # Finite groups as tables: cyclic ones, and permutations.
 
-GROUPS = "Z2, Z3, .., S2, S3, .., S5, or A3, A4, A5"
-"""What the groups are called."""
-
 Table = tuple[tuple[int, ...], ...]
 
 
@@ -161,26 +149,19 @@ Table = tuple[tuple[int, ...], ...]
 def elements(name: str) -> tuple[tuple[int, ...], ...]:
     """The group's elements, the neutral one first.
 
-    Z5's are (0,) to (4,). Those of S5 and A5 are permutations p of 0 to 4 in
+    Z5's are (0,) to (4,). Those of S5 are permutations p of 0 to 4 in
     lexicographic order, which take i to p[i].
 
     Raises:
         ValueError: there is no such group here.
     """
-    found = re.fullmatch(r"Z([1-9]\d{0,3})|([SA])([1-5])", name)
-    if found is None or name in ("Z1", "S1", "A1", "A2"):
-        raise ValueError(f"group: got {name!r}, need {GROUPS}")
-    size, kind, degree = found.groups()
+    found = re.fullmatch(r"Z([1-9]\d{0,3})|S([1-5])", name)
+    if found is None or name in ("Z1", "S1"):
+        raise ValueError(f"group: got {name!r}, need Z2, Z3, .. or S2 to S5")
+    size, degree = found.groups()
     if size is not None:
         return tuple((i,) for i in range(int(size)))
-    permutations = itertools.permutations(range(int(degree)))
-    return tuple(p for p in permutations if kind == "S" or even(p))
-
-
-def even(p: tuple[int, ...]) -> bool:
-    """Whether a permutation is a product of an even number of swaps."""
-    turned = sum(a > b for a, b in itertools.combinations(p, 2))
-    return turned % 2 == 0
+    return tuple(itertools.permutations(range(int(degree))))
 
 
 @cache
