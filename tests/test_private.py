@@ -11,7 +11,7 @@ from inputs import member, results
 
 import fastweights as fw
 from fastweights import private
-from fastweights.ops.projections import is_product
+from fastweights.layers.plain_modules import is_product
 
 NAMES = (
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),

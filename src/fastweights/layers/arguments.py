@@ -18,8 +18,8 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
+from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops.projections import is_product
 from fastweights.private import traced
 from fastweights.serving import NARROW
 

@@ -13,13 +13,13 @@ from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import CheckedModule
 from fastweights.layers.parts import Factory, split_heads, upcast
+from fastweights.layers.plain_modules import is_plain, source_of
 from fastweights.layers.state import LayerState, Offsets, initial
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,
     short_convolution,
 )
-from fastweights.ops.projections import is_plain, untouched
 
 Inputs = Float[Tensor, "N W-1 C"]
 
@@ -80,7 +80,7 @@ class ShortConvolution(CheckedModule):
         )
 
 
-TAPS = untouched(ShortConvolution)
+TAPS = source_of(ShortConvolution)
 
 
 class HeadsConvolution(CheckedModule):

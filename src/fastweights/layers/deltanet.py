@@ -17,8 +17,8 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {

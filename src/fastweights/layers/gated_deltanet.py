@@ -18,8 +18,8 @@ from fastweights.layers.parts import (
     OutputNorm,
     write_strength,
 )
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 
 class GatedDeltaNet(Layer):

@@ -11,8 +11,8 @@ from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 
 class GatedLinearAttention(Layer):

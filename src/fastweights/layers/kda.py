@@ -19,8 +19,8 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 
 class KimiDeltaAttention(Layer):

@@ -21,8 +21,8 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel"]

@@ -15,8 +15,8 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
+from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.ops.projections import project
 
 Steps = Float[Tensor, "B T H"]
 

@@ -10,13 +10,13 @@ from fastweights.arguments import check_number
 from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
+from fastweights.layers.projections import project
 from fastweights.layers.state import (
     LayerState,
     Offsets,
     in_place,
 )
 from fastweights.ops.mlstm import mlstm
-from fastweights.ops.projections import project
 from fastweights.serving import mlstm_step
 
 

@@ -20,6 +20,7 @@ from fastweights.layers.parts import (
     rotary,
     split_heads,
 )
+from fastweights.layers.projections import project
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -28,7 +29,6 @@ from fastweights.layers.state import (
     positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
-from fastweights.ops.projections import project
 
 
 class MultiScaleRetention(Layer):

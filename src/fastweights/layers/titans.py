@@ -20,9 +20,9 @@ from fastweights.layers.arguments import (
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, upcast
+from fastweights.layers.plain_modules import is_untouched, source_of
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial
-from fastweights.ops.projections import is_untouched, untouched
 
 
 class Start(CheckedModule):
@@ -82,7 +82,7 @@ class Start(CheckedModule):
         self.norm_weight.fill_(1)
 
 
-START = untouched(Start)
+START = source_of(Start)
 
 
 class TitansMemory(Layer):

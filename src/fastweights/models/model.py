@@ -17,6 +17,7 @@ from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.arguments import check_one_of
 from fastweights.layers.layer import CheckedModule, extrapolate
+from fastweights.layers.plain_modules import is_plain, is_product, source_of
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
@@ -25,13 +26,12 @@ from fastweights.models.loss import (
     of_logits,
     token_losses,
 )
-from fastweights.ops.projections import is_plain, is_product, untouched
 
 States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
 
 
-EMBEDDING = untouched(nn.Embedding)
+EMBEDDING = source_of(nn.Embedding)
 
 
 class SwiGLU(nn.Module):

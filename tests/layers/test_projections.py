@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastweights.ops import projections
-from fastweights.ops.projections import SUM, Projections, project
+from fastweights.layers import projections
+from fastweights.layers.projections import SUM, Projections, project
 
 D, WIDTHS = 6, (9, 3, 5)
 

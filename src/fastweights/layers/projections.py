@@ -9,7 +9,6 @@ which costs it next to nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights import private
-from fastweights.arguments import PLAIN
+from fastweights.layers.plain_modules import is_product
 from fastweights.ops.flops import FORMULAS, Shape
 from fastweights.ops.registration import past_dispatcher, registered
-
-Untouched = tuple[type[nn.Module] | None, Callable]
 
 
 def project(
@@ -32,7 +29,7 @@ def project(
     """Each module's output for x, None for a module that is None.
 
     That is all it is, for any modules. Those that are an ``nn.Linear``
-    without a bias which nobody has touched (:func:`is_plain`) add their
+    without a bias which nobody has touched (:func:`.is_product`) add their
     gradients of x up in one place, without a tensor for each.
     """
     one_by_one = not (torch.is_grad_enabled() and x.requires_grad)
@@ -54,57 +51,6 @@ def project(
         None if m is None else next(found) if product else m(x)
         for m, product in pairs
     ]
-
-
-def is_product(module: nn.Module, x: Tensor) -> bool:
-    """Whether the module is x W^T, and nothing else."""
-    return is_plain(module, LINEAR, x.device) and module.bias is None
-
-
-def untouched(kind: type[nn.Module]) -> Untouched:
-    """A class of modules, and the forward that stands in its source."""
-    forward = kind.forward
-    its = vars(sys.modules[kind.__module__])
-    # One that somebody has put there before this module was imported is not.
-    return kind if forward.__globals__ is its else None, forward
-
-
-def is_untouched(module: nn.Module, kind: Untouched) -> bool:
-    """Whether a call of the module is that which stands in its source.
-
-    A subclass, a parametrization or a unit of FSDP is of another class;
-    adapters and offloaders put a forward of their own on the object or on
-    the class; hooks look at a call or renew the weight before it.
-    """
-    there = module.__dict__
-    return type(module) is kind[0] and not (
-        getattr(module.forward, "__func__", None) is not kind[1]
-        or there["_forward_hooks"]
-        or there["_forward_pre_hooks"]
-        or there["_backward_hooks"]
-        or there["_backward_pre_hooks"]
-        or private.hooked_globally()
-    )
-
-
-def is_plain(module: nn.Module, kind: Untouched, device: torch.device) -> bool:
-    """Whether using a module's weight is the same as calling the module.
-
-    Its weight is used past its forward only where this is true; elsewhere
-    the module is called. What is sharded or offloaded is no plain tensor on
-    ``device``.
-    """
-    if not is_untouched(module, kind):
-        return False
-    weight, bias = module.weight, getattr(module, "bias", None)
-    return (
-        type(weight) in PLAIN
-        and weight.device == device
-        and (bias is None or (type(bias) in PLAIN and bias.device == device))
-    )
-
-
-LINEAR = untouched(nn.Linear)
 
 
 class Projections(torch.autograd.Function):

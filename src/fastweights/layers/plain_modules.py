@@ -1,0 +1,69 @@
+"""Modules whose weights may be used as their forward would use them.
+
+A layer hands several weights to one operator, which passes the modules'
+calls by. Only of a module that nobody has touched does that give the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fastweights import private
+from fastweights.arguments import PLAIN
+
+Source = tuple[type[nn.Module] | None, Callable]
+
+
+def source_of(kind: type[nn.Module]) -> Source:
+    """A class of modules, and the forward that stands in its source."""
+    forward = kind.forward
+    its = vars(sys.modules[kind.__module__])
+    # One that somebody has put there before this module was imported is not.
+    return kind if forward.__globals__ is its else None, forward
+
+
+def is_untouched(module: nn.Module, source: Source) -> bool:
+    """Whether a call of the module is that which stands in its source.
+
+    A subclass, a parametrization or a unit of FSDP is of another class;
+    adapters and offloaders put a forward of their own on the object or on
+    the class; hooks look at a call or renew the weight before it.
+    """
+    there = module.__dict__
+    return type(module) is source[0] and not (
+        getattr(module.forward, "__func__", None) is not source[1]
+        or there["_forward_hooks"]
+        or there["_forward_pre_hooks"]
+        or there["_backward_hooks"]
+        or there["_backward_pre_hooks"]
+        or private.hooked_globally()
+    )
+
+
+def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
+    """Whether using a module's weight is the same as calling the module.
+
+    Its weight is used past its forward only where this is true; elsewhere
+    the module is called. What is sharded or offloaded is no plain tensor on
+    ``device``.
+    """
+    if not is_untouched(module, source):
+        return False
+    weight, bias = module.weight, getattr(module, "bias", None)
+    return (
+        type(weight) in PLAIN
+        and weight.device == device
+        and (bias is None or (type(bias) in PLAIN and bias.device == device))
+    )
+
+
+LINEAR = source_of(nn.Linear)
+
+
+def is_product(module: nn.Module, x: Tensor) -> bool:
+    """Whether the module is x W^T, and nothing else."""
+    return is_plain(module, LINEAR, x.device) and module.bias is None
