@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from inputs import GATES, RULES, member, results
 from kernel_judge import (
     BUDGET,
+    DEVICES,
     HALF,
     PRODUCTS,
     needs_memory,
+    places,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,14 +153,6 @@ def packed(lengths, dtype=torch.int64, device="cpu"):
     return {"cu_seqlens": offsets}
 
 
-def member_of_case(gate, rule, case):
-    T, H, HV, K, V, chunk_size, dtype, initial = case
-    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
-    if not initial:
-        del x["initial_state"]
-    return x, dtype, chunk_size
-
-
 class RoundedProducts(TorchDispatchMode):
     """Operands of matrix products are rounded as the kernels round theirs.
 
@@ -264,18 +258,6 @@ def correlated_keys(gate, *, beta, cosine, B=1, T=150, D=64):
     return x
 
 
-def uneven_keys(gate, longest, T=150, D=64):
-    """Steps beta |k|^2 below 1, by keys of length 1 and longest in turns.
-
-    The inverse has products of the long keys in it, which fp16 may not.
-    """
-    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
-    length = torch.where(torch.arange(T) % 2 == 0, 1.0, longest)[:, None]
-    x["k"] = x["k"] * length[..., None]
-    x["beta"] = x["beta"] / length**2
-    return x
-
-
 HARD = {
     "identical-beta-0": {"beta": 0.0, "cosine": 1.0},
     "identical-beta-1": {"beta": 1.0, "cosine": 1.0},
@@ -283,13 +265,19 @@ HARD = {
     "cosine-0.9-beta-1": {"beta": 1.0, "cosine": 0.9},
     "cosine-0.9-beta-2": {"beta": 2.0, "cosine": 0.9},
 }
-KEYS = pytest.mark.parametrize("keys", HARD.values(), ids=HARD)
 
 
+@DEVICES
 @crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
-def test_loop(gate, rule, case):
-    x, dtype, chunk_size = member_of_case(gate, rule, case)
-    judge(cast(x, dtype), budget_of(dtype), chunk_size=chunk_size)
+def test_loop(gate, rule, case, device, record_property):
+    T, H, HV, K, V, chunk_size, dtype, initial = case
+    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
+    if not initial:
+        del x["initial_state"]
+    dtype = dtype if device == "cpu" else torch.bfloat16
+    budget, label = budget_of(dtype), f"sizes, {dtype}"
+    x = cast(x, dtype, device)
+    judge(x, budget, record_property, label, chunk_size=chunk_size)
 
 
 @crossed(
@@ -298,9 +286,13 @@ def test_loop(gate, rule, case):
     rule=RULES,
     seldom=["fixed"],
 )
-def test_constant_gates(gate, rule, strength):
-    x = member(gate, rule, T=130, K=64, V=64, HV=1, strength=strength)
-    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
+@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_constant_gates(gate, rule, strength, device, dtype, record_property):
+    T, HV = (130, 1) if device == "cpu" else (500, 2)
+    x = member(gate, rule, T=T, K=64, V=64, HV=HV, strength=strength)
+    budget, label = budget_of(dtype), f"constant gates, {dtype}"
+    x = cast(x, dtype, device)
+    judge_gates(*judge(x, budget, record_property, label), budget)
 
 
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
@@ -312,15 +304,25 @@ def test_gates_that_open_again(gate):
 
 
 @crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
-def test_correlated_keys(gate, keys):
-    x = correlated_keys(gate, **keys)
-    judge_amplified(cast(x, torch.float16))
+@places(cpu=["float16"], cuda=["float32", "bfloat16"])
+def test_correlated_keys(gate, keys, device, dtype):
+    judge_amplified(cast(correlated_keys(gate, **keys), dtype, device))
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_keys_of_uneven_length(gate, matmul_precision):
+@places(cpu=["float32"], cuda=["float16", "bfloat16"])
+def test_keys_of_uneven_length(gate, device, dtype, matmul_precision):
+    """Steps beta |k|^2 below 1, by keys of length 1 and longest in turns.
+
+    The inverse has products of the long keys in it, which fp16 may not.
+    """
     matmul_precision("medium")
-    judge(cast(uneven_keys(gate, 1000.0), torch.float32), HALF)
+    T, D, longest = 150, 64, 300.0 if dtype == torch.float16 else 1000.0
+    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
+    length = torch.where(torch.arange(T) % 2 == 0, 1.0, longest)[:, None]
+    x["k"] = x["k"] * length[..., None]
+    x["beta"] = x["beta"] / length**2
+    judge(cast(x, dtype, device), HALF)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -362,62 +364,64 @@ def test_what_a_chunk_leaves_in_fp16(gate):
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
-def one_strong_gate(rule, strongest):
+@pytest.mark.parametrize("rule", RULES)
+@places(cpu=["float16"], cuda=["bfloat16"])
+@pytest.mark.parametrize("strongest", [-5.0, -14.0, -50.0])
+def test_one_strong_gate_a_channel(rule, strongest, device, dtype):
     """In a chunk whose decay still has a bound; the rest hardly forget."""
     x = member("vector", rule, T=100, K=64, V=33, strength=-1e-3)
     x["g"][:, 20] = strongest
-    return x
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_one_strong_gate_a_channel(rule):
-    x = one_strong_gate(rule, -5.0)
-    judge(cast(x, torch.float16), budget_of(torch.float16))
+    judge(cast(x, dtype, device), HALF)
 
 
 FOLDS = (-0.7, -1.2, -2.5, -5.0, -10.0, -20.0, -60.0)  # at ever later levels
 
 
-def gates_of_all_levels(rule, T):
+@pytest.mark.parametrize("rule", all_but(["delta"], RULES))
+@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
     """Chunks as strong as FOLDS in turns, and shut where they are -60.
 
     Of 70 channels the last six, a key tile of their own, hardly decay in the
-    even chunks, and the others hardly in the odd ones.
+    even chunks, and the others hardly in the odd ones: each key tile is at
+    a level of its own, and what is next to a border as exact as the rest.
     """
+    T, budget = 64 * len(FOLDS), budget_of(dtype)
     x = member("vector", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
     for i, strength in enumerate(FOLDS):
         own = slice(0, 64) if i % 2 == 0 else slice(64, 70)
         x["g"][:, 64 * i : 64 * (i + 1), :, own] = strength
     x["g"][:, 64 * 6 + 9 : 64 * 6 + 20 : 4, :, ::3] = -torch.inf
-    return x
-
-
-@pytest.mark.parametrize("rule", all_but(["delta"], RULES))
-def test_a_gate_a_channel_at_all_levels(rule):
-    """Each key tile at its own, and what is next to a border as the rest."""
-    x = gates_of_all_levels(rule, 64 * len(FOLDS))
-    judge_gates(*judge(cast(x, torch.float32), 1e-4), 1e-4)
-
-
-def one_head_forgets(rule):
-    """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
-    x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
-    x["g"][:, :, 4] = -5
-    return x
+    x = cast(x, dtype, device)
+    judge_gates(*judge(x, budget, record_property, "all levels"), budget)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_value_head_forgets(rule):
-    judge(cast(one_head_forgets(rule), torch.float32), 1e-4)
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_one_value_head_forgets(rule, device, dtype):
+    """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
+    x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
+    x["g"][:, :, 4] = -5
+    judge(cast(x, dtype, device), budget_of(dtype))
 
 
 @some("none additive", "vector delta")
-def test_packed_sequences(gate, rule):
-    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
-    x = cast(x, torch.float32)
-    judge(x, 1e-4, **packed(LENGTHS, torch.int32), chunk_size=16)
+@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
+    lengths, V, sizes = LENGTHS, 33, (16, 32)
+    if device == "cuda":
+        lengths, V, sizes = [0, 137, 0, 0, 1, 64, 350, 0], 64, (64, 64)
+    x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=V)
+    x, label = cast(x, dtype, device), f"packed, {dtype}"
+    given = record_property, label
+    options = packed(lengths, torch.int32, device)
+    judge(x, budget_of(dtype), *given, **options, chunk_size=sizes[0])
+    if device == "cuda":
+        cut(3)
+        judge(x, budget_of(dtype), **options)
     del x["initial_state"]
-    judge(x, 1e-4, **packed(LENGTHS, torch.int64), chunk_size=32)
+    options = packed(lengths, torch.int64, device)
+    judge(x, budget_of(dtype), *given, **options, chunk_size=sizes[1])
 
 
 def test_packing_is_checked_on_the_host():
@@ -549,13 +553,20 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
 
 
 @crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
-def test_segments(gate, rule, S, cut):
+@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_segments(gate, rule, S, device, dtype, cut, record_property):
     """Fewer chunks than segments, a last one that is shorter, and none."""
     cut(S)
-    x = member(gate, rule, T=85, H=1, HV=2, K=33, V=33, strength=-0.01)
-    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+    sizes, chunks = {"T": 85, "H": 1, "HV": 2, "K": 33, "V": 33}, (16, 32)
+    sizes["strength"] = -0.01
+    if device == "cuda":
+        sizes = {"B": 2, "T": 1000, "H": 2, "HV": 4, "K": 128, "V": 128}
+        chunks = 64, 64
+    x = cast(member(gate, rule, **sizes), dtype, device)
+    given = record_property, f"{S} segments, {dtype}"
+    judge(x, budget_of(dtype), *given, chunk_size=chunks[0])
     del x["initial_state"]
-    judge(cast(x, torch.float32), 1e-4, chunk_size=32, use="o")
+    judge(x, budget_of(dtype), chunk_size=chunks[1], use="o")
 
 
 @crossed(gate=["fixed", "scalar"], rule=RULES, strength=[-0.2, -0.8, -5.0])
@@ -689,16 +700,6 @@ def test_how_many_borders():
     assert of(kind, 8, 4096, 8, False).borders == 0
 
 
-def scattered(x):
-    """The same values behind strides of another order."""
-    views = {
-        name: t.movedim(0, -1).contiguous().movedim(-1, 0)
-        for name, t in x.items()
-    }
-    assert not any(t.is_contiguous() for t in views.values() if t.dim() > 1)
-    return views
-
-
 @some("vector additive", "vector delta")
 def test_one_channel(gate, rule):
     """Its gate is one per head, and has a gradient of its own shape."""
@@ -707,16 +708,25 @@ def test_one_channel(gate, rule):
 
 
 @some("none delta", "scalar additive", "vector delta")
-def test_non_contiguous_views(gate, rule):
-    x = cast(member(gate, rule, B=2, T=20, K=33, V=20), torch.float32)
-    judge(scattered(x), 1e-4, chunk_size=16)
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_non_contiguous_views(gate, rule, device, dtype):
+    T, K, V = (20, 33, 20) if device == "cpu" else (70, 64, 33)
+    x = cast(member(gate, rule, B=2, T=T, K=K, V=V), dtype, device)
+    views = {
+        name: t.movedim(0, -1).contiguous().movedim(-1, 0)
+        for name, t in x.items()
+    }
+    assert not any(t.is_contiguous() for t in views.values() if t.dim() > 1)
+    judge(views, budget_of(dtype), chunk_size=16 if device == "cpu" else 64)
 
 
 @crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
-def test_gradients_from_one_result(gate, rule, use):
-    x = member(gate, rule, T=40, K=64, V=33, strength=-0.01)
-    x = cast(x, torch.float32)
-    judge(x, 1e-4, chunk_size=16, use=use)
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_gradients_from_one_result(gate, rule, use, device, dtype):
+    T, V, size = (40, 33, 16) if device == "cpu" else (140, 64, 64)
+    x = member(gate, rule, T=T, K=64, V=V, strength=-0.01)
+    x = cast(x, dtype, device)
+    judge(x, budget_of(dtype), chunk_size=size, use=use)
 
 
 def test_any_subset_of_inputs_may_require_a_gradient():
@@ -727,7 +737,10 @@ def test_any_subset_of_inputs_may_require_a_gradient():
             judge(x, 1e-4, chunk_size=16, wanted=wanted)
 
 
-def judge_small_gradients(gate, rule, dtype, device="cpu"):
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_small_gradients(gate, rule, device, dtype):
     """The backward is linear: a gradient 2^40 times smaller loses no bits.
 
     Nor after a strong gate, in chunks of bounded decay and in others.
@@ -754,38 +767,14 @@ def judge_small_gradients(gate, rule, dtype, device="cpu"):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
-def test_small_gradients(gate, rule):
-    judge_small_gradients(gate, rule, torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
-def test_small_gradients_on_gpu(gate, rule, dtype):
-    judge_small_gradients(gate, rule, dtype, "cuda")
-
-
-def judge_nan(gate, rule, dtype, device="cpu"):
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_gates_that_are_nan(gate, rule, device, dtype):
     """A gate that is NaN is seen from its token on, in the state too."""
     x = member(gate, rule, T=150, K=33, V=33, strength=-0.02)
     x["g"][:, 100] = float("nan")
     o, state = fw.linear_recurrence(**cast(x, dtype, device), backend="triton")
     assert not o[:, :64].isnan().any()
     assert o[:, 100:].isnan().all() and state.isnan().all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
-def test_gates_that_are_nan(gate, rule):
-    judge_nan(gate, rule, torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
-def test_gates_that_are_nan_on_gpu(gate, rule):
-    judge_nan(gate, rule, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
@@ -902,45 +891,6 @@ def test_products_on_gpu(
 
 
 @pytest.mark.gpu
-@ALL
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_loop_on_gpu(gate, rule, case, record_property):
-    x, _, chunk_size = member_of_case(gate, rule, case)
-    x = cast(x, torch.bfloat16, "cuda")
-    judge(x, HALF, record_property, "sizes, bfloat16", chunk_size=chunk_size)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-@GATED
-@pytest.mark.parametrize("strength", STRENGTHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_constant_gates_on_gpu(gate, rule, strength, dtype, record_property):
-    x = member(gate, rule, T=500, K=64, V=64, strength=strength)
-    label = f"constant gates, {dtype}"
-    budget = budget_of(dtype)
-    x = cast(x, dtype, "cuda")
-    judge_gates(*judge(x, budget, record_property, label), budget)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gate", GATES)
-@KEYS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_correlated_keys_on_gpu(gate, keys, dtype):
-    judge_amplified(cast(correlated_keys(gate, **keys), dtype, "cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_keys_of_uneven_length_on_gpu(gate, dtype):
-    longest = 300.0 if dtype == torch.float16 else 1000.0
-    x = cast(uneven_keys(gate, longest), dtype, "cuda")
-    judge(x, budget_of(dtype))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 def test_identical_keys_and_a_negative_rate_on_gpu(gate):
     """Sixteen sequences: each token's error grows in all that follow it, so
@@ -950,74 +900,11 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("strongest", [-14.0, -50.0])
-def test_one_strong_gate_a_channel_on_gpu(rule, strongest):
-    x = cast(one_strong_gate(rule, strongest), torch.bfloat16, "cuda")
-    judge(x, budget_of(torch.bfloat16))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gate_a_channel_at_all_levels_on_gpu(rule, dtype, record_property):
-    x = cast(gates_of_all_levels(rule, 64 * len(FOLDS)), dtype, "cuda")
-    budget = budget_of(dtype)
-    judge_gates(*judge(x, budget, record_property, "all levels"), budget)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-def test_one_value_head_forgets_on_gpu(rule):
-    x = cast(one_head_forgets(rule), torch.bfloat16, "cuda")
-    judge(x, budget_of(torch.bfloat16))
-
-
-@pytest.mark.gpu
-@ALL
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_sequences_on_gpu(gate, rule, dtype, cut, record_property):
-    lengths = [0, 137, 0, 0, 1, 64, 350, 0]
-    x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=64)
-    x = cast(x, dtype, "cuda")
-    options = packed(lengths, torch.int32, "cuda")
-    judge(x, budget_of(dtype), record_property, f"packed, {dtype}", **options)
-    cut(3)
-    judge(x, budget_of(dtype), **options)
-
-
-@pytest.mark.gpu
-@ALL
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("S", [2, 5])
-def test_segments_on_gpu(gate, rule, dtype, S, cut, record_property):
-    cut(S)
-    x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=128, V=128)
-    label = f"{S} segments, {dtype}"
-    judge(cast(x, dtype, "cuda"), budget_of(dtype), record_property, label)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
 def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     cut(5)
     x = member("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
-
-
-@pytest.mark.gpu
-@ALL
-def test_non_contiguous_views_on_gpu(gate, rule):
-    x = member(gate, rule, B=2, T=70, K=64, V=33)
-    judge(scattered(cast(x, torch.bfloat16, "cuda")), HALF)
-
-
-@pytest.mark.gpu
-@ALL
-@pytest.mark.parametrize("use", ["o", "state"])
-def test_gradients_from_one_result_on_gpu(gate, rule, use):
-    x = member(gate, rule, T=140, K=64, V=64, strength=-0.01)
-    judge(cast(x, torch.bfloat16, "cuda"), HALF, use=use)
 
 
 @pytest.mark.gpu
@@ -1049,6 +936,24 @@ def test_own_keys_on_gpu(gate, rule, D, T, record_property):
     judge(x, HALF, record_property, "HV = H, bfloat16")
 
 
+CONFIGURATIONS = {
+    "gate": st.sampled_from(GATES),
+    "rule": st.sampled_from(RULES),
+    "B": st.integers(1, 3),
+    "T": st.integers(1, 300),
+    "H": st.integers(1, 3),
+    "group": st.sampled_from([1, 2, 8]),
+    "widths": st.sampled_from(
+        [(60, 64), (64, 129), (100, 60), (128, 128), (256, 100)]
+    ),
+    "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    "chunk_size": st.sampled_from([16, 32, 64, None]),
+    "use": st.sampled_from(["o", "both"]),
+    "cuts": st.lists(st.integers(0, 300), max_size=4),
+    "seed": st.integers(0, 2**16),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(20))
 def test_random_configurations_on_gpu(part):
@@ -1056,55 +961,16 @@ def test_random_configurations_on_gpu(part):
 
     @seed(part)
     @settings(max_examples=10, deadline=None, database=None)
-    @given(
-        gate=st.sampled_from(GATES),
-        rule=st.sampled_from(RULES),
-        B=st.integers(1, 3),
-        T=st.integers(1, 300),
-        H=st.integers(1, 3),
-        group=st.sampled_from([1, 2, 8]),
-        widths=st.sampled_from(
-            [(60, 64), (64, 129), (100, 60), (128, 128), (256, 100)]
-        ),
-        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-        chunk_size=st.sampled_from([16, 32, 64, None]),
-        use=st.sampled_from(["o", "both"]),
-        cuts=st.lists(st.integers(0, 300), max_size=4),
-        number=st.integers(0, 2**16),
-    )
-    def check(
-        gate,
-        rule,
-        B,
-        T,
-        H,
-        group,
-        widths,
-        dtype,
-        chunk_size,
-        use,
-        cuts,
-        number,
-    ):
-        options = {"use": use, "chunk_size": chunk_size}
-        B, N = (1, len(cuts) + 1) if cuts else (B, None)
-        K, V = widths
-        x = member(
-            gate,
-            rule,
-            B=B,
-            T=T,
-            H=H,
-            HV=H * group,
-            K=K,
-            V=V,
-            N=N,
-            seed=number,
-        )
+    @given(st.fixed_dictionaries(CONFIGURATIONS))
+    def check(x):
+        options = {name: x.pop(name) for name in ("use", "chunk_size")}
+        x["HV"], (x["K"], x["V"]) = x["H"] * x.pop("group"), x.pop("widths")
+        dtype, cuts = x.pop("dtype"), x.pop("cuts")
         if cuts:
-            ends = torch.tensor([0, *sorted(min(c, T) for c in cuts), T])
-            options["cu_seqlens"] = ends.cuda()
-        judge(cast(x, dtype, "cuda"), budget_of(dtype), **options)
+            x |= {"B": 1, "N": len(cuts) + 1}
+            ends = [0, *sorted(min(c, x["T"]) for c in cuts), x["T"]]
+            options["cu_seqlens"] = torch.tensor(ends).cuda()
+        judge(cast(member(**x), dtype, "cuda"), budget_of(dtype), **options)
 
     check()
 

@@ -9,6 +9,21 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights.checks import relative_error
 
+DEVICES = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def places(*, cpu, cuda):
+    """Parametrise by device and dtype: the interpreter's, and a GPU's."""
+    devices = {"cpu": (cpu, ()), "cuda": (cuda, pytest.mark.gpu)}
+    parameters = [
+        pytest.param(device, getattr(torch, x), id=f"{device}-{x}", marks=mark)
+        for device, (dtypes, mark) in devices.items()
+        for x in dtypes
+    ]
+    return pytest.mark.parametrize("device, dtype", parameters)
+
 
 @contextmanager
 def in_one_graph(function, backend):
