@@ -18,7 +18,7 @@ import torch
 
 import fastweights as fw
 from fastweights import deep
-from fastweights.deep.backends import kernel_runs
+from fastweights.ops.backends import network_kernel_runs
 from fastweights_lab.records import machine
 from fastweights_lab.text.training import chosen_device
 
@@ -80,6 +80,6 @@ def backend(
     if device.type != "cuda":
         return "chunkwise", "Triton's interpreter runs if asked for by name"
     of_networks = operator in (deep.ttt, deep.mesa)
-    if of_networks and not kernel_runs("auto", device, dtype):
+    if of_networks and not network_kernel_runs("auto", device, dtype):
         return "chunkwise", "its kernel would not be faster here"
     return "triton", ""

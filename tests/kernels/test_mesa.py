@@ -7,7 +7,7 @@ from kernel_judge import in_one_graph
 
 from fastweights import ops
 from fastweights.deep import mesa
-from fastweights.deep.mesa_operator import SOLVE
+from fastweights.ops.mesa import SOLVE
 
 HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}
 HALF |= {name: 1e-2 for name in ("dq", "dk", "dv", "dinitial_state")}

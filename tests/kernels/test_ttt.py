@@ -6,8 +6,9 @@ from inputs import same
 from kernel_judge import in_one_graph
 
 from fastweights import ops
-from fastweights.deep import backends, ttt
-from fastweights.deep.ttt_operator import TTT
+from fastweights.deep import ttt
+from fastweights.ops import backends
+from fastweights.ops.ttt import TTT
 
 TRITON = ["triton forward", "triton backward"]
 HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "drows": 2e-2}
@@ -203,10 +204,10 @@ def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
-    assert backends.kernel_runs("auto", there, dtype) == want
-    assert backends.kernel_runs("triton", there, dtype)
+    assert backends.network_kernel_runs("auto", there, dtype) == want
+    assert backends.network_kernel_runs("triton", there, dtype)
     monkeypatch.setattr(backends, "choose_backend", lambda *_: "loop")
-    assert not backends.kernel_runs("auto", there, dtype)
+    assert not backends.network_kernel_runs("auto", there, dtype)
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]

@@ -18,10 +18,10 @@ from fastweights.arguments import (
     readable,
 )
 from fastweights.deep.arguments import check_shapes, check_state, check_tokens
-from fastweights.deep.mesa_operator import SOLVE, takes
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
+from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
 from fastweights.reference.packing import outside
 
@@ -87,7 +87,7 @@ def mesa(
         got = ridge[wrong][0].item()
         raise ValueError(f"ridge: got {got}, need finite numbers > 0")
     check_state(q, initial_state, N, H, K, K + V, after=None)
-    how = How(steps, backend, takes(backend, q), dtype != full)
+    how = How(steps, backend, kernel_takes(backend, q), dtype != full)
     # Products are in q's dtype beside the kernel, else in fp32.
     products = dtype if how.by_kernel else full
     if cu_seqlens is not None:

@@ -22,10 +22,10 @@ from fastweights.deep.arguments import (
 from fastweights.deep.chunk_loop import State, fold
 from fastweights.deep.chunks import Layout
 from fastweights.deep.dual import Layers, Norm
-from fastweights.deep.ttt_operator import TTT, takes
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
 from fastweights.ops.registration import needs_gradient
+from fastweights.ops.ttt import TTT, kernel_takes
 
 
 def ttt(
@@ -87,7 +87,7 @@ def ttt(
     full = compute_dtype(dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
-    by_kernel = takes(backend, q, size, len(start))
+    by_kernel = kernel_takes(backend, q, size, len(start))
     P = sum(x[0].numel() for layer in start for x in layer)
     check_shapes({"v": (v, (B, T, H, K))})
     check_pair("norm", norm, (H, K))

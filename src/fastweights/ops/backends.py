@@ -23,6 +23,8 @@ Backend = Literal["auto", "triton", "chunkwise", "loop"]
 BACKENDS = get_args(Backend)
 KernelOrTorch = Literal["auto", "triton", "torch"]
 """Backends of what has one form in PyTorch, neither chunks nor a loop."""
+NETWORK_GPUS = (9, 10)
+"""Major compute capabilities whose registers suffice for networks' kernels."""
 
 
 def choose_backend(
@@ -156,6 +158,50 @@ def _explain(lack: str) -> None:
         f"fastweights runs as PyTorch here: its kernels need {lack}",
         stacklevel=2,
     )
+
+
+@private.constant_in_graphs
+def network_kernel_runs(
+    backend: str, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether networks' kernels run there; for "auto", whether it is worth it.
+
+    It is in half precision on Hopper and on Blackwell's data centre GPU. On
+    others, and in fp32, it would keep kilobytes per thread outside of the
+    registers (tests/compile/test_ttt.py), or not find room for its matrices.
+    """
+    if choose_backend(backend, device, dtype) != "triton":
+        return False
+    if backend == "triton":
+        return True
+    major, _ = torch.cuda.get_device_capability(device)
+    return dtype != torch.float32 and major in NETWORK_GPUS
+
+
+def network_by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
+    """Whether a network's kernel that ``fits`` these tokens computes them.
+
+    Raises:
+        ValueError: backend is none, or "triton" where the kernel cannot run;
+            ``need`` says what it needs.
+    """
+    check_backend(backend)
+    if backend == "loop":
+        raise ValueError(
+            "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"
+        )
+    if backend == "triton" and not fits:
+        raise ValueError(f"backend: got 'triton', which needs {need}")
+    if backend == "chunkwise" or not fits:
+        return False
+    if backend == "auto" and q.device.type != "cuda":
+        return False
+    return network_kernel_runs(backend, q.device, q.dtype)
+
+
+def widest_head(q: Tensor, K: int) -> int:
+    """The widest head of a kernel that takes K channels, and in fp32 half."""
+    return K // 2 if q.dtype == torch.float32 else K
 
 
 _records: list[list[str]] = []

@@ -9,23 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastweights.deep.backends import by_kernel, widest
-from fastweights.ops.backends import record_run
+from fastweights.ops.backends import (
+    network_by_kernel,
+    record_run,
+    widest_head,
+)
 from fastweights.ops.registration import registered
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""
 
 
-def takes(backend: str, q: Tensor) -> bool:
+def kernel_takes(backend: str, q: Tensor) -> bool:
     """Whether the kernel solves the equations of these tokens.
 
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, most = q.shape[-1], widest(q, MAX_K)
+    K, most = q.shape[-1], widest_head(q, MAX_K)
     need = f"heads of at most {most}, not {K}"
-    return by_kernel(backend, q, most >= K, need)
+    return network_by_kernel(backend, q, most >= K, need)
 
 
 def _solve(

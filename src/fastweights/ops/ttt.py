@@ -11,28 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.deep.backends import by_kernel, widest
 from fastweights.dtypes import without_autocast
-from fastweights.ops.backends import record_run
+from fastweights.ops.backends import (
+    network_by_kernel,
+    record_run,
+    widest_head,
+)
 from fastweights.ops.registration import Operator
 
 MAX_K, MAX_C = 128, 16
 """The widest head and the longest mini-batch of the kernel; fp32: half K."""
 
 
-def takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
+def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
     """Whether the kernel computes these tokens, by mini-batches of ``size``.
 
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, most = q.shape[-1], widest(q, MAX_K)
+    K, most = q.shape[-1], widest_head(q, MAX_K)
     need = (
         f"one layer, heads of at most {most} and mini-batches of at most "
         f"{MAX_C} tokens, not {depth}, {K} and {size}"
     )
     fits = depth == 1 and most >= K and size <= MAX_C
-    return by_kernel(backend, q, fits, need)
+    return network_by_kernel(backend, q, fits, need)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
