@@ -22,7 +22,7 @@ from fastweights_lab.program import COMMANDS, main
 from fastweights_lab.text import corpus, generate
 
 ROOT = Path(__file__).parents[2]
-BENCHES = ("members", "cpu", "deep", "layer", "trained", "growth", "decode")
+BENCHES = ("members", "deep", "layer", "trained", "growth", "decode")
 PATHS = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 

@@ -1,7 +1,5 @@
 """What PyTorch's backend does on a CPU, counted instead of timed."""
 
-import math
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,26 +8,28 @@ import fastweights as fw
 from fastweights import serving
 from fastweights.checks import Footprint, relative_error
 from fastweights.reference import backend, chunkwise
-from fastweights_lab import records
-from fastweights_lab.bench import cpu as bench_cpu
-from fastweights_lab.program import main
+from fastweights_lab.bench import speed
 
-members = pytest.mark.parametrize("member", bench_cpu.MEMBERS)
+members = pytest.mark.parametrize("member", speed.MEMBERS)
 
 
-def arguments(member, B, T, H, D, monkeypatch):
+def small(member, B, T, H, D):
+    shape = speed.Shape(B, T, H, H, D, D)
+    return speed.inputs(member, shape, "mild", "cpu", torch.float32)
+
+
+def arguments(member, B, T, H, D):
     """q, k, v, g and beta, as a backend gets them."""
-    monkeypatch.setitem(bench_cpu.CASES, "forward", (B, T, H, D))
-    x = bench_cpu.inputs(member, "forward")
+    x = small(member, B, T, H, D)
     if "g" in x and x["g"].dim() == 1:
         x["g"] = x["g"].expand(B, T, H)
     return [x.get(name) for name in ("q", "k", "v", "g", "beta")]
 
 
 @members
-def test_one_token_is_one_step(member, monkeypatch):
+def test_one_token_is_one_step(member):
     """Nothing is larger than the state: one token is not padded to 64."""
-    x = arguments(member, 1, 1, 2, 8, monkeypatch)
+    x = arguments(member, 1, 1, 2, 8)
     with Footprint() as seen:
         _, _, saved = backend.forward(*x, None, None, 0.3, 64)
     assert seen.largest == 2 * 8 * 8
@@ -38,9 +38,9 @@ def test_one_token_is_one_step(member, monkeypatch):
 
 
 @members
-def test_a_decoded_token_takes_few_operations(member, monkeypatch):
+def test_a_decoded_token_takes_few_operations(member):
     """The loop of linear_recurrence and a copy of the state took 45 to 64."""
-    x = arguments(member, 1, 1, 2, 8, monkeypatch)
+    x = arguments(member, 1, 1, 2, 8)
     state = torch.zeros(1, 2, 8, 8)
     with Footprint() as seen:
         serving._decode(*x, state, None, 0.3, "auto")
@@ -48,8 +48,8 @@ def test_a_decoded_token_takes_few_operations(member, monkeypatch):
 
 
 @pytest.mark.parametrize("T", [3, 20, 37])
-def test_no_chunk_is_longer_than_its_sequence(T, monkeypatch):
-    x = arguments("gated_deltanet", 1, T, 2, 8, monkeypatch)
+def test_no_chunk_is_longer_than_its_sequence(T):
+    x = arguments("gated_deltanet", 1, T, 2, 8)
     with Footprint() as seen:
         backend.forward(*x, None, None, 0.3, 64)
     # Scores of queries and of keys; both side by side; the state
@@ -85,29 +85,24 @@ def test_a_chunk_is_exponentiated_once_and_inverted_by_substitution():
 
 
 @members
-def test_a_training_step_of_one_chunk(member, monkeypatch):
+def test_a_training_step_of_one_chunk(member):
     """No product reads a state that is empty, or passes its gradient on."""
-    x = arguments(member, 2, 32, 2, 8, monkeypatch)
+    x = arguments(member, 2, 32, 2, 8)
     with Counted() as seen:
         o, _, saved = backend.forward(*x, None, None, 0.3, 64)
         nothing = (None, *x, None, None)
         backend.backward(o, *nothing, saved, 0.3, 64)
-    gate, delta = bench_cpu.MEMBERS[member]
+    gate, delta = speed.MEMBERS[member]
     products = 11 if delta else 7
     products += 3 * (gate == "channel")  # two strips of rows
     assert seen.count("bmm", "mm") == products
-
-
-def small(member, B, T, H, D, monkeypatch):
-    monkeypatch.setitem(bench_cpu.CASES, "forward", (B, T, H, D))
-    return bench_cpu.inputs(member, "forward")
 
 
 @members
 def test_rows_computed_apart_are_the_rows_computed_together(
     member, monkeypatch
 ):
-    x = small(member, 5, 70, 2, 8, monkeypatch)
+    x = small(member, 5, 70, 2, 8)
     results = []
     for entries in (1, 2**20):
         monkeypatch.setattr(backend, "IN_CACHE", entries)
@@ -118,40 +113,3 @@ def test_rows_computed_apart_are_the_rows_computed_together(
         results.append((o, state, *grads))
     for y, ref in zip(*results, strict=True):
         assert relative_error(y, ref) < 1e-13
-
-
-@members
-def test_contenders_compute_the_same(member, monkeypatch):
-    monkeypatch.setitem(bench_cpu.CASES, "train", (2, 20, 2, 8))
-    x = bench_cpu.inputs(member, "train")
-    ours, *others = bench_cpu.contenders(member, "train").values()
-    for other in others:
-        assert relative_error(other(**x)[0], ours(**x)[0]) < 1e-5
-
-
-def test_the_bench_times_every_contender(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "cpu.json"
-    for case, (B, T, H, _) in bench_cpu.CASES.items():
-        size = (min(B, 2), min(T, 20), H, 8)
-        monkeypatch.setitem(bench_cpu.CASES, case, size)
-    arguments = ["cpu", "--members", "deltanet", "--seconds", "0"]
-    threads = torch.get_num_threads()
-    main("bench", *arguments, "--json", str(file))
-    torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()
-    who = ["fastweights"] * 4 + ["one_chunk"]
-    assert [x.split("who=")[1].split()[0] for x in lines] == who
-    assert file.exists()
-
-
-def test_recorded_run():
-    record = records.load("cpu")
-    found = {(r["case"], r["member"], r["who"]): r for r in record["rows"]}
-    for case in bench_cpu.CASES:
-        for member in bench_cpu.MEMBERS:
-            row = found[case, member, "fastweights"]
-            assert 0 < row["seconds"] < math.inf
-    for (case, member, who), row in found.items():
-        if who == "transformers":
-            ours = found[case, member, "fastweights"]
-            assert ours["seconds"] <= row["seconds"], (case, member)

@@ -1,17 +1,17 @@
 """What networks as fast weights cost at least: FLOPs, and bytes of memory.
 
-Per call of B sequences of T tokens, forward, and forward with backward.
-FLOPs are those of the products of matrices in :mod:`fastweights.deep`, two
-per multiplication and addition, triangles as squares; a backward has two
-products for each of the forward. Bytes are those of q, k, v, o and of the
-rates, and of their gradients: weights stay where they are used, and nothing
-is kept for a backward. No call is faster than either allows; a chain of
-chunks, each of which waits for the one before, may have to be slower.
+Per call of B sequences of T tokens with H heads of K, forward, and in
+``training`` with the backward. FLOPs are those of the products of matrices
+in :mod:`fastweights.deep`, two per multiplication and addition, triangles as
+squares; a backward has two products for each of the forward. Bytes are those
+of q, k, v, o in bf16 and of the rates in fp32, and of their gradients:
+weights stay where they are used, and nothing is kept for a backward. No call
+is faster than either allows; a chain of chunks, each of which waits for the
+one before, may have to be slower.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 
@@ -21,75 +21,31 @@ class Cost(NamedTuple):
     flops: int
     moved: int
 
-    def seconds(self, flops_per_second: float, bytes_per_second: float):
+    def seconds(
+        self, flops_per_second: float, bytes_per_second: float
+    ) -> float:
         """The least seconds that it takes, at these rates."""
         times = self.flops / flops_per_second, self.moved / bytes_per_second
         return max(times)
 
-    def __add__(self, other: tuple) -> Cost:
-        """The cost of both calls, one after the other."""
-        flops, moved = other
-        return Cost(self.flops + flops, self.moved + moved)
 
-
-def tokens(K: int, V: int, rates: int, size: int, training: bool) -> int:
-    """Bytes per token and head: q, k, v, o of ``size`` bytes, rates of 4.
+def tokens(K: int, rates: int, training: bool) -> int:
+    """Bytes per token and head: q, k, v, o of K, and so many rates.
 
     The backward reads them again, with the gradient of o in place of o, and
     writes the gradients of q, k, v and of the rates.
     """
-    once = size * (2 * K + 2 * V) + 4 * rates
-    more = size * (2 * K + V) + 4 * rates
+    once = 8 * K + 4 * rates
+    more = 6 * K + 4 * rates
     return once + training * (once + more)
 
 
-def network(widths: list[int], C: int, reads: int = 1) -> int:
-    """Forward FLOPs per token and head of a chunk's dual form.
-
-    Layers of these widths at k, their errors, ``reads`` times their answers
-    to q (TTT 1; Titans 2, by the weights and by the momentum), the sums of
-    their gradients; and scores and what they weigh.
-    """
-    pairs = [*itertools.pairwise(widths)]
-    weights = sum(K * N for K, N in pairs)
-    back = weights - widths[0] * widths[1]  # errors do not go to k
-    scores = sum(C * (K + N) for K, N in pairs)
-    return 2 * ((2 + reads) * weights + back + scores)
-
-
 def ttt(
-    B: int,
-    T: int,
-    H: int,
-    K: int,
-    C: int = 16,
-    *,
-    hidden: int | None = None,
-    size: int = 2,
-    training: bool = False,
+    B: int, T: int, H: int, K: int, C: int = 16, *, training: bool = False
 ) -> Cost:
-    """TTT-Linear, or TTT-MLP with a hidden layer of ``hidden`` units."""
-    widths = [K, K] if hidden is None else [K, hidden, K]
-    flops = network(widths, C) * (3 if training else 1)
-    return Cost(B * T * H * flops, B * T * H * tokens(K, K, 1, size, training))
-
-
-def titans(
-    B: int,
-    T: int,
-    H: int,
-    K: int,
-    hidden: int,
-    C: int = 16,
-    *,
-    size: int = 2,
-    training: bool = False,
-) -> Cost:
-    """Titans' memory of two layers; S is summed like the weights."""
-    weights = 2 * K * hidden
-    flops = network([K, hidden, K], C, reads=2) + 2 * (weights + C * C)
-    flops *= 3 if training else 1
-    return Cost(B * T * H * flops, B * T * H * tokens(K, K, 3, size, training))
+    """TTT-Linear: errors, answers and gradients of W, scores, and weighing."""
+    flops = 2 * (3 * K * K + 2 * C * K) * (3 if training else 1)
+    return Cost(B * T * H * flops, B * T * H * tokens(K, 1, training))
 
 
 def lact(
@@ -100,19 +56,17 @@ def lact(
     hidden: int,
     C: int = 2048,
     *,
-    steps: int = 5,
-    size: int = 2,
     training: bool = False,
 ) -> Cost:
     """LaCT: reads, gradients, and Newton-Schulz once per complete chunk.
 
-    Its products, of three matrices, are on the shorter side.
+    Its five steps' products, of three matrices, are on the shorter side.
     """
     short, long = sorted((K, hidden))
-    muon = 3 * steps * 2 * (2 * short * short * long + short**3)
+    muon = 3 * 5 * 2 * (2 * short * short * long + short**3)
     flops = T * 9 * 2 * K * hidden + T // C * muon
     flops *= 3 if training else 1
-    return Cost(B * H * flops, B * T * H * tokens(K, K, 3, size, training))
+    return Cost(B * H * flops, B * T * H * tokens(K, 3, training))
 
 
 def mesa(
@@ -123,7 +77,6 @@ def mesa(
     C: int = 64,
     *,
     steps: int = 30,
-    size: int = 2,
     training: bool = False,
 ) -> Cost:
     """MesaNet: conjugate gradients on products in chunks, twice in training.
@@ -138,4 +91,4 @@ def mesa(
     flops = solve + read
     if training:
         flops += solve + 2 * read
-    return Cost(B * T * H * flops, B * T * H * tokens(K, K, 2, size, training))
+    return Cost(B * T * H * flops, B * T * H * tokens(K, 2, training))

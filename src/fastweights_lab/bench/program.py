@@ -6,7 +6,6 @@ ceilings    the rates of this machine: a copy, and a matrix product
 crossover   forward of softmax and of linear attention, by sequence length
 chunks      forward of linear attention and of the delta rule, by chunk size
 decode      one more token: softmax over its cache, linear over its state
-cpu         every member on one thread of a processor
 deep        networks as fast weights
 layer       where the time of a Gated DeltaNet layer goes
 trained     the operators on what trained models give them
@@ -22,125 +21,109 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from fastweights_lab.bench import (
-    cpu,
-    deep,
-    growth,
-    layer,
-    speed,
-    timing,
-    trained,
-)
+from fastweights_lab.bench import deep, growth, layer, speed, timing, trained
 from fastweights_lab.bench.timing import DTYPE, Row
-from fastweights_lab.records import Record, machine, package_version
+from fastweights_lab.records import Record, machine
 
-CASES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-    "members": lambda asked: speed.members(
-        asked.members,
-        asked.shapes,
-        asked.gates,
-        peers=asked.peer,
-        first=not asked.no_first,
-    ),
-    "ceilings": lambda _: timing.ceilings(),
-    "crossover": lambda _: speed.crossover(),
-    "chunks": lambda _: speed.chunks(),
-    "decode": lambda _: speed.decode(),
-    "cpu": lambda asked: cpu.rows(asked.members, asked.cases, asked.seconds),
-    "deep": lambda asked: deep.rows(asked.names, asked.ttt_video_dit),
-    "layer": lambda _: layer.rows(),
-    "trained": lambda _: trained.rows(),
-    "growth": lambda asked: growth.rows(asked.names),
+CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
+    "members": (speed.members, speed.__doc__),
+    "ceilings": (timing.ceilings, None),
+    "crossover": (speed.crossover, None),
+    "chunks": (speed.chunks, None),
+    "decode": (speed.decode, None),
+    "deep": (deep.rows, deep.__doc__),
+    "layer": (layer.rows, layer.__doc__),
+    "trained": (trained.rows, trained.__doc__),
+    "growth": (growth.rows, growth.__doc__),
 }
-ONE_THREAD = ("cpu", "growth")
+"""By name: what yields a case's rows, given its options, and says of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the cases, each with its options."""
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
-    about = {"members": speed, "cpu": cpu, "deep": deep, "layer": layer}
-    about |= {"trained": trained, "growth": growth}
-    option = {}
-    for name in CASES:
-        text = about[name].__doc__ if name in about else None
-        case = cases.add_parser(name, description=text)
-        case.add_argument("--json", type=Path, help="write the record here")
-        option[name] = case.add_argument
+    add = {}
+    for name, (_, about) in CASES.items():
+        add[name] = cases.add_parser(name, description=about).add_argument
+        add[name]("--json", type=Path, help="write the record here")
 
-    def several(
-        case: str,
-        name: str,
-        of: Iterable[str],
-        more: str = "; all by default",
-        default: Iterable[str] | None = None,
-    ) -> None:
-        option[case](
-            name,
+    shapes, usual = [*speed.SHAPES, speed.DECODE], ["train", "long", "decode"]
+    for option, of, default, more in (
+        ("--members", [*speed.MEMBERS], [*speed.MEMBERS], "; all by default"),
+        (
+            "--shapes",
+            shapes,
+            usual,
+            f"; {', '.join(usual)} by default; without a GPU one small shape "
+            "in place of all but decode",
+        ),
+        (
+            "--gates",
+            [*speed.GATES],
+            [*speed.GATES],
+            ": half forgotten in some 14 tokens, next to nothing (g = -1e-3), "
+            "half at every step, as published layers start; all by default",
+        ),
+        ("--peer", [*speed.PEERS], [], "; timed beside"),
+    ):
+        add["members"](
+            option,
             nargs="+",
             metavar="NAME",
             choices=of,
-            default=[*(of if default is None else default)],
+            default=default,
             help=f"of {', '.join(of)}{more}",
         )
-
-    several("members", "--members", speed.MEMBERS)
-    several(
-        "members",
-        "--shapes",
-        [*speed.SHAPES, speed.DECODE],
-        "; train, long and decode by default; without a GPU one small shape "
-        "in place of all but decode",
-        default=["train", "long", speed.DECODE],
-    )
-    several(
-        "members",
-        "--gates",
-        speed.GATES,
-        ": half forgotten in some 14 tokens, next to nothing (g = -1e-3), "
-        "half at every step, as published layers start; all by default",
-    )
-    several("members", "--peer", speed.PEERS, "; timed beside", default=[])
-    option["members"](
+    add["members"](
         "--no-first",
         action="store_true",
         help="leave out the first call, which compiles on an empty cache",
     )
-    several("cpu", "--members", speed.MEMBERS)
-    several("cpu", "--cases", cpu.CASES)
-    option["cpu"](
-        "--seconds", type=float, default=2.0, help="spent on each; 2 if left"
-    )
-    option["deep"](
+    add["deep"](
         "names",
         nargs="*",
         metavar="NAME",
         choices=[[], *deep.CASES],
         help=f"of {', '.join(deep.CASES)}; all by default",
     )
-    option["deep"](
-        "--ttt-video-dit",
-        type=Path,
-        metavar="FOLDER",
-        help="time its TTT-Linear beside ours",
-    )
-    option["growth"](
+    add["growth"](
         "names", nargs="*", metavar="NAME", help="parts of cases' names"
     )
 
 
-def kept(rows: Iterator[Row], record: Record, file: Path | None) -> None:
-    """Take each row, as it comes, to the terminal and the record."""
+def run(asked: argparse.Namespace) -> None:
+    """Run a case: each row, as it comes, to the terminal and the record.
+
+    The record names no folder of this machine.
+    """
+    on_cpu = asked.case == "growth"
+    if on_cpu:
+        torch.set_num_threads(1)
+    given = asked.words
+    if asked.json:
+        at = next(i for i, x in enumerate(given) if x.startswith("--json"))
+        del given[at : at + 1 + ("=" not in given[at])]
+    record: Record = {
+        "command": shlex.join(["fastweights", *(Path(x).name for x in given)]),
+        **machine("cpu" if on_cpu else None),
+        "dtype": str(torch.float32 if on_cpu else DTYPE)[6:],
+    }
+    if asked.case == "members" and asked.peer:
+        record["peers"] = speed.peer_versions(asked.peer)
     record["rows"] = []
-    for row in rows:
+    rows, _ = CASES[asked.case]
+    ours = ("command", "words", "run", "case", "json")
+    options = {k: x for k, x in vars(asked).items() if k not in ours}
+    for row in rows(**options):
         print(_line(row), flush=True)
         record["rows"].append(row)
-        if file:
-            file.write_text(json.dumps(record, indent=1) + "\n")
+        if asked.json:
+            asked.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _line(row: Row) -> str:
@@ -162,25 +145,3 @@ def _line(row: Row) -> str:
 
 
 _MEASURES = ("seconds", "floor", "moved", "flops", "peak", "host")
-
-
-def run(asked: argparse.Namespace) -> None:
-    """Run a case; its record names no folder of this machine."""
-    of_cpu = asked.case in ONE_THREAD
-    if of_cpu:
-        torch.set_num_threads(1)
-    given = asked.words
-    if asked.json:
-        at = next(i for i, x in enumerate(given) if x.startswith("--json"))
-        del given[at : at + 1 + ("=" not in given[at])]
-    record: Record = {
-        "command": shlex.join(["fastweights", *(Path(x).name for x in given)]),
-        **machine("cpu" if of_cpu else None),
-        "dtype": str(torch.float32 if of_cpu else DTYPE)[6:],
-    }
-    if asked.case == "members" and asked.peer:
-        record["peers"] = speed.peer_versions(asked.peer)
-    if asked.case == "cpu":
-        record["transformers"] = package_version("transformers")
-        record["shapes"] = cpu.CASES
-    kept(CASES[asked.case](asked), record, asked.json)

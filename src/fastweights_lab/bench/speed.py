@@ -17,8 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +40,7 @@ from fastweights_lab.records import package_version
 CHUNK = 64  # of the floor's FLOPs
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of one call; q, k [B, T, H, K] and v [B, T, HV, V]."""
 
     B: int
@@ -55,11 +53,6 @@ class Shape:
     """Lengths of the sequences that T packs; none: one per row."""
     most: float = 1.0
     """What beta is at most."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """B, T, H, HV, K, V."""
-        return self.B, self.T, self.H, self.HV, self.K, self.V
 
 
 SHAPES = {
@@ -79,10 +72,8 @@ OLMo-Hybrid and of Mamba-2 1.3B. In skewed one sequence of 16 holds 90 % of
 the tokens of packed."""
 ON_CPU = Shape(1, 512, 2, 2, 64, 64)
 DECODE = "decode"  # the shape of one token for each of a batch
-DECODED, DECODED_ON_CPU = (
-    Shape(64, 1, 16, 16, 128, 128),
-    Shape(2, 1, 2, 2, 64, 64),
-)
+DECODED = Shape(64, 1, 16, 16, 128, 128)
+DECODED_ON_CPU = Shape(2, 1, 2, 2, 64, 64)
 STATES = 4  # take turns in decoding: together more than the L2 cache holds
 # member -> its gate (None, or how many numbers) and whether it has beta
 MEMBERS = {
@@ -93,20 +84,6 @@ MEMBERS = {
     "deltanet": (None, True),
     "gated_deltanet": ("head", True),
     "kda": ("channel", True),
-}
-# peer -> its package, and how it is set for the timing
-PEERS = {
-    "fla": (
-        "fla-core",
-        "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
-        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA with "
-        "safe_gate=True at mild and kept gates, which are above its bound",
-    ),
-    "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
-    "attn_gym": (
-        "attn_gym",
-        "impl='fused'; KDA at mild and kept gates only: it needs g >= -5.914",
-    ),
 }
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
@@ -128,7 +105,7 @@ def inputs(
     comes with its cu_seqlens.
     """
     torch.manual_seed(0)
-    B, T, H, HV, K, V = shape.sizes
+    B, T, H, HV, K, V = shape[:6]
     make = functools.partial(torch.randn, device=device)
     width, delta = MEMBERS[member]
     x = {
@@ -158,7 +135,7 @@ def published(shape: Shape, width: str) -> Tensor:
 
     Gated DeltaNet has the latter too, and KDA, one per channel.
     """
-    B, T, _, HV, K, _ = shape.sizes
+    B, T, _, HV, K, _ = shape[:6]
     if width == "fixed":
         return fw.retnet_decay(HV).to(DEVICE)
     each = (HV, K) if width == "channel" else (HV,)
@@ -174,7 +151,7 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
 
     The FLOPs as :mod:`fastweights.ops.flops` counts them.
     """
-    B, T, H, HV, K, V = shape.sizes
+    B, T, H, HV, K, V = shape[:6]
     width, delta = MEMBERS[member]
     size = torch.finfo(DTYPE).bits // 8
     moved = size * (2 * H * K + 2 * HV * V)
@@ -183,6 +160,22 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
     flops = chunk_flops(q, q, v, None, beta, None, None, 1.0, CHUNK)
     return B * T * moved, flops
+
+
+# peer -> its package, and how it is set for the timing
+PEERS = {
+    "fla": (
+        "fla-core",
+        "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
+        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA with "
+        "safe_gate=True at mild and kept gates, which are above its bound",
+    ),
+    "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
+    "attn_gym": (
+        "attn_gym",
+        "impl='fused'; KDA at mild and kept gates only: it needs g >= -5.914",
+    ),
+}
 
 
 def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
@@ -195,13 +188,41 @@ def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
     Raises:
         SystemExit: the package is not installed.
     """
-    sources = {
-        "fla": _from_fla,
-        "flash_qla": _from_flash_qla,
-        "attn_gym": _from_attn_gym,
-    }
+    found: dict[str, Callable[..., Any]] = {}
     try:
-        found = sources[peer]()
+        if peer == "fla":
+            from fla.ops.common import chunk_o
+            from fla.ops.delta_rule import chunk_delta_rule
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+            from fla.ops.gla import chunk_gla
+            from fla.ops.kda import chunk_kda
+            from fla.ops.linear_attn import chunk_linear_attn
+            from fla.ops.simple_gla import chunk_simple_gla
+
+            # Its guard against a miscompiled backward; we time K = 128 only.
+            chunk_o.TRITON_ABOVE_3_7_1 = True
+            found = {
+                "linear_attention": functools.partial(
+                    chunk_linear_attn, normalize=False
+                ),
+                "mamba2": chunk_simple_gla,
+                "gla": chunk_gla,
+                "deltanet": chunk_delta_rule,
+                "gated_deltanet": chunk_gated_delta_rule,
+                "kda": chunk_kda,
+            }
+        elif peer == "flash_qla":
+            from flash_qla import chunk_gated_delta_rule
+
+            found = {"gated_deltanet": chunk_gated_delta_rule}
+        else:
+            from attn_gym.linear import chunk_gdn, chunk_kda
+
+            for name, theirs in (
+                ("gated_deltanet", chunk_gdn),
+                ("kda", chunk_kda),
+            ):
+                found[name] = functools.partial(_attn_gym, theirs)
     except ImportError as error:
         message = f"--peer {peer} needs the package {PEERS[peer][0]}: {error}"
         raise SystemExit(message) from error
@@ -211,63 +232,30 @@ def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _attn_gym(
+    function: Callable, *, g: Tensor, cu_seqlens: Any = None, **x: Any
+) -> Any:
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.int()
+    return function(gate=g, cu_seqlens=cu_seqlens, **x)
+
+
 def peer_versions(peers: Iterable[str]) -> dict[str, Row]:
     """What a record says of the peers beside which members were timed."""
-    found = {}
-    for peer in peers:
-        package, setting = PEERS[peer]
-        version = package_version(package)
-        row = {"package": package, "version": version, "setting": setting}
-        found[peer] = row
-    return found
-
-
-def _from_fla() -> dict[str, Callable[..., Any]]:
-    from fla.ops.common import chunk_o
-    from fla.ops.delta_rule import chunk_delta_rule
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.gla import chunk_gla
-    from fla.ops.kda import chunk_kda
-    from fla.ops.linear_attn import chunk_linear_attn
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    # Its guard against a miscompiled backward, for timing at K = 128 only.
-    chunk_o.TRITON_ABOVE_3_7_1 = True
     return {
-        "linear_attention": functools.partial(
-            chunk_linear_attn, normalize=False
-        ),
-        "mamba2": chunk_simple_gla,
-        "gla": chunk_gla,
-        "deltanet": chunk_delta_rule,
-        "gated_deltanet": chunk_gated_delta_rule,
-        "kda": chunk_kda,
+        peer: {
+            "package": package,
+            "version": package_version(package),
+            "setting": setting,
+        }
+        for peer, (package, setting) in PEERS.items()
+        if peer in peers
     }
-
-
-def _from_flash_qla() -> dict[str, Callable[..., Any]]:
-    from flash_qla import chunk_gated_delta_rule
-
-    return {"gated_deltanet": chunk_gated_delta_rule}
-
-
-def _from_attn_gym() -> dict[str, Callable[..., Any]]:
-    from attn_gym.linear import chunk_gdn, chunk_kda
-
-    def ours(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*, g: Tensor, cu_seqlens: Any = None, **x: Any) -> Any:
-            if cu_seqlens is not None:
-                cu_seqlens = cu_seqlens.int()
-            return function(gate=g, cu_seqlens=cu_seqlens, **x)
-
-        return call
-
-    return {"gated_deltanet": ours(chunk_gdn), "kda": ours(chunk_kda)}
 
 
 def peer_takes(peer: str, member: str, shape: Shape, gate: str) -> bool:
     """Whether a peer that has the member is right for these inputs."""
-    _, _, H, HV, K, V = shape.sizes
+    _, _, H, HV, K, V = shape[:6]
     if peer == "fla":  # its guard is about K = 64
         return K > 64 and (H == HV or member in ("gated_deltanet", "kda"))
     if (peer, member) == ("attn_gym", "kda"):
@@ -336,11 +324,10 @@ def first_seconds(member: str) -> float:
         done = subprocess.run(
             [sys.executable, "-c", _FIRST.format(member=member)],
             env={**os.environ, "TRITON_CACHE_DIR": folder},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
+            check=True,
         )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
     return float(done.stdout.split()[-1])
 
 
@@ -351,7 +338,7 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     output. On a GPU a graph is replayed: no host between the steps.
     """
     x: dict[str, Any] = inputs(name, shape, GATES[0])
-    B, _, _, HV, K, V = shape.sizes
+    B, _, _, HV, K, V = shape[:6]
     size = (B, HV, K, V)
     states = [torch.zeros(size, device=DEVICE) for _ in range(STATES)]
 
@@ -372,21 +359,16 @@ def decode_round(name: str, shape: Shape) -> tuple[Callable, int]:
     # PyTorch gives its cache back before it captures, and for a while the
     # driver clears what it got, at the rate of memory too.
     time.sleep(1)
-    return functools.partial(_replay, graph, step), moved
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _step: Callable[[], None]) -> None:
-    """Replay what step does; the graph does not keep step's tensors alive."""
-    graph.replay()
+    # The lambda keeps step, and with it the tensors that the graph reads.
+    return lambda _=step: graph.replay(), moved
 
 
 def members(
-    names: list[str],
-    shapes: list[str],
-    gates: list[str],
-    *,
-    peers: Sequence[str] = (),
-    first: bool = True,
+    members: Sequence[str],
+    shapes: Sequence[str],
+    gates: Sequence[str],
+    peer: Sequence[str] = (),
+    no_first: bool = False,
 ) -> Iterator[Row]:
     """Ceilings; then each member's times on each shape, gate and pass.
 
@@ -395,26 +377,26 @@ def members(
     one shape besides "decode", "small", and peak and host are None. Of
     "decode" there are what a step moves, and its time.
     """
-    rate: dict[str, float] = {}
-    for row in ceilings():
-        amount = row.get("moved", row.get("flops", 0))
-        rate[row["what"]] = amount / row["seconds"]
-        yield row
-    rivals = {peer: peer_functions(peer) for peer in peers}
-    for name in names:
-        if first:
+    copy, matmul = ceilings()
+    yield from (copy, matmul)
+    bandwidth = copy["moved"] / copy["seconds"]
+    rate = matmul["flops"] / matmul["seconds"]
+    rivals = {who: peer_functions(who) for who in peer}
+    for name in members:
+        if not no_first:
             seconds = first_seconds(name)
             yield {"member": name, "what": "first", "seconds": seconds}
         if DECODE in shapes:
-            shape = DECODED if ON_GPU else DECODED_ON_CPU
-            fn, moved = decode_round(name, shape)
+            fn, moved = decode_round(
+                name, DECODED if ON_GPU else DECODED_ON_CPU
+            )
             yield {
                 "member": name,
                 "shape": DECODE,
                 "who": "fastweights",
                 "what": "step",
                 "seconds": timeit(fn) / STATES,
-                "floor": moved / rate["copy"],
+                "floor": moved / bandwidth,
                 "moved": moved,
             }
         sequences = [where for where in shapes if where != DECODE]
@@ -428,9 +410,6 @@ def members(
                 for who, function in functions.items():
                     for what, fn in passes(function, x).items():
                         times = 3 if "backward" in what else 1
-                        floor = times * max(
-                            moved / rate["copy"], flops / rate["matmul"]
-                        )
                         yield {
                             "member": name,
                             "shape": where,
@@ -438,7 +417,8 @@ def members(
                             "who": who,
                             "what": what,
                             "seconds": timeit(fn),
-                            "floor": floor,
+                            "floor": times
+                            * max(moved / bandwidth, flops / rate),
                             "moved": times * moved,
                             "flops": times * flops,
                             "peak": peak_memory(fn),
@@ -464,9 +444,7 @@ def crossover() -> Iterator[Row]:
 
 def _inputs(B: int, T: int, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, unit k and v, drawn at random."""
-    q, k, v = (
-        torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
-    )
+    q, k, v = torch.randn(3, B, T, H, D, device=DEVICE, dtype=DTYPE)
     return q, F.normalize(k, dim=-1), v
 
 
@@ -481,7 +459,6 @@ def _forms(
 ) -> dict[str, Callable]:
     """Causal attention in each form; the kernels only where they compile."""
     q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5
     forms: dict[str, Callable] = {
         "softmax": lambda: F.scaled_dot_product_attention(
             q_h, k_h, v_h, is_causal=True
@@ -496,7 +473,7 @@ def _forms(
 
         for fn in (scan, parallel_scan):
             forms[fn.__name__] = functools.partial(
-                fn, q, k, v, scale=scale, chunk_size=chunk_size
+                fn, q, k, v, scale=q.shape[-1] ** -0.5, chunk_size=chunk_size
             )
     return forms
 
@@ -519,29 +496,23 @@ def chunks() -> Iterator[Row]:
 def decode() -> Iterator[Row]:
     """Time of one new token after n, and the bytes kept for it."""
     B, H, D = (64, 16, 128) if ON_GPU else (4, 2, 64)
-    lengths = [2**i for i in range(8, 17 if ON_GPU else 13)]
     shape = {"B": B, "H": H, "D": D}
-    q, k, v = (
-        torch.randn(B, H, 1, D, device=DEVICE, dtype=DTYPE) for _ in "qkv"
-    )
+    draw = functools.partial(torch.randn, device=DEVICE, dtype=DTYPE)
+    q, k, v = draw(3, B, H, 1, D)
     state = torch.zeros(B, H, D, D, device=DEVICE)
 
     def step() -> Tensor:
         state.addcmul_(k.mT.float(), v.float())
         return (q.float() @ state).to(DTYPE)
 
-    kept = state.numel() * state.element_size()
-    seconds = timeit(step)
-    yield {"form": "linear", **shape, "kept": kept, "seconds": seconds}
-    for n in lengths:
-        keys, values = (
-            torch.randn(B, H, n, D, device=DEVICE, dtype=DTYPE) for _ in "kv"
-        )
+    row = {"form": "linear", **shape, "kept": state.nbytes}
+    yield row | {"seconds": timeit(step)}
+    for n in (2**i for i in range(8, 17 if ON_GPU else 13)):
+        keys, values = draw(2, B, H, n, D)
 
         def attend(keys: Tensor = keys, values: Tensor = values) -> Tensor:
             keys[:, :, -1:], values[:, :, -1:] = k, v
             return F.scaled_dot_product_attention(q, keys, values)
 
-        kept = 2 * keys.numel() * keys.element_size()
-        row = {"form": "softmax", **shape, "n": n, "kept": kept}
+        row = {"form": "softmax", **shape, "n": n, "kept": 2 * keys.nbytes}
         yield row | {"seconds": timeit(attend)}
