@@ -25,18 +25,18 @@ from fastweights.kernels.recurrence.schedule import (
     Launch,
     Room,
     Schedule,
-    _allocate,
+    _allocate_scratch,
+    buffer_offsets,
     compile_together,
-    flat,
-    places,
+    flatten,
     stand_in,
 )
 from fastweights.kernels.recurrence.settings import (
     Kind,
     Lengths,
     constants,
+    gpu_of,
     lengths_of,
-    properties,
 )
 from fastweights.kernels.recurrence.stages import GIVEN
 
@@ -79,10 +79,11 @@ def schedules(x, ends, chunk_size=64):
     given = [*(x.get(name) for name in GIVEN[:5]), *ends]
     kind, sizes = backend.kind_of(given, chunk_size)
     lengths = lengths_of(kind, *sizes)
-    kinds, cut = backend.dtypes(given), lengths.borders > 0
+    kinds, segmented = backend.dtypes_of(given), lengths.borders > 0
     last = (given[2].dtype, (ends[0] is not None and torch.float32) or None)
-    forward = stages.forward_schedule(kind, kinds, cut)
-    return forward, stages.backward_schedule(kind, kinds + last, cut), lengths
+    forward = stages.forward_schedule(kind, kinds, segmented)
+    backward = stages.backward_schedule(kind, kinds + last, segmented)
+    return forward, backward, lengths
 
 
 @rules
@@ -104,7 +105,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
                 for step in schedule.launches:
                     assert step.programs.number(lengths) > 0
                     seen = [as_called(t, q, lengths) for t in step.arguments]
-                    for room in filter(is_room, flat(step.arguments)):
+                    for room in filter(is_room, flatten(step.arguments)):
                         assert room.empty(q, lengths).dtype == room.dtype
                     stand_ins = [*map(stand_in, step.arguments)]
                     now = specialization(step.kernel, stand_ins)
@@ -334,7 +335,7 @@ def test_memory_for_descriptors():
 
     assert copy_context().run(copied) is theirs
     used = [note[1] for note in kernel.notes if note != "compiled"]
-    assert used == [_allocate] * 4 + [theirs] * 2
+    assert used == [_allocate_scratch] * 4 + [theirs] * 2
 
 
 def test_tensors_of_a_buffer_are_aligned():
@@ -342,8 +343,8 @@ def test_tensors_of_a_buffer_are_aligned():
     rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
     lines = [x.lines for x in rooms]
-    assert places(lines, lengths) == [0, 128, 256, 256, 512, 640]
-    assert places([], lengths) == [0]
+    assert buffer_offsets(lines, lengths) == [0, 128, 256, 256, 512, 640]
+    assert buffer_offsets([], lengths) == [0]
 
 
 def test_a_call_aligns_its_inputs():
@@ -367,7 +368,7 @@ def test_a_call_aligns_its_inputs():
 @rules
 def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     """A descriptor has no mask for columns: tiles are whole."""
-    gpu, gate = properties(torch.device("cpu")), 128
+    gpu, gate = gpu_of(torch.device("cpu")), 128
     sizes = (torch.bfloat16, 1, 1, 128, V, gate, rule == "delta")
     meta, _ = constants("scan_backward", Kind(gpu, *sizes, 64, "tf32"))
     assert (tma, BV) == (meta.TMA, meta.BV)

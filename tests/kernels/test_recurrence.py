@@ -32,8 +32,8 @@ from fastweights.kernels.recurrence.schedule import Room
 from fastweights.kernels.recurrence.settings import (
     Kind,
     constants,
+    gpu_of,
     lengths_of,
-    properties,
     segment_chunks,
 )
 from fastweights.reference import backend, chunkwise
@@ -666,7 +666,7 @@ def test_how_many_segments():
     Of the delta rule as many as have their maps at once: three programs on a
     multiprocessor, or two rounds of what takes the room of two.
     """
-    gpu, half = properties(torch.device("cpu")), torch.bfloat16  # an H200
+    gpu, half = gpu_of(torch.device("cpu")), torch.bfloat16  # an H200
 
     def segments(heads, chunks=10**6, *, rows=1, gate=1, delta=False, V=128):
         kind = Kind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
@@ -687,7 +687,7 @@ def test_how_many_segments():
 
 def test_how_many_borders():
     """Of a batch those between segments; of a pack as many as there can be."""
-    gpu = properties(torch.device("cpu"))
+    gpu = gpu_of(torch.device("cpu"))
     kind = Kind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
     of = lengths_of.__wrapped__
     x = of(kind, 2, 65536, 2, False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
-from fastweights.kernels.recurrence.settings import properties
+from fastweights.kernels.recurrence.settings import gpu_of
 from fastweights.kernels.tail import clear_tail
 
 FP32 = torch.float32
@@ -139,7 +139,7 @@ def backward(
     (B, T, C), W = x.shape, weight.shape[1]
     H, K, *_ = heads
     few = bias is None and initial_state is None and dstate is None
-    on_hopper = properties(x.device).capability == (9, 0)
+    on_hopper = gpu_of(x.device).capability == (9, 0)
     lean = few and x.element_size() < 4 and on_hopper
     settings = options(C, H, K, B * T, back=True, lean=lean)
     taps = W if bias is None else W + 1

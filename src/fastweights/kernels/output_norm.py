@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.recurrence.settings import properties
+from fastweights.kernels.recurrence.settings import gpu_of
 from fastweights.kernels.tile import sigmoid
 
 
 @triton.jit
-def places(
+def row_pointers(
     i,
     rows,
     i_g,
@@ -76,7 +76,7 @@ def norm_fwd_kernel(
 ):
     """y of one tile."""
     i_g, o_v = tl.program_id(0) % G, tl.arange(0, BV)
-    p_o, p_g, mask = places(
+    p_o, p_g, mask = row_pointers(
         tl.program_id(0) // G, rows, i_g, stride, G, HV, V, BR, BV
     )
     b_o = tl.load(o + p_o, mask=mask, other=0.0).to(tl.float32)  # [BR, BV]
@@ -121,7 +121,7 @@ def norm_bwd_kernel(
     b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
     b_w = b_w.to(tl.float32)[None, :]
     b_dw = tl.zeros([BR, BV], tl.float32)
-    p_o, p_g, mask = places(first, rows, i_g, stride, G, HV, V, BR, BV)
+    p_o, p_g, mask = row_pointers(first, rows, i_g, stride, G, HV, V, BR, BV)
     n_o = tl.load(o + p_o, mask=mask, other=0.0)  # [BR, BV]
     n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
     n_g = n_o
@@ -130,7 +130,9 @@ def norm_bwd_kernel(
     for i in range(first, tl.cdiv(rows, BR), step):
         b_o, b_dy = n_o.to(tl.float32), n_dy.to(tl.float32)
         b_g, p_y, m_y = n_g.to(tl.float32), p_o, mask
-        p_o, p_g, mask = places(i + step, rows, i_g, stride, G, HV, V, BR, BV)
+        p_o, p_g, mask = row_pointers(
+            i + step, rows, i_g, stride, G, HV, V, BR, BV
+        )
         n_o = tl.load(o + p_o, mask=mask, other=0.0)
         n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
         if gate is not None:
@@ -173,7 +175,7 @@ def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
     """Programs of the backward for which a GPU has registers at one time."""
     warps = 65536 // (32 * settings["maxnreg"])
     one = warps // settings["num_warps"]
-    return one * properties(o.device).multiprocessors
+    return one * gpu_of(o.device).multiprocessors
 
 
 def run_rows(

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
-from fastweights.kernels.recurrence.settings import properties
+from fastweights.kernels.recurrence.settings import gpu_of
 from fastweights.kernels.tile import (
     state_at,
     tile_at,
@@ -121,7 +121,7 @@ def scan(
         initial_state = initial_state.contiguous()
     o = torch.empty_like(v)
     state = q.new_empty(B, HV, K, V, dtype=torch.float32)
-    options = scan_options(K, q.dtype, properties(q.device).capability)
+    options = scan_options(K, q.dtype, gpu_of(q.device).capability)
     grid = (B * HV * triton.cdiv(V, options["BV"]),)
     with torch.cuda.device_of(q):
         linear_scan_kernel[grid](

@@ -16,14 +16,14 @@ from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels import dot_precision
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.schedule import (
+    allocate,
+    buffer_offsets,
     compile_together,
-    memory,
-    places,
 )
 from fastweights.kernels.recurrence.settings import (
     Kind,
+    gpu_of,
     lengths_of,
-    properties,
 )
 
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
@@ -41,12 +41,12 @@ def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
     precision = dot_precision(q.dtype, int(K))
     heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
     rule = (gate, beta is not None, chunk_size, precision)
-    kind = Kind(properties(q.device), q.dtype, *heads, *rule)
+    kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None)
 
 
-def dtypes(given: Given) -> stages.Dtypes:
+def dtypes_of(given: Given) -> stages.Dtypes:
     return tuple([None if x is None else x.dtype for x in given])
 
 
@@ -62,9 +62,9 @@ def empty_saved(
     given = (q, q, v, g, beta, None, cu_seqlens)
     kind, sizes = kind_of(given, chunk_size)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    kept = stages.kept(kind, stages.rooms(kind, dtypes(given)))
-    size = places((x.lines for x in kept), lengths)[-1]
-    return memory(kept, size, q, lengths)
+    kept = stages.kept_rooms(kind, stages.rooms(kind, dtypes_of(given)))
+    size = buffer_offsets((x.lines for x in kept), lengths)[-1]
+    return allocate(kept, size, q, lengths)
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
@@ -91,16 +91,18 @@ def run(
     with torch.cuda.device_of(inputs[0]):
         given = [aligned(x) for x in inputs]
         kind, sizes = kind_of(given, chunk_size)
-        lengths, of = lengths_of(kind, *sizes), dtypes(given)
-        cut, back = lengths.borders > 0, saved is not None
+        lengths, of = lengths_of(kind, *sizes), dtypes_of(given)
+        segmented, back = lengths.borders > 0, saved is not None
         whole = stages.backward_schedule if back else stages.forward_schedule
-        schedule = whole(kind, of, cut)
+        schedule = whole(kind, of, segmented)
         if not schedule.kernels:
             together = [schedule]
             leaves = [x for x in given if x is not None and x.requires_grad]
             if leaves and not back:
                 needed = (*of, of[2], None)
-                together.append(stages.backward_schedule(kind, needed, cut))
+                together.append(
+                    stages.backward_schedule(kind, needed, segmented)
+                )
             compile_together(*together)
             schedule.load(kind.gpu.shared)
         return schedule(given, lengths, scale, saved)

@@ -32,20 +32,21 @@ ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
 
 @dataclass(frozen=True)
 class Room:
-    """Room for a tensor: a row for each of one of the call's lengths.
+    """Room for a tensor: as many rows as the length of this name says.
 
     Of "tokens" the first dimensions are B and T. Two of the same name in a
     schedule are the same memory.
     """
 
     name: str
-    of: str
+    length: str
     row: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def lines(self) -> Count:
-        return Count(self.of, prod(self.row) * self.dtype.itemsize, ALIGNMENT)
+        size = prod(self.row) * self.dtype.itemsize
+        return Count(self.length, size, ALIGNMENT)
 
     @staticmethod
     def data_ptr() -> int:
@@ -54,27 +55,27 @@ class Room:
 
     def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
         first: tuple[IntLike, ...] = lengths[:2]
-        if self.of != "tokens":
-            first = (getattr(lengths, self.of),)
+        if self.length != "tokens":
+            first = (getattr(lengths, self.length),)
         return q.new_empty(first + self.row, dtype=self.dtype)
 
 
 class Count(NamedTuple):
     """A number: ``times`` one of the call's lengths, over ``per``, up."""
 
-    of: str
+    length: str
     times: int = 1
     per: int = 1
 
     def number(self, lengths: Lengths) -> IntLike:
         """What it is in a call of such lengths."""
-        return -(getattr(lengths, self.of) * -self.times // self.per)
+        return -(getattr(lengths, self.length) * -self.times // self.per)
 
 
 SCALE = Count("scale")  # the number that no length decides
 
 
-def places(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
+def buffer_offsets(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
     """Where tensors of so many lines begin in a buffer of them all.
 
     At last, the buffer's bytes.
@@ -95,12 +96,12 @@ def stand_in(x: Any) -> Any:
     return x
 
 
-def flat(arguments: Iterable[Any]) -> list[Any]:
+def flatten(arguments: Iterable[Any]) -> list[Any]:
     """The arguments, and instead of tuples what is in them."""
     return [y for x in arguments for y in (x if type(x) is tuple else (x,))]
 
 
-def memory(
+def allocate(
     rooms: Sequence[Room], size: int, q: Tensor, lengths: Lengths
 ) -> list[Tensor]:
     """One buffer of ``size`` bytes; in Triton's interpreter a tensor each."""
@@ -131,7 +132,7 @@ class Launch(NamedTuple):
         of = [stand_in(x) for x in self.arguments]
         return self.kernel.warmup(*of, grid=(1,), **self.options)
 
-    def fitting(self, shared: int) -> Any:
+    def fitting_kernel(self, shared: int) -> Any:
         """The compiled kernel, in at most so many bytes of shared memory.
 
         How many it takes differs by the compiler's version: where the
@@ -153,7 +154,7 @@ class Launch(NamedTuple):
                 f'has {shared}; backend="chunkwise" needs none'
             )
         fewer = self.options | {"num_stages": stages - 1}
-        return self._replace(options=fewer).fitting(shared)
+        return self._replace(options=fewer).fitting_kernel(shared)
 
 
 def compile_together(*schedules: Schedule) -> None:
@@ -185,7 +186,7 @@ class Schedule:
     def __post_init__(self) -> None:
         arguments = [x for launch in self.launches for x in launch.arguments]
         groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
-        single = dict.fromkeys(flat(arguments))
+        single = dict.fromkeys(flatten(arguments))
         self.counts = [x for x in single if type(x) is Count and x != SCALE]
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
         rooms = {x.name: x for x in single if isinstance(x, Room)}
@@ -207,7 +208,7 @@ class Schedule:
         buffers = self.kept, self.between
         self.lines = [[x.lines for x in rooms] for rooms in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
-        self.cached = lru_cache(maxsize=256)(self.sized)
+        self.prepared = lru_cache(maxsize=256)(self.prepare)
 
     def load(self, shared: int) -> None:
         """Load its kernels, into so many bytes of shared memory per program.
@@ -216,16 +217,16 @@ class Schedule:
         What cannot be compiled raises, and may be compiled again.
         """
         self.kernels = [
-            x.kernel if INTERPRETED else x.fitting(shared)
+            x.kernel if INTERPRETED else x.fitting_kernel(shared)
             for x in self.launches
         ]
 
-    def sized(self, lengths: Lengths) -> tuple[list, ...]:
+    def prepare(self, lengths: Lengths) -> tuple[list, ...]:
         """What such a call runs, its places, and its numbers and constants."""
         programs = [x.programs.number(lengths) for x in self.launches]
         loaded = zip(self.kernels, programs, self.picks, strict=True)
         runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
-        kept, between = (places(x, lengths) for x in self.lines)
+        kept, between = (buffer_offsets(x, lengths) for x in self.lines)
         numbers = [x.number(lengths) for x in self.counts]
         return runs, kept, between, [*numbers, *self.constants]
 
@@ -242,13 +243,13 @@ class Schedule:
         """
         q = given[0]
         assert q is not None
-        runs, kept, between, numbers = self.cached(lengths)
+        runs, kept, between, numbers = self.prepared(lengths)
         made = {x.name: x.empty(q, lengths) for x in self.results}
         if saved is None:
-            saved = memory(self.kept, kept[-1], q, lengths)
+            saved = allocate(self.kept, kept[-1], q, lengths)
         own = saved  # nothing of it, if nothing lies between
         if self.between:
-            own = memory(self.between, between[-1], q, lengths)
+            own = allocate(self.between, between[-1], q, lengths)
         if INTERPRETED:
             values = [
                 scale,
@@ -267,7 +268,7 @@ class Schedule:
             values += [ours + place for place in between[:-1]]
             values += numbers
         values += [pick(values) for pick in self.groups]
-        start = with_scratch if self.tma else start_all
+        start = start_with_scratch if self.tma else start_all
         start(runs, values)
         return made, saved
 
@@ -278,17 +279,17 @@ def start_all(runs: list, values: list[Any]) -> None:
         run(*pick(values))
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Bytes on the GPU, until what runs on the current stream is done."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def with_scratch(runs: list, values: list[Any]) -> None:
+def start_with_scratch(runs: list, values: list[Any]) -> None:
     """:func:`start_all`, with memory for the kernels that make descriptors.
 
     Triton's allocator is a context variable: ours is set in a copy of the
     context, so that the caller's stays.
     """
     context = copy_context()
-    context.run(triton.set_allocator, _allocate)
+    context.run(triton.set_allocator, _allocate_scratch)
     context.run(start_all, runs, values)

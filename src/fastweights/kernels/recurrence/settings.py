@@ -28,18 +28,18 @@ class GPU(NamedTuple):
     device: torch.device = torch.device("cpu")
 
     @property
-    def large(self) -> bool:
+    def has_large_shared(self) -> bool:
         """Whether a program may have as much shared memory as on Hopper."""
         return self.shared > 200_000
 
     @property
-    def waits(self) -> bool:
+    def forbids_prefetch(self) -> bool:
         """Whether nothing may be loaded ahead: :func:`constants`."""
         return self.capability[0] == 10
 
 
 @functools.cache
-def properties(device: torch.device) -> GPU:
+def gpu_of(device: torch.device) -> GPU:
     """What kernels ask of a GPU; for another device an H200's."""
     if device.type != "cuda":
         return GPU(232_448, 132, (9, 0), device)
@@ -75,10 +75,10 @@ class Kind(NamedTuple):
         return self.gate > 1
 
     @property
-    def ahead(self) -> bool:
+    def has_prefetch_room(self) -> bool:
         """Whether there is room to load tiles before they are needed."""
         half = self.dtype != torch.float32
-        return self.gpu.large and half and self.K <= 128
+        return self.gpu.has_large_shared and half and self.K <= 128
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ class Meta:
         return max(1, 16 // triton.next_power_of_2(self.HV // self.H))
 
 
-def inside_options(stage: str, kind: Kind) -> dict[str, int]:
+def intra_options(stage: str, kind: Kind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
-    narrow, large = narrowest(kind.dtype), kind.gpu.large
+    narrow, large = narrowest(kind.dtype), kind.gpu.has_large_shared
     BK = 64 if kind.per_channel else narrow
     if stage == "intra":
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
-        if kind.ahead and not kind.per_channel:
+        if kind.has_prefetch_room and not kind.per_channel:
             options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
             options["maxnreg"] = 128  # four programs a multiprocessor
         return options
@@ -142,12 +142,12 @@ def inside_options(stage: str, kind: Kind) -> dict[str, int]:
     if stage == "gate_backward":
         return {"BK": BK, "num_warps": 1}
     strong = stage == "intra_backward_strong"
-    ahead = kind.ahead and kind.chunk_size == 64 and not strong
+    ahead = kind.has_prefetch_room and kind.chunk_size == 64 and not strong
     options = {
         "BK": BK,
         "BV": narrow,
         "num_warps": 4 if ahead else 8,
-        "num_stages": 2 if ahead and not kind.gpu.waits else 1,
+        "num_stages": 2 if ahead and not kind.gpu.forbids_prefetch else 1,
     }
     if strong and kind.gpu.capability[0] != 9:
         # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
@@ -164,7 +164,7 @@ def compose_options(kind: Kind) -> dict[str, int]:
     """
     BK = max(64, triton.next_power_of_2(kind.K))
     options = {"BJ": 64, "BK": BK, "BV": 16, "num_warps": 8, "num_stages": 1}
-    if kind.gpu.large and kind.K <= 128:
+    if kind.gpu.has_large_shared and kind.K <= 128:
         options["maxnreg"] = 128
     return options
 
@@ -176,7 +176,8 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     what the other waits for: that is worth more where three products depend
     on each other and the rest is little.
     """
-    K, V, ahead = kind.K, kind.V, kind.ahead
+    K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
+    ahead = kind.has_prefetch_room
     chained = kind.delta and not kind.per_channel
     BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
     BV = scan_values(kind)
@@ -187,7 +188,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     num_stages = 3 if wide or stage == "segments" else 2
     if stage.startswith("scan") and kind.delta and kind.per_channel:
         num_stages = 2  # no room for three
-    if not ahead or kind.gpu.waits:
+    if not ahead or kind.gpu.forbids_prefetch:
         num_stages = 1
     # Where loads go ahead of the products, and a tile has neither keys nor
     # values of the next head, by descriptors: there is no mask for columns.
@@ -196,7 +197,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
         "BK": BK,
         "BV": BV,
         "TMA": num_stages > 1 and whole,
-        "num_warps": 4 if kind.gpu.large and K <= 128 and not wide else 8,
+        "num_warps": 4 if large and K <= 128 and not wide else 8,
         "num_stages": num_stages,
     }
     if stage == "segments" and chained and options["TMA"]:
@@ -207,7 +208,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
 def scan_values(kind: Kind) -> int:
     """Value columns of a program of the scan, or half of them."""
     BV = narrowest(kind.dtype)
-    return BV if kind.gpu.large else BV // 2
+    return BV if kind.gpu.has_large_shared else BV // 2
 
 
 def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
@@ -224,7 +225,7 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     """
     inside = stage.startswith(("intra", "gate"))
     if inside:
-        options = inside_options(stage, kind)
+        options = intra_options(stage, kind)
     elif stage.startswith("compose"):
         options = compose_options(kind)
     else:

@@ -133,7 +133,7 @@ def rooms(kind: Kind, dtypes: Dtypes) -> SimpleNamespace:
     return x
 
 
-def kept(kind: Kind, x: SimpleNamespace) -> list[Room]:
+def kept_rooms(kind: Kind, x: SimpleNamespace) -> list[Room]:
     """What the forward keeps for the backward, of the tensors x.
 
     But not what a gate per channel makes of q and k, which is large, nor the
@@ -173,21 +173,21 @@ class ScheduleBuilder:
         made = [room for room in results if room]
         offsets = self.rooms.cu_seqlens
         if offsets:
-            tensors = tuple(room for room in made if room.of == "tokens")
+            tensors = tuple(room for room in made if room.length == "tokens")
             widths = tuple(prod(room.row) for room in tensors)
             arguments = (tensors, offsets, N, T, widths)
             programs = Count("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        saved = kept(self.kind, self.rooms)
+        saved = kept_rooms(self.kind, self.rooms)
         return Schedule(self.launches, self.given, made, saved)
 
 
 @lru_cache(maxsize=4096)
-def forward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
-    """Outputs, final states, and what is :func:`kept`.
+def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
+    """Outputs, final states, and what is :func:`kept_rooms`.
 
-    ``cut``: whether sequences may be cut into segments.
+    ``segmented``: whether sequences may be cut into segments.
     """
     steps = ScheduleBuilder(kind, dtypes)
     x, HV = steps.rooms, kind.HV
@@ -196,7 +196,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     if kind.gate or kind.delta:
         groups = x.inputs, x.decayed, x.decays, scores, None
         steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
-    if cut:
+    if segmented:
         meta = meta_of("segments", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
         states = x.initial_state, x.border_states, x.maps
@@ -205,7 +205,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
         steps.add("segments", scan_fwd_kernel, each, *groups)
         groups = x.border_states, x.maps
         steps.add_tiles("compose", compose_kernel, "borders", *groups)
-    states = x.initial_state, x.border_states if cut else None, None
+    states = x.initial_state, x.border_states if segmented else None, None
     outputs = x.o, x.state, None, None
     groups = x.decayed, x.v, x.decays, scores, states, outputs
     steps.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
@@ -213,7 +213,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
 
 
 @lru_cache(maxsize=4096)
-def backward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
+def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 
     That of beta in fp16 as what each value tile adds to it.
@@ -226,11 +226,11 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     if kind.per_channel:
         groups = x.inputs, x.decayed, x.decays, (None, None), x.strong
         steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
-    states = x.initial_state, x.border_states if cut else None, None
+    states = x.initial_state, x.border_states if segmented else None, None
     outputs = None, None, x.h, x.errors
     groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
     steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
-    if cut:
+    if segmented:
         dstates = None, None, None, None, x.border_grads
         groups = x.decayed, x.decays, scores, None, incoming, dstates
         steps.add_tiles("scan_backward", scan_bwd_kernel, "borders", *groups)
@@ -239,7 +239,7 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, cut: bool) -> Schedule:
     errors, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
         errors, of_tiles, of_rows = x.errors, x.dbeta, None
-    border_grads = x.border_grads if cut else None
+    border_grads = x.border_grads if segmented else None
     dstates = x.dv, of_tiles, x.dh, x.dinitial_state, border_grads
     groups = x.decayed, x.decays, scores, errors, incoming, dstates
     steps.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
