@@ -13,7 +13,7 @@ from kernel_judge import (
     pairwise_cases,
 )
 from refused import refused
-from torch import zeros
+from torch import zeros  # noqa: F401 (what is refused names it)
 
 from fastweights.checks import relative_error
 from fastweights_lab.lessons import prefix
