@@ -18,12 +18,12 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.deep.arguments import (
+from fastweights.deep.chunks import Layout, Part, chosen
+from fastweights.deep.network_arguments import (
     check_shapes,
     check_state,
     check_tokens,
 )
-from fastweights.deep.chunks import Layout, Part, chosen
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.dtypes import compute_dtype, without_autocast

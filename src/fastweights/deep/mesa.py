@@ -17,7 +17,11 @@ from fastweights.arguments import (
     count_sequences,
     readable,
 )
-from fastweights.deep.arguments import check_shapes, check_state, check_tokens
+from fastweights.deep.network_arguments import (
+    check_shapes,
+    check_state,
+    check_tokens,
+)
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters

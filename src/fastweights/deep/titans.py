@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fastweights.arguments import check_sizes
 from fastweights.deep import dual
-from fastweights.deep.arguments import (
+from fastweights.deep.chunk_loop import State, fold
+from fastweights.deep.chunks import Layout
+from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.network_arguments import (
     check_layers,
     check_pair,
     check_state,
     check_tokens,
 )
-from fastweights.deep.chunk_loop import State, fold
-from fastweights.deep.chunks import Layout
-from fastweights.deep.dual import Layers, Norm
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
 from fastweights.ops import any_length

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_sizes, head_size
 from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.rows import Rows
 from fastweights.layers.sdpa import (

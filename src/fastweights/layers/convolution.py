@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
-from fastweights.layers.arguments import check_one_of, check_sizes
 from fastweights.layers.layer import CheckedModule
+from fastweights.layers.layer_arguments import check_one_of, check_sizes
 from fastweights.layers.parts import Factory, split_heads, upcast
 from fastweights.layers.plain_modules import is_plain, source_of
 from fastweights.layers.state import LayerState, Offsets, initial

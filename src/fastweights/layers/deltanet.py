@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import HeadsConvolution, unit
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_one_of,
     head_size,
     scaled,
 )
-from fastweights.layers.convolution import HeadsConvolution, unit
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence

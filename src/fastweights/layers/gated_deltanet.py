@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     head_size,
     scaled,
     value_heads,
 )
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Decay,
     Factory,

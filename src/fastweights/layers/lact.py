@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import lact
-from fastweights.layers.arguments import (
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_even,
     check_sizes,
     head_size,
     scaled,
 )
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, rotary, upcast
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial, positions

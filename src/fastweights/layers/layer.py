@@ -18,7 +18,7 @@ from fastweights.arguments import (
     check_integers,
     check_sizes,
 )
-from fastweights.layers.arguments import check_input
+from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.rows import by_length
 from fastweights.layers.state import LayerState, Offsets, updated
 

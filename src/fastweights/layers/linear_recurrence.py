@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_one_of,
     head_size,
     scaled,
 )
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Decay,
     Factory,

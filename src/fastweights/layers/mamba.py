@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import ShortConvolution
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_range,
     check_sizes,
     scaled,
 )
-from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, draw_dt_bias_, upcast
 from fastweights.layers.state import (
     LayerState,

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_sizes,
     scaled,
     whole_number,
 )
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
 from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence

@@ -10,9 +10,9 @@ from torch import nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import mesa
-from fastweights.layers.arguments import check_sizes, head_size
 from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.state import LayerState, Offsets, initial
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.arguments import check_number
-from fastweights.layers.arguments import check_sizes, scaled
 from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
 from fastweights.layers.projections import project
 from fastweights.layers.state import (

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
-from fastweights.layers.arguments import (
+from fastweights.layers.layer import CheckedModule, spared
+from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
     check_sizes,
 )
-from fastweights.layers.layer import CheckedModule, spared
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference import convolution
 

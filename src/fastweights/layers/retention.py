@@ -8,12 +8,12 @@ from torch import nn
 
 from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
-from fastweights.layers.arguments import (
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_even,
     head_size,
     scaled,
 )
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import (
     Factory,
     OutputNorm,

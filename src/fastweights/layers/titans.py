@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from fastweights.arguments import check_number
 from fastweights.deep import titans
 from fastweights.deep.dual import Layers, Norm
-from fastweights.layers.arguments import (
+from fastweights.layers.convolution import HeadsConvolution
+from fastweights.layers.layer import CheckedModule, Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_sizes,
     head_size,
     scaled,
 )
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.plain_modules import is_untouched, source_of
 from fastweights.layers.rows import Rows

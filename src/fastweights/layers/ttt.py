@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import ttt
-from fastweights.layers.arguments import (
+from fastweights.layers.layer import Layer, Tokens
+from fastweights.layers.layer_arguments import (
     check_even,
     check_sizes,
     head_size,
 )
-from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.parts import Factory, rotary, split_heads, upcast
 from fastweights.layers.rows import Rows
 from fastweights.layers.state import LayerState, Offsets, initial, positions

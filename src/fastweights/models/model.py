@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
-from fastweights.layers.arguments import check_one_of
 from fastweights.layers.layer import CheckedModule, extrapolate
+from fastweights.layers.layer_arguments import check_one_of
 from fastweights.layers.plain_modules import is_plain, is_product, source_of
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (

@@ -18,8 +18,8 @@ from fastweights.layers import (
     LinearRecurrence,
     TTTLinear,
 )
-from fastweights.layers.arguments import check_input
 from fastweights.layers.convolution import ShortConvolution
+from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.parts import rotary
 from fastweights.layers.state import Offsets, positions
 from fastweights.models import LAYERS
