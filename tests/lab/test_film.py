@@ -39,8 +39,9 @@ def inputs(gate="none", rule="additive", seed=0):
     return x
 
 
-def to_html(alt="A film of a state", **more):
-    return film.to_html(**(inputs("scalar") | more), alt=alt)
+def to_html(alt="A film of a state", moments=(2, 4, 7), **more):
+    x = inputs("scalar") | more
+    return film.to_html(**x, alt=alt, moments=moments)
 
 
 def root(text):
@@ -70,7 +71,8 @@ class Balance(HTMLParser):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES)
 def test_it_is_one_well_formed_element(gate, rule):
-    text = film.to_html(**inputs(gate, rule), alt="a < b", caption="c & d")
+    x = inputs(gate, rule)
+    text = film.to_html(**x, alt="a < b", caption="c & d", moments=(1, T))
     balance = Balance()
     balance.feed(text)
     assert not balance.open
@@ -87,22 +89,20 @@ def test_a_still_with_words_stands_where_no_script_runs():
     alt = 'it says "a" < b & c'
     svg = root(to_html(alt)).select_one(".fw-film-still > svg")
     assert svg["role"] == "img"
-    assert svg["aria-label"].startswith(alt + " Stills after tokens 2, 4, ")
+    assert svg["aria-label"].startswith(
+        alt + " Stills after tokens 2, 4 and 7. "
+    )
     assert "var(--fw-s, #" in str(svg)
-    assert len(svg.select('g[id*="-axes_"]')) == 4
+    assert len(svg.select('g[id*="-axes_"]')) == 3
 
 
-@pytest.mark.parametrize("moments, panels", [(1, 1), (3, 3), (7, 7), (8, T)])
-def test_moments_are_the_stills_panels(moments, panels):
+@pytest.mark.parametrize("moments", [(1,), (2, 3, 6), range(2, 8)])
+def test_moments_are_the_stills_panels(moments):
     still = root(to_html(moments=moments)).select_one(".fw-film-still")
     shown = [g for g in still.select('g[id*="-axes_"]') if g.select("path")]
-    assert len(shown) == panels
-
-
-def test_moments_may_be_named_by_their_tokens():
-    still = root(to_html(moments=(2, 3, 6))).select_one(".fw-film-still")
-    titles = re.findall(r"after token \d", str(still))
-    assert titles == ["after token 2", "after token 3", "after token 6"]
+    titles = re.findall(r"after token (\d) -->", str(still))
+    assert titles == [*map(str, moments)]
+    assert len(shown) == len(moments)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,6 @@ def test_moments_may_be_named_by_their_tokens():
             "Stills after tokens 1, 3 and 5. Values of which the state then "
             "answers more than half: 1; 1 to 3; 2, 3 and 5.",
         ),
-        (2, "tokens 3 and 6. Values of which the state then answers more"),
         ((2,), "Still after token 2. Values of which the state then"),
     ],
     ids=str,
@@ -143,7 +142,7 @@ def test_ids_are_the_same_every_time_and_differ_between_films():
         to_html("Another film"),
         to_html(caption="c"),
         to_html(decay_slider=False),
-        to_html(moments=2),
+        to_html(moments=(2,)),
         to_html(g=None),
         to_html(beta=torch.rand(T)),
     ]
@@ -176,32 +175,32 @@ def test_it_neither_needs_nor_leaves_a_style():
 @pytest.mark.parametrize("rule", RULES)
 def test_the_page_carries_the_tensors_to_four_digits(gate, rule):
     x = inputs(gate, rule)
-    data = json.loads(root(film.to_html(**x, alt="a"))["data-film"])
+    data = carried(x)
     assert list(data) == ["k", "v", "g", "beta"]
-    for name, carried in data.items():
+    for name, found in data.items():
         if name not in x:
-            assert carried is None
+            assert found is None
             continue
-        carried = torch.tensor(carried, dtype=torch.float64)
-        assert carried.shape == x[name].shape
-        assert torch.allclose(carried, x[name], rtol=5.1e-4, atol=0)
+        found = torch.tensor(found, dtype=torch.float64)
+        assert found.shape == x[name].shape
+        assert torch.allclose(found, x[name], rtol=5.1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_floating_point_with_or_without_grad(dtype):
     x = {name: y.to(dtype) for name, y in inputs("vector", "delta").items()}
     x["k"].requires_grad_()
-    data = json.loads(root(film.to_html(**x, alt="a"))["data-film"])
-    carried = torch.tensor(data["k"], dtype=torch.float64)
-    assert torch.allclose(carried, x["k"].detach().double(), rtol=5.1e-4)
+    found = torch.tensor(carried(x)["k"], dtype=torch.float64)
+    assert torch.allclose(found, x["k"].detach().double(), rtol=5.1e-4)
 
 
 def test_the_largest_and_the_smallest():
     k, v = torch.randn(64, 16), torch.randn(64, 16)
-    g = -torch.rand(64, 16)
-    text = film.to_html(k, v, g, torch.rand(64), alt="large", moments=8)
+    x = (k, v, -torch.rand(64, 16), torch.rand(64))
+    text = film.to_html(*x, alt="large", moments=range(57, 65))
     assert len(text) < 500_000
-    film.to_html(torch.zeros(1, 1), torch.zeros(1, 1), alt="nothing at all")
+    x = torch.zeros(1, 1), torch.zeros(1, 1)
+    film.to_html(*x, alt="nothing at all", moments=(1,))
 
 
 @pytest.mark.parametrize("slider", [True, False])
@@ -213,45 +212,19 @@ def test_the_callers_choice_of_slider_is_carried(slider):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"k": [[1.0]]}, "k: got list, need a Tensor"),
-        ({"k": torch.ones(T, K).long()}, "k: got torch.int64, need floating"),
-        ({"beta": 1.0}, "beta: got float, need a Tensor"),
-        ({"alt": None}, "alt: got NoneType, need a str"),
-        ({"caption": None}, "caption: got NoneType, need a str"),
-        ({"decay_slider": 1}, "decay_slider: got int, need a bool"),
-        ({"moments": 2.0}, "moments: got float, need an int"),
-        ({"moments": True}, "moments: got bool, need an int"),
-        ({"moments": "12"}, "moments: got str, need an int"),
-        ({"moments": (1, 2.0)}, "moments: got float, need an int"),
-    ],
-    ids=str,
-)
-def test_wrong_types_are_refused(bad, message):
-    with pytest.raises(TypeError, match="^" + re.escape(message)):
-        to_html(**bad)
-
-
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ({"k": torch.ones(T)}, "k: got shape [7], need [T, K] with"),
-        ({"k": torch.ones(65, K)}, "k: got shape [65, 4], need [T, K] with"),
-        ({"k": torch.ones(0, K)}, "k: got shape [0, 4], need [T, K] with"),
-        ({"k": torch.ones(T, 17)}, "k: got shape [7, 17], need [T, K] with"),
-        ({"v": torch.ones(T, 17)}, "v: got shape [7, 17], need [7, V] with"),
-        ({"v": torch.ones(6, V)}, "v: got shape [6, 3], need [7, V] with"),
-        ({"g": torch.ones(T, V)}, "g: got shape [7, 3], need [7] or [7, 4]"),
-        ({"beta": torch.ones(T, 1)}, "beta: got shape [7, 1], need [7]"),
+        (
+            {"k": torch.ones(65, K), "v": torch.ones(65, V), "g": None},
+            "k, v: got T 65, K 4 and V 3, need T <= 64, and K and V <= 16",
+        ),
+        ({"k": torch.ones(T, 17)}, "k, v: got T 7, K 17 and V 3, need"),
         ({"g": torch.full((T,), -torch.inf)}, "g: got inf or nan, need"),
         ({"v": torch.full((T, V), torch.nan)}, "v: got inf or nan, need"),
         ({"alt": " "}, "alt: got an empty string, need a description"),
         ({"alt": "S after token 6", "moments": (1, 7)}, "alt: got '6', need"),
         ({"alt": "after tokens 1, 6 and 7", "moments": (1, 7)}, "alt: got '1"),
-        ({"moments": 0}, "moments: got 0, need 1 <= moments <= 8"),
-        ({"moments": 9}, "moments: got 9, need 1 <= moments <= 8"),
         ({"moments": (0, 7)}, "moments: got (0, 7), need tokens from 1 to 7"),
         ({"moments": (7, 8)}, "moments: got (7, 8), need tokens from 1 to 7"),
-        ({"moments": ()}, "moments: got (), need 1 <= moments <= 8"),
+        ({"moments": ()}, "moments: got (), need tokens from 1 to 7"),
     ],
     ids=str,
 )
@@ -260,20 +233,15 @@ def test_wrong_values_are_refused(bad, message):
         to_html(**bad)
 
 
-def test_alt_is_required():
-    with pytest.raises(TypeError, match="alt"):
-        film.to_html(**inputs())
-
-
 def test_show_displays_the_film_in_a_notebook_alone(monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("IPython.display.display", shown.append)
-    film.show(**inputs(), alt="a")
+    x = inputs() | {"alt": "a", "caption": "c", "moments": (7,)}
+    film.show(**x)
     assert not shown and capsys.readouterr().out == ""
     monkeypatch.setattr("IPython.get_ipython", object)
-    film.show(**inputs(), alt="a", caption="c")
-    expected = film.to_html(**inputs(), alt="a", caption="c")
-    assert [html.data for html in shown] == [expected]
+    film.show(**x)
+    assert [html.data for html in shown] == [film.to_html(**x)]
 
 
 def test_the_script_is_small_and_asks_for_nothing():
@@ -340,7 +308,9 @@ def as_data(x):
 
 def carried(x):
     """The film's data as its page carries it."""
-    return json.loads(root(film.to_html(**x, alt="a"))["data-film"])
+    return json.loads(
+        root(film.to_html(**x, alt="a", moments=(1,)))["data-film"]
+    )
 
 
 @needs_node

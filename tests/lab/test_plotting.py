@@ -204,25 +204,6 @@ def test_times_against_the_floor(record):
     plt.close(fig)
 
 
-def test_roofline(record):
-    fig = plotting.roofline(record)
-    (ax,) = fig.axes
-    *_, roof = ax.lines
-    x, y = roof.get_data()
-    copy, matmul = record["rows"][:2]
-    assert (
-        y[1]
-        == y[2]
-        == pytest.approx(matmul["flops"] / matmul["seconds"] / 1e12)
-    )
-    assert y[0] / x[0] == pytest.approx(copy["moved"] / copy["seconds"] / 1e12)
-    ours = points(ax, plotting.QUERY)
-    assert len(ours) == len(points(ax, plotting.KEY)) == 14
-    below = [min(i * y[0] / x[0], y[1]) for i, _ in ours]
-    assert all(t <= top for (_, t), top in zip(ours, below, strict=True))
-    plt.close(fig)
-
-
 def test_a_shape_that_was_not_measured(record):
     with pytest.raises(ValueError, match=r"shape: got 'wide', need one of"):
-        plotting.roofline(record, "wide")
+        plotting.against_floor(record, "wide")

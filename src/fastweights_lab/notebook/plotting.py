@@ -124,86 +124,21 @@ def show_html(text: str) -> None:
         display(HTML(text))
 
 
-def roofline(record: dict[str, Any], shape: str = "train") -> Figure:
-    """TFLOP/s of each member over its FLOPs per byte, under the roof.
-
-    ``record`` is one of :func:`fastweights_lab.records.load`'s, of the case
-    ``members``; its own ceilings are the roof. Forward (filled) and forward
-    with backward (open), where nothing is forgotten.
-    """
-    import matplotlib.pyplot as plt
-
-    memory, matmul = (
-        next(r for r in record["rows"] if r["what"] == what)
-        for what in ("copy", "matmul")
-    )
-    bandwidth = memory["moved"] / memory["seconds"]
-    peak = matmul["flops"] / matmul["seconds"]
-    fig, ax = plt.subplots()
-    rows = timed_rows(record, shape)
-    marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
-    names: dict[tuple[float, float], list[str]] = {}  # of points, and nearby
-    for row in rows:
-        x, y = (
-            row["flops"] / row["moved"],
-            row["flops"] / row["seconds"] / 1e12,
-        )
-        colour, marker = marks[row["who"]]
-        forward = row["what"] == "forward"
-        fill = colour if forward else "none"
-        ax.plot(x, y, marker, color=colour, markerfacecolor=fill)
-        if forward and row["who"] == "fastweights":
-            at = next(
-                (
-                    p
-                    for p in names
-                    if abs(y / p[1] - 1) < 0.1 > abs(x / p[0] - 1)
-                ),
-                (x, y),
-            )
-            names.setdefault(at, []).append(row["member"].replace("_", " "))
-    for at, those in names.items():
-        ax.annotate(
-            ", ".join(those),
-            at,
-            xytext=(6, 3),
-            textcoords="offset points",
-            fontsize="small",
-        )
-    x = [row["flops"] / row["moved"] for row in rows]
-    ends = [
-        min(x) / 1.5,
-        peak / bandwidth,
-        max(max(x), peak / bandwidth) * 1.5,
-    ]
-    roof = [min(bandwidth * i, peak) / 1e12 for i in ends]
-    ax.plot(ends, roof, color=INK)
-    ax.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
-    ax.set_ylabel("TFLOP/s")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
-    return fig
-
-
 def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
     """Each member's time in multiples of the floor, beside its peer's.
 
-    ``record`` as in :func:`roofline`: forward on the left, forward with
-    backward on the right, where nothing is forgotten.
+    ``record`` is one of :func:`fastweights_lab.records.load`'s, of the case
+    ``members``: forward on the left, forward with backward on the right,
+    where nothing is forgotten.
     """
     import matplotlib.pyplot as plt
 
     rows = timed_rows(record, shape)
     members = list(dict.fromkeys(row["member"] for row in rows))
     fig, axes = plt.subplots(1, 2, sharey=True)
-    marks = {
-        "fastweights": (QUERY, "o", "fastweights"),
-        "fla": (KEY, "s", "FLA"),
-    }
-    passes = ("forward", "forward+backward")
-    for ax, what in zip(axes, passes, strict=True):
-        for who, (colour, marker, label) in marks.items():
+    marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
+    for ax, what in zip(axes, ("forward", "forward+backward"), strict=True):
+        for who, (colour, marker) in marks.items():
             chosen = [
                 (row["seconds"] / row["floor"], members.index(row["member"]))
                 for row in rows
@@ -211,6 +146,7 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
             ]
             if chosen:
                 times, at = zip(*chosen, strict=True)
+                label = "FLA" if who == "fla" else who
                 ax.plot(times, at, marker, color=colour, label=label)
         ax.set(title=what.replace("+", " + "), xlim=(0, None))
         ax.set_xlabel("times the floor")

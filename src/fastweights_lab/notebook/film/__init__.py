@@ -20,22 +20,7 @@ Shapes in this package: k [T, K]; v [T, V]; g, the natural log of a decay, [T]
 or [T, K] (one per key channel); beta [T].
 """
 
-from fastweights_lab.notebook.film.page import (
-    MAX_MOMENTS,
-    MAX_T,
-    MAX_WIDTH,
-    show,
-    to_html,
-)
+from fastweights_lab.notebook.film.page import show, to_html
 from fastweights_lab.notebook.film.states import lines, shares, states
 
-__all__ = [
-    "MAX_MOMENTS",
-    "MAX_T",
-    "MAX_WIDTH",
-    "lines",
-    "shares",
-    "show",
-    "states",
-    "to_html",
-]
+__all__ = ["lines", "shares", "show", "states", "to_html"]

@@ -13,13 +13,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import check_tensors, wrong_shape
 from fastweights_lab.notebook import plotting
-from fastweights_lab.notebook.film.still import draw, moments_of, told
+from fastweights_lab.notebook.film.still import draw, told
 
-MAX_T = 64
-MAX_WIDTH = 16
-MAX_MOMENTS = 8
+MAX_T, MAX_WIDTH = 64, 16
 PANELS = (
     "Each panel: the token's value v above the state S, its key k beside it; "
     "a cell with a minus is negative. Below, a bar per token: how much "
@@ -42,7 +39,7 @@ def to_html(
     alt: str,
     caption: str = "",
     decay_slider: bool = True,
-    moments: int | Sequence[int] = 4,
+    moments: Sequence[int],
 ) -> str:
     """The film as one ``<figure>`` that needs no other file.
 
@@ -52,30 +49,25 @@ def to_html(
     rule). ``alt`` says what the film shows, to who cannot see it, and the
     tokens of the stills and what the state knows after each are told behind
     it; ``caption`` is plain text below it. With ``decay_slider`` the reader
-    may put one constant decay in the place of g. ``moments`` states stand on
-    paper, and wherever no script runs: so many (1 to 8) at equal distances,
-    the last of them S_T, or those after the tokens given, which count from
-    1. A button shows the call of the library that makes the state on screen.
+    may put one constant decay in the place of g. The states after the tokens
+    ``moments``, which count from 1, stand on paper, and wherever no script
+    runs. A button shows the call of the library that makes the state on
+    screen.
 
     Numbers are carried to 4 significant digits. The id of the element is
     made from its content: the same film twice on a page has the same id.
 
-    Raises TypeError for what is no floating-point tensor (``alt``,
-    ``caption``: no string; ``decay_slider``: no bool; ``moments``: no ints),
-    ValueError for a wrong shape or size, a number that is not finite,
-    an empty ``alt``, and one that says "after token 3" if no still stands
-    there.
+    Raises ValueError for what is too large, a number that is not finite, an
+    empty ``alt``, and one that says "after token 3" if no still stands there.
     """
-    _check(k, v, g, beta, alt, caption, decay_slider, moments)
+    _check(k, v, g, beta, alt, moments)
     given = {"k": k, "v": v, "g": g, "beta": beta}
     rounded = {name: _rounded(x) for name, x in given.items()}
     data = json.dumps(rounded, separators=(",", ":"))
     names = ("film_code.js", "film.js", "film.css")
     call, code, looks = (_resource(name) for name in names)
-    times = moments_of(len(k), moments)
-    _check_words(alt, times)
-    words = f"{alt.strip()} {told(k, v, g, beta, times)}"
-    still = draw(k, v, g, beta, words, times)
+    words = f"{alt.strip()} {told(k, v, g, beta, moments)}"
+    still = draw(k, v, g, beta, words, moments)
     lines = "" if beta is not None else LINES
     texts = [data, str(decay_slider), alt, caption, still]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
@@ -115,67 +107,27 @@ def _check(
     g: Tensor | None,
     beta: Tensor | None,
     alt: str,
-    caption: str,
-    decay_slider: bool,
-    moments: int | Sequence[int],
+    moments: Sequence[int],
 ) -> None:
-    tensors = {"k": k, "v": v}
-    optional = {"g": g, "beta": beta}
-    tensors |= {name: x for name, x in optional.items() if x is not None}
-    check_tensors(tensors)
-    for name, x in tensors.items():
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: got {x.dtype}, need floating point")
-    for name, text in {"alt": alt, "caption": caption}.items():
-        if not isinstance(text, str):
-            raise TypeError(f"{name}: got {type(text).__name__}, need a str")
-    if not isinstance(decay_slider, bool):
-        kind = type(decay_slider).__name__
-        raise TypeError(f"decay_slider: got {kind}, need a bool")
-    _check_kinds(moments)
-
-    if k.dim() != 2 or not 1 <= len(k) <= MAX_T or not _fits(k):
-        need = f"[T, K] with 1 <= T <= {MAX_T} and 1 <= K <= {MAX_WIDTH}"
-        wrong_shape("k", k, need)
-    T, K = k.shape
-    if v.dim() != 2 or len(v) != T or not _fits(v):
-        wrong_shape("v", v, f"[{T}, V] with 1 <= V <= {MAX_WIDTH}")
-    if g is not None and g.shape not in ((T,), (T, K)):
-        wrong_shape("g", g, f"[{T}] or [{T}, {K}]")
-    if beta is not None and beta.shape != (T,):
-        wrong_shape("beta", beta, f"[{T}]")
-    for name, x in tensors.items():
-        if not x.isfinite().all():
+    (T, K), V = k.shape, v.shape[1]
+    if T > MAX_T or max(K, V) > MAX_WIDTH:
+        raise ValueError(
+            f"k, v: got T {T}, K {K} and V {V}, need T <= {MAX_T}, and K and "
+            f"V <= {MAX_WIDTH}"
+        )
+    for name, x in {"k": k, "v": v, "g": g, "beta": beta}.items():
+        if x is not None and not x.isfinite().all():
             raise ValueError(f"{name}: got inf or nan, need finite numbers")
     if not alt.strip():
         raise ValueError("alt: got an empty string, need a description")
-    tokens = [] if isinstance(moments, int) else list(moments)
-    count = moments if isinstance(moments, int) else len(tokens)
-    if not 1 <= count <= MAX_MOMENTS:
-        raise ValueError(
-            f"moments: got {moments}, need 1 <= moments <= {MAX_MOMENTS}"
-        )
-    if not all(1 <= t <= T for t in tokens):
+    if not moments or not all(1 <= t <= T for t in moments):
         raise ValueError(f"moments: got {moments}, need tokens from 1 to {T}")
-
-
-def _check_kinds(moments: Any) -> None:
-    several = isinstance(moments, Sequence) and not isinstance(moments, str)
-    for x in moments if several else [moments]:
-        if not isinstance(x, int) or isinstance(x, bool):
-            kind = type(x).__name__
-            raise TypeError(f"moments: got {kind}, need an int, or ints")
-
-
-def _check_words(alt: str, times: Sequence[int]) -> None:
-    """What alt calls a still must be one."""
     for found in re.findall(r"\bafter tokens? ([\d, and]*\d)", alt):
-        for token in map(int, re.findall(r"\d+", found)):
-            if token not in times:
-                raise ValueError(
-                    f"alt: got {found.strip()!r}, need tokens of the stills, "
-                    f"which stand after {times}"
-                )
+        if not {*map(int, re.findall(r"\d+", found))} <= {*moments}:
+            raise ValueError(
+                f"alt: got {found.strip()!r}, need tokens of the stills, "
+                f"which stand after {moments}"
+            )
 
 
 def _resource(name: str) -> str:
@@ -183,21 +135,14 @@ def _resource(name: str) -> str:
     return file.read_text("utf-8").strip()
 
 
-def _fits(x: Tensor) -> bool:
-    return 1 <= x.shape[1] <= MAX_WIDTH
-
-
-def _rounded(x: Tensor | None) -> list[float] | list[list[float]] | None:
+def _rounded(x: Tensor | None) -> Any:
+    """The tensor as lists of numbers of 4 significant digits."""
     if x is None:
         return None
-    flat = [
-        float(f"{number:.{DIGITS}g}") + 0.0  # no -0.0
-        for number in x.detach().double().flatten().tolist()
-    ]
-    if x.dim() == 1:
-        return flat
-    width = x.shape[1]
-    return [flat[i : i + width] for i in range(0, len(flat), width)]
+    if x.dim() > 1:
+        return [_rounded(row) for row in x]
+    numbers = x.detach().double().tolist()
+    return [float(f"{n:.{DIGITS}g}") + 0.0 for n in numbers]  # no -0.0
 
 
 def _colours() -> str:

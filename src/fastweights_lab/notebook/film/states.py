@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.reference import steps
+
+
+def doubles(*tensors: Tensor | None) -> list[Any]:
+    """Each in fp64, on the CPU, without its gradient; None as it is."""
+    return [x if x is None else x.detach().double().cpu() for x in tensors]
 
 
 def states(
@@ -20,9 +27,7 @@ def states(
     g is the natural log of the decay, one number per token or one per key
     channel; None keeps everything. beta None is the additive rule.
     """
-    k, v = k.detach().double().cpu(), v.detach().double().cpu()
-    g = None if g is None else g.detach().double().cpu()
-    beta = None if beta is None else beta.detach().double().cpu()
+    k, v, g, beta = doubles(k, v, g, beta)
     S = k.new_zeros(k.shape[1], v.shape[1])
     found = []
     for t in range(len(k)):
@@ -43,11 +48,11 @@ def lines(
     only token j had written, sum_i k_ji^2 e^(G_ti - G_ji) / |k_j|^2 with G
     the running sum of g. 0 where k_j is zero, and for tokens to come.
     """
-    k = k.detach().double().cpu()
+    k, g = doubles(k, g)
     T = len(k)
     G = torch.zeros(T, 1, dtype=k.dtype)
     if g is not None:
-        G = g.detach().double().cpu().reshape(T, -1).cumsum(0)
+        G = g.reshape(T, -1).cumsum(0)
     after = (G[:, None] - G[None]).exp()  # [t, j, 1 or K]
     size = k.square().sum(-1)
     left = (k.square() * after).sum(-1) / torch.where(size > 0, size, 1)
@@ -67,7 +72,7 @@ def shares(
     tokens that are still to come. The arguments are those of `states`.
     """
     S = states(k, v, g, beta)
-    k, v = k.detach().double().cpu(), v.detach().double().cpu()
+    k, v = doubles(k, v)
     answers = torch.einsum("tkv,jk,jv->tj", S, k, v)
     size = k.square().sum(-1) * v.square().sum(-1)
     bars = torch.where(size > 0, answers / size, 0)

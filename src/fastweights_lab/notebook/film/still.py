@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fastweights_lab.notebook import plotting
-from fastweights_lab.notebook.film.states import lines, shares, states
+from fastweights_lab.notebook.film.states import (
+    doubles,
+    lines,
+    shares,
+    states,
+)
 
 TALL = 0.35  # the bars' height, as a part of a panel's width
 
@@ -38,7 +43,7 @@ def draw(
     heights = shares(k, v, g, beta)
     marks = lines(k, g) if beta is None else None
     matrices = states(k, v, g, beta)
-    k, v = k.detach().double().cpu(), v.detach().double().cpu()
+    k, v = doubles(k, v)
     full = float(matrices.abs().max()) or 1.0
     with mpl.rc_context():
         plotting.style()
@@ -79,14 +84,6 @@ def draw(
         return plotting.to_svg(fig, alt)
 
 
-def moments_of(T: int, moments: int | Sequence[int]) -> list[int]:
-    """The tokens after which the stills stand."""
-    if isinstance(moments, int):
-        at = torch.linspace(T / moments, T, moments).round().long().clamp(1)
-        moments = at.tolist()
-    return sorted(set(moments))
-
-
 def told(
     k: Tensor,
     v: Tensor,
@@ -111,18 +108,11 @@ def told(
 
 def _listed(numbers: Sequence[int], runs: bool = True) -> str:
     """[1, 2, 3, 5] as "1 to 3 and 5", or without runs as it stands."""
-    groups: list[list[int]] = []
-    for n in numbers:
-        if groups and runs and n == groups[-1][-1] + 1:
-            groups[-1].append(n)
-        else:
-            groups.append([n])
-    words = []
-    for group in groups:
-        if len(group) > 2:
-            words.append(f"{group[0]} to {group[-1]}")
-        else:
-            words += [str(n) for n in group]
+    words: list[str] = []
+    for _, group in groupby(enumerate(numbers), lambda x: x[1] - x[0]):
+        found = [str(n) for _, n in group]
+        long = runs and len(found) > 2
+        words += [f"{found[0]} to {found[-1]}"] if long else found
     if len(words) < 2:
         return words[0] if words else "none"
     return f"{', '.join(words[:-1])} and {words[-1]}"
