@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import in_one_graph
 from inputs import GATES, RULES, explicit, member
 from refused import refused
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
@@ -26,13 +26,6 @@ members = pytest.mark.parametrize(
     list(itertools.product(GATES, RULES)),
     ids=lambda value: value,
 )
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def call(gate="vector", rule="delta", **sizes):
@@ -329,32 +322,25 @@ class Layer(torch.nn.Module):
         return x + o.flatten(2)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph_decodes_every_token():
     torch.manual_seed(0)
-    layer, counter = Layer(), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, backend=counter, fullgraph=True)
-    ref, state = torch.zeros(2, 1, 2, 4, 4)
-    with torch.no_grad():
+    layer, (ref, state) = Layer(), torch.zeros(2, 1, 2, 4, 4)
+    with torch.no_grad(), in_one_graph(layer) as compiled:
         x = x_ref = torch.randn(1, 1, 8)
         for _ in range(5):
             x, x_ref = compiled(x, state), layer(x_ref, ref)
     torch.testing.assert_close((x, state), (x_ref, ref))
-    assert counter.frame_count == 1
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph_for_several_numbers_of_tokens():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fw.decode_step, backend=counter, fullgraph=True)
-    for T in (2, 5, 16):
-        x = call(T=T)
-        o_ref, state_ref = expected(x)
-        for name in ("q", "k", "v", "g", "beta"):
-            torch._dynamo.mark_dynamic(x[name], 1)
-        assert relative_error(compiled(**x), o_ref) <= EXACT
-        assert relative_error(x["state"], state_ref) <= EXACT
-    assert counter.frame_count == 1
+    with in_one_graph(fw.decode_step) as compiled:
+        for T in (2, 5, 16):
+            x = call(T=T)
+            o_ref, state_ref = expected(x)
+            for name in ("q", "k", "v", "g", "beta"):
+                torch._dynamo.mark_dynamic(x[name], 1)
+            assert relative_error(compiled(**x), o_ref) <= EXACT
+            assert relative_error(x["state"], state_ref) <= EXACT
 
 
 def ones(*shape, dtype=torch.float32):

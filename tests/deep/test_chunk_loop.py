@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deep_cases import CASES, WEIGHTS, B, C, H, drawn
+from graphs import in_one_graph
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import private
@@ -113,17 +114,13 @@ def test_compiled_once_however_long(name):
 @pytest.mark.full
 def test_one_graph_for_many_lengths():
     """The second is taken for any, as long as it leaves the same rest."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
     case = CASES["ttt-linear"]
-    run = torch.compile(case.chunked, fullgraph=True, backend=counter)
-    for chunks in (4, 5, 7, 11):
-        x = inputs("ttt-linear", chunks * C + 2)
-        found, want = results(run, x), results(case.chunked, x)
-        for a, b in zip(found, want, strict=True):
-            assert relative_error(a, b) < 1e-11
-    assert counter.frame_count == 2
-    torch._dynamo.reset()
+    with in_one_graph(case.chunked, most=2) as run:
+        for chunks in (4, 5, 7, 11):
+            x = inputs("ttt-linear", chunks * C + 2)
+            found, want = results(run, x), results(case.chunked, x)
+            for a, b in zip(found, want, strict=True):
+                assert relative_error(a, b) < 1e-11
 
 
 @scanning
@@ -131,17 +128,15 @@ def test_one_graph_for_many_lengths():
 @pytest.mark.parametrize("name", WITH_CHUNKS)
 def test_compiled_once_on_gpu(name):
     """By Inductor, in fp32: kernels in place of a step's operations."""
-    torch._dynamo.reset()
     case = CASES[name]
     x = {
         k: t.detach().float().cuda().requires_grad_()
         for k, t in drawn(name, 20 * C + 2).items()
     }
-    run = torch.compile(case.chunked, fullgraph=True)
-    found, want = results(run, x), results(case.chunked, x)
+    with in_one_graph(case.chunked, "inductor") as run:
+        found, want = results(run, x), results(case.chunked, x)
     for a, b in zip(found, want, strict=True):
         assert relative_error(a, b) < 1e-4
-    torch._dynamo.reset()
 
 
 def test_few_chunks_and_no_scan(monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from deep_cases import CASES, WEIGHTS, B, C, H, K, V, drawn
+from graphs import in_one_graph
 
 import fastweights as fw
 from fastweights.checks import relative_error
@@ -161,14 +162,13 @@ COMPILED = ["ttt-linear"]
 )
 def test_compiled_in_one_graph(name):
     """Forward and backward, with a last chunk that is shorter."""
-    torch._dynamo.reset()
     case, results = CASES[name], []
-    run = torch.compile(case.chunked, fullgraph=True, backend="aot_eager")
-    for call in (case.chunked, run):
-        x = {k: t.requires_grad_() for k, t in drawn(name, C + 2).items()}
-        o, state = call(x)
-        slopes = torch.autograd.grad(o.square().sum(), x.values())
-        results.append((o, state, *slopes))
+    with in_one_graph(case.chunked) as run:
+        for call in (case.chunked, run):
+            x = {k: t.requires_grad_() for k, t in drawn(name, C + 2).items()}
+            o, state = call(x)
+            slopes = torch.autograd.grad(o.square().sum(), x.values())
+            results.append((o, state, *slopes))
     torch.testing.assert_close(*results)
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 from deep_cases import CASES, B, C, H, K, drawn
+from graphs import in_one_graph
 from layer_cases import CASES as LAYERS
 from layer_cases import contents, made, tokens
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.checks import relative_error
@@ -136,21 +136,15 @@ SOME = [
 @pytest.mark.parametrize("name", SOME)
 def test_two_graphs_for_all_lengths(name, dynamic):
     """The first is of its length, the second of any; and all numbers."""
-    torch._dynamo.reset()
     layer = made(name, torch.float64)
-    counter = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(
-        layer, fullgraph=True, backend=counter, dynamic=dynamic
-    )
-    for length in (5, 9, 2, 3, 4, 6, 7, 8, 12, 20, 41):
-        results = []
-        for call in (layer, run):
-            x = tokens(2, length, **DOUBLE).requires_grad_()
-            y = call(x)[0]
-            results.append((y, *slopes(layer, [y], x)))
-        torch.testing.assert_close(*results)
-    assert counter.frame_count <= 2
-    torch._dynamo.reset()
+    with in_one_graph(layer, most=2, dynamic=dynamic) as run:
+        for length in (5, 9, 2, 3, 4, 6, 7, 8, 12, 20, 41):
+            results = []
+            for call in (layer, run):
+                x = tokens(2, length, **DOUBLE).requires_grad_()
+                y = call(x)[0]
+                results.append((y, *slopes(layer, [y], x)))
+            torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import in_one_graph
 from inputs import same
 from norm_inputs import heads, results
 
@@ -105,12 +106,8 @@ def test_the_operators(gate):
     y = NORM.forward(*call)
     torch.library.opcheck(NORM.forward, call, **checks)
     torch.library.opcheck(NORM.backward, (y, *call), **checks)
-    torch._dynamo.reset()
-    function = torch.compile(
-        gated_rms_norm, backend="aot_eager", fullgraph=True
-    )
-    with ops.record_backends() as ran:
-        found = results(function, x, backend="triton")
+    with ops.record_backends() as ran, in_one_graph(gated_rms_norm) as run:
+        found = results(run, x, backend="triton")
     assert ran == ["triton forward", "triton backward"]
     same(found, results(gated_rms_norm, x, backend="triton"), 0.0)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from graphs import in_one_graph
 from inputs import results, same
-from kernel_judge import needs_memory
+from kernel_judge import needs_memory, places
 from scan_inputs import tokens
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
 from fastweights import ops
@@ -207,34 +207,25 @@ def test_operator_passes_opcheck():
     torch.library.opcheck(SCAN.backward, call, **checks)
 
 
-def one_graph_for_every_length(backend, lengths, tolerance, device="cpu"):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    scan = torch.compile(fw.selective_scan, backend=counter, fullgraph=True)
+@places(cpu=["float32"], cuda=["float32"])
+def test_in_one_compiled_graph(device, dtype, request):
+    backend, lengths, tolerance = "inductor", (65, 100), 1e-6
+    if device == "cpu":
+        request.getfixturevalue("small_tiles")
+        backend, lengths, tolerance = "aot_eager", (6, 9), 0.0
+    with in_one_graph(fw.selective_scan, backend) as scan:
 
-    def marked(**x):
-        for name in ("x", "dt", "B", "C"):
-            torch._dynamo.mark_dynamic(x[name], 1)
-        return scan(**x, backend="triton")
+        def marked(**x):
+            for name in ("x", "dt", "B", "C"):
+                torch._dynamo.mark_dynamic(x[name], 1)
+            return scan(**x, backend="triton")
 
-    for T in lengths:
-        x = tokens(T=T, dtype=torch.float32, device=device)
-        ref = results(fw.selective_scan, x, backend="triton")
-        with ops.record_backends() as ran:
-            same(results(marked, x), ref, tolerance)
-        assert ran == TRITON
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_in_one_compiled_graph():
-    one_graph_for_every_length("aot_eager", (6, 9), 0.0)
-
-
-@pytest.mark.gpu
-def test_in_one_compiled_graph_on_gpu():
-    one_graph_for_every_length("inductor", (65, 100), 1e-6, "cuda")
+        for T in lengths:
+            x = tokens(T=T, dtype=dtype, device=device)
+            ref = results(fw.selective_scan, x, backend="triton")
+            with ops.record_backends() as ran:
+                same(results(marked, x), ref, tolerance)
+            assert ran == TRITON
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

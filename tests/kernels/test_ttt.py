@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from graphs import in_one_graph
 from inputs import same
-from kernel_judge import in_one_graph
 
 from fastweights import ops
 from fastweights.deep import ttt

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import in_one_graph
 from inputs import Largest
 from model_cases import HYBRID, KINDS, config, model, text
 from refused import refused
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import models
 from fastweights.models import LAYERS, LanguageModel, ModelConfig
@@ -27,13 +27,6 @@ def gradients(model, loss):
 def agree(found, expected, atol=1e-6):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Configs.
@@ -544,17 +537,16 @@ def test_nothing_is_drawn_from_what_is_no_probability():
 # Compiling, and computing again.
 
 
-def test_one_step_of_decoding_compiles(fresh_compiler):
+def test_one_step_of_decoding_compiles():
     """Twice at most: the number of tokens that attention has becomes one."""
     m = model()
     nn.init.normal_(m.embedding.weight)
     prompts = [text(5), text(19, seed=2)]
     ref = m.generate(prompts, 12)
-    counter = CompileCounterWithBackend("aot_eager")
-    m.compile(fullgraph=True, backend=counter)
-    for a, b in zip(m.generate(prompts, 12), ref, strict=True):
-        assert a.equal(b)
-    assert counter.frame_count <= 2
+    with in_one_graph(m._call_impl, most=2) as run:
+        m._compiled_call_impl = run
+        for a, b in zip(m.generate(prompts, 12), ref, strict=True):
+            assert a.equal(b)
 
 
 FULL = pytest.mark.full
@@ -571,17 +563,14 @@ FULL = pytest.mark.full
         ),
     ],
 )
-def test_a_training_step_compiles(
-    pattern, packed, checkpoint, backend, fresh_compiler
-):
-    m, counter = model(pattern), CompileCounterWithBackend(backend)
+def test_a_training_step_compiles(pattern, packed, checkpoint, backend):
+    m = model(pattern)
     tokens = text(1, 50) if packed else text(2, 25)
     offsets = torch.tensor([0, 7, 31, 50]) if packed else None
     ref = gradients(m, m.loss(tokens, cu_seqlens=offsets))
     m.checkpoint = checkpoint
-    loss = torch.compile(m.loss, fullgraph=True, backend=counter)
-    agree(gradients(m, loss(tokens, cu_seqlens=offsets)), ref)
-    assert counter.frame_count == 1
+    with in_one_graph(m.loss, backend) as loss:
+        agree(gradients(m, loss(tokens, cu_seqlens=offsets)), ref)
 
 
 class Saved:

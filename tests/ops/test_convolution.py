@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolution_inputs import HEADS, flat, tokens
+from graphs import in_one_graph
 from inputs import results, same
 from refused import refused
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import ops
 from fastweights.ops.convolution import (
@@ -297,21 +297,17 @@ def test_what_runs_is_recorded():
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_one_compiled_graph(packed):
     """Of every length, forward and backward."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    function = torch.compile(flat, backend=counter, fullgraph=True)
+    with in_one_graph(flat) as function:
 
-    def marked(**inputs):
-        torch._dynamo.mark_dynamic(inputs["x"], 1)
-        return function(**inputs)
+        def marked(**inputs):
+            torch._dynamo.mark_dynamic(inputs["x"], 1)
+            return function(**inputs)
 
-    for T in (6, 9):
-        x = tokens(B=1, T=T, N=2 if packed else 1, dtype=torch.float32)
-        given = {"cu_seqlens": torch.tensor([0, 2, T])} if packed else {}
-        ref = results(flat, x, **given, **HEADS)
-        same(results(marked, x, **given, **HEADS), ref, 0.0)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
+        for T in (6, 9):
+            x = tokens(B=1, T=T, N=2 if packed else 1, dtype=torch.float32)
+            given = {"cu_seqlens": torch.tensor([0, 2, T])} if packed else {}
+            ref = results(flat, x, **given, **HEADS)
+            same(results(marked, x, **given, **HEADS), ref, 0.0)
 
 
 def test_operators_pass_opcheck():

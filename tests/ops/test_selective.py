@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
+from graphs import in_one_graph
 from inputs import results, same
 from scan_inputs import selective_scan_fn, tokens
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
 from fastweights import ops
@@ -491,63 +491,34 @@ def test_operator_passes_opcheck(packed):
         torch.library.opcheck(SCAN.backward, (y, dstate, *last))
 
 
-def one_graph_for_every_length(backend, device="cpu", **options):
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_one_compiled_graph(packed):
     """As many tokens and packed sequences as come, each in one node."""
-    nodes = []
+    with in_one_graph(fw.selective_scan) as scan:
 
-    def count(graph, _):
-        targets = [node.target for node in graph.graph.nodes]
-        nodes.append(targets.count(SCAN.forward))
-        return graph
-
-    for packed in (False, True):
-        torch._dynamo.reset()
-        nodes.clear()
-        scan = torch.compile(fw.selective_scan, backend=count, fullgraph=True)
-        for T in (6, 13, 130):
-            x = tokens(batch=1 if packed else 2, T=T, own=True, **options)
-            call = {"dt_softplus": True, "backend": backend}
-            if packed:
-                del x["initial_state"]
-                offsets = torch.arange(0, T + 1, T // 6)
-                offsets[-1] = T
-                call["cu_seqlens"] = offsets.to(device)
+        def marked(cu_seqlens=None, **x):
             for name in ("x", "dt", "B", "C", "z"):
                 torch._dynamo.mark_dynamic(x[name], 1)
             if packed:
-                torch._dynamo.mark_dynamic(call["cu_seqlens"], 0)
-            found, ref = scan(**x, **call), fw.selective_scan(**x, **call)
-            torch.testing.assert_close(found, ref)
-        assert nodes == [1]
-    torch._dynamo.reset()
+                torch._dynamo.mark_dynamic(cu_seqlens, 0)
+                torch._dynamo.mark_dynamic(x["initial_state"], 0)
+            return scan(cu_seqlens=cu_seqlens, **x)
 
-
-def test_in_one_compiled_graph():
-    one_graph_for_every_length("auto")
-
-
-def test_gradients_of_a_compiled_call():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        fw.selective_scan, backend=counter, fullgraph=True, dynamic=True
-    )
-    for T in (6, 70):
-        x = tokens(T=T, own=True)
-        ref = results(fw.selective_scan, x, dt_softplus=True)
-        with ops.record_backends() as ran:
-            same(results(compiled, x, dt_softplus=True), ref, 1e-12)
-        assert ran == ["chunkwise forward", "chunkwise backward"]
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
+        for T, cuts in ((6, [2]), (13, [2, 5, 9]), (130, [1, 64])):
+            given, sizes = {}, {}
+            if packed:
+                given["cu_seqlens"] = torch.tensor([0, *cuts, T])
+                sizes = {"batch": 1, "S": len(cuts) + 1}
+            x = tokens(T=T, own=True, **sizes)
+            ref = results(fw.selective_scan, x, dt_softplus=True, **given)
+            with ops.record_backends() as ran:
+                found = results(marked, x, dt_softplus=True, **given)
+            same(found, ref, 1e-12)
+            assert ran == ["chunkwise forward", "chunkwise backward"]
 
 
 def test_the_loop_in_one_compiled_graph():
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        fw.selective_scan, backend="aot_eager", fullgraph=True
-    )
     x = tokens(T=3)
     ref = results(fw.selective_scan, x, backend="loop")
-    same(results(compiled, x, backend="loop"), ref, 1e-12)
-    torch._dynamo.reset()
+    with in_one_graph(fw.selective_scan) as compiled:
+        same(results(compiled, x, backend="loop"), ref, 1e-12)

@@ -3,72 +3,50 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import in_one_graph
 from inputs import GATES, RULES, member, results, same
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastweights as fw
 from fastweights import ops
-
-CHUNKWISE = ["chunkwise forward", "chunkwise backward"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def dynamic(x, *dims):
-    for dim in dims:
-        torch._dynamo.mark_dynamic(x, dim)
-    return x
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", GATES)
 def test_one_graph_for_every_length(gate, rule):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        fw.linear_recurrence, backend=counter, fullgraph=True
-    )
+    with in_one_graph(fw.linear_recurrence) as compiled:
 
-    def marked(**x):
-        tokens = (x[n] for n in x if n != "initial_state" and x[n].dim() > 1)
-        for t in tokens:
-            dynamic(t, 1)
-        return compiled(**x)
+        def marked(initial_state, **x):
+            for t in x.values():
+                if t.dim() > 1:
+                    torch._dynamo.mark_dynamic(t, 1)
+            return compiled(**x, initial_state=initial_state)
 
-    for T in (37, 65, 100):
-        x = member(gate, rule, T=T)
-        ref = results(fw.linear_recurrence, x, backend="loop")
-        with ops.record_backends() as ran:
-            same(results(marked, x), ref, 1e-11)
-        assert ran == CHUNKWISE
-    assert counter.frame_count == 1
+        for T in (37, 65, 100):
+            x = member(gate, rule, T=T)
+            ref = results(fw.linear_recurrence, x, backend="loop")
+            with ops.record_backends() as ran:
+                same(results(marked, x), ref, 1e-11)
+            assert ran == ["chunkwise forward", "chunkwise backward"]
 
 
 @pytest.mark.parametrize("first", ["given", "zeros"])
 def test_one_graph_for_every_packing(first):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        fw.linear_recurrence, backend=counter, fullgraph=True
-    )
+    with in_one_graph(fw.linear_recurrence) as compiled:
 
-    def marked(**x):
-        for name, t in x.items():
-            dynamic(t, 0 if name in ("initial_state", "cu_seqlens") else 1)
-        return compiled(**x)
+        def marked(**x):
+            for name, t in x.items():
+                dim = 0 if name in ("initial_state", "cu_seqlens") else 1
+                torch._dynamo.mark_dynamic(t, dim)
+            return compiled(**x)
 
-    for offsets in ([0, 5, 37], [0, 0, 30, 65], [0, 1, 2, 90, 100]):
-        x = member("vector", "delta", T=offsets[-1], N=len(offsets) - 1)
-        if first == "zeros":
-            del x["initial_state"]
-        packed = {"cu_seqlens": torch.tensor(offsets)}
-        ref = results(fw.linear_recurrence, x, backend="loop", **packed)
-        same(results(marked, x, **packed), ref, 1e-11)
-    assert counter.frame_count == 1
+        for offsets in ([0, 5, 37], [0, 0, 30, 65], [0, 1, 2, 90, 100]):
+            x = member("vector", "delta", T=offsets[-1], N=len(offsets) - 1)
+            if first == "zeros":
+                del x["initial_state"]
+            packed = {"cu_seqlens": torch.tensor(offsets)}
+            ref = results(fw.linear_recurrence, x, backend="loop", **packed)
+            same(results(marked, x, **packed), ref, 1e-11)
 
 
 class Model(nn.Module):
@@ -113,17 +91,15 @@ def batches(packed):
         yield tokens[:, :-1], tokens[:, 1:], cu_seqlens
 
 
-def train(backend, packed, wrap=lambda model: model, device="cpu"):
-    torch.manual_seed(0)
-    model = Model(backend=backend).to(device)
-    run = wrap(model)
+def train(model, run, packed, device):
+    """The losses of ``run``, which is the model or calls it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
     for batch in batches(packed):
         tokens, targets, cu_seqlens = (
             None if x is None else x.to(device) for x in batch
         )
-        dynamic(tokens, 1)
+        torch._dynamo.mark_dynamic(tokens, 1)
         loss = F.cross_entropy(run(tokens, cu_seqlens).mT, targets)
         optimizer.zero_grad()
         loss.backward()
@@ -137,19 +113,18 @@ def train(backend, packed, wrap=lambda model: model, device="cpu"):
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_a_compiled_model_trains_as_the_loop_does(device, packed):
-    compiler = "aot_eager" if device == "cpu" else "inductor"
-    counter = CompileCounterWithBackend(compiler)
-
-    def compiled(model):
-        return torch.compile(model, backend=counter, fullgraph=True)
-
-    ref = train("loop", packed, device=device)
-    with ops.record_backends() as ran:
-        losses = train("auto", packed, compiled, device=device)
-    kernels = "chunkwise" if device == "cpu" else "triton"
+    compiler, kernels = "aot_eager", "chunkwise"
+    if device == "cuda":
+        compiler, kernels = "inductor", "triton"
+    torch.manual_seed(0)
+    loop = Model(backend="loop").to(device)
+    model = Model().to(device)
+    model.load_state_dict(loop.state_dict())
+    ref = train(loop, loop, packed, device)
+    with ops.record_backends() as ran, in_one_graph(model, compiler) as run:
+        losses = train(model, run, packed, device)
     passes = f"{kernels} forward", f"{kernels} backward"
     assert ran == 50 * [x for x in passes for _ in range(2)]
-    assert counter.frame_count == 1
     assert ref[-3:].mean() < ref[:3].mean() / 2
     torch.testing.assert_close(losses, ref, rtol=0, atol=1e-3)
 

@@ -1,11 +1,8 @@
 """The judge of the kernels: inputs, the loop in fp64, the budgets."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights.checks import relative_error
 
@@ -23,16 +20,6 @@ def places(*, cpu, cuda):
         for x in dtypes
     ]
     return pytest.mark.parametrize("device, dtype", parameters)
-
-
-@contextmanager
-def in_one_graph(function, backend):
-    """The function compiled, and afterwards that it was in one graph."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    yield torch.compile(function, backend=counter, fullgraph=True)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 BUDGET = {
