@@ -15,20 +15,16 @@ import sys
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "train": ("text.train", "train a small language model"),
-    "generate": ("text.generate", "let a saved model write"),
+    "train": "train a small language model",
+    "generate": "let a saved model write",
     "experiments": (
-        "experiments.program",
-        "train small models on tasks that ask what a state can hold",
+        "train small models on tasks that ask what a state can hold"
     ),
-    "compare": (
-        "experiments.comparison",
-        "train one language model with other layers in it",
-    ),
-    "bench": ("bench.program", "measure time, memory and growth"),
-    "info": ("info", "say what is here, and which backend operators take"),
+    "compare": "train one language model with other layers in it",
+    "bench": "measure time, memory and growth",
+    "info": "say what is here, and which backend operators take",
 }
-"""By name: a module of the laboratory, and what it does.
+"""By name what a command does: the module of that name in ``commands``.
 
 It is imported when its command is asked for. Its docstring is the help's,
 ``add_arguments(parser)`` adds its arguments, and ``run(arguments)`` returns
@@ -53,10 +49,10 @@ def parser(command: str) -> Parser:
     commands = of_all.add_subparsers(
         dest="command", metavar="COMMAND", required=True
     )
-    for name, (module, about) in COMMANDS.items():
+    for name, about in COMMANDS.items():
         one = commands.add_parser(name, help=about)
         if name == command:
-            found = importlib.import_module(f"fastweights_lab.{module}")
+            found = importlib.import_module(f"fastweights_lab.commands.{name}")
             one.description = found.__doc__
             found.add_arguments(one)
             one.set_defaults(run=found.run)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import fastweights as fw
 from fastweights.layers import Decay
 from fastweights_lab import records
-from fastweights_lab.bench import program as bench
 from fastweights_lab.bench import speed, timing
+from fastweights_lab.commands import bench
 from fastweights_lab.program import main
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fastweights_lab import records
-from fastweights_lab.bench import speed
-from fastweights_lab.bench import trained as bench_trained
-from fastweights_lab.bench.trained import MODELS, beyond, sequences
+from fastweights_lab.bench import speed, trained_inputs
+from fastweights_lab.bench.trained_inputs import MODELS, beyond, sequences
 from fastweights_lab.experiments import comparison
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -66,13 +65,13 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
         tokens=64,
         steps=1,
     )
-    monkeypatch.setattr(bench_trained, "BASE", little)
-    monkeypatch.setattr(bench_trained, "DRAWS", 1)
-    monkeypatch.setattr(bench_trained, "timeit", lambda fn: fn() and 1.0)
-    monkeypatch.setattr(bench_trained, "ON_GPU", False)
+    monkeypatch.setattr(trained_inputs, "BASE", little)
+    monkeypatch.setattr(trained_inputs, "DRAWS", 1)
+    monkeypatch.setattr(trained_inputs, "timeit", lambda fn: fn() and 1.0)
+    monkeypatch.setattr(trained_inputs, "ON_GPU", False)
     small = speed.Shape(1, 128, 2, 2, 32, 32)
-    monkeypatch.setattr(bench_trained, "SMALL", small)
-    rows = [*bench_trained.rows()]
+    monkeypatch.setattr(trained_inputs, "SMALL", small)
+    rows = [*trained_inputs.rows()]
     assert {(r["member"], r["gate"], r["what"]) for r in rows} == {
         (member, gate, what)
         for member in MODELS

@@ -2,11 +2,12 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from fastweights_lab import records
+from fastweights_lab.commands import compare
 from fastweights_lab.experiments import comparison
 from fastweights_lab.program import main
 from fastweights_lab.text.training import Training
@@ -27,7 +28,7 @@ TINY = replace(
 def little_text(tmp_path, monkeypatch):
     (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 400)
     tiny = replace(TINY, corpus=(str(tmp_path / "text.py"),))
-    monkeypatch.setattr(comparison, "SMALL", tiny)
+    monkeypatch.setattr(compare, "SMALL", tiny)
     return tiny
 
 
@@ -105,7 +106,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         if len(began) == stop:
             raise KeyboardInterrupt
         score = {1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}[base.lr]
-        settings = comparison.asdict(comparison.chosen(variant, seed, base))
+        settings = asdict(comparison.chosen(variant, seed, base))
         return {
             "variant": variant,
             "seed": seed,
@@ -118,7 +119,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         }
 
     monkeypatch.setattr(
-        comparison,
+        compare,
         "each",
         lambda _, jobs, *__: ((0, run(*job)) for job in jobs),
     )
@@ -136,7 +137,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     runs = records.read(file)
     assert len(runs) == 8
     assert runs[-3]["bits per byte"] is None  # no NaN in JSON
-    assert comparison.of(runs, "KDA", "seed") == [0, 1]
+    assert comparison.figures(runs, "KDA", "seed") == [0, 1]
     assert comparison.best_rate(runs, "KDA") == 2e-3
     assert comparison.best_rate(runs, "delta") is None
     assert main("compare", *words, "--each") == 0
@@ -156,7 +157,7 @@ def test_what_is_left_to_run_is_found_in_one_pass(
         {
             "variant": "delta",
             "seed": 0,
-            "settings": comparison.asdict(
+            "settings": asdict(
                 comparison.chosen("delta", 0, replace(little_text, lr=lr))
             ),
             "bits per byte": lr,
@@ -183,8 +184,5 @@ def test_the_recorded_runs_are_complete():
     for run in runs:
         base = replace(comparison.LARGE, lr=run["settings"]["lr"])
         want = comparison.chosen(run["variant"], run["seed"], base)
-        assert (
-            json.loads(json.dumps(comparison.asdict(want)))
-            == (run["settings"])
-        )
+        assert json.loads(json.dumps(asdict(want))) == (run["settings"])
         assert run["device"] == "NVIDIA H200"

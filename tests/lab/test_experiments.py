@@ -17,25 +17,25 @@ from torch import nn
 
 from fastweights.models import LAYERS, LanguageModel
 from fastweights_lab import experiments
+from fastweights_lab.commands import experiments as command
+from fastweights_lab.commands.experiments import matched
 from fastweights_lab.experiments import (
     EXPERIMENTS,
     Grid,
-    Step,
+    TrainingStep,
     Trial,
     Variant,
     accuracy,
     at_edge,
     best,
-    program,
+    recall_record,
     recorded,
-    recording,
     run,
     side_by_side,
     summary,
 )
 from fastweights_lab.experiments.grid import STEPS
-from fastweights_lab.experiments.program import matched
-from fastweights_lab.experiments.recording import packed, unpacked, write
+from fastweights_lab.experiments.recall_record import packed, unpacked, write
 from fastweights_lab.experiments.trial import (
     TESTS,
     VALIDATION,
@@ -141,7 +141,7 @@ def test_a_step_has_its_own_learning_rate_and_gradients_of_its_own():
     trial = replace(TRIAL, steps=40, warmup=4)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
-    step = Step(trial, model)
+    step = TrainingStep(trial, model)
     for i in range(3):
         before = torch.cat([x.flatten() for x in model.parameters()])
         batch = TASK.batch(trial.rows, i)
@@ -419,7 +419,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
         {"lr": 1e-2},
         {"lr": 1e-1},
     ]
-    monkeypatch.setattr(recording, "load", {"recall": text}.__getitem__)
+    monkeypatch.setattr(recall_record, "load", {"recall": text}.__getitem__)
     found = recorded("tiny")
     assert [run["settings"] for run in found] == [
         run["settings"] for run in runs
@@ -466,7 +466,7 @@ def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """The program, on the small grid alone."""
-    monkeypatch.setattr(program, "EXPERIMENTS", {"tiny": GRID})
+    monkeypatch.setattr(command, "EXPERIMENTS", {"tiny": GRID})
 
     def go(*words):
         options = ("--out", str(tmp_path), "--device", "cpu")
@@ -486,7 +486,7 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
         return stages(trial, device, progress=progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(program, "stages", runs_two)
+        patch.setattr(command, "stages", runs_two)
         assert tiny("tiny") == 130
     assert stopped == GRID.trials("tiny")[:2]
     assert len(read(tiny.file)) == 2
@@ -531,7 +531,7 @@ def test_options_of_the_program_change_the_grid(tiny, capsys):
 
 def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
     both = {"tiny": GRID, "half": replace(GRID, seeds=(0, 1, 2))}
-    monkeypatch.setattr(program, "EXPERIMENTS", both)
+    monkeypatch.setattr(command, "EXPERIMENTS", both)
     for name in both:
         for t in GRID.trials(name):
             for one in (t, replace(t, steps=7)):  # the second is no part

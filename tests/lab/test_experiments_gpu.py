@@ -8,7 +8,7 @@ import torch
 
 from fastweights.models import LanguageModel
 from fastweights_lab.experiments import EXPERIMENTS, Trial, run, side_by_side
-from fastweights_lab.experiments.training_step import EAGER, Step
+from fastweights_lab.experiments.captured_step import EAGER, TrainingStep
 from fastweights_lab.experiments.trial import a_stream, stages
 
 pytestmark = [
@@ -27,11 +27,11 @@ def trial(name: str, variant: str, **changed) -> Trial:
 
 def losses(of: Trial, eager: int, monkeypatch) -> list[float]:
     monkeypatch.setattr(
-        "fastweights_lab.experiments.training_step.EAGER", eager
+        "fastweights_lab.experiments.captured_step.EAGER", eager
     )
     torch.manual_seed(0)
     with a_stream("cuda"):
-        step = Step(of, LanguageModel(of.model_config, device="cuda"))
+        step = TrainingStep(of, LanguageModel(of.model_config, device="cuda"))
         return [step(i)[0].item() for i in range(STEPS)]
 
 

@@ -17,9 +17,10 @@ import torch
 import fastweights as fw
 from fastweights import ops
 from fastweights.models import LanguageModel, ModelConfig
-from fastweights_lab import info, program
+from fastweights_lab import program
+from fastweights_lab.commands import generate, info
 from fastweights_lab.program import COMMANDS, main
-from fastweights_lab.text import corpus, generate
+from fastweights_lab.text import corpus
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ("members", "deep", "layer", "trained", "growth", "decode")

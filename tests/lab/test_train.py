@@ -22,9 +22,10 @@ from inputs import Largest
 from fastweights import models
 from fastweights.models.files import written
 from fastweights_lab import records
+from fastweights_lab.commands import train
 from fastweights_lab.experiments import comparison
 from fastweights_lab.program import main
-from fastweights_lab.text import corpus, train
+from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training, read_checkpoint
 
 SMALL = {

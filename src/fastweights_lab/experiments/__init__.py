@@ -7,19 +7,19 @@ An experiment is a grid of runs, and each run a line of JSON in a file:
     print(summary(records))
 """
 
-from fastweights_lab.experiments.convolved import ConvolvedSoftmax
+from fastweights_lab.experiments.captured_step import TrainingStep
+from fastweights_lab.experiments.convolved_layers import ConvolvedSoftmax
 from fastweights_lab.experiments.grid import Grid, Trial, Variant
-from fastweights_lab.experiments.recording import recorded
+from fastweights_lab.experiments.recall_record import recorded
 from fastweights_lab.experiments.registry import EXPERIMENTS
 from fastweights_lab.experiments.table import at_edge, best, summary
-from fastweights_lab.experiments.training_step import Step
 from fastweights_lab.experiments.trial import accuracy, run
 
 __all__ = [
     "EXPERIMENTS",
     "ConvolvedSoftmax",
     "Grid",
-    "Step",
+    "TrainingStep",
     "Trial",
     "Variant",
     "accuracy",

@@ -1,12 +1,7 @@
 """One language model with other layers in it, trained on the same text.
 
-    fastweights compare kinds --json text.jsonl
-
-trains the model of 20 million parameters on CPython 3.12.3's library, with
-each variant, several runs side by side on one GPU: seed 0 with every
-learning rate, the other seeds with the one that was best (``--each``: with
-all of them). Stopped at any point it goes on from there. ``--dry`` says what
-would run. Chapter 10 trains the same variants at a size for its reader's CPU:
+``fastweights compare`` trains every variant on a GPU. Chapter 10 trains the
+same ones at a size for its reader's CPU:
 
     found = train("delta", 0, SMALL)
     found["bits per byte"]
@@ -14,25 +9,21 @@ would run. Chapter 10 trains the same variants at a size for its reader's CPU:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastweights.arguments import check_sizes
-from fastweights_lab.experiments.learned import learned
-from fastweights_lab.experiments.planted import recalled
-from fastweights_lab.experiments.side_by_side import each
+from fastweights_lab.experiments.learned_gates import learned
+from fastweights_lab.experiments.planted_lines import recalled
 from fastweights_lab.experiments.trial import Stages
 from fastweights_lab.program import main
-from fastweights_lab.records import Record, append, matching, read, shipped
+from fastweights_lab.records import Record, read, shipped
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
 
@@ -270,13 +261,13 @@ def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
     return min(means, key=means.__getitem__) if means else None
 
 
-def of(
+def figures(
     runs: Sequence[dict[str, Any]],
     variant: str,
     what: str,
     lr: float | None = None,
 ) -> list[Any]:
-    """A figure of a variant's runs with one rate (its best), one per seed."""
+    """A variant's figure in its runs of one rate (its best), one per seed."""
     lr = best_rate(runs, variant) if lr is None else lr
     return [
         run[what]
@@ -286,82 +277,9 @@ def of(
 
 
 def stages(job: Job, _: str, *, progress: Progress) -> Stages:
-    """:func:`train` as a job of :func:`each`; seed 0 writes text."""
+    """:func:`train` as one of several jobs; seed 0 writes text."""
     yield
     return train(*job, sample=job[1] == 0, progress=progress)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is trained, how often and for how long."""
-    option = parser.add_argument
-    option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
-    option("--json", type=Path, help="file of the results, a line each")
-    option("--seeds", type=int, default=3)
-    option("--lr", type=float, nargs="+", default=RATES)
-    option("--each", action="store_true", help="every seed with every rate")
-    option("--steps", type=int, help="in place of the size's")
-    option("--small", action="store_true", help="for a CPU")
-    option("--workers", type=int, default=6, help="at once")
-    option("--dry", action="store_true", help="run nothing")
-
-
-def run(asked: argparse.Namespace) -> None:
-    """Train what is asked for and not there yet.
-
-    Raises:
-        ValueError: an option does not fit.
-        WorkerDied: a run did.
-    """
-    base = SMALL if asked.small else LARGE
-    names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
-    runs: list[Record] = []
-
-    def go(wanted: list[Job]) -> None:
-        settings = [asdict(chosen(*job)) for job in wanted]
-        found = zip(wanted, matching(settings, runs), strict=True)
-        left = [job for job, run in found if run is None]
-        for name, seed, of in left:
-            print(f"to run: {name}, seed {seed}, lr {of.lr}")
-        if asked.dry:
-            return
-
-        def tell(i: int, step: int, loss: float) -> None:
-            if step % 200 == 0:
-                print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
-
-        for _, run in each(stages, left, "cpu", asked.workers, tell):
-            print(_line(run), flush=True)
-            runs.append(run)
-            if asked.json:
-                append(asked.json, run)
-
-    check_sizes(seeds=asked.seeds, workers=asked.workers)
-    if asked.steps is not None:
-        base = replace(base, steps=asked.steps)
-    if asked.json:
-        runs += read(asked.json)
-    of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
-    go([(name, 0, of) for of in of_rate.values() for name in names])
-    best = {name: [best_rate(runs, name)] for name in names}
-    go(
-        [
-            (name, seed, replace(base, lr=lr))
-            for seed in range(1, asked.seeds)
-            for name in names
-            for lr in (asked.lr if asked.each else best[name])
-            if lr is not None
-        ]
-    )
-
-
-def _line(run: dict[str, Any]) -> str:
-    tokens = run["settings"]["tokens"] * (run["settings"]["steps"] - 1)
-    return (
-        f"{run['variant']}, seed {run['seed']}, lr {run['settings']['lr']}: "
-        f"{run['bits per byte']:.3f} bits per byte ({run['repeated']:.3f} "
-        f"repeated, {run['new']:.3f} new), {tokens / run['seconds'] / 1e3:.0f}"
-        f" k tokens/s, first step {run['first step']:.0f} s"
-    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastweights.arguments import check_number, check_sizes
 from fastweights.models import ModelConfig
-from fastweights_lab.experiments import convolved  # noqa: F401 - its layers
+from fastweights_lab.experiments import convolved_layers  # noqa: F401
 from fastweights_lab.tasks import Task
 from fastweights_lab.text.training import Schedule
 

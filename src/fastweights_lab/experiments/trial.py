@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastweights.models import LanguageModel
+from fastweights_lab.experiments.captured_step import TrainingStep
 from fastweights_lab.experiments.grid import Trial
-from fastweights_lab.experiments.training_step import Step
 from fastweights_lab.records import Record, machine
 from fastweights_lab.tasks import IGNORE, Batch, Task
 from fastweights_lab.text.training import chosen_device
@@ -81,7 +81,7 @@ def stages(
     on, start = chosen_device(device), time.perf_counter()
     torch.manual_seed(trial.seed)
     model = LanguageModel(trial.model_config, device=on)
-    step = Step(trial, model)
+    step = TrainingStep(trial, model)
     for i in range(1, trial.steps + 1):
         found = step(i - 1)
         if i % every == 0 or i == trial.steps:

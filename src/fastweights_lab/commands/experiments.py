@@ -25,7 +25,7 @@ from pathlib import Path
 
 from fastweights.arguments import check_sizes
 from fastweights_lab.experiments.grid import Grid, Trial
-from fastweights_lab.experiments.recording import write
+from fastweights_lab.experiments.recall_record import write
 from fastweights_lab.experiments.registry import EXPERIMENTS
 from fastweights_lab.experiments.side_by_side import each
 from fastweights_lab.experiments.table import at_edge, summary

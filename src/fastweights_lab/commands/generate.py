@@ -22,8 +22,8 @@ import torch
 
 from fastweights.models import load
 from fastweights.models.sampling import stream
+from fastweights_lab.commands.train import TOKENIZER
 from fastweights_lab.text import corpus
-from fastweights_lab.text.train import TOKENIZER
 from fastweights_lab.text.training import chosen_device
 
 UNKNOWN = "\ufffd"  # what bytes that are no text are decoded to

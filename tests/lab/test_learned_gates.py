@@ -8,7 +8,11 @@ import torch.nn.functional as F
 
 from fastweights.layers import LinearRecurrence
 from fastweights.models import LanguageModel, ModelConfig
-from fastweights_lab.experiments.learned import ONE_PRODUCT, QUANTILES, learned
+from fastweights_lab.experiments.learned_gates import (
+    ONE_PRODUCT,
+    QUANTILES,
+    learned,
+)
 
 
 def model_of(*pattern, **options):

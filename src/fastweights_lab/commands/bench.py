@@ -26,7 +26,14 @@ from pathlib import Path
 
 import torch
 
-from fastweights_lab.bench import deep, growth, layer, speed, timing, trained
+from fastweights_lab.bench import (
+    deep,
+    growth,
+    layer,
+    speed,
+    timing,
+    trained_inputs,
+)
 from fastweights_lab.bench.timing import DTYPE, Row
 from fastweights_lab.records import Record, machine
 
@@ -38,7 +45,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "decode": (speed.decode, None),
     "deep": (deep.rows, deep.__doc__),
     "layer": (layer.rows, layer.__doc__),
-    "trained": (trained.rows, trained.__doc__),
+    "trained": (trained_inputs.rows, trained_inputs.__doc__),
     "growth": (growth.rows, growth.__doc__),
 }
 """By name: what yields a case's rows, given its options, and says of it."""

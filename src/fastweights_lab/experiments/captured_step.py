@@ -1,4 +1,4 @@
-"""A step of training, which a GPU records once and then repeats.
+"""A step of training, which a GPU captures once and then repeats.
 
 A step of so small a model is a few hundred launches that take the GPU less
 time than the host. As a CUDA graph it is one.
@@ -22,10 +22,10 @@ from fastweights_lab.tasks import IGNORE, Batch, Task
 from fastweights_lab.tasks.batch import Draws
 
 EAGER = 2
-"""Steps of each task before one is recorded: kernels get compiled in them."""
+"""Steps of each task before one is captured: kernels get compiled in them."""
 
 
-class Step:
+class TrainingStep:
     """``step(i)`` takes step i of a trial: [loss in nats, accuracy], fp32.
 
     Steps are taken in their order, from 0 on. On a GPU what it returns holds
@@ -53,7 +53,7 @@ class Step:
             fused=on_gpu,
             capturable=on_gpu,
         )
-        kind = _Recorded if on_gpu else _Eager
+        kind = _Captured if on_gpu else _Eager
         self.tasks = [kind(self, task) for task in trial.train]
 
     def __call__(self, i: int) -> Float[Tensor, " 2"]:
@@ -87,7 +87,7 @@ class _Eager:
     questions = 0
     """Questions of a batch: as many for every seed."""
 
-    def __init__(self, step: Step, task: Task) -> None:
+    def __init__(self, step: TrainingStep, task: Task) -> None:
         self.step, self.task = step, task
 
     def __call__(self, seed: int) -> Float[Tensor, " 2"]:
@@ -98,10 +98,10 @@ class _Eager:
         return self.step.learn(batch, self.questions)
 
 
-class _Recorded(_Eager):
-    """Steps on one task, recorded; sequences are drawn in the graph."""
+class _Captured(_Eager):
+    """Steps on one task, captured; sequences are drawn in the graph."""
 
-    def __init__(self, step: Step, task: Task) -> None:
+    def __init__(self, step: TrainingStep, task: Task) -> None:
         super().__init__(step, task)
         self.taken = 0
         self.draws = Draws(0, step.device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights_lab.experiments.planted import BEFORE, planted, recalled
+from fastweights_lab.experiments.planted_lines import BEFORE, planted, recalled
 from fastweights_lab.text import corpus
 
 TEXT = bytes(range(32, 127)) * 8

@@ -23,7 +23,10 @@ import fastweights as fw
 from fastweights_lab.bench import speed
 from fastweights_lab.bench.timing import DTYPE, ON_GPU, Row, timeit
 from fastweights_lab.experiments import comparison
-from fastweights_lab.experiments.learned import ONE_PRODUCT, recurrence_inputs
+from fastweights_lab.experiments.learned_gates import (
+    ONE_PRODUCT,
+    recurrence_inputs,
+)
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
 

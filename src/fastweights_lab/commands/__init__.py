@@ -1,0 +1,1 @@
+"""What the one program does: a module for each of its commands."""

@@ -1,0 +1,105 @@
+"""Train one language model with other layers in it, on the same text.
+
+    fastweights compare kinds --json text.jsonl
+
+trains the model of 20 million parameters on CPython 3.12.3's library, with
+each variant, several runs side by side on one GPU: seed 0 with every
+learning rate, the other seeds with the one that was best (``--each``: with
+all of them). Stopped at any point it goes on from there. ``--dry`` says what
+would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fastweights.arguments import check_sizes
+from fastweights_lab.experiments.comparison import (
+    GROUPS,
+    LARGE,
+    RATES,
+    SMALL,
+    VARIANTS,
+    Job,
+    best_rate,
+    chosen,
+    stages,
+)
+from fastweights_lab.experiments.side_by_side import each
+from fastweights_lab.records import Record, append, matching, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained, how often and for how long."""
+    option = parser.add_argument
+    option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
+    option("--json", type=Path, help="file of the results, a line each")
+    option("--seeds", type=int, default=3)
+    option("--lr", type=float, nargs="+", default=RATES)
+    option("--each", action="store_true", help="every seed with every rate")
+    option("--steps", type=int, help="in place of the size's")
+    option("--small", action="store_true", help="for a CPU")
+    option("--workers", type=int, default=6, help="at once")
+    option("--dry", action="store_true", help="run nothing")
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Train what is asked for and not there yet.
+
+    Raises:
+        ValueError: an option does not fit.
+        WorkerDied: a run did.
+    """
+    base = SMALL if asked.small else LARGE
+    names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
+    runs: list[Record] = []
+
+    def go(wanted: list[Job]) -> None:
+        settings = [asdict(chosen(*job)) for job in wanted]
+        found = zip(wanted, matching(settings, runs), strict=True)
+        left = [job for job, run in found if run is None]
+        for name, seed, of in left:
+            print(f"to run: {name}, seed {seed}, lr {of.lr}")
+        if asked.dry:
+            return
+
+        def tell(i: int, step: int, loss: float) -> None:
+            if step % 200 == 0:
+                print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
+
+        for _, run in each(stages, left, "cpu", asked.workers, tell):
+            print(_line(run), flush=True)
+            runs.append(run)
+            if asked.json:
+                append(asked.json, run)
+
+    check_sizes(seeds=asked.seeds, workers=asked.workers)
+    if asked.steps is not None:
+        base = replace(base, steps=asked.steps)
+    if asked.json:
+        runs += read(asked.json)
+    of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
+    go([(name, 0, of) for of in of_rate.values() for name in names])
+    best = {name: [best_rate(runs, name)] for name in names}
+    go(
+        [
+            (name, seed, replace(base, lr=lr))
+            for seed in range(1, asked.seeds)
+            for name in names
+            for lr in (asked.lr if asked.each else best[name])
+            if lr is not None
+        ]
+    )
+
+
+def _line(run: dict[str, Any]) -> str:
+    tokens = run["settings"]["tokens"] * (run["settings"]["steps"] - 1)
+    return (
+        f"{run['variant']}, seed {run['seed']}, lr {run['settings']['lr']}: "
+        f"{run['bits per byte']:.3f} bits per byte ({run['repeated']:.3f} "
+        f"repeated, {run['new']:.3f} new), {tokens / run['seconds'] / 1e3:.0f}"
+        f" k tokens/s, first step {run['first step']:.0f} s"
+    )
