@@ -302,12 +302,14 @@ def count_sequences(
     return cu_seqlens.shape[0] - 1
 
 
-def check_offsets(offsets: list[int], T: int) -> None:
+def check_offsets(
+    offsets: list[int], T: int, name: str = "cu_seqlens"
+) -> None:
     """Raise ValueError unless they rise from 0 to at most T."""
     increases = all(a <= b for a, b in itertools.pairwise(offsets))
     if offsets[0] != 0 or offsets[-1] > T or not increases:
         raise ValueError(
-            f"cu_seqlens: got {offsets}, need values that start at 0, "
+            f"{name}: got {offsets}, need values that start at 0, "
             f"never decrease and end at T = {T} or before"
         )
 
@@ -318,7 +320,9 @@ def check_offsets_on_host(cu_seqlens: Tensor | None, T: int) -> None:
         check_offsets(cu_seqlens.tolist(), T)
 
 
-def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_packed(
+    x: Tensor, cu_seqlens: Tensor | None, name: str = "cu_seqlens"
+) -> None:
     """Raise unless these are the offsets of a pack x [1, T, ...].
 
     Their values are read if they lie on a CPU and nothing is traced, where
@@ -326,12 +330,12 @@ def check_packed(x: Tensor, cu_seqlens: Tensor | None) -> None:
     """
     if cu_seqlens is None:
         return
-    check_tensors({"cu_seqlens": cu_seqlens})
-    check_kinds({"cu_seqlens": cu_seqlens}, {"cu_seqlens": OFFSETS})
+    check_tensors({name: cu_seqlens})
+    check_kinds({name: cu_seqlens}, {name: OFFSETS})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N >= 1")
+        wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
     if readable(cu_seqlens):
-        check_offsets(cu_seqlens.tolist(), x.shape[1])
+        check_offsets(cu_seqlens.tolist(), x.shape[1], name)
 
 
 def check_rows(

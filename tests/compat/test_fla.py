@@ -19,15 +19,7 @@ from fastweights.reference import steps
 
 FUNCTIONS = [
     f"{how}_{what}"
-    for what in (
-        "gated_delta_rule",
-        "kda",
-        "delta_rule",
-        "gla",
-        "simple_gla",
-        "retention",
-        "linear_attn",
-    )
+    for what in ("gated_delta_rule", "kda", "simple_gla")
     for how in ("chunk", "fused_recurrent")
 ]
 H, HV, K, V = 2, 4, 6, 5
@@ -40,25 +32,23 @@ def inputs(name, T, cut):
     """
     torch.manual_seed(0)
     heads = HV if "delta" in name or "kda" in name else H
-    per_channel = name.endswith(("gla", "kda")) and "simple" not in name
+    per_channel = name.endswith("kda")
     shape = (2, T, heads)
     x = {
-        "q": torch.rand(2, T, H, K) + 0.1,  # normalize needs positive sums
-        "k": torch.rand(2, T, H, K) + 0.1,
+        "q": torch.rand(2, T, H, K),
+        "k": torch.rand(2, T, H, K),
         "v": torch.randn(*shape, V),
         "beta": torch.rand(shape),
         "initial_state": torch.rand(2, heads, K, V),
     }
     if "delta" in name or "kda" in name:
         x["k"] = F.normalize(x["k"], dim=-1)
-    g = -torch.rand(*shape, K) if per_channel else -torch.rand(shape)
-    x["gk" if name == "fused_recurrent_gla" else "g"] = g
+    x["g"] = -torch.rand(*shape, K) if per_channel else -torch.rand(shape)
     x["A_log"] = torch.randn(heads)
     x["dt_bias"] = torch.randn(heads * K if per_channel else heads)
     x = {key: y.double() for key, y in x.items()}
     if cut:
-        per_token = ("q", "k", "v", "g", "gk", "beta")
-        for key in x.keys() & set(per_token):
+        for key in ("q", "k", "v", "g", "beta"):
             x[key] = torch.cat([x[key][0], x[key][1, : cut - T]])[None]
         x["cu_seqlens"] = torch.tensor([0, T, cut])
     return x
@@ -71,12 +61,8 @@ def arguments(name, T):
     return function, {key: y for key, y in x.items() if key in takes}
 
 
-def formula(x, *, scale=None, total=None):
-    """o and the last state of each sequence, token by token.
-
-    With ``total``, the sums of earlier keys, o is normalised, and the last
-    such sums come third.
-    """
+def formula(x, *, scale=None):
+    """o and the last state of each sequence, token by token."""
     q, k, v = x["q"], x["k"], x["v"]
     q = q * (K**-0.5 if scale is None else scale)
     groups = v.shape[2] // q.shape[2]
@@ -91,20 +77,14 @@ def formula(x, *, scale=None, total=None):
         cu = x["cu_seqlens"].tolist()
         spans = [(0, start, end) for start, end in itertools.pairwise(cu)]
     o = torch.zeros_like(v)
-    states, sums = [], []
+    states = []
     for n, (b, start, end) in enumerate(spans):
         S = x["initial_state"][n]
-        z = None if total is None else total[n, 0]
         for t in range(start, end):
             gates = [y if y is None else y[b, t] for y in (g, beta)]
             S, o[b, t] = steps.recurrence(S, q[b, t], k[b, t], v[b, t], *gates)
-            if total is not None:
-                z = z + k[b, t]
-                o[b, t] /= (q[b, t] * z).sum(-1, keepdim=True) + 1e-10
         states.append(S)
-        sums.append(z)
-    sums = None if total is None else torch.stack(sums)[:, None]
-    return o, torch.stack(states), sums
+    return o, torch.stack(states)
 
 
 def activated(x, bound):
@@ -159,15 +139,9 @@ def test_functions(name, unit, gate, beta, state, layout):
     wanted |= {key: y for key, y in options.items() if key in takes}
     given = {key: y for key, y in x.items() if key in takes}
     v_first = state == "v_first"
-    normalize = "normalize" in takes and state == "first"
-    if "normalize" in takes:
-        given["normalize"] = normalize
-    total = torch.rand(2, 1, H, K, dtype=torch.float64)
     if state == "none":
         del given["initial_state"]
         x["initial_state"] = torch.zeros_like(x["initial_state"])
-    elif normalize:
-        given["initial_state"] = (x["initial_state"], total)
     elif v_first:
         given["initial_state"] = x["initial_state"].mT.clone()
     before = {key: y.clone() for key, y in given.items() if torch.is_tensor(y)}
@@ -183,24 +157,12 @@ def test_functions(name, unit, gate, beta, state, layout):
     if beta != "given":
         x["beta"] = 1 / (1 + (-x["beta"]).exp())
         x["beta"] = x["beta"] * (2 if beta == "negative" else 1)
-    if "gk" in x:
-        x["g"] = x.pop("gk")
-    if name.endswith("retention"):
-        h = torch.arange(H, dtype=torch.float64)
-        x["g"] = (1 - 2.0 ** (-5 - h)).log()
-    elif not takes.keys() & {"g", "gk"}:
-        del x["g"]
     if "beta" not in takes:
         del x["beta"]
-    ref, last, sums = formula(
-        x, scale=scale, total=total if normalize else None
-    )
+    ref, last = formula(x, scale=scale)
     assert relative_error(o, ref) <= 1e-11
     if state == "none":
         assert final is None
-    elif normalize:
-        assert relative_error(final[0], last) <= 1e-11
-        assert relative_error(final[1], sums) <= 1e-11
     else:
         last = last.mT if v_first else last
         assert relative_error(final, last) <= 1e-11
@@ -227,7 +189,7 @@ def test_a_fixed_decay(how):
     fixed = torch.tensor([-0.1, -0.7], dtype=torch.float64)
     given = {key: x[key] for key in ("q", "k", "v", "initial_state")}
     o, _ = getattr(fla, f"{how}_simple_gla")(**given, g_gamma=fixed)
-    ref, *_ = formula({**given, "g": fixed})
+    ref, _ = formula({**given, "g": fixed})
     assert relative_error(o, ref) <= 1e-11
 
 
@@ -278,52 +240,23 @@ def test_documents_by_the_number_of_each_token(name):
         function(**given, seq_idx=seq_idx[:1])
 
 
-OLDER = [
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-    *(x for x in FUNCTIONS if x.startswith("fused") and "delta_rule" not in x),
-    "fused_recurrent_gated_delta_rule",
-]
-OLDER.remove("fused_recurrent_linear_attn")
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_the_older_name_of_value_first_states(name):
-    function, x = arguments(name, 5)
-    x["initial_state"] = x["initial_state"].mT.contiguous()
-    x["output_final_state"] = True
-    want, last = function(**x, state_v_first=True)
-    with pytest.warns(DeprecationWarning, match="older name") as told:
-        got, final = function(**x, transpose_state_layout=True)
-    assert told[0].filename == __file__
-    assert torch.equal(got, want) and torch.equal(final, last)
-    for older in (True, False):
-        with pytest.raises(ValueError, match=r"^transpose_state_layout: got"):
-            function(**x, state_v_first=True, transpose_state_layout=older)
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("T", [3, 40])
 def test_keys_in_fp32_beside_values_in_fp16(name, T):
     """In the arithmetic of the wider; o has v's dtype, as FLA's has."""
     function, x = arguments(name, T)
     x = {key: y.float() for key, y in x.items()}
-    options = {"output_final_state": True}
-    if name.endswith("linear_attn"):
-        options["normalize"] = False
-    x["v"] = x["v"].half()
-    o, state = function(**x, **options)
-    want, last = function(**{**x, "v": x["v"].float()}, **options)
+    x |= {"v": x["v"].half(), "output_final_state": True}
+    o, state = function(**x)
+    want, last = function(**{**x, "v": x["v"].float()})
     assert o.dtype == torch.float16 and state.dtype == torch.float32
     assert torch.equal(o, want.half()) and torch.equal(state, last)
 
 
 CHUNKS = [
     ("chunk_gated_delta_rule", (16, 32, 64), (8, 48, 128)),
-    ("chunk_kda", (32, 64), (16, 48, 128)),
-    ("chunk_delta_rule", (16, 32, 64), (8, 128)),
+    ("chunk_kda", (32, 64), (8, 48, 128)),
     ("chunk_simple_gla", (8, 16, 64, 128), (0, 48)),
-    ("chunk_retention", (8, 16, 64, 128), (0, 48)),
 ]
 
 
@@ -336,48 +269,6 @@ def test_the_chunk_sizes_are_those_that_fla_takes(name, right, wrong):
     for size in wrong:
         with pytest.raises(ValueError, match=f"^chunk_size: got {size}, need"):
             function(**x, chunk_size=size)
-
-
-@crossed(
-    chunk_size=(None, 32),
-    packed=(False, True),
-    state=(False, True),
-    v_first=(False, True),
-)
-def test_the_states_before_each_chunk(chunk_size, packed, state, v_first):
-    x = inputs("chunk_kda", 70, 109 if packed else 0)
-    given = {key: x[key] for key in ("q", "k", "v", "g", "beta")}
-    first = torch.zeros_like(x["initial_state"])
-    if state:
-        first = x["initial_state"]
-        given["initial_state"] = first.mT if v_first else first
-    o, last, h = fla.chunk_kda(
-        **given,
-        cu_seqlens=x.get("cu_seqlens"),
-        chunk_size=chunk_size,
-        state_v_first=v_first,
-        output_final_state=True,
-        return_intermediate_states=True,
-    )
-    assert relative_error(o, formula({**x, "initial_state": first})[0]) < 1e-11
-    size = chunk_size or 64
-    spans = [(0, 0, 70), (0, 70, 109)] if packed else [(0, 0, 70), (1, 0, 70)]
-    want = []
-    for n, (b, start, end) in enumerate(spans):
-        cut = {"initial_state": first[n : n + 1]}
-        for t in range(start, end, size):
-            for key in ("q", "k", "v", "g", "beta"):
-                cut[key] = x[key][b : b + 1, start:t]
-            want.append(formula(cut)[1] if t > start else first[n : n + 1])
-    want = torch.cat(want)
-    if not packed:
-        want = want.unflatten(0, (2, -1))
-    want = want.reshape(h.shape[:2] + want.shape[-3:])
-    assert relative_error(h, want.mT if v_first else want) <= 1e-11
-    assert h.is_contiguous() and last.shape[0] == 2
-    x["q"].requires_grad_()
-    with pytest.raises(ValueError, match=r"^return_intermediate_states: got"):
-        fla.chunk_kda(**given, return_intermediate_states=True)
 
 
 def test_keys_wider_than_256():
@@ -396,8 +287,6 @@ def test_gradients_in_fp32(name):
     function, x = arguments(name, 4)
     x = {key: y for key, y in x.items() if key not in ("A_log", "dt_bias")}
     options = {}
-    if name.endswith("linear_attn"):
-        options["normalize"] = False
     if name.endswith(("delta_rule", "kda")):
         options["use_qk_l2norm_in_kernel"] = True
     grads = {}
@@ -426,8 +315,13 @@ def test_half_precision_keeps_states_and_gates_in_fp32():
 
 
 REFUSED = [
-    ("fused_recurrent_gla", {"reverse": True}, NotImplementedError),
-    ("fused_recurrent_gla", {"gv": torch.zeros(1)}, NotImplementedError),
+    ("fused_recurrent_simple_gla", {"reverse": True}, NotImplementedError),
+    (
+        "fused_recurrent_gated_delta_rule",
+        {"gv": torch.zeros(1)},
+        NotImplementedError,
+    ),
+    ("chunk_kda", {"return_intermediate_states": True}, NotImplementedError),
     ("chunk_kda", {"use_graph": True}, NotImplementedError),
     ("chunk_kda", {"max_num_seqs": 4}, NotImplementedError),
     ("chunk_kda", {"cp_context": object()}, NotImplementedError),
@@ -440,12 +334,16 @@ REFUSED = [
         {"g_gamma": torch.zeros(2, 1), "g": None},
         ValueError,
     ),
-    ("fused_recurrent_gla", {"gk": torch.zeros(2, 5, H)}, ValueError),
-    ("chunk_gla", {"q": torch.zeros(2, 5, K)}, ValueError),
-    ("chunk_gla", {"v": 3}, TypeError),
-    ("chunk_gla", {"initial_state": 3}, TypeError),
-    ("chunk_gla", {"cu_seqlens": [0, 5]}, TypeError),
-    ("chunk_gla", {"output_final_state": "yes"}, TypeError),
+    (
+        "fused_recurrent_gated_delta_rule",
+        {"gk": torch.zeros(2, 5, H)},
+        ValueError,
+    ),
+    ("chunk_simple_gla", {"q": torch.zeros(2, 5, K)}, ValueError),
+    ("chunk_simple_gla", {"v": 3}, TypeError),
+    ("chunk_simple_gla", {"initial_state": 3}, TypeError),
+    ("chunk_simple_gla", {"cu_seqlens": [0, 5]}, TypeError),
+    ("chunk_simple_gla", {"output_final_state": "yes"}, TypeError),
     ("chunk_kda", {"use_qk_l2norm_in_kernel": 2}, TypeError),
     ("chunk_kda", {"seq_idx": 0}, TypeError),
     (
@@ -463,16 +361,6 @@ REFUSED = [
         {"lower_bound": float("nan"), "use_gate_in_kernel": True},
         ValueError,
     ),
-    (
-        "chunk_linear_attn",
-        {"initial_state": (torch.zeros(2, H, K, V), 3)},
-        TypeError,
-    ),
-    (
-        "chunk_linear_attn",
-        {"initial_state": (torch.zeros(2, H, K, V), torch.zeros(2, H, K))},
-        ValueError,
-    ),
     ("chunk_kda", {"allow_neg_eigval": True}, ValueError),
     ("chunk_kda", {"A_log": None, "use_gate_in_kernel": True}, ValueError),
     (
@@ -481,11 +369,6 @@ REFUSED = [
         ValueError,
     ),
     ("chunk_simple_gla", {"g_gamma": torch.zeros(2)}, ValueError),
-    (
-        "chunk_linear_attn",
-        {"initial_state": torch.zeros(2, H, K, V)},
-        ValueError,
-    ),
     (
         "fused_recurrent_gated_delta_rule",
         {"g": None, "use_gate_in_kernel": True},
@@ -514,10 +397,10 @@ def test_what_is_refused_is_named(name, wrong, error):
 
 def test_a_wrong_call_is_refused_in_the_functions_name():
     x = torch.ones(1, 1, 1, 1)
-    with pytest.raises(TypeError, match=r"chunk_gla\(\) .* 'head_first'"):
-        fla.chunk_gla(x, x, x, x, head_first=True)
-    with pytest.raises(TypeError, match=r"chunk_gla\(\) missing 1 .* 'g'"):
-        fla.chunk_gla(x, x, x)
+    with pytest.raises(TypeError, match=r"chunk_kda\(\) .* 'head_first'"):
+        fla.chunk_kda(x, x, x, x, x, head_first=True)
+    with pytest.raises(TypeError, match=r"chunk_kda\(\) missing 1 .* 'beta'"):
+        fla.chunk_kda(x, x, x, x)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

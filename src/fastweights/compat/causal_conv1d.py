@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_flags,
+    check_packed,
     check_shapes,
     check_tensors,
     readable,
     wrong_shape,
 )
-from fastweights.compat.packed import check_named, documents, first_tokens
+from fastweights.compat.packed import documents, first_tokens
 from fastweights.ops.convolution import WIDTHS, short_convolution
 from fastweights.reference import convolution as pytorch
 
@@ -86,7 +87,7 @@ def causal_conv1d_fn(
     )
     cu_seqlens = None
     if cu_seq_lens_q is not None:
-        check_named(x.mT, cu_seq_lens_q)
+        check_packed(x.mT, cu_seq_lens_q, name="cu_seq_lens_q")
         if B != 1:
             wrong_shape("x", x, "[1, D, T] because cu_seq_lens_q is given")
         ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])

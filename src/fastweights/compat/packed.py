@@ -27,15 +27,6 @@ def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return new
 
 
-def check_named(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
-    """check_packed, by the name that transformers gives offsets."""
-    try:
-        check_packed(x, offsets)
-    except (TypeError, ValueError) as error:
-        text = str(error).replace("cu_seqlens", "cu_seq_lens_q")
-        raise type(error)(text) from None
-
-
 def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
     """Raise unless these end with x, as transformers' cu_seq_lens_q do.
 
@@ -43,7 +34,7 @@ def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
     come first; where offsets may end earlier, what is left out comes last.
     Values are read where that costs no synchronisation.
     """
-    check_named(x, offsets)
+    check_packed(x, offsets, name="cu_seq_lens_q")
     T = x.shape[1]
     if readable(offsets) and (end := offsets[-1].item()) != T:
         raise ValueError(
