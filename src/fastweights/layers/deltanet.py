@@ -17,7 +17,6 @@ from fastweights.layers.layer_arguments import (
     scaled,
 )
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 Heads = Float[Tensor, "B T H K"]
@@ -101,14 +100,14 @@ class DeltaNet(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        qkv, b, gate = project(x, self.qkv_proj, self.b_proj, self.g_proj)
-        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         if not self.convolution.activation:
             q, k, v = self.features(q), self.features(k), F.silu(v)
-        beta = write_strength(b, self.allow_neg_eigval)
+        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         o, S = continue_recurrence(
             q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens
         )
+        gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
 

@@ -18,7 +18,6 @@ from fastweights.layers.parts import (
     OutputNorm,
     write_strength,
 )
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 
@@ -115,13 +114,13 @@ class GatedDeltaNet(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        qkv, ab, gate = project(x, self.qkv_proj, self.ab_proj, self.g_proj)
-        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
-        a, b = ab.chunk(2, -1)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        a, b = self.ab_proj(x).chunk(2, -1)
         b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
         o, S = continue_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
+        gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)

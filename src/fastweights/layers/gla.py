@@ -11,7 +11,6 @@ from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 
@@ -89,12 +88,11 @@ class GatedLinearAttention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        qkv, f, gate = project(x, self.qkv_proj, self.f_proj, self.g_proj)
-        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
-        g = F.logsigmoid(upcast(f)) / self.temperature
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        g = F.logsigmoid(upcast(self.f_proj(x))) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = continue_recurrence(
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, gate))
+        y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)

@@ -19,7 +19,6 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 
@@ -106,14 +105,11 @@ class KimiDeltaAttention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        qkv, f, b, gate = project(
-            x, self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
-        )
-        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
-        g = self.decay(f)
-        beta = write_strength(b, self.allow_neg_eigval)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        g = self.decay(self.f_proj(x))
+        beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         o, S = continue_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, gate))
+        y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)

@@ -21,7 +21,6 @@ from fastweights.layers.parts import (
     low_rank,
     write_strength,
 )
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 Rule = Literal["additive", "delta"]
@@ -125,15 +124,14 @@ class LinearRecurrence(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        qkv, a, b, gate = project(
-            x, self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
-        )
-        q, k, v, inputs = self.convolution(qkv, state, cu_seqlens)
-        g = beta = None
-        if self.decay is not None:
-            g = self.decay(a)
-        if b is not None:
-            beta = write_strength(b, self.allow_neg_eigval)
+        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        g = beta = gate = None
+        if self.decay is not None and self.a_proj is not None:
+            g = self.decay(self.a_proj(x))
+        if self.b_proj is not None:
+            beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
+        if self.g_proj is not None:
+            gate = self.g_proj(x)
         o, S = continue_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )

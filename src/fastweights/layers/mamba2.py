@@ -15,7 +15,6 @@ from fastweights.layers.layer_arguments import (
     whole_number,
 )
 from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
-from fastweights.layers.projections import project
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 Steps = Float[Tensor, "B T H"]
@@ -115,9 +114,8 @@ class Mamba2(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        xs, dt, z = project(x, self.x_proj, self.dt_proj, self.z_proj)
-        C, B, u, inputs = self.convolution(xs, state, cu_seqlens)
-        dt, g = self.decay(dt)
+        C, B, u, inputs = self.convolution(self.x_proj(x), state, cu_seqlens)
+        dt, g = self.decay(self.dt_proj(x))
         o, S = continue_recurrence(
             C,
             B,
@@ -128,6 +126,6 @@ class Mamba2(Layer):
             scale=1.0,
         )
         y = upcast(o) + self.D.to(dt.dtype)[:, None] * u
-        y = y.flatten(2) * F.silu(upcast(z))
+        y = y.flatten(2) * F.silu(upcast(self.z_proj(x)))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
         return self.o_proj(y), LayerState(S=S, convolution=inputs)

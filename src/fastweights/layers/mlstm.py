@@ -10,7 +10,6 @@ from fastweights.arguments import check_number
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
-from fastweights.layers.projections import project
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -94,9 +93,8 @@ class MLSTM(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, m) after the last token of each sequence."""
-        qkv, a, gate = project(x, self.qkv_proj, self.gates, self.g_proj)
-        q, k, v = split_heads(qkv, self.heads, self.sizes)
-        a = upcast(a)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if own := in_place(state, x, cu_seqlens):
@@ -109,5 +107,5 @@ class MLSTM(Layer):
             h, (S, m) = mlstm(
                 q, k, v, g, i, initial_state=first, cu_seqlens=cu_seqlens
             )
-        y = self.o_proj(self.norm(h, gate))
+        y = self.o_proj(self.norm(h, self.g_proj(x)))
         return y, LayerState(S=S, m=m)

@@ -20,7 +20,6 @@ from fastweights.layers.parts import (
     rotary,
     split_heads,
 )
-from fastweights.layers.projections import project
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -85,8 +84,7 @@ class MultiScaleRetention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
-        qkv, gate = project(x, self.qkv_proj, self.g_proj)
-        q, k, v = split_heads(qkv, self.heads, self.sizes)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
         at = positions(x.shape[1], x.device, state, cu_seqlens)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
         g = retnet_decay(
@@ -95,7 +93,7 @@ class MultiScaleRetention(Layer):
         o, S = continue_recurrence(
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, gate))
+        y = self.o_proj(self.norm(o, self.g_proj(x)))
         position = lengths(x, cu_seqlens)
         if state is not None:
             position = position + state.get("position")
@@ -160,8 +158,8 @@ class LightningAttention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S) after the last token of each sequence."""
-        qkv, gate = project(x, self.qkv_proj, self.g_proj)
-        q, k, v = split_heads(F.silu(qkv), self.heads, self.sizes)
+        qkv = F.silu(self.qkv_proj(x))
+        q, k, v = split_heads(qkv, self.heads, self.sizes)
         g = lightning_decay(
             v.shape[2],
             self.layer,
@@ -173,5 +171,5 @@ class LightningAttention(Layer):
             q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0
         )
         o = o.flatten(2)[:, :, None]
-        y = self.o_proj(self.norm(o, gate))
+        y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S)
