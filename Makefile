@@ -46,7 +46,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 SAY := printf '==> %s\n'
 OLD := build/oldest_triton
 MATHJAX := book/node_modules/.package-lock.json
-CHAPTERS := $(wildcard chapters/* chapters/reference/*)
+CHAPTERS := $(wildcard chapters/* chapters/api/*)
 TEXTS := $(wildcard chapters/*.md) README.md
 LIBRARY := $(shell find src -type f ! -name '*.pyc' \
 	! -path '*.egg-info/*')

@@ -49,7 +49,7 @@ extensions = [
     "assets",
     "capabilities",
     "checked",
-    "entries",
+    "api_entries",
     "run_links",
 ]
 exclude_patterns = ["**.ipynb_checkpoints"]

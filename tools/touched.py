@@ -6,7 +6,7 @@ A change is what differs from COMMIT, HEAD unless given, and what git does
 not know yet; if nothing does, the last commit. Without git, or without that
 commit's parent, no test is chosen. A module's tests are those of its name or
 its folder's, and those that import it, a chapter's its rules and answers; the
-reference of the site is made of docstrings.
+API reference of the site is made of docstrings.
 With --interpreted, those that Triton's interpreter runs.
 """
 
@@ -62,7 +62,7 @@ def found_for(path: str) -> Iterator[Path]:
     """The test files of one changed file."""
     file = Path(path)
     if file.suffix == ".rst" or path.startswith("src/fastweights/"):
-        yield TESTS / "book/test_reference.py"
+        yield TESTS / "book/test_api.py"
     if file.suffix == ".rst":
         return
     if file.parts[0] == "chapters" or path.startswith("tests/book/answers"):

@@ -24,7 +24,7 @@ import picture as readme  # noqa: E402
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
 PAGES = sorted(
     page
-    for folder in (SITE, SITE / "reference")
+    for folder in (SITE, SITE / "api")
     for page in folder.glob("*.html")
     if not page.name.startswith("_")
 )
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 each_entry_page = pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if p.parent.name == "reference"],
+    [p for p in PAGES if p.parent.name == "api"],
     ids=lambda p: p.stem,
 )
 each_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda p: p.stem)
@@ -233,7 +233,7 @@ def test_a_chapter_links_to_its_notebook(page: Path) -> None:
 
 
 def test_a_signature_shows_shapes() -> None:
-    page = soup(SITE / "reference" / "operators.html")
+    page = soup(SITE / "api" / "operators.html")
     (signature,) = page.select(r"dt#fastweights\.kda")
     assert 'q: Float[Tensor, "B T H K"],' in signature.text
     assert "jaxtyping" not in page.text

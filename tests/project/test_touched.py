@@ -19,10 +19,10 @@ def test_a_module_has_the_tests_that_import_it():
 
 
 def test_docstrings_are_the_reference():
-    reference = "book/test_reference.py"
+    reference = "book/test_api.py"
     assert reference in names("src/fastweights/layers/kda.py")
     assert reference not in names("src/fastweights_lab/records.py")
-    assert names("chapters/reference/layers.rst") == {reference}
+    assert names("chapters/api/layers.rst") == {reference}
 
 
 def test_a_helper_has_the_tests_that_use_it():

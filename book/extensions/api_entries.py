@@ -1,4 +1,4 @@
-"""The reference: entries made from docstrings, linked to chapters and back.
+"""The API reference: from docstrings, linked to chapters and back.
 
 A page lists names, each with the sections of chapters that derive it:
 
@@ -34,7 +34,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = "reference/"
+PAGES = "api/"
 KINDS = ("class", "data", "function")  # not methods and modules
 FIELDS = ("Args:", "Returns:", "Raises:", "Yields:")
 MARKUP = re.compile(r"(``.+?``|:\w+:`[^`]+`|(?<!\S)\*\w+\*(?!\w))", re.S)

@@ -1,4 +1,4 @@
-"""The reference of the site: every public name, documented and tried.
+"""The API reference of the site: every public name, documented and tried.
 
 The pages are read as text here; test_site.py reads what is built of them.
 """
@@ -22,10 +22,10 @@ from fastweights.models import LAYERS, LanguageModel, ModelConfig
 
 ROOT = Path(fw.__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "book"), str(ROOT / "book" / "extensions")]
-PAGES = sorted((ROOT / "chapters" / "reference").glob("*.rst"))
+PAGES = sorted((ROOT / "chapters" / "api").glob("*.rst"))
 
 pytest.importorskip("sphinx")
-from entries import as_rst, found  # noqa: E402
+from api_entries import as_rst, found  # noqa: E402
 
 ENTRY = re.compile(
     r"^\.\. (automodule|entries):: (\S+)\n((?:\n|   .*\n)*)", re.M
