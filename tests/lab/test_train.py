@@ -262,34 +262,13 @@ def test_windows_are_of_their_step_and_split_among_processes():
 
 
 @pytest.mark.parametrize(
-    "batches, name",
-    [
-        (lambda: corpus.Windows(stream(), length=10, rows=6), "rows = 6"),
-        (lambda: corpus.Packed(stream(), length=26), "length = 26"),
-    ],
-    ids=["windows", "packed"],
-)
-def test_parts_of_a_batch_are_equal(batches, name):
-    with pytest.raises(ValueError, match=f"parts: got 4, need .* {name}"):
-        batches().batch(0, 0, 4)
-    with pytest.raises(ValueError, match="part: got 2, need 0 to 1"):
-        batches().batch(0, 2, 2)
-
-
-@pytest.mark.parametrize(
     "call, said",
     [
         (lambda: corpus.read("stdlib"), "sources: got 'stdlib', need a list"),
-        (lambda: corpus.read(3), "sources: got 3, need a list"),
-        (lambda: corpus.read([3]), "sources: got 3, need strings or paths"),
         (lambda: corpus.read(["x"], ".py"), "suffixes: got '.py', need a li"),
         (lambda: corpus.Windows(stream(), 0, 2), "length: got 0, need"),
         (lambda: corpus.Windows(stream(), 4, 2.5), "rows: got float, need"),
-        (lambda: corpus.Windows(stream(), 4, 2).batch(-1), "step: got -1"),
-        (lambda: corpus.Packed(stream(), 4).batch(0.5), "step: got float"),
         (lambda: corpus.Stream.of([], BYTES), "documents: got none, need"),
-        (lambda: corpus.Stream.of(["a"], BYTES), "documents: got str, need"),
-        (lambda: corpus.repeated(None, 1), "n: got 1, need an integer >= 2"),
     ],
 )
 def test_what_is_no_text_or_batch_is_named(call, said):
@@ -390,22 +369,6 @@ def test_files_tokens_are_read_many_documents_at_once(tokenizer_file):
     for document, tokens in zip(documents, found, strict=True):
         assert tokens[0] == tokenizer.separator
         assert tokens[1:].equal(tokenizer.encode(document))
-
-
-class Letters:
-    """Somebody's own tokenizer."""
-
-    vocabulary, separator = 40_000, 39_999
-
-    def encode(self, text):
-        return torch.tensor([ord(x) - 97 for x in text.decode()])
-
-
-def test_a_tokenizer_needs_no_more_than_encode():
-    text = corpus.Stream.of([b"ab", b"", b"c"], Letters())
-    assert text.tokens.tolist() == [39_999, 0, 1, 39_999, 39_999, 2]
-    assert text.starts.tolist() == [0, 3, 4, 6]
-    assert text.tokens.dtype == torch.int32
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 30])
@@ -681,14 +644,8 @@ def test_too_little_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Training, "step", lambda run: torch.empty(2**50))
     assert main("train", *words(folder, tmp_path / "run")) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "tokens: got too many for the memory, need fewer" in said
+    assert "memory: got too little, need fewer tokens" in said
     assert said.endswith("no checkpoint was written")
-
-
-def test_a_progress_line_says_how_long_it_takes():
-    assert train.time_of(7.4) == "0:07"
-    assert train.time_of(754) == "12:34"
-    assert train.time_of(2 * 3600 + 5 * 60) == "2:05:00"
 
 
 def test_what_killed_programs_left_is_removed(tmp_path):
@@ -854,19 +811,17 @@ def test_the_model_is_gone_before_the_process_group(
         ("--options []", r"options: got \[\], need a dictionary"),
         (
             '--options {"softmax":{"theta":"x"}} --pattern softmax',
-            "options: theta: got str, need a real number",
+            "theta: got str, need a real number",
         ),
         ("--device nvidia", "device: got 'nvidia', need auto, cpu, cuda, .."),
         ("--device meta", "device: got 'meta', need auto, cpu, cuda, .."),
-        ("--vocabulary 10000000000000000", "model: got vocabulary 1000000"),
         ('--options {"softmax":1}', "options: got 1 for softmax, need a dict"),
-        ("--seed 2000000000000", "seed: got 2000000000000, need less than"),
-        ("--tokens 1600000000000", "tokens: got 1600000000000, need less"),
+        ("--seed 2000000000000", "seed: got 2000000000000, need an int"),
+        ("--tokens 1600000000000", "tokens: got 1600000000000, need an int"),
         ("--steps 0", "steps: got 0, need an integer >= 1"),
         ("--lr nan", "lr: got nan, need a finite number"),
         ("--final-lr 2", "final_lr: got 2.0, need 0 to 1"),
         ("--resume nowhere", "resume: got nowhere, which has no checkp"),
-        ("--out EMPTY/run", r"out: got \S+, need a folder to write to"),
     ],
 )
 def test_what_does_not_fit_is_one_line(more, said, folder, tmp_path, capsys):
@@ -895,22 +850,18 @@ WRONG = {
     "lr": ("x", None, math.inf, 0),
     "final_lr": (None, 1.5),
     "precision": ("fp16",),
-    "corpus": ("stdlib", None, (3,)),
-    "pattern": ("softmax", (), ("rnn",), (None,)),
+    "corpus": ("stdlib",),
+    "pattern": ("softmax", (), ("rnn",)),
     "suffixes": (".py",),
     "mlp_ratio": (-1, math.inf),
     "num_layers": (0, 1.0),
     "num_heads": (3,),
-    "options": ("{", "[]", '{"softmax": 1}', '{"softmax": {"x": 1}}', {}),
+    "options": ("{", "[]", '{"softmax": 1}', '{"softmax": {"x": 1}}'),
     "dim": (-5,),
-    "device": ("x", "meta", 0),
-    "packed": ("no",),
     "vocabulary": (0, 1.5),
     "seed": (-1, 2**60),
     "clip": (math.nan,),
     "weight_decay": (-1.0,),
-    "out": (None, 3),
-    "tokenizer": (3,),
 }
 
 
@@ -931,9 +882,6 @@ def test_paths_become_strings_which_a_checkpoint_can_hold(
 
 
 def test_what_is_no_run_is_named(settings, tmp_path):
-    for wrong in (None, {"steps": 3}):
-        with pytest.raises(TypeError, match=r"^settings: got .*, need Setti"):
-            Training(wrong)
     with pytest.raises(ValueError, match=r"^path: got nowhere\.pt, need a fi"):
         read_checkpoint("nowhere.pt")
     Training(settings).save(tmp_path / "checkpoint.pt")

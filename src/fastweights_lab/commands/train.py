@@ -21,7 +21,7 @@ what ran, the tokenizer, and the model, which ``fastweights generate`` and
 from __future__ import annotations
 
 import argparse
-import math
+import datetime
 import os
 import re
 import shutil
@@ -31,13 +31,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fastweights.models.files import safetensors, written
 from fastweights_lab.program import ended
@@ -61,47 +59,31 @@ def trained(training: Training, stopped: Callable[[], bool]) -> bool:
         Whether it came to its end; False if ``stopped`` said to stop.
     """
     settings, lead = training.settings, training.rank == 0
-    out = Path(settings.out)
-    progress = Progress(settings.steps, quiet=not lead)
+    out, steps = Path(settings.out), settings.steps
+    progress = Progress(steps, quiet=not lead)
     progress.say(
         f"{training.model.num_parameters:,} parameters on "
         f"{training.device.type}; {training.text.size:,} bytes of text"
     )
+    if training.done == steps:
+        progress.say(
+            f"all {steps} steps are done; --steps {2 * steps} would go on"
+        )
 
     def log(**row: Any) -> None:
         if lead:
             append(out / LOG, row)
 
-    def evaluate() -> None:
-        if lead:
-            found = training.evaluate()
-            log(step=training.done, **found)
-            parts = (
-                f"{found['repeated']:.3f} where a 5-gram is repeated, "
-                f"{found['new']:.3f} elsewhere"
-            )
-            if not 0 < found["share"] < 1:
-                some = "every" if found["share"] else "no"
-                parts = f"{some} byte completes a repeated 5-gram"
-            progress.say(
-                f"step {training.done}: {found['bits per byte']:.3f} bits "
-                f"per byte ({parts})"
-            )
-
-    if training.done == settings.steps:
-        progress.say(
-            f"all {settings.steps} steps are done; --steps "
-            f"{2 * settings.steps} would go on"
-        )
     log(begins_at=training.done, **training.record())
     start, since = time.perf_counter(), training.done
-    while training.done < settings.steps:
+    while training.done < steps:
         loss = training.step()
         step = training.done
-        if step % settings.log_every == 0 or step == settings.steps:
-            value = mean(loss, training.processes)
-            seconds = time.perf_counter() - start
-            rate = (step - since) * settings.tokens / seconds
+        last = step == steps
+        if last or step % settings.log_every == 0:
+            value = total(loss, training) / training.processes
+            seconds = (time.perf_counter() - start) / (step - since)
+            rate = settings.tokens / seconds
             log(
                 step=step,
                 loss=value,
@@ -110,19 +92,20 @@ def trained(training: Training, stopped: Callable[[], bool]) -> bool:
                 tokens=step * settings.tokens,
                 tokens_per_second=rate,
             )
-            left = time_of((settings.steps - step) * seconds / (step - since))
+            left = datetime.timedelta(seconds=round((steps - step) * seconds))
             text = f"loss {value:.3f}  {rate:,.0f} tokens/s  {left} to go"
             progress.show(step, text)
-        stop = anywhere(stopped(), training)
-        if step % settings.eval_every == 0 or step == settings.steps:
-            evaluate()
-        if step % settings.save_every == 0 or step == settings.steps or stop:
+        stop = total(torch.tensor(float(stopped())), training) > 0
+        if lead and (last or step % settings.eval_every == 0):
+            found = training.evaluate()
+            log(step=step, **found)
+            progress.say(f"step {step}: {in_words(found)}")
+        if last or stop or step % settings.save_every == 0:
             if lead:
-                training.save(out / CHECKPOINT)
-                save_tokenizer(training)
+                save(training)
             if dist.is_initialized():
                 dist.barrier()
-        if stop and step < settings.steps:
+        if stop and not last:
             progress.say(
                 f"stopped after step {step}; it goes on with: {PROGRAM} "
                 f"--resume {settings.out}"
@@ -131,45 +114,41 @@ def trained(training: Training, stopped: Callable[[], bool]) -> bool:
     return True
 
 
-def time_of(seconds: float) -> str:
-    """ "3:20:05" or "0:05": hours, minutes and seconds."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{left:02}"
+def total(x: torch.Tensor, training: Training) -> float:
+    """The sum over all processes."""
+    if training.processes > 1:
+        x = x.to(training.device)
+        dist.all_reduce(x)
+    return x.item()
 
 
-def save_tokenizer(training: Training) -> None:
-    """Beside the checkpoint and the model, if it is of a file."""
+def in_words(found: dict[str, float]) -> str:
+    """What an evaluation found."""
+    parts = (
+        f"{found['repeated']:.3f} where a 5-gram is repeated, "
+        f"{found['new']:.3f} elsewhere"
+    )
+    if not 0 < found["share"] < 1:
+        some = "every" if found["share"] else "no"
+        parts = f"{some} byte completes a repeated 5-gram"
+    return f"{found['bits per byte']:.3f} bits per byte ({parts})"
+
+
+def save(training: Training) -> None:
+    """Write the checkpoint, and a tokenizer that is of a file."""
+    out = Path(training.settings.out)
+    training.save(out / CHECKPOINT)
     text = getattr(training.tokenizer, "file", None)
     if text is not None:
-        path = Path(training.settings.out) / TOKENIZER
-        written(path, lambda beside: beside.write_bytes(text))
-
-
-def mean(loss: Tensor, processes: int) -> float:
-    """Over all processes."""
-    if processes > 1:
-        dist.all_reduce(loss)
-    return loss.item() / processes
-
-
-def anywhere(flag: bool, training: Training) -> bool:
-    """Whether it is set in any process."""
-    if training.processes == 1:
-        return flag
-    both = torch.tensor(float(flag), device=training.device)
-    dist.all_reduce(both)
-    return bool(both)
+        written(out / TOKENIZER, lambda beside: beside.write_bytes(text))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add Settings' fields, by groups, and --resume to the last group."""
-    for group, some in groupby(
-        fields(Settings), lambda f: f.metadata["group"]
-    ):
-        add = parser.add_argument_group(group).add_argument
-        for f in some:
-            add(f"--{f.name.replace('_', '-')}", **as_option(f))
+    for f in fields(Settings):
+        if group := f.metadata.get("group"):
+            add = parser.add_argument_group(group).add_argument
+        add(f"--{f.name.replace('_', '-')}", **as_option(f))
     add("--resume", metavar="FOLDER", help="go on with the run of a folder")
 
 
@@ -221,7 +200,6 @@ def chosen(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
                 f"out: got {settings.out}, which holds a run: go on with "
                 f"--resume {settings.out}, or name another folder"
             )
-        check_writable(path.parent)
         return settings, None
     path = Path(folder) / CHECKPOINT
     if not path.is_file():
@@ -233,24 +211,7 @@ def chosen(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
             f"resume: got {path}, of another version: {error}"
         ) from None
     given.setdefault("out", str(folder))
-    settings = replace(saved, **given)
-    check_writable(Path(settings.out))
-    return settings, path
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or what it will be made in."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    return there
-
-
-def check_writable(folder: Path) -> None:
-    """Raise if the folder, or what it will be made in, takes no files."""
-    there = existing(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"out: got {folder}, need a folder to write to")
+    return replace(saved, **given), path
 
 
 @contextmanager
@@ -291,7 +252,7 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
 def run(asked: argparse.Namespace) -> int:
     """Train as asked: 0, 1 where it broke off, 2 for what does not fit."""
-    safetensors()
+    safetensors()  # which would be missed at the end
     settings, path = chosen(asked)
     with process_group(settings.device):
         return attempt(settings, path)
@@ -324,11 +285,12 @@ def attempt(settings: Settings, path: Path | None) -> int:
             if not out_of_memory(error):
                 raise
             why = (
-                "tokens: got too many for the memory, need fewer, or "
-                "--accumulate, or --checkpoint"
+                "memory: got too little, need fewer tokens or a smaller "
+                "model, or --accumulate, or --checkpoint"
             )
         except OSError as error:
-            free = shutil.disk_usage(existing(Path(settings.out))).free / 2**20
+            out = Path(settings.out)
+            free = shutil.disk_usage(out if out.is_dir() else ".").free / 2**20
             why = f"{error}; {free:,.0f} MiB are free"
     return ended(f"{PROGRAM}: {why}; {kept(settings)}", 1)
 
@@ -345,25 +307,22 @@ def choose_threads(training: Training) -> None:
         return
     tokens = training.held_out.tokens[: training.settings.length + 1].long()
 
-    def seconds(number: int, most: float) -> float:
+    @torch.no_grad()
+    def seconds(number: int) -> float:
         torch.set_num_threads(number)
         start = time.perf_counter()
-        for _ in range(3):
-            training.model.token_losses(tokens[None, :-1], tokens[None, 1:])
-            if time.perf_counter() - start > most:
-                break
+        training.model.token_losses(tokens[None, :-1], tokens[None, 1:])
         return time.perf_counter() - start
 
-    with torch.no_grad():
-        seconds(1, 0)  # the first is slow
-        one = seconds(1, math.inf)
-        if seconds(threads, 2 * one) > 2 * one:
-            torch.set_num_threads(1)
-            print(
-                f"1 thread, which is more than twice as fast here as "
-                f"{threads}; OMP_NUM_THREADS={threads} would take them",
-                file=sys.stderr,
-            )
+    seconds(1)  # the first is slow
+    one, many = (min(seconds(n) for _ in "123") for n in (1, threads))
+    if many > 2 * one:
+        torch.set_num_threads(1)
+        print(
+            f"1 thread, which is more than twice as fast here as {threads}; "
+            f"OMP_NUM_THREADS={threads} would take them",
+            file=sys.stderr,
+        )
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -19,7 +19,7 @@ import math
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastweights import private
-from fastweights.arguments import (
-    check_flags,
-    check_integers,
-    check_number,
-    check_sizes,
-)
+from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import written
@@ -42,11 +37,12 @@ from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
 
 
-def option(default: Any, text: str, group: str, **more: Any) -> Any:
-    """A setting: its default, and what --help says of it."""
-    return field(
-        default=default, metadata={"help": text, "group": group, **more}
-    )
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A setting: its default, and what --help says of it.
+
+    ``least`` or ``need`` is what it has to be; ``group`` begins a group.
+    """
+    return field(default=default, metadata={"help": text, **more})
 
 
 class Schedule:
@@ -79,98 +75,100 @@ class Settings(Schedule):
     """
 
     corpus: tuple[str, ...] = option(
-        ("stdlib",), "files, folders, or stdlib: CPython 3.12.3's", "text"
+        ("stdlib",),
+        "files, folders, or stdlib: CPython 3.12.3's",
+        group="text",
     )
     suffixes: tuple[str, ...] = option(
-        (".py", ".txt", ".md"), "of the files taken from folders", "text"
+        (".py", ".txt", ".md"), "of the files taken from folders"
     )
-    tokenizer: str | None = option(
-        None, "a tokenizer.json; bytes without one", "text"
-    )
+    tokenizer: str | None = option(None, "a tokenizer.json; bytes without one")
     packed: bool = option(
-        False, "whole documents, packed, in place of windows", "text"
+        False, "whole documents, packed, in place of windows"
     )
-    length: int = option(256, "tokens of a window", "text", least=2)
+    length: int = option(256, "tokens of a window", least=2)
     tokens: int = option(
-        2048, "tokens per step, of all processes together", "text", least=2
+        2048, "tokens per step, of all processes together", least=2
     )
     pattern: tuple[str, ...] = option(
         ("gated_deltanet",),
         "kinds of layer, repeated to depth, such as 3*kda,softmax",
-        "model",
+        group="model",
     )
-    num_layers: int = option(2, "depth", "model")
-    dim: int = option(128, "width", "model")
-    num_heads: int = option(4, "heads of a layer", "model")
+    num_layers: int = option(2, "depth")
+    dim: int = option(128, "width")
+    num_heads: int = option(4, "heads of a layer")
     head_dim: int | None = option(
-        None, "size of a head; dim / heads without it", "model"
+        None, "size of a head; dim / heads without it"
     )
-    mlp_ratio: float = option(2.0, "width of the MLPs over dim", "model")
-    tie_embeddings: bool = option(
-        True, "whether embeddings are the head", "model"
-    )
+    mlp_ratio: float = option(2.0, "width of the MLPs over dim")
+    tie_embeddings: bool = option(True, "whether embeddings are the head")
     options: str = option(
-        "{}", 'more per kind, as JSON: \'{"kda": {"expand_v": 2}}\'', "model"
+        "{}", 'more per kind, as JSON: \'{"kda": {"expand_v": 2}}\''
     )
     vocabulary: int | None = option(
-        None, "tokens that there is room for; the tokenizer's", "model"
+        None, "tokens that there is room for; the tokenizer's"
     )
     steps: int = option(
         300,
         "steps of the optimiser, which the rate falls over",
-        "training",
         least=1,
+        group="training",
     )
-    lr: float = option(3e-3, "highest learning rate", "training", need="> 0")
-    warmup: int = option(20, "steps up to it", "training", least=0)
-    final_lr: float = option(0.1, "the last one over the highest", "training")
-    weight_decay: float = option(0.1, "of matrices", "training", need=">= 0")
-    clip: float = option(
-        1.0, "largest norm of the gradient", "training", need="> 0"
-    )
-    accumulate: int = option(1, "passes per step", "training", least=1)
-    seed: int = option(
-        0, "of the model and of the batches", "training", least=0
-    )
+    lr: float = option(3e-3, "highest learning rate", need="> 0")
+    warmup: int = option(20, "steps up to it", least=0)
+    final_lr: float = option(0.1, "the last one over the highest", need=">= 0")
+    weight_decay: float = option(0.1, "of matrices", need=">= 0")
+    clip: float = option(1.0, "largest norm of the gradient", need="> 0")
+    accumulate: int = option(1, "passes per step", least=1)
+    seed: int = option(0, "of the model and of the batches", least=0)
     device: str = option(
-        "auto", "cpu, cuda, ..; cuda if it is there", "machine"
+        "auto", "cpu, cuda, ..; cuda if it is there", group="machine"
     )
     precision: str = option(
         "auto",
         "autocast to bf16 or not; on cuda yes",
-        "machine",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option(False, "by torch.compile", "machine")
+    compile: bool = option(False, "by torch.compile")
     checkpoint: bool = option(
-        False, "compute blocks again in the backward: less memory", "machine"
+        False, "compute blocks again in the backward: less memory"
     )
-    out: str = option("run", "folder of the checkpoint and the log", "run")
-    log_every: int = option(10, "steps between two lines", "run", least=1)
-    eval_every: int = option(
-        100, "steps between two evaluations", "run", least=1
+    out: str = option(
+        "run", "folder of the checkpoint and the log", group="run"
     )
-    eval_windows: int = option(32, "windows of held-out text", "run", least=1)
-    save_every: int = option(
-        100, "steps between two checkpoints", "run", least=1
-    )
-    sample: int = option(0, "tokens to write at the end", "run", least=0)
-    prompt: str = option("def ", "what they begin with", "run")
+    log_every: int = option(10, "steps between two lines", least=1)
+    eval_every: int = option(100, "steps between two evaluations", least=1)
+    eval_windows: int = option(32, "windows of held-out text", least=1)
+    save_every: int = option(100, "steps between two checkpoints", least=1)
+    sample: int = option(0, "tokens to write at the end", least=0)
+    prompt: str = option("def ", "what they begin with")
 
     def __post_init__(self) -> None:
         for of in fields(self):
-            value = getattr(self, of.name)
-            if value is not None or not of.type.endswith("None"):
-                object.__setattr__(self, of.name, fitting(of, value))
-        for name in ("tokens", "seed"):
-            if getattr(self, name) >= 2**40:
+            value, need = getattr(self, of.name), of.metadata
+            if "least" in need:
+                check_integers({of.name: value})
+                if not need["least"] <= value < 2**40:
+                    raise ValueError(
+                        f"{of.name}: got {value}, need an integer >= "
+                        f"{need['least']}, and less than 2**40"
+                    )
+            if "need" in need:
+                check_number(of.name, value, "any")
+                check_number(of.name, value, need["need"])
+            if value not in need.get("choices", (value,)):
                 raise ValueError(
-                    f"{name}: got {getattr(self, name)}, need less than 2**40"
+                    f"{of.name}: got {value!r}, need one of {need['choices']}"
                 )
-        if not 0 <= self.final_lr <= 1:
+        if self.final_lr > 1:
             raise ValueError(f"final_lr: got {self.final_lr}, need 0 to 1")
-        if self.device != "auto":
-            named_device(self.device)
+        for name in ("corpus", "suffixes", "pattern"):
+            several = getattr(self, name)
+            if isinstance(several, str):
+                raise TypeError(f"{name}: got {several!r}, need a tuple")
+            object.__setattr__(self, name, tuple(map(os.fspath, several)))
+        object.__setattr__(self, "out", os.fspath(self.out))
         if self.vocabulary is not None:
             check_sizes(vocabulary=self.vocabulary)
         self.model_config(1)
@@ -189,13 +187,6 @@ class Settings(Schedule):
             raise ValueError(
                 f"options: got {self.options!r}, need JSON: {error}"
             ) from None
-        if isinstance(options, dict):
-            for kind, more in options.items():
-                if not isinstance(more, dict):
-                    raise TypeError(
-                        f"options: got {more!r} for {kind}, need a "
-                        "dictionary of its arguments"
-                    )
         return ModelConfig(
             vocabulary=room,
             dim=self.dim,
@@ -208,13 +199,8 @@ class Settings(Schedule):
             tie_embeddings=self.tie_embeddings,
         )
 
-    def part(self, processes: int) -> int:
-        """Tokens of one pass of one process.
-
-        Raises:
-            ValueError: they are no whole number of windows.
-        """
-        parts = processes * self.accumulate
+    def check_parts(self, parts: int) -> None:
+        """Raise unless a step can be taken in so many equal passes."""
         unit = parts if self.packed else parts * self.length
         if self.tokens % unit or self.tokens < 2 * parts:
             by = "" if self.packed else " x length"
@@ -222,67 +208,12 @@ class Settings(Schedule):
                 f"tokens: got {self.tokens} per step, need a multiple of "
                 f"{unit} (processes x accumulate{by})"
             )
-        return self.tokens // parts
-
-
-def fitting(of: Field, value: Any) -> Any:
-    """A setting's value as its field holds it.
-
-    Raises:
-        TypeError, ValueError: it does not fit; the message names it.
-    """
-    name, need = of.name, of.metadata
-    match of.type.partition(" | ")[0]:
-        case "bool":
-            check_flags(**{name: value})
-        case "int":
-            check_integers({name: value})
-            value = int(value)
-            if value < need.get("least", value):
-                raise ValueError(
-                    f"{name}: got {value}, need an integer >= {need['least']}"
-                )
-        case "float":
-            for limit in ("any", need.get("need", "any")):  # finite first
-                check_number(name, value, limit)
-            value = float(value)
-        case "str":
-            value = _text(name, value)
-        case _:
-            if not isinstance(value, tuple | list):
-                raise TypeError(
-                    f"{name}: got {value!r}, need a tuple of strings"
-                )
-            value = tuple(_text(name, x) for x in value)
-    if value not in need.get("choices", (value,)):
-        raise ValueError(
-            f"{name}: got {value!r}, need one of {need['choices']}"
-        )
-    return value
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}: got {value!r}, need a string")
-    return os.fspath(value)
 
 
 CHANGEABLE = {
-    "accumulate",
-    "checkpoint",
-    "compile",
-    "device",
-    "eval_every",
-    "log_every",
-    "out",
-    "prompt",
-    "sample",
-    "save_every",
-    "steps",
-    # Of these three the content is compared:
-    "corpus",
-    "suffixes",
-    "tokenizer",
+    *("accumulate", "checkpoint", "compile", "device", "out", "prompt"),
+    *("eval_every", "log_every", "save_every", "sample", "steps"),
+    *("corpus", "suffixes", "tokenizer"),  # whose content is compared
 }
 """What a run may change when it goes on."""
 
@@ -290,8 +221,7 @@ CHANGEABLE = {
 class Training:
     """A model, its optimiser, its text, and how far it has come.
 
-    Everything that can be wrong with the settings is found before the model
-    is made. In a process group (torchrun) every process makes one.
+    In a process group (torchrun) every process makes one.
 
     Args:
         settings: what to run.
@@ -306,15 +236,12 @@ class Training:
     def __init__(
         self, settings: Settings, path: str | Path | None = None
     ) -> None:
-        if not isinstance(settings, Settings):
-            raise TypeError(
-                f"settings: got {type(settings).__name__}, need Settings"
-            )
         self.settings, self.done = settings, 0
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.processes = dist.get_world_size() if grouped else 1
-        part = settings.part(self.processes)
+        self.parts = settings.accumulate * self.processes
+        settings.check_parts(self.parts)
         self.device = chosen_device(settings.device)
         self.tokenizer: corpus.Tokenizer = (
             corpus.ByteTokenizer()
@@ -322,7 +249,6 @@ class Training:
             else corpus.FileTokenizer(settings.tokenizer)
         )
         config = settings.model_config(self.tokenizer.vocabulary)
-        made(config, torch.device("meta"))  # whether its layers fit
         self.text = corpus.read(settings.corpus, settings.suffixes)
         self.sources = {
             "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
@@ -339,11 +265,10 @@ class Training:
                 stream, settings.tokens, settings.seed
             )
         else:
-            rows = part * self.processes * settings.accumulate
             self.batches = corpus.Windows(
                 stream,
                 settings.length,
-                rows // settings.length,
+                settings.tokens // settings.length,
                 settings.seed,
             )
         if len(self.held_out.tokens) < 3:
@@ -353,7 +278,9 @@ class Training:
             )
 
         torch.manual_seed(settings.seed)
-        self.model = made(config, self.device, settings.checkpoint)
+        self.model = LanguageModel(
+            config, checkpoint=settings.checkpoint, device=self.device
+        )
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, settings.weight_decay),
             lr=settings.lr,
@@ -389,25 +316,26 @@ class Training:
             FloatingPointError: the norm is not finite; no parameter has
                 changed.
         """
-        settings = self.settings
+        settings, passes = self.settings, self.settings.accumulate
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(self.done)
-        parts = self.processes * settings.accumulate
         total = torch.zeros((), device=self.device)
-        for i in range(settings.accumulate):
+        for i in range(passes):
             batch = self.batches.batch(
-                self.done, self.rank * settings.accumulate + i, parts
+                self.done, self.rank * passes + i, self.parts
             ).to(self.device)
-            last = i == settings.accumulate - 1
-            with self._no_sync(not last):
-                with self.autocast():
-                    loss = self.run(
-                        batch.tokens,
-                        cu_seqlens=batch.cu_seqlens,
-                        targets=batch.targets,
-                    )
-                (loss / settings.accumulate).backward()
-            total += loss.detach() / settings.accumulate
+            if isinstance(
+                self.run, DistributedDataParallel
+            ):  # gradients are summed in the last one
+                self.run.require_backward_grad_sync = i == passes - 1
+            with self.autocast():
+                loss = self.run(
+                    batch.tokens,
+                    cu_seqlens=batch.cu_seqlens,
+                    targets=batch.targets,
+                )
+            (loss / passes).backward()
+            total += loss.detach() / passes
         self.norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), settings.clip
         )
@@ -422,11 +350,6 @@ class Training:
         self.optimizer.zero_grad()
         self.done += 1
         return total
-
-    def _no_sync(self, on: bool) -> AbstractContextManager:
-        if on and isinstance(self.run, DistributedDataParallel):
-            return self.run.no_sync()
-        return nullcontext()
 
     def evaluate(self, n: int = 5) -> dict[str, float]:
         """Bits per byte on windows spread over the held-out text.
@@ -497,9 +420,8 @@ class Training:
         try:
             written(path, lambda beside: torch.save(state, beside))
         except RuntimeError as error:  # of a full disk
-            raise OSError(
-                f"cannot write {path}: {first_line(error)}"
-            ) from None
+            why = first_line(error)
+            raise OSError(f"cannot write {path}: {why}") from None
 
     def _check(self, before: dict[str, Any]) -> None:
         """Raise unless a checkpoint is of this run: settings and text."""
@@ -576,25 +498,6 @@ class Progress:
             print(end + text, file=sys.stderr, flush=True)
 
 
-def made(
-    config: ModelConfig, device: torch.device, checkpoint: bool = False
-) -> LanguageModel:
-    """The model; a ValueError says where it is too large for the device."""
-    try:
-        return LanguageModel(config, checkpoint=checkpoint, device=device)
-    except (TypeError, ValueError) as error:
-        name = str(error).partition(":")[0]
-        if any(name in more for more in config.options.values()):
-            raise type(error)(f"options: {error}") from None
-        raise
-    except (MemoryError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"model: got vocabulary {config.vocabulary}, dim {config.dim} "
-            f"and {config.num_layers} layers, need less of them, for "
-            f"{device.type} says: {first_line(error)}"
-        ) from None
-
-
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """What :meth:`Training.save` wrote.
 
@@ -619,28 +522,17 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def named_device(name: str) -> torch.device:
-    """The device of a name, which may not be there; none without values."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type == "meta":
-        raise ValueError(f"device: got {name!r}, need auto, cpu, cuda, ..")
-    return device
-
-
 def chosen_device(name: str) -> torch.device:
     """The device of this name; "auto" is CUDA if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = named_device(name)
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()  # which meta cannot do
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"device: got {name!r}, which does not work here, need auto, cpu "
-            f"or another one: {first_line(error)}"
+            f"device: got {name!r}, need auto, cpu, cuda, ..: "
+            f"{first_line(error)}"
         ) from None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
