@@ -15,7 +15,7 @@ def test_a_module_has_the_tests_that_import_it():
     found = names("src/fastweights/ops/mlstm.py")
     assert "ops/test_mlstm.py" in found and "lab/test_bench.py" not in found
     found = names("src/fastweights/kernels/recurrence/settings.py")
-    assert {"compile/test_launch.py", "compile/test_recurrence.py"} <= found
+    assert {"compile/test_schedule.py", "compile/test_recurrence.py"} <= found
 
 
 def test_docstrings_are_the_reference():
