@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,11 +12,7 @@ from torch import Tensor
 
 from fastweights.kernels import dot_precision
 from fastweights.kernels.recurrence.settings import gpu_of
-from fastweights.kernels.tile import (
-    state_at,
-    tile_at,
-    tile_sizes,
-)
+from fastweights.kernels.tile import state_at, tile_at, tile_sizes
 from fastweights_lab.lessons import check_inputs
 
 
@@ -79,7 +77,7 @@ def linear_scan_kernel(
 
 def scan_options(
     K: int, dtype: torch.dtype, capability: tuple[int, int]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Tile sizes and launch settings for one head size, dtype and GPU."""
     stages = 1 if K > 128 else 2 if K > 64 or dtype == torch.float32 else 3
     if capability[0] == 10:  # nothing ahead, as settings.constants says
@@ -122,23 +120,11 @@ def scan(
     o = torch.empty_like(v)
     state = q.new_empty(B, HV, K, V, dtype=torch.float32)
     options = scan_options(K, q.dtype, gpu_of(q.device).capability)
+    options |= {"PRECISION": dot_precision(q.dtype, K)}
+    sizes = H, HV, K, V, chunk_size
     grid = (B * HV * triton.cdiv(V, options["BV"]),)
     with torch.cuda.device_of(q):
         linear_scan_kernel[grid](
-            q,
-            k,
-            v,
-            o,
-            initial_state,
-            state,
-            scale,
-            T,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BT=chunk_size,
-            PRECISION=dot_precision(q.dtype, K),
-            **options,
+            q, k, v, o, initial_state, state, scale, T, *sizes, **options
         )
     return o, state

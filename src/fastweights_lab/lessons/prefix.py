@@ -8,6 +8,8 @@ independent.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,11 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
-from fastweights.kernels.tile import (
-    state_at,
-    tile_at,
-    tile_sizes,
-)
+from fastweights.kernels.tile import state_at, tile_at, tile_sizes
 from fastweights_lab.lessons import check_inputs
 from fastweights_lab.lessons.linear import chunk_output
 
@@ -133,21 +131,11 @@ def chunk_states(
     states = k.new_empty(B, HV, N + 1, K, V, dtype=torch.float32)
     states[:, :, 0] = 0 if initial_state is None else initial_state
     options = chunk_options(K, k.dtype)
+    options |= {"PRECISION": dot_precision(k.dtype, K)}
+    sizes = H, HV, K, V, chunk_size
     grid = (B * HV * N * triton.cdiv(V, options["BV"]),)
     with torch.cuda.device_of(k):
-        chunk_states_kernel[grid](
-            k,
-            v,
-            states,
-            T,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BT=chunk_size,
-            PRECISION=dot_precision(k.dtype, K),
-            **options,
-        )
+        chunk_states_kernel[grid](k, v, states, T, *sizes, **options)
     return states
 
 
@@ -179,33 +167,22 @@ def chunk_outputs(
     N = triton.cdiv(T, chunk_size)
     o = torch.empty_like(v)
     options = chunk_options(K, q.dtype)
+    options |= {"PRECISION": dot_precision(q.dtype, K)}
+    sizes = H, HV, K, V, chunk_size
     grid = (B * HV * N * triton.cdiv(V, options["BV"]),)
     with torch.cuda.device_of(q):
         chunk_outputs_kernel[grid](
-            q,
-            k,
-            v,
-            states,
-            o,
-            scale,
-            T,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BT=chunk_size,
-            PRECISION=dot_precision(q.dtype, K),
-            **options,
+            q, k, v, states, o, scale, T, *sizes, **options
         )
     return o
 
 
-def chunk_options(K: int, dtype: torch.dtype) -> dict[str, int]:
+def chunk_options(K: int, dtype: torch.dtype) -> dict[str, Any]:
     """Tile sizes and launch settings of the two chunk kernels."""
     return tile_sizes(K, dtype) | {"num_warps": 4, "num_stages": 1}
 
 
-def prefix_options(rows: int) -> dict[str, int]:
+def prefix_options(rows: int) -> dict[str, Any]:
     """Tile sizes and launch settings of the prefix scan over ``rows``."""
     BN = min(32, triton.next_power_of_2(rows))
     return {"BN": BN, "BE": 128, "num_warps": 4, "num_stages": 2}
