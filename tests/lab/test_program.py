@@ -174,8 +174,6 @@ def test_the_console_script_is_this_program():
     [
         ("fastweights", ()),
         ("fastweights.train", ("train",)),
-        ("fastweights_lab.experiments", ("experiments",)),
-        ("fastweights_lab.experiments.comparison", ("compare",)),
         ("fastweights_lab.bench", ("bench",)),
     ],
 )

@@ -47,8 +47,9 @@ def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
     run = Training(comparison.chosen(variant, 0, settings))
     for _ in range(run.settings.steps):
         run.step()
-    starts = torch.arange(windows) * run.settings.length
-    tokens = corpus.windows(run.held_out, run.settings.length, starts).tokens
+    tokens = corpus.first_windows(
+        run.held_out, run.settings.length, windows
+    ).tokens
     with run.autocast():
         layers = [inputs for _, inputs in recurrence_inputs(run.model, tokens)]
     x = {name: torch.cat([of[name] for of in layers], 2) for name in layers[0]}

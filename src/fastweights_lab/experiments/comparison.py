@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ import torch
 from fastweights_lab.experiments.learned_gates import learned
 from fastweights_lab.experiments.planted_lines import recalled
 from fastweights_lab.experiments.trial import Stages
-from fastweights_lab.program import main
 from fastweights_lab.records import Record, read, shipped
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
@@ -170,6 +168,12 @@ def train(
         sample = False
         for p in run.model.parameters():
             p.detach().fill_(math.nan)
+    with run.autocast():
+        planted = [
+            recalled(run.model, run.held_out, distance)
+            for distance in PLANTED
+            if distance < LONG * length
+        ]
     return {
         "variant": variant,
         "seed": seed,
@@ -179,7 +183,7 @@ def train(
         "losses": losses,
         **run.evaluate(),
         "by position": by_position(run, LONG * length),
-        "planted": planted(run, LONG * length),
+        "planted": planted,
         "at the start": at_the_start,
         "learned": inside(run),
         "after": run.sample(PROMPT, 400) if sample else None,
@@ -195,16 +199,13 @@ def by_position(run: Training, length: int) -> list[tuple[int, float]]:
     for the tokens from there to the next one. Windows have ``length`` tokens
     and do not overlap.
     """
-    stream = run.held_out
-    length = min(length, len(stream.tokens) - 1)
-    number = min(64, (len(stream.tokens) - 1) // length)
-    found = []
-    for starts in (torch.arange(number) * length).split(4):
-        batch = corpus.windows(stream, length, starts).to(run.device)
-        with run.autocast():
-            found.append(run.model.token_losses(batch.tokens, batch.targets))
+    batch = corpus.first_windows(run.held_out, length, 64)
+    length = batch.tokens.shape[1]
+    pairs = (x.to(run.device).split(4) for x in (batch.tokens, batch.targets))
+    with run.autocast():
+        found = [run.model.token_losses(*x) for x in zip(*pairs, strict=True)]
     bits = torch.cat(found).cpu().double().mean(0) / math.log(2)
-    bits = bits * stream.tokens_per_byte
+    bits = bits * run.held_out.tokens_per_byte
     edges = [0] + [2**i for i in range(6, 40) if 2**i < length]
     ends = [*edges[1:], length]
     return [
@@ -212,25 +213,11 @@ def by_position(run: Training, length: int) -> list[tuple[int, float]]:
     ]
 
 
-def planted(run: Training, length: int) -> list[dict[str, Any]]:
-    """What the model knows of a planted number, by how far back it is."""
-    with run.autocast():
-        return [
-            recalled(run.model, run.held_out, distance)
-            for distance in PLANTED
-            if distance < length
-        ]
-
-
 def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
     """What the recurrences do with held-out windows."""
-    length = min(run.settings.length, len(run.held_out.tokens) - 1)
-    number = min(windows, (len(run.held_out.tokens) - 1) // length)
-    starts = torch.arange(number) * length
+    batch = corpus.first_windows(run.held_out, run.settings.length, windows)
     with run.autocast():
-        return learned(
-            run.model, corpus.windows(run.held_out, length, starts).tokens
-        )
+        return learned(run.model, batch.tokens)
 
 
 def load(name: str = "text") -> list[Record]:
@@ -280,7 +267,3 @@ def stages(job: Job, _: str, *, progress: Progress) -> Stages:
     """:func:`train` as one of several jobs; seed 0 writes text."""
     yield
     return train(*job, sample=job[1] == 0, progress=progress)
-
-
-if __name__ == "__main__":
-    sys.exit(main("compare", *sys.argv[1:]))

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
 from fastweights.layers import (
     TTTMLP,
     LaCT,
@@ -19,7 +18,6 @@ from fastweights.layers import (
     TTTLinear,
 )
 from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.parts import rotary
 from fastweights.layers.state import Offsets, positions
 from fastweights.models import LAYERS
@@ -48,7 +46,6 @@ class ConvolvedSoftmax(LinearRecurrence):
         head_dim: int,
         *,
         theta: float | None = None,
-        conv_size: int | None = 4,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -58,13 +55,10 @@ class ConvolvedSoftmax(LinearRecurrence):
             head_dim,
             rule="additive",
             decay=None,
-            conv_size=conv_size,
             normalize=False,
             device=device,
             dtype=dtype,
         )
-        if theta is not None:
-            check_number("theta", theta, "> 0")
         self.theta = theta
 
     def forward(
@@ -75,17 +69,12 @@ class ConvolvedSoftmax(LinearRecurrence):
     ) -> tuple[Float[Tensor, "B T D"], LayerState]:
         """y, and the keys and values of all tokens."""
         check_whole_rows(state, cu_seqlens)
-        check_input(x, self, state, cu_seqlens)
         q, k, v, inputs = self.convolution(self.qkv_proj(x))
         if self.theta is not None:
             place = positions(x.shape[1], x.device, None, None)
             q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
-        o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-        )
+        q, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k_h, v_h, is_causal=True)
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o.transpose(1, 2), gate))
         return y, LayerState(keys=k, values=v, convolution=inputs)

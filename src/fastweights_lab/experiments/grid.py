@@ -17,57 +17,49 @@ STEPS = 2**19
 """Steps that a run may have at most; their seeds are numbered so."""
 
 
+Options = Mapping[str, Mapping[str, Any]]
+"""More arguments of the layers, per kind."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """Layers, and what they need set otherwise."""
+    """Layers, and what they need set otherwise than the grid's trials."""
 
     pattern: tuple[str, ...]
-    """Kinds of layer."""
-
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """More arguments of the layers, per kind."""
-
+    options: Options = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a trial that differ from the grid's."""
 
 
 @dataclass(frozen=True)
 class Trial(Schedule):
     """A run's settings, named as in the trainer's ``Settings``.
 
+    Args:
+        experiment, variant: what it is part of, and its name there.
+        train: tasks, one per step, in turn.
+        tests: tasks that it is tested on, by name.
+        pattern, options: layers, as :class:`~fastweights.models.ModelConfig`
+            has them.
+        mlp_ratio: width of the MLPs over dim; 0: there are none.
+        rows: sequences per step.
+        test_rows: those of each test, and of the validation per task.
+
     Raises:
         ValueError, TypeError: one does not fit; the message names it.
     """
 
     experiment: str
-    """What it is part of."""
-
     variant: str
-    """What its layers are called there."""
-
     train: tuple[Task, ...]
-    """One per step, in turn."""
-
     tests: Mapping[str, Task]
-    """What it is tested on, by name."""
-
     pattern: tuple[str, ...] = ("recurrence",)
-    """Kinds of layer, as :class:`fastweights.models.ModelConfig` has them."""
-
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """More arguments of the layers, per kind."""
-
+    options: Options = field(default_factory=dict)
     num_layers: int = 1
     dim: int = 64
     num_heads: int = 1
     head_dim: int = 16
-
     mlp_ratio: float = 0.0
-    """Width of the MLPs over dim; 0: there are none."""
-
     rows: int = 64
-    """Sequences per step."""
-
     steps: int = 1000
     lr: float = 3e-3
     warmup: int = 50
@@ -75,21 +67,11 @@ class Trial(Schedule):
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
-
     test_rows: int = 256
-    """Sequences of each test, and of the validation per task trained on."""
 
     def __post_init__(self) -> None:
         check_sizes(rows=self.rows, steps=self.steps, test_rows=self.test_rows)
-        for name, need in (
-            ("lr", "> 0"),
-            ("clip", "> 0"),
-            ("warmup", ">= 0"),
-            ("final_lr", ">= 0"),
-            ("weight_decay", ">= 0"),
-            ("mlp_ratio", ">= 0"),
-        ):
-            check_number(name, getattr(self, name), need)
+        check_number("lr", self.lr, "> 0")
         if self.steps > STEPS:
             raise ValueError(f"steps: got {self.steps}, need <= {STEPS}")
         if not 0 <= self.seed < 4096:
@@ -128,35 +110,29 @@ class Trial(Schedule):
 
 @dataclass(frozen=True)
 class Grid:
-    """Every variant at every size, with every learning rate and seed."""
+    """Every variant at every size, with every learning rate and seed.
+
+    Args:
+        about: the question.
+        train, tests: tasks, as in :class:`Trial`.
+        variants: what is compared, by name.
+        settings: of all trials, by their names in :class:`Trial`.
+        sizes: heads, and size K = V of a head.
+        lrs: learning rates: the best one counts, per variant and size.
+        seeds: of the parameters and of the sequences trained on.
+        quick: what the quick version has otherwise: any of these, and
+            ``only``, names of variants; see :meth:`quickly`.
+    """
 
     about: str
-    """The question."""
-
     train: tuple[Task, ...]
-    """Tasks to train on, one per step, in turn."""
-
     tests: Mapping[str, Task]
-    """Tasks to test on, by name."""
-
     variants: Mapping[str, Variant]
-    """What is compared, by name."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of all trials, by their names in :class:`Trial`."""
-
     sizes: tuple[tuple[int, int], ...] = ((1, 16),)
-    """Heads, and size K = V of a head."""
-
     lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
-    """Learning rates: the best one counts, per variant and size."""
-
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of the parameters and of the sequences trained on."""
-
     quick: Mapping[str, Any] = field(default_factory=dict)
-    """What the quick version has otherwise: any of these fields, and
-    ``only``, names of variants; see :meth:`quickly`."""
 
     def quickly(self) -> Grid:
         """The part of it that a chapter runs while its reader waits."""

@@ -25,13 +25,7 @@ Stages = Generator[None, None, Record]
 """A run with pauses, and its record."""
 
 
-def run(
-    trial: Trial,
-    device: str = "auto",
-    *,
-    progress: Progress | None = None,
-    every: int = 20,
-) -> Record:
+def run(trial: Trial, device: str = "auto", **options: Any) -> Record:
     """Train a model and test it.
 
     The parameters are drawn with the trial's seed, and so are the sequences
@@ -41,8 +35,8 @@ def run(
     Args:
         trial: what to run.
         device: "cpu", "cuda", ..; "auto" is CUDA if there is one.
-        progress: told the steps done, and loss and accuracy of the last.
-        every: steps between two of these.
+        options: ``progress``, which is told the steps done, and loss and
+            accuracy of the last, every 20 steps or ``every``.
 
     Returns:
         ``settings``; ``accuracy`` per test and kind of question; ``chance``
@@ -51,9 +45,7 @@ def run(
         first test's sequence; ``seconds``, and what
         :func:`fastweights_lab.records.machine` says.
     """
-    return driven(
-        stages(trial, device, progress=progress, every=every), device
-    )
+    return driven(stages(trial, device, **options), device)
 
 
 def driven(going: Stages, device: str) -> Record:

@@ -394,6 +394,13 @@ def windows(stream: Stream, length: int, starts: Int[Tensor, " B"]) -> Batch:
     return Batch(rows[:, :-1], rows[:, 1:])
 
 
+def first_windows(stream: Stream, length: int, most: int) -> Batch:
+    """The first windows, which do not overlap; shorter if the stream is."""
+    length = min(length, len(stream.tokens) - 1)
+    number = min(most, (len(stream.tokens) - 1) // length)
+    return windows(stream, length, torch.arange(number) * length)
+
+
 def generator(seed: int, step: int) -> torch.Generator:
     """A generator of random numbers that depend on seed and step alone."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
