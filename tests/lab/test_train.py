@@ -20,7 +20,6 @@ import torch
 from inputs import Largest
 
 from fastweights import models
-from fastweights.models.files import written
 from fastweights_lab import records
 from fastweights_lab.commands import train
 from fastweights_lab.experiments import comparison
@@ -646,22 +645,6 @@ def test_too_little_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     assert "memory: got too little, need fewer tokens" in said
     assert said.endswith("no checkpoint was written")
-
-
-def test_what_killed_programs_left_is_removed(tmp_path):
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    left = tmp_path / f".checkpoint.pt.{done.pid}"
-    others = [
-        tmp_path / f".checkpoint.pt.{os.getppid()}",  # which still runs
-        tmp_path / ".checkpoint.pt.old",
-        tmp_path / f".other.pt.{done.pid}",
-    ]
-    for path in (left, *others):
-        path.touch()
-    written(tmp_path / "checkpoint.pt", lambda path: path.write_text("new"))
-    assert (tmp_path / "checkpoint.pt").read_text() == "new"
-    assert not left.exists() and all(path.exists() for path in others)
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(

@@ -145,22 +145,6 @@ def test_fifty_requests_through_one_pool(pattern):
     ]
 
 
-@patterns
-def test_a_rejected_draft_rolls_back(pattern):
-    m = model(pattern)
-    prompt, draft, new = torch.randint(31, (3, 6)).unbind()
-    pool = StatePool(m, size=3, capacity=20)
-    rows = [pool.take(), pool.take()]
-    with torch.no_grad():
-        m(torch.stack([prompt, new]), pool.at(rows, 6))
-        kept = pool.keep(rows)
-        m(torch.stack([draft, draft]), pool.at(rows, 6))
-        pool.restore(kept)
-        logits, _ = m(new[None], pool.at(rows[:1], 6))
-    ref = alone(m, prompt, new)[1:]
-    assert (logits[0] - ref).abs().max() < 1e-10
-
-
 HYBRID = ("gated_deltanet", "softmax")
 
 
@@ -173,54 +157,6 @@ def goes_on(m, pool, row, prompt, new):
     """Whether the row answers to new tokens as its prompt alone does."""
     logits, _ = m(new[None], pool.at([row], len(new)))
     return (logits[0] - alone(m, prompt, new)[1:]).abs().max() < 1e-10
-
-
-@torch.no_grad()
-def test_restoring_leaves_the_next_request_clean():
-    """A row that was given back is refused; the others by name come back."""
-    m, (a, b, draft, new) = model(HYBRID), drawn(4, 6).unbind()
-    pool = StatePool(m, size=2, capacity=20)
-    rows = [pool.take(), pool.take()]
-    m(torch.stack([a, b]), pool.at(rows, 6))
-    kept = pool.keep(rows)
-    m(torch.stack([draft, draft]), pool.at(torch.tensor(rows), 6))
-    pool.give(rows[0])
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"kept: got row {rows[0]}, wh"):
-            pool.restore(kept)
-        if pool.free:
-            assert pool.take() == rows[0]
-    with pytest.raises(ValueError, match="which were kept"):
-        pool.restore(pool.keep(rows[:1]), rows)
-    pool.restore(kept, rows[1:])
-    assert pool.read == [6 * (row == rows[1]) for row in range(2)]
-    logits, _ = m(torch.stack([a, new]), pool.at(rows, 6))
-    assert (logits[0] - m(a[None])[0]).abs().max() < 1e-10
-    assert (logits[1] - alone(m, b, new)[1:]).abs().max() < 1e-10
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("pattern", [HYBRID, HYBRID[:1]], ids=str)
-def test_what_was_kept_after_a_row_went_back_further(pattern):
-    """Other keys and values stand there; recurrences come back whole."""
-    m, (prompt, first, second) = model(pattern), drawn(3, 6).unbind()
-    pool = StatePool(m, size=1, capacity=20)
-    row = pool.take()
-    m(prompt[None], pool.at([row], 6))
-    start = pool.keep([row])
-    m(first[None], pool.at([row], 6))
-    later = pool.keep([row])
-    pool.restore(later)
-    pool.restore(start)
-    assert goes_on(m, pool, row, prompt, second)
-    if "softmax" in pattern:
-        with pytest.raises(ValueError, match="or went back further"):
-            pool.restore(later)
-        pool.restore(start)
-        assert goes_on(m, pool, row, prompt, first)
-    else:
-        pool.restore(later)
-        assert goes_on(m, pool, row, torch.cat([prompt, first]), second)
 
 
 @torch.no_grad()
@@ -278,9 +214,6 @@ def test_calls_with_more_tokens_than_was_said():
     states = pool.at([row], 1)
     for token in new[:3]:
         m(token[None, None], states)
-    kept = pool.keep([row])
-    m(text[None, :5], pool.at([row], 5))
-    pool.restore(kept)
     prompt = torch.cat([text, new[:3]])
     assert goes_on(m, pool, row, prompt, new[3:])
 
@@ -323,12 +256,9 @@ def test_made_in_one_mode_and_used_in_another(made, used):
     assert kinds == [{k: x.dtype for k, x in of.items()} for of in plain]
     with used():
         m(text[None, :9], pool.at([row], 9))
-        kept = pool.keep([row])
         m(text[None, 9:12], pool.at([row], 3))
-    m(text[None, 9:12], pool.at([row], 3))
-    pool.restore(kept)
-    logits, _ = m(text[None, 9:12], pool.at([row], 3))
-    ref = m(text[None, :12])[0][:, 9:]
+    logits, _ = m(text[None, 12:15], pool.at([row], 3))
+    ref = m(text[None, :15])[0][:, 12:]
     assert (logits - ref).norm() < 0.05 * ref.norm()
     assert kinds == [
         {name: x.dtype for name, x in state.tensors().items()}
@@ -361,7 +291,6 @@ def test_what_a_pool_refuses():
         (lambda p: p.at(None, 1), TypeError, "rows: got NoneType, need a l"),
         (lambda p: p.at(torch.tensor(0), 1), TypeError, "rows: got Tensor"),
         (lambda p: p.at([0], None), TypeError, "tokens: got NoneType, need"),
-        (lambda p: p.restore(None), TypeError, "kept: got NoneType, need w"),
         (lambda p: p.at([], 1), ValueError, r"rows: got \[\], need rows"),
         (lambda p: p.at([0, 2], 1), ValueError, r"rows: got \[0, 2\], need"),
         (lambda p: p.at([0, -2], 1), ValueError, r"rows: got \[0, -2\]"),
@@ -372,8 +301,7 @@ def test_what_a_pool_refuses():
         (lambda p: p.at([0], 1.5), TypeError, "tokens: got float, need an"),
         (lambda p: p.at([0], [1, 2]), ValueError, r"tokens: got \[1, 2\], n"),
         (lambda p: p.at([0], [-1]), ValueError, r"tokens: got \[-1\], need"),
-        (lambda p: p.keep([-1]), ValueError, r"rows: got \[-1\], need rows"),
-        (lambda p: p.keep([5]), ValueError, r"rows: got \[5\], need rows"),
+        (lambda p: p.at([5], 1), ValueError, r"rows: got \[5\], need rows"),
     ],
 )
 def test_rows_and_tokens_that_cannot_be_meant(refused, kind, message):

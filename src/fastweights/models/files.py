@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -126,32 +125,13 @@ def load(
 
 
 def written(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have a file written beside its place, and put it there in one step.
-
-    What a program left there that was killed while it wrote is removed.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if not _running(left.suffix[1:]):
-            left.unlink(missing_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Have a file written beside its place, and put it there in one step."""
+    beside = path.with_name(f".{path.name}.new")
     try:
         write(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _running(pid: str) -> bool:
-    """Whether a process has this number; True where nobody can tell."""
-    if os.name != "posix" or not pid.isdecimal():
-        return True
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # of another user
-        return True
-    return True
 
 
 def safetensors() -> Any:

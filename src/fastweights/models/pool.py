@@ -95,8 +95,6 @@ class StatePool:
         # The last call's states, and the most that a row then has, as told.
         self._told: tuple[list[LayerState], int] = [], 0
         self._grows = any(s.keys is not None for s in self.states)
-        # What was kept of each row and may be restored, oldest first.
-        self._kept: list[dict[object, None]] = [{} for _ in range(size)]
         self._clear(slice(None))
 
     def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
@@ -132,10 +130,10 @@ class StatePool:
         return row
 
     def give(self, row: int) -> None:
-        """A row back: what it held is gone, and what was kept of it too."""
+        """A row back: what it held is gone."""
         (row,) = self._taken("row", [row])
         self._clear(row)
-        self.read[row], self._kept[row] = 0, {}
+        self.read[row] = 0
         self.free[row] = None
 
     def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
@@ -224,76 +222,3 @@ class StatePool:
         if len(set(some)) < len(some):
             raise ValueError(f"{name}: got {index}, need each row once")
         return index
-
-    def keep(self, rows: Rows) -> Kept:
-        """Copies of rows, before tokens that may turn out to be wrong.
-
-        They are good until their row is given back or, with softmax
-        attention, goes back to what was kept of it before them: other keys
-        and values may stand in the places of theirs after that.
-        """
-        index = self._taken("rows", rows)
-        self._settle()
-        on_device = torch.tensor(index, device=self.device)
-        states = [
-            # Keys and values of later tokens are overwritten, not undone.
-            {
-                name: x.index_select(0, on_device)
-                for name, x in state.tensors().items()
-                if name not in ("keys", "values")
-            }
-            for state in self.states
-        ]
-        kept = Kept(index, states, [self.read[row] for row in index])
-        for row in index:
-            self._kept[row][kept.mark] = None
-        return kept
-
-    def restore(self, kept: Kept, rows: Rows | None = None) -> None:
-        """Rows as they were when they were kept; all of them if None.
-
-        Raises:
-            ValueError: one of the rows was not kept, or what was kept of it
-                is no longer good; nothing is restored then.
-        """
-        if not isinstance(kept, Kept):
-            kind = type(kept).__name__
-            raise TypeError(f"kept: got {kind}, need what keep returned")
-        index = kept.rows if rows is None else self._taken("rows", rows)
-        for row in index:
-            if row not in kept.rows:
-                raise ValueError(
-                    f"rows: got {row}, need some of {kept.rows}, which were "
-                    "kept"
-                )
-            if kept.mark not in self._kept[row]:
-                raise ValueError(
-                    f"kept: got row {row}, which was given back since, or "
-                    "went back further; need rows that were not, by name"
-                )
-        places = [kept.rows.index(row) for row in index]
-        to, source = torch.tensor([index, places], device=self.device)
-        for state, tensors in zip(self.states, kept.states, strict=True):
-            for name, x in tensors.items():
-                mine = state.tensors()[name]
-                mine.index_copy_(0, to, x.index_select(0, source))
-        for row, place in zip(index, places, strict=True):
-            self.read[row] = kept.read[place]
-            while (
-                self._grows
-                and next(reversed(self._kept[row])) is not kept.mark
-            ):
-                self._kept[row].popitem()
-
-
-class Kept:
-    """Rows of a pool as they were: what :meth:`StatePool.keep` returns."""
-
-    def __init__(
-        self,
-        rows: list[int],
-        states: list[dict[str, Tensor]],
-        read: list[int],
-    ) -> None:
-        self.rows, self.states, self.read = rows, states, read
-        self.mark = object()
