@@ -7,8 +7,8 @@ backward walks from the last weights to the first by adding back the very
 products k^T X that were subtracted, and needs no weights in between.
 
 Letters are those of :func:`fastweights.deep.ttt`: LN(z) = u weight + bias
-with u = (z - mean) s, the error E is the loss's slope at z = k W + b, and
-rows are the factors of a mini-batch's tokens. What has K channels is in tiles
+with u = (z - mean) s, the error E is the loss's slope at z = k W + b; factors
+are its rows, one per token of a mini-batch. What has K channels is in tiles
 BK wide, mini-batches of C <= 16 tokens in BC rows; past the end all is 0.
 """
 
@@ -97,7 +97,7 @@ def tile_of(
 
 
 @triton.jit
-def scores(b_q, b_k, b_rows, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+def scores(b_q, b_k, b_factors, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     """q k^T + 1, and the same where s <= t times t's factor, both [BC, BC].
 
     TURNED: with t along the columns, from k and q in place of q and k.
@@ -106,10 +106,10 @@ def scores(b_q, b_k, b_rows, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     o_t = tl.arange(0, b_q.shape[0])
     if TURNED:
         m_s = o_t[:, None] <= o_t[None, :]
-        return b_S, tl.where(m_s, b_rows[None, :], 0.0)
+        return b_S, tl.where(m_s, b_factors[None, :], 0.0)
     else:
         m_s = o_t[:, None] >= o_t[None, :]
-        return b_S, tl.where(m_s, b_rows[:, None], 0.0)
+        return b_S, tl.where(m_s, b_factors[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -122,7 +122,7 @@ def ttt_fwd_kernel(
     b,
     weight,
     bias,
-    rows,
+    factors,
     o,
     X,
     W_after,
@@ -150,8 +150,8 @@ def ttt_fwd_kernel(
     b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
     b_w = tl.load(weight + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
-    b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
-    last = tl.load(rows + C - 1)
+    b_factors = tl.load(factors + o_c, mask=o_c < C, other=0.0)  # [BC]
+    last = tl.load(factors + C - 1)
     b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
     b_q = load_rows(q, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
     b_v = load_rows(v, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
@@ -173,7 +173,7 @@ def ttt_fwd_kernel(
         b_h, _ = across((b_u * b_w + b_c - b_t) * b_w, b_u, K)
         b_X = (b_r[:, None] * b_h * b_s).to(b_k.dtype)  # [BC, BK]
 
-        b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
+        b_S, b_m = scores(b_q, b_k, b_factors, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
         b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
@@ -202,7 +202,7 @@ def ttt_bwd_kernel(
     b_after,
     weight,
     bias,
-    rows,
+    factors,
     X,
     do,
     dW_after,
@@ -215,7 +215,7 @@ def ttt_bwd_kernel(
     db,
     dweight,
     dbias,
-    drows,
+    dfactors,
     T,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -226,8 +226,8 @@ def ttt_bwd_kernel(
 ):
     """Gradients of one head of one sequence, last mini-batch first.
 
-    dweight and dbias [B, H, K] and drows [B, H, C] are this program's share,
-    in fp32: torch adds them up.
+    dweight and dbias [B, H, K] and dfactors [B, H, C] are this program's
+    share, in fp32: torch adds them up.
     """
     i_n = tl.program_id(0).to(tl.int64)
     i_h, end = i_n % H, i_n // H * T + T
@@ -241,10 +241,10 @@ def ttt_bwd_kernel(
     b_db = tl.load(db_after + i_n * K + o_k, mask=m_k, other=0.0)
     b_w = tl.load(weight + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
     b_c = tl.load(bias + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
-    b_rows = tl.load(rows + o_c, mask=o_c < C, other=0.0)  # [BC]
-    last = tl.load(rows + C - 1)
+    b_factors = tl.load(factors + o_c, mask=o_c < C, other=0.0)  # [BC]
+    last = tl.load(factors + C - 1)
     b_dw, b_dc = tl.zeros_like(b_db), tl.zeros_like(b_db)
-    b_drows = tl.zeros_like(b_rows)
+    b_dfactors = tl.zeros_like(b_factors)
     for i in range(T // C):
         t = end - (i + 1) * C
         b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
@@ -264,7 +264,7 @@ def ttt_bwd_kernel(
         b_WT = tl.trans(b_Wd)
 
         # Through the output's LN to z = q W + b - A X, and to q.
-        b_S, b_m = scores(b_q, b_k, b_rows, False, PRECISION)  # [BC, BC]
+        b_S, b_m = scores(b_q, b_k, b_factors, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
         b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)
@@ -277,7 +277,7 @@ def ttt_bwd_kernel(
         b_dz = b_du.to(b_k.dtype)  # [BC, BK]
         b_dA = -tl.dot(b_dz, b_XT, input_precision=PRECISION)  # [BC, BC]
         m_s = o_c[:, None] >= o_c[None, :]
-        b_drows += tl.sum(tl.where(m_s, b_dA * b_S, 0.0), axis=1)
+        b_dfactors += tl.sum(tl.where(m_s, b_dA * b_S, 0.0), axis=1)
         b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
         b_dS = (b_dA * b_m).to(b_k.dtype)
         b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
@@ -287,9 +287,9 @@ def ttt_bwd_kernel(
         b_dWd = b_dW.to(b_k.dtype)
         b_dX = tl.dot(b_k, b_dWd, input_precision=PRECISION) + b_db[None, :]
         b_xg = tl.sum(tl.sum(b_X.to(tl.float32) * b_dX, axis=1), axis=0)
-        b_drows -= tl.where(o_c == C - 1, b_xg, 0.0)
+        b_dfactors -= tl.where(o_c == C - 1, b_xg, 0.0)
         b_dX *= -last
-        b_S, b_m = scores(b_k, b_q, b_rows, True, PRECISION)  # transposed
+        b_S, b_m = scores(b_k, b_q, b_factors, True, PRECISION)  # transposed
         b_A = (b_S * b_m).to(b_k.dtype)
         b_dX -= tl.dot(b_A, b_dz, input_precision=PRECISION)  # [BC, BK]
         b_dzT = tl.trans(b_dz)  # [BK, BC]
@@ -328,7 +328,7 @@ def ttt_bwd_kernel(
     tl.store(db + i_n * K + o_k, b_db, mask=m_k)
     tl.store(dweight + i_n * K + o_k, b_dw, mask=m_k)
     tl.store(dbias + i_n * K + o_k, b_dc, mask=m_k)
-    tl.store(drows + i_n * C + o_c, b_drows, mask=o_c < C)
+    tl.store(dfactors + i_n * C + o_c, b_dfactors, mask=o_c < C)
 
 
 def options(K: int) -> dict[str, int]:
@@ -356,18 +356,18 @@ def forward(
     b: Tensor,
     weight: Tensor,
     bias: Tensor,
-    rows: Tensor,
+    factors: Tensor,
     X: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and W and b after the last mini-batch; X is filled if it is there.
 
-    All contiguous: q, k, v and X [B, T, H, K], T a multiple of the number of
-    rows, rate [B, T, H], W [B, H, K, K], b [B, H, K], weight and bias [H, K];
+    All contiguous: q, k, v and X [B, T, H, K], rate [B, T, H], W [B, H, K, K],
+    b [B, H, K], weight and bias [H, K], factors [C], of which T is a multiple;
     all but q, k, v and X in fp32.
     """
     o, after = torch.empty_like(q), (torch.empty_like(W), torch.empty_like(b))
-    inputs = (q, k, v, rate, W, b, weight, bias, rows)
-    run_heads(ttt_fwd_kernel, q, len(rows), *inputs, o, X, *after)
+    inputs = (q, k, v, rate, W, b, weight, bias, factors)
+    run_heads(ttt_fwd_kernel, q, len(factors), *inputs, o, X, *after)
     return o, *after
 
 
@@ -381,7 +381,7 @@ def backward(
     rate: Tensor,
     weight: Tensor,
     bias: Tensor,
-    rows: Tensor,
+    factors: Tensor,
     W_after: Tensor,
     b_after: Tensor,
     X: Tensor,
@@ -391,10 +391,10 @@ def backward(
     dq, dk, dv = (torch.empty_like(q) for _ in "qkv")
     drate, dW, db = (torch.empty_like(x) for x in (rate, W_after, b_after))
     dweight, dbias = (q.new_empty(B, H, K, dtype=FP32) for _ in "wb")
-    drows = q.new_empty(B, H, len(rows), dtype=FP32)
-    last = (W_after, b_after, weight, bias, rows, X)
+    dfactors = q.new_empty(B, H, len(factors), dtype=FP32)
+    last = (W_after, b_after, weight, bias, factors, X)
     after = (do, dW_after, db_after)
-    found = (dq, dk, dv, drate, dW, db, dweight, dbias, drows)
+    found = (dq, dk, dv, drate, dW, db, dweight, dbias, dfactors)
     inputs = (q, k, v, rate)
-    run_heads(ttt_bwd_kernel, q, len(rows), *inputs, *last, *after, *found)
-    return [*found[:6], dweight.sum(0), dbias.sum(0), drows.sum((0, 1))]
+    run_heads(ttt_bwd_kernel, q, len(factors), *inputs, *last, *after, *found)
+    return [*found[:6], dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]

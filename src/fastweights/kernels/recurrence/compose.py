@@ -73,11 +73,11 @@ def reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
     o_c = tl.arange(0, LOOK)
     i_t = first + o_c if BACK else last - 1 - o_c
     m_t = (i_t >= first) & (i_t < last)
-    p_x = bounds + (i_c + i_t - first) * META.HV + i_hv
-    b_x = tl.load(p_x, mask=m_t, other=0.0)  # [LOOK]
-    b_x = tl.cumsum(b_x, axis=0) - b_x  # on the way to the end
+    p_bound = bounds + (i_c + i_t - first) * META.HV + i_hv
+    b_bound = tl.load(p_bound, mask=m_t, other=0.0)  # [LOOK]
+    b_way = tl.cumsum(b_bound, axis=0) - b_bound  # on the way to the end
     # NaN is not forgotten.
-    reached = tl.sum(tl.where(m_t & ((b_x < FORGOTTEN) == 0), 1, 0), axis=0)
+    reached = tl.sum(tl.where(m_t & ((b_way < FORGOTTEN) == 0), 1, 0), axis=0)
     if reached == LOOK:
         reached = last - first
     return reached
@@ -126,10 +126,10 @@ def compose_kernel(borders, maps, call, META: tl.constexpr):
         if META.DELTA:
             b_on = tl.zeros([BK, BV], dtype=tl.float32)
             for i_j in tl.static_range(NJ):
-                o_x, m_x = tile.tile_at(
+                o_from, m_from = tile.tile_at(
                     i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
                 )
-                b_x = tl.load(borders + o_x, mask=m_x, other=0.0)
+                b_from = tl.load(borders + o_from, mask=m_from, other=0.0)
                 if BACK:
                     o_M, m_M = tile.tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
                 else:
@@ -139,14 +139,14 @@ def compose_kernel(borders, maps, call, META: tl.constexpr):
                     b_S = tile.load_state(borders, i_to, i_v, True, META)
                 if BACK:
                     b_M = tl.trans(b_M)  # [BK, BJ]
-                b_on = tl.dot(b_M, b_x, b_on, input_precision="tf32x3")
+                b_on = tl.dot(b_M, b_from, b_on, input_precision="tf32x3")
             b_S += b_on
         else:
             b_S = tile.load_state(borders, i_to, i_v, True, META)  # [BK, BV]
-            b_x = tile.load_state(borders, i_from, i_v, True, META)
+            b_from = tile.load_state(borders, i_from, i_v, True, META)
             if maps is not None:
                 p_M = maps + i_M.to(tl.int64) * K + o_k
-                b_x *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
-            b_S += b_x
+                b_from *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
+            b_S += b_from
         tile.store_state(borders, b_S, i_to, i_v, True, META)
         tl.debug_barrier()  # before other threads load what was stored

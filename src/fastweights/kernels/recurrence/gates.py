@@ -116,8 +116,8 @@ def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
     b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    b_x = tile.by_columns(tl.dot(b_sum, b_high), WIDE)
-    return tl.dot(b_sum, b_low, b_x)
+    b_y = tile.by_columns(tl.dot(b_sum, b_high), WIDE)
+    return tl.dot(b_sum, b_low, b_y)
 
 
 @triton.jit

@@ -19,11 +19,11 @@ def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
     b_k = tile.load_rows(k, rows, i_k, KEYS)  # [BT, BK]
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
     b_q = tile.load_rows(q, rows, i_k, KEYS)  # [BT, BK]
-    b_x = (b_q * b_r).to(dtype)  # [BT, BK]
-    b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
+    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
+    b_Aqk = tl.dot(b_qr, b_kT, b_Aqk, input_precision=PRECISION)
     if META.DELTA:
-        b_x = (b_k * b_r).to(dtype)  # [BT, BK]
-        b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
+        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
+        b_Akk = tl.dot(b_kr, b_kT, b_Akk, input_precision=PRECISION)
     return b_Aqk, b_Akk
 
 
@@ -59,9 +59,9 @@ def add_strong(
     b_G = gates.summed_gates(
         tile.time_order(META.BT) < 0, b_high, b_low, EXACT
     )  # G_C - G
-    p_x, m_x = tile.rows_at(k_out, rows, i_k, GATES)
-    b_x = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
-    tl.store(p_x, b_x, mask=m_x & m_strong)
+    p_out, m_out = tile.rows_at(k_out, rows, i_k, GATES)
+    b_k_out = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
+    tl.store(p_out, b_k_out, mask=m_out & m_strong)
     if HAS_SCORES:
         first = gates.first_level(b_high, k)
         zeros = tl.zeros_like(b_Aqk)
@@ -70,12 +70,12 @@ def add_strong(
                 b_high, b_low, level, first, EXACT
             )
             b_c = tl.where(m_strong, b_c, 0.0)
-            b_A, b_M = scores_of(
+            b_qk, b_kk = scores_of(
                 zeros, zeros, q, k, rows_of_key, i_k, b_r, b_c, META
             )
-            b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+            b_Aqk += tl.where(m_A, b_qk, 0.0)  # [BT, BT]
             if META.DELTA:
-                b_Akk += tl.where(m_A, b_M, 0.0)  # [BT, BT]
+                b_Akk += tl.where(m_A, b_kk, 0.0)  # [BT, BT]
     return b_Aqk, b_Akk
 
 
@@ -156,19 +156,19 @@ def intra_fwd_kernel(
             b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
             b_G -= tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
             b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
-            b_c = (b_k * b_c).to(dtype)  # [BT, BK]
-            tile.store_rows(k_out, b_c, rows, i_k, GATES)
-            b_kT = tl.trans(b_c)  # [BK, BT]
+            b_k_out = (b_k * b_c).to(dtype)  # [BT, BK]
+            tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
+            b_kT = tl.trans(b_k_out)  # [BK, BT]
             b_r = tl.exp2(b_G)
-            b_x = (b_q * b_r).to(dtype)  # [BT, BK]
-            tile.store_rows(q_in, b_x, rows, i_k, GATES)
+            b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
+            tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
             if Aqk is not None:
-                b_Aqk = tl.dot(b_x, b_kT, b_Aqk, input_precision=PRECISION)
-            b_x = (b_k * b_r).to(dtype)  # [BT, BK]
+                b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
+            b_k_in = (b_k * b_r).to(dtype)  # [BT, BK]
             if DELTA:
-                tile.store_rows(k_in, b_x, rows, i_k, GATES)
+                tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
             if R is not None:
-                b_Akk = tl.dot(b_x, b_kT, b_Akk, input_precision=PRECISION)
+                b_Akk = tl.dot(b_k_in, b_kT, b_Akk, input_precision=PRECISION)
 
     if strong is not None:
         tl.store(strong + tl.program_id(0), strong_tiles)

@@ -387,28 +387,30 @@ def intra_bwd_strong_kernel(
                     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
                     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
                     b_A = tl.where(m_A, b_dA, 0.0)
-                    b_x = tile.dot(
+                    b_dqr = tile.dot(
                         b_A, b_kc, None, PRECISION, True
                     )  # [BT, BK]
                     b_qT = tl.trans(b_qr)  # [BK, BT]
-                    b_y = tile.dot(
+                    b_dkc = tile.dot(
                         b_qT, b_A, None, PRECISION, True
                     )  # [BK, BT]
-                    b_row += b_r * b_x  # [BT, BK]
-                    b_pairs += b_qr * b_x
+                    b_row += b_r * b_dqr  # [BT, BK]
+                    b_pairs += b_qr * b_dqr
                     if DELTA:
                         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
                         b_A = tl.where(m_A, b_dE, 0.0)
-                        b_x = tile.dot(
+                        b_dkr = tile.dot(
                             b_A, b_kc, None, PRECISION, True
                         )  # [BT, BK]
                         b_kT = tl.trans(b_kr)  # [BK, BT]
-                        b_y = tl.dot(b_kT, b_A, b_y, input_precision=PRECISION)
-                        b_err += b_r * b_x
-                        b_pairs += b_kr * b_x
-                    b_y = tl.trans(tile.by_columns(b_y, True))  # [BT, BK]
-                    b_col += b_c * b_y
-                    b_pairs -= b_kc * b_y
+                        b_dkc = tl.dot(
+                            b_kT, b_A, b_dkc, input_precision=PRECISION
+                        )
+                        b_err += b_r * b_dkr
+                        b_pairs += b_kr * b_dkr
+                    b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
+                    b_col += b_c * b_dkc
+                    b_pairs -= b_kc * b_dkc
 
                 b_dq += b_row + b_diag * b_k
                 b_dk += b_col + b_err + b_diag * b_q

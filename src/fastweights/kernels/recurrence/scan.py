@@ -304,15 +304,15 @@ def scan_fwd_kernel(
             b_S *= b_rest
         if DG > 0 and MAP and not DELTA:
             b_decay *= b_half * b_rest * b_half
-        b_x = b_e
+        b_new = b_e
         if DG == 1:
-            b_x *= b_out
-        b_x = b_x.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
+            b_new *= b_out
+        b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
         if DG > 1:
             b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
-        b_S = tl.dot(b_kT, b_x, b_S, input_precision=PRECISION)
+        b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
 
         if o is not None:
             if DG <= 1:
@@ -321,19 +321,19 @@ def scan_fwd_kernel(
                 b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
-            b_read = scale
+            b_scale = scale
             if DG == 1:
                 b_o *= tl.where(weak, b_half, b_in)
-                b_read = scale * tl.where(weak, b_in, 1.0)
+                b_scale = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
                     b_A *= gates.decay_matrix(G, i_ch, BT)
-                    b_x = b_e.to(b_v.dtype)
+                    b_new = b_e.to(b_v.dtype)
             if DG <= 1:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
             b_o = tile.by_columns(b_o, WIDE)
             # o = scale (q S + Aqk v_new) [BT, BV]
-            b_o = b_read * tl.dot(b_A, b_x, b_o, input_precision=PRECISION)
+            b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
         if DG > 0:  # from where the chunk is seen to its exit
             b_S *= b_half
@@ -455,31 +455,32 @@ def scan_bwd_kernel(
             b_e = tile.load_chunk(d_errors, tokens, c, i_hv, i_v, VALUES)
         b_do = scale * b_do.to(tl.float32)
 
-        b_x = b_do
+        b_do_in = b_do
         if DG == 1:
-            b_x *= b_in
-        b_x = b_x.to(do.dtype.element_ty)  # [BT, BV]
+            b_do_in *= b_in
+        b_do_in = b_do_in.to(do.dtype.element_ty)  # [BT, BV]
         b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if DG <= 1:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
             b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
-        b_read = b_x
+        b_do_A = b_do_in
         if DG == 1:
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= gates.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
-                b_read = b_do.to(do.dtype.element_ty)
+                b_do_A = b_do.to(do.dtype.element_ty)
         if DG <= 1:
-            b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0).to(b_x.dtype)
-        b_y = tile.dot(b_A, b_read, b_y, PRECISION, WIDE)  # [BT, BV]
+            b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
+            b_A = b_A.to(b_do_in.dtype)
+        b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
         if DG == 1:
             b_y *= tl.where(weak, b_out, 1.0)
         if DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-            b_w = (b_beta * b_y).to(b_x.dtype)  # [BT, BV]
+            b_w = (b_beta * b_y).to(b_do_in.dtype)  # [BT, BV]
             b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
@@ -493,7 +494,7 @@ def scan_bwd_kernel(
         elif DG > 1:
             b_dS *= b_rest
         b_qT = tl.trans(b_q)  # [BK, BT]
-        b_dS = tl.dot(b_qT, b_x, b_dS, input_precision=PRECISION)
+        b_dS = tl.dot(b_qT, b_do_in, b_dS, input_precision=PRECISION)
         if DELTA:
             b_y = -b_y
             if DG == 1:
@@ -501,7 +502,7 @@ def scan_bwd_kernel(
             if DG > 1:
                 b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
-            b_y = b_y.to(b_x.dtype)
+            b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
         if DG > 0:
             b_dS *= b_half
