@@ -127,23 +127,3 @@ def test_equal_keys_have_one_direction():
     assert found["cosine"] == pytest.approx([1, 1], abs=1e-3)
     assert found["directions"] == pytest.approx([1, 1], abs=1e-3)
     assert not model.blocks[0].layer._forward_pre_hooks
-
-
-def test_bad_texts_are_named():
-    for shape in ((8,), (2, 1)):
-        with pytest.raises(ValueError, match=r"tokens: got shape \["):
-            learned(model_of("recurrence"), torch.ones(shape).long())
-
-
-@pytest.mark.parametrize(
-    "tokens, chunk, name",
-    [
-        ([[1, 2]], 4, "tokens"),
-        (torch.zeros(2, 1), 4, "tokens"),
-        (torch.zeros(2, 9, dtype=torch.int64), 0, "chunk"),
-        (torch.zeros(2, 9, dtype=torch.int64), 2.5, "chunk"),
-    ],
-)
-def test_what_does_not_fit_is_named(tokens, chunk, name):
-    with pytest.raises((TypeError, ValueError), match=f"^{name}: got "):
-        learned(None, tokens, chunk)

@@ -80,13 +80,3 @@ def test_who_remembers_finds_it_and_who_does_not_guesses():
 def test_a_stream_that_is_too_short_is_named():
     with pytest.raises(ValueError, match=r"^distance: got 800, need"):
         planted(STREAM, 800, 2)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True])
-def test_sizes_that_are_none_are_named(wrong):
-    with pytest.raises((TypeError, ValueError), match=r"^distance: got "):
-        planted(STREAM, wrong, 2)
-    with pytest.raises((TypeError, ValueError), match=r"^rows: got "):
-        planted(STREAM, 5, wrong)
-    with pytest.raises((TypeError, ValueError), match=r"^at_once: got "):
-        recalled(Copier(), STREAM, 5, 2, at_once=wrong)

@@ -301,7 +301,6 @@ def test_ctrl_c_ends_it_quietly(folder, writes, capsys):
         ("--temperature -1", "temperature: got -1.0, need"),
         ("--top-p 2", "top_p: got 2.0, need 0 < top_p <= 1"),
         ("--max-new-tokens -1", "max_new_tokens: got -1, need"),
-        ("--seed -1", "seed: got -1, need 0 to 2"),
         ("--stop=", "stop: got '', need some text"),
         ("--device x", "device: got 'x', need auto, cpu, cuda"),
     ],

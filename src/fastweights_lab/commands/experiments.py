@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from fastweights.arguments import check_sizes
 from fastweights_lab.experiments.grid import Grid, Trial
 from fastweights_lab.experiments.recall_record import write
@@ -95,19 +97,22 @@ def chosen(name: str, asked: argparse.Namespace) -> Grid:
 
 
 def go(
-    trials: Sequence[Trial],
-    folder: Path,
-    device: str,
-    workers: int,
-    streams: int,
+    trials: Sequence[Trial], asked: argparse.Namespace, device: torch.device
 ) -> None:
     """Run those that the folder does not hold yet, and show how far it is."""
-    left = missing(trials, folder)
+    cores = os.cpu_count() or 1
+    most = min(cores, 8) if device.type == "cuda" else cores
+    workers = most if asked.workers is None else asked.workers
+    check_sizes(workers=workers, streams=asked.streams)
+    names = dict.fromkeys(trial.experiment for trial in trials)
+    there = [run for name in names for run in read(_file(asked.out, name))]
+    found = zip(trials, matched(trials, there), strict=True)
+    left = [trial for trial, run in found if run is None]
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
     progress = Progress(steps)
     progress.say(
-        f"{folder}: {len(trials) - len(left)} runs, {len(left)} to go"
+        f"{asked.out}: {len(trials) - len(left)} runs, {len(left)} to go"
     )
     start = shown = time.monotonic()
 
@@ -121,18 +126,11 @@ def go(
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    for i, run in each(stages, left, device, workers, tell, streams):
-        append(_file(folder, left[i].experiment), run)
+    runs = each(stages, left, str(device), workers, tell, asked.streams)
+    for i, run in runs:
+        append(_file(asked.out, left[i].experiment), run)
         found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
         progress.say(f"{_name(left[i])}: {found}")
-
-
-def missing(trials: Sequence[Trial], folder: Path) -> list[Trial]:
-    """The trials without a run in the folder."""
-    names = dict.fromkeys(trial.experiment for trial in trials)
-    there = [run for name in names for run in read(_file(folder, name))]
-    found = zip(trials, matched(trials, there), strict=True)
-    return [trial for trial, run in found if run is None]
 
 
 def matched(
@@ -196,16 +194,15 @@ def run(asked: argparse.Namespace) -> int | None:
             print(f"{name:20} {len(grid.trials(name)):3} runs  {grid.about}")
         return None
     on = chosen_device(asked.device)
-    cores = os.cpu_count() or 1
-    most = min(cores, 8) if on.type == "cuda" else cores
-    workers = most if asked.workers is None else asked.workers
-    check_sizes(workers=workers, streams=asked.streams)
     grids = {name: chosen(name, asked) for name in asked.names}
     trials = {name: grid.trials(name) for name, grid in grids.items()}
     try:
         if not asked.dry:
-            every = [trial for some in trials.values() for trial in some]
-            go(every, asked.out, str(on), workers, asked.streams)
+            go(
+                [trial for some in trials.values() for trial in some],
+                asked,
+                on,
+            )
     except KeyboardInterrupt:
         return ended("stopped; the same command goes on from here", 130)
     for name, some in trials.items():

@@ -51,8 +51,6 @@ def run(asked: argparse.Namespace) -> int:
     """
     if asked.stop == "":
         raise ValueError("stop: got '', need some text")
-    if not 0 <= asked.seed < 2**63:
-        raise ValueError(f"seed: got {asked.seed}, need 0 to 2**63 - 1")
     device = chosen_device(asked.device)
     model = load(asked.folder, device=device)
     tokenizer = tokenizer_of(asked.folder)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fastweights.arguments import check_sizes, check_tensors
 from fastweights.layers import LinearRecurrence
 from fastweights.layers.parts import write_strength
 from fastweights.models import LanguageModel
@@ -64,17 +63,7 @@ def learned(
 
         ``strength`` is None without a write strength, the last four without
         a gate.
-
-    Raises:
-        TypeError, ValueError: tokens are no texts of two tokens or more, or
-            chunk is no integer >= 1.
     """
-    check_tensors({"tokens": tokens})
-    check_sizes(chunk=chunk)
-    if tokens.dim() != 2 or tokens.shape[1] < 2:
-        raise ValueError(
-            f"tokens: got shape {list(tokens.shape)}, need [B, T], T >= 2"
-        )
     return [
         {"layer": place, **_of_layer(inputs, chunk)}
         for place, inputs in recurrence_inputs(model, tokens)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights.arguments import check_sizes
 from fastweights.models import LanguageModel
 from fastweights_lab.text import corpus
 
@@ -59,10 +58,8 @@ def planted(
         seed: of the places in the stream, the names and the numbers.
 
     Raises:
-        TypeError, ValueError: distance or rows is no integer >= 1, or the
-            stream has too few tokens.
+        ValueError: the stream has too few tokens.
     """
-    check_sizes(distance=distance, rows=rows)
     need = BEFORE + distance
     last = len(stream.tokens) - need
     if last < 1:
@@ -79,17 +76,9 @@ def planted(
     other = (number + torch.randint(1, 10, number.shape, generator=draws)) % 10
     asked = lines(names, number)
     newline = asked[:, :1]
+    before, after = text[:, :BEFORE], text[:, BEFORE + 1 :]
     with_it, without = (
-        torch.cat(
-            [
-                text[:, :BEFORE],
-                lines(names, told),
-                newline,
-                text[:, BEFORE + 1 :],
-                asked,
-            ],
-            1,
-        )
+        torch.cat([before, lines(names, told), newline, after, asked], 1)
         for told in (number, other)
     )
     return with_it, without
@@ -112,7 +101,6 @@ def recalled(
         ``right``, the share of texts whose four digits are all likeliest.
         A digit that nothing is known of takes log2(10) = 3.32 bits.
     """
-    check_sizes(at_once=at_once)
     device = model.embedding.weight.device
     found = []
     for texts in planted(stream, distance, rows, seed):

@@ -44,10 +44,6 @@ class Batch:
     groups: Int[Tensor, "*B T"]
     """Which kind of question, an index of the task's ``kinds``; or -100."""
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
-        return self.map(lambda x: x.to(device))
-
     def map(self, function: Any) -> Batch:
         """A function of a tensor, on all three."""
         parts = (self.tokens, self.targets, self.groups)

@@ -65,25 +65,12 @@ class Needles(Task):
     kinds = ("needle", "local")
 
     level: Literal[1, 2, 3] = 2
-    """As in S-NIAH."""
-
     segments: int = 8
-    """Segments of the haystack."""
-
     needles: int = 4
-    """Needles of level 3; levels 1 and 2 have one."""
-
     pairs: int = 4
-    """Pairs of a segment."""
-
     questions: int = 2
-    """Pairs of a segment that are asked about."""
-
     keys: int = 64
-    """Keys that there are."""
-
     values: int = 32
-    """Values that there are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,7 +31,8 @@ class AssociativeRecall(Task):
         k1 v1 k2 v2 .. kn vn  . . k2 . . . k1 . k3 . ..
 
     The first 2 n tokens are the pairs, keys and values each drawn without
-    replacement. The rest of the sequence is slots of two tokens. n of them
+    replacement; with ``passes`` they are told so often (Arora et al. 2024:
+    JRT). The rest of the ``length`` tokens is slots of two tokens. n of them
     begin with a key, one key each, and the target there is its value; all
     other tokens are filler. With s slots the keys are dealt to slots in the
     order of their pairs: the first key's is drawn with a probability
@@ -53,11 +54,7 @@ class AssociativeRecall(Task):
     kinds = ("recall",)
 
     pairs: int = 16
-    """Pairs n."""
-
     length: int = 64
-    """Tokens T, an even number."""
-
     vocabulary: int = 256
     """Tokens V that there are, half of them values."""
 
@@ -65,8 +62,6 @@ class AssociativeRecall(Task):
     """Zoology's default is random; its ICLR figure 2 has zero."""
 
     passes: int = 1
-    """How often the list of pairs is told (Arora et al. 2024: JRT)."""
-
     power: float = 0.01
     """Exponent a of the slots: 1 would make them uniform."""
 
@@ -120,16 +115,9 @@ class _Written(Task):
     kinds = ("recall",)
 
     pairs: int = 8
-    """Keys n of a sequence."""
-
     writes: int = 3
-    """How often each of them is written."""
-
     keys: int = 64
-    """Keys that there are."""
-
     values: int = 64
-    """Values that there are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

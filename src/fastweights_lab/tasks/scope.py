@@ -54,22 +54,11 @@ class Scope(Task):
     kinds = ("in scope", "out of scope")
 
     segments: int = 6
-    """Segments of a sequence."""
-
     pairs: int = 4
-    """Keys of a segment."""
-
     writes: int = 1
-    """How often each of them is written."""
-
     questions: int = 2
-    """Questions of each of the two kinds per segment."""
-
     keys: int = 64
-    """Keys that there are."""
-
     values: int = 32
-    """Values that there are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,4 +132,3 @@ class Sections(Scope):
     """
 
     writes: int = 2
-    """How often each of them is written."""

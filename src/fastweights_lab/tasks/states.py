@@ -51,10 +51,7 @@ class StateTracking(Task):
     """What x is drawn from."""
 
     elements: int = 32
-    """Elements x in a sequence."""
-
     parts: int = 1
-    """Tokens per element."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
