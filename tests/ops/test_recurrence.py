@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from crossed import crossed, pairs
 from inputs import GATES, RULES, explicit, member, results, same
 from refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -29,34 +27,65 @@ EXACT = 1e-11  # fp64, sums in another order
 FORWARD = torch.ops.fastweights.linear_recurrence.default
 BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default
 
-members = pytest.mark.parametrize(
-    ("gate", "rule"),
-    list(itertools.product(GATES, RULES)),
-    ids=lambda value: value,
-)
+MEMBERS = list(itertools.product(GATES, RULES))
+members = pytest.mark.parametrize(("gate", "rule"), MEMBERS)
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@members
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
-def test_every_length_and_member(gate, rule, T):
-    x = member(gate, rule, T=T)
-    ref = results(explicit, x)
-    for backend in BACKENDS:
-        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+# H, HV, K, V
+HEADS = {
+    "default": (1, 2, 6, 5),
+    "equal": (2, 2, 5, 7),
+    "double": (2, 4, 12, 3),
+    "eightfold": (1, 8, 3, 12),
+    "width-one": (3, 3, 1, 1),
+}
+PACKS = {"batch": None, "pack": (0, 0, 0.02, 0.4, 0.4, 1, 1), "one": (0, 1)}
 
 
-@pytest.mark.parametrize(("gate", "rule"), [("vector", "delta")])
-@pytest.mark.parametrize(
-    ("H", "HV", "K", "V"),
-    [(2, 2, 5, 7), (2, 4, 12, 3), (1, 8, 3, 12), (3, 3, 1, 1)],
-    ids=["equal", "double", "eightfold", "width-one"],
+def scattered(t):
+    """The same values behind strides of another order, with gaps."""
+    wide = t.repeat_interleave(2, dim=-1).movedim(0, -1).contiguous()
+    return wide.movedim(-1, 0)[..., ::2]
+
+
+def separately(cu_seqlens, initial_state, **x):
+    """The equations of each packed sequence by itself."""
+    outputs, states = [], [*initial_state.split(1)]
+    for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        part = {k: t if t.dim() == 1 else t[:, a:b] for k, t in x.items()}
+        if a < b:
+            o, states[n] = explicit(**part, initial_state=states[n])
+            outputs.append(o)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+@pairs(
+    kind={f"{g}-{r}": (g, r) for g, r in MEMBERS},
+    T=[1, 63, 64, 65, 200],
+    heads=HEADS,
+    pack=PACKS,
+    chunk_size=[16, 32, 64, None],
+    use=["both", "o", "state"],
+    index=[torch.int32, torch.int64],
+    layout={"contiguous": lambda t: t, "scattered": scattered},
 )
-def test_grouped_heads_and_odd_widths(gate, rule, H, HV, K, V):
-    x = member(gate, rule, B=2, T=20, H=H, HV=HV, K=K, V=V)
-    ref = results(explicit, x)
+def test_it_is_its_equations(
+    kind, T, heads, pack, chunk_size, use, index, layout
+):
+    """Outputs, states and gradients, of a batch and of packed sequences."""
+    sizes, options = dict(zip(("H", "HV", "K", "V"), heads, strict=True)), {}
+    if pack:
+        offsets = [round(T * part) for part in pack]
+        options = {"cu_seqlens": torch.tensor(offsets, dtype=index)}
+        sizes |= {"B": 1, "N": len(pack) - 1}
+    x = member(*kind, **{"B": 2} | sizes, T=T)
+    ref = results(separately if pack else explicit, x, use=use, **options)
+    views = {name: layout(t) for name, t in x.items()}
     for backend in BACKENDS:
-        same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+        options |= {"backend": backend, "chunk_size": chunk_size}
+        found = results(fw.linear_recurrence, views, use=use, **options)
+        same(found, ref, EXACT)
 
 
 def test_value_head_h_reads_key_head_h_over_the_group():
@@ -66,14 +95,6 @@ def test_value_head_h_reads_key_head_h_over_the_group():
         name: x[name].repeat_interleave(3, dim=2) for name in ("q", "k")
     }
     torch.testing.assert_close(o, fw.linear_recurrence(**alone)[0])
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("chunk_size", [16, 32, 64])
-def test_every_chunk_size(gate, chunk_size):
-    x = member(gate, "delta", T=100)
-    ref = results(fw.linear_recurrence, x, backend="loop")
-    same(results(fw.linear_recurrence, x, chunk_size=chunk_size), ref, EXACT)
 
 
 @backends
@@ -97,17 +118,6 @@ def test_no_initial_state_is_zeros(gate, rule, backend):
 
 
 @backends
-@members
-@pytest.mark.parametrize("use", ["o", "state"])
-def test_gradients_from_one_output(gate, rule, use, backend):
-    x = member(gate, rule, T=20)
-    ref = results(explicit, x, use=use)
-    same(
-        results(fw.linear_recurrence, x, use=use, backend=backend), ref, EXACT
-    )
-
-
-@backends
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
     x = member("vector", "delta", T=20)
@@ -116,38 +126,6 @@ def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
         o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
         kept = {"o", "state", *(f"d{name}" for name in wanted)}
         same(o, {name: ref[name] for name in kept}, EXACT)
-
-
-@backends
-@members
-def test_packed_sequences_are_separate_calls(gate, rule, backend):
-    offsets = [0, 0, 1, 18, 18, 40, 40]
-    x = member(gate, rule, T=40, N=6)
-
-    def separately(**x):
-        outputs, states = [], []
-        initial = x.pop("initial_state")
-        for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-            part = {
-                name: t if t.dim() == 1 else t[:, a:b] for name, t in x.items()
-            }
-            if a == b:
-                states.append(initial[n : n + 1])
-                continue
-            o, state = explicit(**part, initial_state=initial[n : n + 1])
-            outputs.append(o)
-            states.append(state)
-        return torch.cat(outputs, 1), torch.cat(states)
-
-    for dtype in (torch.int32, torch.int64):
-        o = results(
-            fw.linear_recurrence,
-            x,
-            cu_seqlens=torch.tensor(offsets, dtype=dtype),
-            backend=backend,
-            chunk_size=16,
-        )
-        same(o, results(separately, x), EXACT)
 
 
 def test_packed_sequences_start_from_zeros():
@@ -159,22 +137,6 @@ def test_packed_sequences_start_from_zeros():
         alone = fw.linear_recurrence(**{m: t[:, part] for m, t in x.items()})
         torch.testing.assert_close((o[:, part], state[n : n + 1]), alone)
     assert state[1].eq(0).all()
-
-
-@backends
-def test_inputs_need_not_be_contiguous(backend):
-    x = member("vector", "delta", B=2, T=20, H=2, HV=4)
-    ref = results(fw.linear_recurrence, x, backend=backend)
-
-    def scattered(t):
-        """The same values behind strides of another order, with gaps."""
-        wide = t.repeat_interleave(2, dim=-1).movedim(0, -1).contiguous()
-        return wide.movedim(-1, 0)[..., ::2]
-
-    views = {name: scattered(t) for name, t in x.items()}
-    assert not any(t.is_contiguous() for t in views.values())
-    o = fw.linear_recurrence(**views, backend=backend)
-    torch.testing.assert_close(o, (ref["o"], ref["state"]))
 
 
 WIDTHS = {
@@ -526,38 +488,6 @@ def test_gradcheck(gate, rule, backend):
 
     inputs = [t.requires_grad_() for t in x.values()]
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-
-
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(
-    gate=st.sampled_from(GATES),
-    rule=st.sampled_from(RULES),
-    B=st.integers(1, 2),
-    T=st.integers(1, 100),
-    H=st.integers(1, 2),
-    group=st.integers(1, 3),
-    K=st.integers(1, 20),
-    V=st.integers(1, 20),
-    chunk_size=st.sampled_from([16, 32, 64, None]),
-    use=st.sampled_from(["o", "state", "both"]),
-    cuts=st.lists(st.integers(0, 100), max_size=4),
-    seed=st.integers(0, 2**16),
-)
-def test_chunkwise_is_the_loop_in_any_configuration(
-    gate, rule, B, T, H, group, K, V, chunk_size, use, cuts, seed
-):
-    cu_seqlens = N = None
-    if cuts:
-        B, N = 1, len(cuts) + 1
-        inner = sorted(min(cut, T) for cut in cuts)
-        cu_seqlens = torch.tensor([0, *inner, T])
-    x = member(
-        gate, rule, B=B, T=T, H=H, HV=H * group, K=K, V=V, N=N, seed=seed
-    )
-    options = {"use": use, "cu_seqlens": cu_seqlens}
-    ref = results(fw.linear_recurrence, x, backend="loop", **options)
-    o = results(fw.linear_recurrence, x, chunk_size=chunk_size, **options)
-    same(o, ref, 1e-10)
 
 
 @pytest.mark.parametrize("T", [1, 64, 100])

@@ -22,13 +22,7 @@ def crossed(
     An axis is a sequence of values, or a mapping from their ids. Values
     whose ids are ``seldom`` are covered once, not with every other value.
     """
-    names = list(axes)
-    values = [
-        [*axis.items()]
-        if isinstance(axis, Mapping)
-        else [(_id(x), x) for x in axis]
-        for axis in axes.values()
-    ]
+    values = [_labelled(axis) for axis in axes.values()]
     sizes = [range(len(x)) for x in values]
     rare = {
         (axis, i)
@@ -37,41 +31,53 @@ def crossed(
         if label in seldom
     }
     cover = set(pairwise(sizes, rare))
-    parameters = []
-    for combination in itertools.product(*sizes):
-        at = [x[i] for x, i in zip(values, combination, strict=True)]
-        parameters.append(
-            pytest.param(
-                *(value for _, value in at),
-                id="-".join(label for label, _ in at),
-                marks=() if combination in cover else pytest.mark.full,
-            )
-        )
-    return pytest.mark.parametrize(", ".join(names), parameters)
+    parameters = [
+        _parameter(values, x, () if x in cover else pytest.mark.full)
+        for x in itertools.product(*sizes)
+    ]
+    return pytest.mark.parametrize(", ".join(axes), parameters)
+
+
+def pairs(**axes: Axis) -> pytest.MarkDecorator:
+    """Parametrise by a cover of all pairs, and by nothing else."""
+    values = [_labelled(axis) for axis in axes.values()]
+    parameters = [
+        _parameter(values, x)
+        for x in pairwise([range(len(v)) for v in values])
+    ]
+    return pytest.mark.parametrize(", ".join(axes), parameters)
 
 
 def pairwise(
-    sizes: Sequence[Iterable[int]], rare: Iterable[tuple[int, int]] = ()
+    sizes: Sequence[Sequence[int]], rare: Iterable[tuple[int, int]] = ()
 ) -> list[tuple[int, ...]]:
     """Combinations in which any two axes take each pair of their values.
 
     Of a value that is ``rare``, as (axis, value), one combination will do.
-    Greedy: always the first of those that have the most new pairs.
+    Each begins with the first pair that is missing, and gets at every other
+    axis the value that brings the most new pairs.
     """
     rare = set(rare)
 
-    def pairs(combination: tuple[int, ...]) -> set[tuple]:
-        values = set(enumerate(combination))
-        common = sorted(values - rare)
-        return {*itertools.combinations(common, 2), *(values & rare)}
+    def new(row: dict[int, int]) -> set[tuple]:
+        found = {(x,) for x in row.items()}
+        found |= {*itertools.combinations(sorted({*row.items()} - rare), 2)}
+        return missing & found
 
-    left = [(x, pairs(x)) for x in itertools.product(*sizes)]
-    missing = set().union(*(found for _, found in left))
+    values = [[(a, i) for i in size] for a, size in enumerate(sizes)]
+    missing = {(x,) for x in rare}
+    for some in itertools.combinations(values, min(2, len(values))):
+        missing |= {x for x in itertools.product(*some) if not rare & set(x)}
     chosen = []
     while missing:
-        best, found = max(left, key=lambda x: len(x[1] & missing))
-        chosen.append(best)
-        missing -= found
+        row = dict(min(missing, key=lambda pair: (-len(pair), pair)))
+        for axis in range(len(sizes)):
+            if axis not in row:
+                row[axis] = max(
+                    sizes[axis], key=lambda i, a=axis: len(new({**row, a: i}))
+                )
+        chosen.append(tuple(row[axis] for axis in range(len(sizes))))
+        missing -= new(row)
     return chosen
 
 
@@ -101,3 +107,15 @@ def in_turn(
 
 def _id(x: Any) -> str:
     return str(x).removeprefix("torch.")
+
+
+def _labelled(axis: Axis) -> list[tuple[str, Any]]:
+    if isinstance(axis, Mapping):
+        return [*axis.items()]
+    return [(_id(x), x) for x in axis]
+
+
+def _parameter(values: list, combination: tuple[int, ...], marks: Any = ()):
+    at = [x[i] for x, i in zip(values, combination, strict=True)]
+    label = "-".join(label for label, _ in at)
+    return pytest.param(*(value for _, value in at), id=label, marks=marks)
