@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -106,8 +107,8 @@ def go(
     check_sizes(workers=workers, streams=asked.streams)
     names = dict.fromkeys(trial.experiment for trial in trials)
     there = [run for name in names for run in read(_file(asked.out, name))]
-    found = zip(trials, matched(trials, there), strict=True)
-    left = [trial for trial, run in found if run is None]
+    pairs = zip(trials, matched(trials, there), strict=True)
+    left = [trial for trial, run in pairs if run is None]
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
     progress = Progress(steps)
@@ -198,11 +199,7 @@ def run(asked: argparse.Namespace) -> int | None:
     trials = {name: grid.trials(name) for name, grid in grids.items()}
     try:
         if not asked.dry:
-            go(
-                [trial for some in trials.values() for trial in some],
-                asked,
-                on,
-            )
+            go([*chain.from_iterable(trials.values())], asked, on)
     except KeyboardInterrupt:
         return ended("stopped; the same command goes on from here", 130)
     for name, some in trials.items():
