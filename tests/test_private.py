@@ -42,9 +42,9 @@ def step():
 def test_a_name_may_be_gone(module, name, without):
     """Calls go by the dispatcher, since anything might be looking."""
     expected = step()
-    assert not private.watched()
+    assert not private.is_watched()
     without(module, name)
-    assert private.watched()
+    assert private.is_watched()
     found = step()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
@@ -53,7 +53,7 @@ def test_the_level_of_forward_mode_may_be_gone(monkeypatch):
     expected = step()
     without_level = SimpleNamespace()
     monkeypatch.setattr(private, "forward_ad", without_level)
-    assert private.transformed() and private.watched()
+    assert private.under_transform() and private.is_watched()
     found = step()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 

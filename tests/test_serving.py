@@ -11,8 +11,8 @@ from fastweights.checks import relative_error
 from fastweights.serving import (
     linear_attention_step,
     mlstm_step,
-    put,
     selective_step,
+    write_rows,
 )
 
 EXACT = 1e-12
@@ -252,7 +252,7 @@ def test_no_row_at_all_writes_nothing():
 def test_no_row_at_all_changes_nothing():
     pool = torch.randn(4, 3)
     before = pool.clone()
-    put(pool, torch.randn(2, 3), torch.tensor([-1, 4]))
+    write_rows(pool, torch.randn(2, 3), torch.tensor([-1, 4]))
     assert torch.equal(pool, before)
 
 

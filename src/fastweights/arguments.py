@@ -185,7 +185,7 @@ def check_flags(**flags: bool) -> None:
     """Raise TypeError unless each is True or False."""
     for name, x in flags.items():
         if not isinstance(x, bool):
-            raise TypeError(f"{name}: got {_told(x)}, need True or False")
+            raise TypeError(f"{name}: got {_shown(x)}, need True or False")
 
 
 def check_number(name: str, x: float, need: str) -> None:
@@ -204,10 +204,10 @@ def check_number(name: str, x: float, need: str) -> None:
 def check_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError unless parameters can have it; None is PyTorch's."""
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: got {_told(dtype)}, need one of {DTYPES}")
+        raise TypeError(f"dtype: got {_shown(dtype)}, need one of {DTYPES}")
 
 
-def _told(x: object) -> str:
+def _shown(x: object) -> str:
     """A value of a wrong type, as a message names it: short, else its type."""
     text = repr(x)
     plain = isinstance(x, bool | int | float | str | torch.dtype)
@@ -334,7 +334,7 @@ def check_packed(
     check_kinds({name: cu_seqlens}, {name: OFFSETS})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
-    if readable(cu_seqlens):
+    if is_readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), x.shape[1], name)
 
 
@@ -356,7 +356,7 @@ def check_rows(
     check_kinds({name: rows}, {name: OFFSETS})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
         wrong_shape(name, rows, f"[{'M' if count is None else count}]")
-    if size is None or not readable(rows):
+    if size is None or not is_readable(rows):
         return
     values = rows.tolist()
     there = [i for i in values if 0 <= i < size]
@@ -368,9 +368,9 @@ def check_rows(
         raise ValueError(f"{name}: got {values}, need each row once")
 
 
-def readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Whether reading x costs no synchronisation and no trace."""
-    return x.device.type == "cpu" and not private.traced()
+    return x.device.type == "cpu" and not private.is_traced()
 
 
 def check_values(

@@ -75,22 +75,22 @@ def in_torch_func() -> bool:
     return _transforms_active is not None and _transforms_active()
 
 
-def transformed() -> bool:
+def under_transform() -> bool:
     """Whether torch.func or forward-mode autograd may be at work."""
     # The level is -1 outside of any; True where PyTorch does not tell.
     return in_torch_func() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Whether anything may look at the operators that are called.
 
-    As :func:`traced`, or the profiler. True where PyTorch does not tell:
+    As :func:`is_traced`, or the profiler. True where PyTorch does not tell:
     calls then go by its dispatcher, 50 us each.
     """
-    return traced() or _profiler_enabled()  # type: ignore[misc]
+    return is_traced() or _profiler_enabled()  # type: ignore[misc]
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Whether a tensor may be without numbers, or a call be run again.
 
     Under a mode (fake tensors, a FLOP counter, selective checkpointing), a
@@ -100,7 +100,7 @@ def traced() -> bool:
         torch.compiler.is_compiling()
         or not _CAN_TELL
         or _dispatch_mode() is not None  # type: ignore[misc]
-        or transformed()
+        or under_transform()
         or _is_tracing()  # type: ignore[misc]
     )
 
@@ -135,7 +135,7 @@ def leave_graphs_whole() -> None:
         config.optimize_ddp = False
 
 
-def at_least_one(number: Any) -> None:
+def expect_at_least_one(number: Any) -> None:
     """Tell a graph that a number it does not know is 1 or more."""
     if torch.compiler.is_compiling():
         torch._check(number >= 1)

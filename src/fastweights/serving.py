@@ -53,7 +53,11 @@ from fastweights.ops.members import (
     check_dim,
     check_gate,
 )
-from fastweights.ops.mlstm import divided, in_units, named
+from fastweights.ops.mlstm import (
+    divide_by_normaliser,
+    gates_in_units,
+    memory_arguments,
+)
 from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
@@ -318,13 +322,15 @@ def mlstm_step(
     if state is None:
         raise TypeError("state: got NoneType, need a pair of tensors")
     check_dim("g", g, 3, "[B, T, HV]")
-    _check_normalised(q, k, v, g, named(state, "state"), rows, scale)
+    _check_normalised(
+        q, k, v, g, memory_arguments(state, "state"), rows, scale
+    )
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
     S, m = state
     dtype = compute_dtype(q.dtype)
-    first = m if rows is None else m[inside(rows, m)]
-    decay, weight, least, last = in_units(
+    first = m if rows is None else m[rows_inside(rows, m)]
+    decay, weight, least, last = gates_in_units(
         g, i, first, None, dtype, of_empty=CLEARS
     )
     v_and_one = torch.cat([weight * v, weight], -1)
@@ -339,9 +345,9 @@ def mlstm_step(
             scale=scale,
             backend=backend,
         )
-    put(m, last, rows)
+    write_rows(m, last, rows)
     o, z = o[..., :-1], o[..., -1:]
-    return divided(o, z, least, eps).to(v.dtype)
+    return divide_by_normaliser(o, z, least, eps).to(v.dtype)
 
 
 @torch.no_grad()
@@ -450,7 +456,7 @@ def selective_step(
     G = B.shape[2] if B.dim() == 4 else 1
     spread = x.shape[2] // G
     B, C = (t.unflatten(-1, (1, -1)) if t.dim() == 3 else t for t in (B, C))
-    h = state if rows is None else state[inside(rows, state)]
+    h = state if rows is None else state[rows_inside(rows, state)]
     outputs = []
     with without_autocast(x):
         for t in range(x.shape[1]):
@@ -465,7 +471,7 @@ def selective_step(
             y = y + D.to(full) * u
         if z is not None:
             y = y * F.silu(z.to(full))
-    put(state, h, rows)
+    write_rows(state, h, rows)
     if rows is not None:
         there = (rows >= 0) & (rows < state.shape[0])
         y = y.where(there[:, None, None], 0)
@@ -517,12 +523,12 @@ def _check_states(
         besides = ()
 
 
-def inside(rows: Rows, pool: Tensor) -> Rows:
+def rows_inside(rows: Rows, pool: Tensor) -> Rows:
     """Rows that the pool has, for others some row of it."""
     return rows.to(torch.int64).clamp(0, pool.shape[0] - 1)
 
 
-def writes(
+def rows_to_write(
     rows: Rows, pool: Tensor
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"], Tensor]:
     """Who writes where: rows of the pool, sequences, whether any has a row.
@@ -534,24 +540,24 @@ def writes(
     first = there.int().argmax()
     source = torch.arange(rows.shape[0], device=rows.device)
     source = source.where(there, first)
-    return inside(rows, pool)[source], source, there.any()
+    return rows_inside(rows, pool)[source], source, there.any()
 
 
-def put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
+def write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
     """Write ``new`` into these rows of the pool, those that it has.
 
     A pool that comes from torch.inference_mode may change there only.
     """
     if not torch.compiler.is_compiling() and pool.is_inference():
         with torch.inference_mode():
-            _put(pool, new, rows)
+            _write_rows(pool, new, rows)
     else:
-        _put(pool, new, rows)
+        _write_rows(pool, new, rows)
 
 
-def _put(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
+def _write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
     if rows is None:
         pool.copy_(new)
         return
-    at, source, some = writes(rows, pool)
+    at, source, some = rows_to_write(rows, pool)
     pool.index_put_((at,), new[source].where(some, pool[at]))

@@ -17,7 +17,7 @@ from fastweights.arguments import (
     check_packed,
     check_shapes,
     check_tensors,
-    readable,
+    is_readable,
     wrong_shape,
 )
 from fastweights.compat.packed import documents, first_tokens
@@ -181,7 +181,7 @@ def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     many documents there are.
     """
     B, T = seq_idx.shape
-    if readable(seq_idx):
+    if is_readable(seq_idx):
         return documents(seq_idx, seq_idx)[0]
     new = first_tokens(seq_idx)
     place = torch.arange(B * T, device=seq_idx.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastweights import private
-from fastweights.arguments import check_packed, check_shapes, readable
+from fastweights.arguments import check_packed, check_shapes, is_readable
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -36,7 +36,7 @@ def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
     """
     check_packed(x, offsets, name="cu_seq_lens_q")
     T = x.shape[1]
-    if readable(offsets) and (end := offsets[-1].item()) != T:
+    if is_readable(offsets) and (end := offsets[-1].item()) != T:
         raise ValueError(
             f"cu_seq_lens_q: got offsets that end at {end}, need T = {T}: "
             "padding is one more document"
@@ -90,7 +90,7 @@ def documents(
             return found
     new = first_tokens(seq_idx)
     starts = new.flatten().nonzero().flatten()
-    private.at_least_one(starts.shape[0])
+    private.expect_at_least_one(starts.shape[0])
     offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
     found = offsets, new.sum(1).cumsum(0) - 1
     if cached:

@@ -15,7 +15,7 @@ from fastweights.arguments import (
     check_sizes,
     check_tensors,
     count_sequences,
-    readable,
+    is_readable,
 )
 from fastweights.deep.network_arguments import (
     check_shapes,
@@ -87,7 +87,7 @@ def mesa(
     H, V = v.shape[2:]
     N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     check_shapes({"ridge": (ridge, (H, K))})
-    if readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
+    if is_readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
         got = ridge[wrong][0].item()
         raise ValueError(f"ridge: got {got}, need finite numbers > 0")
     check_state(q, initial_state, N, H, K, K + V, after=None)
@@ -175,7 +175,7 @@ def solve(
     gradients. A single token's matrices are written down; those of many are
     not, and a product with them is linear attention.
     """
-    if not torch.compiler.is_compiling() and private.watched():
+    if not torch.compiler.is_compiling() and private.is_watched():
         tell_counters()  # of FLOPs, past whom the operators go below
     H: Tensor | None = None
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:

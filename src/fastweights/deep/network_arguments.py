@@ -12,7 +12,7 @@ from fastweights.arguments import (
     check_kinds,
     check_shapes,
     check_tensors,
-    readable,
+    is_readable,
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype
@@ -56,7 +56,7 @@ def check_tokens(
     for name, x in given.items():
         if x.shape != (B,):
             wrong_shape(name, x, f"[{B}]")
-        if readable(x):
+        if is_readable(x):
             values, most = x.tolist(), T if name == "lengths" else math.inf
             if not all(0 <= n <= most for n in values):
                 need = f"0 to T = {T}" if name == "lengths" else ">= 0"
@@ -74,7 +74,7 @@ def check_state(
         check_shapes({"initial_state": (initial_state, shape)})
         kinds = {"q": q, "initial_state": initial_state}
         check_kinds(kinds, dict.fromkeys(kinds, DTYPES))
-    elif after is not None and readable(after) and after.any():
+    elif after is not None and is_readable(after) and after.any():
         raise ValueError(
             "initial_state: got None, need the state after position = "
             f"{after.tolist()} tokens"

@@ -11,14 +11,10 @@ from fastweights.arguments import check_number
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
-from fastweights.layers.rows import Rows
-from fastweights.layers.sdpa import (
-    Heads,
-    attention,
-    packed_attention,
-)
-from fastweights.layers.state import LayerState, Offsets, positions
-from fastweights.serving import inside, writes
+from fastweights.layers.sdpa import Heads, attention, packed_attention
+from fastweights.layers.state import LayerState, Offsets, token_positions
+from fastweights.layers.unpacked_rows import UnpackedRows
+from fastweights.serving import rows_inside, rows_to_write
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
 
@@ -141,7 +137,7 @@ class SoftmaxAttention(Layer):
             q = self.q_norm(q).view_as(q)
             k = self.k_norm(k).view_as(k)
         if self.theta is not None:
-            at = positions(x.shape[1], x.device, state, cu_seqlens)
+            at = token_positions(x.shape[1], x.device, state, cu_seqlens)
             q, k = (
                 rotary(t, at, self.theta, self.rotary_fraction) for t in (q, k)
             )
@@ -163,29 +159,29 @@ def attend(
 
     Beside the new state, None for packed sequences in training.
     """
-    alone = fresh(state, q)  # before the state is changed in place
+    alone = is_first_call(state, q)  # before the state is changed in place
     if cu_seqlens is None:
         o = attention(q, k, v) if alone else None
     else:
         o = packed_attention(q, k, v, cu_seqlens) if alone else None
         if o is not None and state is None and torch.is_grad_enabled():
             return o, None
-    rows = Rows(q, state, cu_seqlens)
+    rows = UnpackedRows(q, state, cu_seqlens)
     if state is None:
         assert o is not None
         k, v = rows.spread(k), rows.spread(v)
         return o, LayerState(
             keys=k, values=v, position=rows.after(), used=k.shape[1]
         )
-    at = positions(q.shape[1], q.device, state, cu_seqlens)
+    at = token_positions(q.shape[1], q.device, state, cu_seqlens)
     after = remember(k, v, state, at, rows)
     if o is not None:
         return o, after
     keys, values = after.field("keys"), after.field("values")
-    if not recorded(q):  # else the room for all tokens that may come
+    if not runs_again(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
-        own = inside(state.rows, keys)
+        own = rows_inside(state.rows, keys)
         keys, values = keys[own], values[own]
     place = torch.arange(keys.shape[1], device=q.device)
     mask = (place <= rows.spread(at)[..., None])[:, None]
@@ -193,19 +189,23 @@ def attend(
     return rows.pack(attention(rows.spread(q), keys, values, mask)), after
 
 
-def recorded(q: Heads) -> bool:
+def runs_again(q: Heads) -> bool:
     """Whether the call will run again, by itself, with more tokens read."""
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     return torch.compiler.is_compiling() or capturing
 
 
-def fresh(state: LayerState | None, q: Heads) -> bool:
+def is_first_call(state: LayerState | None, q: Heads) -> bool:
     """Whether no sequence has read a token before."""
-    return state is None or (state.used == 0 and not recorded(q))
+    return state is None or (state.used == 0 and not runs_again(q))
 
 
 def remember(
-    k: Heads, v: Heads, state: LayerState, at: Int[Tensor, "B T"], rows: Rows
+    k: Heads,
+    v: Heads,
+    state: LayerState,
+    at: Int[Tensor, "B T"],
+    rows: UnpackedRows,
 ) -> LayerState:
     """A state with keys and values of new tokens, at their places.
 
@@ -223,7 +223,7 @@ def remember(
         k, v, at = k[0][:, None], v[0][:, None], at[0][:, None]
     keys, values = state.field("keys"), state.field("values")
     if state.rows is None:
-        keys, values = enlarged(keys, used), enlarged(values, used)
+        keys, values = with_room_for(keys, used), with_room_for(values, used)
         if torch.is_grad_enabled():
             keys, values = keys.clone(), values.clone()
         else:
@@ -237,7 +237,7 @@ def remember(
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
     else:
-        row, source, some = writes(own, keys)
+        row, source, some = rows_to_write(own, keys)
         # Where none has a row, `at` is that of some row, a full one even.
         place = row[:, None], at[source].clamp(max=keys.shape[1] - 1)
         for x, new in ((keys, k), (values, v)):
@@ -247,7 +247,7 @@ def remember(
     return LayerState(keys=keys, values=values, position=position, used=used)
 
 
-def enlarged(x: Tensor, capacity: int) -> Tensor:
+def with_room_for(x: Tensor, capacity: int) -> Tensor:
     """x, or a copy with room for so many tokens or twice what it had."""
     if x.shape[1] >= capacity:
         return x

@@ -14,7 +14,7 @@ from fastweights.layers.layer import CheckedModule
 from fastweights.layers.layer_arguments import check_one_of, check_sizes
 from fastweights.layers.parts import Factory, split_heads, upcast
 from fastweights.layers.plain_modules import is_plain, source_of
-from fastweights.layers.state import LayerState, Offsets, initial
+from fastweights.layers.state import LayerState, Offsets, field_of
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,
@@ -176,5 +176,5 @@ def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
 
 def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
-    inputs = initial(state, "convolution")
+    inputs = field_of(state, "convolution")
     return None if inputs is None else inputs.to(cast_for_autocast(x)[0].dtype)

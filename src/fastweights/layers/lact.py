@@ -19,8 +19,13 @@ from fastweights.layers.layer_arguments import (
     scaled,
 )
 from fastweights.layers.parts import Factory, OutputNorm, rotary, upcast
-from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, Offsets, initial, positions
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    field_of,
+    token_positions,
+)
+from fastweights.layers.unpacked_rows import UnpackedRows
 from fastweights.layers.window import window_attention
 
 
@@ -143,8 +148,8 @@ class LaCT(Layer):
         """
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        at = positions(x.shape[1], x.device, state, cu_seqlens)
-        rows = Rows(x, state, cu_seqlens)
+        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
+        rows = UnpackedRows(x, state, cu_seqlens)
         heads = (self.attention_heads, -1)
 
         def turned(t: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ class LaCT(Layer):
             rows.spread(turned(k)),
             rows.spread(v.unflatten(-1, heads)),
             self.window,
-            initial(state, "convolution"),
+            field_of(state, "convolution"),
             rows.position,
             rows.lengths,
         )
@@ -182,7 +187,7 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
-            initial_state=initial(state, "S"),
+            initial_state=field_of(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )

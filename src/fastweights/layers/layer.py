@@ -19,8 +19,8 @@ from fastweights.arguments import (
     check_sizes,
 )
 from fastweights.layers.layer_arguments import check_input
-from fastweights.layers.rows import by_length
-from fastweights.layers.state import LayerState, Offsets, updated
+from fastweights.layers.state import LayerState, Offsets, state_after_call
+from fastweights.layers.unpacked_rows import read_by_length
 
 Tokens = Float[Tensor, "B T D"]
 
@@ -111,11 +111,11 @@ class Layer(CheckedModule):
         """
         check_input(x, self, state, cu_seqlens)
         if self.padded and cu_seqlens is not None:
-            y, after = by_length(self.read, x, state, cu_seqlens)
+            y, after = read_by_length(self.read, x, state, cu_seqlens)
         else:
             y, after = self.read(x, state, cu_seqlens)
         if state is not None:
-            after = updated(state, after)
+            after = state_after_call(state, after)
         return y, after
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ def extrapolate(after: Callable[[int], int], T: int) -> int:
     return after(1024) + per_token * (T - 1024)
 
 
-def spared(name: str, parameter: Tensor) -> bool:
+def is_spared_decay(name: str, parameter: Tensor) -> bool:
     """Whether weight decay is not for a parameter of this name."""
     return parameter.dim() < 2 or EXEMPT.search(name) is not None
 
@@ -175,7 +175,7 @@ def _checked(make: Callable[..., None]) -> Callable[..., None]:
         make(self, *args, **options)
         self._made_with = args, options
         for name, parameter in self.named_parameters():
-            if spared(name, parameter):
+            if is_spared_decay(name, parameter):
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     return __init__

@@ -20,7 +20,7 @@ from fastweights.arguments import (
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.private import traced
+from fastweights.private import is_traced
 from fastweights.serving import NARROW
 
 
@@ -156,7 +156,7 @@ def _check_state(state: LayerState, layer: Any, x: Tensor, rows: int) -> None:
         check_rows(state.rows, rows, name="state: rows")
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
-    if not traced():
+    if not is_traced():
         shapes = layer.row_shapes
         if tensors.keys() != shapes.keys():
             raise ValueError(

@@ -10,17 +10,13 @@ from torch import nn
 
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
-    check_range,
-    check_sizes,
-    scaled,
-)
+from fastweights.layers.layer_arguments import check_range, check_sizes, scaled
 from fastweights.layers.parts import Factory, draw_dt_bias_, upcast
 from fastweights.layers.state import (
     LayerState,
     Offsets,
-    in_place,
-    initial,
+    field_of,
+    state_to_step,
 )
 from fastweights.ops.selective import MAX_N, selective_scan
 from fastweights.serving import selective_step
@@ -115,11 +111,11 @@ class Mamba(Layer):
             "dt_bias": upcast(self.dt_bias),
             "dt_softplus": True,
         }
-        if own := in_place(state, x, cu_seqlens):
+        if own := state_to_step(state, x, cu_seqlens):
             S = own.field("S")
             y = selective_step(*tensors, **gates, state=S, rows=own.rows)
         else:
-            first = initial(state, "S")
+            first = field_of(state, "S")
             y, S = selective_scan(
                 *tensors, **gates, initial_state=first, cu_seqlens=cu_seqlens
             )

@@ -14,7 +14,7 @@ from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, head_size
 from fastweights.layers.parts import Factory, OutputNorm, upcast
-from fastweights.layers.state import LayerState, Offsets, initial
+from fastweights.layers.state import LayerState, Offsets, field_of
 
 
 class MesaNet(Layer):
@@ -101,7 +101,7 @@ class MesaNet(Layer):
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
             steps=self.steps,
-            initial_state=initial(state, "S"),
+            initial_state=field_of(state, "S"),
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o))

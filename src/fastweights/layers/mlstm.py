@@ -10,11 +10,7 @@ from fastweights.arguments import check_number
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
-from fastweights.layers.state import (
-    LayerState,
-    Offsets,
-    in_place,
-)
+from fastweights.layers.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm
 from fastweights.serving import mlstm_step
 
@@ -97,7 +93,7 @@ class MLSTM(Layer):
         a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
-        if own := in_place(state, x, cu_seqlens):
+        if own := state_to_step(state, x, cu_seqlens):
             S, m = own.field("S"), own.field("m")
             h = mlstm_step(q, k, v, g, i, state=(S, m), rows=own.rows)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
-from fastweights.layers.layer import CheckedModule, spared
+from fastweights.layers.layer import CheckedModule, is_spared_decay
 from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
@@ -58,7 +58,7 @@ def parameter_groups(
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[not spared(name, parameter)].append(parameter)
+            groups[not is_spared_decay(name, parameter)].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
@@ -116,7 +116,7 @@ class Decay(CheckedModule):
     def reset_parameters(self) -> None:
         """Draw A and dt again, in fp32."""
         if self.lower_bound is None:
-            A = uniform(self.A_log, *self.A_range)
+            A = uniform_like(self.A_log, *self.A_range)
             self.A_log.copy_(A.clamp_min(SMALLEST).log())
         else:
             self.A_log.zero_()
@@ -160,7 +160,7 @@ def upcast(x: Tensor) -> Tensor:
 def draw_dt_bias_(bias: Tensor, dt_range: tuple[float, float]) -> None:
     """Set a bias such that softplus(bias) is log-uniform, drawn in fp32."""
     low, high = (math.log(x) for x in dt_range)
-    dt = uniform(bias, low, high).exp().clamp_min(SMALLEST)
+    dt = uniform_like(bias, low, high).exp().clamp_min(SMALLEST)
     bias.copy_(dt + (-torch.expm1(-dt)).log())  # softplus, inverted
 
 
@@ -205,7 +205,7 @@ def split_heads(
     return convolution.split_heads(x, (H, K, HV, V))
 
 
-def uniform(like: Tensor, low: float, high: float) -> Tensor:
+def uniform_like(like: Tensor, low: float, high: float) -> Tensor:
     """Uniform numbers like ``like``, drawn in fp32 (fp64 if like is)."""
     return torch.empty_like(like, dtype=compute_dtype(like.dtype)).uniform_(
         low, high

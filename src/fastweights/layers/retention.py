@@ -9,23 +9,14 @@ from torch import nn
 from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
-    check_even,
-    head_size,
-    scaled,
-)
-from fastweights.layers.parts import (
-    Factory,
-    OutputNorm,
-    rotary,
-    split_heads,
-)
+from fastweights.layers.layer_arguments import check_even, head_size, scaled
+from fastweights.layers.parts import Factory, OutputNorm, rotary, split_heads
 from fastweights.layers.state import (
     LayerState,
     Offsets,
     continue_recurrence,
-    lengths,
-    positions,
+    sequence_lengths,
+    token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
 
@@ -85,7 +76,7 @@ class MultiScaleRetention(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
-        at = positions(x.shape[1], x.device, state, cu_seqlens)
+        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
@@ -94,7 +85,7 @@ class MultiScaleRetention(Layer):
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        position = lengths(x, cu_seqlens)
+        position = sequence_lengths(x, cu_seqlens)
         if state is not None:
             position = position + state.get("position")
         return y, LayerState(S=S, position=position)

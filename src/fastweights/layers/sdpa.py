@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastweights import private
-from fastweights.arguments import readable
+from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.state import Offsets, sequence_of
 
@@ -75,7 +75,7 @@ def packed_attention(
         o = varlen_attn(q[0], k[0], v[0], *given, **named)
         assert isinstance(o, Tensor)  # alone, since nothing else is asked
         return o[None]
-    if readable(cu_seqlens):
+    if is_readable(cu_seqlens):
         sizes = offsets.diff().tolist()
         parts = zip(*(x.split(sizes, 1) for x in (q, k, v)), strict=True)
         found = [attention(*part) for part in parts if part[0].shape[1]]

@@ -9,10 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_integers, check_rows, readable
+from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.serving import MAX_TOKENS, decode_step, inside, put
+from fastweights.serving import (
+    MAX_TOKENS,
+    decode_step,
+    rows_inside,
+    write_rows,
+)
 
 Offsets = Int[Tensor, " N+1"]
 
@@ -94,7 +99,7 @@ class LayerState:
         found = self.field(name)
         if self.rows is None:
             return found
-        return found.index_select(0, inside(self.rows, found))
+        return found.index_select(0, rows_inside(self.rows, found))
 
     def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
@@ -126,7 +131,9 @@ class LayerState:
         """The sequences with these indices, copied; one may come twice."""
         check_rows(rows, None)
         last = self.size - 1
-        if readable(rows) and not all(0 <= i <= last for i in rows.tolist()):
+        if is_readable(rows) and not all(
+            0 <= i <= last for i in rows.tolist()
+        ):
             raise ValueError(
                 f"rows: got {rows.tolist()}, need sequences, 0 to {last}"
             )
@@ -192,12 +199,12 @@ torch.export.register_dataclass(
 )
 
 
-def updated(state: LayerState, after: LayerState) -> LayerState:
+def state_after_call(state: LayerState, after: LayerState) -> LayerState:
     """The state after a call: in place without gradients, else the new one."""
     if state.rows is not None:
         for name, x in state.tensors().items():
             if x is not getattr(after, name):
-                put(x, getattr(after, name).to(x.dtype), state.rows)
+                write_rows(x, getattr(after, name).to(x.dtype), state.rows)
         state.used = max(state.used, after.used)
         return state
     if torch.is_grad_enabled():
@@ -223,7 +230,7 @@ def leave_inference(state: LayerState) -> None:
             setattr(state, name, x.clone())
 
 
-def in_place(
+def state_to_step(
     state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
 ) -> LayerState | None:
     """The state, if x's few tokens are a step on its own memory."""
@@ -232,7 +239,7 @@ def in_place(
     return state if x.shape[1] <= MAX_TOKENS else None
 
 
-def initial(state: LayerState | None, name: str) -> Tensor | None:
+def field_of(state: LayerState | None, name: str) -> Tensor | None:
     """The state's field of this name, None without a state."""
     return None if state is None else state.get(name)
 
@@ -253,13 +260,13 @@ def continue_recurrence(
     Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
-    if own := in_place(state, q, cu_seqlens):
+    if own := state_to_step(state, q, cu_seqlens):
         S = own.field("S")
         o = decode_step(
             q, k, v, g=g, beta=beta, state=S, rows=own.rows, scale=scale
         )
         return o, S
-    first = initial(state, "S")
+    first = field_of(state, "S")
     return linear_recurrence(
         q,
         k,
@@ -283,7 +290,7 @@ def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
     return torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
 
 
-def positions(
+def token_positions(
     T: int,
     device: torch.device,
     state: LayerState | None,
@@ -291,7 +298,7 @@ def positions(
 ) -> Int[Tensor, "B T"]:
     """How many tokens of its sequence stand before each token."""
     here = torch.arange(T, device=device)[None]
-    before = initial(state, "position")
+    before = field_of(state, "position")
     if cu_seqlens is None:
         return here if before is None else here + before[:, None]
     row = sequence_of(cu_seqlens, T)
@@ -301,7 +308,7 @@ def positions(
     return here + before[row.clamp(max=before.shape[0] - 1)]
 
 
-def lengths(
+def sequence_lengths(
     x: Float[Tensor, "B T ..."], cu_seqlens: Offsets | None
 ) -> Int[Tensor, " N"]:
     """How many tokens of each sequence stand in x."""

@@ -14,15 +14,11 @@ from fastweights.deep import titans
 from fastweights.deep.dual import Layers, Norm
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
-from fastweights.layers.layer_arguments import (
-    check_sizes,
-    head_size,
-    scaled,
-)
+from fastweights.layers.layer_arguments import check_sizes, head_size, scaled
 from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.plain_modules import is_untouched, source_of
-from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, Offsets, initial
+from fastweights.layers.state import LayerState, Offsets, field_of
+from fastweights.layers.unpacked_rows import UnpackedRows
 
 
 class Start(CheckedModule):
@@ -169,7 +165,7 @@ class TitansMemory(Layer):
         momentum, and what they had learned when the chunk began.
         """
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        rows = Rows(x, state, cu_seqlens)
+        rows = UnpackedRows(x, state, cu_seqlens)
         q, k, v = (rows.spread(t) for t in (q, k, v))
         rate, momentum, g = (rows.spread(t) for t in self.rates(x))
         o, S = titans(
@@ -181,7 +177,7 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
-            initial_state=initial(state, "S"),
+            initial_state=field_of(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )

@@ -15,8 +15,13 @@ from fastweights.layers.layer_arguments import (
     head_size,
 )
 from fastweights.layers.parts import Factory, rotary, split_heads, upcast
-from fastweights.layers.rows import Rows
-from fastweights.layers.state import LayerState, Offsets, initial, positions
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    field_of,
+    token_positions,
+)
+from fastweights.layers.unpacked_rows import UnpackedRows
 
 
 class TTTLinear(Layer):
@@ -128,11 +133,11 @@ class TTTLinear(Layer):
         gradients of a mini-batch that is not complete.
         """
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
-        at = positions(x.shape[1], x.device, state, cu_seqlens)
+        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
         at = at % self.mini_batch
         q, k = (neighbours(t, at, self.theta) for t in (q, k))
         rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
-        rows = Rows(x, state, cu_seqlens)
+        rows = UnpackedRows(x, state, cu_seqlens)
         learned = upcast(self.rows)
         places = torch.ones_like(learned).cumsum(0)
         q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
@@ -144,7 +149,7 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / places + learned).clamp_min(0),
-            initial_state=initial(state, "S"),
+            initial_state=field_of(state, "S"),
             position=rows.position,
             lengths=rows.lengths,
         )

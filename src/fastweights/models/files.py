@@ -37,13 +37,13 @@ def save(model: LanguageModel, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = model.config.to_json()
-    written(folder / CONFIG, lambda path: path.write_text(text, "utf-8"))
+    write_whole(folder / CONFIG, lambda path: path.write_text(text, "utf-8"))
 
     def write(path: Path) -> None:
         tensors.save_file(weights, str(path))
         path.chmod((folder / CONFIG).stat().st_mode)  # it may be 600
 
-    written(folder / WEIGHTS, write)
+    write_whole(folder / WEIGHTS, write)
 
 
 def cpu_tensor(name: str, x: Any) -> Tensor:
@@ -124,7 +124,7 @@ def load(
     return model
 
 
-def written(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Have a file written beside its place, and put it there in one step."""
     beside = path.with_name(f".{path.name}.new")
     try:

@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_integers,
     check_packed,
     check_tensors,
-    readable,
+    is_readable,
     wrong_shape,
 )
 from fastweights.dtypes import (
@@ -66,9 +66,9 @@ def cross_entropy(
     Returns:
         the mean, [], fp32 (fp64 if x is).
     """
-    if private.transformed():
+    if private.under_transform():
         logits = F.linear(*cast_for_autocast(x, weight))
-        return of_logits(logits, targets, ignore_index)
+        return losses_of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         total = _Total.apply(x, weight, targets, ignore_index)
@@ -97,7 +97,7 @@ def token_losses(
     return _losses(x, weight, targets, ignore_index)[0]
 
 
-def of_logits(
+def losses_of_logits(
     logits: Float[Tensor, "*rows V"],
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
@@ -141,7 +141,7 @@ def check_tokens(
         )
     if shape is not None and tokens.shape != shape:
         wrong_shape(name, tokens, f"{list(shape)}")
-    if not tokens.numel() or not readable(tokens):
+    if not tokens.numel() or not is_readable(tokens):
         return
     if ignore_index is not None:
         tokens = tokens.where(tokens != ignore_index, 0)

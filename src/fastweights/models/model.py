@@ -22,8 +22,8 @@ from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
     cross_entropy,
+    losses_of_logits,
     next_tokens,
-    of_logits,
     token_losses,
 )
 
@@ -222,7 +222,9 @@ class LanguageModel(CheckedModule):
             weight = self._weight_of_logits(x)
             if weight is None:
                 logits = self.logits(x)
-                return of_logits(logits, targets, ignore_index, reduction)
+                return losses_of_logits(
+                    logits, targets, ignore_index, reduction
+                )
             loss = cross_entropy if reduction == "mean" else token_losses
             return loss(x, weight, targets, ignore_index)
         x, after = self.hidden(tokens, states, cu_seqlens)

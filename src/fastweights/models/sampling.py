@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_integers, check_number, readable
+from fastweights.arguments import check_integers, check_number, is_readable
 from fastweights.models.model import LanguageModel
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
@@ -158,7 +158,7 @@ def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
             )
         if row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(f"prompts: got {row.dtype}, need integers")
-        if readable(row):
+        if is_readable(row):
             check_ids("prompts", [int(row.min()), int(row.max())], vocabulary)
     return [row.to(torch.int64) for row in rows]
 

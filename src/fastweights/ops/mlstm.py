@@ -95,7 +95,7 @@ def mlstm(
         "chunk_size": chunk_size,
         "backend": backend,
     }
-    check_normalised(q, k, v, g, named(initial_state), **options)
+    check_normalised(q, k, v, g, memory_arguments(initial_state), **options)
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
     if cu_seqlens is not None:
@@ -107,7 +107,7 @@ def mlstm(
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
-    decay, weight, least, last = in_units(
+    decay, weight, least, last = gates_in_units(
         g, i, m, cu_seqlens, dtype, of_empty=0.0
     )
     o, z, state = recurrence_with_normaliser(
@@ -119,10 +119,10 @@ def mlstm(
         initial_state=state,
         **options,
     )
-    return divided(o, z, least, eps).to(v.dtype), (state, last)
+    return divide_by_normaliser(o, z, least, eps).to(v.dtype), (state, last)
 
 
-def in_units(
+def gates_in_units(
     g: PerHead,
     i: PerHead,
     m: Stabilizer | None,
@@ -147,12 +147,16 @@ def in_units(
     return decay, weight, (-after).exp()[..., None].to(dtype), last
 
 
-def divided(o: Tensor, z: Tensor, least: Tensor, eps: float) -> Tensor:
+def divide_by_normaliser(
+    o: Tensor, z: Tensor, least: Tensor, eps: float
+) -> Tensor:
     """o / (max(|z|, least) + eps)."""
     return o / (torch.maximum(z.abs(), least) + eps)
 
 
-def named(memory: Any, name: str = "initial_state") -> dict[str, Tensor]:
+def memory_arguments(
+    memory: Any, name: str = "initial_state"
+) -> dict[str, Tensor]:
     """State and stabilizer as the arguments they are; raise if no pair."""
     if memory is None:
         return {}

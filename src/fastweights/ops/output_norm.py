@@ -82,7 +82,7 @@ def gated_rms_norm(
         return _formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()
-    if backend == "auto" and not compiling and private.transformed():
+    if backend == "auto" and not compiling and private.under_transform():
         return _formula(o, weight, gate, silu, eps)
     return NORM(*inputs, silu, float(eps))
 

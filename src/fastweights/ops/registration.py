@@ -114,7 +114,7 @@ class Operator:
         inputs = arguments[: len(self.names)]
         if torch.compiler.is_compiling():
             return self.results(self.forward(*arguments))
-        if private.transformed():
+        if private.under_transform():
             self.refuse_transforms(*inputs)
         operator = past_dispatcher(self.forward, self.functions[0], inputs)
         # A trace takes the operator's own gradient.
@@ -216,7 +216,7 @@ def past_dispatcher(
     the profiler, a tensor of a class of its own or without data, or a
     negative view, which the dispatcher resolves.
     """
-    watched = private.watched()
+    watched = private.is_watched()
     if watched:
         tell_counters()
     seen = watched or any(

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastweights.models.files import safetensors, written
+from fastweights.models.files import safetensors, write_whole
 from fastweights_lab.program import ended
 from fastweights_lab.records import append
 from fastweights_lab.text.training import (
@@ -140,7 +140,7 @@ def save(training: Training) -> None:
     training.save(out / CHECKPOINT)
     text = getattr(training.tokenizer, "file", None)
     if text is not None:
-        written(out / TOKENIZER, lambda beside: beside.write_bytes(text))
+        write_whole(out / TOKENIZER, lambda beside: beside.write_bytes(text))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.models.files import written
+from fastweights.models.files import write_whole
 from fastweights_lab.records import Record, load
 
 
@@ -68,7 +68,7 @@ def write(file: Path, experiments: Mapping[str, Sequence[Record]]) -> None:
         head = json.dumps(found)[:-1]
         parts.append(f'{json.dumps(name)}: {head}, "runs": [\n{lines}\n]}}')
     text = "{\n" + ",\n".join(parts) + "\n}\n"
-    written(file, lambda beside: beside.write_text(text, "utf-8"))
+    write_whole(file, lambda beside: beside.write_text(text, "utf-8"))
 
 
 def _common(

@@ -32,7 +32,7 @@ from fastweights import private
 from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
-from fastweights.models.files import written
+from fastweights.models.files import write_whole
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
 
@@ -418,7 +418,7 @@ class Training:
             state["random on cuda"] = torch.cuda.get_rng_state()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            written(path, lambda beside: torch.save(state, beside))
+            write_whole(path, lambda beside: torch.save(state, beside))
         except RuntimeError as error:  # of a full disk
             why = first_line(error)
             raise OSError(f"cannot write {path}: {why}") from None

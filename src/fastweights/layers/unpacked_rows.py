@@ -15,15 +15,15 @@ from fastweights import private
 from fastweights.layers.state import (
     LayerState,
     Offsets,
-    initial,
-    lengths,
+    field_of,
+    sequence_lengths,
     sequence_of,
 )
 
 Read = Callable[..., tuple[Tensor, LayerState]]
 
 
-class Rows:
+class UnpackedRows:
     """The sequences of a call, one per row, and back.
 
     Without ``cu_seqlens`` they are rows already. With it each gets a row as
@@ -39,8 +39,8 @@ class Rows:
         self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> None:
         self.cu_seqlens = cu_seqlens
-        self.count = lengths(x, cu_seqlens)
-        self.position: Int[Tensor, " N"] | None = initial(state, "position")
+        self.count = sequence_lengths(x, cu_seqlens)
+        self.position: Int[Tensor, " N"] | None = field_of(state, "position")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:
             self.lengths = self.count
@@ -76,7 +76,7 @@ class Rows:
         return self.position + self.count
 
 
-def by_length(
+def read_by_length(
     read: Read, x: Tensor, state: LayerState | None, cu_seqlens: Offsets
 ) -> tuple[Tensor, LayerState]:
     """A layer's ``read``, called once for packed sequences of like length.
@@ -85,7 +85,7 @@ def by_length(
     would be filled up to the longest. The lengths are read back from the
     device, but not in a graph, which keeps the one call.
     """
-    groups = like_lengths(x, cu_seqlens)
+    groups = groups_of_like_length(x, cu_seqlens)
     if len(groups) < 2:
         return read(x, state, cu_seqlens)
     outputs, found = [], []
@@ -95,7 +95,7 @@ def by_length(
             own = state.view(state.rows[n], state.used)
         elif state is not None:
             own = state.select(n)
-        offsets = F.pad(lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
+        offsets = F.pad(sequence_lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
         y, after = read(x[:, at], own, offsets)
         outputs.append(y)
         found.append(after.tensors())
@@ -109,14 +109,14 @@ def by_length(
     return y, state
 
 
-def like_lengths(
+def groups_of_like_length(
     x: Tensor, cu_seqlens: Offsets
 ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " t"]]]:
     """Which sequences to take together, and their tokens in a row.
 
     None where all may be taken together.
     """
-    if private.traced():
+    if private.is_traced():
         return []
     offsets = cu_seqlens.tolist()
     spans = [range(*span) for span in itertools.pairwise(offsets)]
