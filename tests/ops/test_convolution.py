@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolution_inputs import HEADS, flat, tokens
+from crossed import pairs
 from graphs import in_one_graph
 from inputs import results, same
 from refused import refused
@@ -77,38 +78,44 @@ def cut(y, heads, sizes, eps):
     return q, k, v.unflatten(-1, (HV, V))
 
 
-def flat_literal(heads, sizes, eps=1e-6, **inputs):
+def flat_literal(heads, sizes, eps=1e-6, normalize=True, **inputs):
     y, state = literal(**inputs)
-    parts = cut(y, heads, sizes, eps)
+    parts = cut(y, heads, sizes, eps if normalize else None)
     return torch.cat([t.flatten(2) for t in parts], dim=2), state
 
 
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("activation", ["silu", None])
-@pytest.mark.parametrize("W", [2, 3, 4])
-@pytest.mark.parametrize("without", [(), ("bias",), ("initial_state",)])
-def test_it_is_the_literal_loop(without, W, activation):
-    x = tokens(B=2, T=5, C=2, W=W)
-    x = {name: t for name, t in x.items() if name not in without}
-    found = results(short_convolution, x, activation=activation)
-    same(found, results(literal, x, activation=activation), 1e-14)
+FUNCTIONS = {
+    "channels": (short_convolution, literal, {}),
+    "heads": (flat, flat_literal, {**HEADS, "normalize": True}),
+    "heads-as-they-are": (flat, flat_literal, {**HEADS, "normalize": False}),
+}
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("T", [1, 2, 3, 4])
-def test_any_length(T):
-    x = tokens(T=T, C=2)
-    same(results(short_convolution, x), results(literal, x), 1e-14)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("normalize", [True, False])
-def test_heads(normalize):
+@pairs(
+    function=FUNCTIONS,
+    W=[2, 3, 4],
+    T=[5, 1, 2, 3, 4],
+    without=[(), ("bias",), ("initial_state",)],
+    activation=["silu", None],
+    use=["both", "o", "state"],
+    offsets=PACKED | {"batch": None},
+)
+def test_it_is_the_literal_loop(
+    function, W, T, without, activation, use, offsets
+):
     """An eps of the size of the norms, so that its place shows."""
-    x = tokens(B=1, T=3)
-    ref = results(flat_literal, x, eps=0.5 if normalize else None, **HEADS)
-    found = results(flat, x, normalize=normalize, eps=0.5, **HEADS)
-    same(found, ref, 1e-14)
+    call, reference, given = function
+    own = {"activation": activation} if call is short_convolution else {}
+    given = {**given, **own, "use": use} | ({} if own else {"eps": 0.5})
+    sizes = {"B": 2, "T": T, "C": 2 if own else 18}
+    if offsets:
+        given["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32)
+        sizes |= {"B": 1, "T": 9, "N": len(offsets) - 1}
+    x = tokens(**sizes, W=W)
+    x = {name: t for name, t in x.items() if name not in without}
+    found = results(call, x, **given)
+    same(found, results(reference, x, **given), 1e-14)
 
 
 def test_keys_that_are_nothing_stay_so():
@@ -127,32 +134,6 @@ def test_it_is_conv1d():
     ref = F.silu(conv(x["x"].mT)[..., :50].mT)
     torch.testing.assert_close(y, ref)
     assert torch.equal(state, x["x"][:, -3:])
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("offsets", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("state", [True, False])
-def test_packed_is_each_alone(offsets, state):
-    N = len(offsets) - 1
-    x = tokens(B=1, T=9, C=2, N=N, state=state)
-    packed = {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
-    found = results(short_convolution, x, **packed)
-    same(found, results(literal, x, **packed), 1e-14)
-    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-        alone = x | {"x": x["x"][:, a:b]}
-        if state:
-            alone["initial_state"] = x["initial_state"][n : n + 1]
-        y, last = short_convolution(**alone)
-        torch.testing.assert_close(found["o"][:, a:b], y)
-        torch.testing.assert_close(found["state"][n : n + 1], last)
-
-
-def test_packed_heads():
-    cu_seqlens = torch.tensor([0, 1, 1, 5])
-    x = tokens(B=1, T=5, N=3)
-    found = results(flat, x, cu_seqlens=cu_seqlens, **HEADS)
-    ref = results(flat_literal, x, cu_seqlens=cu_seqlens, **HEADS)
-    same(found, ref, 1e-14)
 
 
 @pytest.mark.parametrize("W", [2, 4])
@@ -198,17 +179,6 @@ def test_gradcheck(offsets):
         )
 
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("use", ["o", "state"])
-@pytest.mark.parametrize("function", [short_convolution, flat])
-def test_gradients_from_one_result(function, use):
-    x = tokens(B=1, T=2)
-    options = HEADS if function is flat else {}
-    reference = flat_literal if function is flat else literal
-    found = results(function, x, use=use, **options)
-    same(found, results(reference, x, use=use, **options), 1e-14)
 
 
 def test_gradient_of_one_of_the_results_alone():

@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from crossed import pairs
 from graphs import in_one_graph
 from inputs import results, same
 from scan_inputs import selective_scan_fn, tokens
@@ -17,7 +19,14 @@ from fastweights.reference import selective as chunkwise
 from fastweights.reference import steps
 
 
-def explicit(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
+def explicit(dt, z=None, dt_bias=None, dt_softplus=False, **x):
+    """Of Mamba's arguments too: what makes the step, and gates y."""
+    dt = dt if dt_bias is None else dt + dt_bias
+    y, h = of_steps(dt=F.softplus(dt) if dt_softplus else dt, **x)
+    return y if z is None else y * z * z.sigmoid(), h
+
+
+def of_steps(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
     """No recurrence: what token j wrote, decayed by all tokens up to t."""
     if cu_seqlens is not None:
         parts = []
@@ -25,7 +34,7 @@ def explicit(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
             cut = (t[:, a:b] for t in (x, dt, B, C))
             first = initial_state[s : s + 1]
             x_s, dt_s, B_s, C_s = cut
-            found = explicit(x_s, dt_s, A, B_s, C_s, D, first)
+            found = of_steps(x_s, dt_s, A, B_s, C_s, D, first)
             parts.append(found if b > a else (x_s, first))
         return tuple(
             torch.cat(part, dim)
@@ -79,23 +88,34 @@ OFFSETS = {
 
 
 @pytest.mark.usefixtures("small_chunks", "poison")
-@pytest.mark.parametrize("strength", [None, -1e-3, -30.0])
-@pytest.mark.parametrize("without", [(), ("D",), ("D", "initial_state")])
-@pytest.mark.parametrize("backend", PYTORCH)
-def test_it_is_the_explicit_sum(strength, without, backend):
-    x = {
-        name: t
-        for name, t in tokens(strength=strength).items()
-        if name not in without
-    }
-    found = results(fw.selective_scan, x, backend=backend)
-    same(found, results(explicit, x), 1e-11)
+@pairs(
+    backend=PYTORCH,
+    T=[20, 1, 2, 3, 4, 5, 7, 8, 13],
+    G=[None, 1, 2, 6],
+    strength=[None, -1e-3, -30.0],
+    own=[False, True],
+    without=[(), ("D",), ("D", "initial_state"), ("z",), ("dt_bias",)],
+    use=["both", "o", "state"],
+    offsets=OFFSETS | {"batch": None},
+)
+def test_it_is_the_explicit_sum(
+    backend, T, G, strength, own, without, use, offsets
+):
+    sizes, given = {"batch": 2}, {}
+    if offsets:
+        if "initial_state" in without:
+            without = ("D",)
+        given = {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
+        sizes, T = {"batch": 1, "S": len(offsets) - 1}, 20
+    x = tokens(T=T, D=6, N=2, G=G, own=own, strength=strength, **sizes)
+    x = {name: t for name, t in x.items() if name not in without}
+    given |= {"dt_softplus": own, "use": use}
+    found = results(fw.selective_scan, x, backend=backend, **given)
+    same(found, results(explicit, x, **given), 1e-11)
 
 
-@pytest.mark.usefixtures("small_chunks", "poison")
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_any_length(T):
-    x = tokens(T=T, D=2, N=1)
+def test_a_state_of_one_number():
+    x = tokens(T=13, D=2, N=1)
     same(results(fw.selective_scan, x), results(explicit, x), 1e-11)
 
 
@@ -105,26 +125,6 @@ def test_chunks_as_they_ship(T, D, N):
     x = tokens(batch=1, T=T, D=D, N=N)
     found = results(fw.selective_scan, x)
     same(found, results(fw.selective_scan, x, backend="loop"), 1e-11)
-
-
-@pytest.mark.usefixtures("small_chunks", "poison")
-@pytest.mark.parametrize("G", [1, 2, 6])
-@pytest.mark.parametrize("backend", PYTORCH)
-def test_groups(backend, G):
-    x = tokens(T=9, D=6, N=2, G=G)
-    found = results(fw.selective_scan, x, backend=backend)
-    same(found, results(explicit, x), 1e-11)
-
-
-@pytest.mark.usefixtures("small_chunks", "poison")
-@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-@pytest.mark.parametrize("backend", PYTORCH)
-def test_packed_sequences(backend, offsets):
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    x = tokens(batch=1, D=4, N=2, G=2, S=len(offsets) - 1)
-    packed = {"cu_seqlens": cu_seqlens}
-    found = results(fw.selective_scan, x, backend=backend, **packed)
-    same(found, results(explicit, x, **packed), 1e-11)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -140,20 +140,6 @@ def test_mambas_own_arguments(backend):
         return y.mT, h
 
     same(found, results(mambas, x), 1e-11)
-
-
-@pytest.mark.parametrize("name", ["z", "dt_bias"])
-def test_each_of_mambas_arguments_alone(name):
-    x = tokens(own=True)
-    x["dt_bias"] = x["dt_bias"].abs()
-    del x[{"z": "dt_bias", "dt_bias": "z"}[name]]
-
-    def composed(dt, z=None, dt_bias=None, **x):
-        dt = dt if dt_bias is None else dt + dt_bias
-        y, state = explicit(dt=dt, **x)
-        return y if z is None else y * z * z.sigmoid(), state
-
-    same(results(fw.selective_scan, x), results(composed, x), 1e-11)
 
 
 def test_steps_are_added_and_softened_in_single_precision():
@@ -241,13 +227,6 @@ def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
     with torch.no_grad():
         fw.selective_scan(**x)
     assert kept == [False, True, False]
-
-
-@pytest.mark.parametrize("use", ["o", "state"])
-def test_gradients_from_one_result(use):
-    x = tokens()
-    found = results(fw.selective_scan, x, use=use)
-    same(found, results(explicit, x, use=use), 1e-11)
 
 
 def test_gradients_of_gradients():
