@@ -222,22 +222,6 @@ def bench_lines(arguments, monkeypatch, capsys):
     return [x for x in capsys.readouterr().out.splitlines() if "who=" in x]
 
 
-def test_a_peer_is_timed_on_the_members_that_it_has(monkeypatch, capsys):
-    def chunk_gated_delta_rule(*, output_final_state, **x):
-        assert output_final_state
-        return fw.gated_deltanet(**x)
-
-    peer = types.ModuleType("flash_qla")
-    peer.chunk_gated_delta_rule = chunk_gated_delta_rule
-    monkeypatch.setitem(sys.modules, "flash_qla", peer)
-    arguments = "--gates mild --peer flash_qla --members gla gated_deltanet"
-    lines = bench_lines(arguments, monkeypatch, capsys)
-    assert sum("who=fastweights" in line for line in lines) == 4
-    theirs = [line for line in lines if "who=flash_qla" in line]
-    assert len(theirs) == 2
-    assert all("member=gated_deltanet" in line for line in theirs)
-
-
 def test_attention_gym_is_timed_where_its_bound_on_g_holds(
     monkeypatch, capsys
 ):
@@ -288,13 +272,6 @@ def test_flas_safe_gate_is_used_where_the_gates_allow_it(gate):
     plain = speed.peers_for(rivals, "gated_deltanet", shape, gate)
     assert plain == {"fla": dict}
     assert not speed.peers_for(rivals, "gla", shape, gate)
-
-
-def test_help_says_what_runs_without_a_gpu(capsys):
-    with pytest.raises(SystemExit):
-        main("bench", "members", "--help")
-    words = " ".join(capsys.readouterr().out.split())
-    assert "without a GPU one small shape in place of all but decode" in words
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")

@@ -147,34 +147,6 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
 
 
-def test_what_is_left_to_run_is_found_in_one_pass(
-    tmp_path, monkeypatch, little_text, capsys
-):
-    """Of each run's settings, there or asked for, there is one reading."""
-    file, read = tmp_path / "text.jsonl", []
-    rates = [1e-3 * (1 + i) for i in range(30)]
-    runs = [
-        {
-            "variant": "delta",
-            "seed": 0,
-            "settings": asdict(
-                comparison.chosen("delta", 0, replace(little_text, lr=lr))
-            ),
-            "bits per byte": lr,
-        }
-        for lr in rates
-    ]
-    for run in runs:
-        records.append(file, run)
-    key = records._key
-    monkeypatch.setattr(records, "_key", lambda x: read.append(x) or key(x))
-    words = ["delta", "--small", "--seeds", "2", "--dry", "--json", str(file)]
-    assert main("compare", *words, "--lr", *map(str, rates)) == 0
-    assert len(read) <= 4 * len(rates)
-    left = capsys.readouterr().out.splitlines()
-    assert left == ["to run: delta, seed 1, lr 0.001"]
-
-
 def test_the_recorded_runs_are_complete():
     runs = comparison.load()
     for name in comparison.GROUPS["kinds"]:

@@ -200,16 +200,6 @@ def test_a_model_that_has_diverged_answers_nothing(tmp_path):
     assert found["x"] == [None, 1]
 
 
-def test_logits_are_made_where_something_is_asked():
-    batch = TASK.batch(3, 0)
-    model = LanguageModel(TRIAL.model_config)
-    logits, targets, groups = answers(model, batch)
-    there = batch.targets != IGNORE
-    torch.testing.assert_close(logits, model(batch.tokens)[0][there])
-    assert torch.equal(targets, batch.targets[there])
-    assert torch.equal(groups, batch.groups[there])
-
-
 def test_the_model_has_an_mlp_if_one_is_asked_for():
     two = replace(TRIAL, num_layers=2, mlp_ratio=2.0)
     model = LanguageModel(two.model_config)

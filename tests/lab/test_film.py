@@ -342,18 +342,6 @@ def test_the_code_has_floats_where_the_page_has_whole_numbers():
 
 
 @needs_node
-def test_the_code_of_a_large_film_stays_as_narrow():
-    x = {
-        "k": -torch.rand(64, 16),
-        "v": torch.rand(64, 16),
-        "beta": torch.rand(64),
-    }
-    listing = json.loads(said("code(d, null, 64)", d=carried(x)))
-    assert max(map(len, listing.splitlines())) <= 79
-    compile(listing, "film", "exec")
-
-
-@needs_node
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", [None, 0.7, 1.0])
@@ -363,25 +351,6 @@ def test_the_scripts_states_are_the_references(gate, rule, decay):
     if decay is not None:
         x["g"] = torch.full((T,), decay, dtype=torch.float64).log()
     assert (made - states_of(x)).abs().max() < 1e-9
-
-
-@needs_node
-def test_parts_add_up_to_the_step():
-    x = inputs("vector", "delta")
-    token = as_data({n: y[0] for n, y in x.items()})
-    S = torch.randn(K, V, dtype=torch.float64)
-    made = node(
-        "(({kept, erased, written}) => [kept, erased, written])"
-        "(film.parts(S, k, v, g, beta))",
-        S=S.tolist(),
-        **token,
-    )
-    k, v, g, beta = (x[n][0] for n in ("k", "v", "g", "beta"))
-    kept = g.exp()[:, None] * S
-    assert (made[0] - kept).abs().max() < 1e-9
-    erased = -beta * steps.outer(k, steps.read(kept, k))
-    assert (made[1] - erased).abs().max() < 1e-9
-    assert (made[2] - beta * steps.outer(k, v)).abs().max() < 1e-9
 
 
 @needs_node

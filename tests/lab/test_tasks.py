@@ -1,6 +1,5 @@
 """Tasks against readers that go token by token, and their distributions."""
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -141,20 +140,6 @@ def test_chance_is_what_the_best_guess_per_position_gets(task):
     right = torch.cat(right).double()
     sigma = math.sqrt(task.chance / 4000)
     assert abs(right.mean() - task.chance) < 2 * sigma
-
-
-def test_chance_after_swaps_is_counted_out():
-    """All sequences of four swaps of three things."""
-    first = StateTracking("S3", "swaps", elements=4)
-    table, swaps = products("S3"), first.drawn
-    counts = [Counter() for _ in range(4)]
-    for drawn in itertools.product(swaps, repeat=4):
-        state = 0
-        for t, x in enumerate(drawn):
-            state = table[state][x]
-            counts[t][state] += 1
-    best = [max(c.values()) / 3**4 for c in counts]
-    assert first.chance == pytest.approx(sum(best) / 4, abs=1e-12)
 
 
 # Distributions.

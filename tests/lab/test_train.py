@@ -13,7 +13,6 @@ import time
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -120,22 +119,6 @@ def test_no_text_is_both_trained_on_and_held_out(folder, tmp_path):
         assert corpus.read(sources) == once
     twice = corpus.read([folder / "01.txt", folder / "01.txt"])
     assert twice == corpus.read([folder / "01.txt"])
-
-
-def test_each_of_many_sources_is_compared_once(tmp_path, monkeypatch):
-    class Counted(bytes):
-        hashes = 0
-
-        def __hash__(self):
-            Counted.hashes += 1
-            return super().__hash__()
-
-    for i in range(50):
-        (tmp_path / f"{i}.txt").write_text(f"{i // 2}")
-    monkeypatch.setattr(corpus, "content", lambda p: Counted(p.read_bytes()))
-    text = corpus.read(sorted(tmp_path.iterdir()))
-    assert len(text.train + text.held_out) == 25
-    assert Counted.hashes <= 4 * 50
 
 
 def test_bytes_are_tokens(folder):
@@ -275,35 +258,6 @@ def test_what_is_no_text_or_batch_is_named(call, said):
         call()
 
 
-def test_packed_documents_are_whole_and_come_once_per_pass():
-    text = stream()
-    L = len(text.tokens)
-    packed = corpus.Packed(text, length=20, seed=1)
-    steps = L // 20
-    batches = [packed.batch(i) for i in range(steps)]
-    for batch in batches:
-        cu = batch.cu_seqlens
-        assert cu[0] == 0 and cu[-1] == 20 and (cu.diff() > 0).all()
-        begins = (batch.tokens[0] == 256).nonzero()[:, 0]
-        assert set(begins.tolist()) <= set(cu.tolist())
-        assert set(cu[1:-1].tolist()) <= set(begins.tolist())
-        assert batch.tokens[0, 1:].equal(batch.targets[0, :-1])
-    for a, b in pairwise(batches):
-        assert a.targets[0, -1] == b.tokens[0, 0]
-    seen = torch.cat([batch.tokens[0] for batch in batches])
-    counts, all_of = seen.bincount(), text.tokens.long().bincount()
-    assert (counts <= all_of).all() and counts.sum() == 20 * steps
-    again = packed.batch(steps)
-    assert not again.tokens.equal(batches[0].tokens)
-    parts = [packed.batch(0, i, 2) for i in range(2)]
-    for name in ("tokens", "targets"):
-        halves = [getattr(part, name) for part in parts]
-        assert torch.cat(halves, 1).equal(getattr(batches[0], name))
-    # the last token of a pass is followed by a document's beginning
-    whole = corpus.Packed(text, length=L).batch(0)
-    assert whole.targets[0, -1] == 256 and len(whole.cu_seqlens) == 31
-
-
 @pytest.mark.parametrize("length", [1, 12, 50, 117])
 def test_packed_tokens_are_those_of_all_shuffled_documents(length):
     """Joined whole, as no batch does; those of step 40 before step 0's."""
@@ -337,17 +291,6 @@ def test_a_packed_batch_costs_its_own_tokens(number, size):
     with Largest() as largest:
         packed.batch(1)
     assert largest.elements <= 257 and largest.total <= 12 * 257
-
-
-def test_bytes_are_read_in_one_pass():
-    """Whatever the number of documents, and with two bytes for each."""
-    calls = set()
-    for number in (1, 1000):
-        with Largest() as largest:
-            text = corpus.Stream.of([b"abc" * 8000] * number, BYTES)
-        calls.add(largest.calls.total())
-        assert largest.nbytes == text.tokens.nbytes == 2 * len(text.tokens)
-    assert len(calls) == 1
 
 
 def test_files_tokens_are_read_many_documents_at_once(tokenizer_file):
@@ -397,15 +340,6 @@ def test_repeated_costs_a_sort_of_integers(vocabulary, ranks):
         corpus.repeated(corpus.Batch(rows[:, :-1], rows[:, 1:]))
     sorts = {k: v for k, v in largest.calls.items() if "uni" in k or "so" in k}
     assert sorts == {"sort": 1} | ({"_unique2": ranks} if ranks else {})
-
-
-def test_which_targets_complete_a_repeated_ngram():
-    rows = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 1, 2, 3], [9] * 5 + [8] * 5])
-    batch = corpus.Batch(rows[:, :-1], rows[:, 1:])
-    found = corpus.repeated(batch, 3).int().tolist()
-    assert found[0] == [0, 0, 0, 0, 0, 1, 0, 0, 1]
-    assert found[1] == [0, 0, 1, 1, 0, 0, 0, 1, 1]
-    assert not corpus.repeated(batch, 11).any()
 
 
 # Steps.
@@ -862,14 +796,6 @@ def test_paths_become_strings_which_a_checkpoint_can_hold(
     run = Training(replace(settings, corpus=(folder,), out=tmp_path))
     run.save(tmp_path / "checkpoint.pt")
     read_checkpoint(tmp_path / "checkpoint.pt")
-
-
-def test_what_is_no_run_is_named(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"^path: got nowhere\.pt, need a fi"):
-        read_checkpoint("nowhere.pt")
-    Training(settings).save(tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"^dim: got 32, need 16 as before"):
-        Training(replace(settings, dim=32), tmp_path / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(
