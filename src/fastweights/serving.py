@@ -244,33 +244,23 @@ def _decode(
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x = widen(q, k, v, g, beta)
+        x, full = widen(q, k, v, g, beta), compute_dtype(q.dtype)
         if rows is None:
-            if state.dtype not in NARROW:
-                return advance(state, *x, scale=scale).to(v.dtype)
-            S = state.to(compute_dtype(q.dtype))
-            o = advance(S, *x, scale=scale).to(v.dtype)
-            state.copy_(S)
-            return o
-        at = rows.to(torch.int64)
+            S = state.to(full)
+            o = advance(S, *x, scale=scale)
+            if S is not state:
+                state.copy_(S)
+            return o.to(v.dtype)
+        o, at = torch.zeros_like(v), rows.to(torch.int64)
         there = (at >= 0) & (at < state.shape[0])
-        if there.all():
-            return _in_rows(state, at, x, scale).to(v.dtype)
-        o = torch.zeros_like(v)
         if there.any():
-            own = tuple([None if t is None else t[there] for t in x])
-            o[there] = _in_rows(state, at[there], own, scale).to(v.dtype)
+            own: Any = x
+            if not there.all():
+                at, own = at[there], [t if t is None else t[there] for t in x]
+            S = state.index_select(0, at).to(full)
+            o[there] = advance(S, *own, scale=scale).to(v.dtype)
+            state.index_copy_(0, at, S.to(state.dtype))
         return o
-
-
-def _in_rows(
-    state: Tensor, at: Tensor, x: tuple[Any, ...], scale: float
-) -> Tensor:
-    """The outputs of sequences with rows ``at`` of the state, which step."""
-    S = state.index_select(0, at).to(x[0].dtype)
-    o = advance(S, *x, scale=scale)
-    state.index_copy_(0, at, S.to(state.dtype))
-    return o
 
 
 DECODE = torch.library.custom_op(
@@ -333,20 +323,9 @@ def mlstm_step(
     decay, weight, least, last = gates_in_units(
         g, i, first, None, dtype, of_empty=CLEARS
     )
-    v_and_one = torch.cat([weight * v, weight], -1)
-    with without_autocast(q):
-        o = decode_step(
-            q.to(dtype),
-            k.to(dtype),
-            v_and_one,
-            g=decay,
-            state=S,
-            rows=rows,
-            scale=scale,
-            backend=backend,
-        )
-    write_rows(m, last, rows)
-    o, z = o[..., :-1], o[..., -1:]
+    options = {"g": decay, "scale": scale, "backend": backend}
+    o, z = _normalised_step(q, k, weight * v, weight, S, rows, **options)
+    put(m, last, rows)
     return divide_by_normaliser(o, z, least, eps).to(v.dtype)
 
 
@@ -392,21 +371,32 @@ def linear_attention_step(
     check_number("eps", eps, ">= 0")
     q, k, v = cast_for_autocast(q, k, v)
     _check_normalised(q, k, v, None, {"state": state}, rows, scale)
+    one = torch.ones_like(v[..., :1])
+    options = {"scale": scale, "backend": backend}
+    o, z = _normalised_step(q, k, v, one, state, rows, **options)
+    return (o / (z + eps)).to(v.dtype)
+
+
+def _normalised_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    one: Tensor,
+    state: Tensor,
+    rows: Rows | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """A step of v and of ``one``, the state's last column: o and z.
+
+    As a sum that may cancel, and a divisor, in fp32 (fp64 if q is).
+    """
     dtype = compute_dtype(q.dtype)
-    v_and_one = torch.cat(
-        [v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1
-    )
+    both = torch.cat([v.to(dtype), one.to(dtype)], -1)
     with without_autocast(q):
         o = decode_step(
-            q.to(dtype),
-            k.to(dtype),
-            v_and_one,
-            state=state,
-            rows=rows,
-            scale=scale,
-            backend=backend,
+            q.to(dtype), k.to(dtype), both, state=state, rows=rows, **options
         )
-    return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
+    return o[..., :-1], o[..., -1:]
 
 
 @torch.no_grad()

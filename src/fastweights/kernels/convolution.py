@@ -30,6 +30,7 @@ from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
 from fastweights.kernels.recurrence.settings import gpu_of
 from fastweights.kernels.tail import clear_tail
+from fastweights.reference.convolution import new_outputs
 
 FP32 = torch.float32
 LONG = 256  # tokens in a stretch of the backward, where there are many
@@ -99,23 +100,16 @@ def forward(
 
     The tensors are contiguous, and there is a token.
     """
-    (B, T, C), W = x.shape, weight.shape[1]
-    H, K, HV, V = heads
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    state = x.new_empty(N, W - 1, C)
-    if H:
-        q, k = x.new_empty(B, T, H, K), x.new_empty(B, T, H, K)
-        v = x.new_empty(B, T, HV, V)
-    else:
-        q, k, v = x.new_empty(0), x.new_empty(0), torch.empty_like(x)
+    (B, T, C), (H, K, *_) = x.shape, heads
+    outputs = new_outputs(x, weight.shape[1], cu_seqlens, heads)
     settings = options(C, H, K, B * T, back=False)
     run_stretches(
         *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *(settings, x, weight, bias, initial_state, cu_seqlens),
-        *(q, k, v, state),
+        *outputs,
     )
-    clear_tail(cu_seqlens, q, k, v)
-    return q, k, v, state
+    clear_tail(cu_seqlens, *outputs[:3])
+    return outputs
 
 
 def backward(

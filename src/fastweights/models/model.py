@@ -385,17 +385,28 @@ class LanguageModel(CheckedModule):
             generator: draws; PyTorch's own if None.
             stop: tokens at which a row ends, without them.
         """
-        from fastweights.models.sampling import generate
+        from fastweights.models.sampling import as_rows, as_stop, stream
 
-        return generate(
+        rows = as_rows(prompts, self.config.vocabulary)
+        ends = as_stop(stop, self.config.vocabulary)
+        found = stream(
             self,
-            prompts,
+            rows,
             max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             generator=generator,
-            stop=stop,
+            stop=ends,
         )
+        steps = list(found)
+        if not steps:
+            return [row.new_empty(0) for row in rows]
+        new = torch.stack(steps, 1)
+        if not ends:
+            return list(new)
+        is_end = torch.isin(new, torch.tensor(ends, device=new.device))
+        before = (is_end.cumsum(1) == 0).sum(1).tolist()
+        return [row[:n] for row, n in zip(new, before, strict=True)]
 
     @property
     def num_parameters(self) -> int:

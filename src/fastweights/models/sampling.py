@@ -74,40 +74,6 @@ def stream(
         )
 
 
-def generate(
-    model: LanguageModel,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-    stop: int | Iterable[int] | Tensor | None = None,
-) -> list[Int[Tensor, " new"]]:
-    """The new tokens of each prompt, up to its first one of ``stop``."""
-    V = model.config.vocabulary
-    prompts = as_rows(prompts, V)
-    ends = as_stop(stop, V)
-    tokens = stream(
-        model,
-        prompts,
-        max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        generator=generator,
-        stop=ends,
-    )
-    found = list(tokens)
-    if not found:
-        return [row.new_empty(0) for row in prompts]
-    rows = torch.stack(found, 1)
-    if not ends:
-        return list(rows)
-    is_end = torch.isin(rows, torch.tensor(ends, device=rows.device))
-    before = (is_end.cumsum(1) == 0).sum(1).tolist()
-    return [row[:n] for row, n in zip(rows, before, strict=True)]
-
-
 def draw_tokens(
     logits: Float[Tensor, "N V"],
     temperature: float,

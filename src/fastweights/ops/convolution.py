@@ -235,15 +235,6 @@ def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
     return "torch", pytorch
 
 
-def new_outputs(x: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for q, k and v; without heads for v alone, in x's shape."""
-    (B, T, _), (H, K, HV, V) = x.shape, heads
-    if not H:
-        return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape)
-    q, k = (x.new_empty(B, T, H, K) for _ in range(2))
-    return q, k, x.new_empty(B, T, HV, V)
-
-
 def _forward(
     x: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -260,8 +251,7 @@ def _fake(
     x: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, cu_seqlens, heads, *_ = others
-    shape = pytorch.state_shape(x, weight.shape[1], cu_seqlens)
-    return *new_outputs(x, heads), x.new_empty(shape)
+    return pytorch.new_outputs(x, weight.shape[1], cu_seqlens, heads)
 
 
 def _backward(
@@ -282,7 +272,7 @@ def _backward(
     record_run(f"{backend} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
-        empty = new_outputs(x, heads)
+        *empty, _ = pytorch.new_outputs(x, 1, None, heads)
         outputs = [
             room.zero_() if dy is None else dy
             for dy, room in zip(outputs, empty, strict=True)

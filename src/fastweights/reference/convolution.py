@@ -62,6 +62,18 @@ def state_shape(
     return N, W - 1, x.shape[2]
 
 
+def new_outputs(
+    x: Float[Tensor, "B T C"], W: int, cu_seqlens: Offsets, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "N W-1 C"]]:
+    """Room for q, k, v and a state; without heads for v in x's shape."""
+    (B, T, _), (H, K, HV, V) = x.shape, heads
+    state = x.new_empty(state_shape(x, W, cu_seqlens))
+    if not H:
+        return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape), state
+    q, k = (x.new_empty(B, T, H, K) for _ in "qk")
+    return q, k, x.new_empty(B, T, HV, V), state
+
+
 def behind_states(
     x: Float[Tensor, "B T C"],
     initial_state: Float[Tensor, "N W-1 C"] | None,
