@@ -325,7 +325,7 @@ def mlstm_step(
     )
     options = {"g": decay, "scale": scale, "backend": backend}
     o, z = _normalised_step(q, k, weight * v, weight, S, rows, **options)
-    put(m, last, rows)
+    write_rows(m, last, rows)
     return divide_by_normaliser(o, z, least, eps).to(v.dtype)
 
 
