@@ -269,7 +269,7 @@ def attempt(settings: Settings, path: Path | None) -> int:
         try:
             try:
                 training = Training(settings, path)
-            except (TypeError, ValueError) as error:
+            except (ImportError, OSError, TypeError, ValueError) as error:
                 return ended(f"{PROGRAM}: {error}", 2)
             choose_threads(training)
             if not trained(training, stopped):

@@ -47,10 +47,8 @@ def each(
     """
     if workers == streams == 1:
         for i, job in enumerate(jobs):
-            yield (
-                i,
-                driven(run(job, device, progress=partial(tell, i)), device),
-            )
+            going = run(job, device, progress=partial(tell, i))
+            yield i, driven(going, device)
         return
     context = get_context("spawn")
     waiting = list(enumerate(jobs))[::-1]

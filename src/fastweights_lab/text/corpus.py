@@ -63,7 +63,8 @@ def read(
 
     Raises:
         TypeError: sources or suffixes is one string.
-        ValueError: there is no such path, or nothing in it to read.
+        ValueError: there is no such path, or no text in it.
+        OSError: a file cannot be read.
     """
     for name, words in (("sources", sources), ("suffixes", suffixes)):
         if isinstance(words, str):
@@ -75,23 +76,22 @@ def read(
         if source == "stdlib":
             found = library()
         else:
-            found = [*dict.fromkeys(map(content, files(source, suffixes)))]
+            paths = files(source, suffixes)
+            found = [*dict.fromkeys(path.read_bytes() for path in paths)]
         documents += [x for x in found if x not in before]
         before.update(found)
     if not documents:
         named = ", ".join(map(str, sources)) or "no source"
         raise ValueError(f"corpus: got {named}, which holds no text")
-    whole = hashlib.sha256()
-    for document in documents:
-        whole.update(document)
-    size = sum(map(len, documents))
+    whole = b"".join(documents)
     if len(documents) == 1:
-        cut = len(documents[0]) - max(1, round(HELD_OUT * size))
-        train, held_out = [documents[0][:cut]], [documents[0][cut:]]
+        cut = len(whole) - max(1, round(HELD_OUT * len(whole)))
+        train, held_out = [whole[:cut]], [whole[cut:]]
     else:
         cut = len(documents) - max(1, round(HELD_OUT * len(documents)))
         train, held_out = documents[:cut], documents[cut:]
-    return Corpus(train, held_out, size, whole.hexdigest())
+    sha256 = hashlib.sha256(whole).hexdigest()
+    return Corpus(train, held_out, len(whole), sha256)
 
 
 def library() -> list[bytes]:
@@ -105,17 +105,17 @@ def library() -> list[bytes]:
         ValueError: the archive holds another text.
     """
     archive = resources.files("fastweights_lab") / "data" / "stdlib.tar.gz"
-    whole, documents = hashlib.sha256(), []
+    documents = []
     with archive.open("rb") as file, tarfile.open(fileobj=file) as members:
         for member in members:
             text = members.extractfile(member)
             if text is not None and member.name.endswith(".py"):
                 documents.append(text.read())
-                whole.update(documents[-1])
-    if whole.hexdigest() != STDLIB:
+    sha256 = hashlib.sha256(b"".join(documents)).hexdigest()
+    if sha256 != STDLIB:
         raise ValueError(
-            f"corpus: got {archive} with sha256 {whole.hexdigest()[:12]}.., "
-            f"need {STDLIB[:12]}..: install fastweights again"
+            f"corpus: got {archive} with sha256 {sha256[:12]}.., need "
+            f" {STDLIB[:12]}..: install fastweights again"
         )
     return documents
 
@@ -144,16 +144,6 @@ def files(source: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
             f"{', '.join(suffixes)}"
         )
     return found
-
-
-def content(path: Path) -> bytes:
-    """What a file holds; ValueError where it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"corpus: cannot read {path}: {error.strerror}"
-        ) from None
 
 
 class ByteTokenizer:
@@ -186,21 +176,15 @@ class FileTokenizer:
     special token's name in a text is text.
 
     Raises:
-        ValueError: the package is missing, or cannot read the file.
+        ImportError, OSError: there is no such package, or no such file.
+        ValueError: the package cannot read the file.
     """
 
     def __init__(self, path: str | Path) -> None:
+        import tokenizers
+
+        self.file = Path(path).read_bytes()
         try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(
-                f"tokenizer: got {path}, whose reading needs tokenizers: pip "
-                "install tokenizers"
-            ) from None
-        if not Path(path).is_file():
-            raise ValueError(f"tokenizer: got {path}, need a file")
-        try:
-            self.file = Path(path).read_bytes()
             self._inner: Any = tokenizers.Tokenizer.from_buffer(self.file)
         except Exception as error:  # the package has no class of its own
             raise ValueError(

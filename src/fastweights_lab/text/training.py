@@ -324,9 +324,8 @@ class Training:
             batch = self.batches.batch(
                 self.done, self.rank * passes + i, self.parts
             ).to(self.device)
-            if isinstance(
-                self.run, DistributedDataParallel
-            ):  # gradients are summed in the last one
+            # Processes sum their gradients in the last pass.
+            if isinstance(self.run, DistributedDataParallel):
                 self.run.require_backward_grad_sync = i == passes - 1
             with self.autocast():
                 loss = self.run(
@@ -360,8 +359,8 @@ class Training:
         :func:`fastweights_lab.text.corpus.repeated`. Separators count as
         tokens and not as bytes.
         """
-        stream, T = self.held_out, self.settings.length
-        T = min(T, len(stream.tokens) - 1)
+        stream = self.held_out
+        T = min(self.settings.length, len(stream.tokens) - 1)
         last = len(stream.tokens) - 1 - T
         number = min(self.settings.eval_windows, last + 1)
         starts = torch.arange(number) * last // max(1, number - 1)
