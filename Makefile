@@ -45,7 +45,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
 SAY := printf '==> %s\n'
 OLD := build/oldest_triton
-MATHJAX := book/node_modules/.package-lock.json
+MODULES := book/node_modules/.package-lock.json
 CHAPTERS := $(wildcard chapters/* chapters/api/*)
 TEXTS := $(wildcard chapters/*.md) README.md
 LIBRARY := $(shell find src -type f ! -name '*.pyc' \
@@ -82,7 +82,7 @@ serve: build/book ## the site on http://localhost:8000 (PORT=...)
 	@$(SAY) "http://localhost:$(PORT) (stop: Ctrl-C)"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory build/html $(PORT)
 
-check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you changed
+check: $(READY) $(MODULES) ## in 90 seconds: style, types, tests of what you changed
 	@$(STYLE)
 	@$(SPELLING)
 	@$(MAKE) --no-print-directory -j2 types build/grammar
@@ -91,7 +91,7 @@ check: $(READY) $(MATHJAX) ## in 90 seconds: style, types, tests of what you cha
 	@$(SAY) "kernels: those of them that Triton's interpreter runs"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) tools/touched.py --interpreted
 
-test: $(READY) $(MATHJAX) ## check style, types, library, chapters, site
+test: $(READY) $(MODULES) ## check style, types, library, chapters, site
 	@$(STYLE)
 	@$(SPELLING)
 	@$(MAKE) --no-print-directory -j2 types build/grammar
@@ -133,7 +133,7 @@ clean: ## remove what was built (.venv and book/node_modules stay)
 	@$(SAY) "removing build and the caches"
 	@rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-build/book: $(READY) $(MATHJAX) build/notebooks.made $(CHAPTERS) \
+build/book: $(READY) $(MODULES) build/notebooks.made $(CHAPTERS) \
 		$(LIBRARY) $(LOOK)
 	@$(SAY) "site: running the chapters whose cells or library changed"
 	@$(PY) book/execute.py
@@ -162,7 +162,7 @@ types: $(READY) ## part of check: mypy
 	@$(SAY) "types: mypy"
 	@$(PY) -m mypy
 
-build/grammar: $(MATHJAX) book/grammar.mjs book/words.txt $(TEXTS)
+build/grammar: $(MODULES) book/grammar.mjs book/words.txt $(TEXTS)
 	@$(SAY) "grammar: harper"
 	@mkdir -p build
 	@node book/grammar.mjs \
@@ -196,13 +196,13 @@ $(READY): pyproject.toml constraints.txt $(if $(filter-out .venv,$(ENV)),,.venv/
 	@.venv/bin/python -m compileall -qq -j 0 .venv/lib || true # quicker
 	@touch $@
 
-$(MATHJAX): book/package.json book/package-lock.json
+$(MODULES): book/package.json book/package-lock.json
 	@command -v npm >/dev/null || { \
 		echo "node and npm are needed, for the site's equations" \
-			"(MathJax) and its grammar (harper): install nodejs" \
+			"(Temml) and its grammar (harper): install nodejs" \
 			"and npm"; \
 		exit 1; \
 	}
-	@$(SAY) "site: fetching MathJax and harper with npm"
+	@$(SAY) "site: fetching Temml and harper with npm"
 	@cd book && npm ci --ignore-scripts --loglevel error
 	@touch $@

@@ -10,7 +10,6 @@ ROOT = BOOK.parent
 sys.path[:0] = [str(BOOK), str(BOOK / "extensions")]
 
 from environment import versions  # noqa: E402  (it lies beside this file)
-from macros import MATHJAX  # noqa: E402
 
 
 def sources_digest(root: Path = ROOT) -> str:
@@ -50,6 +49,7 @@ extensions = [
     "capabilities",
     "checked",
     "api_entries",
+    "equations",
     "run_links",
 ]
 exclude_patterns = ["**.ipynb_checkpoints"]
@@ -82,21 +82,20 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 60
 
-# Equations: MathJax from the site itself, with one macro a symbol
-mathjax_path = "mathjax/tex-mml-chtml.js"
-mathjax3_config = {
-    "loader": {"load": ["[tex]/html"]},
-    "options": {"enableMenu": False},
-    "tex": {
-        "packages": {"[+]": ["html"]},
-        "macros": MATHJAX,
-    },
-}
+# Equations: MathML, made when a page is built
+html_math_renderer = "mathml"
+myst_update_mathjax = False
+_TEMML = BOOK / "node_modules" / "temml"
 
 # Pages
 html_theme = "sphinx_book_theme"
 html_title = "Fast Weights"
-html_static_path = ["_static", str(ROOT / "build" / "static")]
+html_static_path = [
+    "_static",
+    str(ROOT / "build" / "static" / "palette.css"),
+    str(_TEMML / "dist" / "Temml-STIX2.css"),
+    str(_TEMML / "contrib" / "copy-tex" / "copy-tex.min.js"),
+]
 html_css_files = ["palette.css", "book.css"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -126,5 +125,4 @@ html_theme_options = {
 # Read by the book's own extensions
 book_repository = _REPOSITORY
 book_notebooks = str(ROOT / "build" / "notebooks")
-book_static = html_static_path[1]
-book_mathjax = str(BOOK / "node_modules" / "mathjax" / "es5")
+book_palette = html_static_path[1]

@@ -29,9 +29,11 @@ SYMBOLS: dict[str, tuple[str | None, str]] = {
     "softmax": (None, r"\operatorname{softmax}"),
 }
 
-# For MathJax: {"tex": {"macros": MATHJAX}}.
-MATHJAX: dict[str, str] = {
-    name: rf"{{\class{{fw-{colour.lower()}}}{{{tex}}}}}" if colour else tex
+# As Temml takes them.
+MACROS: dict[str, str] = {
+    rf"\{name}": rf"{{\class{{fw-{colour.lower()}}}{{{tex}}}}}"
+    if colour
+    else tex
     for name, (colour, tex) in SYMBOLS.items()
 }
 

@@ -42,8 +42,7 @@ each_entry_page = pytest.mark.parametrize(
 )
 each_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda p: p.stem)
 
-# Hosts that scripts of the theme and of MathJax name and never ask: licences
-# and namespaces, and speech, which is not shipped.
+# Hosts that scripts of the theme name and never ask: licences, namespaces.
 NAMED_ONLY = {
     "cdn.jsdelivr.net",
     "clipboardjs.com",
@@ -52,7 +51,6 @@ NAMED_ONLY = {
     "pydata-sphinx-theme.readthedocs.io",
     "snowballstem.org",
     "www.apache.org",
-    "www.mathjax.org",
     "www.w3.org",
 }
 
@@ -130,16 +128,6 @@ def test_what_a_page_loads_is_there(page: Path) -> None:
         path = unquote(urlsplit(address).path)
         if path:
             assert (page.parent / path).is_file(), address
-
-
-def test_mathjax_is_local_and_whole() -> None:
-    folder = STATIC / "mathjax"
-    assert (folder / "tex-mml-chtml.js").is_file()
-    assert (folder / "input/tex/extensions/html.js").is_file()
-    assert list((folder / "output/chtml/fonts/woff-v2").glob("*.woff"))
-    for page in CHAPTERS:
-        scripts = [s.get("src", "") for s in soup(page).find_all("script")]
-        assert any(s.startswith("_static/mathjax/") for s in scripts)
 
 
 @each_page
