@@ -140,16 +140,6 @@ def test_gates_as_models_start(member):
         assert (want - got).abs().max() < 0.1
 
 
-def test_shapes_hold_their_sequences():
-    for shape in speed.SHAPES.values():
-        assert sum(shape.sequences) in (0, shape.T)
-        assert shape.HV % shape.H == 0 and shape.most in (1, 2)
-    even, skewed = speed.SHAPES["packed"], speed.SHAPES["skewed"]
-    assert even[:6] == skewed[:6]
-    assert len(even.sequences) == len(skewed.sequences) == 16
-    assert 0.9 <= skewed.sequences[0] / skewed.T < 0.901
-
-
 def test_packed_calls_have_gradients():
     shape = speed.Shape(1, 40, 1, 2, 8, 4, (30, 10), 2.0)
     x = speed.inputs("kda", shape, "model")
@@ -242,25 +232,6 @@ def test_attention_gym_is_timed_where_its_bound_on_g_holds(
     gates = [x.split("gate=")[1].split()[0] for x in lines if "attn" in x]
     assert gates == ["mild", "mild", "kept", "kept"]
     assert min(least) > -0.5
-
-
-def test_which_shapes_a_peer_takes():
-    taken = {
-        name: [
-            where
-            for where, shape in speed.SHAPES.items()
-            if speed.peer_takes(*name.split(), shape, "mild")
-        ]
-        for name in ("fla mamba2", "fla kda", "flash_qla gated_deltanet")
-    }
-    grouped = {x for x, shape in speed.SHAPES.items() if shape.H < shape.HV}
-    assert grouped == {"gva", "mamba2"}
-    assert {*taken["fla kda"]} == {*speed.SHAPES} - {"d64"}
-    assert {*taken["fla mamba2"]} == {*taken["fla kda"]} - grouped
-    assert {*taken["flash_qla gated_deltanet"]} == {*taken["fla kda"]} - {
-        "olmo",
-        "mamba2",
-    }
 
 
 @pytest.mark.parametrize("gate", speed.GATES)
@@ -370,21 +341,6 @@ def test_what_the_readme_says_of_attention_gym():
     assert {call[0] for call in ratios} == {"gated_deltanet", "kda"}
     least, most = (1 / f(ratios.values()) for f in (max, min))
     assert f"takes {least:.1f} to {most:.1f} times as long as ours" in README
-
-
-def test_flashqla_beside_ours_in_one_run():
-    """As far behind as against its earlier run, which has more shapes."""
-    theirs = {
-        tuple(call): seconds
-        for (*call, who), seconds in EARLIER.items()
-        if who == "flash_qla"
-    }
-    ratios = of_a_peers(BESIDE, "flash_qla")
-    both = ratios.keys() & theirs.keys()
-    assert len(both) == 5
-    for call in both:
-        apart = TIMES[*call, "fastweights"] / theirs[call]
-        assert abs(ratios[call] / apart - 1) < 0.02
 
 
 def test_how_much_faster_the_readme_says_that_flashqla_is():

@@ -371,14 +371,6 @@ def test_bars_are_shares_of_the_value_in_the_answer(gate, rule):
     assert (film.shares(**x)[-1] - expected).abs().max() < 1e-9
 
 
-def test_shares_of_tokens_to_come_and_of_zero_values_are_zero():
-    x = inputs("scalar", "delta")
-    x["v"][2] = 0
-    shares = film.shares(**x)
-    assert shares.shape == (T, T) and not shares.triu(1).any()
-    assert not shares[:, 2].any() and shares[-1].count_nonzero() == T - 1
-
-
 @needs_node
 @pytest.mark.parametrize("gate", GATES)
 def test_lines_are_what_decay_left(gate):
