@@ -6,7 +6,7 @@ import pytest
 import torch
 from crossed import crossed
 from inputs import GATES, RULES, member
-from kernel_judge import needs_memory
+from kernel_judge import DEVICES, needs_memory, places
 
 import fastweights as fw
 from fastweights import ops
@@ -21,7 +21,6 @@ BUDGET = {
     torch.float16: 5e-3,
     torch.bfloat16: 5e-3,
 }
-DTYPES = pytest.mark.parametrize("dtype", BUDGET, ids=lambda x: str(x)[6:])
 # B, T, H, HV, K, V
 SHAPES = {
     "one-token": (2, 1, 2, 4, 60, 100),
@@ -81,12 +80,16 @@ def judge(x):
     assert errors[0] <= BUDGET[o.dtype] and errors[1] <= 1e-6, errors
 
 
-@crossed(shape=SMALLER, gate=GATES, rule=RULES)
-def test_loop(gate, rule, shape):
-    judge(shaped(gate, rule, shape, dtype=torch.float32))
+@crossed(shape=[*SHAPES], gate=GATES, rule=RULES)
+@places(cpu=["float32", "float16"], cuda=["float32", "float16", "bfloat16"])
+def test_loop(gate, rule, shape, device, dtype):
+    sizes = (SMALLER if device == "cpu" else SHAPES)[shape]
+    judge(shaped(gate, rule, sizes, dtype=dtype, device=device))
 
 
-def of_a_pool(gate, rule, dtype, device="cpu", index=torch.int64):
+@crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_rows_of_a_pool(gate, rule, index, device, dtype):
     """Three sequences whose states lie in rows 4, none and 1 of five."""
     x = call(gate, rule, device, B=3, T=2, H=1, HV=2, K=20, V=33, dtype=dtype)
     pool = torch.randn(5, 2, 20, 33, device=device)
@@ -105,35 +108,14 @@ def of_a_pool(gate, rule, dtype, device="cpu", index=torch.int64):
     assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
 
 
-@crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
-def test_rows_of_a_pool(gate, rule, index):
-    of_a_pool(gate, rule, torch.float32, index=index)
+@DEVICES
+def test_a_state_in_bf16(device):
+    """Read as it is, and rounded when it is written.
 
-
-@pytest.mark.gpu
-@ALL
-def test_rows_of_a_pool_on_gpu(gate, rule):
-    of_a_pool(gate, rule, torch.bfloat16, "cuda")
-
-
-@ALL
-def test_half_precision(gate, rule):
-    dtype = torch.float16
-    judge(call(gate, rule, T=3, H=1, HV=2, K=20, V=33, dtype=dtype))
-
-
-def of_a_state_in_bf16(rounding, device="cpu"):
-    """Read as it is, and rounded when it is written."""
-    x = call(
-        "vector",
-        "delta",
-        device,
-        T=3,
-        HV=2,
-        K=20,
-        V=33,
-        dtype=torch.float32,
-    )
+    The interpreter rounds towards zero, a GPU to the nearest.
+    """
+    rounding = 2**-7 if device == "cpu" else 2**-8
+    x = call(device=device, T=3, HV=2, K=20, V=33, dtype=torch.float32)
     x["state"] = x["state"].bfloat16()
     full = x | {"state": x["state"].float()}
     o_ref = fw.decode_step(**full, backend="loop")
@@ -144,20 +126,14 @@ def of_a_state_in_bf16(rounding, device="cpu"):
     assert step.max() <= rounding
 
 
-def test_a_state_in_bf16():
-    of_a_state_in_bf16(2**-7)  # the interpreter rounds towards zero
-
-
-@pytest.mark.gpu
-def test_a_state_in_bf16_on_gpu():
-    of_a_state_in_bf16(2**-8, "cuda")  # to nearest
-
-
 @crossed(strength=STRENGTHS, gate=["fixed", "scalar", "vector"], rule=RULES)
-def test_constant_gates(gate, rule, strength):
-    dtype = torch.float32
+@DEVICES
+def test_constant_gates(gate, rule, strength, device):
     sizes = {"T": 16, "HV": 1, "K": 32}
-    judge(call(gate, rule, **sizes, dtype=dtype, strength=strength))
+    if device == "cuda":
+        sizes = {"T": 16, "HV": 2, "K": 64, "V": 64}
+    sizes |= {"dtype": torch.float32, "strength": strength}
+    judge(call(gate, rule, device, **sizes))
 
 
 @crossed(beta=[0.0, 1.0, 2.0], gate=GATES, seldom=["none", "fixed"])
@@ -223,30 +199,12 @@ def test_operator_passes_opcheck():
     torch.library.opcheck(operator, (*x.values(), None, 0.5, "triton"))
 
 
-@pytest.mark.gpu
 @ALL
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_loop_on_gpu(gate, rule, shape, dtype):
-    judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
-
-
-@pytest.mark.gpu
-@ALL
-@DTYPES
+@places(cpu=[], cuda=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 2, 16])
-def test_a_model_on_gpu(gate, rule, dtype, T):
+def test_a_model_on_gpu(gate, rule, device, dtype, T):
     shape = (4, T, 4, 8, 128, 128)
-    judge(shaped(gate, rule, shape, dtype=dtype, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
-@pytest.mark.parametrize("strength", STRENGTHS)
-def test_constant_gates_on_gpu(gate, rule, strength):
-    sizes = {"T": 16, "K": 64, "V": 64, "strength": strength}
-    judge(call(gate, rule, "cuda", dtype=torch.float32, **sizes))
+    judge(shaped(gate, rule, shape, dtype=dtype, device=device))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 from graphs import in_one_graph
 from inputs import same
+from kernel_judge import DEVICES, places, state_results
 
 from fastweights import ops
 from fastweights.deep import mesa
@@ -50,23 +51,9 @@ def call(x, backend, cu_seqlens=None, steps=30):
     return mesa(*tokens, steps=steps, backend=backend, **options)
 
 
-def results(x, backend, run=call, **options):
-    """o, the state, and every input's gradient."""
-    x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    o, state = run(x, backend, **options)
-    found = {"o": o, "state": state}
-    loss = 0.0
-    for t in found.values():
-        weight = torch.linspace(1, 2, t.numel(), device=t.device)
-        loss = loss + (weight.reshape(t.shape) * t.double().sin()).sum()
-    grads = torch.autograd.grad(loss, x.values())
-    found |= {f"d{name}": g for name, g in zip(x, grads, strict=True)}
-    return {name: t.detach() for name, t in found.items()}
-
-
 def judge(x, tolerance=None, **options):
     with ops.record_backends() as ran:
-        found = results(x, "triton", **options)
+        found = state_results(call, x, "triton", **options)
     assert ran.count("triton solve") == 2
     assert all(what.startswith("triton") for what in ran)
     for name, t in x.items():
@@ -74,7 +61,7 @@ def judge(x, tolerance=None, **options):
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = results(exact, "chunkwise", **options)
+        want = state_results(call, exact, "chunkwise", **options)
     assert not any("triton" in what for what in ran)
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -95,9 +82,13 @@ def test_chunks(T, K, V, dtype, N):
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
-def test_gates(gate):
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_gates(gate, device, dtype):
     """Nothing forgotten, next to nothing, all within a token or two."""
-    judge(drawn(B=1, T=70, H=1, K=16, gate=gate))
+    sizes = {"B": 1, "T": 70, "H": 1, "K": 16}
+    if device == "cuda":
+        sizes = {"T": 500, "K": 128}
+    judge(drawn(**sizes, gate=gate, dtype=dtype, device=device))
 
 
 def test_gates_that_end_everything():
@@ -129,18 +120,21 @@ def cut(name, t, start, end):
     return t
 
 
-def test_packed():
+@places(cpu=["float32"], cuda=["bfloat16"])
+def test_packed(device, dtype):
     """An empty sequence, one token, and chunks that begin anywhere."""
-    lengths = torch.tensor([0, 5, 5, 6, 100])
-    judge(drawn(B=1, T=100, K=8, N=4), cu_seqlens=lengths)
+    T, K = (100, 8) if device == "cpu" else (1000, 64)
+    ends = torch.tensor([0, 5, 5, 6, 7 * T // 10, T], device=device)
+    x = drawn(B=1, T=T, K=K, N=5, dtype=dtype, device=device)
+    judge(x, cu_seqlens=ends)
 
 
 def test_one_token_goes_on_without_the_kernel():
     x = drawn(T=1, K=8)
     with ops.record_backends() as ran:
-        found = results(x, "triton")
+        found = state_results(call, x, "triton")
     assert "triton solve" not in ran
-    same(found, results(x, "chunkwise"), 1e-5)
+    same(found, state_results(call, x, "chunkwise"), 1e-5)
 
 
 def test_rows_that_are_solved_stay():
@@ -156,7 +150,8 @@ def test_rows_that_are_solved_stay():
 def test_views_that_are_not_contiguous():
     x = drawn(T=8, K=8)
     views = {n: t.mT.contiguous().mT for n, t in x.items()}
-    same(results(x | views, "triton"), results(x, "triton"), 0.0)
+    found = state_results(call, x | views, "triton")
+    same(found, state_results(call, x, "triton"), 0.0)
 
 
 def test_operator_passes_opcheck():
@@ -170,15 +165,16 @@ def test_operator_passes_opcheck():
     )
 
 
-def one_graph(backend, x, tolerance):
+@DEVICES
+def test_in_one_compiled_graph(device):
+    backend, tolerance, x = "aot_eager", 1e-6, drawn(B=1, T=9, K=8)
+    if device == "cuda":
+        x = drawn(T=200, K=64, dtype=torch.bfloat16, device=device)
+        backend, tolerance = "inductor", 5e-3
     with ops.record_backends() as ran, in_one_graph(call, backend) as run:
-        found = results(x, "triton", run=run)
+        found = state_results(run, x, "triton")
     assert ran.count("triton solve") == 2
-    same(found, results(x, "triton"), tolerance)
-
-
-def test_in_one_compiled_graph():
-    one_graph("aot_eager", drawn(B=1, T=9, K=8), 1e-6)
+    same(found, state_results(call, x, "triton"), tolerance)
 
 
 def test_what_the_kernel_does_not_take():
@@ -208,26 +204,7 @@ def test_chunks_on_gpu(T, K, V, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
-def test_gates_on_gpu(gate):
-    x = drawn(T=500, K=128, gate=gate, dtype=torch.bfloat16, device="cuda")
-    judge(x, HALF)
-
-
-@pytest.mark.gpu
-def test_packed_on_gpu():
-    lengths = torch.tensor([0, 5, 5, 6, 700, 1000], device="cuda")
-    x = drawn(B=1, T=1000, K=64, N=5, dtype=torch.bfloat16, device="cuda")
-    judge(x, HALF, cu_seqlens=lengths)
-
-
-@pytest.mark.gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=128, dtype=torch.bfloat16, device="cuda")
-    same(results(x, "triton"), results(x, "triton"), 0.0)
-
-
-@pytest.mark.gpu
-def test_in_one_compiled_graph_on_gpu():
-    x = drawn(T=200, K=64, dtype=torch.bfloat16, device="cuda")
-    one_graph("inductor", x, 5e-3)
+    first, second = (state_results(call, x, "triton") for _ in range(2))
+    same(second, first, 0.0)

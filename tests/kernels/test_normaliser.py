@@ -7,6 +7,7 @@ them.
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_judge import places
 
 import fastweights as fw
 from fastweights import feature_maps, ops
@@ -77,18 +78,11 @@ def normalised(dtype, device, T, K, budget, **options):
     judge(fw.linear_attention, x, state, budget, **options)
 
 
-MEMBERS = pytest.mark.parametrize("member", [mlstm, normalised])
-
-
-@MEMBERS
-def test_interpreted(member):
+@pytest.mark.parametrize("member", [mlstm, normalised])
+@places(cpu=["float16"], cuda=["float16", "bfloat16"])
+def test_members(member, device, dtype):
     torch.manual_seed(0)
-    member(torch.float16, "cpu", 24, 8, 2e-3, chunk_size=16)
-
-
-@pytest.mark.gpu
-@MEMBERS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_compiled(member, dtype):
-    torch.manual_seed(0)
-    member(dtype, "cuda", 300, 64, 1e-2)
+    if device == "cpu":
+        member(dtype, device, 24, 8, 2e-3, chunk_size=16)
+    else:
+        member(dtype, device, 300, 64, 1e-2)

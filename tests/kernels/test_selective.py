@@ -1,7 +1,10 @@
 """The selective scan's kernels against the loop in fp64."""
 
+import itertools
+
 import pytest
 import torch
+from crossed import pairs
 from graphs import in_one_graph
 from inputs import results, same
 from kernel_judge import needs_memory, places
@@ -44,41 +47,32 @@ def small_tiles(monkeypatch):
     )
 
 
+# Empty ones, and ones that end inside a tile of 4, past it and with it.
+PACK = torch.tensor([0, 0, 5, 5, 6, 10, 10], dtype=torch.int32)
+
+
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    "T, D, N, dtype",
-    [
-        (1, 1, 1, torch.float32),
-        (3, 5, 3, torch.float16),
-        (4, 5, 3, torch.float32),
-        (5, 1, 1, torch.float16),
-        (13, 5, 3, torch.float32),
+@pairs(
+    # T, D, N, G: groups of 3 channels too, which tiles of 2 do not divide
+    size=[
+        *((1, 1, 1, 1), (3, 5, 3, 1), (4, 6, 3, 2), (9, 3, 3, 3)),
+        *((5, 1, 1, None), (13, 5, 3, None), (9, 6, 3, 1)),
     ],
+    dtype=[torch.float32, torch.float16],
+    packed=[False, True],
+    own=[False, True],
+    without=[(), ("D",), ("initial_state",), ("D", "initial_state")],
+    use=["both", "o", "state"],
+    strength=[None, 0.0, -1e-4, -30.0],
 )
-def test_loop(T, D, N, dtype):
-    judge(tokens(T=T, D=D, N=N, dtype=dtype))
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("D, G", [(6, 1), (6, 2), (3, 3)])
-def test_groups(D, G):
-    """Groups of 3 channels, which tiles of 2 do not divide, and of one."""
-    judge(tokens(T=9, D=D, N=3, G=G, dtype=torch.float32))
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_packed_sequences():
-    """Empty ones, and ones that end inside a tile, past it and with it."""
-    offsets = torch.tensor([0, 0, 5, 5, 6, 10, 10], dtype=torch.int32)
-    x = tokens(batch=1, T=10, D=3, N=3, S=6, dtype=torch.float32)
-    judge(x, cu_seqlens=offsets)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_packed_sequences_in_groups_from_nothing():
-    x = tokens(batch=1, T=9, D=4, N=3, G=2, dtype=torch.float32)
-    del x["initial_state"]
-    judge(x, cu_seqlens=torch.tensor([0, 4, 9]), use="state")
+def test_loop(size, dtype, packed, own, without, use, strength):
+    T, D, N, G = size
+    sizes, given = {"T": T}, {"use": use, "dt_softplus": own}
+    if packed:
+        sizes, given["cu_seqlens"] = {"batch": 1, "T": 10, "S": 6}, PACK
+    sizes |= {"D": D, "N": N, "G": G, "strength": strength}
+    x = tokens(**sizes, own=own, dtype=dtype)
+    judge({k: t for k, t in x.items() if k not in without}, **given)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -102,13 +96,6 @@ def test_refuses_offsets_on_the_host():
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_mambas_own_arguments(dtype):
-    x = tokens(T=9, D=4, N=3, G=2, own=True, dtype=dtype)
-    judge(x, dt_softplus=True)
-
-
-@pytest.mark.usefixtures("small_tiles")
 def test_the_gate_is_taken_in_single_precision():
     """Of x in fp16 too: what is fp32 has gradients as in fp32."""
     x = tokens(T=9, D=4, N=3, own=True, dtype=torch.float16)
@@ -126,21 +113,6 @@ def test_the_gate_is_taken_in_single_precision():
 )
 def test_tiles_as_they_ship(T, D, N):
     judge(tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32))
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("without", ["D", "initial_state"])
-@pytest.mark.parametrize("use", ["o", "state"])
-def test_one_result_and_fewer_inputs(use, without):
-    x = tokens(T=9, dtype=torch.float32)
-    del x[without]
-    judge(x, use=use)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("strength", [0.0, -1e-4, -30.0])
-def test_strength_of_the_decay(strength):
-    judge(tokens(T=9, dtype=torch.float32, strength=strength))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -228,34 +200,17 @@ def test_in_one_compiled_graph(device, dtype, request):
             assert ran == TRITON
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SIZES = [
-    (T, D, N, DTYPES[(i + j + k) % 3])
-    for i, T in enumerate((1, 63, 64, 65, 1000))
-    for j, D in enumerate((1, 48, 256))
-    for k, N in enumerate((1, 5, 16))
-]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("T, D, N, dtype", SIZES)
-def test_loop_on_gpu(T, D, N, dtype):
-    judge(tokens(T=T, D=D, N=N, dtype=dtype, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("use", ["o", "state"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_result_on_gpu(use, dtype):
-    x = tokens(T=100, D=48, N=16, dtype=dtype, device="cuda")
-    judge(x, use=use)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strong_decay_on_gpu(dtype):
-    size = {"T": 65, "D": 48, "N": 16}
-    judge(tokens(**size, dtype=dtype, strength=-30.0, device="cuda"))
+@pairs(
+    size=[*itertools.product((1, 63, 64, 65, 1000), (1, 48, 256), (1, 5, 16))],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    use=["both", "o", "state"],
+    strength=[None, -30.0],
+)
+def test_loop_on_gpu(size, dtype, use, strength):
+    T, D, N = size
+    options = {"dtype": dtype, "strength": strength, "device": "cuda"}
+    judge(tokens(T=T, D=D, N=N, **options), use=use)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 from graphs import in_one_graph
 from inputs import same
+from kernel_judge import DEVICES, places, state_results
 
 from fastweights import ops
 from fastweights.deep import ttt
@@ -44,32 +45,16 @@ def call(x, backend):
     return ttt(*tokens, [(W, b)], (weight, bias), rows, **options)
 
 
-def results(x, backend, use="both", run=call):
-    """o, the state, and every input's gradient."""
-    x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    found = dict(zip(("o", "state"), run(x, backend), strict=True))
-    loss = 0.0
-    for name, t in found.items():
-        if use in ("both", name):
-            weight = torch.linspace(1, 2, t.numel(), device=t.device)
-            loss = loss + (weight.reshape(t.shape) * t.double().sin()).sum()
-    grads = torch.autograd.grad(
-        loss, x.values(), allow_unused=True, materialize_grads=True
-    )
-    found |= {f"d{name}": g for name, g in zip(x, grads, strict=True)}
-    return {name: t.detach() for name, t in found.items()}
-
-
 def judge(x, use="both", tolerance=None):
     with ops.record_backends() as ran:
-        found = results(x, "triton", use)
+        found = state_results(call, x, "triton", use)
     assert ran == TRITON
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = results(exact, "chunkwise", use)
+        want = state_results(call, exact, "chunkwise", use)
     assert not ran
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -89,20 +74,18 @@ def test_chunks(T, K, C, dtype):
     judge(drawn(T=T, K=K, C=C, dtype=dtype))
 
 
-def starting(dtype=torch.float32, T=128, K=64, **where):
-    """Weights as small as a layer's at its start: LN's slope is large."""
-    x = drawn(B=1, T=T, K=K, C=16, dtype=dtype, initial=False, **where)
+@places(cpu=["float32"], cuda=["float16", "bfloat16"])
+def test_weights_of_a_layer_at_its_start(device, dtype):
+    """So small that LN's slope is large: what a rounding leaves would grow."""
+    T, K = (128 if device == "cpu" else 2048), 64
+    where = {"dtype": dtype, "device": device, "initial": False}
+    x = drawn(B=1, T=T, K=K, C=16, **where)
     x["W"] *= 0.02 * K**0.5
     x["v"] /= K**0.5
     x["b"], x["bias"] = 0 * x["b"], 0 * x["bias"]
     x["weight"] = torch.ones_like(x["weight"])
     x["rate"] /= K**0.5
-    return x
-
-
-def test_weights_of_a_layer_at_its_start():
-    """Where a mean that a step's rounding leaves in z would grow."""
-    judge(starting())
+    judge(x)
 
 
 @pytest.mark.parametrize("use", ["o", "state"])
@@ -126,7 +109,8 @@ def test_a_long_way_back():
 def test_views_that_are_not_contiguous():
     x = drawn(T=8, K=8, C=4)
     views = {n: t.mT.contiguous().mT for n, t in x.items() if t.dim() > 1}
-    same(results(x | views, "triton"), results(x, "triton"), 0.0)
+    found = state_results(call, x | views, "triton")
+    same(found, state_results(call, x, "triton"), 0.0)
 
 
 def test_kept_for_a_backward_only():
@@ -155,15 +139,16 @@ def test_operator_passes_opcheck():
     )
 
 
-def one_graph(backend, x, tolerance):
+@DEVICES
+def test_in_one_compiled_graph(device):
+    backend, tolerance, x = "aot_eager", 1e-6, drawn(T=9, K=8, C=4)
+    if device == "cuda":
+        x = drawn(T=100, K=64, C=16, device=device)
+        backend, tolerance = "inductor", 1e-5
     with ops.record_backends() as ran, in_one_graph(call, backend) as run:
-        found = results(x, "triton", run=run)
+        found = state_results(run, x, "triton")
     assert ran == TRITON
-    same(found, results(x, "triton"), tolerance)
-
-
-def test_in_one_compiled_graph():
-    one_graph("aot_eager", drawn(T=9, K=8, C=4), 1e-6)
+    same(found, state_results(call, x, "triton"), tolerance)
 
 
 def test_what_the_kernel_does_not_take():
@@ -225,18 +210,8 @@ def test_chunks_on_gpu(T, K, C, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_a_layer_at_its_start_on_gpu(dtype):
-    judge(starting(dtype, T=2048, device="cuda"))
-
-
-@pytest.mark.gpu
 def test_deterministic_on_gpu():
     x = drawn(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in x.items()}
-    same(results(x, "triton"), results(x, "triton"), 0.0)
-
-
-@pytest.mark.gpu
-def test_in_one_compiled_graph_on_gpu():
-    one_graph("inductor", drawn(T=100, K=64, C=16, device="cuda"), 1e-5)
+    first, second = (state_results(call, x, "triton") for _ in range(2))
+    same(second, first, 0.0)

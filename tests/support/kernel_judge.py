@@ -114,6 +114,21 @@ def judge(function, tensors, *, tol, scale=0.3, **options):
     return errors
 
 
+def state_results(run, x, backend, use="both", **options):
+    """o, the state and every input's gradient, of x as the dict that it is."""
+    x = {name: t.detach().requires_grad_() for name, t in x.items()}
+    found = dict(zip(("o", "state"), run(x, backend, **options), strict=True))
+    loss = 0.0
+    for name, t in found.items():
+        if use in ("both", name):
+            weight = torch.linspace(1, 2, t.numel(), device=t.device)
+            loss = loss + (weight.reshape(t.shape) * t.double().sin()).sum()
+    unused = {} if use == "both" else {"materialize_grads": True}
+    grads = torch.autograd.grad(loss, x.values(), **unused)
+    found |= {f"d{name}": g for name, g in zip(x, grads, strict=True)}
+    return {name: t.detach() for name, t in found.items()}
+
+
 def needs_memory(gigabytes):
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     return pytest.mark.skipif(
