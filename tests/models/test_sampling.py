@@ -54,16 +54,19 @@ def test_a_stop_of_any_type_of_integer(stop, monkeypatch):
     assert len(list(stream(m, prompts, 5, stop=stop))) == 4
 
 
-@pytest.mark.parametrize("stop", [0, [0], torch.tensor([0]), np.int64(0)])
-def test_the_token_0_stops(stop, monkeypatch):
-    scripted(monkeypatch, [0], [1])
-    assert model().generate(PROMPT, 2, stop=stop)[0].tolist() == []
-
-
 @pytest.mark.parametrize("stop", [None, [], torch.tensor([]).long()])
 def test_no_stop(stop, monkeypatch):
     scripted(monkeypatch, [0], [1])
     assert model().generate(PROMPT, 2, stop=stop)[0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("stop", [0, [0], torch.tensor([0]), range(V)])
+def test_a_first_token_that_stops(stop, monkeypatch):
+    scripted(monkeypatch, [0], [1])
+    assert model().generate(PROMPT, 2, stop=stop)[0].tolist() == []
+    scripted(monkeypatch, [0], [1])
+    assert len(list(stream(model(), PROMPT, 2, stop=stop))) == 1
+    assert model().generate(PROMPT, 0)[0].tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,13 @@ def test_no_stop(stop, monkeypatch):
         ({"max_new_tokens": None}, TypeError, "max_new_tokens: got NoneType"),
         ({"prompts": None}, TypeError, "prompts: got NoneType, need a tens"),
         ({"prompts": torch.tensor(3)}, ValueError, r"prompts: got shape \[\]"),
+        ({"prompts": []}, ValueError, "prompts: got none"),
+        ({"prompts": PROMPT[:0]}, ValueError, r"prompts: got shape \[0\]"),
+        ({"prompts": [[1, 2]]}, ValueError, "prompts: got list"),
+        ({"prompts": PROMPT / 2}, ValueError, "prompts: got torch.float32"),
+        ({"temperature": -1}, ValueError, "temperature: got -1"),
+        ({"top_p": 0}, ValueError, "top_p: got 0"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: got -1"),
         ({"prompts": PROMPT - 2}, ValueError, "prompts: got -1, need tokens"),
         ({"prompts": PROMPT + 14}, ValueError, "prompts: got 16, need token"),
     ],
