@@ -10,11 +10,11 @@ from graphs import in_one_graph
 import fastweights as fw
 from fastweights.checks import relative_error
 from fastweights.deep import mesa
-from fastweights.deep.dual import gelu_slope
+from fastweights.deep.dual_form import gelu_slope
 from fastweights.deep.networks import gelu, residual
 from fastweights.deep.newton_schulz import LACT, MUON, newton_schulz
 from fastweights.deep.optimisers import projected, stale, summed
-from fastweights.deep.titans import products
+from fastweights.deep.titans import pairwise_products
 from fastweights.fast_weights import (
     decayed_sgd,
     inner_product,
@@ -177,13 +177,13 @@ def test_compiled_in_one_graph(name):
 
 def test_a_momentum_of_zero_and_a_decay_of_everything():
     a = torch.tensor([0.5, 0.0, 2.0, 3.0], **DOUBLE).requires_grad_()
-    found = products(a)
+    found = pairwise_products(a)
     want = torch.zeros(4, 4, **DOUBLE)
     for t in range(4):
         for s in range(t + 1):
             want[t, s] = a[s + 1 : t + 1].detach().prod()
     assert found.equal(want)
-    assert torch.autograd.gradcheck(products, a)
+    assert torch.autograd.gradcheck(pairwise_products, a)
     case, x = CASES["titans-mlp"], drawn("titans-mlp", T)
     x["momentum"][:, 3], x["g"][:, 6] = 0.0, -torch.inf
     assert relative_error(case.chunked(x)[0], case.learner(x)[0]) < 1e-12

@@ -11,7 +11,7 @@ from layer_cases import contents, made, tokens
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.checks import relative_error
-from fastweights.layers import lact, rows, titans, ttt
+from fastweights.layers import lact, titans, ttt, unpacked_rows
 from fastweights.ops import any_length
 
 DOUBLE = {"dtype": torch.float64}
@@ -183,14 +183,14 @@ def test_documents_of_uneven_length(name, how, monkeypatch):
     spans = [*itertools.pairwise(UNEVEN)]
     filled = []
 
-    class Counted(rows.Rows):
+    class Counted(unpacked_rows.UnpackedRows):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if self.cu_seqlens is not None:
                 filled.append(len(self.count) * self.longest)
 
     for module in (lact, titans, ttt):
-        monkeypatch.setattr(module, "Rows", Counted)
+        monkeypatch.setattr(module, "UnpackedRows", Counted)
     with torch.set_grad_enabled(how == "learned"):
         _, before = layer(tokens(len(spans), 3, seed=1, dtype=torch.float64))
         each = [before.select(torch.tensor([n])) for n in range(len(spans))]

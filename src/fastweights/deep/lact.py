@@ -18,7 +18,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.deep.chunks import Layout, Part, chosen
+from fastweights.deep.chunk_layout import Layout, Part, where_rows
 from fastweights.deep.network_arguments import (
     check_shapes,
     check_state,
@@ -33,13 +33,15 @@ Weights = Sequence[Tensor]
 """W0, W1 and W2."""
 
 
-def answer(w: Weights, x: Tensor) -> Tensor:
+def swiglu_answer(w: Weights, x: Tensor) -> Tensor:
     """W1^T (silu(W0^T x) * W2^T x) of x [B, H, C, K], in x's dtype."""
     w0, w1, w2 = (W.to(x.dtype) for W in w)
     return (F.silu(x @ w0) * (x @ w2)) @ w1
 
 
-def ascent(w: Weights, k: Tensor, v: Tensor, rates: Tensor) -> Weights:
+def sum_of_gradients(
+    w: Weights, k: Tensor, v: Tensor, rates: Tensor
+) -> Weights:
     """The chunk's sums of rate * gradient of f(k) . v, per matrix.
 
     Products are in k's dtype, what is between them in that of the rates [B,
@@ -74,7 +76,7 @@ def _product(x: Tensor, errors: Tensor) -> Tensor:
     return found.to(errors.dtype) * size
 
 
-def orthogonal(M: Weights, dtype: torch.dtype) -> Weights:
+def orthogonalise(M: Weights, dtype: torch.dtype) -> Weights:
     """newton_schulz of W0's, W1's and W2's, with products in ``dtype``.
 
     W1 has the others' shape turned if K = V: then the three are one batch,
@@ -194,18 +196,18 @@ def lact(
                     unit_columns(W) * norm
                     for W, norm in zip(w, norms, strict=True)
                 ]
-                w = [*map(partial(chosen, stepped), normed, w)]
+                w = [*map(partial(where_rows, stepped), normed, w)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            outputs.append(answer(w, q_).transpose(1, 2))
+            outputs.append(swiglu_answer(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)
-            found = ascent(w, k_, v_, eta)
+            found = sum_of_gradients(w, k_, v_, eta)
             total = [G + more for G, more in zip(total, found, strict=True)]
             mean = mean + part.take(momentum, 0.0).sum(1)[..., None]
             if not _any_ends(part):
                 continue
             keep = (mean / chunk_size)[..., None]
             M = [G + keep * m for G, m in zip(total, memory, strict=True)]
-            steps = orthogonal(M, dtype) if muon else M
+            steps = orthogonalise(M, dtype) if muon else M
             for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
                 after = since[i] + steps[i]
                 if not prenorm:
@@ -219,7 +221,7 @@ def lact(
         return layout.join(outputs), torch.cat([*flat, mean], -1)
 
 
-def _open(
+def _call_from_lists(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v, rates, w0, w1, w2, momentum, S0, position, lengths = tensors
@@ -239,7 +241,7 @@ def _open(
     )
 
 
-any_length.FUNCTIONS["lact"] = _open
+any_length.FUNCTIONS["lact"] = _call_from_lists
 
 
 def _unpack(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:

@@ -91,9 +91,9 @@ def mesa(
         got = ridge[wrong][0].item()
         raise ValueError(f"ridge: got {got}, need finite numbers > 0")
     check_state(q, initial_state, N, H, K, K + V, after=None)
-    how = How(steps, backend, kernel_takes(backend, q), dtype != full)
+    solver = Solver(steps, backend, kernel_takes(backend, q), dtype != full)
     # Products are in q's dtype beside the kernel, else in fp32.
-    products = dtype if how.by_kernel else full
+    products = dtype if solver.by_kernel else full
     if cu_seqlens is not None:
         after = outside(cu_seqlens, q.shape[1])[:, None]
         g, beta = g.masked_fill(after, 0), beta.masked_fill(after, 0)
@@ -108,7 +108,7 @@ def mesa(
         H0 = None if S0 is None else S0[..., :K].contiguous()
         matrices = (k, beta, g, ridge, H0, cu_seqlens)
         with torch.no_grad():
-            x = solve(q, how, *matrices)
+            x = solve(q, solver, *matrices)
 
         def read(x: Tensor, values: Tensor, S0: Tensor | None):
             o, state = linear_recurrence(
@@ -126,12 +126,12 @@ def mesa(
         # One more correction, which is 0 up to rounding: its gradients are
         # those of the solution by q, and by all that is in the product.
         Hx, _ = read(x, k, H0)
-        x = x + _Solve.apply(q - Hx - ridge * x, how, *matrices)
+        x = x + _Solve.apply(q - Hx - ridge * x, solver, *matrices)
         o, state = read(x, torch.cat([k, v], -1), S0)
         return o[..., K:].to(dtype), state
 
 
-class How(NamedTuple):
+class Solver(NamedTuple):
     """A solve's number of steps, and what takes them."""
 
     steps: int
@@ -145,23 +145,23 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, how: How, *matrices: Tensor | None
+        ctx: Any, residual: Tensor, solver: Solver, *matrices: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(*matrices)
-        ctx.how = how
+        ctx.solver = solver
         return torch.zeros_like(residual)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         """The matrices are symmetric: the same equations once more."""
         matrices = ctx.saved_tensors  # checkpointing lets them be read once
-        dx = solve(dx.contiguous(), ctx.how, *matrices)
+        dx = solve(dx.contiguous(), ctx.solver, *matrices)
         return dx, None, *[None] * len(matrices)
 
 
 def solve(
     b: Float[Tensor, "B T H K"],
-    how: How,
+    solver: Solver,
     k: Float[Tensor, "B T H K"],
     beta: Float[Tensor, "B T H"],
     g: Float[Tensor, "B T H"],
@@ -182,20 +182,22 @@ def solve(
         kept = g[:, 0, :, None, None].exp() * H0
         k_0 = k[:, 0, :, :, None]
         H = kept + beta[:, 0, :, None, None] * k_0 * k_0.mT
-    elif how.by_kernel:
-        return SOLVE(b, k, g, beta, ridge, H0, cu_seqlens, how.steps, how.half)
+    elif solver.by_kernel:
+        return SOLVE(
+            b, k, g, beta, ridge, H0, cu_seqlens, solver.steps, solver.half
+        )
     weighted = beta[..., None] * k
 
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
-        arguments = (None, H0, cu_seqlens, 1.0, None, how.backend)
+        arguments = (None, H0, cu_seqlens, 1.0, None, solver.backend)
         return RECURRENCE.forward(x, weighted, k, g, *arguments)[0]
 
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)
     tiny = torch.finfo(b.dtype).tiny
-    for _ in range(how.steps):
+    for _ in range(solver.steps):
         Ap = product(p) + ridge * p
         step = size / (p * Ap).sum(-1, keepdim=True).clamp_min(tiny)
         x, r = x + step * p, r - step * Ap

@@ -11,10 +11,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_sizes
-from fastweights.deep import dual
+from fastweights.deep.chunk_layout import Layout
 from fastweights.deep.chunk_loop import State, fold
-from fastweights.deep.chunks import Layout
-from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.dual_form import (
+    Layers,
+    Norm,
+    answer_queries,
+    as_layers,
+    flatten,
+    gradients,
+    layer_norm,
+    map_layers,
+    sum_gradients,
+    tensors_of,
+    unflatten,
+)
 from fastweights.deep.network_arguments import (
     check_layers,
     check_pair,
@@ -26,7 +37,9 @@ from fastweights.fast_weights import factor
 from fastweights.ops import any_length
 
 
-def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
+def pairwise_products(
+    a: Float[Tensor, "*lead C"],
+) -> Float[Tensor, "*lead C C"]:
     """[t, s]: the product of a_{s+1} to a_t; 0 where s > t.
 
     Products of factors, not quotients of running products: a factor may be 0.
@@ -34,10 +47,10 @@ def products(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
     C = a.shape[-1]
     later = torch.ones(C, C, dtype=torch.bool, device=a.device).tril(-1)
     factors = a[..., None, :].where(later.mT, 1.0)
-    return running(factors).mT.tril()
+    return running_product(factors).mT.tril()
 
 
-def running(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+def running_product(a: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
     """``a.cumprod(-1)``, whose own backward would wait for the device.
 
     PyTorch's asks there whether a factor is 0. In round r each product takes
@@ -109,7 +122,7 @@ def titans(
         check_pair("norm", norm, (H, v.shape[-1]))
     if any_length.is_open(T):
         tensors = [q, k, v, rate, momentum, g, *(norm or (None, None))]
-        tensors += [initial_state, position, lengths, *dual.leaves(start)]
+        tensors += [initial_state, position, lengths, *tensors_of(start)]
         numbers, sizes = [chunk_size], [B, H, 3, P]
         return any_length.call("titans", tensors, numbers, sizes, full)
     with without_autocast(q):
@@ -120,13 +133,13 @@ def titans(
             norm = (norm[0].to(full), norm[1].to(full))
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 3, P)
-        M, S, base = unpacked(initial_state, start)
+        M, S, base = unpack_state(initial_state, start)
         tokens = (q, k, v, rate, momentum, decay)
         outputs, done = [], 0
         layout = Layout(chunk_size, T, q.device, position, lengths)
         if layout.regular and (done := T // chunk_size * chunk_size):
             cut = [x[:, :done] for x in tokens]
-            M, S, o = _whole(M, S, cut, norm, chunk_size)
+            M, S, o = _whole_chunks(M, S, cut, norm, chunk_size)
             outputs.append(o)
             base = M
             layout = Layout(chunk_size, T - done, q.device)
@@ -142,13 +155,13 @@ def titans(
                 M, S, base, q_, k_, v_, theta, eta, alpha, moves, norm
             )
             rest.append(z.transpose(1, 2))
-            base = dual.each(part.choose, M, base)
+            base = map_layers(part.choose, M, base)
         if rest:
             outputs.append(layout.join(rest))
-        return torch.cat(outputs, 1).to(dtype), packed(M, S, base, start)
+        return torch.cat(outputs, 1).to(dtype), pack_state(M, S, base, start)
 
 
-def _open(
+def _call_from_lists(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v, rate, momentum, g, weight, bias, *rest = tensors
@@ -160,7 +173,7 @@ def _open(
         rate,
         momentum,
         g,
-        dual.pairs(start),
+        as_layers(start),
         None if weight is None else (weight, bias),
         chunk_size=numbers[0],
         initial_state=S0,
@@ -169,25 +182,25 @@ def _open(
     )
 
 
-any_length.FUNCTIONS["titans"] = _open
+any_length.FUNCTIONS["titans"] = _call_from_lists
 
 
-def unpacked(
+def unpack_state(
     state: Float[Tensor, "B H 3 P"], start: Layers
 ) -> tuple[Layers, Layers, Layers]:
     """The weights, S, and the weights with which the chunk began."""
     parts = state.to(start[0][0].dtype).unbind(2)
-    since, S, began = (dual.unflatten(x, start) for x in parts)
-    add = partial(dual.each, torch.add)
+    since, S, began = (unflatten(x, start) for x in parts)
+    add = partial(map_layers, torch.add)
     return add(since, start), S, add(began, start)
 
 
-def packed(
+def pack_state(
     M: Layers, S: Layers, base: Layers, start: Layers
 ) -> Float[Tensor, "B H 3 P"]:
-    """:func:`unpacked`'s inverse."""
-    since, began = (dual.each(torch.sub, x, start) for x in (M, base))
-    return dual.flatten([*since, *S, *began]).unflatten(-1, (3, -1))
+    """Inverse of :func:`unpack_state`."""
+    since, began = (map_layers(torch.sub, x, start) for x in (M, base))
+    return flatten([*since, *S, *began]).unflatten(-1, (3, -1))
 
 
 def chunk(
@@ -208,25 +221,25 @@ def chunk(
     Gradients are those of the weights ``base``. ``moves`` is 1 for a token
     that there is, else 0; None: there are all.
     """
-    found = dual.gradients(base, k, v, norm)
-    slow, fast = products(alpha), products(eta)
+    found = gradients(base, k, v, norm)
+    slow, fast = pairwise_products(alpha), pairwise_products(eta)
     # How much of S at token s is in W at token t, [B, H, C, C].
     reach = slow if moves is None else slow * moves[..., None, :]
     share = (reach @ fast) * theta[..., None, :]
-    keep, speed = running(alpha), running(eta)
+    keep, speed = running_product(alpha), running_product(eta)
     carry = (reach @ speed[..., None])[..., 0]
-    z = dual.read(q, M, S, found, keep, carry, share)
+    z = answer_queries(q, M, S, found, keep, carry, share)
     if norm is not None:
-        z = dual.layer_norm(z, norm)[0]
-    moved = dual.gather(found, share[..., -1, :])
-    surprise = dual.gather(found, fast[..., -1, :] * theta)
+        z = layer_norm(z, norm)[0]
+    moved = sum_gradients(found, share[..., -1, :])
+    surprise = sum_gradients(found, fast[..., -1, :] * theta)
     kept, reached = keep[..., -1], carry[..., -1]
-    M = dual.each(partial(_blend, kept, reached), M, S, moved)
-    S = dual.each(partial(_blend, speed[..., -1], None), S, S, surprise)
+    M = map_layers(partial(_blend, kept, reached), M, S, moved)
+    S = map_layers(partial(_blend, speed[..., -1], None), S, S, surprise)
     return M, S, z
 
 
-def _whole(
+def _whole_chunks(
     M: Layers,
     S: Layers,
     tokens: Sequence[Tensor],
@@ -237,14 +250,14 @@ def _whole(
     number = 2 * len(M)
 
     def step(state: State, *xs: Tensor) -> tuple[State, Tensor]:
-        M, S = dual.pairs(state[:number]), dual.pairs(state[number:])
+        M, S = as_layers(state[:number]), as_layers(state[number:])
         q, k, v, theta, eta, alpha = xs
         M, S, z = chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
-        return [*dual.leaves(M), *dual.leaves(S)], z
+        return [*tensors_of(M), *tensors_of(S)], z
 
-    state: State = [*dual.leaves(M), *dual.leaves(S)]
+    state: State = [*tensors_of(M), *tensors_of(S)]
     state, o = fold(step, state, tokens, chunk_size)
-    return dual.pairs(state[:number]), dual.pairs(state[number:]), o
+    return as_layers(state[:number]), as_layers(state[number:]), o
 
 
 def _blend(

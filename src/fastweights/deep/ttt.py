@@ -11,10 +11,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_tensors, wrong_shape
-from fastweights.deep import dual
+from fastweights.deep.chunk_layout import Layout
 from fastweights.deep.chunk_loop import State, fold
-from fastweights.deep.chunks import Layout
-from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.dual_form import (
+    Gradients,
+    Layers,
+    Norm,
+    answer_queries,
+    as_layers,
+    flatten,
+    gradients,
+    layer_norm,
+    map_layers,
+    sum_gradients,
+    tensors_of,
+    unflatten,
+)
 from fastweights.deep.network_arguments import (
     check_layers,
     check_pair,
@@ -94,7 +106,7 @@ def ttt(
     check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_open(T):
         tensors = [q, k, v, rate, *norm, rows, initial_state, position]
-        tensors += [lengths, *dual.leaves(start)]
+        tensors += [lengths, *tensors_of(start)]
         numbers, sizes = [len(start)], [B, H, 2, P]
         return any_length.call("ttt", tensors, numbers, sizes, full, backend)
     with without_autocast(q):
@@ -105,17 +117,17 @@ def ttt(
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 2, P)
         parts = initial_state.to(full).unbind(2)
-        since, total = (dual.unflatten(x, start) for x in parts)
-        weights = dual.each(torch.add, since, start)
+        since, total = (unflatten(x, start) for x in parts)
+        weights = map_layers(torch.add, since, start)
         outputs, done = [], 0
         layout = Layout(size, T, q.device, position, lengths)
         if layout.regular and (done := T // size * size):
             cut = [x[:, :done] for x in (*tokens, rate)]
-            whole = _kernel if by_kernel else _whole
+            whole = _whole_by_kernel if by_kernel else _whole_by_torch
             weights, o = whole(weights, cut, norm, rows)
             outputs.append(o)
             layout = Layout(size, T - done, q.device)
-            total = dual.each(torch.zeros_like, since)
+            total = map_layers(torch.zeros_like, since)
         # Nothing, where every part begins a chunk.
         sums = None if layout.regular else total
         q, k, v, rate = (x[:, done:].to(full) for x in (*tokens, rate))
@@ -128,22 +140,22 @@ def ttt(
                 weights, sums, q_, k_, v_, eta, norm, rows[part.place]
             )
             rest.append(o.transpose(1, 2))
-            more = dual.gather(found, eta)
-            more = more if sums is None else dual.each(torch.add, sums, more)
-            stepped = dual.each(partial(_stepped, rows[-1]), weights, more)
-            weights = dual.each(part.choose, stepped, weights)
+            more = sum_gradients(found, eta)
+            more = more if sums is None else map_layers(torch.add, sums, more)
+            stepped = map_layers(partial(_stepped, rows[-1]), weights, more)
+            weights = map_layers(part.choose, stepped, weights)
             total = more
             if not layout.regular:
-                nothing = dual.each(torch.zeros_like, more)
-                total = sums = dual.each(part.choose, nothing, more)
+                nothing = map_layers(torch.zeros_like, more)
+                total = sums = map_layers(part.choose, nothing, more)
         if rest:
             outputs.append(layout.join(rest).to(dtype))
-        since = dual.each(torch.sub, weights, start)
-        after = dual.flatten([*since, *total]).unflatten(-1, (2, -1))
+        since = map_layers(torch.sub, weights, start)
+        after = flatten([*since, *total]).unflatten(-1, (2, -1))
         return torch.cat(outputs, 1), after
 
 
-def _open(
+def _call_from_lists(
     tensors: list[Any], _: list[int], backend: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v, rate, weight, bias, rows, S0, position, lengths, *start = tensors
@@ -152,7 +164,7 @@ def _open(
         k,
         v,
         rate,
-        dual.pairs(start),
+        as_layers(start),
         (weight, bias),
         rows,
         initial_state=S0,
@@ -162,7 +174,7 @@ def _open(
     )
 
 
-any_length.FUNCTIONS["ttt"] = _open
+any_length.FUNCTIONS["ttt"] = _call_from_lists
 
 
 def _stepped(row: Tensor, W: Tensor, G: Tensor) -> Tensor:
@@ -178,37 +190,37 @@ def _read(
     eta: Float[Tensor, "B H C"],
     norm: Norm,
     row: Float[Tensor, "#B C"],
-) -> tuple[dual.Gradients, Float[Tensor, "B H C K"]]:
+) -> tuple[Gradients, Float[Tensor, "B H C K"]]:
     """A mini-batch's gradients, and what its queries read."""
-    found = dual.gradients(weights, k, v - k, norm)
+    found = gradients(weights, k, v - k, norm)
     row = row[:, None]
     # [B, H, C, C]
     share = (row[..., None] * eta[:, :, None]).tril()
-    z = dual.read(q, weights, sums, found, None, -row, share)
-    return found, q + dual.layer_norm(z, norm)[0]
+    z = answer_queries(q, weights, sums, found, None, -row, share)
+    return found, q + layer_norm(z, norm)[0]
 
 
-def _whole(
+def _whole_by_torch(
     weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
 ) -> tuple[Layers, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of q, k, v and rates, [B, T, H, ...]."""
 
     def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
-        W = dual.pairs(state)
+        W = as_layers(state)
         q, k, v, eta = (x.to(rows.dtype) for x in chunk)
         found, o = _read(W, None, q, k, v, eta, norm, rows[None])
-        more = dual.gather(found, eta)
-        W = dual.each(partial(_stepped, rows[-1]), W, more)
-        return dual.leaves(W), o.to(chunk[0].dtype)
+        more = sum_gradients(found, eta)
+        W = map_layers(partial(_stepped, rows[-1]), W, more)
+        return tensors_of(W), o.to(chunk[0].dtype)
 
-    state, o = fold(step, dual.leaves(weights), tokens, len(rows))
-    return dual.pairs(state), o
+    state, o = fold(step, tensors_of(weights), tokens, len(rows))
+    return as_layers(state), o
 
 
-def _kernel(
+def _whole_by_kernel(
     weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
 ) -> tuple[Layers, Float[Tensor, "B T H K"]]:
-    """Complete mini-batches of one layer, by Triton: what _whole returns."""
+    """Complete mini-batches of one layer, by Triton."""
     *qkv, rate = tokens
     inputs = (*qkv, rate.to(rows.dtype), *weights[0], *norm, rows)
     keep = needs_gradient(*inputs)

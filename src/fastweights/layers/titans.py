@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_number
 from fastweights.deep import titans
-from fastweights.deep.dual import Layers, Norm
+from fastweights.deep.dual_form import Layers, Norm
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.layer_arguments import check_sizes, head_size, scaled

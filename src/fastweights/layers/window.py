@@ -75,11 +75,11 @@ def window_attention(
     return o, torch.take_along_dim(both, at[..., None], 1)
 
 
-def _open(
+def _call_from_lists(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v, *rest = tensors
     return window_attention(q, k, v, numbers[0], *rest)
 
 
-any_length.FUNCTIONS["window"] = _open
+any_length.FUNCTIONS["window"] = _call_from_lists

@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
     errors: list[Tensor]
 
 
-def apply(layers: Layers, x: Tensor) -> list[Tensor]:
+def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
     """What every layer puts out, before any activation."""
     outputs: list[Tensor] = []
     for W, b in layers:
@@ -66,7 +66,7 @@ def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     return unit * weight[:, None] + bias[:, None], unit, scale
 
 
-def slope(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
+def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
     """The gradient of |y - target|^2 / 2 at z; y is z or its LayerNorm."""
     if norm is None:
         return z - target
@@ -80,14 +80,14 @@ def gradients(
     layers: Layers, k: Tensor, target: Tensor, norm: Norm | None = None
 ) -> Gradients:
     """The chunk's gradients, all at the same weights."""
-    outputs = apply(layers, k)
-    errors = [slope(outputs[-1], target, norm)]
+    outputs = layer_outputs(layers, k)
+    errors = [output_error(outputs[-1], target, norm)]
     for (W, _), z in zip(layers[:0:-1], outputs[-2::-1], strict=True):
         errors.append((errors[-1] @ W.mT) * gelu_slope(z))
     return Gradients([k, *map(gelu, outputs[:-1])], errors[::-1])
 
 
-def read(
+def answer_queries(
     q: Tensor,
     M: Layers,
     S: Layers | None,
@@ -114,7 +114,7 @@ def read(
     return z
 
 
-def gather(found: Gradients, share: Rows) -> Layers:
+def sum_gradients(found: Gradients, share: Rows) -> Layers:
     """The sum of the chunk's gradients, each times its share, written down."""
     sums = []
     for inputs, errors in zip(*found, strict=True):
@@ -123,31 +123,31 @@ def gather(found: Gradients, share: Rows) -> Layers:
     return sums
 
 
-def each(function: Callable[..., Tensor], *layers: Layers) -> Layers:
+def map_layers(function: Callable[..., Tensor], *layers: Layers) -> Layers:
     """A function of the weights at the same place, place by place."""
     pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
     return [(function(*W), function(*b)) for W, b in pairs]
 
 
-def leaves(layers: Layers) -> list[Tensor]:
+def tensors_of(layers: Layers) -> list[Tensor]:
     """The weights one by one."""
     return [x for layer in layers for x in layer]
 
 
-def pairs(tensors: Sequence[Tensor]) -> Layers:
-    """:func:`leaves`' inverse."""
+def as_layers(tensors: Sequence[Tensor]) -> Layers:
+    """Inverse of :func:`tensors_of`."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
     """All the weights of a head as one row of numbers."""
-    return torch.cat([x.flatten(2) for x in leaves(layers)], -1)
+    return torch.cat([x.flatten(2) for x in tensors_of(layers)], -1)
 
 
 def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
     """:func:`flatten`'s inverse; like has weights [H, ...] of these shapes."""
-    shapes = [w.shape[1:] for w in leaves(like)]
+    shapes = [w.shape[1:] for w in tensors_of(like)]
     parts = x.split([s.numel() for s in shapes], -1)
-    return pairs(
+    return as_layers(
         [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
     )

@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
         """``then`` [B, ...] where the chunk is complete, else ``other``."""
-        return chosen(self.ends, then, other)
+        return where_rows(self.ends, then, other)
 
 
 class Layout:
@@ -114,7 +114,7 @@ class Layout:
         return torch.take_along_dim(y, _like(index, y), 1)
 
 
-def chosen(
+def where_rows(
     rows: bool | Bool[Tensor, " B"], then: Tensor, other: Tensor
 ) -> Tensor:
     """``then`` [B, ...] in these rows, in all or in none; else ``other``."""
