@@ -5,7 +5,6 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from fastweights_lab import records
@@ -36,13 +35,6 @@ def test_sequences_join_windows_and_draw_heads():
         assert torch.equal(tokens, torch.arange(16) + 16 * row)
     assert not torch.equal(found["g"], sequences(x, shape, draw=1)["g"])
     assert torch.equal(found["g"], sequences(x, shape, draw=0)["g"])
-
-
-@pytest.mark.parametrize("size", ((2, 24, 4), (2, 12, 4), (1, 8, 7)))
-def test_too_few_windows_or_heads_are_named(size):
-    B, T, H = size
-    with pytest.raises(ValueError, match=f"got {B} x {T} tokens and {H}"):
-        sequences(numbered(5, 8, 6), speed.Shape(B, T, H, H, 3, 3), 0)
 
 
 def test_what_is_beyond_one_product():

@@ -59,19 +59,9 @@ def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
 def sequences(
     x: dict[str, Tensor], shape: speed.Shape, draw: int
 ) -> dict[str, Tensor]:
-    """Inputs of a shape: heads drawn per sequence, windows joined.
-
-    Raises:
-        ValueError: there are too few heads or windows.
-    """
-    windows, T, heads = x["q"].shape[:3]
-    need = shape.B * shape.T // T
-    if heads < shape.H or need > windows or shape.T % T:
-        raise ValueError(
-            f"shape: got {shape.B} x {shape.T} tokens and {shape.H} heads, "
-            f"need whole windows of {T}, {windows} at most, and {heads} "
-            "heads at most"
-        )
+    """Inputs of a shape: heads drawn per sequence, windows joined."""
+    T, heads = x["q"].shape[1:3]
+    n = shape.T // T
     dice = torch.Generator().manual_seed(draw)
     chosen = [
         torch.randperm(heads, generator=dice)[: shape.H]
@@ -80,10 +70,8 @@ def sequences(
     return {
         name: torch.stack(
             [
-                row[:, :, some.to(of.device)].flatten(0, 1)
-                for row, some in zip(
-                    of[:need].unflatten(0, (shape.B, -1)), chosen, strict=True
-                )
+                of[n * i : n * (i + 1), :, some.to(of.device)].flatten(0, 1)
+                for i, some in enumerate(chosen)
             ]
         )
         for name, of in x.items()

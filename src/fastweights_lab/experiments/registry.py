@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastweights_lab.experiments.grid import Grid, Variant
@@ -13,18 +14,15 @@ from fastweights_lab.tasks import (
     Scope,
     Sections,
     StateTracking,
-    Task,
 )
 
 
-def recurrence(**options: Any) -> Variant:
-    """One member of the family; all have the same surroundings."""
-    return Variant(("recurrence",), {"recurrence": options})
+def layers(kind: str, **options: Any) -> Variant:
+    """Layers of one kind."""
+    return Variant((kind,), {kind: options})
 
 
-def softmax(**options: Any) -> Variant:
-    """Softmax attention in these surroundings."""
-    return Variant(("convolved_softmax",), {"convolved_softmax": options})
+recurrence = functools.partial(layers, "recurrence")
 
 
 def family(**gate: Any) -> dict[str, Variant]:
@@ -36,8 +34,8 @@ def family(**gate: Any) -> dict[str, Variant]:
         "gated delta": recurrence(**gate),
         "GLA": recurrence(rule="additive", decay="channel", **gate),
         "KDA": recurrence(decay="channel", **gate),
-        "softmax": softmax(),
-        "softmax, rotary": softmax(theta=1e4),
+        "softmax": layers("convolved_softmax"),
+        "softmax, rotary": layers("convolved_softmax", theta=1e4),
     }
 
 
@@ -55,26 +53,21 @@ PUBLISHED = {
 FAMILY = {**family(**SLOW), **PUBLISHED}
 
 
-def network(kind: str, **options: Any) -> Variant:
-    """A layer whose fast weights are a network, with its own surroundings."""
-    return Variant((kind,), {kind: options})
-
-
 DEEP = {
     "delta": recurrence(decay=None),
     "gated delta": recurrence(**SLOW),
-    "TTT-Linear, 16": network("convolved_ttt_linear", mini_batch=16),
-    "TTT-MLP, 16": network("convolved_ttt_mlp", mini_batch=16),
-    "Titans, 16": network("titans", chunk_size=16),
-    "LaCT, 16": network("convolved_lact", num_heads=4, chunk_size=16),
-    "MesaNet": network("mesanet"),
+    "TTT-Linear, 16": layers("convolved_ttt_linear", mini_batch=16),
+    "TTT-MLP, 16": layers("convolved_ttt_mlp", mini_batch=16),
+    "Titans, 16": layers("titans", chunk_size=16),
+    "LaCT, 16": layers("convolved_lact", num_heads=4, chunk_size=16),
+    "MesaNet": layers("mesanet"),
 }
 """Chapter 12's layers: mini-batches or chunks of 16 tokens. Those that have
 no convolution of their own get one in front."""
 
 SHORT = {
-    "TTT-Linear, 4": network("convolved_ttt_linear", mini_batch=4),
-    "TTT-MLP, 4": network("convolved_ttt_mlp", mini_batch=4),
+    "TTT-Linear, 4": layers("convolved_ttt_linear", mini_batch=4),
+    "TTT-MLP, 4": layers("convolved_ttt_mlp", mini_batch=4),
 }
 """And of 4, which take a step more often, and longer to train."""
 
@@ -82,15 +75,23 @@ PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
 
 
-def by_pairs(task: Any, *pairs: int, **sizes: Any) -> dict[str, Task]:
-    """One task with several numbers of pairs."""
-    return {f"{n} pairs": task(pairs=n, **sizes) for n in pairs}
-
-
 def recalls(task: Any, *pairs: int, **sizes: Any) -> dict[str, Any]:
     """A grid's tasks: the same numbers of pairs for training and testing."""
-    tests = by_pairs(task, *pairs, **sizes)
+    tests = {f"{n} pairs": task(pairs=n, **sizes) for n in pairs}
     return {"train": tuple(tests.values()), "tests": tests}
+
+
+BARE = {"conv_size": None, "activation": False}
+"""No convolution, which would mix neighbours, and keys of any direction: a
+swap is a reflection along a difference, and SiLU leaves keys few of those."""
+
+TWO = {"decay": None, "allow_neg_eigval": True, "conv_size": None}
+REFLECTIONS = {
+    "beta up to 2": recurrence(**TWO, activation=False),
+    "beta up to 1": recurrence(decay=None, **BARE),
+    "decay": recurrence(rule="additive", **BARE),
+    "beta up to 2, SiLU": recurrence(**TWO, activation=True),
+}
 
 
 def tracking(
@@ -103,24 +104,9 @@ def tracking(
             f"{n} elements": StateTracking(group, elements=n, **sizes)
             for n in elements
         },
-        "variants": {
-            "beta up to 2": recurrence(
-                decay=None, allow_neg_eigval=True, **BARE
-            ),
-            "beta up to 1": recurrence(decay=None, **BARE),
-            "decay": recurrence(rule="additive", **BARE),
-            "beta up to 2, SiLU": recurrence(
-                decay=None,
-                allow_neg_eigval=True,
-                **{**BARE, "activation": True},
-            ),
-        },
+        "variants": REFLECTIONS,
     }
 
-
-BARE = {"conv_size": None, "activation": False}
-"""No convolution, which would mix neighbours, and keys of any direction: a
-swap is a reflection along a difference, and SiLU leaves keys few of those."""
 
 TRACKS = {"mlp_ratio": 2.0, "weight_decay": 0.0}
 LENGTHS = (32, 64, 128, 256)
