@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastweights import deep
-from fastweights_lab.bench import cost, timing
 from fastweights_lab.bench import deep as bench_deep
-from fastweights_lab.bench.cost import Cost
+from fastweights_lab.bench import deep_cost, timing
+from fastweights_lab.bench.deep_cost import Cost
 from fastweights_lab.program import main
 
 
@@ -28,7 +28,7 @@ def test_flops_of_ttt():
     rate, norm = torch.rand(B, T, H), torch.rand(2, H, K).unbind()
     start = [(torch.randn(H, K, K), torch.randn(H, K))]
     found = counted(deep.ttt, q, k, v, rate, start, norm, torch.rand(C))
-    assert found == cost.ttt(B, T, H, K, C).flops
+    assert found == deep_cost.ttt(B, T, H, K, C).flops
 
 
 def test_flops_of_lact():
@@ -36,7 +36,7 @@ def test_flops_of_lact():
     rates = torch.rand(B, T, H, 3)
     start = [torch.randn(H, *s) for s in ((K, 6), (6, K), (K, 6))]
     found = counted(deep.lact, q, k, v, rates, start, chunk_size=16)
-    assert found == cost.lact(B, T, H, K, 6, 16).flops
+    assert found == deep_cost.lact(B, T, H, K, 6, 16).flops
 
 
 def test_flops_of_mesa():
@@ -49,14 +49,14 @@ def test_flops_of_mesa():
     ridge = torch.rand(H, K)
     found = counted(deep.mesa, q, k, v, -g, beta, ridge, steps=7)
     again = (7 - 1) * 2 * K * K * B * 64 * H
-    assert found == cost.mesa(B, 64, H, K, steps=7).flops + again
+    assert found == deep_cost.mesa(B, 64, H, K, steps=7).flops + again
 
 
 def test_bytes_are_those_of_tokens():
     """bf16, and rates of fp32: read once, and written once."""
     n = B * T * H
-    assert cost.ttt(B, T, H, K).moved == n * (4 * 2 * K + 4)
-    training = cost.lact(B, T, H, K, 6, training=True).moved
+    assert deep_cost.ttt(B, T, H, K).moved == n * (4 * 2 * K + 4)
+    training = deep_cost.lact(B, T, H, K, 6, training=True).moved
     # q, k, v, o; then q, k, v, do, dq, dk, dv: rates thrice
     assert training == n * (11 * 2 * K + 3 * 3 * 4)
 

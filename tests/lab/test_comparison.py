@@ -35,7 +35,7 @@ def little_text(tmp_path, monkeypatch):
 def test_each_variant_is_a_model_of_its_own(little_text):
     models = {}
     for name in comparison.VARIANTS:
-        run = Training(comparison.chosen(name, 0, little_text))
+        run = Training(comparison.settings_of(name, 0, little_text))
         names = frozenset(dict(run.model.named_parameters()))
         models[name] = (names, run.settings.options)
     assert len(set(models.values())) == len(models)
@@ -48,7 +48,7 @@ def test_each_variant_is_a_model_of_its_own(little_text):
 
 def test_an_unknown_variant_is_named(capsys):
     with pytest.raises(ValueError, match="variant: got 'rope', need one of"):
-        comparison.chosen("rope", 0, TINY)
+        comparison.settings_of("rope", 0, TINY)
     assert main("compare", "rope") == 2
     assert "variant: got 'rope'" in capsys.readouterr().err
     assert main("compare", "delta", "--lr", "nan") == 2
@@ -87,7 +87,7 @@ def test_a_run_that_diverges_finds_nan_and_ends(little_text):
 
 
 def test_positions_are_those_of_the_windows(little_text):
-    run = Training(comparison.chosen("linear", 0, little_text))
+    run = Training(comparison.settings_of("linear", 0, little_text))
     run.model.token_losses = lambda tokens, targets: (
         (0 * tokens).float() + (targets[:, :1] * 0 + 1) * math.log(2)
     ).cumsum(1)  # position p costs p + 1 bits
@@ -106,7 +106,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         if len(began) == stop:
             raise KeyboardInterrupt
         score = {1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}[base.lr]
-        settings = asdict(comparison.chosen(variant, seed, base))
+        settings = asdict(comparison.settings_of(variant, seed, base))
         return {
             "variant": variant,
             "seed": seed,
@@ -120,7 +120,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(
         compare,
-        "each",
+        "run_jobs",
         lambda _, jobs, *__: ((0, run(*job)) for job in jobs),
     )
     file = tmp_path / "text.jsonl"
@@ -155,6 +155,6 @@ def test_the_recorded_runs_are_complete():
         assert comparison.best_rate(runs, name) > min(rates)
     for run in runs:
         base = replace(comparison.LARGE, lr=run["settings"]["lr"])
-        want = comparison.chosen(run["variant"], run["seed"], base)
+        want = comparison.settings_of(run["variant"], run["seed"], base)
         assert json.loads(json.dumps(asdict(want))) == (run["settings"])
         assert run["device"] == "NVIDIA H200"

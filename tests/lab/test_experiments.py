@@ -31,8 +31,8 @@ from fastweights_lab.experiments import (
     recall_record,
     recorded,
     run,
-    side_by_side,
     summary,
+    workers,
 )
 from fastweights_lab.experiments.grid import STEPS
 from fastweights_lab.experiments.recall_record import packed, unpacked, write
@@ -438,9 +438,9 @@ def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
     told = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = dict(side_by_side.each(stages, trials, "cpu", 1, lambda *x: None))
+    alone = dict(workers.run_jobs(stages, trials, "cpu", 1, lambda *x: None))
     torch.set_num_threads(threads)
-    runs = side_by_side.each(
+    runs = workers.run_jobs(
         stages, trials, "cpu", workers, lambda *x: told.append(x[:2]), streams
     )
     found = dict(runs)
@@ -607,8 +607,8 @@ def alive(pid):
 def test_a_worker_that_dies_is_an_error_that_says_so():
     dead = {"recurrence": {"A_range": (2.0, 1.0)}}
     trials = [replace(TRIAL, options=dead), replace(TRIAL, steps=10**5)]
-    found = side_by_side.each(stages, trials, "cpu", 2, lambda *x: None)
-    with pytest.raises(side_by_side.WorkerDied, match=r"^workers: one died"):
+    found = workers.run_jobs(stages, trials, "cpu", 2, lambda *x: None)
+    with pytest.raises(workers.WorkerDied, match=r"^workers: one died"):
         next(found)
     assert not multiprocessing.active_children()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastweights.models import LanguageModel
-from fastweights_lab.experiments import EXPERIMENTS, Trial, run, side_by_side
+from fastweights_lab.experiments import EXPERIMENTS, Trial, run, workers
 from fastweights_lab.experiments.captured_step import EAGER, TrainingStep
 from fastweights_lab.experiments.trial import a_stream, stages
 
@@ -66,7 +66,7 @@ def test_runs_beside_each_other_are_those_alone():
     def tell(i, _step, loss, _right):
         told[i] = loss
 
-    list(side_by_side.each(stages, trials, "cuda", 1, tell, streams=4))
+    list(workers.run_jobs(stages, trials, "cuda", 1, tell, streams=4))
     found = [told[i] for i in range(4)]
     assert found == pytest.approx(alone, rel=2e-3, abs=0.02)
     assert len(set(alone)) == 4

@@ -591,8 +591,8 @@ def test_ctrl_c_before_the_first_step_is_one_line(
 
     for of, name in (
         (corpus, "read"),
-        (train, "chosen"),
-        (train, "finish"),
+        (train, "chosen_settings"),
+        (train, "save_result"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, press)

@@ -6,9 +6,9 @@ mesa    MesaNet's, heads of 64 and of 128, B 1 and 8
 
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
-``fastweights_lab.bench.cost`` counts, at the rates of this machine's copies
-and products of matrices, which are measured first. "of_ceiling" is the
-share of the rate of products that a call reaches.
+``fastweights_lab.bench.deep_cost`` counts, at the rates of this machine's
+copies and products of matrices, which are measured first. "of_ceiling" is
+the share of the rate of products that a call reaches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastweights import deep
-from fastweights_lab.bench import cost
-from fastweights_lab.bench.cost import Cost
+from fastweights_lab.bench import deep_cost
+from fastweights_lab.bench.deep_cost import Cost
 from fastweights_lab.bench.timing import (
     DEVICE,
     DTYPE,
@@ -64,7 +64,7 @@ def ttt() -> Iterator[Case]:
             {"B": B, "T": T, "H": H, "K": K},
             functools.partial(deep.ttt, q, k, v, rate, [(W, b)], norm, rows),
             [q, k, v, rate, W, b, *norm, rows],
-            functools.partial(cost.ttt, B, T, H, K),
+            functools.partial(deep_cost.ttt, B, T, H, K),
         )
 
 
@@ -83,7 +83,7 @@ def lact() -> Iterator[Case]:
             run, q, k, v, rates, start, momentum, chunk_size=CHUNK
         ),
         [q, k, v, rates, *start, momentum],
-        functools.partial(cost.lact, B, T, H, K, K, CHUNK),
+        functools.partial(deep_cost.lact, B, T, H, K, K, CHUNK),
     )
 
 
@@ -101,7 +101,7 @@ def mesa() -> Iterator[Case]:
             {"B": B, "T": T, "H": H, "K": K},
             functools.partial(run, *x),
             x,
-            functools.partial(cost.mesa, B, T, H, K),
+            functools.partial(deep_cost.mesa, B, T, H, K),
         )
 
 

@@ -44,7 +44,7 @@ def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
     """
     rate = comparison.best_rate(comparison.load(), variant)
     settings = replace(base, lr=rate or base.lr)
-    run = Training(comparison.chosen(variant, 0, settings))
+    run = Training(comparison.settings_of(variant, 0, settings))
     for _ in range(run.settings.steps):
         run.step()
     tokens = corpus.first_windows(

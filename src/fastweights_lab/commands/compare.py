@@ -25,10 +25,10 @@ from fastweights_lab.experiments.comparison import (
     VARIANTS,
     Job,
     best_rate,
-    chosen,
+    settings_of,
     stages,
 )
-from fastweights_lab.experiments.side_by_side import each
+from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.records import Record, append, matching, read
 
 
@@ -58,7 +58,7 @@ def run(asked: argparse.Namespace) -> None:
     runs: list[Record] = []
 
     def go(wanted: list[Job]) -> None:
-        settings = [asdict(chosen(*job)) for job in wanted]
+        settings = [asdict(settings_of(*job)) for job in wanted]
         found = zip(wanted, matching(settings, runs), strict=True)
         left = [job for job, run in found if run is None]
         for name, seed, of in left:
@@ -70,7 +70,7 @@ def run(asked: argparse.Namespace) -> None:
             if step % 200 == 0:
                 print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
 
-        for _, run in each(stages, left, "cpu", asked.workers, tell):
+        for _, run in run_jobs(stages, left, "cpu", asked.workers, tell):
             print(_line(run), flush=True)
             runs.append(run)
             if asked.json:

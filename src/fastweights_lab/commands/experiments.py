@@ -30,9 +30,9 @@ from fastweights.arguments import check_sizes
 from fastweights_lab.experiments.grid import Grid, Trial
 from fastweights_lab.experiments.recall_record import write
 from fastweights_lab.experiments.registry import EXPERIMENTS
-from fastweights_lab.experiments.side_by_side import each
 from fastweights_lab.experiments.table import at_edge, summary
 from fastweights_lab.experiments.trial import stages
+from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.program import ended
 from fastweights_lab.records import Record, append, matching, read
 from fastweights_lab.text.training import Progress, chosen_device
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen(name: str, asked: argparse.Namespace) -> Grid:
+def chosen_grid(name: str, asked: argparse.Namespace) -> Grid:
     """An experiment's grid as the options change it.
 
     Raises:
@@ -97,7 +97,7 @@ def chosen(name: str, asked: argparse.Namespace) -> Grid:
     return grid
 
 
-def go(
+def run_missing(
     trials: Sequence[Trial], asked: argparse.Namespace, device: torch.device
 ) -> None:
     """Run those that the folder does not hold yet, and show how far it is."""
@@ -127,7 +127,7 @@ def go(
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    runs = each(stages, left, str(device), workers, tell, asked.streams)
+    runs = run_jobs(stages, left, str(device), workers, tell, asked.streams)
     for i, run in runs:
         append(_file(asked.out, left[i].experiment), run)
         found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
@@ -187,7 +187,7 @@ def run(asked: argparse.Namespace) -> int | None:
     """
     if asked.record is not None:
         for name in asked.names:
-            chosen(name, asked)
+            chosen_grid(name, asked)
         record(asked.names or [*EXPERIMENTS], asked.out, asked.record)
         return None
     if not asked.names:
@@ -195,11 +195,11 @@ def run(asked: argparse.Namespace) -> int | None:
             print(f"{name:20} {len(grid.trials(name)):3} runs  {grid.about}")
         return None
     on = chosen_device(asked.device)
-    grids = {name: chosen(name, asked) for name in asked.names}
+    grids = {name: chosen_grid(name, asked) for name in asked.names}
     trials = {name: grid.trials(name) for name, grid in grids.items()}
     try:
         if not asked.dry:
-            go([*chain.from_iterable(trials.values())], asked, on)
+            run_missing([*chain.from_iterable(trials.values())], asked, on)
     except KeyboardInterrupt:
         return ended("stopped; the same command goes on from here", 130)
     for name, some in trials.items():

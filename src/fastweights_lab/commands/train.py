@@ -52,7 +52,7 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TOKENIZER = "tokenizer.json"
 
 
-def trained(training: Training, stopped: Callable[[], bool]) -> bool:
+def take_all_steps(training: Training, stopped: Callable[[], bool]) -> bool:
     """All steps that are left, with log, evaluations and checkpoints.
 
     Returns:
@@ -187,7 +187,7 @@ def as_pattern(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def chosen(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
+def chosen_settings(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
     """The settings asked for, and the checkpoint that they go on from."""
     names = Settings.__dataclass_fields__
     given = {name: x for name, x in vars(asked).items() if name in names}
@@ -253,12 +253,12 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 def run(asked: argparse.Namespace) -> int:
     """Train as asked: 0, 1 where it broke off, 2 for what does not fit."""
     safetensors()  # which would be missed at the end
-    settings, path = chosen(asked)
+    settings, path = chosen_settings(asked)
     with process_group(settings.device):
-        return attempt(settings, path)
+        return run_in_group(settings, path)
 
 
-def attempt(settings: Settings, path: Path | None) -> int:
+def run_in_group(settings: Settings, path: Path | None) -> int:
     """What run does within the process group.
 
     When it returns nothing holds the model any more, no error either. Gloo's
@@ -272,10 +272,10 @@ def attempt(settings: Settings, path: Path | None) -> int:
             except (ImportError, OSError, TypeError, ValueError) as error:
                 return ended(f"{PROGRAM}: {error}", 2)
             choose_threads(training)
-            if not trained(training, stopped):
+            if not take_all_steps(training, stopped):
                 return 130
             if training.rank == 0:
-                finish(training)
+                save_result(training)
             return 0
         except KeyboardInterrupt:
             return ended("stopped at once", 130)
@@ -292,7 +292,7 @@ def attempt(settings: Settings, path: Path | None) -> int:
             out = Path(settings.out)
             free = shutil.disk_usage(out if out.is_dir() else ".").free / 2**20
             why = f"{error}; {free:,.0f} MiB are free"
-    return ended(f"{PROGRAM}: {why}; {kept(settings)}", 1)
+    return ended(f"{PROGRAM}: {why}; {what_is_left(settings)}", 1)
 
 
 def choose_threads(training: Training) -> None:
@@ -331,7 +331,7 @@ def out_of_memory(error: Exception) -> bool:
     return of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
-def kept(settings: Settings) -> str:
+def what_is_left(settings: Settings) -> str:
     """What is left of a run that broke off."""
     path = Path(settings.out) / CHECKPOINT
     if not path.is_file():
@@ -340,7 +340,7 @@ def kept(settings: Settings) -> str:
     return f"{path} is that of step {step}"
 
 
-def finish(training: Training) -> None:
+def save_result(training: Training) -> None:
     """Write the model for load(), and a sample if one was asked for."""
     settings = training.settings
     training.model.save(settings.out)

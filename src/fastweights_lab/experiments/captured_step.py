@@ -19,7 +19,7 @@ from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel
 from fastweights_lab.experiments.grid import STEPS, Trial
 from fastweights_lab.tasks import IGNORE, Batch, Task
-from fastweights_lab.tasks.batch import Draws
+from fastweights_lab.tasks.task import Draws
 
 EAGER = 2
 """Steps of each task before one is captured: kernels get compiled in them."""

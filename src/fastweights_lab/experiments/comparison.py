@@ -100,7 +100,7 @@ PLANTED = (16, 64, 256, 1024, 4096)  # bytes back, at most LONG windows
 LONG = 4  # evaluated on windows this many times as long as those trained on
 
 
-def chosen(variant: str, seed: int, base: Settings) -> Settings:
+def settings_of(variant: str, seed: int, base: Settings) -> Settings:
     """The settings of one run.
 
     Raises:
@@ -145,7 +145,7 @@ def train(
         seconds of the steps but the first. A run whose gradient is no number
         any more ends there, finds nan and writes nothing.
     """
-    run = Training(chosen(variant, seed, base))
+    run = Training(settings_of(variant, seed, base))
     length, losses = run.settings.length, []
     at_the_start = inside(run)
     start = since = time.perf_counter()

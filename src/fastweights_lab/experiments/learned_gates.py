@@ -1,6 +1,6 @@
 """What training makes of a recurrence: its gates, write strengths and keys.
 
-    run = Training(comparison.chosen("gated delta", 0, comparison.SMALL))
+    run = Training(comparison.settings_of("gated delta", 0, comparison.SMALL))
     learned(run.model, tokens)[0]["strength"]
 
 are quantiles of the first layer's write strengths, a list per head.

@@ -16,7 +16,6 @@
 | :class:`StateTracking` | the running product of a group's elements |
 """
 
-from fastweights_lab.tasks.batch import ASK, IGNORE, Batch, Task
 from fastweights_lab.tasks.needles import Needles
 from fastweights_lab.tasks.recall import (
     AssociativeRecall,
@@ -25,6 +24,7 @@ from fastweights_lab.tasks.recall import (
 )
 from fastweights_lab.tasks.scope import Scope, Sections
 from fastweights_lab.tasks.states import StateTracking
+from fastweights_lab.tasks.task import ASK, IGNORE, Batch, Task
 
 __all__ = [
     "ASK",

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastweights_lab.tasks.batch import (
+from fastweights_lab.tasks.task import (
     ASK,
     Batch,
     Draws,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fastweights_lab.tasks.batch import (
+from fastweights_lab.tasks.task import (
     ASK,
     Batch,
     Draws,

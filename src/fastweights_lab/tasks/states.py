@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights_lab.tasks.batch import IGNORE, Batch, Draws, Task
+from fastweights_lab.tasks.task import IGNORE, Batch, Draws, Task
 
 
 @dataclass(frozen=True)

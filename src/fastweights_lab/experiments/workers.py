@@ -27,7 +27,7 @@ class WorkerDied(ChildProcessError):
     """A process ended before its run did."""
 
 
-def each(
+def run_jobs(
     run: Run,
     jobs: Sequence[Any],
     device: str,
