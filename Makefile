@@ -55,7 +55,8 @@ LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 PYTEST := -m pytest -q -p no:nbval -n auto --maxprocesses 8 --dist worksteal
 UNIT := $(TESTER) $(PYTEST)
-BUILT_TESTS := $(addprefix tests/book/test_,answers.py notebooks.py site.py)
+BUILT_TESTS := $(addprefix tests/book/test_,answers.py notebooks.py search.py \
+	site.py)
 LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS) tests/kernels)
 KERNEL_TESTS := tests/kernels
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \

@@ -51,6 +51,7 @@ extensions = [
     "api_entries",
     "equations",
     "run_links",
+    "sections",
 ]
 exclude_patterns = ["**.ipynb_checkpoints"]
 templates_path = ["_templates"]
@@ -97,6 +98,8 @@ html_static_path = [
     str(_TEMML / "contrib" / "copy-tex" / "copy-tex.min.js"),
 ]
 html_css_files = ["palette.css", "book.css"]
+html_js_files = ["search.js"]
+html_use_index = html_domain_indices = False
 html_copy_source = False
 html_show_sourcelink = False
 html_sidebars = {
@@ -120,9 +123,14 @@ html_theme_options = {
     "use_repository_button": True,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
+    "search_as_you_type": True,
+    "search_bar_text": "Search the book",
 }
 
 # Read by the book's own extensions
 book_repository = _REPOSITORY
 book_notebooks = str(ROOT / "build" / "notebooks")
 book_palette = html_static_path[1]
+book_minisearch = str(
+    BOOK / "node_modules" / "minisearch" / "dist" / "umd" / "index.js"
+)
