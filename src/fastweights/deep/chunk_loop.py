@@ -9,7 +9,6 @@ would write the step down once per chunk; as a ``scan`` it compiles it once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -87,19 +86,14 @@ def _checkpointed(
     step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
     """Fold chunks, keeping for a backward what enters each group of them."""
-
-    def run(number: int, *tensors: Tensor) -> tuple[Any, ...]:
-        state, outputs = _looped(step, tensors[:number], tensors[number:])
-        return (*state, outputs)
-
     collected = []
     groups = ([*x.split(GROUP)] for x in chunks)
     for group in zip(*groups, strict=True):
-        *state, outputs = checkpoint(
-            run,
-            len(state),
-            *state,
-            *group,
+        state, outputs = checkpoint(
+            _looped,
+            step,
+            state,
+            group,
             use_reentrant=False,
             preserve_rng_state=False,
         )

@@ -54,18 +54,13 @@ class Start(CheckedModule):
         Copies, if others have touched the module: what has fetched the
         parameters takes them away after the call.
         """
-        tensors: list[Tensor] = [*self._in_order()]
+        names = [f"{x}{i + 1}" for i in range(self.depth) for x in "Wb"]
+        names += ["norm_weight", "norm_bias"]
+        tensors: list[Tensor] = [getattr(self, name) for name in names]
         if not is_untouched(self, START):
             tensors = [p.clone() for p in tensors]
         pairs = [*zip(tensors[::2], tensors[1::2], strict=True)]
         return pairs[:-1], pairs[-1]
-
-    def _in_order(self) -> list[nn.Parameter]:
-        names = [f"{x}{i + 1}" for i in range(self.depth) for x in "Wb"]
-        return [
-            getattr(self, name)
-            for name in (*names, "norm_weight", "norm_bias")
-        ]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
