@@ -12,7 +12,7 @@ KERNELS = {"states": mesa.mesa_states_kernel, "solve": mesa.mesa_solve_kernel}
 def compile_kernel(name, capability, precision, K):
     constants = {"H": 16, "K": K, "BT": mesa.CHUNK, "PRECISION": precision}
     constants |= {"initial_state": None, "cu_seqlens": None}
-    constants |= mesa.options(K) | {"BN": mesa.columns(K)}
+    constants |= mesa.options(K) | {"BN": mesa.columns_per_program(K)}
     constants["WIDE"] = constants["num_warps"] == 8
     if name == "states":
         constants["num_warps"] = 4

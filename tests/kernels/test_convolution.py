@@ -150,7 +150,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     weight, state = torch.randn(C, W), rows(N, W - 1, C)
     x, y, dy, dx = (rows(T, C)[None] for _ in range(4))
     last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
-    share = rows(convolution.slots(x, cu_seqlens, 8), W, C)
+    share = rows(convolution.num_stretches(x, cu_seqlens, 8), W, C)
     call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, settings)
     inputs = (x, weight, None, state, cu_seqlens)
     convolution.run_stretches(

@@ -73,12 +73,12 @@ def run_stretches(
     constants = {"C": C, "H": H, "K": K, "W": weight.shape[1]}
     constants |= {"SILU": silu, "NORM": eps is not None} | settings
     blocks = 2 * H + triton.cdiv(C - 2 * H * K, settings["BV"])
-    programs = blocks * slots(x, cu_seqlens, settings["BT"])
+    programs = blocks * num_stretches(x, cu_seqlens, settings["BT"])
     with torch.cuda.device_of(x):
         kernel[(programs,)](*arguments, eps or 0.0, T, N, **constants)
 
 
-def slots(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
+def num_stretches(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
     """Stretches of BT tokens there can be: see ``tile.first_slot``."""
     B, T, _ = x.shape
     if cu_seqlens is None:
@@ -137,7 +137,7 @@ def backward(
     lean = few and x.element_size() < 4 and on_hopper
     settings = options(C, H, K, B * T, back=True, lean=lean)
     taps = W if bias is None else W + 1
-    number = slots(x, cu_seqlens, settings["BT"])
+    number = num_stretches(x, cu_seqlens, settings["BT"])
     share = x.new_empty(number, taps, C, dtype=FP32)
     dx = torch.empty_like(x)
     dinitial = None

@@ -79,7 +79,7 @@ def gradients_of_sums(rows, dys, b_bias, taps, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def taken_up(dtaps, dzs, rows, W: tl.constexpr):
+def add_to_taps(dtaps, dzs, rows, W: tl.constexpr):
     """The taps' gradients and what four tokens add, a product at a time.
 
     The newest tap first; rows begin four tokens before those of dzs.
@@ -196,7 +196,7 @@ def walk_back(inputs, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr):
         dys_before = load_four(p_y, [m, m, m, m], m_d, R)
 
         dzs = gradients_of_sums(rows[1:], dys, b_bias, taps, eps, BLOCK)
-        dtaps = taken_up(dtaps, dzs, rows, W)
+        dtaps = add_to_taps(dtaps, dzs, rows, W)
         if bias is not None:
             dbias += dzs[0] + dzs[1] + dzs[2] + dzs[3]
 

@@ -158,7 +158,7 @@ def options(K: int) -> dict[str, int]:
     return {"BK": BK, "num_warps": 8 if BK > 64 else 4, "num_stages": 1}
 
 
-def columns(K: int) -> int:
+def columns_per_program(K: int) -> int:
     """Columns of a matrix that one program of the states has."""
     return min(options(K)["BK"], 64)
 
@@ -190,7 +190,7 @@ def solve(
     states = b.new_empty(slots, H, K, K)
     sizes = {"H": H, "K": K, "BT": CHUNK, "PRECISION": dot_precision(dtype, K)}
     how = options(K)
-    BN = columns(K)
+    BN = columns_per_program(K)
     with torch.cuda.device_of(b):
         mesa_states_kernel[(N * H * triton.cdiv(K, BN),)](
             k,

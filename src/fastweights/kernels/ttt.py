@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import (
+    add_pairs,
     load_row,
     load_rows,
     row_at,
@@ -41,7 +42,7 @@ def mean(b_x, K: tl.constexpr):
 
 
 @triton.jit
-def within(b_x, K: tl.constexpr):
+def clear_past(b_x, K: tl.constexpr):
     """b_x [BC, BK], 0 past the K channels."""
     if b_x.shape[1] == K:
         return b_x
@@ -57,34 +58,28 @@ def centred(b_W, K: tl.constexpr):
     since errors sum to 0. Without them z has next to no mean, and the spread
     can be found from the sums of z and of z^2, which are there at once.
     """
-    return within(b_W - mean(b_W, K), K)
+    return clear_past(b_W - mean(b_W, K), K)
 
 
 @triton.jit
-def both(a_1, b_1, a_2, b_2):
-    """Two sums at once."""
-    return a_1 + a_2, b_1 + b_2
-
-
-@triton.jit
-def unit(b_z, K: tl.constexpr):
+def standardise(b_z, K: tl.constexpr):
     """b_z less its mean, in units of its spread, and 1 / spread.
 
     Small as the mean of a centred z is, it may not stay: errors would then
     not sum to 0, and the next mean would be larger.
     """
-    b_m, b_zz = tl.reduce((b_z, b_z * b_z), 1, both)
+    b_m, b_zz = tl.reduce((b_z, b_z * b_z), 1, add_pairs)
     b_m, b_zz = b_m[:, None] * (1.0 / K), b_zz[:, None] * (1.0 / K)
     b_s = tl.rsqrt(tl.maximum(b_zz - b_m * b_m, 0.0) + EPS)
-    return within((b_z - b_m) * b_s, K), b_s
+    return clear_past((b_z - b_m) * b_s, K), b_s
 
 
 @triton.jit
-def across(b_d, b_u, K: tl.constexpr):
+def through_norm(b_d, b_u, K: tl.constexpr):
     """b_d without what moves LN's mean or spread, and mean(b_d b_u)."""
-    b_m, b_mu = tl.reduce((b_d, b_d * b_u), 1, both)
+    b_m, b_mu = tl.reduce((b_d, b_d * b_u), 1, add_pairs)
     b_m, b_mu = b_m[:, None] * (1.0 / K), b_mu[:, None] * (1.0 / K)
-    return within(b_d - b_m - b_u * b_mu, K), b_mu
+    return clear_past(b_d - b_m - b_u * b_mu, K), b_mu
 
 
 @triton.jit
@@ -168,16 +163,16 @@ def ttt_fwd_kernel(
 
         b_Wd = b_W.to(b_k.dtype)
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
-        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
+        b_u, b_s = standardise(b_z, K)  # [BC, BK], [BC, 1]
         b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
-        b_h, _ = across((b_u * b_w + b_c - b_t) * b_w, b_u, K)
+        b_h, _ = through_norm((b_u * b_w + b_c - b_t) * b_w, b_u, K)
         b_X = (b_r[:, None] * b_h * b_s).to(b_k.dtype)  # [BC, BK]
 
         b_S, b_m = scores(b_q, b_k, b_factors, False, PRECISION)  # [BC, BC]
         b_A = (b_S * b_m).to(b_k.dtype)
         b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
-        b_u, _ = unit(b_z, K)
+        b_u, _ = standardise(b_z, K)
         b_o = b_q.to(tl.float32) + b_u * b_w + b_c
         store_rows(o, b_o, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
         if X is not None:
@@ -268,10 +263,10 @@ def ttt_bwd_kernel(
         b_A = (b_S * b_m).to(b_k.dtype)
         b_z = tl.dot(b_q, b_Wd, input_precision=PRECISION) + b_b
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)
-        b_u, b_s = unit(b_z, K)  # [BC, BK], [BC, 1]
+        b_u, b_s = standardise(b_z, K)  # [BC, BK], [BC, 1]
         b_dw += tl.sum(b_do * b_u, axis=0)
         b_dc += tl.sum(b_do, axis=0)
-        b_du, _ = across(b_do * b_w, b_u, K)
+        b_du, _ = through_norm(b_do * b_w, b_u, K)
         b_du *= b_s
         b_db_z = tl.sum(b_du, axis=0)
         b_dz = b_du.to(b_k.dtype)  # [BC, BK]
@@ -300,22 +295,22 @@ def ttt_bwd_kernel(
 
         # Through E = h s, h = d - mean(d) - u mean(d u), to z = k W + b.
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
-        b_u, b_s = unit(b_z, K)
+        b_u, b_s = standardise(b_z, K)
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
-        b_h, b_hu = across(b_e * b_w, b_u, K)
+        b_h, b_hu = through_norm(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
         p_r, m_r = row_at(drate, (t, t + C, i_h), H, BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]
-        b_dy, b_dhu = across(b_dX, b_u, K)
+        b_dy, b_dhu = through_norm(b_dX, b_u, K)
         b_dw += tl.sum(b_dy * b_e, axis=0)
         b_dy *= b_w
         b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
         store_rows(dv, -b_dy, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
         b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
-        b_du, _ = across(b_du, b_u, K)
+        b_du, _ = through_norm(b_du, b_u, K)
         b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
         b_du_ = b_du.to(b_k.dtype)

@@ -61,7 +61,7 @@ def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
 
 
 @triton.jit
-def reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
+def chunks_in_reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
     """How many of the chunks first to last matter at the end of them.
 
     Or with BACK at their beginning. What is farther away is FORGOTTEN: so

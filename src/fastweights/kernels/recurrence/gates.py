@@ -55,7 +55,7 @@ def num_levels(BT):
 
 
 @triton.jit
-def clamped(x, least):
+def clamp_below(x, least):
     """x, or least where x is less. A NaN stays, to be seen in the results."""
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
@@ -67,7 +67,7 @@ def split_gates(b_g):
     22 bits, or 2^-25, and what is below the clamp decays to 0 in one step
     anyway.
     """
-    b_g = clamped(b_g.to(tl.float32) * tile.LOG2_E, -30000.0)
+    b_g = clamp_below(b_g.to(tl.float32) * tile.LOG2_E, -30000.0)
     b_high = b_g.to(tl.float16)
     return b_high, (b_g - b_high.to(tl.float32)).to(tl.float16)
 

@@ -194,7 +194,7 @@ def intra_fwd_kernel(
         # stores would hold the loads of k back.
         if DELTA:
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
-        b_g = gates.clamped(b_g.to(tl.float32), -20000.0)
+        b_g = gates.clamp_below(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
         tl.store(tile.slot_row(G, i_ch, BT), b_G)
         b_total = tl.sum(

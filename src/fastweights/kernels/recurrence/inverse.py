@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def joins(level, BT: tl.constexpr):
+def joint_mask(level, BT: tl.constexpr):
     """Mask [BT, BT] of the blocks that join two neighbours of 2^level rows."""
     o_c = tl.arange(0, BT) >> level
     return (o_c[:, None] ^ 1) == o_c[None, :]
@@ -35,7 +35,7 @@ def add_product(b_x, b_y, b_z, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def joined(b_R, b_A, b_beta, m_off, PRECISION: tl.constexpr):
+def join(b_R, b_A, b_beta, m_off, PRECISION: tl.constexpr):
     """R of two neighbours joined, from R of each; they meet in m_off of b_A.
 
     R_21 = -(I + R_22 Diag(beta_2)) A_21 (I + Diag(beta_1) R_11).
@@ -61,15 +61,15 @@ def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
     b_D = tl.where(m_diagonal, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
     b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
     b_b = tl.reshape(b_beta, [NB, 16])[:, :, None]
-    b_R = -tl.where(joins(0, 16)[None], b_D, 0.0)
+    b_R = -tl.where(joint_mask(0, 16)[None], b_D, 0.0)
     for level in tl.static_range(1, 4):
-        b_R = joined(b_R, b_D, b_b, joins(level, 16)[None], PRECISION)
+        b_R = join(b_R, b_D, b_b, joint_mask(level, 16)[None], PRECISION)
     b_R = tl.where(m_diagonal, b_R[:, :, None, :], 0.0)
     b_R = tl.reshape(b_R, [BT, BT])
     for level in tl.static_range(4, 6):
         if 2**level < BT:
-            m_off = joins(level, BT)
-            b_R = joined(b_R, b_A, b_beta[:, None], m_off, PRECISION)
+            m_off = joint_mask(level, BT)
+            b_R = join(b_R, b_A, b_beta[:, None], m_off, PRECISION)
     return b_R
 
 

@@ -15,7 +15,7 @@ from fastweights.kernels import tile
 from fastweights.kernels.recurrence import gates
 from fastweights.kernels.recurrence.compose import (
     border_of,
-    reach,
+    chunks_in_reach,
     segment_at,
     segment_before,
 )
@@ -92,7 +92,9 @@ def chunks_of(
     begin = first
     if MAP and META.DG == 1:
         i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
-        reached = reach(bound, i_slot + first, i_hv, first, last, False, META)
+        reached = chunks_in_reach(
+            bound, i_slot + first, i_hv, first, last, False, META
+        )
         reaches_all = reached == last - first
         if is_map & (reaches_all == 0):
             reached = 0
@@ -405,7 +407,9 @@ def scan_bwd_kernel(
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
     from_end = (last == NT) & ((first < NT) | (first == 0))
     if MAP and DG == 1:
-        reached = reach(bound, i_slot + first, i_hv, first, last, True, META)
+        reached = chunks_in_reach(
+            bound, i_slot + first, i_hv, first, last, True, META
+        )
         from_end &= reached == last - first
         last = first + reached
 
