@@ -6,7 +6,7 @@ import pytest
 import torch
 from crossed import crossed
 from inputs import GATES, RULES, member
-from kernel_judge import DEVICES, needs_memory, places
+from kernel_judge import DEVICES, needs_memory, on_devices
 
 import fastweights as fw
 from fastweights import ops
@@ -81,14 +81,16 @@ def judge(x):
 
 
 @crossed(shape=[*SHAPES], gate=GATES, rule=RULES)
-@places(cpu=["float32", "float16"], cuda=["float32", "float16", "bfloat16"])
+@on_devices(
+    cpu=["float32", "float16"], cuda=["float32", "float16", "bfloat16"]
+)
 def test_loop(gate, rule, shape, device, dtype):
     sizes = (SMALLER if device == "cpu" else SHAPES)[shape]
     judge(shaped(gate, rule, sizes, dtype=dtype, device=device))
 
 
 @crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_rows_of_a_pool(gate, rule, index, device, dtype):
     """Three sequences whose states lie in rows 4, none and 1 of five."""
     x = call(gate, rule, device, B=3, T=2, H=1, HV=2, K=20, V=33, dtype=dtype)
@@ -200,7 +202,7 @@ def test_operator_passes_opcheck():
 
 
 @ALL
-@places(cpu=[], cuda=["float32", "float16", "bfloat16"])
+@on_devices(cpu=[], cuda=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 2, 16])
 def test_a_model_on_gpu(gate, rule, device, dtype, T):
     shape = (4, T, 4, 8, 128, 128)

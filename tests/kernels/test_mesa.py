@@ -4,7 +4,7 @@ import pytest
 import torch
 from graphs import in_one_graph
 from inputs import same
-from kernel_judge import DEVICES, places, state_results
+from kernel_judge import DEVICES, on_devices, state_results
 
 from fastweights import ops
 from fastweights.deep import mesa
@@ -82,7 +82,7 @@ def test_chunks(T, K, V, dtype, N):
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gates(gate, device, dtype):
     """Nothing forgotten, next to nothing, all within a token or two."""
     sizes = {"B": 1, "T": 70, "H": 1, "K": 16}
@@ -120,7 +120,7 @@ def cut(name, t, start, end):
     return t
 
 
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_packed(device, dtype):
     """An empty sequence, one token, and chunks that begin anywhere."""
     T, K = (100, 8) if device == "cpu" else (1000, 64)

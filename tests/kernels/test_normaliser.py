@@ -7,7 +7,7 @@ them.
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_judge import places
+from kernel_judge import on_devices
 
 import fastweights as fw
 from fastweights import feature_maps, ops
@@ -79,7 +79,7 @@ def normalised(dtype, device, T, K, budget, **options):
 
 
 @pytest.mark.parametrize("member", [mlstm, normalised])
-@places(cpu=["float16"], cuda=["float16", "bfloat16"])
+@on_devices(cpu=["float16"], cuda=["float16", "bfloat16"])
 def test_members(member, device, dtype):
     torch.manual_seed(0)
     if device == "cpu":

@@ -20,7 +20,7 @@ from kernel_judge import (
     HALF,
     PRODUCTS,
     needs_memory,
-    places,
+    on_devices,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,7 +287,7 @@ def test_loop(gate, rule, case, device, record_property):
     rule=RULES,
     seldom=["fixed"],
 )
-@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_constant_gates(gate, rule, strength, device, dtype, record_property):
     T, HV = (130, 1) if device == "cpu" else (500, 2)
     x = member(gate, rule, T=T, K=64, V=64, HV=HV, strength=strength)
@@ -305,13 +305,13 @@ def test_gates_that_open_again(gate):
 
 
 @crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
-@places(cpu=["float16"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float16"], cuda=["float32", "bfloat16"])
 def test_correlated_keys(gate, keys, device, dtype):
     judge_amplified(cast(correlated_keys(gate, **keys), dtype, device))
 
 
 @pytest.mark.parametrize("gate", GATES)
-@places(cpu=["float32"], cuda=["float16", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float16", "bfloat16"])
 def test_keys_of_uneven_length(gate, device, dtype, matmul_precision):
     """Steps beta |k|^2 below 1, by keys of length 1 and longest in turns.
 
@@ -366,7 +366,7 @@ def test_what_a_chunk_leaves_in_fp16(gate):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@places(cpu=["float16"], cuda=["bfloat16"])
+@on_devices(cpu=["float16"], cuda=["bfloat16"])
 @pytest.mark.parametrize("strongest", [-5.0, -14.0, -50.0])
 def test_one_strong_gate_a_channel(rule, strongest, device, dtype):
     """In a chunk whose decay still has a bound; the rest hardly forget."""
@@ -379,7 +379,7 @@ FOLDS = (-0.7, -1.2, -2.5, -5.0, -10.0, -20.0, -60.0)  # at ever later levels
 
 
 @pytest.mark.parametrize("rule", all_but(["delta"], RULES))
-@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
     """Chunks as strong as FOLDS in turns, and shut where they are -60.
 
@@ -398,7 +398,7 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_one_value_head_forgets(rule, device, dtype):
     """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
     x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
@@ -407,7 +407,7 @@ def test_one_value_head_forgets(rule, device, dtype):
 
 
 @some("none additive", "vector delta")
-@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
     lengths, V, sizes = LENGTHS, 33, (16, 32)
     if device == "cuda":
@@ -554,7 +554,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
 
 
 @crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
-@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_segments(gate, rule, S, device, dtype, cut, record_property):
     """Fewer chunks than segments, a last one that is shorter, and none."""
     cut(S)
@@ -704,7 +704,7 @@ def test_one_channel(gate, rule):
 
 
 @some("none delta", "scalar additive", "vector delta")
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_non_contiguous_views(gate, rule, device, dtype):
     T, K, V = (20, 33, 20) if device == "cpu" else (70, 64, 33)
     x = cast(member(gate, rule, B=2, T=T, K=K, V=V), dtype, device)
@@ -717,7 +717,7 @@ def test_non_contiguous_views(gate, rule, device, dtype):
 
 
 @crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gradients_from_one_result(gate, rule, use, device, dtype):
     T, V, size = (40, 33, 16) if device == "cpu" else (140, 64, 64)
     x = member(gate, rule, T=T, K=64, V=V, strength=-0.01)
@@ -735,7 +735,7 @@ def test_any_subset_of_inputs_may_require_a_gradient():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
-@places(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_small_gradients(gate, rule, device, dtype):
     """The backward is linear: a gradient 2^40 times smaller loses no bits.
 
@@ -763,7 +763,7 @@ def test_small_gradients(gate, rule, device, dtype):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
-@places(cpu=["float32"], cuda=["bfloat16"])
+@on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gates_that_are_nan(gate, rule, device, dtype):
     """A gate that is NaN is seen from its token on, in the state too."""
     x = member(gate, rule, T=150, K=33, V=33, strength=-0.02)

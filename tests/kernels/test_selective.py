@@ -7,7 +7,7 @@ import torch
 from crossed import pairs
 from graphs import in_one_graph
 from inputs import results, same
-from kernel_judge import needs_memory, places
+from kernel_judge import needs_memory, on_devices
 from scan_inputs import tokens
 
 import fastweights as fw
@@ -179,7 +179,7 @@ def test_operator_passes_opcheck():
     torch.library.opcheck(SCAN.backward, call, **checks)
 
 
-@places(cpu=["float32"], cuda=["float32"])
+@on_devices(cpu=["float32"], cuda=["float32"])
 def test_in_one_compiled_graph(device, dtype, request):
     backend, lengths, tolerance = "inductor", (65, 100), 1e-6
     if device == "cpu":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from graphs import in_one_graph
 from inputs import same
-from kernel_judge import DEVICES, places, state_results
+from kernel_judge import DEVICES, on_devices, state_results
 
 from fastweights import ops
 from fastweights.deep import ttt
@@ -74,7 +74,7 @@ def test_chunks(T, K, C, dtype):
     judge(drawn(T=T, K=K, C=C, dtype=dtype))
 
 
-@places(cpu=["float32"], cuda=["float16", "bfloat16"])
+@on_devices(cpu=["float32"], cuda=["float16", "bfloat16"])
 def test_weights_of_a_layer_at_its_start(device, dtype):
     """So small that LN's slope is large: what a rounding leaves would grow."""
     T, K = (128 if device == "cpu" else 2048), 64

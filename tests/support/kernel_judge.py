@@ -11,7 +11,7 @@ DEVICES = pytest.mark.parametrize(
 )
 
 
-def places(*, cpu, cuda):
+def on_devices(*, cpu, cuda):
     """Parametrise by device and dtype: the interpreter's, and a GPU's."""
     devices = {"cpu": (cpu, ()), "cuda": (cuda, pytest.mark.gpu)}
     parameters = [
