@@ -418,8 +418,6 @@ linear_attention(**of("linear_attention", q=[1.0]))
     TypeError: q: got list, need a Tensor
 linear_attention(**of("linear_attention", v=torch.ones(3)), normalize=True)
     ValueError: v: got shape [3], need [B, T, heads, width]
-linear_attention(**of("linear_attention", q=[1.0]), normalize=True)
-    TypeError: q: got list, need a Tensor
 retention(**of("retention", g=None, v=torch.ones(3)))
     ValueError: v: got shape [3], need [B, T, HV, V]
 """)

@@ -242,33 +242,15 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(function, (state, *positional))
 
 
-def test_refuses_gradients_of_gradients():
-    x = tokens(T=3)
-    x["x"].requires_grad_()
-    y, _ = fw.selective_scan(**x)
-    (dx,) = torch.autograd.grad(y.sum(), x["x"], create_graph=True)
-    with pytest.raises(NotImplementedError, match='backend="loop"'):
-        dx.sum().backward()
-
-
-def test_refuses_transforms_and_tangents():
+def test_the_loop_has_tangents():
     x = tokens(T=3)
 
-    def scan(values, backend):
-        return fw.selective_scan(**x | {"x": values}, backend=backend)[0]
+    def loop(values):
+        return fw.selective_scan(**x | {"x": values}, backend="loop")[0]
 
-    for_loop = functools.partial(scan, backend="loop")
-    tangent = (torch.ones_like(x["x"]),)
-    _, slope = torch.func.jvp(for_loop, (x["x"],), tangent)
-    step = for_loop(x["x"] + tangent[0]) - for_loop(x["x"])  # it is linear
-    torch.testing.assert_close(slope, step)
-    for call in (
-        lambda f: torch.func.jvp(f, (x["x"],), tangent),
-        lambda f: torch.func.vmap(f)(x["x"][None]),
-        lambda f: torch.func.vjp(f, x["x"]),
-    ):
-        with pytest.raises(NotImplementedError, match=r"^selective_scan: got"):
-            call(functools.partial(scan, backend="auto"))
+    one = torch.ones_like(x["x"])
+    _, slope = torch.func.jvp(loop, (x["x"],), (one,))
+    torch.testing.assert_close(slope, loop(x["x"] + one) - loop(x["x"]))
 
 
 def test_two_halves_are_the_whole():
@@ -303,14 +285,6 @@ def test_dtypes(dtype, single):
     same(found, results(explicit, exact), max(full, torch.finfo(dtype).eps))
 
 
-def test_the_initial_state_stays_as_it_is():
-    x = tokens()
-    before = x["initial_state"].clone()
-    _, state = fw.selective_scan(**x)
-    state.zero_()
-    assert torch.equal(x["initial_state"], before)
-
-
 def test_autocast_rounds_x_b_and_c():
     x = tokens(dtype=torch.float32)
     rounded = {n: x[n].bfloat16() for n in ("x", "B", "C")}
@@ -331,11 +305,8 @@ def test_record_says_what_ran(backend):
 
 ones = functools.partial(torch.ones, dtype=torch.float64)
 WRONG = {
-    "x-list": ("x", [1.0], TypeError, "list, need a Tensor"),
-    "x-dtype": ("x", ones(2, 20, 3).int(), TypeError, "torch.int32"),
     "x-shape": ("x", ones(2, 20), ValueError, r"need \[B, T, D\]"),
     "x-empty": ("x", ones(2, 0, 3), ValueError, r"shape \[2, 0, 3\]"),
-    "dt-none": ("dt", None, TypeError, "NoneType, need a Tensor"),
     "dt-dtype": ("dt", ones(2, 20, 3).half(), TypeError, "float32 or"),
     "dt-shape": ("dt", ones(2, 20), ValueError, r"need x's, \[2, 20, 3\]"),
     "A-dtype": ("A", ones(3, 5).bfloat16(), TypeError, "torch.bfloat16"),
@@ -347,10 +318,8 @@ WRONG = {
     "B-groups": ("B", ones(2, 20, 2, 5), ValueError, "G a divisor of D = 3"),
     "B-no-groups": ("B", ones(2, 20, 0, 5), ValueError, "G a divisor of D"),
     "B-flat": ("B", ones(2, 20), ValueError, r"need \[2, 20, 5\] or"),
-    "B-device": ("B", ones(2, 20, 5).to("meta"), ValueError, "need x's, cpu"),
     "C-dtype": ("C", ones(2, 20, 5).float(), TypeError, "torch.float64"),
     "C-shape": ("C", ones(2, 19, 5), ValueError, r"need \[2, 20, 5\]"),
-    "D-number": ("D", 1.0, TypeError, "float, need a Tensor"),
     "D-shape": ("D", ones(3, 1), ValueError, r"need \[3\]"),
     "D-dtype": ("D", ones(3).half(), TypeError, "torch.float16"),
     "C-groups": ("C", ones(2, 20, 1, 5), ValueError, r"need \[2, 20, 5\]"),
@@ -359,14 +328,6 @@ WRONG = {
     "bias-shape": ("dt_bias", ones(1), ValueError, r"need \[3\]"),
     "bias-dtype": ("dt_bias", ones(3).half(), TypeError, "torch.float16"),
     "softplus": ("dt_softplus", 1, TypeError, "1, need True or False"),
-    "offsets-dtype": ("cu_seqlens", ones(2), TypeError, "torch.int32 or"),
-    "offsets-list": ("cu_seqlens", [0, 20], TypeError, "need a Tensor"),
-    "offsets-shape": (
-        "cu_seqlens",
-        torch.tensor(20),
-        ValueError,
-        r"need \[S \+ 1\] with S >= 1",
-    ),
     "state-dtype": (
         "initial_state",
         ones(2, 3, 5).float(),
@@ -388,23 +349,6 @@ WRONG = {
 def test_refuses(name, value, error, words):
     with pytest.raises(error, match=f"^{name}: got .*{words}"):
         fw.selective_scan(**tokens() | {name: value})
-
-
-@pytest.mark.parametrize(
-    "offsets, words",
-    [
-        ([0, 21], "end at T = 20"),
-        ([1, 20], "start at 0"),
-        ([0, 9, 8, 20], "never decrease"),
-    ],
-)
-@pytest.mark.parametrize("backend", PYTORCH)
-def test_refuses_offsets_that_are_none(backend, offsets, words):
-    x = tokens(batch=1)
-    del x["initial_state"]
-    x["cu_seqlens"] = torch.tensor(offsets)
-    with pytest.raises(ValueError, match=f"^cu_seqlens: got .*{words}"):
-        fw.selective_scan(**x, backend=backend)
 
 
 def test_refuses_a_batch_of_packed_sequences():
@@ -429,29 +373,6 @@ def test_triton_says_what_it_needs():
         fw.selective_scan(**tokens(dtype=torch.bfloat16), backend="triton")
 
 
-@pytest.mark.parametrize(
-    "backend, packed",
-    [("auto", False), ("auto", True), ("loop", False)],
-    ids=["batch", "packed", "loop"],
-)
-def test_meta_tensors(backend, packed):
-    """Shapes and dtypes without numbers, forward and backward."""
-    size = {"batch": 1, "S": 2} if packed else {}
-    x = tokens(T=5, dtype=torch.bfloat16, own=True, device="meta", **size)
-    options = {"backend": backend, "dt_softplus": True}
-    if packed:
-        options["cu_seqlens"] = torch.zeros(3, dtype=torch.int64).to("meta")
-    x = {name: t.requires_grad_() for name, t in x.items()}
-    y, state = fw.selective_scan(**x, **options)
-    assert y.is_meta and y.dtype == torch.bfloat16
-    assert y.shape == x["x"].shape
-    assert state.is_meta and state.dtype == torch.float32
-    assert state.shape == x["initial_state"].shape
-    (y.sum() + state.sum()).backward()
-    for name, t in x.items():
-        assert t.grad.shape == t.shape, name
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_operator_passes_opcheck(packed):
     size = {"T": 7, "D": 4, "N": 2, "G": 2, "dtype": torch.float32}
@@ -468,32 +389,6 @@ def test_operator_passes_opcheck(packed):
     for dstate in (state, None):
         last = (*inputs, offsets, [states], *options)
         torch.library.opcheck(SCAN.backward, (y, dstate, *last))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_in_one_compiled_graph(packed):
-    """As many tokens and packed sequences as come, each in one node."""
-    with in_one_graph(fw.selective_scan) as scan:
-
-        def marked(cu_seqlens=None, **x):
-            for name in ("x", "dt", "B", "C", "z"):
-                torch._dynamo.mark_dynamic(x[name], 1)
-            if packed:
-                torch._dynamo.mark_dynamic(cu_seqlens, 0)
-                torch._dynamo.mark_dynamic(x["initial_state"], 0)
-            return scan(cu_seqlens=cu_seqlens, **x)
-
-        for T, cuts in ((6, [2]), (13, [2, 5, 9]), (130, [1, 64])):
-            given, sizes = {}, {}
-            if packed:
-                given["cu_seqlens"] = torch.tensor([0, *cuts, T])
-                sizes = {"batch": 1, "S": len(cuts) + 1}
-            x = tokens(T=T, own=True, **sizes)
-            ref = results(fw.selective_scan, x, dt_softplus=True, **given)
-            with ops.record_backends() as ran:
-                found = results(marked, x, dt_softplus=True, **given)
-            same(found, ref, 1e-12)
-            assert ran == ["chunkwise forward", "chunkwise backward"]
 
 
 def test_the_loop_in_one_compiled_graph():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from layer_cases import CASES, contents, made, tokens
-from tail_cases import OPERATORS, check_tail
+from operator_cases import OPERATORS, check_tail
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState

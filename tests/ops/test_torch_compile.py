@@ -4,49 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import in_one_graph
-from inputs import GATES, RULES, member, results, same
+from inputs import member, results, same
 from torch import nn
 
 import fastweights as fw
 from fastweights import ops
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", GATES)
-def test_one_graph_for_every_length(gate, rule):
-    with in_one_graph(fw.linear_recurrence) as compiled:
-
-        def marked(initial_state, **x):
-            for t in x.values():
-                if t.dim() > 1:
-                    torch._dynamo.mark_dynamic(t, 1)
-            return compiled(**x, initial_state=initial_state)
-
-        for T in (37, 65, 100):
-            x = member(gate, rule, T=T)
-            ref = results(fw.linear_recurrence, x, backend="loop")
-            with ops.record_backends() as ran:
-                same(results(marked, x), ref, 1e-11)
-            assert ran == ["chunkwise forward", "chunkwise backward"]
-
-
-@pytest.mark.parametrize("first", ["given", "zeros"])
-def test_one_graph_for_every_packing(first):
-    with in_one_graph(fw.linear_recurrence) as compiled:
-
-        def marked(**x):
-            for name, t in x.items():
-                dim = 0 if name in ("initial_state", "cu_seqlens") else 1
-                torch._dynamo.mark_dynamic(t, dim)
-            return compiled(**x)
-
-        for offsets in ([0, 5, 37], [0, 0, 30, 65], [0, 1, 2, 90, 100]):
-            x = member("vector", "delta", T=offsets[-1], N=len(offsets) - 1)
-            if first == "zeros":
-                del x["initial_state"]
-            packed = {"cu_seqlens": torch.tensor(offsets)}
-            ref = results(fw.linear_recurrence, x, backend="loop", **packed)
-            same(results(marked, x, **packed), ref, 1e-11)
 
 
 class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""Operators on packs that have tokens after their last sequence."""
+"""Every operator with inputs, and the check that a pack's tail is nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,6 +102,36 @@ OPERATORS = {
 }
 
 
+def drawn(
+    name: str, T: int, N: int, dtype: torch.dtype, device: str = "cpu"
+) -> Inputs:
+    """An operator's inputs, whose states are fp32 where tokens are narrower,
+    but for a convolution's: those are tokens."""
+    wide = torch.promote_types(dtype, torch.float32)
+    wide = dtype if "convol" in name else wide
+    return {
+        key: x.to(device, wide if key == "initial_state" else dtype)
+        for key, x in OPERATORS[name].draw(T, N).items()
+    }
+
+
+def results(
+    call: Callable[..., tuple], x: Inputs, **options
+) -> tuple[list[Tensor], list[Tensor], Inputs]:
+    """Outputs, states, and each input's gradient from all of them."""
+    leaves = {k: t.detach().clone().requires_grad_() for k, t in x.items()}
+    *outputs, states = call(**leaves, **options)
+    states = [*states] if isinstance(states, tuple) else [states]
+    torch.manual_seed(1)
+    loss = torch.zeros((), device=states[0].device, dtype=torch.float64)
+    for o in outputs:
+        loss = loss + (o * torch.rand_like(o[:, :1])).double().sum()
+    for state in states:
+        loss = loss + state.double().nan_to_num(neginf=0).sin().sum()
+    loss.backward()
+    return outputs, states, {key: t.grad for key, t in leaves.items()}
+
+
 def check_tail(
     name: str,
     offsets: list[int],
@@ -114,33 +144,12 @@ def check_tail(
 ) -> None:
     """NaN after the last sequence changes nothing, and comes out as 0."""
     operator, end = OPERATORS[name], offsets[-1]
-    cu_seqlens = torch.tensor(offsets, device=device)
-    states = torch.promote_types(dtype, torch.float32)
-    if "convol" in name:  # its states are tokens
-        states = dtype
-    full = {
-        key: x.to(device, states if key == "initial_state" else dtype)
-        for key, x in operator.draw(T, len(offsets) - 1).items()
-    }
+    options["cu_seqlens"] = torch.tensor(offsets, device=device)
+    full = drawn(name, T, len(offsets) - 1, dtype, device)
     for key, x in full.items():
         if key not in operator.whole:
             x[:, end:] = float("nan")
-
-    def run(x: Inputs) -> tuple[list[Tensor], Inputs]:
-        leaves = {k: t.detach().clone().requires_grad_() for k, t in x.items()}
-        found = operator.call(**leaves, cu_seqlens=cu_seqlens, **options)
-        outputs = list(found[:-1])
-        torch.manual_seed(1)
-        loss = torch.zeros((), device=device, dtype=torch.float64)
-        for o in outputs:
-            loss = loss + (o * torch.rand_like(o[:, :1])).double().sum()
-        states = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
-        for state in states:
-            loss = loss + state.double().nan_to_num(neginf=0).sin().sum()
-        loss.backward()
-        return outputs, {key: t.grad for key, t in leaves.items()}
-
-    outputs, grads = run(full)
+    outputs, _, grads = results(operator.call, full, **options)
     for x in (
         *outputs,
         *(grads[k] for k in grads if k not in operator.whole),
@@ -153,7 +162,7 @@ def check_tail(
         key: x if key in operator.whole else x[:, :end]
         for key, x in full.items()
     }
-    wanted, own_grads = run(own)
+    wanted, _, own_grads = results(operator.call, own, **options)
     pairs = [(x[:, :end], y) for x, y in zip(outputs, wanted, strict=True)]
     for key, y in own_grads.items():
         x = grads[key]
