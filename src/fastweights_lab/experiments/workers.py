@@ -53,7 +53,6 @@ def run_jobs(
     context = get_context("spawn")
     waiting = list(enumerate(jobs))[::-1]
     running: dict[Connection, SpawnProcess] = {}
-    busy: dict[Connection, int] = {}
     try:
         for _ in range(min(workers, len(jobs))):
             here, there = context.Pipe()
@@ -62,33 +61,28 @@ def run_jobs(
             )
             process.start()
             there.close()
-            running[here], busy[here] = process, 0
+            running[here] = process
         for here in [*running] * streams:
             if waiting:
                 here.send(waiting.pop())
-                busy[here] += 1
-        while running:
+        left = len(jobs)
+        while left:
             for ready in wait([*running]):
                 here = cast(Connection, ready)
                 try:
                     done, about = here.recv()
                 except EOFError:
-                    process = running.pop(here)
-                    process.join()
+                    running[here].join()
                     raise WorkerDied(
                         "workers: one died in a run (exit code "
-                        f"{process.exitcode}); the same command goes on"
+                        f"{running[here].exitcode}); the same command goes on"
                     ) from None
                 if not done:
                     tell(*about)
                     continue
                 if waiting:
                     here.send(waiting.pop())
-                else:
-                    busy[here] -= 1
-                    if not busy[here]:
-                        here.send(None)
-                        running.pop(here).join()
+                left -= 1
                 yield about
     finally:
         for process in running.values():
@@ -97,10 +91,7 @@ def run_jobs(
 
 
 def _work(pipe: Connection, run: Run, device: str, streams: int) -> None:
-    """What a process does: the jobs that come, until None comes.
-
-    Or until nobody listens any more.
-    """
+    """What a process does: the jobs that come, while somebody listens."""
     torch.set_num_threads(1)
     # Streams that share one of the (8) queues to a GPU wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -113,10 +104,7 @@ def _work(pipe: Connection, run: Run, device: str, streams: int) -> None:
     try:
         while True:
             while free and (not running or pipe.poll()):
-                given = pipe.recv()
-                if given is None:
-                    return
-                i, job = given
+                i, job = pipe.recv()
                 going = run(job, device, progress=partial(tell, i))
                 running.append((i, going, free.pop()))
             i, going, stream = running.pop(0)
