@@ -20,12 +20,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.layers import LaCT, SoftmaxAttention, TitansMemory, TTTLinear
-from fastweights.models import (
-    LanguageModel,
-    ModelConfig,
-    cross_entropy,
-)
-from fastweights.models.pool import StatePool
+from fastweights.models import LanguageModel, ModelConfig, cross_entropy
 from fastweights_lab.bench.timing import Row
 from fastweights_lab.text import corpus
 
@@ -122,17 +117,11 @@ def loss(V: int) -> tuple[Run, Run]:
     )
 
 
-def model(pattern: str) -> LanguageModel:
-    torch.manual_seed(0)
-    config = ModelConfig(
-        vocabulary=64, dim=64, num_layers=2, pattern=(pattern,), num_heads=2
-    )
-    return LanguageModel(config)
-
-
 def decoded(capacity: int) -> tuple[Run, Run]:
     """Eight tokens of one sequence, in room for ``capacity``."""
-    m, token = model("softmax"), torch.zeros(1, 1, dtype=torch.int64)
+    torch.manual_seed(0)
+    m = LanguageModel(ModelConfig(64, 64, 2, ("softmax",), num_heads=2))
+    token = torch.zeros(1, 1, dtype=torch.int64)
 
     def made(capacity: int) -> Run:
         states = m.new_states(1, capacity)
@@ -151,34 +140,11 @@ def decoded(capacity: int) -> tuple[Run, Run]:
     return made(capacity), made(8)
 
 
-def pooled(size: int) -> tuple[Run, None]:
-    pool = StatePool(model("gated_deltanet"), size, 8)
-    rows = [pool.take() for _ in range(4)]
-
-    def run() -> None:
-        pool.at(rows, 1)
-        pool.give(row := pool.take())
-        del row
-
-    return run, None
-
-
 def batch(length: int) -> tuple[Run, None]:
     """256 tokens of four documents of so many bytes."""
     stream = corpus.Stream.of([b"a" * length] * 4, corpus.ByteTokenizer())
     batches = corpus.Packed(stream, 256)
     return lambda: batches.batch(1), None
-
-
-def grams(T: int) -> tuple[Run, Run]:
-    tokens = torch.randint(64, (8, T + 1))
-    one = corpus.Batch(tokens[:, :-1], tokens[:, 1:])
-
-    def plain() -> None:
-        code = sum(tokens.unfold(1, 5, 1)[..., i] * 64**i for i in range(5))
-        code.sort(stable=True)
-
-    return lambda: corpus.repeated(one), plain
 
 
 def one_token(layer: torch.nn.Module, D: int) -> tuple[Run, Run]:
@@ -231,11 +197,9 @@ CASES = {
     ),
     "loss of 8 rows, vocabulary": Case(1, (4096, 8192, 16384, 32768), loss),
     "softmax decoding, capacity": Case(0, (64, 1024, 16384, 131072), decoded),
-    "pool's bookkeeping, size": Case(0, (64, 512, 4096, 16384), pooled),
     "Packed.batch, document's length": Case(
         0, (2**10, 2**14, 2**18, 2**22), batch
     ),
-    "repeated n-grams, tokens": Case(1, (512, 1024, 2048, 4096), grams),
     "one token of ttt_linear, width": Case(
         2, (64, 128, 256, 512), lambda D: one_token(TTTLinear(D, 4), D)
     ),
