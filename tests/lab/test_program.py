@@ -321,6 +321,16 @@ def test_a_model_that_has_diverged_is_one_line(tmp_path, capsys):
     assert "logits that are not finite" in capsys.readouterr().err
 
 
+def test_a_file_that_is_cut_off_is_one_line(tmp_path, capsys):
+    LanguageModel(ModelConfig(257, 16, 1, num_heads=2)).save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert main("generate", str(tmp_path), "--prompt=a") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fastweights generate: {file}: ")
+    assert err.count("\n") == 1
+
+
 # info.
 
 
