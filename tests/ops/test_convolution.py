@@ -339,7 +339,7 @@ heads=(2, 4)
     ValueError: x: got shape [2, 9, 18], need [B, T, 20], 2 H K + HV V of heads
     and sizes
 normalize=1
-    TypeError: normalize: got int, need a bool
+    TypeError: normalize: got 1, need True or False
 eps=0.0
     ValueError: eps: got 0.0, need > 0
 eps="1"

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    check_flags,
     check_integers,
     check_number,
     check_offsets_on_host,
@@ -149,14 +150,17 @@ def convolve_heads(
     """
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     _check(*tensors, activation, backend)
-    layout = _layout(x, heads, sizes)
-    if not isinstance(normalize, bool):
-        kind = type(normalize).__name__
-        raise TypeError(f"normalize: got {kind}, need a bool")
+    check_pairs(heads, sizes)
+    (H, HV), (K, V) = heads, sizes
+    C = 2 * H * K + HV * V
+    if x.shape[2] != C:
+        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
+    check_flags(normalize=normalize)
     check_number("eps", eps, "> 0")
-    added = float(eps) if normalize else None
     inputs = [None if t is None else t.contiguous() for t in tensors]
-    return CONVOLUTION(*inputs, layout, added, activation == "silu", backend)
+    added = float(eps) if normalize else None
+    options = ((H, K, HV, V), added, activation == "silu", backend)
+    return CONVOLUTION(*inputs, *options)
 
 
 def _check(
@@ -193,18 +197,6 @@ def _check(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
     check_backend(backend, BACKENDS)
-
-
-def _layout(
-    x: Tensor, heads: tuple[int, int], sizes: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """H, K, HV and V; raise unless x has as many channels."""
-    check_pairs(heads, sizes)
-    (H, HV), (K, V) = heads, sizes
-    C = 2 * H * K + HV * V
-    if x.shape[2] != C:
-        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
-    return H, K, HV, V
 
 
 def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
