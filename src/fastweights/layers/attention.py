@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
+from fastweights.arguments import check_number, check_sizes
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_sizes, head_size
+from fastweights.layers.layer_arguments import head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.sdpa import Heads, attention, packed_attention
 from fastweights.layers.state import LayerState, Offsets, token_positions
@@ -69,7 +69,6 @@ class SoftmaxAttention(Layer):
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         HK = H if num_kv_heads is None else num_kv_heads
-        check_sizes(num_kv_heads=HK)
         if H % HK:
             raise ValueError(
                 f"num_kv_heads: got {HK}, need a divisor of num_heads = {H}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.layer import CheckedModule
-from fastweights.layers.layer_arguments import check_one_of, check_sizes
+from fastweights.layers.layer_arguments import check_one_of
 from fastweights.layers.parts import Factory, split_heads, upcast
 from fastweights.layers.plain_modules import is_plain, source_of
 from fastweights.layers.state import LayerState, Offsets, field_of
@@ -48,7 +48,6 @@ class ShortConvolution(CheckedModule):
     ) -> None:
         super().__init__()
         to: Factory = {"device": device, "dtype": dtype}
-        check_sizes(channels=channels)
         check_one_of("conv_size", conv_size, (2, 3, 4))
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, conv_size, **to))

@@ -9,7 +9,7 @@ from torch import nn
 from fastweights.arguments import check_number
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_sizes, scaled
+from fastweights.layers.layer_arguments import scaled
 from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
@@ -57,7 +57,6 @@ class GatedLinearAttention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, gate_rank=gate_rank)
         H = num_heads
         K = scaled("expand_k", expand_k, H, dim=dim)
         V = scaled("expand_v", expand_v, H, dim=dim)

@@ -14,7 +14,6 @@ from fastweights.deep import lact
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     check_even,
-    check_sizes,
     head_size,
     scaled,
 )
@@ -94,13 +93,10 @@ class LaCT(Layer):
     ) -> None:
         super().__init__()
         window = chunk_size if window is None else window
-        check_sizes(dim=dim, num_heads=num_heads)
-        check_sizes(chunk_size=chunk_size, window=window)
         check_number("base_lr", base_lr, "> 0")
         check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
         near = H if num_attention_heads is None else num_attention_heads
-        check_sizes(num_attention_heads=near)
         if dim % near:
             raise ValueError(
                 f"num_attention_heads: got {near}, need a divisor of dim = "

@@ -66,8 +66,8 @@ class CheckedModule(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
     What an argument has to be is read off its annotation: True or False, an
-    integer, a device, a floating point dtype. Names of public implementations
-    are answered by the one they have here. Parameters
+    integer >= 1, a device, a floating point dtype. Names of public
+    implementations are answered by the one they have here. Parameters
     that weight decay should spare carry ``_no_weight_decay``, for optimisers
     that look for it; a copy loses such marks, and
     :func:`fastweights.layers.parameter_groups` goes by names.
@@ -199,8 +199,10 @@ def _check(name: str, x: Any, annotation: str) -> None:
     match annotation.removesuffix(" | None"):
         case "bool":
             check_flags(**{name: x})
+        case "int" if name in ("layer", "conv_size"):
+            check_integers({name: x})  # 0 and more, or 2 to 4
         case "int":
-            check_integers({name: x})
+            check_sizes(**{name: x})
         case "torch.device":
             try:
                 torch.device(x)

@@ -13,7 +13,6 @@ from fastweights.arguments import (
     check_number,
     check_packed,
     check_rows,
-    check_sizes,
     check_tensors,
     wrong_shape,
 )
@@ -43,11 +42,9 @@ def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
 
 
 def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
-    """head_dim, or dim / num_heads if it is None; all three are checked."""
-    check_sizes(dim=dim, num_heads=num_heads)
+    """head_dim, or dim / num_heads if it is None."""
     if head_dim is None:
         return whole_number("dim / num_heads", dim / num_heads)
-    check_sizes(head_dim=head_dim)
     return head_dim
 
 
@@ -61,7 +58,6 @@ def value_heads(num_v_heads: int | None, num_heads: int) -> int:
     """num_v_heads, a multiple of num_heads; num_heads if it is None."""
     if num_v_heads is None:
         return num_heads
-    check_sizes(num_v_heads=num_v_heads)
     if num_v_heads % num_heads:
         raise ValueError(
             f"num_v_heads: got {num_v_heads}, need a multiple of "

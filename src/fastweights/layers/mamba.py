@@ -10,7 +10,7 @@ from torch import nn
 
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_range, check_sizes, scaled
+from fastweights.layers.layer_arguments import check_range, scaled
 from fastweights.layers.parts import Factory, draw_dt_bias_, upcast
 from fastweights.layers.state import (
     LayerState,
@@ -59,7 +59,6 @@ class Mamba(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, state_size=state_size)
         check_range("dt_range", dt_range)
         if state_size > MAX_N:
             raise ValueError(
@@ -67,7 +66,6 @@ class Mamba(Layer):
             )
         inner = scaled("expand", expand, dim=dim)
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
-        check_sizes(dt_rank=R)
         self.dim, self.dt_range = dim, dt_range
         self.widths = (R, state_size, state_size)
         to: Factory = {"device": device, "dtype": dtype}

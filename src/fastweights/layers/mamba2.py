@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
-    check_sizes,
     scaled,
     whole_number,
 )
@@ -81,7 +80,6 @@ class Mamba2(Layer):
     ) -> None:
         super().__init__()
         G, N, P = num_groups, state_size, head_dim
-        check_sizes(dim=dim, head_dim=P, state_size=N, num_groups=G)
         inner = scaled("expand", expand, dim=dim)
         H = whole_number("expand * dim / head_dim", inner / P)
         if H % G:

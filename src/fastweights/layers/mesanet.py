@@ -12,7 +12,7 @@ from fastweights.arguments import check_number
 from fastweights.deep import mesa
 from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_sizes, head_size
+from fastweights.layers.layer_arguments import head_size
 from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.state import LayerState, Offsets, field_of
 
@@ -60,8 +60,6 @@ class MesaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
-        check_sizes(steps=steps)
         check_number("min_ridge", min_ridge, "> 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.steps = dim, H, steps

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.arguments import check_number
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_sizes, scaled
+from fastweights.layers.layer_arguments import scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
 from fastweights.layers.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm
@@ -60,7 +60,6 @@ class MLSTM(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
         H = num_heads
         K = scaled("qk_factor", qk_factor, H, dim=dim)
         V = scaled("v_factor", v_factor, H, dim=dim)

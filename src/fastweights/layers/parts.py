@@ -16,7 +16,6 @@ from fastweights.layers.layer import CheckedModule, is_spared_decay
 from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
-    check_sizes,
 )
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference import convolution
@@ -100,7 +99,6 @@ class Decay(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_heads=num_heads, channels=channels)
         check_range("A_range", A_range, zero=True)
         check_range("dt_range", dt_range)
         if lower_bound is not None:
@@ -241,7 +239,6 @@ class OutputNorm(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(size=size, num_heads=num_heads)
         check_one_of("activation", activation, ACTIVATIONS)
         check_number("norm_eps", eps, ">= 0")
         self.size, self.activation = size, activation

@@ -14,7 +14,7 @@ from fastweights.deep import titans
 from fastweights.deep.dual_form import Layers, Norm
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import CheckedModule, Layer, Tokens
-from fastweights.layers.layer_arguments import check_sizes, head_size, scaled
+from fastweights.layers.layer_arguments import head_size, scaled
 from fastweights.layers.parts import Factory, OutputNorm, upcast
 from fastweights.layers.plain_modules import is_untouched, source_of
 from fastweights.layers.state import LayerState, Offsets, field_of
@@ -127,8 +127,6 @@ class TitansMemory(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
-        check_sizes(depth=depth, chunk_size=chunk_size)
         check_number("max_rate", max_rate, "> 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         hidden = scaled("expansion", expansion, head_dim=K)

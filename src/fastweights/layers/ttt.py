@@ -11,7 +11,6 @@ from fastweights.deep import ttt
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     check_even,
-    check_sizes,
     head_size,
 )
 from fastweights.layers.parts import Factory, rotary, split_heads, upcast
@@ -78,7 +77,6 @@ class TTTLinear(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads, mini_batch=mini_batch)
         base_lr = self.default_lr if base_lr is None else base_lr
         check_number("base_lr", base_lr, "> 0")
         check_number("theta", theta, "> 0")
