@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number, check_sizes
+from fastweights.arguments import check_sizes
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
@@ -73,10 +73,6 @@ class SoftmaxAttention(Layer):
             raise ValueError(
                 f"num_kv_heads: got {HK}, need a divisor of num_heads = {H}"
             )
-        if theta is not None:
-            check_number("theta", theta, "> 0")
-        check_number("norm_eps", norm_eps, ">= 0")
-        check_number("rotary_fraction", rotary_fraction, "> 0")
         if rotary_fraction > 1:
             raise ValueError(
                 f"rotary_fraction: got {rotary_fraction}, need at most 1"

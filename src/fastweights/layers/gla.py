@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastweights.arguments import check_number
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
@@ -60,7 +59,6 @@ class GatedLinearAttention(Layer):
         H = num_heads
         K = scaled("expand_k", expand_k, H, dim=dim)
         V = scaled("expand_v", expand_v, H, dim=dim)
-        check_number("temperature", temperature, "> 0")
         self.dim, self.temperature, self.K = dim, temperature, K
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
 from fastweights.deep import lact
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
@@ -93,8 +92,6 @@ class LaCT(Layer):
     ) -> None:
         super().__init__()
         window = chunk_size if window is None else window
-        check_number("base_lr", base_lr, "> 0")
-        check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
         near = H if num_attention_heads is None else num_attention_heads
         if dim % near:

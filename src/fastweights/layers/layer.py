@@ -16,6 +16,7 @@ from fastweights.arguments import (
     check_dtype,
     check_flags,
     check_integers,
+    check_number,
     check_sizes,
 )
 from fastweights.layers.layer_arguments import check_input
@@ -62,11 +63,15 @@ PEERS = {
 """What public implementations call an argument, and its name here."""
 
 
+NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
+"""What numbers by these names have to be; all others are above 0."""
+
+
 class CheckedModule(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
     What an argument has to be is read off its annotation: True or False, an
-    integer >= 1, a device, a floating point dtype. Names of public
+    integer >= 1, a number, a device, a floating point dtype. Names of public
     implementations are answered by the one they have here. Parameters
     that weight decay should spare carry ``_no_weight_decay``, for optimisers
     that look for it; a copy loses such marks, and
@@ -203,6 +208,8 @@ def _check(name: str, x: Any, annotation: str) -> None:
             check_integers({name: x})  # 0 and more, or 2 to 4
         case "int":
             check_sizes(**{name: x})
+        case "float":
+            check_number(name, x, NEEDS.get(name, "> 0"))
         case "torch.device":
             try:
                 torch.device(x)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    check_number,
     check_packed,
     check_rows,
     check_tensors,
@@ -35,7 +34,6 @@ def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
 
     V = scaled("expand_v", expand_v, num_heads, dim=dim)
     """
-    check_number(name, factor, "> 0")
     ((of, x),) = size.items()
     per_head = " / num_heads" if num_heads != 1 else ""
     return whole_number(f"{name} * {of}{per_head}", factor * x / num_heads)

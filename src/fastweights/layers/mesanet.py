@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastweights.arguments import check_number
 from fastweights.deep import mesa
 from fastweights.layers.convolution import ShortConvolution, unit
 from fastweights.layers.layer import Layer, Tokens
@@ -60,7 +59,6 @@ class MesaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_number("min_ridge", min_ridge, "> 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.steps = dim, H, steps
         self.min_ridge = min_ridge

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastweights.arguments import check_number
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
@@ -63,7 +62,6 @@ class MLSTM(Layer):
         H = num_heads
         K = scaled("qk_factor", qk_factor, H, dim=dim)
         V = scaled("v_factor", v_factor, H, dim=dim)
-        check_number("cap", cap, "> 0")
         self.dim, self.cap = dim, cap
         self.heads, self.sizes = (H, H), (K, V)
         to: Factory = {"device": device, "dtype": dtype}

@@ -101,8 +101,6 @@ class Decay(CheckedModule):
         super().__init__()
         check_range("A_range", A_range, zero=True)
         check_range("dt_range", dt_range)
-        if lower_bound is not None:
-            check_number("lower_bound", lower_bound, "< 0")
         self.A_range, self.dt_range = A_range, dt_range
         self.lower_bound, self.channels = lower_bound, channels
         to: Factory = {"device": device, "dtype": dtype}
@@ -240,7 +238,6 @@ class OutputNorm(CheckedModule):
     ) -> None:
         super().__init__()
         check_one_of("activation", activation, ACTIVATIONS)
-        check_number("norm_eps", eps, ">= 0")
         self.size, self.activation = size, activation
         self.center, self.eps = center, eps
         self.weight = nn.Parameter(

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_even, head_size, scaled
@@ -59,7 +58,6 @@ class MultiScaleRetention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_number("theta", theta, "> 0")
         H, K = num_heads, head_size(None, dim, num_heads)
         V = scaled("expand_v", expand_v, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
 from fastweights.deep import titans
 from fastweights.deep.dual_form import Layers, Norm
 from fastweights.layers.convolution import HeadsConvolution
@@ -127,7 +126,6 @@ class TitansMemory(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_number("max_rate", max_rate, "> 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
 from fastweights.deep import ttt
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
@@ -78,9 +77,6 @@ class TTTLinear(Layer):
     ) -> None:
         super().__init__()
         base_lr = self.default_lr if base_lr is None else base_lr
-        check_number("base_lr", base_lr, "> 0")
-        check_number("theta", theta, "> 0")
-        check_number("norm_eps", norm_eps, ">= 0")
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         check_even("head_dim", K)
         self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
