@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from recorded import recorded
 from torch.utils._pytree import tree_map
-from written_out import Memory, turned
+from written_out import Memory
 from written_out import normed as rms
 
 from fastweights import deep
@@ -130,6 +130,22 @@ def test_lact_layer_of_its_authors():
     assert ours.keys() == layer.state_dict().keys()
     y, _ = torch.func.functional_call(layer, ours, (w["x"],))
     judge(y, want, w, slopes, 1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("flag", ["muon", "momentum", "prenorm"])
+def test_lacts_flags_reach_its_memory(flag, on, monkeypatch):
+    """What deep.lact does with them is judged by its authors' code above."""
+    calls = []
+
+    def spy(*tokens, **options):
+        calls.append({"momentum": tokens[5] is not None} | options)
+        return deep.lact(*tokens, **options)
+
+    monkeypatch.setattr("fastweights.layers.lact.lact", spy)
+    LaCT(8, 2, **{flag: on}, **DOUBLE)(torch.randn(1, 9, 8, **DOUBLE))
+    assert calls[0][flag] == on
 
 
 def test_lact_in_single_precision():
@@ -358,95 +374,6 @@ def test_mesanet_layer_written_out():
         heads.append(rms(torch.stack(outputs), w["norm.weight"]))
     want = torch.cat(heads, -1) @ w["o_proj.weight"].mT
     assert relative_error(layer(x)[0][0], want) < 1e-10
-
-
-def test_lact_layer_written_out():
-    """As layer_lact_swiglu.py puts it together, a token at a time.
-
-    Two heads of the memory, four of the attention, momentum, no Muon.
-    """
-    torch.manual_seed(0)
-    T, D, C, window, theta, base = 9, 8, 3, 4, 100.0, 0.05
-    layer = LaCT(
-        D,
-        2,
-        num_attention_heads=4,
-        chunk_size=C,
-        window=window,
-        muon=False,
-        base_lr=base,
-        theta=theta,
-        **DOUBLE,
-    )
-    for p in (layer.qk_scale, layer.qk_offset, layer.q_norm.weight):
-        torch.nn.init.uniform_(p, 0.5, 1.5)
-    w, x = layer.state_dict(), torch.randn(T, D, **DOUBLE)
-
-    def linear(name):
-        return x @ w[f"{name}.weight"].mT + w.get(f"{name}.bias", 0)
-
-    def normed_by(y, name):
-        return rms(y, w[f"{name}.weight"])
-
-    q, k, v = linear("qkv_proj").chunk(3, -1)
-    q, k = normed_by(q, "q_norm"), normed_by(k, "k_norm")
-
-    def placed(y):
-        heads = y.unflatten(-1, (4, 2))
-        return torch.stack(
-            [turned(heads[t], t, theta).flatten() for t in range(T)]
-        )
-
-    near_q, near_k = placed(q), placed(k)
-    near = torch.zeros(T, D, **DOUBLE)
-    for t in range(T):
-        seen = slice(max(0, t - window + 1), t + 1)
-        for h in range(4):
-            at = slice(2 * h, 2 * h + 2)
-            scores = near_k[seen, at] @ near_q[t, at] / 2**0.5
-            near[t, at] = scores.softmax(-1) @ v[seen, at]
-
-    def fast(y, i):
-        y = F.silu(y * w["qk_scale"][i] + w["qk_offset"][i]).unflatten(
-            -1, (2, 4)
-        )
-        return placed((y / (y.norm(dim=-1, keepdim=True) + 1e-5)).flatten(1))
-
-    fast_q, fast_k, fast_v = fast(q, 0), fast(k, 1), F.silu(v)
-    inverse = torch.tensor(base, **DOUBLE).expm1().log()
-    rates = F.softplus(linear("rates_proj") + inverse).unflatten(-1, (2, 3))
-    momentum = linear("momentum_proj").sigmoid()
-    far = torch.zeros(T, D, **DOUBLE)
-    for h in range(2):
-        at = slice(4 * h, 4 * h + 4)
-        W = [w[f"w{i}"][h] for i in range(3)]
-        norms = [m.norm(dim=0, keepdim=True) for m in W]
-        M = [torch.zeros_like(m) for m in W]
-
-        def answer(W, z):
-            return (F.silu(z @ W[0]) * (z @ W[2])) @ W[1]
-
-        for start in range(0, T, C):
-            part = range(start, start + C)
-            G = [torch.zeros_like(m) for m in W]
-            for t in part:
-                far[t, at] = answer(W, fast_q[t, at])
-                now = [m.clone().requires_grad_() for m in W]
-                gain = answer(now, fast_k[t, at]) @ fast_v[t, at]
-                grads = torch.autograd.grad(gain, now)
-                G = [a + rates[t, h, i] * grads[i] for i, a in enumerate(G)]
-            keep = momentum[list(part), h].mean()
-            M = [g + keep * m for g, m in zip(G, M, strict=True)]
-            W = [m + u for m, u in zip(W, M, strict=True)]
-            W = [
-                m / (m.norm(dim=0, keepdim=True) + 1e-5) * n
-                for m, n in zip(W, norms, strict=True)
-            ]
-        far[:, at] = normed_by(far[:, at], "norm") * F.silu(
-            linear("scale_proj")[:, h : h + 1]
-        )
-    want = (near + far) @ w["o_proj.weight"].mT
-    assert relative_error(layer(x[None])[0][0], want) < 1e-10
 
 
 def test_how_layers_start():
