@@ -7,8 +7,7 @@ mesa    MesaNet's, heads of 64 and of 128, B 1 and 8
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
 ``fastweights_lab.bench.deep_cost`` counts, at the rates of this machine's
-copies and products of matrices, which are measured first. "of_ceiling" is
-the share of the rate of products that a call reaches.
+copies and products of matrices, which are measured first.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ CASES = {"ttt": ttt, "lact": lact, "mesa": mesa}
 
 
 def rows(names: Sequence[str] = ()) -> Iterator[Row]:
-    """The ceilings' rows, then those of the cases; without names of all.
-
-    "first" is what the first call took, compiling it.
-    """
+    """The ceilings' rows, then those of the cases; without names of all."""
     copy, product = ceilings()
     yield from (copy, product)
     best = (
@@ -122,15 +118,12 @@ def rows(names: Sequence[str] = ()) -> Iterator[Row]:
     for name in names or CASES:
         torch.manual_seed(0)
         for sizes, call, inputs, of in CASES[name]():
-            first, times = timed(call, inputs)
-            for what, seconds in times.items():
+            for what, seconds in timed(call, inputs).items():
                 least = of(training="backward" in what)
                 yield {
                     "what": "ttt-linear" if name == "ttt" else name,
                     **sizes,
                     "pass": what,
-                    "first": round(first, 1),
-                    "of_ceiling": round(least.flops / seconds / best[0], 3),
                     "seconds": seconds,
                     "floor": least.seconds(*best),
                     "flops": least.flops,
@@ -139,23 +132,21 @@ def rows(names: Sequence[str] = ()) -> Iterator[Row]:
 
 def timed(
     call: Callable[[], tuple[Tensor, Any]], inputs: list[Tensor]
-) -> tuple[float, dict[str, float]]:
-    """Seconds of the first call, and of a forward and with its backward."""
+) -> dict[str, float]:
+    """Seconds of a forward, and of one with its backward."""
     for t in inputs:
         t.requires_grad_()
-    start = synchronised()
     dy = torch.randn_like(call()[0])
 
     def both() -> object:
         return torch.autograd.grad(call()[0], inputs, dy)
 
-    both()
-    first = synchronised() - start
+    both()  # compiles
     start = synchronised()
     both()
     slow = synchronised() - start > 1
     repeats = 6 if ON_GPU and not slow else 2
-    return first, {
+    return {
         what: timeit(fn, repeats=repeats, warmup=1 - slow)
         for what, fn in (("forward", call), ("forward+backward", both))
     }

@@ -17,8 +17,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fastweights.layers import GatedDeltaNet
@@ -70,8 +68,7 @@ def profiled(fn: Callable[[], object]) -> list[tuple[str, float]]:
 def rows() -> Iterator[Row]:
     """Seconds of each part by draw of the gates, and of the whole layer.
 
-    "all" is between events. "ab_proj" is by itself the small projection,
-    of the gate and beta, which "projections" has among its four.
+    "all" is between events.
 
     Raises:
         SystemExit: there is no GPU.
@@ -85,25 +82,15 @@ def rows() -> Iterator[Row]:
     x.requires_grad_()
     inputs = [x, *model.parameters()]
     run = torch.compile(lambda x: model(x)[0], fullgraph=True)
+
+    def both() -> object:
+        """Forward and backward, with nothing added to older gradients."""
+        return torch.autograd.grad(run(x), inputs, dy)
+
     shape = {"B": B, "T": T, "H": HEADS, "D": HEAD_DIM}
     for seed in SEEDS:
         torch.manual_seed(seed)
         model.decay.reset_parameters()
-        fn = _both(run, x, dy, inputs)
-        for part, seconds in by_part(profiled(fn)).items():
+        for part, seconds in by_part(profiled(both)).items():
             yield {"seed": seed, "part": part, **shape, "seconds": seconds}
-        yield {"seed": seed, "part": "all", **shape, "seconds": timeit(fn)}
-    weight = model.ab_proj.weight
-    few = torch.randn(B, T, len(weight), device=device, dtype=DTYPE)
-    fn = _both(lambda x: F.linear(x, weight), x, few, [x, weight])
-    yield {"part": "ab_proj", **shape, "seconds": timeit(fn)}
-
-
-def _both(
-    run: Callable[[Tensor], Tensor],
-    x: Tensor,
-    dy: Tensor,
-    inputs: list[Tensor],
-) -> Callable[[], object]:
-    """Forward and backward, with nothing added to older gradients."""
-    return lambda: torch.autograd.grad(run(x), inputs, dy)
+        yield {"seed": seed, "part": "all", **shape, "seconds": timeit(both)}

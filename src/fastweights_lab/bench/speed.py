@@ -32,7 +32,6 @@ from fastweights_lab.bench.timing import (
     Row,
     ceilings,
     host_seconds,
-    peak_memory,
     timeit,
 )
 from fastweights_lab.records import package_version
@@ -373,9 +372,9 @@ def members(
     """Ceilings; then each member's times on each shape, gate and pass.
 
     Rows of the case ``members``: seconds, moved and flops (the floor's),
-    floor (seconds), peak (bytes), host (seconds a call). On a CPU there is
-    one shape besides "decode", "small", and peak and host are None. Of
-    "decode" there are what a step moves, and its time.
+    floor (seconds), host (seconds a call). On a CPU there is one shape
+    besides "decode", "small", and host is None. Of "decode" there are what
+    a step moves, and its time.
     """
     copy, matmul = ceilings()
     yield from (copy, matmul)
@@ -421,7 +420,6 @@ def members(
                             * max(moved / bandwidth, flops / rate),
                             "moved": times * moved,
                             "flops": times * flops,
-                            "peak": peak_memory(fn),
                             "host": host_seconds(fn),
                         }
 

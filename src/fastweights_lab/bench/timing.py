@@ -62,18 +62,6 @@ def timeit(
     return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
 
 
-def peak_memory(fn: Callable[[], object]) -> int | None:
-    """Bytes that ``fn()`` allocates at most, above what is there before."""
-    if not ON_GPU:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fn()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def host_seconds(fn: Callable[[], object], repeats: int = 51) -> float | None:
     """Median seconds until ``fn()`` returns, the GPU's work still queued.
 

@@ -144,11 +144,9 @@ def _line(row: Row) -> str:
         words.append(f"{row['moved'] / seconds / 1e12:.3f} TB/s")
     if "flops" in row:
         words.append(f"{row['flops'] / seconds / 1e12:.1f} TFLOP/s")
-    if row.get("peak") is not None:
-        words.append(f"{row['peak'] / 2**20:.0f} MiB")
     if row.get("host") is not None:
         words.append(f"host {1e6 * row['host']:.0f} us")
     return "  ".join(words)
 
 
-_MEASURES = ("seconds", "floor", "moved", "flops", "peak", "host")
+_MEASURES = ("seconds", "floor", "moved", "flops", "host")
