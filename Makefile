@@ -55,8 +55,8 @@ LOOK := $(shell find book -path book/node_modules -prune -o -type f \
 SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 PYTEST := -m pytest -q -p no:nbval -n auto --maxprocesses 8 --dist worksteal
 UNIT := $(TESTER) $(PYTEST)
-BUILT_TESTS := $(addprefix tests/book/test_,answers.py notebooks.py search.py \
-	site.py)
+BUILT_TESTS := $(addprefix tests/book/test_,answers.py browser.py \
+	notebooks.py search.py site.py)
 LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS) tests/kernels)
 KERNEL_TESTS := tests/kernels
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
@@ -111,7 +111,7 @@ test: $(READY) $(MODULES) ## check style, types, library, chapters, site
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
 		-d build/test/doctrees chapters build/test/html
-	@$(SAY) "site: answers, links, alt texts, no other host; notebooks"
+	@$(SAY) "site: answers, links, alt texts, in a browser; notebooks"
 	@$(PY) $(PYTEST) $(BUILT_TESTS)
 
 test-all: test ## test, all parameters crossed, notebooks, other versions

@@ -43,13 +43,14 @@ extensions = [
     "sphinx_design",
     "sphinx_exercise",
     "sphinx_proof",
-    "sphinx_togglebutton",
     "sphinxcontrib.bibtex",
     "assets",
     "capabilities",
     "checked",
     "api_entries",
     "equations",
+    "folds",
+    "lists",
     "run_links",
     "sections",
 ]
@@ -98,7 +99,7 @@ html_static_path = [
     str(_TEMML / "contrib" / "copy-tex" / "copy-tex.min.js"),
 ]
 html_css_files = ["palette.css", "book.css"]
-html_js_files = ["search.js"]
+html_js_files = ["search.js", "book.js"]
 html_use_index = html_domain_indices = False
 html_copy_source = False
 html_show_sourcelink = False

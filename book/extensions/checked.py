@@ -16,11 +16,11 @@ from sphinx_proof.nodes import proof_node
 
 _TAG = "check:"
 PROMPTS = {
-    "exercise": "the check of this exercise",
-    "figure": "the code of this figure",
-    "film": "the code of this film",
-    "imports": "the imports",
-    "code": "the code",
+    "exercise": "Check of this exercise",
+    "figure": "Code of this figure",
+    "film": "Code of this film",
+    "imports": "Imports",
+    "code": "Code",
 }
 _REPEATED = {"proof-content", "exercise-content", "solution-content"}
 
@@ -29,7 +29,7 @@ def _prompt(cell: nodes.container, labels: list[str]) -> str:
     """What a folded cell holds, in the reader's words."""
     held = holds(cell[0].astext())
     if labels and held != "exercise":
-        return "the check"
+        return "Check"
     return PROMPTS[held]
 
 
@@ -80,9 +80,7 @@ class Checks(SphinxPostTransform):
             tags = cell.get("cell_metadata", {}).get("tags", [])
             labels = [t.removeprefix(_TAG) for t in tags if _TAG in t]
             if cell.get("hide_mode"):
-                prompt = _prompt(cell, labels)
-                cell["prompt_show"] = f"Show {prompt}"
-                cell["prompt_hide"] = f"Hide {prompt}"
+                cell["prompt_show"] = _prompt(cell, labels)
             if labels:
                 caption = _caption(labels, self.env.docname)
                 caption.source, caption.line = cell.source, cell.line

@@ -150,7 +150,7 @@ def test_every_formula_can_be_typeset_without_macros(book):
 def test_titles_are_those_of_the_page(book):
     _, made, pages = book
     title = (
-        r'<p class="admonition-title[^"]*"[^>]*>(.*?)</p>'
+        r'<(?:p|summary) class="admonition-title[^"]*"[^>]*>(.*?)</(?:p|s)'
         r'|<h[1-6]>(.*?)<a class="headerlink'
     )
     for name, notebook in made.items():

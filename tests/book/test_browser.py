@@ -1,0 +1,132 @@
+"""The built site as Chromium shows it: wide and narrow, light, dark, printed.
+
+`make test` builds it first, into build/test/html. Where there is no Chromium
+these are skipped.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, Browser, Tab
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
+PAGES = sorted([*SITE.glob("*.html"), *(SITE / "api").glob("*.html")])
+CHAPTERS = [p for p in PAGES if re.match(r"\d\d_", p.name)]
+AXE = ROOT / "book" / "node_modules" / "axe-core" / "axe.min.js"
+
+pytestmark = [
+    pytest.mark.skipif(
+        not PAGES, reason=f"no site in {SITE}: `make test` builds it"
+    ),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium: apt-get install chromium"
+    ),
+]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+
+THEME = "document.documentElement.dataset.theme"
+# The colours of everything on the page.
+LOOK = """[...document.body.querySelectorAll("*")].map((element) => {
+  const { color, backgroundColor, fill } = getComputedStyle(element);
+  return `${element.tagName} ${color} ${backgroundColor} ${fill}`;
+})"""
+# Titles, and solutions, that take no place.
+UNPRINTED = """[...document.querySelectorAll(
+  ".bd-article h1, .bd-article h1 .section-number, .solution > :last-child"
+)].filter((x) => !x.checkVisibility({ contentVisibilityAuto: true })
+  || !x.offsetHeight).map((x) => x.outerHTML.slice(0, 100))"""
+# What can be scrolled sideways and has no shadow where more is hidden.
+UNTOLD = """[...document.querySelectorAll("article *")].filter((x) => {
+  const { overflowX, backgroundAttachment } = getComputedStyle(x);
+  return x.scrollWidth > x.clientWidth + 1
+    && /auto|scroll/.test(overflowX)
+    && !backgroundAttachment.includes("local");
+}).map((x) => x.outerHTML.slice(0, 100))"""
+CUT = """[...document.querySelectorAll("article :is(svg.fw-figure, img)")]
+  .filter((x) => x.getBoundingClientRect().right > innerWidth)
+  .map((x) => x.outerHTML.slice(0, 100))"""
+# Stops of the keyboard whose focus cannot be seen.
+UNSEEN = """[...document.querySelectorAll(
+  "a[href], button, input, summary, [tabindex='0']"
+)].filter((x) => {
+  if (!x.checkVisibility()) return false;
+  x.focus({ focusVisible: true, preventScroll: true });
+  const shown = x.labels?.[0] ?? x; // a tab's button is its label
+  const { outlineStyle, opacity } = getComputedStyle(shown);
+  return document.activeElement === x
+    && (outlineStyle === "none" || opacity === "0");
+}).map((x) => x.outerHTML.slice(0, 100))"""
+# Drawings, code and equations are most of a page's elements and each one
+# thing to axe. That the code's colours can be read is in test_site.
+BARE = """(selector) => document.querySelectorAll(selector)
+  .forEach((x) => x.replaceChildren())"""
+# The search button waits for the search that replaces it.
+JUDGED = """(options) => axe
+  .run({ exclude: [".search-button-field"] }, options)
+  .then(({ violations }) => violations
+    .filter(({ impact }) => ["serious", "critical"].includes(impact))
+    .flatMap(({ id, nodes }) => nodes.map((x) => `${id}: ${x.html}`)))"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    tab = Tab(browser, "Log", "Network", "Runtime")
+    tab.size(1300, 1000)
+    tab.media("screen")
+    yield tab
+    tab.close()
+
+
+def judged(tab: Tab, theme: str, **options: Any) -> list[str]:
+    """What axe finds serious or critical."""
+    tab.run(f"{THEME} = '{theme}'")
+    options |= {"resultTypes": ["violations"]}
+    return tab.run(f"({JUDGED})({json.dumps(options)})")
+
+
+@each_page
+def test_a_page(page: Path, tab: Tab, subtests: pytest.Subtests) -> None:
+    """All that is asked of every page, in one visit."""
+    tab.open(page.as_uri())
+    tab.run(f"{THEME} = 'light'")
+    tab.run(f"({BARE})('svg.fw-figure')")
+    with subtests.test("console"):
+        said = [x["entry"] for x in tab.seen("Log.entryAdded")]
+        assert not [x["text"] for x in said if x["level"] == "error"]
+        assert not tab.seen("Runtime.exceptionThrown")
+    with subtests.test("focus can be seen"):
+        assert not tab.run(UNSEEN)
+    with subtests.test("printed from dark as from light, unfolded"):
+        tab.media("print")
+        light = tab.run(LOOK)
+        assert not tab.run(UNPRINTED)
+        tab.run(f"{THEME} = 'dark'")
+        tab.run("dispatchEvent(new Event('beforeprint'))")
+        assert tab.run(LOOK) == light
+        tab.run("dispatchEvent(new Event('afterprint'))")
+        assert tab.run(THEME) == "dark"
+        tab.media("screen")
+    with subtests.test("390 px"):
+        tab.size(390, 844)
+        assert tab.run("document.documentElement.scrollWidth") == 390
+        assert not tab.run(UNTOLD)
+        assert not tab.run(CUT)
+    with subtests.test("axe"):
+        tab.run(f"({BARE})('pre, mjx-container, math')")
+        tab.size(1300, 1000)
+        tab.run(AXE.read_text("utf-8"))
+        assert not judged(tab, "light")
+        assert not judged(tab, "dark", runOnly=["color-contrast"])
