@@ -99,7 +99,7 @@ html_static_path = [
     str(_TEMML / "contrib" / "copy-tex" / "copy-tex.min.js"),
 ]
 html_css_files = ["palette.css", "book.css"]
-html_js_files = ["search.js", "book.js"]
+html_js_files = ["search.js", ("book.js", {"defer": "defer"})]
 html_use_index = html_domain_indices = False
 html_copy_source = False
 html_show_sourcelink = False

@@ -51,6 +51,9 @@ UNTOLD = """[...document.querySelectorAll("article *")].filter((x) => {
 CUT = """[...document.querySelectorAll("article :is(svg.fw-figure, img)")]
   .filter((x) => x.getBoundingClientRect().right > innerWidth)
   .map((x) => x.outerHTML.slice(0, 100))"""
+# Films that do not fit on the screen below the page's header.
+TALL = """[...document.querySelectorAll(".fw-film-live")]
+  .map((x) => x.offsetHeight).filter((tall) => tall > innerHeight - 56)"""
 # Stops of the keyboard whose focus cannot be seen.
 UNSEEN = """[...document.querySelectorAll(
   "a[href], button, input, summary, [tabindex='0']"
@@ -83,8 +86,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Tab]:
+    """A phone."""
     tab = Tab(browser, "Log", "Network", "Runtime")
-    tab.size(1300, 1000)
+    tab.size(390, 844)
     tab.media("screen")
     yield tab
     tab.close()
@@ -102,11 +106,17 @@ def test_a_page(page: Path, tab: Tab, subtests: pytest.Subtests) -> None:
     """All that is asked of every page, in one visit."""
     tab.open(page.as_uri())
     tab.run(f"{THEME} = 'light'")
-    tab.run(f"({BARE})('svg.fw-figure')")
     with subtests.test("console"):
         said = [x["entry"] for x in tab.seen("Log.entryAdded")]
         assert not [x["text"] for x in said if x["level"] == "error"]
         assert not tab.seen("Runtime.exceptionThrown")
+    with subtests.test("on a phone"):
+        assert tab.run("document.documentElement.scrollWidth") == 390
+        assert not tab.run(UNTOLD)
+        assert not tab.run(CUT)
+        assert not tab.run(TALL)
+    tab.run(f"({BARE})('svg.fw-figure')")
+    tab.size(1300, 1000)
     with subtests.test("focus can be seen"):
         assert not tab.run(UNSEEN)
     with subtests.test("printed from dark as from light, unfolded"):
@@ -119,14 +129,29 @@ def test_a_page(page: Path, tab: Tab, subtests: pytest.Subtests) -> None:
         tab.run("dispatchEvent(new Event('afterprint'))")
         assert tab.run(THEME) == "dark"
         tab.media("screen")
-    with subtests.test("390 px"):
-        tab.size(390, 844)
-        assert tab.run("document.documentElement.scrollWidth") == 390
-        assert not tab.run(UNTOLD)
-        assert not tab.run(CUT)
     with subtests.test("axe"):
         tab.run(f"({BARE})('pre, mjx-container, math')")
-        tab.size(1300, 1000)
         tab.run(AXE.read_text("utf-8"))
         assert not judged(tab, "light")
         assert not judged(tab, "dark", runOnly=["color-contrast"])
+
+
+def test_what_a_reader_does(tab: Tab) -> None:
+    """Folds, panels that stack, and the menu of colours."""
+    tab.open(CHAPTERS[0].as_uri())
+    assert tab.run("!!document.querySelector('svg.fw-figure > use')")
+    solution = "document.querySelector('.solution')"
+    tab.run(f"{solution}.scrollIntoView()")
+    at = tab.run(f"""(({{ left, top }}) => ({{ x: left + 80, y: top + 10 }}))(
+        {solution}.firstChild.getBoundingClientRect())""")
+    before = tab.run("location.href")
+    for kind in ("mousePressed", "mouseReleased"):
+        mouse = {"type": kind, "button": "left", "clickCount": 1}
+        tab.call("Input.dispatchMouseEvent", **mouse, **at)
+    assert tab.run(f"{solution}.open")
+    assert tab.run("location.href") == before
+    menu = "document.querySelector('.theme-switch-button')"
+    tab.run(f"{menu}.click(), {menu}.focus()")
+    tab.run("document.querySelector('[data-mode=dark].dropdown-item').click()")
+    assert tab.run(THEME) == "dark"
+    assert tab.run(f"document.activeElement === {menu}")

@@ -332,7 +332,6 @@ function film(root) {
       tick.hidden = own === null;
       tick.style.bottom = height(clamp(own || 0, low, high));
       place.classList.toggle("now", j === t - 1);
-      place.classList.toggle("later", !there);
       return there ? `${j + 1}: ${figure(value)}` : "";
     });
     chart.setAttribute("aria-label", t
