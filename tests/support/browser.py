@@ -13,6 +13,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import time
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -107,10 +108,8 @@ class Tab:
     def open(self, address: str) -> None:
         """Go there, and wait until all has loaded."""
         self.call("Page.navigate", url=address)
-        self.run(
-            """new Promise((done) => document.readyState === "complete"
-            ? done() : addEventListener("load", () => done()))"""
-        )
+        while self.run("document.readyState") != "complete":
+            time.sleep(0.05)
 
     def run(self, script: str) -> Any:
         """What a script evaluates to; of a promise, what it resolves to."""
