@@ -414,13 +414,6 @@ def test_a_state_in_bf16_may_forget_nothing(half_life, forgets):
     assert forgets or state.eq(1).all()
 
 
-def test_with_fp64_a_state_is_fp64():
-    x = call("scalar", T=2, dtype=torch.float64)
-    x["state"] = x["state"].bfloat16()
-    with pytest.raises(TypeError, match=r"need torch\.float64"):
-        fw.decode_step(**x)
-
-
 def test_rows_of_a_pool_in_bf16():
     """Each is rounded once, and the others are as they were."""
     x = call("vector", T=3, dtype=torch.bfloat16)
@@ -447,6 +440,9 @@ state=ones(1, 4, 3, 5, dtype=torch.float16)
     TypeError: state: got torch.float16, need torch.float32 or torch.bfloat16
 state=ones(1, 4, 3, 5, dtype=torch.float64)
     TypeError: state: got torch.float64, need torch.float32 or torch.bfloat16
+{n: ones(1, 6, 2, 3).double() for n in "qk"} | {"v": ones(1, 6, 4, 5).double()}
+| {"g": None, "beta": None, "state": ones(1, 4, 3, 5).bfloat16()}
+    TypeError: state: got torch.bfloat16, need torch.float64
 state=ones(1, 4, 5, 3)
     ValueError: state: got shape [1, 4, 5, 3], need [1, 4, 3, 5]
 state=ones(2, 4, 3, 5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from convolution_inputs import HEADS, flat, tokens
+from crossed import pairs
 from inputs import results, same
 from kernel_judge import needs_memory
 
@@ -47,46 +48,38 @@ def short(monkeypatch):
 ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
 
 
+# Two heads of q and k, and of v one block and a part of another.
+FUNCTIONS = {
+    "channels": (short_convolution, 3, {}),
+    "one-head": (flat, 10, {**ONE, "eps": 0.5}),
+    "as-it-is": (flat, 10, {**ONE, "normalize": False}),
+    "heads": (flat, 18, HEADS),
+}
+
+
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize(
-    "T, W, bias, activation",
-    [
-        (1, 4, True, "silu"),
-        (2, 3, False, "silu"),
-        (5, 2, True, None),
-        (8, 4, False, "silu"),
-        (9, 3, True, "silu"),
-        (19, 4, True, "silu"),
-    ],
+@pairs(
+    function=FUNCTIONS,
+    T=[1, 2, 5, 8, 9, 19],
+    W=[2, 3, 4],
+    without=[(), ("bias",), ("bias", "initial_state")],
+    activation=["silu", None],
+    use=["both", "o", "state"],
+    packed=[False, True],
 )
-def test_every_length(T, W, bias, activation):
-    B = 2 if T < 8 else 1
-    x = tokens(B=B, T=T, C=3, W=W, bias=bias, dtype=torch.float32)
-    judge(short_convolution, x, activation=activation)
-
-
-@pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("W, normalize", [(4, True), (3, False)])
-def test_heads_of_packed_sequences(W, normalize):
-    """Empty ones, ones shorter than a state, and one of two stretches."""
-    cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32)
-    kind = {"bias": normalize, "state": normalize, "dtype": torch.float32}
-    x = tokens(B=1, T=12, C=10, W=W, N=5, **kind)
-    options = {"cu_seqlens": cu_seqlens, "normalize": normalize, "eps": 0.5}
-    judge(flat, x, **options, **ONE)
-
-
-@pytest.mark.usefixtures("short")
-def test_heads_and_blocks():
-    """Two heads of q and k, and of v one block and a part of another."""
-    judge(flat, tokens(T=2, dtype=torch.float32), **HEADS)
-
-
-@pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("use", ["o", "state"])
-def test_one_result_and_fewer_inputs(use):
-    x = tokens(B=1, T=9, C=10, bias=False, state=False, dtype=torch.float32)
-    judge(flat, x, use=use, **ONE)
+def test_it_is_pytorchs(function, T, W, without, activation, use, packed):
+    """Packed: empty ones, ones shorter than a state, one of two stretches."""
+    call, C, given = function
+    if call is short_convolution:
+        given = {"activation": activation}
+    sizes = {"B": 2 if T < 8 else 1, "T": T}
+    if packed:
+        offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+        given, sizes = given | {"cu_seqlens": offsets}, {"T": 12, "N": 5}
+        sizes["B"] = 1
+    x = tokens(**sizes, C=C, W=W, dtype=torch.float32)
+    x = {name: t for name, t in x.items() if name not in without}
+    judge(call, x, use=use, **given)
 
 
 def test_stretches_as_they_ship():

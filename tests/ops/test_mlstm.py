@@ -57,9 +57,14 @@ def definition(q, k, v, g, i, memory=None, eps=0.0):
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 8.0])
 def test_definition(strength):
-    x = inputs(strength)
-    o, _ = fw.mlstm(**x, eps=0.0)
-    torch.testing.assert_close(o, definition(**x)[0])
+    x = {n: t.requires_grad_() for n, t in inputs(strength).items()}
+    o, ref = fw.mlstm(**x, eps=0.0)[0], definition(**x)[0]
+    torch.testing.assert_close(o, ref)
+    loss = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+    found, want = (
+        torch.autograd.grad((y * loss).sum(), [*x.values()]) for y in (o, ref)
+    )
+    torch.testing.assert_close(found, want)
 
 
 def test_step():
@@ -72,17 +77,6 @@ def test_step():
     )
     got, state = fw.mlstm(**x, eps=0.0)
     torch.testing.assert_close((got, state), (o, (S, m)))
-
-
-def test_gradients():
-    x = {name: t.requires_grad_() for name, t in inputs().items()}
-    o, _ = fw.mlstm(**x, eps=0.0)
-    loss = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((o * loss).sum(), [*x.values()])
-    want = torch.autograd.grad(
-        (definition(**x)[0] * loss).sum(), [*x.values()]
-    )
-    torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize("size", [100.0, -100.0])

@@ -1,7 +1,6 @@
 """linear_recurrence: both backends against its equations, and its refusals."""
 
 import functools
-import importlib.util
 import itertools
 import warnings
 
@@ -532,24 +531,68 @@ def gpu(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_auto_is_triton_from_ampere_on(gpu, capability):
+RUN_ON = [(8, 0), (8, 9), (9, 0), (12, 0)]
+
+
+@pytest.mark.parametrize(
+    "capability, version",
+    [
+        *((x, "3.7.1") for x in RUN_ON),
+        ((10, 0), "3.8.0"),
+        ((10, 3), "3.9.0+g"),
+    ],
+)
+def test_auto_is_triton_from_ampere_on(gpu, monkeypatch, capability, version):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    gpu(*capability)
+    with warnings.catch_warnings(action="error"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert fw.choose_backend("auto", "cuda", dtype) == "triton"
+        assert fw.choose_backend("auto", "cuda", torch.float64) == "chunkwise"
+        assert fw.choose_backend("chunkwise", "cuda") == "chunkwise"
+
+
+# A GPU, what is different there, and what the kernels need instead.
+RACE = (
+    "kernels need Triton 3.8 or newer on a GPU of compute capability 10.x, "
+    "where 3.7.1 compiles a race; Some GPU has 10."
+)
+LACKS = {
+    "older": ((7, 5), {}, r"8\.0 .*; Some GPU has 7\.5$"),
+    "rocm": (
+        (9, 4),  # its devices are called cuda, and have a capability
+        {"torch.version.hip": "6.4"},
+        "a CUDA build of PyTorch, not ROCm's",
+    ),
+    "race": ((10, 0), {"triton.__version__": "3.7.1"}, f"{RACE}0$"),
+    "race-too": ((10, 3), {"triton.__version__": "3.7.1"}, f"{RACE}3$"),
+    "no-triton": (
+        (9, 0),
+        {"importlib.util.find_spec": lambda name: None},
+        "the package triton, which is not installed",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "capability, changes, needs", LACKS.values(), ids=LACKS
+)
+def test_without_kernels_why_is_told_once(
+    gpu, monkeypatch, capability, changes, needs
+):
     pytest.importorskip("triton")
     gpu(*capability)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert fw.choose_backend("auto", "cuda", dtype) == "triton"
-    assert fw.choose_backend("auto", "cuda", torch.float64) == "chunkwise"
-    assert fw.choose_backend("chunkwise", "cuda") == "chunkwise"
-
-
-def test_an_older_gpu_gets_chunkwise_and_is_told_why_once(gpu):
-    pytest.importorskip("triton")
-    gpu(7, 5)
-    with pytest.warns(UserWarning, match=r"8\.0 .*; Some GPU has 7\.5"):
+    for name, value in changes.items():
+        monkeypatch.setattr(name, value)
+    with pytest.warns(UserWarning, match=needs) as told:
         assert fw.choose_backend("auto", "cuda") == "chunkwise"
+    assert len(told) == 1
+    assert str(told[0].message).startswith("fastweights runs as PyTorch here:")
     with warnings.catch_warnings(action="error"):
         assert fw.choose_backend("auto", "cuda") == "chunkwise"
-    with pytest.raises(ValueError, match=r"'triton'.*8\.0.* has 7\.5"):
+    needs = needs.removeprefix("kernels need ")
+    with pytest.raises(ValueError, match=f"'triton', which needs .*{needs}"):
         fw.choose_backend("triton", "cuda")
 
 
@@ -582,44 +625,6 @@ def test_keys_wider_than_the_kernels_get_chunkwise_and_are_told_once(
         run(backend="triton")
 
 
-@pytest.mark.parametrize(
-    "capability, version, backend",
-    [
-        ((10, 0), "3.7.1", "chunkwise"),
-        ((10, 3), "3.7.1", "chunkwise"),
-        ((10, 0), "3.8.0", "triton"),
-        ((10, 3), "3.9.0+git1", "triton"),
-        ((12, 0), "3.7.1", "triton"),
-    ],
-)
-def test_tensor_memory_takes_a_later_triton(
-    gpu, monkeypatch, capability, version, backend
-):
-    """Below 3.8 the loops of the kernels race there."""
-    triton = pytest.importorskip("triton")
-    monkeypatch.setattr(triton, "__version__", version)
-    gpu(*capability)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert fw.choose_backend("auto", "cuda") == backend
-    assert [str(x.message) for x in told] == [
-        "fastweights runs as PyTorch here: its kernels need Triton 3.8 or "
-        f"newer on a GPU of compute capability 10.x, where {version} "
-        f"compiles a race; Some GPU has 10.{capability[1]}"
-    ] * (backend == "chunkwise")
-
-
-def test_rocm_is_not_cuda(gpu, monkeypatch):
-    """Its devices are called cuda, and have a capability."""
-    pytest.importorskip("triton")
-    gpu(9, 4)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.warns(UserWarning, match="need a CUDA build of PyTorch, not"):
-        assert fw.choose_backend("auto", "cuda") == "chunkwise"
-    with pytest.raises(ValueError, match=r"'triton'.* not ROCm's"):
-        fw.choose_backend("triton", "cuda")
-
-
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
 def test_an_untested_version_is_named(gpu, monkeypatch, version):
     """Once, and the kernels run."""
@@ -631,15 +636,6 @@ def test_an_untested_version_is_named(gpu, monkeypatch, version):
         assert fw.choose_backend("auto", "cuda") == "triton"
     with warnings.catch_warnings(action="error"):
         assert fw.choose_backend("auto", "cuda", torch.float16) == "triton"
-
-
-def test_triton_may_be_missing(gpu, monkeypatch):
-    gpu(9, 0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="triton, which is not installed"):
-        assert fw.choose_backend("auto", "cuda") == "chunkwise"
-    with pytest.raises(ValueError, match="which is not installed"):
-        fw.choose_backend("triton")
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError])
