@@ -41,11 +41,8 @@ class TrainingStep:
         device = self.device = model.embedding.weight.device
         on_gpu = device.type == "cuda"
         self.rates = [trial.learning_rate(i) for i in range(trial.steps)]
-        if on_gpu:
-            # Read by the steps themselves: a graph takes no arguments.
-            self.lr = torch.tensor(trial.lr, device=device)
-            self.table = torch.tensor(self.rates, device=device)
-            self.next = torch.zeros(1, dtype=torch.int64, device=device)
+        # A graph takes no arguments: it reads its rate from here.
+        self.lr = torch.tensor(trial.lr, device=device)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, trial.weight_decay),
             lr=self.lr if on_gpu else trial.lr,
@@ -57,16 +54,16 @@ class TrainingStep:
         self.tasks = [kind(self, task) for task in trial.train]
 
     def __call__(self, i: int) -> Float[Tensor, " 2"]:
-        if self.device.type != "cuda":
+        rate = self.rates[i]
+        if self.device.type == "cuda":
+            self.lr.fill_(rate)
+        else:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rates[i]
+                group["lr"] = rate
         return self.tasks[i % len(self.tasks)](self.trial.seed * STEPS + i)
 
     def learn(self, batch: Batch, questions: int) -> Float[Tensor, " 2"]:
         """One step, from sequences to weights, which waits for no device."""
-        if self.device.type == "cuda":
-            self.lr.copy_(self.table.index_select(0, self.next)[0])
-            self.next += 1
         self.optimizer.zero_grad()
         targets = batch.targets.flatten()
         there = (targets != IGNORE).nonzero_static(size=questions)[:, 0]
