@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from folds import fold
 from markupsafe import Markup
-from myst_nb.sphinx_ import HideCodeCellNode
 from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx_exercise.nodes import exercise_enumerable_node, solution_node
+from sphinx_exercise.nodes import exercise_enumerable_node
 
 _LEAVES = (nodes.Text, nodes.literal_block, nodes.math)
 _SKIPPED = (
-    HideCodeCellNode,
     addnodes.desc_signature,
+    fold,
     nodes.Invisible,
     nodes.image,
     nodes.math_block,
     nodes.raw,
     nodes.title,
-    solution_node,
 )
 _CODE = ("bash", "ipython3", "python")
 
