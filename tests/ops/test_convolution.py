@@ -162,24 +162,6 @@ def test_no_token(packed):
     assert state.shape == (2, 3, 18)
 
 
-@pytest.mark.parametrize("offsets", [None, [0, 0, 2, 5]])
-def test_gradcheck(offsets):
-    N = 1 if offsets is None else 3
-    cu_seqlens = None if offsets is None else torch.tensor(offsets)
-    x = tokens(B=1, T=5, N=N)
-    inputs = [t.requires_grad_() for t in x.values()]
-
-    def function(x, weight, bias, state):
-        return convolve_heads(
-            *(x, weight, bias),
-            initial_state=state,
-            cu_seqlens=cu_seqlens,
-            **HEADS,
-        )
-
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-
-
 def test_gradient_of_one_of_the_results_alone():
     """Of k: what autograd has for q and v is None then."""
     x = tokens(B=1, T=3)

@@ -306,22 +306,6 @@ def test_delta_member_refuses_no_beta_and_a_beta_per_channel(name):
         getattr(fw, name)(**(x | {"beta": x["beta"][..., None]}))
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("linear_attention", "g"),
-        ("linear_attention", "beta"),
-        ("retention", "beta"),
-        ("mamba2", "beta"),
-        ("gla", "beta"),
-        ("deltanet", "g"),
-    ],
-)
-def test_member_refuses_what_would_make_it_another(name, extra):
-    with pytest.raises(TypeError, match=extra):
-        getattr(fw, name)(**inputs(name), **{extra: torch.zeros(B, T, H)})
-
-
 @pytest.mark.parametrize("name", MEMBERS)
 def test_member_passes_the_operators_errors_on(name):
     with pytest.raises(ValueError, match="chunk_size: got 17"):

@@ -15,14 +15,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-
-
 OWN_LAYERS = ("bamba", "falcon_h1", "inkling2", "zamba", "zamba2")
-
-
 LAYERS = ["linear_attention"] * 2 + ["full_attention"]
-
-
 GDN = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 24,
@@ -30,14 +24,10 @@ GDN = {
     "linear_num_value_heads": 8,
     "head_dim": 16,
 }
-
-
 EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-
-
 LATENT = {
     "num_local_experts": 4,
     "kv_lora_rank": 16,
@@ -46,11 +36,7 @@ LATENT = {
     "v_head_dim": 16,
     **EXPERTS,
 }
-
-
 MIXTURE = {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}
-
-
 INDEXER = {
     "n_heads": 2,
     "kv_heads": 1,
@@ -58,8 +44,6 @@ INDEXER = {
     "budget": 64,
     "compress_ratio": 4,
 }
-
-
 SCAN = {
     "state_size": 10,
     "n_groups": 2,
@@ -67,8 +51,6 @@ SCAN = {
     "head_dim": 12,
     "chunk_size": 16,
 }
-
-
 SSM = {
     "mamba_d_state": 10,
     "mamba_n_groups": 2,
@@ -76,13 +58,10 @@ SSM = {
     "mamba_d_head": 12,
     "mamba_chunk_size": 16,
 }
-
-
 SHORT = {
     "layer_types": ["conv", "conv", "full_attention"],
     "num_dense_layers": 1,
 }
-
 
 # The classes' prefix, and what they are configured with.
 MODELS = {
