@@ -79,20 +79,22 @@ def recurrence_inputs(
     q, k, v [B, T, H, D], g [B, T, H] or [B, T, H, K] and beta [B, T, H]:
     the last two where the layer has them.
     """
-    device = model.embedding.weight.device
+    layers = [
+        (place, block.layer)
+        for place, block in enumerate(model.blocks)
+        if isinstance(block.layer, LinearRecurrence)
+    ]
     seen: list[Tensor] = []
-    for place, block in enumerate(model.blocks):
-        layer = block.layer
-        if not isinstance(layer, LinearRecurrence):
-            continue
-        hook = layer.register_forward_pre_hook(
-            lambda _, arguments: seen.append(arguments[0])
-        )
-        try:
-            model.hidden(tokens.to(device), last=True)
-        finally:
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        for _, layer in layers
+    ]
+    try:
+        model.hidden(tokens.to(model.embedding.weight.device), last=True)
+    finally:
+        for hook in hooks:
             hook.remove()
-        x = seen.pop()
+    for (place, layer), x in zip(layers, seen, strict=True):
         q, k, v, _ = layer.convolution(layer.qkv_proj(x))
         inputs = {"q": q, "k": k, "v": v}
         if layer.decay is not None and layer.a_proj is not None:
