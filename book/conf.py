@@ -30,6 +30,7 @@ def sources_digest(root: Path = ROOT) -> str:
 
 _METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 _REPOSITORY = _METADATA["project"]["urls"]["Repository"]
+_OWNER, _NAME = _REPOSITORY.split("/")[-2:]
 
 project = "Fast Weights"
 author = "the Fast Weights authors"
@@ -53,6 +54,7 @@ extensions = [
     "lists",
     "run_links",
     "sections",
+    "standing",
 ]
 exclude_patterns = ["**.ipynb_checkpoints"]
 templates_path = ["_templates"]
@@ -92,6 +94,8 @@ _TEMML = BOOK / "node_modules" / "temml"
 # Pages
 html_theme = "sphinx_book_theme"
 html_title = "Fast Weights"
+html_baseurl = f"https://{_OWNER}.github.io/{_NAME}/"
+html_additional_pages = {"404": "404.html"}
 html_static_path = [
     "_static",
     str(ROOT / "build" / "static" / "palette.css"),
@@ -121,7 +125,11 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "repository_url": _REPOSITORY,
+    "path_to_docs": "chapters",
+    "use_edit_page_button": True,
+    "use_issues_button": True,
     "use_repository_button": True,
+    "footer_content_items": ["edition.html", "copyright.html"],
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
     "search_as_you_type": True,

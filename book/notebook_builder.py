@@ -56,12 +56,6 @@ CODE = re.compile(
 )
 
 
-def site_url(repository: str) -> str:
-    """Where GitHub serves the pages of ``repository``."""
-    owner, name = repository.rstrip("/").split("/")[-2:]
-    return f"https://{owner.lower()}.github.io/{name}/"
-
-
 def first_cell(repository: str) -> str:
     """Installs the library as it is in this clone, where it is missing."""
     pins = (ROOT / "constraints.txt").read_text("utf-8")
@@ -105,7 +99,7 @@ class NotebookBuilder(Builder):
     ]
 
     def init(self) -> None:
-        self.site = site_url(self.config.book_repository)
+        self.site = self.config.html_baseurl
         self.notebooks: dict[str, nbformat.NotebookNode] = {}
 
     def get_outdated_docs(self) -> set[str]:

@@ -19,6 +19,7 @@ from fastweights_lab.notebook.plotting import PALETTE
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "book"))
 
+import conf  # noqa: E402
 import picture as readme  # noqa: E402
 
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
@@ -128,6 +129,45 @@ def test_what_a_page_loads_is_there(page: Path) -> None:
         path = unquote(urlsplit(address).path)
         if path:
             assert (page.parent / path).is_file(), address
+
+
+@each_page
+def test_a_page_says_what_it_is(page: Path) -> None:
+    """To who is sent a link to it, and to who wants to cite or mend it."""
+    found = {
+        tag.get("name", tag.get("property")): str(tag["content"])
+        for tag in soup(page).select("meta[name], meta[property]")
+    }
+    address = conf.html_baseurl + page.relative_to(SITE).as_posix()
+    assert soup(page).select_one("link[rel=canonical]")["href"] == address
+    picture = SITE / found["og:image"].removeprefix(conf.html_baseurl)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size < 50_000
+    assert found["og:title"]
+    foot = soup(page).select_one("footer.bd-footer-content")
+    assert f"Version {conf.release}" in foot.text
+    assert foot.select('a[href$="#cite"]')
+    if page.name != "404.html":
+        said = found["description"]
+        assert 20 < len(said) < 200 and "\\" not in said
+        assert found["og:description"] == said
+        assert soup(page).select_one('a[href*="/issues/new"]')
+        edit = str(soup(page).select_one('a[href*="/edit/main/"]')["href"])
+        assert (ROOT / edit.split("/edit/main/")[1]).is_file()
+
+
+def test_the_sitemap_has_every_page() -> None:
+    listed = re.findall("<loc>(.*?)<", (SITE / "sitemap.xml").read_text())
+    pages = [page.relative_to(SITE).as_posix() for page in PAGES]
+    assert sorted(listed) == sorted(
+        conf.html_baseurl + page for page in pages if page != "404.html"
+    )
+
+
+def test_no_page_serves_from_any_address() -> None:
+    """Its addresses are the site's own, wherever the server shows it."""
+    (base,) = soup(SITE / "404.html").select("base")
+    assert base["href"] == conf.html_baseurl
 
 
 @each_page

@@ -51,6 +51,20 @@ def tracked() -> list[Path]:
     return [ROOT / n for n in names if n and (ROOT / n).is_file()]
 
 
+def test_what_is_cited_is_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == PROJECT["project"]["version"]
+    assert cited["repository-code"] == PROJECT["project"]["urls"]["Repository"]
+    for file in ("README.md", "chapters/index.md"):
+        (entry,) = re.findall(
+            r"```bibtex\n(.*?)```", (ROOT / file).read_text("utf-8"), re.S
+        )
+        for said in (cited["title"], cited["repository-code"]):
+            assert f"{{{said}}}" in entry
+        assert f"{{{cited['date-released'].year}}}" in entry
+    assert cited["version"] in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_tested_versions_are_those_that_are_installed(name):
     """The oldest is what pyproject.toml asks for, the pin lies between."""
