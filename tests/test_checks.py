@@ -106,6 +106,7 @@ def test_raises_fails_without_the_error():
 @checks.exercise
 def check_double(candidate):
     """The candidate doubles its argument."""
+    1 + candidate(1)
     assert candidate(2) == 4, "2 gave something else"
     if candidate(3) != 6:
         raise AssertionError  # without pytest's explanation
@@ -133,6 +134,10 @@ def broken(x):
     return x.shape
 
 
+def nothing(x):
+    return None
+
+
 def returns_stub(x):
     return ...
 
@@ -154,7 +159,16 @@ VERDICTS = {
     "right": (right, "passed: double"),
     "wrong": (wrong, "not yet: the answer differs from the reference"),
     "wrong-with-a-hint": (wrong_at_once, "not yet: 2 gave something else"),
-    "broken": (broken, "not yet: AttributeError: 'int' object has no"),
+    "broken": (
+        broken,
+        "not yet: AttributeError: 'int' object has no attribute 'shape', "
+        "in broken: return x.shape\n",
+    ),
+    "nothing": (
+        nothing,
+        "not yet: TypeError: unsupported operand type(s) for +: 'int' and "
+        "'NoneType', where the check uses nothing: 1 + candidate(1)\n",
+    ),
     "returns-stub": (returns_stub, "not yet: the stub still has its ..."),
     "assigns-stub": (assigns_stub, "not yet: the stub still has its ..."),
     "ellipsis": (..., "not yet: the stub still has its ..."),

@@ -14,9 +14,11 @@ import dis
 import functools
 import inspect
 import itertools
+import linecache
 import math
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -298,7 +300,25 @@ class Exercise:
         text = str(error)
         if isinstance(error, AssertionError):
             return text or "the answer differs from the reference"
-        return f"{type(error).__name__}: {text}"
+        place = self._place(candidate, error)
+        return f"{type(error).__name__}: {text}{place}"
+
+    def _place(self, candidate: Any, error: Exception) -> str:
+        """The line of the answer that failed, or of the check that used it."""
+        name = getattr(candidate, "__qualname__", "the answer")
+        check = self.function.__qualname__
+        for words, whose in (
+            (f"in {name}", name),
+            (f"where the check uses {name}", check),
+        ):
+            for frame, number in reversed(
+                [*traceback.walk_tb(error.__traceback__)]
+            ):
+                code = frame.f_code
+                if f"{code.co_qualname}.".startswith(f"{whose}."):
+                    line = linecache.getline(code.co_filename, number).strip()
+                    return f", {words}" + (f": {line}" if line else "")
+        return ""
 
     def __call__(self, candidate: Any) -> None:
         try:
