@@ -65,6 +65,7 @@ def execute(
             timeout=conf.nb_execution_timeout,
             allow_errors=False,
             meta_override=True,
+            coalesce_streams=True,  # the site would part a line where one ends
         ): path
         for path, notebook in waiting.items()
     }

@@ -70,3 +70,12 @@ def test_a_kernel_that_dies_costs_no_other_chapter(begin, tmp_path):
     assert "a.md: DeadKernelError" in said
     assert "c.md:" in said and "ZeroDivisionError" in said
     assert kept(tmp_path) == ["b"]
+
+
+def test_a_line_that_came_in_parts_is_one(begin, tmp_path):
+    part = "import time\nprint('a', end='', flush=True)\ntime.sleep(0.5)"
+    assert begin(a=f"{part}\nprint('b')").wait(timeout=60) == 0
+    cache = get_cache(tmp_path / "cells")
+    (record,) = cache.list_cache_records()
+    (cell,) = cache.get_cache_bundle(record.pk).nb.cells
+    assert [output.text for output in cell.outputs] == ["ab\n"]
