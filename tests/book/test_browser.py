@@ -7,6 +7,7 @@ these are skipped.
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from browser import CHROMIUM, Browser, Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
-PAGES = sorted([*SITE.glob("*.html"), *(SITE / "api").glob("*.html")])
+# The page for wrong addresses has the style of the published site.
+PAGES = sorted({*SITE.glob("*.html"), *SITE.glob("api/*.html")})
+PAGES = [page for page in PAGES if page.name != "404.html"]
 CHAPTERS = [p for p in PAGES if re.match(r"\d\d_", p.name)]
 AXE = ROOT / "book" / "node_modules" / "axe-core" / "axe.min.js"
 
@@ -164,3 +167,26 @@ def test_what_a_reader_does(tab: Tab) -> None:
     tab.run("document.querySelector('[data-mode=dark].dropdown-item').click()")
     assert tab.run(THEME) == "dark"
     assert tab.run(f"document.activeElement === {menu}")
+
+
+# Types a query, and reads where the first that is found leads.
+FOUND = """(async () => {
+  document.querySelector(".search-button__button").click();
+  const field = document.querySelector("#pst-search-dialog input");
+  field.value = "UT transform";
+  field.dispatchEvent(new KeyboardEvent("keyup"));
+  while (!document.querySelector("#search-results a"))
+    await new Promise((done) => setTimeout(done, 50));
+  return document.querySelector("#search-results a").href;
+})()"""
+MARKED = "[...CSS.highlights.get('found')].map((x) => `${x}`.toLowerCase())"
+
+
+def test_the_search_opens_a_section_and_marks_its_words(tab: Tab) -> None:
+    """From a file too, where nothing can be fetched."""
+    tab.open((SITE / "index.html").as_uri())
+    tab.open(tab.run(FOUND))
+    assert {*tab.run(MARKED)} >= {"ut", "transform"}
+    time.sleep(0.5)
+    section = "document.getElementById('step-2-one-triangular-system')"
+    assert 0 <= tab.run(f"{section}.getBoundingClientRect().top") < 200
