@@ -15,38 +15,19 @@ addEventListener("click", ({ target }) => {
 });
 
 // On a phone the panels of a figure stand below each other, as large as they
-// were drawn, unless they share labels or a legend.
+// were drawn: each part shows a column of them.
 function stack(figure) {
-  const whole = figure.querySelector("g");
-  const panels = [...whole.children].filter(({ id }) => /-axes_/.test(id));
-  const labelled = (x) => x.querySelector("[id*=ytick] [id*=text]");
-  const ticked = panels.filter((x) => x.querySelector("[id*=ytick]"));
-  if (panels.length + 1 < whole.children.length) return;
-  if (ticked.some(labelled) && !ticked.every(labelled)) return;
-  const columns = [];
-  for (const panel of panels) {
-    const { x, width } = panel.getBBox();
-    const column = columns.find(([from, to]) => x < to && from < x + width);
-    if (!column) columns.push([x, x + width]);
-    else {
-      column[0] = Math.min(column[0], x);
-      column[1] = Math.max(column[1], x + width);
-    }
-  }
-  if (columns.length < 2) return;
-  const parts = columns.map(([from, to], i) => {
-    const part = i ? figure.cloneNode() : figure;
-    const { height } = figure.viewBox.baseVal;
-    part.setAttribute("viewBox", `${from} 0 ${to - from} ${height}`);
-    part.style = `display: inline-block; width: ${(4 / 3) * (to - from)}px;
-      max-width: 100%; margin-bottom: 1rem`;
-    if (!i) return part;
-    part.setAttribute("aria-hidden", true); // the first has the words for all
-    part.innerHTML = `<use href="#${whole.id}"/>`;
-    return part;
+  const { height } = figure.viewBox.baseVal;
+  const columns = JSON.parse(figure.dataset.panels);
+  const parts = columns.map(() => figure.cloneNode(true));
+  columns.forEach(([start, end], i) => {
+    const part = parts[i];
+    part.setAttribute("viewBox", `${start} 0 ${end - start} ${height}`);
+    part.style.width = `${(4 / 3) * (end - start)}px`;
+    if (i) part.setAttribute("aria-hidden", true); // the first has the words
   });
-  figure.after(...parts.slice(1));
+  figure.replaceWith(...parts);
 }
 
 if (matchMedia("(max-width: 480px)").matches)
-  document.querySelectorAll("svg.fw-figure").forEach(stack);
+  document.querySelectorAll("[data-panels]").forEach(stack);

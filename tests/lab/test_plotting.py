@@ -83,7 +83,7 @@ def test_svg_is_one_element_with_a_name(figure):
     assert root.get("role") == "img"
     assert root.get("aria-label") == alt
     assert root.get("width") is root.get("height") is None
-    assert "max-width: 672px" in root.get("style")  # 7 inches of 96 pixels
+    assert "max-width: 518px" in root.get("style")  # 5.4 inches of 96 pixels
     assert root.get("viewBox")
 
 
@@ -136,6 +136,24 @@ def test_a_users_matplotlibrc_changes_no_figure(tmp_path):
         assert run.returncode == 0, run.stderr
         drawn.append(run.stdout)
     assert drawn[0] == drawn[1] and drawn[0].startswith("svg <svg")
+
+
+@pytest.mark.parametrize(
+    "shares, count", [({}, 2), ({"sharey": True}, 0), ({"legend": True}, 0)]
+)
+def test_panels_that_share_nothing_can_be_parted(shares, count):
+    legend = shares.pop("legend", False)
+    fig, axes = plt.subplots(2, 2, **shares, layout="constrained")
+    for ax in axes.flat:
+        ax.plot([0, 1], label="a line")
+    if legend:
+        fig.legend()
+    svg = plotting.to_svg(fig, "four lines")
+    columns = plotting.panels(fig)
+    assert len(columns) == count
+    assert (f'data-panels="{columns}"' in svg) == (count > 0)
+    ends = [x for column in columns for x in column]
+    assert ends == sorted(ends) and all(0 <= x <= 72 * 6.4 for x in ends)
 
 
 def test_svg_needs_a_description(figure):

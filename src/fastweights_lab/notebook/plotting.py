@@ -61,7 +61,7 @@ def style() -> None:
             "figure.constrained_layout.use": True,
             "figure.facecolor": "none",
             "axes.facecolor": "none",
-            "figure.figsize": (7.0, 3.4),
+            "figure.figsize": (5.4, 3.4),  # on a phone it shrinks by a third
             "font.size": 10,
             "grid.color": GRID,
             "grid.linewidth": 0.6,
@@ -97,11 +97,40 @@ def to_svg(fig: Figure, alt: str) -> str:
     label = alt.replace("&", "&amp;").replace('"', "&quot;")
     label = label.replace("<", "&lt;")
     head = f'<svg class="fw-figure" role="img" aria-label="{label}" '
+    if len(columns := panels(fig)) > 1:
+        head += f'data-panels="{columns}" '
     size = re.search(r'width="([\d.]+)pt"', svg)
     width = float(size.group(1)) * 4 / 3 if size else 640
     svg = re.sub(r'width="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=2)
     style = f'style="width: 100%; max-width: {width:.0f}px; height: auto" '
     return svg.replace("<svg ", head + style, 1)
+
+
+def panels(fig: Figure) -> list[list[int]]:
+    """Where columns of panels begin and end, in points, of a drawn figure.
+
+    On a phone they stand below each other, unless they share something: a
+    legend, or the labels of an axis. Then there are none.
+    """
+    ticked = [ax for ax in fig.axes if ax.axison and len(ax.get_yticks())]
+    named = {
+        any(x.get_visible() and x.get_text() for x in ax.get_yticklabels())
+        for ax in ticked
+    }
+    if fig.legends or fig.texts or len(named) > 1:
+        return []
+    columns: list[list[int]] = []
+    for ax in fig.axes:
+        if (box := ax.get_tightbbox()) is None:
+            continue
+        start, end = (int(72 * x / fig.dpi) for x in (box.x0, box.x1 + 1))
+        for column in columns:
+            if start < column[1] and column[0] < end:
+                column[:] = min(start, column[0]), max(end, column[1])
+                break
+        else:
+            columns.append([start, end])
+    return columns
 
 
 def draw(fig: Figure, alt: str) -> None:
@@ -135,7 +164,7 @@ def against_floor(record: dict[str, Any], shape: str = "train") -> Figure:
 
     rows = timed_rows(record, shape)
     members = list(dict.fromkeys(row["member"] for row in rows))
-    fig, axes = plt.subplots(1, 2, sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(7.0, 3.4), sharey=True)
     marks = {"fastweights": (QUERY, "o"), "fla": (KEY, "s")}
     for ax, what in zip(axes, ("forward", "forward+backward"), strict=True):
         for who, (colour, marker) in marks.items():
