@@ -185,50 +185,35 @@ def test_every_parameter_is_used():
             assert p.grad is not None and p.grad.abs().sum() > 0, (name, key)
 
 
-def precise(state):
-    """Whether what is summed over time is in fp32."""
-    summed = (t for t in (state.S, state.m) if t is not None)
-    return all(t.dtype == torch.float32 for t in summed)
-
-
 # Newton-Schulz makes singular values of 1 of those that are small, and so of
 # what rounding to half precision leaves in them: 10 % of y at these sizes.
 HALF = [name for name in CASES if name != "lact-muon"]
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_under_autocast(name):
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_in_half_precision(name, how):
+    """At once, and token by token with a state whose sums are fp32."""
     layer, x = made(name), tokens(2, 30)
-    want, _ = layer(x)
+    if how == "bfloat16":
+        layer, x = layer.bfloat16(), x.bfloat16()
+    want, _ = copy.deepcopy(layer).float()(x.float())
     dtypes = {k: p.dtype for k, p in layer.state_dict().items()}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         y, state = layer(x)
         with torch.no_grad():
             first, running = layer(x[:, :20])
             rest = [layer(x[:, t : t + 1], running)[0] for t in range(20, 30)]
+    if how == "bfloat16":
+        assert y.dtype == first.dtype == rest[0].dtype == torch.bfloat16
     assert relative_error(y, want) < 0.04
     assert relative_error(torch.cat([first, *rest], 1), want) < 0.04
-    assert precise(state) and precise(running)
+    for summed in (state.S, state.m, running.S, running.m):
+        assert summed is None or summed.dtype == torch.float32
     y.float().square().sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    for key, p in layer.named_parameters():
+        assert p.grad.isfinite().all() and p.grad.dtype == dtypes[key], key
     assert dtypes == {k: p.dtype for k, p in layer.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", HALF)
-def test_in_bfloat16(name):
-    layer, x = made(name), tokens(2, 30).bfloat16()
-    layer.bfloat16()
-    want, _ = copy.deepcopy(layer).float()(x.float())
-    y, _ = layer(x)
-    y.float().square().sum().backward()
-    with torch.no_grad():
-        first, running = layer(x[:, :20])
-        rest = [layer(x[:, t : t + 1], running)[0] for t in range(20, 30)]
-    assert y.dtype == first.dtype == rest[0].dtype == torch.bfloat16
-    assert relative_error(y, want) < 0.04
-    assert relative_error(torch.cat([first, *rest], 1), want) < 0.04
-    assert precise(running)
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
 COMPILED = ["gated-deltanet", "mlstm", "softmax-options"]

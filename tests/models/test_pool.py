@@ -3,28 +3,19 @@
 import contextlib
 import random
 
+import model_cases
 import pytest
 import torch
 from crossed import crossed
 
-from fastweights.models import LAYERS, LanguageModel, ModelConfig, StatePool
+from fastweights.models import LAYERS, StatePool
 from fastweights.models.pool import NARROWED
 
+SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 
-def model(pattern, **options):
-    torch.manual_seed(0)
-    return LanguageModel(
-        ModelConfig(
-            vocabulary=31,
-            dim=16,
-            num_layers=max(2, len(pattern)),
-            pattern=pattern,
-            num_heads=2,
-            head_dim=8,
-            mlp_multiple=16,
-            **options,
-        )
-    ).double()
+
+def model(pattern):
+    return model_cases.model(pattern, **SIZES).double()
 
 
 @pytest.mark.parametrize("kind", sorted(NARROWED))
