@@ -58,11 +58,11 @@ const Search = {
   },
   aside: /^api.(?!op)|bibliography| ex-| further-/,
 
-  // A query's words in a text: short ones whole, of others the beginning.
+  // A query's words in a text, and longer ones that begin so.
   pattern(query) {
     const letter = "[\\p{L}\\p{N}]";
     const words = this.words(query).map((word) =>
-      word.length > 3 ? word : `${word}(?!${letter})`,
+      word.length > 3 ? `${word}${letter}*` : `${word}s?(?!${letter})`,
     );
     return new RegExp(`(?<!${letter})(${words.join("|")})`, "giu");
   },

@@ -24,7 +24,9 @@ def description(document: nodes.document, length: int = 180) -> str:
     if len(text) <= length:
         return text
     ends = [m.start() for m in re.finditer(r"[.;:] ", text[:length])]
-    return text[: ends[-1]] + "." if ends else text[:length].rsplit(" ", 1)[0]
+    if ends:
+        return f"{text[: ends[-1]]}."
+    return f"{text[:length].rsplit(' ', 1)[0]} …"
 
 
 def changed(file: str) -> str | None:
