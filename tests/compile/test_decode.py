@@ -22,10 +22,12 @@ def compile_decode(
     dtype="bf16",
     rows=False,
     state="fp32",
+    layer=False,
 ):
     """The kernel with its launch settings, for head size D = K = V.
 
-    T is 1, which Triton makes a constant, or any other number of tokens.
+    T is 1, which Triton makes a constant, or any other number of tokens. A
+    layer's step has logits of its gates, and q and k of any length.
     """
     DG = D if width == "K" else width
     absent = {"g": DG == 0, "beta": not delta, "rows": not rows}
@@ -33,7 +35,11 @@ def compile_decode(
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
     constants |= {"FIXED": False, "EARLY": capability >= 90}
-    types = dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
+    constants |= {"UNIT": layer, "LEAST": None, "AHEAD": layer}
+    constants |= {"STRONGEST": 2.0 if layer else 0.0}
+    constants |= {} if layer else {"logits": None}
+    types = {"strides": ("i32",) * 5, "logits": ("*fp32", "*fp32")}
+    types |= dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
     types |= {"scale": "fp32", "T": "i32", "N": "i32", "rows": "*i64"}
     constants |= decode_options(D)
     return offline.build(decode_kernel, capability, dtype, constants, types)
@@ -47,6 +53,12 @@ def judge(compiled, capability, tmp_path):
     return offline.judge(
         compiled, capability, tmp_path, 0, set_addresses=False
     )
+
+
+@pytest.mark.parametrize("width", [1, "K"])
+def test_a_layers_step(width, tmp_path):
+    compiled = compile_decode(width, True, 1, 90, layer=True, rows=True)
+    judge(compiled, 90, tmp_path)
 
 
 def test_rows_of_a_pool(tmp_path):

@@ -313,7 +313,7 @@ EQUATIONS = {
 }
 
 
-NETWORKS = ("ttt", "titans", "lact", "mesanet")  # deep/test_published.py
+NETWORKS = ("ttt", "titans", "lact", "mesanet")  # tests/test_deep_published
 
 
 def test_every_case_has_its_equations():

@@ -44,7 +44,7 @@ def build(kernel, capability, dtype, constants, types):
     """The kernel compiled, its launch settings among the constants.
 
     Arguments that are neither constants nor of a given type are aligned
-    pointers to ``dtype``.
+    pointers to ``dtype``; a tuple's have a tuple of types.
     """
     settings = ("num_warps", "num_stages", "maxnreg")
     launch = {x: constants[x] for x in settings if x in constants}
@@ -55,9 +55,14 @@ def build(kernel, capability, dtype, constants, types):
         for x in names
     }
     aligned = {
-        (i,): [["tt.divisibility", 16]]
+        place: [["tt.divisibility", 16]]
         for i, kind in enumerate(signature.values())
-        if kind.startswith("*")
+        for place, x in (
+            [((i,), kind)]
+            if isinstance(kind, str)
+            else [((i, j), x) for j, x in enumerate(kind)]
+        )
+        if x.startswith("*")
     }
     source = ASTSource(kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)

@@ -10,13 +10,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from fastweights.kernels.tile import add_pairs, mask_if, state_at
+from fastweights.kernels.tile import add_pairs, mask_if, sigmoid, state_at
 
 
 @triton.jit
-def row_of(x, i_row, o_d, D: tl.constexpr):
-    """Elements o_d of row i_row of x [rows, D], zeros past D."""
-    return tl.load(x + i_row * D + o_d, mask=o_d < D, other=0.0)
+def row_of(x, o_d, D: tl.constexpr):
+    """Elements o_d of x [D], zeros past D."""
+    return tl.load(x + o_d, mask=o_d < D, other=0.0)
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + e^x), to 1e-7."""
+    return tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x)))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["T"])
@@ -29,6 +35,8 @@ def decode_kernel(
     o,
     state,
     rows,
+    logits,
+    strides,
     scale,
     T,
     N,
@@ -41,11 +49,19 @@ def decode_kernel(
     DG: tl.constexpr,
     FIXED: tl.constexpr,
     DELTA: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAST: tl.constexpr,
+    STRONGEST: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """T tokens of one value tile of one head, its state in registers.
 
     Sequence i_b has row rows[i_b] of the N states, or i_b if rows is None.
+    ``strides`` lie between the tokens of q, k, v, g and beta. A layer's step
+    has q and k brought to unit length (UNIT), g and beta from what its gates
+    are made of: ``logits`` is (A_log, dt_bias), LEAST the bound of g, and
+    STRONGEST that of beta, 0 for a beta that is one.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
     in fp32. T = 1, which Triton makes a constant of, compiles without the
@@ -55,7 +71,7 @@ def decode_kernel(
     the kernel before this one still writes, and only its own wait, which
     other people's kernels may lack, would keep it from reading too early.
     """
-    if EARLY:
+    if EARLY and not AHEAD:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -72,26 +88,50 @@ def decode_kernel(
         m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
     b_S = b_S.to(tl.float32)
-
-    i_key, i_value = i_b * T * H + i_h, i_b * T * HV + i_hv
-    for _ in range(T):
+    if EARLY and AHEAD:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    s_q, s_k, s_v, s_g, s_beta = strides
+    if logits is not None:
+        A_log, dt_bias = logits
+        b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+    for t in range(T):
+        i_t = i_b * T + t
         # All loads first, so that none waits for what another is used for.
-        b_k = row_of(k, i_key, o_k, K)  # [BK]
-        b_q = row_of(q, i_key, o_k, K)  # [BK]
-        b_new = row_of(v, i_value, o_v, V)  # [BV]
+        b_k = row_of(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
+        b_q = row_of(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
+        b_new = row_of(v + i_t * s_v + i_hv * V, o_v, V)  # [BV]
         if DG == 1:
-            b_g = tl.load(g + (i_hv if FIXED else i_value))
+            b_g = tl.load(g + (i_hv if FIXED else i_t * s_g + i_hv))
         elif DG > 1:
-            b_g = row_of(g, i_value, o_k, K)  # [BK]
+            b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
+        if logits is not None:
+            if DG == 1:
+                b_bias = tl.load(dt_bias + i_hv)
+            else:
+                b_bias = row_of(dt_bias + i_hv * K, o_k, K)
         if DELTA:
-            b_beta = tl.load(beta + i_value).to(tl.float32)
+            b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
+        if UNIT:
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + 1e-6)
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + 1e-6)
+        if DG > 0:
+            b_g = b_g.to(tl.float32)
+        if logits is not None:
+            b_g += b_bias.to(tl.float32)
+            if LEAST is None:
+                b_g = -b_rate * softplus(b_g)
+            else:
+                b_g = LEAST * sigmoid(b_rate * b_g)
+        if STRONGEST > 0:
+            b_beta = STRONGEST * sigmoid(b_beta)
         if DELTA:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
         if DG > 0:
-            b_decay = tl.exp(b_g.to(tl.float32))
+            b_decay = tl.exp(b_g)
             b_S *= b_decay[:, None] if DG > 1 else b_decay
         if DELTA:
             # What k finds and what q reads before the write, in one exchange
@@ -106,9 +146,7 @@ def decode_kernel(
         b_o *= scale
         if rows is not None:
             b_o = tl.where(is_there, b_o, 0.0)
-        tl.store(o + i_value * V + o_v, b_o, mask=o_v < V)
-        i_key += H
-        i_value += HV
+        tl.store(o + (i_t * HV + i_hv) * V + o_v, b_o, mask=o_v < V)
     tl.store(state + o_S, b_S, mask=m_S)
 
 
@@ -144,17 +182,28 @@ def decode(
     state: Tensor,
     rows: Tensor | None,
     scale: float,
+    *,
+    unit: bool = False,
+    logits: tuple[Tensor, Tensor] | None = None,
+    least: float | None = None,
+    strongest: float = 0.0,
+    ahead: bool = False,
 ) -> Tensor:
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
 
     Arguments are those of :func:`fastweights.decode_step`, checked there.
+    The others are a layer's: ``unit`` brings q and k to unit length, with
+    ``logits`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
+    :class:`fastweights.layers.Decay` with the bound ``least`` takes, and
+    ``strongest`` times the sigmoid of beta is the strength, and ``ahead``
+    says that the kernel launched before has not written to the state.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, beta = (None if x is None else x.contiguous() for x in (g, beta))
+    q, k, v = _by_tokens(q), _by_tokens(k), _by_tokens(v)
+    g, beta = (None if x is None else _by_tokens(x) for x in (g, beta))
     S = state.contiguous()
-    o = torch.empty_like(v)
+    o = v.new_empty(v.shape)
     options = decode_options(K)
     early = starts_early(q.device)
     with torch.cuda.device_of(q):
@@ -167,6 +216,8 @@ def decode(
             o,
             S,
             None if rows is None else rows.contiguous(),
+            logits,
+            tuple([_stride(x) for x in (q, k, v, g, beta)]),
             scale,
             T,
             S.shape[0],
@@ -177,6 +228,10 @@ def decode(
             DG=0 if g is None else K if g.dim() == 4 else 1,
             FIXED=g is not None and g.dim() == 1,
             DELTA=beta is not None,
+            UNIT=unit,
+            LEAST=least,
+            STRONGEST=strongest,
+            AHEAD=ahead,
             EARLY=early,
             launch_pdl=early,
             **options,
@@ -184,3 +239,16 @@ def decode(
     if S is not state:
         state.copy_(S)
     return o
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """x, or a copy, with each token's numbers side by side."""
+    apart = x.dim() > 2 and x.shape[1] == 1 and x[0, 0].is_contiguous()
+    return x if apart else x.contiguous()
+
+
+def _stride(x: Tensor | None) -> int:
+    """How far the next token is in x [B, T, ..]; 0 where all have the same."""
+    if x is None or x.dim() < 3:
+        return 0
+    return x.stride(0) if x.shape[1] == 1 else x.stride(1)

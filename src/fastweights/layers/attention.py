@@ -12,7 +12,13 @@ from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import head_size
 from fastweights.layers.parts import Factory, OutputNorm, rotary
 from fastweights.layers.sdpa import Heads, attention, packed_attention
-from fastweights.layers.state import LayerState, Offsets, token_positions
+from fastweights.layers.state import (
+    LayerState,
+    Offsets,
+    state_after_call,
+    token_positions,
+)
+from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
 from fastweights.serving import rows_inside, rows_to_write
 
@@ -124,23 +130,45 @@ class SoftmaxAttention(Layer):
         its place, and memory grows with T
         (:func:`fastweights.layers.sdpa.packed_attention`).
         """
-        q, k, v = (
-            part.unflatten(-1, (-1, self.K))
-            for part in self.qkv_proj(x).split(self.widths, -1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q).view_as(q)
-            k = self.k_norm(k).view_as(k)
-        if self.theta is not None:
-            at = token_positions(x.shape[1], x.device, state, cu_seqlens)
-            q, k = (
-                rotary(t, at, self.theta, self.rotary_fraction) for t in (q, k)
-            )
-        o, after = attend(q, k, v, state, cu_seqlens)
-        o = o.flatten(2)
+        o, after = self._attend(self.qkv_proj(x), state, cu_seqlens)
         if self.g_proj is not None:
             o = o * self.g_proj(x).sigmoid()
         return self.o_proj(o), after
+
+    def _attend(
+        self,
+        qkv: Float[Tensor, "B T C"],
+        state: LayerState | None,
+        cu_seqlens: Offsets | None,
+    ) -> tuple[Float[Tensor, "B T H*K"], LayerState | None]:
+        """Attention's outputs [B, T, H K], from q, k and v side by side."""
+        H, HK = (width // self.K for width in self.widths[:2])
+        qk, v = qkv.unflatten(-1, (-1, self.K)).split([H + HK, HK], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([H, HK], 2)
+            q = self.q_norm(q).view_as(q)
+            qk = torch.cat([q, self.k_norm(k).view_as(k)], 2)
+        if self.theta is not None:
+            at = token_positions(qkv.shape[1], qkv.device, state, cu_seqlens)
+            qk = rotary(qk, at, self.theta, self.rotary_fraction)
+        q, k = qk.split([H, HK], 2)
+        o, after = attend(q, k, v, state, cu_seqlens)
+        return o.flatten(2), after
+
+    def step(
+        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
+    ) -> Tokens | None:
+        """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
+        modules = self.qkv_proj, self.g_proj
+        if not is_own(self, SoftmaxAttention, x, [*modules, self.o_proj]):
+            return None
+        qkv, gate = normed(x, norm, modules)
+        o, after = self._attend(qkv, state, None)
+        assert after is not None
+        state_after_call(state, after)
+        if gate is not None:
+            o = o * gate.sigmoid()
+        return added(x, o, self.o_proj)
 
 
 def attend(

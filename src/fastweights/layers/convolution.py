@@ -167,6 +167,9 @@ class HeadsConvolution(CheckedModule):
         return q, k, v, inputs
 
 
+HEADS = source_of(HeadsConvolution)
+
+
 def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
     y = upcast(x)

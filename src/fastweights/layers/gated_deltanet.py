@@ -19,6 +19,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.layers.token import Token, recurrent_token
 
 
 class GatedDeltaNet(Layer):
@@ -124,3 +125,15 @@ class GatedDeltaNet(Layer):
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
+
+    def step(
+        self, x: Token, norm: nn.RMSNorm, state: LayerState
+    ) -> Token | None:
+        """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        if self.b_bias is not None:
+            return None
+        modules = self.qkv_proj, self.ab_proj, self.g_proj
+        return recurrent_token(
+            *(x, norm, self, GatedDeltaNet, state, modules),
+            lambda ab, gate: (*ab.chunk(2, -1), gate),
+        )

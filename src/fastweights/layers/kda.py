@@ -20,6 +20,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.layers.token import Token, recurrent_token
 
 
 class KimiDeltaAttention(Layer):
@@ -113,3 +114,13 @@ class KimiDeltaAttention(Layer):
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)
+
+    def step(
+        self, x: Token, norm: nn.RMSNorm, state: LayerState
+    ) -> Token | None:
+        """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
+        return recurrent_token(
+            *(x, norm, self, KimiDeltaAttention, state, modules),
+            lambda *gates: gates,
+        )

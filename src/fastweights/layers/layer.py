@@ -123,6 +123,16 @@ class Layer(CheckedModule):
             after = state_after_call(state, after)
         return y, after
 
+    def step(
+        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
+    ) -> Tokens | None:
+        """x + layer(norm(x)) of one token per sequence, the state in place.
+
+        In fewer launches than the modules make, which only some layers have
+        a way for (:mod:`fastweights.layers.token`); None where there is none.
+        """
+        return None
+
     @torch.no_grad()
     def state_bytes(self, T: int) -> int:
         """Bytes of the state of one sequence after T tokens.

@@ -17,6 +17,7 @@ from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
 )
+from fastweights.layers.plain_modules import source_of
 from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
 from fastweights.reference import convolution
 
@@ -147,6 +148,9 @@ class Decay(CheckedModule):
         return rate[:, None] * a.unflatten(-1, (-1, self.channels))
 
 
+DECAY = source_of(Decay)
+
+
 def upcast(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is that: gates, norms and positions."""
     return x.to(compute_dtype(x.dtype))
@@ -274,6 +278,9 @@ class OutputNorm(CheckedModule):
             silu = self.activation == "silu"
             y = y * (F.silu(gate) if silu else gate.sigmoid())
         return y.to(o.dtype)
+
+
+OUTPUT_NORM = source_of(OutputNorm)
 
 
 def rotary(

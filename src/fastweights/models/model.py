@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.layer import CheckedModule, extrapolate
-from fastweights.layers.layer_arguments import check_one_of
-from fastweights.layers.plain_modules import is_plain, is_product, source_of
+from fastweights.layers.layer_arguments import check_input, check_one_of
+from fastweights.layers.plain_modules import (
+    is_plain,
+    is_product,
+    is_untouched,
+    source_of,
+)
+from fastweights.layers.token import Token, are_plain, is_token, norm_eps
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
@@ -63,6 +69,25 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
+SWIGLU = source_of(SwiGLU)
+
+
+def swiglu_token(x: Token, mlp: Any) -> Token | None:
+    """x + mlp(x) in two launches; None where that is for its modules."""
+    if type(mlp) is not nn.Sequential or not is_untouched(mlp[1], SWIGLU):
+        return None
+    norm: Any = mlp[0]
+    parts: Any = mlp[1]
+    if not are_plain(x, [norm, parts.up_proj, parts.down_proj]):
+        return None
+    from fastweights.kernels.gemv import gemv
+
+    eps = norm_eps(norm, x)
+    up, down = parts.up_proj.weight, parts.down_proj.weight
+    y = gemv(x[:, 0], up, norm=norm.weight, eps=eps, swiglu=True)
+    return gemv(y, down, residual=x[:, 0])[:, None]
+
+
 class Block(nn.Module):
     """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none.
 
@@ -97,11 +122,26 @@ class Block(nn.Module):
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        y, state = self.layer(self.norm(x), state, cu_seqlens)
-        x = x + y
+        few = cu_seqlens is None and is_token(x)
+        y = None
+        if few and state is not None:
+            y = self._step(x, state)
+        if y is None:
+            y, state = self.layer(self.norm(x), state, cu_seqlens)
+            y = x + y
+        x = y
         if self.mlp is not None:
-            x = x + self.mlp(x)
+            y = swiglu_token(x, self.mlp) if few else None
+            x = x + self.mlp(x) if y is None else y
         return x, state
+
+    def _step(self, x: Token, state: LayerState) -> Token | None:
+        """x + layer(norm(x)) in few launches, where the layer has a way."""
+        step = getattr(self.layer, "step", None)
+        if step is None or not are_plain(x, [self.norm]):
+            return None
+        check_input(x, self.layer, state, None)
+        return step(x, self.norm, state)
 
 
 class LanguageModel(CheckedModule):
@@ -369,7 +409,9 @@ class LanguageModel(CheckedModule):
         """Continue prompts: the new tokens of each.
 
         All prompts are read packed, in one go; then all rows go on
-        together, one token per step, on states that stay where they are.
+        together, one token per step, on states that stay where they are. On
+        a GPU the step is recorded as a CUDA graph, once per call, if nothing
+        in the model has to be called from Python (hooks, say).
         ``model.compile(fullgraph=True)`` compiles these steps. What FSDP
         has sharded needs its ``register_fsdp_forward_method(model,
         "generate")`` before.

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from fastweights.arguments import check_integers, check_number, is_readable
+from fastweights.models.decoding import Decoding
 from fastweights.models.model import LanguageModel
+
+LOOK = 16
+"""Tokens after which a GPU is asked whether to go on."""
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
 
@@ -29,12 +33,12 @@ def stream(
     """Yield the next token of every prompt; see LanguageModel.generate.
 
     It ends when every row has come to a token of ``stop``. What a row gets
-    after its own has no meaning.
+    after its own has no meaning. A GPU is asked about that once in 16 tokens,
+    so that the host need not wait for each.
 
     Raises:
         ValueError: logits are not finite, but for -inf, which bans a token:
-            before a token is taken from them, or, where nothing else makes
-            the host wait for a GPU, at the end.
+            before a token of theirs is yielded, on a GPU up to 16 later.
     """
     V = model.config.vocabulary
     rows = as_rows(prompts, V)
@@ -50,53 +54,29 @@ def stream(
     states = model.new_states(len(rows), capacity, device=device)
     x, states = model.hidden(packed, states, cu_seqlens)
     logits = model.logits(x[0, cu_seqlens[1:] - 1])
-    at_end = torch.tensor(ends, dtype=torch.int64, device=device)
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    finite = torch.ones((), dtype=torch.bool, device=device)
-    waits = device.type == "cpu" or temperature > 0 or len(ends) > 0
+    decoding = Decoding(
+        model,
+        states,
+        logits,
+        temperature=temperature,
+        top_p=top_p,
+        generator=generator,
+        ends=ends,
+        tokens=max_new_tokens,
+    )
     for step in range(max_new_tokens):
-        finite &= (logits.amax(-1).isfinite() | done).all()
-        if waits and not finite:
+        decoding.step()
+        looks = device.type == "cpu" or step % LOOK == LOOK - 1
+        if looks and decoding.spoiled.any():
             break
-        token = draw_tokens(logits, temperature, top_p, generator)
-        yield token.clone()  # whoever gets it may change it
-        if ends:
-            done |= torch.isin(token, at_end)
-            if done.all():
-                return
-        if step < max_new_tokens - 1:
-            after, states = model(token[:, None], states)
-            logits = after[:, 0]
-    if not finite:
+        yield decoding.token.clone()  # whoever gets it may change it
+        if ends and looks and decoding.done.all():
+            return
+    if decoding.spoiled.any():
         raise ValueError(
             "model: got logits that are not finite, need finite ones, or -inf "
             "for some tokens; its parameters may have diverged in training"
         )
-
-
-def draw_tokens(
-    logits: Float[Tensor, "N V"],
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator | None,
-) -> Int[Tensor, " N"]:
-    """One token per row: the likeliest, or a draw.
-
-    With ``top_p`` below 1 the draw is from the fewest tokens that together
-    have at least that probability (Holtzman et al. 2020).
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    # Of the likeliest, so that no quotient is too large.
-    logits = logits.float() - logits.amax(-1, keepdim=True).float()
-    least = torch.finfo(torch.float32).tiny
-    p = (logits / max(temperature, least)).softmax(-1)
-    if top_p < 1:
-        p, order = p.sort(-1, descending=True)
-        p = p.where(p.cumsum(-1) - p < top_p, 0)
-        pick = torch.multinomial(p, 1, generator=generator)
-        return order.gather(-1, pick)[:, 0]
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
 def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:

@@ -1,0 +1,238 @@
+"""One token per sequence, on a GPU: a layer as four or five launches.
+
+What a token costs is the reading of weights and states. Called one by one,
+modules make thirty launches of a layer, each of which costs more than what it
+reads. Here a product has the norm before it and what comes behind it in its
+own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates and
+unit lengths (:mod:`fastweights.kernels.decode`). Values are those of the
+modules, rounded in fewer places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights import private
+from fastweights.dtypes import under_autocast
+from fastweights.layers.convolution import HEADS, TAPS
+from fastweights.layers.layer import Layer
+from fastweights.layers.parts import DECAY, OUTPUT_NORM
+from fastweights.layers.plain_modules import (
+    LINEAR,
+    is_plain,
+    is_untouched,
+    source_of,
+)
+from fastweights.layers.state import LayerState
+from fastweights.ops.backends import choose_backend, record_run
+
+Token = Float[Tensor, "B 1 D"]
+
+MAX_ROWS = 256
+"""Sequences. With more, products are bound by arithmetic, and cuBLAS's."""
+
+WITH_WEIGHT = {
+    kind[0]: kind
+    for kind in (LINEAR, TAPS, OUTPUT_NORM, source_of(nn.RMSNorm))
+}
+OTHERS = {kind[0]: kind for kind in (DECAY, HEADS, source_of(nn.Sequential))}
+
+
+def is_token(x: Tensor) -> bool:
+    """Whether these are tokens that the kernels here may read."""
+    return (
+        x.shape[1] == 1
+        and x.shape[0] <= MAX_ROWS
+        and not torch.is_grad_enabled()
+        and not under_autocast(x)
+        and not private.is_traced()
+        and x.dtype != torch.float64
+        and choose_backend("auto", x.device, x.dtype) == "triton"
+    )
+
+
+def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
+    """Whether the modules do for x what their source says, and no more.
+
+    Their weights are then used past their forwards: nobody has touched them,
+    and they have x's dtype and no bias, but for a convolution.
+    """
+    for module in modules:
+        pair = isinstance(module, nn.Sequential)
+        if pair and not are_plain(x, [*module]):  # type: ignore[misc]
+            return False
+        if module is None:
+            continue
+        kind = WITH_WEIGHT.get(type(module))
+        if kind is None:
+            other = OTHERS.get(type(module))
+            if other is None or not is_untouched(module, other):
+                return False
+        elif not (
+            is_plain(module, kind, x.device)
+            and module.weight.dtype == x.dtype
+            and (kind is TAPS or getattr(module, "bias", None) is None)
+        ):
+            return False
+    return True
+
+
+def is_own(
+    layer: Layer,
+    kind: type[Layer],
+    x: Token,
+    modules: Sequence[nn.Module | None],
+) -> bool:
+    """Whether the layer is one of this class itself, and all of it plain."""
+    own = is_untouched(layer, (kind, Layer.forward))
+    return own and are_plain(x, modules)
+
+
+def added(
+    x: Token,
+    o: Float[Tensor, "B 1 C"],
+    projection: Any,
+    **options: Any,
+) -> Token:
+    """x + projection(o), with what :func:`gemv` has before a product."""
+    from fastweights.kernels.gemv import gemv
+
+    weight, residual = projection.weight, x[:, 0]
+    return gemv(o[:, 0], weight, residual=residual, **options)[:, None]
+
+
+def normed(
+    x: Token,
+    norm: nn.RMSNorm,
+    modules: Sequence[Any],
+    **options: Any,
+) -> list[Any]:
+    """What the modules make of norm(x), [B, 1, N] each; None for None.
+
+    A module is a product, or two in a row (low_rank): the second ones of all
+    modules are another launch.
+    """
+    from fastweights.kernels.gemv import gemv
+
+    there = [m for m in modules if m is not None]
+    first: list[Any] = [
+        m[0] if isinstance(m, nn.Sequential) else m for m in there
+    ]
+    y = gemv(
+        x[:, 0],
+        *(m.weight for m in first),
+        norm=norm.weight,
+        eps=norm_eps(norm, x),
+        **options,
+    )
+    parts = list(y.split([len(m.weight) for m in first], -1))
+    second = [i for i, m in enumerate(there) if isinstance(m, nn.Sequential)]
+    if second:
+        weights = [there[i][1].weight for i in second]
+        y = gemv(y, *weights, sources=[_column(parts[i], y) for i in second])
+        wide = y.split([len(w) for w in weights], -1)
+        for i, part in zip(second, wide, strict=True):
+            parts[i] = part
+    found = iter(parts)
+    return [None if m is None else next(found)[:, None] for m in modules]
+
+
+def _column(part: Tensor, y: Tensor) -> int:
+    """Where a slice of y's columns begins."""
+    return int(part.storage_offset() - y.storage_offset())
+
+
+def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
+    """The eps that PyTorch's RMSNorm adds."""
+    return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+
+
+def recurrent_token(
+    x: Token,
+    norm: nn.RMSNorm,
+    layer: Any,
+    kind: type[Layer],
+    state: LayerState,
+    modules: Sequence[nn.Module | None],
+    gates: Any,
+) -> Token | None:
+    """x + layer(norm(x)) of a layer of the family, its state in place.
+
+    None where that is a matter for the modules themselves.
+
+    Args:
+        x, norm: the residual stream, and the norm before the layer.
+        layer: with a convolution, a decay, a norm, an o_proj.
+        kind: the class whose layers this function stands for.
+        state: one that the layer has made, or a pool of them.
+        modules: the projection to q, k and v, then the others.
+        gates: what makes logits of g and beta, and the output gate, of the
+            others' outputs; each may be None.
+    """
+    taps = layer.convolution.taps
+    parts = (norm, layer.convolution, taps, layer.norm, layer.o_proj)
+    (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
+    if (
+        taps is None
+        or layer.norm.center
+        or len(layer.norm.weight) != V
+        or K > 256
+        or not is_own(layer, kind, x, [*parts, layer.decay, *modules])
+        or not _here(state, x)
+    ):
+        return None
+    from fastweights.kernels.decode import decode
+
+    record_run("triton token")
+    S: Any = state.S
+    qkv, *others = normed(
+        x,
+        norm,
+        modules,
+        convolution=(taps.weight, taps.bias, state.convolution),
+        rows=state.rows,
+        silu=taps.activation,
+    )
+    a, b, gate = gates(*others)
+    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
+    decay = layer.decay
+    if a is not None and decay.channels > 1:
+        a = a.unflatten(-1, (HV, K))
+    o = decode(
+        q.unflatten(-1, (H, K)),
+        k.unflatten(-1, (H, K)),
+        v.unflatten(-1, (HV, V)),
+        a,
+        b,
+        S,
+        state.rows,
+        K**-0.5,
+        unit=layer.convolution.normalize,
+        logits=None if a is None else (decay.A_log, decay.dt_bias),
+        least=None if a is None else decay.lower_bound,
+        strongest=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
+        ahead=True,
+    )
+    return added(
+        x,
+        o.flatten(2),
+        layer.o_proj,
+        norm=layer.norm.weight,
+        eps=layer.norm.eps,
+        gate=None if gate is None else gate[:, 0],
+        activation=layer.norm.activation,
+    )
+
+
+def _here(state: LayerState, x: Tensor) -> bool:
+    """Whether the kernels may write to the state's memory."""
+    inside = torch.is_inference_mode_enabled()
+    return all(
+        t.is_contiguous() and (inside or not t.is_inference())
+        for t in state.tensors().values()
+    ) and (state.convolution is None or state.convolution.dtype == x.dtype)

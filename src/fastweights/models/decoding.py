@@ -1,0 +1,218 @@
+"""What one more token of every row is, and that as a CUDA graph.
+
+A step of a model is some hundred launches, which take Python twenty times as
+long as the GPU. Recorded once, they are one launch: all that a step reads and
+writes (states, the last token, what has come to its end) stays where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import PLAIN
+from fastweights.layers import LayerState
+from fastweights.models.model import LanguageModel
+
+LEAST = 4
+"""Tokens for which a recording pays: it takes as long as two steps."""
+
+ROOM = 256
+"""Tokens more than are there that a recording of attention has room for."""
+
+
+class Decoding:
+    """Rows of a model that go on together, a token per step.
+
+    Args:
+        model: whose tokens they are.
+        states: its states after the prompts; they are changed in place.
+        logits: [N, V], of the token after those prompts.
+        temperature, top_p, generator: as in LanguageModel.generate.
+        ends: tokens at which a row is done.
+        tokens: how many steps there will be at most.
+    """
+
+    token: Int[Tensor, " N"]
+    """The last token of each row."""
+
+    done: Bool[Tensor, " N"]
+    """Rows that have come to their end."""
+
+    spoiled: Float[Tensor, " N"]
+    """NaN for rows whose logits were not finite before they were done."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        states: list[LayerState | None],
+        logits: Float[Tensor, "N V"],
+        *,
+        temperature: float,
+        top_p: float,
+        generator: torch.Generator | None,
+        ends: list[int],
+        tokens: int,
+    ) -> None:
+        device, (N, V) = logits.device, logits.shape
+        self.model, self.states = model, states
+        self.temperature, self.top_p = temperature, top_p
+        self.generator = generator
+        self.token = torch.zeros(N, dtype=torch.int64, device=device)
+        self.done = torch.zeros(N, dtype=torch.bool, device=device)
+        self.spoiled = torch.zeros(N, device=device)
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.noise: Tensor | None = None
+        if temperature > 0:
+            self.noise = torch.empty(N, V, device=device)
+        self.recorded = tokens >= LEAST and is_recordable(model, self.token)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.room = 0
+        self.logits: Tensor | None = logits
+        self.warm = False
+
+    def step(self) -> None:
+        """Draw every row's next token, having read the one before."""
+        if self.noise is not None:
+            self.noise.exponential_(generator=self.generator)
+        if self.logits is not None:  # nothing was drawn yet
+            self._take(self.logits)
+            self.logits = None
+            return
+        if not (self.recorded and self.warm):  # kernels are loaded first
+            self.states = self._step(self.states)
+            self.warm = True
+            return
+        used = max([s.used for s in self.states if s is not None])
+        if self.graph is None or used >= self.room:
+            self._record(used)
+        if self.graph is None:
+            self.states = self._step(self.states)
+            return
+        self.graph.replay()
+        for state in self.states:
+            if state is not None and state.keys is not None:
+                state.used += 1
+
+    def _step(
+        self, states: list[LayerState | None]
+    ) -> list[LayerState | None]:
+        logits, after = self.model(self.token[:, None], states)
+        self._take(logits[:, 0])
+        return after
+
+    def _take(self, logits: Tensor) -> None:
+        largest, token = logits.max(-1)
+        nothing = largest * 0  # NaN of what is not finite
+        if len(self.ends):
+            nothing = nothing.where(~self.done, 0)
+        self.spoiled += nothing
+        if self.noise is not None:
+            some = self.temperature, self.top_p
+            token = draw_tokens(logits, largest, *some, self.noise)
+        self.token.copy_(token)
+        if len(self.ends):
+            self.done |= torch.isin(self.token, self.ends)
+
+    def _record(self, used: int) -> None:
+        """The step as a graph, on keys and values of so many tokens.
+
+        Softmax attention in a graph reads all the room that it is given:
+        here an eighth more than is used, until that is used too.
+        """
+        room = used + max(ROOM, used // 8)
+        states = [None if s is None else _within(s, room) for s in self.states]
+        self.graph = None  # its memory is the next one's
+        graph = torch.cuda.CUDAGraph()
+        here, beside = torch.cuda.current_stream(), _stream(self.token.device)
+        beside.wait_stream(here)
+        try:
+            with torch.cuda.stream(beside):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._step(states)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.recorded = False
+            warnings.warn(
+                "generate: got a model whose step no CUDA graph can record "
+                f"({error}); it runs as Python does, which is slower",
+                stacklevel=2,
+            )
+            return
+        here.wait_stream(beside)
+        self.graph, self.room = graph, room
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all recordings: cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)
+
+
+def _within(state: LayerState, room: int) -> LayerState:
+    """The same memory, of keys and values the first ``room`` tokens'."""
+    tensors = state.tensors()
+    for name in ("keys", "values"):
+        if name in tensors:
+            tensors[name] = tensors[name][:, :room]
+    return LayerState(**tensors, used=state.used)
+
+
+def is_recordable(model: LanguageModel, token: Tensor) -> bool:
+    """Whether a step does the same whenever it runs, and on one GPU.
+
+    Not with a hook, under torch.compile, autocast or a mode that looks at
+    operators, nor where parameters are anything but plain tensors there.
+    """
+    return (
+        token.is_cuda
+        and type(model) is LanguageModel
+        and model._compiled_call_impl is None
+        and not torch.cuda.is_current_stream_capturing()
+        and not torch.is_autocast_enabled("cuda")
+        and not private.is_traced()
+        and not private.hooked_globally()
+        and not any(
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._compiled_call_impl is not None
+            for module in model.modules()
+        )
+        and all(
+            type(x) in PLAIN and x.device == token.device
+            for x in model.parameters()
+        )
+    )
+
+
+def draw_tokens(
+    logits: Float[Tensor, "N V"],
+    largest: Float[Tensor, " N"],
+    temperature: float,
+    top_p: float,
+    noise: Float[Tensor, "N V"],
+) -> Int[Tensor, " N"]:
+    """Draw one token per row, given the ``largest`` logit of each.
+
+    With p a row's probabilities and e independent and exponential, the
+    largest of p / e is a draw from p, which is how torch.multinomial has it:
+    ``noise`` is e. With ``top_p`` below 1 the draw is from the fewest tokens
+    that together have at least that probability (Holtzman et al. 2020).
+    """
+    # Of the likeliest, so that no quotient is too large.
+    logits = logits.float() - largest.float()[:, None]
+    least = torch.finfo(torch.float32).tiny
+    p = (logits / max(temperature, least)).softmax(-1)
+    if top_p == 1:
+        return (p / noise).argmax(-1)
+    p, order = p.sort(-1, descending=True)
+    p = p.where(p.cumsum(-1) - p < top_p, 0)
+    pick = (p / noise).argmax(-1, keepdim=True)
+    return order.gather(-1, pick)[:, 0]

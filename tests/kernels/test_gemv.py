@@ -1,0 +1,144 @@
+"""Products of few rows and what stands around them, against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_judge import places
+
+from fastweights.checks import relative_error
+from fastweights.kernels import gemv as kernels
+from fastweights.kernels.gemv import gemv
+
+BUDGET = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+K = 48
+EPS = 0.5  # as large as the squares, so that its place shows
+
+EVERYWHERE = places(cpu=["float32", "float16"], cuda=["float32", "bfloat16"])
+# One row, rows that are programs of their own, and those of a tile and more.
+ROWS = pytest.mark.parametrize("M", [1, 3, 20, 70])
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    """Wide ones: the interpreter's time goes by programs. Several of K."""
+    options = kernels.gemv_options
+
+    def wider(M, *sizes):
+        given = options(M, *sizes)
+        return given | {"BN": 64, "BK": 32 if M > 4 else 16}
+
+    monkeypatch.setattr(kernels, "gemv_options", wider)
+
+
+def drawn(device, dtype):
+    torch.manual_seed(0)
+    return lambda *shape: torch.randn(shape).to(device, dtype)
+
+
+def normed(x, weight):
+    x = x.double()
+    square = x.square().mean(-1, keepdim=True)
+    return x * (square + EPS).rsqrt() * weight.double()
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape
+    assert relative_error(found, wanted) <= BUDGET[found.dtype]
+
+
+@EVERYWHERE
+@ROWS
+def test_matrices_side_by_side_behind_a_norm(M, device, dtype):
+    """Rows of a slice, whose distance is not their length."""
+    draw = drawn(device, dtype)
+    x, norm = draw(M, K + 8)[:, :K], draw(K)
+    weights = draw(65, K), draw(2, K), draw(70, K)
+    found = gemv(x, *weights, norm=norm, eps=EPS)
+    y = normed(x, norm)
+    close(found, torch.cat([y @ w.double().T for w in weights], 1))
+
+
+@EVERYWHERE
+@ROWS
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("V", [16, 48])
+def test_heads_are_normed_and_gated(V, activation, M, device, dtype):
+    """Heads of 16 in a tile of their own, and one that no tile holds."""
+    draw = drawn(device, dtype)
+    x, norm, w, residual = draw(M, K), draw(V), draw(30, K), draw(M, 30)
+    gate = draw(M, 2 * K)[:, 8 : 8 + K] if activation else None
+    found = gemv(
+        x,
+        w,
+        norm=norm,
+        eps=EPS,
+        gate=gate,
+        activation=activation,
+        residual=residual,
+    )
+    y = normed(x.view(M, -1, V), norm).flatten(1)
+    if gate is not None:
+        gate = gate.double()
+        y *= F.silu(gate) if activation == "silu" else gate.sigmoid()
+    close(found, residual.double() + y @ w.double().T)
+
+
+@EVERYWHERE
+@ROWS
+def test_swiglu(M, device, dtype):
+    draw = drawn(device, dtype)
+    x, norm, w = draw(M, K), draw(K), draw(2 * 66, K)
+    gate, up = (normed(x, norm) @ w.double().T).chunk(2, 1)
+    close(gemv(x, w, norm=norm, eps=EPS, swiglu=True), F.silu(gate) * up)
+
+
+@EVERYWHERE
+@ROWS
+def test_matrices_have_columns_of_their_own(M, device, dtype):
+    draw = drawn(device, dtype)
+    x, a, b = draw(M, 96), draw(20, 32), draw(70, 32)
+    found = gemv(x, a, b, sources=(64, 16))
+    x, a, b = x.double(), a.double().T, b.double().T
+    close(found, torch.cat([x[:, 64:] @ a, x[:, 16:48] @ b], 1))
+
+
+@EVERYWHERE
+@ROWS
+@pytest.mark.parametrize("W, silu", [(4, True), (2, False)])
+@pytest.mark.parametrize("pool", [True, False])
+def test_a_step_of_the_convolution(pool, W, silu, M, device, dtype):
+    """Rows of a pool that are elsewhere, or nowhere, change nothing there."""
+    draw = drawn(device, dtype)
+    x, w, other = draw(M, K), draw(70, K), draw(9, K)
+    taps, bias, kept = draw(70, W), draw(70), draw(M + 2, W - 1, 70)
+    rows = None
+    if pool:
+        rows = torch.randperm(M + 2, device=device)[:M]
+        if M > 1:
+            rows[:2] = torch.tensor([-1, M + 2])
+    else:
+        kept = kept[:M]
+    before = kept.clone()
+    options = {"convolution": (taps, bias, kept), "silu": silu, "rows": rows}
+    found = gemv(x, w, other, **options)
+    close(found[:, 70:], x.double() @ other.double().T)
+    here = torch.arange(M, device=device) if rows is None else rows
+    there = (here >= 0) & (here < len(kept))
+    new = (x.double() @ w.double().T)[there]
+    seen = torch.cat([before[here[there]].double(), new[:, None]], 1)
+    y = (seen * taps.double().T).sum(1) + bias.double()
+    close(found[there, :70], F.silu(y) if silu else y)
+    close(kept[here[there]], seen[:, 1:])
+    others = torch.ones(len(kept), dtype=torch.bool, device=device)
+    others[here[there]] = False
+    assert kept[others].equal(before[others])
+
+
+@pytest.mark.gpu
+def test_a_rows_bits_are_those_of_its_product_alone():
+    """Up to four rows are one kernel, and from five to 16 another."""
+    draw = drawn("cuda", torch.bfloat16)
+    x, w = draw(16, 1024), draw(2048, 1024)
+    for least, most in ((1, 4), (5, 16)):
+        alone = gemv(x[:least], w)
+        assert gemv(x[:most], w)[:least].equal(alone)

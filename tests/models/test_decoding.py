@@ -1,0 +1,154 @@
+"""A step of decoding as a CUDA graph, and the draw of a token."""
+
+import pytest
+import torch
+
+from fastweights.models import (
+    LAYERS,
+    LanguageModel,
+    ModelConfig,
+    decoding,
+)
+from fastweights.models.decoding import Decoding, draw_tokens, is_recordable
+from fastweights.models.sampling import stream
+
+GPU = pytest.mark.gpu
+SIZES = {"vocabulary": 97, "dim": 64, "num_layers": 2, "num_heads": 2}
+
+
+def made(kind="gated_deltanet", **to):
+    torch.manual_seed(0)
+    to = {"device": "cuda", "dtype": torch.bfloat16} | to
+    return LanguageModel(ModelConfig(pattern=(kind,), **SIZES), **to)
+
+
+def prompts(*lengths):
+    return [torch.randint(97, (n,), device="cuda") for n in lengths]
+
+
+def unrecorded(monkeypatch):
+    monkeypatch.setattr(decoding, "is_recordable", lambda *_: False)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_a_draw_is_pytorchs_multinomial(top_p):
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    for seed in range(20):
+        noise = torch.empty(5, 300)
+        noise.exponential_(generator=torch.Generator().manual_seed(seed))
+        found = draw_tokens(logits, logits.amax(-1), 0.8, top_p, noise)
+        p = (logits / 0.8).softmax(-1)
+        order = torch.arange(300).expand(5, -1)
+        if top_p < 1:
+            p, order = p.sort(-1, descending=True)
+            p = p.where(p.cumsum(-1) - p < top_p, 0)
+        generator = torch.Generator().manual_seed(seed)
+        pick = torch.multinomial(p, 1, generator=generator)
+        assert found.equal(order.gather(1, pick)[:, 0])
+
+
+def test_a_cpu_records_nothing():
+    m = made(device="cpu", dtype=torch.float32)
+    assert not is_recordable(m, torch.zeros(1, dtype=torch.int64))
+
+
+@GPU
+@pytest.mark.parametrize("kind", LAYERS)
+def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
+    m, some = made(kind), prompts(5, 17, 40)
+
+    def tokens(**options):
+        if options:
+            options["generator"] = torch.Generator("cuda").manual_seed(3)
+        return torch.stack(m.generate(some, 40, **options))
+
+    sampled = {"temperature": 1.0, "top_p": 0.9}
+    found = tokens(), tokens(**sampled)
+    unrecorded(monkeypatch)
+    assert found[0].equal(tokens()) and found[1].equal(tokens(**sampled))
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["softmax", "gated_deltanet"])
+def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
+    m, some = made(kind), prompts(3, 30)
+    monkeypatch.setattr(decoding, "ROOM", 8)
+    made_for, record = [], Decoding._record
+    monkeypatch.setattr(
+        Decoding,
+        "_record",
+        lambda self, used: (made_for.append(used), record(self, used)),
+    )
+    found = m.generate(some, 40)
+    grows = kind == "softmax"
+    assert made_for == ([31, 39, 47, 55, 63] if grows else [0])
+    unrecorded(monkeypatch)
+    wanted = m.generate(some, 40)
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+def hook(m):
+    m.blocks[0].register_forward_hook(lambda *_: None)
+
+
+def compiled(m):
+    m.blocks[1].mlp.compile()
+
+
+def other_device(m):
+    m.blocks[0].norm.cpu()
+
+
+@GPU
+@pytest.mark.parametrize("touch", [hook, compiled, other_device])
+def test_what_is_not_recorded(touch):
+    m, token = made(), torch.zeros(1, dtype=torch.int64, device="cuda")
+    assert is_recordable(m, token)
+    with torch.autocast("cuda"):
+        assert not is_recordable(m, token)
+    touch(m)
+    assert not is_recordable(m, token)
+
+
+@GPU
+def test_a_layer_that_waits_for_the_gpu_goes_on_as_python():
+    """Its state is then that of the tokens before."""
+
+    class Waiting(torch.nn.Module):
+        def forward(self, x):
+            return x * float(x.isfinite().any())
+
+    m, some = made(), prompts(5)
+    wanted = m.generate(some, 12)[0]
+    m.blocks[0].norm = torch.nn.Sequential(m.blocks[0].norm, Waiting())
+    with pytest.warns(UserWarning, match="no CUDA graph can record"):
+        found = m.generate(some, 12)[0]
+    assert found.equal(wanted)
+
+
+@GPU
+def test_what_is_not_finite_and_what_stops():
+    m, some = made(), prompts(4, 4)
+    with torch.no_grad():
+        m.head.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        m.generate(some, 8)
+    m = made()
+    tokens = torch.stack(list(stream(m, some, 64)), 1)
+    stop = int(tokens[0, 5])
+    found = m.generate(some, 64, stop=stop)
+    for row, all_of_it in zip(found, tokens.tolist(), strict=True):
+        n = all_of_it.index(stop) if stop in all_of_it else 64
+        assert row.tolist() == all_of_it[:n]
+
+
+@GPU
+def test_memory_does_not_grow():
+    m, some = made(), prompts(9)
+    for _ in range(3):
+        m.generate(some, 20)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10):
+        m.generate(some, 20)
+    assert torch.cuda.memory_allocated() == before
