@@ -9,6 +9,7 @@ decode      one more token: softmax over its cache, linear over its state
 deep        networks as fast weights
 layer       where the time of a Gated DeltaNet layer goes
 trained     the operators on what trained models give them
+generate    a token of a language model, and the first one
 growth      each size doubled by itself, beside the plainest program
 
 On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
@@ -28,6 +29,7 @@ import torch
 
 from fastweights_lab.bench import (
     deep,
+    generate,
     growth,
     layer,
     speed,
@@ -46,6 +48,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "deep": (deep.rows, deep.__doc__),
     "layer": (layer.rows, layer.__doc__),
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
+    "generate": (generate.rows, generate.__doc__),
     "growth": (growth.rows, growth.__doc__),
 }
 """By name: what yields a case's rows, given its options, and says of it."""
@@ -98,6 +101,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[[], *deep.CASES],
         help=f"of {', '.join(deep.CASES)}; all by default",
     )
+    add["generate"](
+        "names",
+        nargs="*",
+        metavar="NAME",
+        choices=[[], *generate.PATTERNS],
+        help=f"of {', '.join(generate.PATTERNS)}; all by default",
+    )
     add["growth"](
         "names", nargs="*", metavar="NAME", help="parts of cases' names"
     )
@@ -144,9 +154,11 @@ def _line(row: Row) -> str:
         words.append(f"{row['moved'] / seconds / 1e12:.3f} TB/s")
     if "flops" in row:
         words.append(f"{row['flops'] / seconds / 1e12:.1f} TFLOP/s")
+    if "first" in row:
+        words.append(f"first {1e3 * row['first']:.1f} ms")
     if row.get("host") is not None:
         words.append(f"host {1e6 * row['host']:.0f} us")
     return "  ".join(words)
 
 
-_MEASURES = ("seconds", "floor", "moved", "flops", "host")
+_MEASURES = ("seconds", "floor", "moved", "flops", "first", "host")
