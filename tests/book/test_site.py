@@ -123,12 +123,44 @@ def test_scripts_name_no_unknown_host() -> None:
     assert found <= NAMED_ONLY
 
 
-@each_page
-def test_what_a_page_loads_is_there(page: Path) -> None:
+def loaded(page: Path) -> set[Path]:
+    """The files that a browser loads for a page, itself and fonts included."""
+    files = {page}
     for address in resources(page):
         path = unquote(urlsplit(address).path)
-        if path:
-            assert (page.parent / path).is_file(), address
+        if path and not path.endswith(".html"):  # the next page, say
+            files.add((page.parent / path).resolve())
+    for sheet in [x for x in files if x.suffix == ".css"]:
+        for address in filter(None, css_addresses(sheet.read_text("utf-8"))):
+            files.add((sheet.parent / address).resolve())
+    return files
+
+
+@each_page
+def test_what_a_page_loads_is_there(page: Path) -> None:
+    assert not [file for file in loaded(page) if not file.is_file()]
+
+
+@each_page
+def test_a_page_is_light(page: Path) -> None:
+    files = loaded(page)
+    assert len(files) <= 20
+    most = 500_000 if page.stem == "index" else 1_000_000
+    weights = {file.name: file.stat().st_size for file in files}
+    assert sum(weights.values()) <= most, weights
+
+
+def test_the_sheet_has_what_scripts_and_figures_use() -> None:
+    sheet = (STATIC / "styles.css").read_text("utf-8")
+    for used in [
+        "--fw-grid:",
+        ".fa-magnifying-glass",
+        "html[data-theme=dark]",
+    ]:
+        assert used.replace('"', "") in sheet.replace('"', ""), used
+    icons = re.findall(r"@font-face *{font-display[^}]*url\((.{20})", sheet)
+    assert len(icons) == 3
+    assert set(icons) == {"data:font/woff2;base"}
 
 
 @each_page

@@ -98,10 +98,22 @@ def test_no_two_figures_of_a_page_share_an_id(figure):
     svgs = [plotting.to_svg(f, "a line") for f in (figure, other)]
     plt.close(other)
     ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in svgs]
-    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 20
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 6
     for svg, own in zip(svgs, ids, strict=True):
         used = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', svg)
         assert used and {a or b for a, b in used} <= set(own)
+
+
+def test_svg_has_text_as_it_was_written_and_styles_once(figure):
+    ax = figure.axes[0]
+    ax.set_xticks([0.25, 1], ["0.2500", "1.00"])
+    svg = plotting.to_svg(figure, "a line")
+    assert ">0.2500</text>" in svg and ">1.00</text>" in svg
+    rules = re.findall(r"\.(f\w+){(.*?)}", svg)
+    assert len(rules) == len({css for _, css in rules}) > 5
+    used = set(re.findall(r'class="(f[0-9a-f]+)"', svg))
+    assert used == {name for name, _ in rules}
+    assert len(svg) < 9_000
 
 
 DRAW = """\

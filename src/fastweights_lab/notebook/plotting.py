@@ -69,6 +69,7 @@ def style() -> None:
             "legend.frameon": False,
             "legend.labelcolor": INK,
             "lines.linewidth": 1.8,
+            "svg.fonttype": "none",
             "svg.hashsalt": "fastweights",
             "text.color": INK,
             "xtick.color": INK,
@@ -89,11 +90,11 @@ def to_svg(fig: Figure, alt: str) -> str:
     buffer = io.StringIO()
     fig.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = re.sub(r" +$", "", svg[svg.index("<svg") :], flags=re.MULTILINE)
+    svg = svg[svg.index("<svg") :]
     for colour, name in _VARIABLE.items():
         svg = svg.replace(colour, f"var(--fw-{name}, {colour})")
-    name = f"fw-{hashlib.sha256((alt + svg).encode()).hexdigest()[:8]}"
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    name = f"f{hashlib.sha256((alt + svg).encode()).hexdigest()[:7]}"
+    svg = shortened(svg, name)
     label = alt.replace("&", "&amp;").replace('"', "&quot;")
     label = label.replace("<", "&lt;")
     head = f'<svg class="fw-figure" role="img" aria-label="{label}" '
@@ -102,7 +103,10 @@ def to_svg(fig: Figure, alt: str) -> str:
     size = re.search(r'width="([\d.]+)pt"', svg)
     width = float(size.group(1)) * 4 / 3 if size else 640
     svg = re.sub(r'width="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=2)
-    style = f'style="width: 100%; max-width: {width:.0f}px; height: auto" '
+    style = (
+        f'style="width: 100%; max-width: {width:.0f}px; height: auto; '
+        "font-family: 'DejaVu Sans', Verdana, sans-serif\" "
+    )
     return svg.replace("<svg ", head + style, 1)
 
 
@@ -131,6 +135,42 @@ def panels(fig: Figure) -> list[list[int]]:
         else:
             columns.append([start, end])
     return columns
+
+
+def shortened(svg: str, name: str) -> str:
+    """The same picture in a third of the bytes; ids begin with ``name``.
+
+    Only what is referred to keeps an id, styles are classes, and coordinates
+    have five digits.
+    """
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r' transform="rotate\(-0 .*?\)"', "", svg)
+    svg = re.sub(
+        r"<[^>]+>",
+        lambda tag: re.sub(
+            r"\d+\.\d{2,}", lambda x: f"{float(x[0]):.5g}", tag[0]
+        ),
+        svg,
+    )
+    used = dict.fromkeys(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    short = {long: f"{name}-{n}" for n, long in enumerate(used)}
+    svg = re.sub(
+        r' id="(.*?)"',
+        lambda x: f' id="{short[x[1]]}"' if x[1] in short else "",
+        svg,
+    )
+    svg = re.sub(
+        r'(href="|url\()#([^")]+)', lambda x: f"{x[1]}#{short[x[2]]}", svg
+    )
+    styles = dict.fromkeys(re.findall(r' style="(.*?)"', svg))
+    classes = {style: f"{name}{n}" for n, style in enumerate(styles)}
+    svg = re.sub(r' style="(.*?)"', lambda x: f' class="{classes[x[1]]}"', svg)
+    rules = "".join(f".{c}{{{style}}}" for style, c in classes.items())
+    rules = re.sub(r"font-family: 'DejaVu Sans'[^;}]*(; )?", "", rules)
+    svg = re.sub(r'\s*\n\s*(?=[<"zMLCQ])|(?<=>)\s*\n\s*', "", svg)
+    while (fewer := re.sub(r"<g>([^g]*?)</g>|<g/>", r"\1", svg)) != svg:
+        svg = fewer
+    return svg.replace("<style", f"<style>{rules}</style><style", 1)
 
 
 def draw(fig: Figure, alt: str) -> None:
