@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_judge import places
+from kernel_judge import on_devices
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv as kernels
@@ -13,7 +13,9 @@ BUDGET = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 K = 48
 EPS = 0.5  # as large as the squares, so that its place shows
 
-EVERYWHERE = places(cpu=["float32", "float16"], cuda=["float32", "bfloat16"])
+EVERYWHERE = on_devices(
+    cpu=["float32", "float16"], cuda=["float32", "bfloat16"]
+)
 # One row, rows that are programs of their own, and those of a tile and more.
 ROWS = pytest.mark.parametrize("M", [1, 3, 20, 70])
 

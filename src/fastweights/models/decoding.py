@@ -8,7 +8,6 @@ writes (states, the last token, what has come to its end) stays where it is.
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -91,9 +90,7 @@ class Decoding:
         used = max([s.used for s in self.states if s is not None])
         if self.graph is None or used >= self.room:
             self._record(used)
-        if self.graph is None:
-            self.states = self._step(self.states)
-            return
+        assert self.graph is not None
         self.graph.replay()
         for state in self.states:
             if state is not None and state.keys is not None:
@@ -131,21 +128,10 @@ class Decoding:
         graph = torch.cuda.CUDAGraph()
         here, beside = torch.cuda.current_stream(), _stream(self.token.device)
         beside.wait_stream(here)
-        try:
-            with torch.cuda.stream(beside):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._step(states)
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            self.recorded = False
-            warnings.warn(
-                "generate: got a model whose step no CUDA graph can record "
-                f"({error}); it runs as Python does, which is slower",
-                stacklevel=2,
-            )
-            return
+        with torch.cuda.stream(beside):
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._step(states)
+            graph.capture_end()
         here.wait_stream(beside)
         self.graph, self.room = graph, room
 
@@ -168,21 +154,23 @@ def _within(state: LayerState, room: int) -> LayerState:
 def is_recordable(model: LanguageModel, token: Tensor) -> bool:
     """Whether a step does the same whenever it runs, and on one GPU.
 
-    Not with a hook, under torch.compile, autocast or a mode that looks at
-    operators, nor where parameters are anything but plain tensors there.
+    All modules are this library's or PyTorch's, without hooks, and parameters
+    plain tensors there; not under torch.compile, autocast, or a mode that
+    looks at operators. A recording that fails leaves CUDA's random numbers
+    broken, so that other modules are not tried.
     """
     return (
         token.is_cuda
-        and type(model) is LanguageModel
-        and model._compiled_call_impl is None
         and not torch.cuda.is_current_stream_capturing()
         and not torch.is_autocast_enabled("cuda")
         and not private.is_traced()
         and not private.hooked_globally()
-        and not any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._compiled_call_impl is not None
+        and all(
+            type(module).__module__.split(".")[0] in ("fastweights", "torch")
+            and "forward" not in vars(module)
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+            and module._compiled_call_impl is None
             for module in model.modules()
         )
         and all(
