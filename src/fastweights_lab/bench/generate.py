@@ -48,9 +48,7 @@ def rows(names: list[str]) -> Iterator[Row]:
     for name in names or PATTERNS:
         torch.manual_seed(0)
         config = ModelConfig(pattern=PATTERNS[name], **SIZES)
-        model = LanguageModel(
-            config, device=torch.device(DEVICE), dtype=DTYPE
-        )
+        model = LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
         weights = sum(p.nbytes for p in model.parameters())
         weights -= model.embedding.weight.nbytes
         for B, T in SHAPES:
