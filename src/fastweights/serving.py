@@ -291,7 +291,7 @@ def mlstm_step(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Values:
-    """:func:`fastweights.ops.mlstm` for 1 to 16 new tokens of each sequence.
+    """:func:`fastweights.mlstm` for 1 to 16 new tokens of each sequence.
 
     Args:
         q, k, v, g, i, eps, scale, backend: as in mlstm.

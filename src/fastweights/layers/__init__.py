@@ -6,18 +6,20 @@
     y, state = layer(packed, cu_seqlens=offsets)    # B = 1
 
 Every layer reads [B, T, dim], or packed sequences with B = 1, and returns a
-:class:`LayerState` with one row per sequence. Tokens after the last sequence
-of a pack change nothing, and what comes out for them means nothing. Without
-gradients a state that comes back in is changed in place; with gradients a new
-one is made, through which gradients flow. ``state.clone()`` keeps one.
+:class:`LayerState` with one row per sequence (softmax attention makes none
+for packed sequences in training). Tokens after the last sequence of a pack
+change nothing, and what comes out for them means nothing. Without gradients a
+state that comes back in is changed in place; with gradients a new one is
+made, through which gradients flow. ``state.clone()`` keeps one.
 
-The projections of q, k and v are one matrix, W_qkv: their rows are those of
-q for all heads, then of k, then of v. Each class says how the weights of
+Where a layer has q, k and v, one matrix W_qkv makes them: its rows are those
+of q for all heads, then of k, then of v. Each class says how the weights of
 public implementations map to it, and in what it differs from the published
-layer. Arguments have one order, (dim, num_heads, head_dim), and the rest go by
-name; :data:`fastweights.layers.layer.PEERS` has the names of other libraries
-(hidden_size, d_model, use_short_conv, ...), each of which is answered by the
-one that it has here. ``layer.state_bytes(T)`` is the size of a state.
+layer. Arguments have one order, (dim, num_heads, head_dim) where a layer has
+all three, and the rest go by name; :data:`fastweights.layers.layer.PEERS` has
+the names of other libraries (hidden_size, d_model, use_short_conv, ...), each
+of which is answered by the one that it has here. ``layer.state_bytes(T)`` is
+the size of a state.
 """
 
 from fastweights.layers.attention import SoftmaxAttention

@@ -19,7 +19,7 @@ class MLSTM(Layer):
 
         q, k, v = W_qkv x
         i = cap(W_i x + b_i),  f = cap(W_f x + b_f),  cap(a) = 15 tanh(a / 15)
-        y = W_o (norm(h) * sigmoid(W_g x)), h by fastweights.ops.mlstm
+        y = W_o (norm(h) * sigmoid(W_g x)), h by fastweights.mlstm
 
     with logsigmoid(f) for the log of the forget gate and i for that of the
     input gate. The norm is a LayerNorm over each head, with a weight per

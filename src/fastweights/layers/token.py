@@ -1,11 +1,13 @@
-"""One token per sequence, on a GPU: a layer as four or five launches.
+"""One token per sequence, on a GPU: a layer as three or four launches.
 
 What a token costs is the reading of weights and states. Called one by one,
 modules make thirty launches of a layer, each of which costs more than what it
 reads. Here a product has the norm before it and what comes behind it in its
 own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates and
-unit lengths (:mod:`fastweights.kernels.decode`). Values are those of the
-modules, rounded in fewer places.
+unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
+launches, KDA four, and the MLP behind it two; with more than four sequences
+the three norms are launches of their own. Values are those of the modules,
+rounded in fewer places.
 """
 
 from __future__ import annotations

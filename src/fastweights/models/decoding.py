@@ -76,14 +76,19 @@ class Decoding:
         self.warm = False
 
     def step(self) -> None:
-        """Draw every row's next token, having read the one before."""
+        """Draw every row's next token, having read the one before.
+
+        The first call only draws, from the prompts' logits. The second is a
+        step in Python, which loads kernels; from the third on steps are
+        recorded, if they are to be.
+        """
         if self.noise is not None:
             self.noise.exponential_(generator=self.generator)
-        if self.logits is not None:  # nothing was drawn yet
+        if self.logits is not None:
             self._take(self.logits)
             self.logits = None
             return
-        if not (self.recorded and self.warm):  # kernels are loaded first
+        if not (self.recorded and self.warm):
             self.states = self._step(self.states)
             self.warm = True
             return
@@ -99,11 +104,13 @@ class Decoding:
     def _step(
         self, states: list[LayerState | None]
     ) -> list[LayerState | None]:
+        """Read the last tokens, draw the next; the states after them."""
         logits, after = self.model(self.token[:, None], states)
         self._take(logits[:, 0])
         return after
 
-    def _take(self, logits: Tensor) -> None:
+    def _take(self, logits: Float[Tensor, "N V"]) -> None:
+        """Draw from logits to ``token``; note what is done, or not finite."""
         largest, token = logits.max(-1)
         nothing = largest * 0  # NaN of what is not finite
         if len(self.ends):

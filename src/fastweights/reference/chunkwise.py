@@ -278,9 +278,9 @@ def chunkwise_forward(
 ) -> tuple[Values, State, Square, Square | None]:
     """Both stages, outputs still in chunks, and what the backward re-uses.
 
-    initial_state None is an empty one.
-    That is Aqk and P of every chunk, which took the most work for their
-    size. The gates' running sums and the states are computed again.
+    The backward re-uses Aqk and P of every chunk, which took the most work
+    for their size; it computes the gates' running sums and the states again.
+    An initial_state of None is an empty one.
     """
     q, k, v = (to_chunks(x, chunk_size) for x in (q, k, v))
     g = None if g is None else to_chunks(g, chunk_size)

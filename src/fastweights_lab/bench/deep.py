@@ -7,7 +7,8 @@ mesa    MesaNet's, heads of 64 and of 128, B 1 and 8
 At T 4096, forward (as in training, which keeps what the backward needs) and
 forward with backward, beside the floor: the more of what
 ``fastweights_lab.bench.deep_cost`` counts, at the rates of this machine's
-copies and products of matrices, which are measured first.
+copies and products of matrices, which are measured first. The record
+``h200_deep`` also has ttt-video-dit's kernel, which an option called then.
 """
 
 from __future__ import annotations

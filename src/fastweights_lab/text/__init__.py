@@ -1,1 +1,1 @@
-"""Language models on text: corpus, training run, comparisons, probes."""
+"""Language models on text: the corpus, and a training run on it."""

@@ -9,7 +9,7 @@
 
 Bit for bit if nothing differs, the number of threads included.
 
-:mod:`fastweights.train` is the program around it.
+:mod:`fastweights_lab.commands.train` is the program around it.
 """
 
 from __future__ import annotations
