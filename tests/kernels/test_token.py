@@ -122,13 +122,21 @@ def other_dtype(m):
     m.blocks[0].norm.double()
 
 
+def transposed(m):
+    weight = m.blocks[0].layer.o_proj.weight
+    weight.data = weight.data.mT.contiguous().mT
+
+
 def forward(m):
     layer = m.blocks[0].layer
     own = layer.forward
     layer.forward = lambda *arguments: own(*arguments)
 
 
-@pytest.mark.parametrize("touch", [hook, bias, subclass, other_dtype, forward])
+TOUCHED = [hook, bias, subclass, other_dtype, transposed, forward]
+
+
+@pytest.mark.parametrize("touch", TOUCHED)
 def test_what_somebody_has_touched_is_called(touch):
     """By a model that computes what it computes in one pass."""
     m = made("gated_deltanet", "cpu", num_layers=1)
@@ -149,6 +157,7 @@ def test_gradients_graphs_and_autocast_are_the_modules_matter():
     with torch.no_grad():
         assert token.is_token(x)
         assert not token.is_token(x.expand(1, 2, 32))
+        assert not token.is_token(x.expand(2, 1, 32))
         assert not token.is_token(x.expand(token.MAX_ROWS + 1, 1, 32))
         assert not token.is_token(x.double())
         with torch.autocast("cpu", torch.float16):

@@ -20,16 +20,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights import private
+from fastweights.arguments import PLAIN
 from fastweights.dtypes import under_autocast
 from fastweights.layers.convolution import HEADS, TAPS
 from fastweights.layers.layer import Layer
 from fastweights.layers.parts import DECAY, OUTPUT_NORM
-from fastweights.layers.plain_modules import (
-    LINEAR,
-    is_plain,
-    is_untouched,
-    source_of,
-)
+from fastweights.layers.plain_modules import LINEAR, is_untouched, source_of
 from fastweights.layers.state import LayerState
 from fastweights.ops.backends import choose_backend, record_run
 
@@ -38,11 +34,14 @@ Token = Float[Tensor, "B 1 D"]
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and cuBLAS's."""
 
-WITH_WEIGHT = {
-    kind[0]: kind
-    for kind in (LINEAR, TAPS, OUTPUT_NORM, source_of(nn.RMSNorm))
+SEQUENTIAL = source_of(nn.Sequential)
+SOURCES = {
+    source[0]: source
+    for source in (
+        *(LINEAR, TAPS, HEADS, DECAY, OUTPUT_NORM, SEQUENTIAL),
+        source_of(nn.RMSNorm),
+    )
 }
-OTHERS = {kind[0]: kind for kind in (DECAY, HEADS, source_of(nn.Sequential))}
 
 
 def is_token(x: Tensor) -> bool:
@@ -50,6 +49,7 @@ def is_token(x: Tensor) -> bool:
     return (
         x.shape[1] == 1
         and x.shape[0] <= MAX_ROWS
+        and x.is_contiguous()
         and not torch.is_grad_enabled()
         and not under_autocast(x)
         and not private.is_traced()
@@ -61,26 +61,30 @@ def is_token(x: Tensor) -> bool:
 def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
     """Whether the modules do for x what their source says, and no more.
 
-    Their weights are then used past their forwards: nobody has touched them,
-    and they have x's dtype and no bias, but for a convolution.
+    Their parameters are then used past their forwards: nobody has touched the
+    modules, and what they hold is contiguous on x's device, of x's dtype (but
+    for a decay's), and no bias (but for a convolution's).
     """
     for module in modules:
-        pair = isinstance(module, nn.Sequential)
-        if pair and not are_plain(x, [*module]):  # type: ignore[misc]
-            return False
         if module is None:
             continue
-        kind = WITH_WEIGHT.get(type(module))
-        if kind is None:
-            other = OTHERS.get(type(module))
-            if other is None or not is_untouched(module, other):
-                return False
-        elif not (
-            is_plain(module, kind, x.device)
-            and module.weight.dtype == x.dtype
-            and (kind is TAPS or getattr(module, "bias", None) is None)
-        ):
+        source = SOURCES.get(type(module))
+        if source is None or not is_untouched(module, source):
             return False
+        if source is SEQUENTIAL and not are_plain(x, [*module.children()]):
+            return False
+        for name, held in module._parameters.items():
+            if held is None and name == "bias":
+                continue
+            if (
+                held is None
+                or type(held) not in PLAIN
+                or held.device != x.device
+                or not held.is_contiguous()
+                or (held.dtype != x.dtype and source is not DECAY)
+                or (name == "bias" and source is not TAPS)
+            ):
+                return False
     return True
 
 
