@@ -96,7 +96,7 @@ def checked(monkeypatch):
     monkeypatch.setattr(arguments, "CHECKED", True)
 
 
-def inputs(gate="scalar", **sizes):
+def inputs(gate="head", **sizes):
     return member(gate, "delta", T=6, H=1, HV=2, K=3, V=5, **sizes)
 
 
@@ -119,7 +119,7 @@ def test_nan_is_named_where_it_is(name, function):
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["fixed", "head", "channel"])
 def test_a_decay_above_one(gate):
     x = inputs(gate)
     at = [n - 1 for n in x["g"].shape]
@@ -164,7 +164,7 @@ def test_what_has_no_values_passes():
 
 
 def test_values_that_fit_pass_and_change_nothing(monkeypatch):
-    x = inputs("vector")
+    x = inputs("channel")
     expected = fw.linear_recurrence(**x)
     monkeypatch.setattr(arguments, "CHECKED", True)
     for got, ref in zip(fw.linear_recurrence(**x), expected, strict=True):

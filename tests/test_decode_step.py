@@ -28,7 +28,7 @@ members = pytest.mark.parametrize(
 )
 
 
-def call(gate="vector", rule="delta", **sizes):
+def call(gate="channel", rule="delta", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
     x = member(gate, rule, **sizes)
     return x | {"state": x.pop("initial_state")}
@@ -87,12 +87,12 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
 MEMBERS = {
     "linear_attention": {"feature_map": feature_maps.elu1},
     "retention": {},
-    "mamba2": {"g": "scalar"},
-    "gated_retention": {"logits": "scalar", "temperature": 8.0},
-    "gla": {"g": "vector"},
-    "deltanet": {"beta": "scalar"},
-    "gated_deltanet": {"g": "scalar", "beta": "scalar"},
-    "kda": {"g": "vector", "beta": "scalar"},
+    "mamba2": {"g": "head"},
+    "gated_retention": {"logits": "head", "temperature": 8.0},
+    "gla": {"g": "channel"},
+    "deltanet": {"beta": "head"},
+    "gated_deltanet": {"g": "head", "beta": "head"},
+    "kda": {"g": "channel", "beta": "head"},
 }
 
 
@@ -111,9 +111,9 @@ def documented():
 @pytest.mark.parametrize("name", MEMBERS)
 def test_the_table_says_what_each_member_passes(name):
     """Each line of it continues what the member has begun."""
-    x = member("vector", "delta", B=2, T=12, H=2, HV=4)
+    x = member("channel", "delta", B=2, T=12, H=2, HV=4)
     x["logits"] = torch.randn(2, 12, 4, dtype=torch.float64)
-    if MEMBERS[name].get("g") == "scalar":
+    if MEMBERS[name].get("g") == "head":
         x["g"] = x["g"][..., 0]
     extra = {
         key: x[key] if isinstance(value, str) else value
@@ -164,7 +164,7 @@ def test_every_dtype(gate, rule, dtype):
 
 @pytest.mark.parametrize("scale", [None, 2, 0.1, 0.0])
 def test_scale(scale):
-    x = call("scalar")
+    x = call("head")
     x = {n: t if n == "state" else t[:, :5] for n, t in x.items()}
     o_ref, _ = expected(x, scale=scale and float(scale))
     assert relative_error(fw.decode_step(**x, scale=scale), o_ref) <= EXACT
@@ -275,7 +275,7 @@ def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
 @pytest.mark.parametrize("name", ["g", "beta"])
 def test_gates_and_rates_go_by_name(name):
     """By position deltanet's beta would pass for mamba2's g."""
-    x = call("scalar", T=2)
+    x = call("head", T=2)
     q, k, v, state = (x[n] for n in ("q", "k", "v", "state"))
     before = state.clone()
     with pytest.raises(TypeError, match="takes 3 positional arguments"):
@@ -416,7 +416,7 @@ def test_a_state_in_bf16_may_forget_nothing(half_life, forgets):
 
 def test_rows_of_a_pool_in_bf16():
     """Each is rounded once, and the others are as they were."""
-    x = call("vector", T=3, dtype=torch.bfloat16)
+    x = call("channel", T=3, dtype=torch.bfloat16)
     pool = torch.randn(4, *x["state"].shape[1:]).bfloat16()
     rows = torch.tensor([2, 0])[: len(x["q"])]
     alone = {**x, "state": pool[rows].float()}
@@ -478,7 +478,7 @@ dtype=torch.float64)} | {"g": None, "beta": None, "backend": "triton"}
 def test_bad_calls_name_the_argument_and_what_it_needs(wrong, error):
     if "triton" in wrong:
         pytest.importorskip("triton")
-    x = call("scalar", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    x = call("head", T=6, H=2, HV=4, K=3, dtype=torch.float32)
     state = x["state"].clone()
     with error():
         fw.decode_step(**x | eval(f"dict({wrong})"))

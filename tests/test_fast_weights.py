@@ -27,11 +27,11 @@ def inputs(gate, rule):
 
 LAYERS = {
     "linear_attention": ("none", "additive", inner_product, sgd),
-    "mamba2": ("scalar", "additive", inner_product, decayed_sgd),
+    "mamba2": ("head", "additive", inner_product, decayed_sgd),
     "deltanet": ("none", "delta", squared_error, sgd),
-    "gated_deltanet": ("scalar", "delta", squared_error, decayed_sgd),
-    "gla": ("vector", "additive", inner_product, decayed_sgd),
-    "kda": ("vector", "delta", squared_error, decayed_sgd),
+    "gated_deltanet": ("head", "delta", squared_error, decayed_sgd),
+    "gla": ("channel", "additive", inner_product, decayed_sgd),
+    "kda": ("channel", "delta", squared_error, decayed_sgd),
 }
 
 
@@ -48,7 +48,7 @@ def test_a_layer_is_a_learner(name):
 
 
 def test_gradients_pass_the_learner():
-    x, tokens = inputs("scalar", "delta")
+    x, tokens = inputs("head", "delta")
     step = online_learner(linear_model, squared_error, decayed_sgd)
     leaves = [t.clone().requires_grad_() for t in (*tokens, x["g"])]
     o, _ = steps.scan(step, (x["initial_state"], None), *leaves)
@@ -64,7 +64,7 @@ def test_gradients_pass_the_learner():
 
 
 def test_momentum_is_two_running_sums():
-    x, tokens = inputs("scalar", "delta")
+    x, tokens = inputs("head", "delta")
     q, k, v, rate = tokens
     momentum = torch.rand(B, T, H, dtype=torch.float64)
     step = online_learner(linear_model, squared_error, momentum_sgd)
@@ -86,7 +86,7 @@ def test_momentum_is_two_running_sums():
 
 def test_momentum_zero_is_decay_of_the_old_weights():
     """e^g W - rate gradient(W): not Gated DeltaNet, whose order differs."""
-    x, tokens = inputs("scalar", "delta")
+    x, tokens = inputs("head", "delta")
     step = online_learner(linear_model, squared_error, momentum_sgd)
     start = (x["initial_state"], torch.zeros_like(x["initial_state"]))
     none = torch.zeros(B, T, H, dtype=torch.float64)

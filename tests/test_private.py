@@ -35,7 +35,7 @@ def without(monkeypatch):
 
 
 def step():
-    return results(fw.linear_recurrence, member("scalar", "delta", T=20))
+    return results(fw.linear_recurrence, member("head", "delta", T=20))
 
 
 @pytest.mark.parametrize("module, name", NAMES, ids=[n for _, n in NAMES])

@@ -20,7 +20,7 @@ double = {"dtype": torch.float64}
 
 def mlstm():
     """Inputs, the whole, a step, an empty state; a gate of -inf among them."""
-    x = member("scalar", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
+    x = member("head", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
     del x["initial_state"]
     x["i"] = 3 * torch.randn(3, 13, 4, **double)
     x["i"][:, 0, 1] = x["i"][:, 7, 2] = x["g"][:, 9, 3] = -torch.inf
@@ -66,7 +66,7 @@ def selective(G):
 
 
 def delta():
-    x = member("vector", "delta", B=3, T=13, H=2, HV=4, K=6, V=5)
+    x = member("channel", "delta", B=3, T=13, H=2, HV=4, K=6, V=5)
     empty = torch.zeros_like(x.pop("initial_state"))
     return x, fw.linear_recurrence, fw.decode_step, (empty,)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights import private
-from fastweights.dtypes import DTYPES
+from fastweights.dtypes import DTYPES, compute_dtype
 
 MAX_K = 256  # of the kernels
 CHUNK_SIZES = (16, 32, 64)
@@ -409,7 +409,7 @@ def check_values(
     if beta is not None:
         # Unit keys and beta = 2 are right: both may have been rounded up.
         most = 2 * (1 + 2 * torch.finfo(k.dtype).eps)
-        step = k.to(torch.promote_types(k.dtype, torch.float32))
+        step = k.to(compute_dtype(k.dtype))
         step = step.square().sum(-1)
         step = beta * step.repeat_interleave(v.shape[2] // k.shape[2], -1)
         need = "beta |k|^2 <= 2, above which the delta rule diverges"

@@ -26,17 +26,17 @@ STAGES = (
     "scan_backward",
     "intra_backward",
     "intra_backward_strong",
-    "segments",
-    "segments_backward",
+    "segment_maps",
+    "segment_maps_backward",
     "gate_backward",
     "compose",
     "compose_backward",
 )
 SCANS = (
-    "segments",
+    "segment_maps",
     "scan",
     "chunk_states",
-    "segments_backward",
+    "segment_maps_backward",
     "scan_backward",
 )
 # Stage, width of the gate, delta rule. Without both there is no intra.
@@ -106,10 +106,10 @@ def compile_stage(
     backward = stages.backward_schedule(
         kind, (*given, low, FP32), True
     ).launches
-    names = ["intra"] * (delta or DG > 0) + ["segments", "compose", "scan"]
+    names = ["intra"] * (delta or DG > 0) + ["segment_maps", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]
-    names += [f"{x}_backward" for x in ("segments", "compose", "scan")]
+    names += [f"{x}_backward" for x in ("segment_maps", "compose", "scan")]
     names += ["intra_backward"] + ["gate_backward"] * (DG == 1)
     names += ["intra_backward_strong"] * (DG > 1)
     found |= dict(zip(names, backward, strict=True))

@@ -87,7 +87,7 @@ def schedules(x, ends, chunk_size=64):
 
 
 @rules
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
     """All that Triton looks at is that of the call's tensors and numbers."""
     q = torch.empty(0, device="meta")
@@ -115,7 +115,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
 
 
 @rules
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_a_new_length_is_of_a_known_kind(gate, rule):
     """Nothing is traced again, and no length is a key."""
     stages.forward_schedule.cache_clear()

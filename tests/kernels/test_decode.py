@@ -39,7 +39,7 @@ SMALLER = SHAPES | {
 STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
 
 
-def call(gate="vector", rule="delta", device="cpu", **sizes):
+def call(gate="channel", rule="delta", device="cpu", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
     x = {name: t.to(device) for name, t in member(gate, rule, **sizes).items()}
     return x | {"state": x.pop("initial_state")}
@@ -128,7 +128,7 @@ def test_a_state_in_bf16(device):
     assert step.max() <= rounding
 
 
-@crossed(strength=STRENGTHS, gate=["fixed", "scalar", "vector"], rule=RULES)
+@crossed(strength=STRENGTHS, gate=["fixed", "head", "channel"], rule=RULES)
 @DEVICES
 def test_constant_gates(gate, rule, strength, device):
     sizes = {"T": 16, "HV": 1, "K": 32}
@@ -286,7 +286,7 @@ def test_offsets_past_2_to_the_31():
     """State, v and o have more elements than 32 bits can count."""
     B, T, HV, K, V = 4, 16, 65_600, 16, 512
     assert B * HV * K * V > 2**31 and B * T * HV * V > 2**31
-    small = call("scalar", B=B, T=T, HV=1, K=K, V=V, dtype=torch.bfloat16)
+    small = call("head", B=B, T=T, HV=1, K=K, V=V, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in small.items()}
     for name in ("v", "g", "beta"):
         x[name] = x[name].repeat_interleave(HV, dim=2)

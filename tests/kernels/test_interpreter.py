@@ -82,7 +82,7 @@ def test_scans(own, axis, reverse):
 
 def test_whole_calls(own):
     """Tile by tile the same, so bit for bit; of the family and of Mamba."""
-    x = member("vector", "delta", T=20, K=16, dtype=torch.float32)
+    x = member("channel", "delta", T=20, K=16, dtype=torch.float32)
     torch.manual_seed(0)
     shapes = {"x": (1, 5, 3), "dt": (1, 5, 3), "B": (1, 5, 4), "C": (1, 5, 4)}
     y = {name: torch.randn(shape) for name, shape in shapes.items()}

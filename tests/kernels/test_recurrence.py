@@ -66,7 +66,7 @@ CASES = {
 }
 # Weak, and from -5 on too strong to be seen from half: gates.is_weak.
 STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
-GATED = pytest.mark.parametrize("gate", ["fixed", "scalar", "vector"])
+GATED = pytest.mark.parametrize("gate", ["fixed", "head", "channel"])
 WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
 
@@ -283,7 +283,7 @@ def test_loop(gate, rule, case, device, record_property):
 
 @crossed(
     strength=STRENGTHS,
-    gate=["fixed", "scalar", "vector"],
+    gate=["fixed", "head", "channel"],
     rule=RULES,
     seldom=["fixed"],
 )
@@ -296,7 +296,7 @@ def test_constant_gates(gate, rule, strength, device, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, label), budget)
 
 
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_gates_that_open_again(gate):
     """What is left after a strong gate is as exact as what comes later."""
     x = member(gate, "delta", T=128, K=64, V=64, strength=-1e-3)
@@ -338,26 +338,26 @@ def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
 @pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
 def test_a_gate_a_head_that_shuts(rule, strongest):
     """However strong, it does not drown those after it."""
-    x = member("scalar", rule, T=100, K=33, V=20, strength=-0.1)
+    x = member("head", rule, T=100, K=33, V=20, strength=-0.1)
     x["g"][:, 30:33] = strongest
     judge(cast(x, torch.float32), 1e-4)
 
 
 def test_a_gate_a_channel_that_shuts():
     """By fp32's least, which is past fp16, in which gates are summed."""
-    x = member("vector", "delta", T=16, HV=1, strength=-0.1)
+    x = member("channel", "delta", T=16, HV=1, strength=-0.1)
     x["g"][:, 10:13, :, :3] = torch.finfo(torch.float32).min
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_chunks_that_decay_too_far_for_fp16(gate):
     """By e^-16, which fp32 could divide by, and still answer in fp16."""
     x = member(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_what_a_chunk_leaves_in_fp16(gate):
     """A chunk that decays by 2^-9, and writes nothing itself."""
     x = member(gate, "additive", T=128, HV=1, K=33, V=20, strength=-0.1)
@@ -370,7 +370,7 @@ def test_what_a_chunk_leaves_in_fp16(gate):
 @pytest.mark.parametrize("strongest", [-5.0, -14.0, -50.0])
 def test_one_strong_gate_a_channel(rule, strongest, device, dtype):
     """In a chunk whose decay still has a bound; the rest hardly forget."""
-    x = member("vector", rule, T=100, K=64, V=33, strength=-1e-3)
+    x = member("channel", rule, T=100, K=64, V=33, strength=-1e-3)
     x["g"][:, 20] = strongest
     judge(cast(x, dtype, device), HALF)
 
@@ -388,7 +388,7 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
     a level of its own, and what is next to a border as exact as the rest.
     """
     T, budget = 64 * len(FOLDS), budget_of(dtype)
-    x = member("vector", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
+    x = member("channel", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
     for i, strength in enumerate(FOLDS):
         own = slice(0, 64) if i % 2 == 0 else slice(64, 70)
         x["g"][:, 64 * i : 64 * (i + 1), :, own] = strength
@@ -401,12 +401,12 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_one_value_head_forgets(rule, device, dtype):
     """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
-    x = member("vector", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
+    x = member("channel", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
     x["g"][:, :, 4] = -5
     judge(cast(x, dtype, device), budget_of(dtype))
 
 
-@some("none additive", "vector delta")
+@some("none additive", "channel delta")
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
     lengths, V, sizes = LENGTHS, 33, (16, 32)
@@ -426,7 +426,7 @@ def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
 
 
 def test_packing_is_checked_on_the_host():
-    x = cast(member("scalar", "delta", T=20), torch.float32)
+    x = cast(member("head", "delta", T=20), torch.float32)
     del x["initial_state"]
     with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 30, 20\]"):
         fw.linear_recurrence(
@@ -465,9 +465,9 @@ WORST |= {torch.int32: 7, torch.int64: 99}
     ("gate", "rule", "S"),
     [
         ("none", "additive", 1),
-        ("scalar", "additive", 3),
-        ("scalar", "delta", 3),
-        ("vector", "delta", 1),
+        ("head", "additive", 3),
+        ("head", "delta", 3),
+        ("channel", "delta", 1),
     ],
 )
 def test_offsets_that_lie_reach_no_other_memory(
@@ -502,7 +502,7 @@ def test_offsets_that_lie_reach_no_other_memory(
 
 
 def test_offsets_that_are_not_contiguous():
-    x = member("scalar", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
+    x = member("head", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
     offsets = packed(LENGTHS)["cu_seqlens"].repeat_interleave(2)[::2]
     assert not offsets.is_contiguous()
     judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
@@ -540,7 +540,7 @@ def switch(where, value):
 )
 def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     """Whichever of PyTorch's switches was used, and however often."""
-    x = cast(member("scalar", "delta"), torch.float32)
+    x = cast(member("head", "delta"), torch.float32)
     names = ("q", "k", "v", "g", "beta")
     found = []
     for value in values:
@@ -570,7 +570,7 @@ def test_segments(gate, rule, S, device, dtype, cut, record_property):
     judge(x, budget_of(dtype), chunk_size=chunks[1], use="o")
 
 
-@crossed(gate=["fixed", "scalar"], rule=RULES, strength=[-0.2, -0.8, -5.0])
+@crossed(gate=["fixed", "head"], rule=RULES, strength=[-0.2, -0.8, -5.0])
 def test_segments_that_forget(gate, rule, strength, cut):
     """Seven chunks to a segment: some of them, one, and none reach its end.
 
@@ -581,7 +581,7 @@ def test_segments_that_forget(gate, rule, strength, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@pytest.mark.parametrize("gate", ["fixed", "scalar"])
+@pytest.mark.parametrize("gate", ["fixed", "head"])
 def test_keys_that_do_not_forget(gate, cut):
     """A step beta |k|^2 above 2 makes up for a gate: see intra's bound.
 
@@ -596,25 +596,25 @@ def test_keys_that_do_not_forget(gate, cut):
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
-@some("scalar delta", "vector delta", "none additive")
+@some("head delta", "channel delta", "none additive")
 def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
     """Borders lie where the long one has them, wherever it starts."""
     cut(6)
     several = [[181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]]
     # All of them where a program looks for the most: the others cost time.
-    for sizes in several if gate == "scalar" else several[1:2]:
+    for sizes in several if gate == "head" else several[1:2]:
         x = member(gate, rule, T=284, N=4, H=1, HV=2, K=33, V=33)
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
-@some("scalar delta", "vector additive")
+@some("head delta", "channel additive")
 def test_segments_of_packed_sequences(gate, rule, cut):
     cut(3)
     x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
     judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
 
 
-@some("none delta", "vector additive")
+@some("none delta", "channel additive")
 def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
     cut(3)
@@ -696,14 +696,14 @@ def test_how_many_borders():
     assert of(kind, 8, 4096, 8, False).borders == 0
 
 
-@some("vector additive", "vector delta")
+@some("channel additive", "channel delta")
 def test_one_channel(gate, rule):
     """Its gate is one per head, and has a gradient of its own shape."""
     x = cast(member(gate, rule, T=20, K=1, V=5), torch.float32)
     judge(x, 1e-4, chunk_size=16)
 
 
-@some("none delta", "scalar additive", "vector delta")
+@some("none delta", "head additive", "channel delta")
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_non_contiguous_views(gate, rule, device, dtype):
     T, K, V = (20, 33, 20) if device == "cpu" else (70, 64, 33)
@@ -727,14 +727,14 @@ def test_gradients_from_one_result(gate, rule, use, device, dtype):
 
 def test_any_subset_of_inputs_may_require_a_gradient():
     sizes = {"T": 17, "HV": 1, "K": 33, "V": 20}
-    x = cast(member("vector", "delta", **sizes), torch.float32)
+    x = cast(member("channel", "delta", **sizes), torch.float32)
     for count in (0, 1, 5):
         for wanted in itertools.combinations(x, count):
             judge(x, 1e-4, chunk_size=16, wanted=wanted)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_small_gradients(gate, rule, device, dtype):
     """The backward is linear: a gradient 2^40 times smaller loses no bits.
@@ -762,7 +762,7 @@ def test_small_gradients(gate, rule, device, dtype):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gates_that_are_nan(gate, rule, device, dtype):
     """A gate that is NaN is seen from its token on, in the state too."""
@@ -773,7 +773,7 @@ def test_gates_that_are_nan(gate, rule, device, dtype):
     assert o[:, 100:].isnan().all() and state.isnan().all()
 
 
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_gate_above_zero_is_no_other(gate):
     """The documented range ends at 0; what is a little above is right."""
     x = member(gate, "delta", T=64, K=33, V=33, strength=-0.02)
@@ -782,7 +782,7 @@ def test_a_gate_above_zero_is_no_other(gate):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     """Each stage of the kernels against the one of its name in PyTorch."""
     C, T, scale = 16, 40, 0.3
@@ -848,12 +848,12 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         assert relative_error(found[name], ref) < 1e-5
     for name, ref in (("h", h), ("dh", dh)):
         assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
-    expected = {"Aqk": gate == "vector", "dg": gate != "none"}
+    expected = {"Aqk": gate == "channel", "dg": gate != "none"}
     expected |= dict.fromkeys(("R", "errors", "dbeta"), rule == "delta")
     assert all((name in found) == there for name, there in expected.items())
 
 
-@some("scalar additive", "vector delta")
+@some("head additive", "channel delta")
 def test_operator_passes_opcheck(gate, rule):
     x = cast(member(gate, rule, T=17, HV=1, K=33), torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
@@ -1006,7 +1006,7 @@ def large(gate, rule, *, T, N, H, K, V):
         "v": torch.randn(1, T, H, V, **options),
         "initial_state": torch.randn(N, H, K, V, device="cuda"),
     }
-    shape = {"scalar": (1, T, H), "vector": (1, T, H, K)}.get(gate)
+    shape = {"head": (1, T, H), "channel": (1, T, H, K)}.get(gate)
     if shape:
         x["g"] = -torch.rand(shape, **options)
     if rule == "delta":
@@ -1025,7 +1025,7 @@ LARGE = {
 @pytest.mark.parametrize("size", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize(
     "gate, rule",
-    [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
+    [("none", "additive"), ("head", "delta"), ("channel", "delta")],
 )
 def test_offsets_past_31_bits(gate, rule, size):
     """Of q and its like, of the states, and of the states of the chunks."""
@@ -1053,7 +1053,7 @@ def test_offsets_past_31_bits(gate, rule, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_host_sync(dtype):
     """Not even for packed sequences: their offsets stay on the device."""
-    x = member("vector", "delta", T=300, N=3, K=64, V=64)
+    x = member("channel", "delta", T=300, N=3, K=64, V=64)
     x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
     cu_seqlens = torch.tensor([0, 0, 100, 100, 300], device="cuda")[1:]
 

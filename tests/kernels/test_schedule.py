@@ -62,7 +62,7 @@ def by_schedule(monkeypatch):
 @pytest.mark.parametrize(
     "gate, rule",
     all_but(
-        [("none", "additive"), ("scalar", "delta"), ("vector", "delta")],
+        [("none", "additive"), ("head", "delta"), ("channel", "delta")],
         itertools.product(GATES, RULES),
     ),
 )

@@ -19,7 +19,7 @@ from fastweights_lab.notebook import film
 
 SCRIPT = resources.files("fastweights_lab.notebook.film") / "film.js"
 CODE = resources.files("fastweights_lab.notebook.film") / "film_code.js"
-GATES = ("none", "scalar", "vector")
+GATES = ("none", "head", "channel")
 T, K, V = 7, 4, 3
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 
@@ -32,7 +32,7 @@ def inputs(gate="none", rule="additive", seed=0):
         "v": torch.randn(T, V, dtype=torch.float64),
     }
     if gate != "none":
-        size = (T,) if gate == "scalar" else (T, K)
+        size = (T,) if gate == "head" else (T, K)
         x["g"] = -torch.rand(size, dtype=torch.float64)
     if rule == "delta":
         x["beta"] = torch.rand(T, dtype=torch.float64)
@@ -40,7 +40,7 @@ def inputs(gate="none", rule="additive", seed=0):
 
 
 def to_html(alt="A film of a state", moments=(2, 4, 7), **more):
-    x = inputs("scalar") | more
+    x = inputs("head") | more
     return film.to_html(**x, alt=alt, moments=moments)
 
 
@@ -188,7 +188,7 @@ def test_the_page_carries_the_tensors_to_four_digits(gate, rule):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_floating_point_with_or_without_grad(dtype):
-    x = {name: y.to(dtype) for name, y in inputs("vector", "delta").items()}
+    x = {name: y.to(dtype) for name, y in inputs("channel", "delta").items()}
     x["k"].requires_grad_()
     found = torch.tensor(carried(x)["k"], dtype=torch.float64)
     assert torch.allclose(found, x["k"].detach().double(), rtol=5.1e-4)
@@ -388,7 +388,7 @@ def test_lines_are_what_decay_left(gate):
         expected /= x["k"][j].square().sum() * x["v"][j].square().sum()
         assert abs(made[j] - expected) < 1e-9
     assert (film.lines(x["k"], x.get("g"))[-1] - made).abs().max() < 1e-9
-    if gate == "scalar":
+    if gate == "head":
         after = x["g"].flip(0).cumsum(0).flip(0) - x["g"]
         assert (made - after.exp()).abs().max() < 1e-9
 

@@ -18,11 +18,11 @@ B, T, H, K, V = 2, 21, 2, 5, 4
 MEMBERS = {
     "linear_attention": ("none", "additive", "linear"),
     "retention": ("fixed", "additive", "retention"),
-    "mamba2": ("scalar", "additive", "retention"),
-    "gla": ("vector", "additive", "gla"),
+    "mamba2": ("head", "additive", "retention"),
+    "gla": ("channel", "additive", "gla"),
     "deltanet": ("none", "delta", "deltanet"),
-    "gated_deltanet": ("scalar", "delta", "gated_deltanet"),
-    "kda": ("vector", "delta", "kda"),
+    "gated_deltanet": ("head", "delta", "gated_deltanet"),
+    "kda": ("channel", "delta", "kda"),
 }
 
 
@@ -277,7 +277,7 @@ NEED = {
     [
         (name, gate)
         for name in NEED
-        for gate in ("fixed", "scalar", "vector")
+        for gate in ("fixed", "head", "channel")
         if gate != MEMBERS[name][0]
     ],
 )

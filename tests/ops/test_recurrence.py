@@ -90,7 +90,7 @@ def test_it_is_its_equations(
 @backends
 @pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
 def test_scale(backend, scale):
-    x = member("scalar", "delta", T=20)
+    x = member("head", "delta", T=20)
     ref = explicit(**x, scale=scale and float(scale))
     o = fw.linear_recurrence(**x, scale=scale, backend=backend)
     torch.testing.assert_close(o, ref)
@@ -110,7 +110,7 @@ def test_no_initial_state_is_zeros(gate, rule, backend):
 @backends
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
     ref = results(explicit, x)
     for wanted in itertools.combinations(x, count):
         o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
@@ -119,7 +119,7 @@ def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
 
 
 def test_packed_sequences_start_from_zeros():
-    x = member("vector", "delta", T=30)
+    x = member("channel", "delta", T=30)
     del x["initial_state"]
     cu_seqlens = torch.tensor([0, 12, 12, 30])
     o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
@@ -132,7 +132,7 @@ def test_packed_sequences_start_from_zeros():
 WIDTHS = {
     "dtype": (torch.float64, torch.float32),
     "rule": RULES,
-    "gate": ("scalar", "vector"),
+    "gate": ("head", "channel"),
 }
 
 
@@ -166,7 +166,7 @@ def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
 @backends
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 def test_identical_keys(beta, backend):
-    x = member("scalar", "delta", T=80, strength=-0.01)
+    x = member("head", "delta", T=80, strength=-0.01)
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.full_like(x["beta"], beta)
     ref = results(explicit, x)
@@ -241,7 +241,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
 
     dtype = getattr(torch, dtype)
     products = dtype if dtype == torch.float64 else torch.bfloat16
-    x = member("vector", "delta", T=70, dtype=torch.float32)
+    x = member("channel", "delta", T=70, dtype=torch.float32)
     names = x if dtype == torch.float64 else ("q", "k", "v")
     x |= {name: x[name].to(dtype) for name in names}
     ref = results(by_hand, x, backend=backend)
@@ -252,7 +252,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
 
 
 def test_a_backward_under_autocast_narrows_nothing():
-    x = member("vector", "delta", T=70, dtype=torch.float32)
+    x = member("channel", "delta", T=70, dtype=torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
     o, state = fw.linear_recurrence(**x)
     loss = o.sum() + state.sum()
@@ -263,7 +263,7 @@ def test_a_backward_under_autocast_narrows_nothing():
 
 
 def test_autocast_joins_operands_of_different_dtypes():
-    x = member("scalar", "delta", T=20, dtype=torch.float32)
+    x = member("head", "delta", T=20, dtype=torch.float32)
     x["k"] = x["k"].bfloat16()
     with pytest.raises(TypeError, match=r"k: got torch\.bfloat16"):
         fw.linear_recurrence(**x)
@@ -289,7 +289,7 @@ def test_operator_passes_opcheck(gate, rule):
 
 
 def test_packed_operator_passes_opcheck():
-    x = member("vector", "delta", T=40, N=3, dtype=torch.bfloat16)
+    x = member("channel", "delta", T=40, N=3, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 0, 17, 40])
     values = (x.get(n) for n in ("q", "k", "v", "g", "beta"))
     arguments = (*values, None, cu_seqlens, 0.5, 16, "chunkwise")
@@ -311,7 +311,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated
 def test_what_looks_at_operators_sees_ours():
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
     with Seen() as mode:
         expected = results(fw.linear_recurrence, x)
         with torch.no_grad():
@@ -330,7 +330,7 @@ def test_what_looks_at_operators_sees_ours():
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_trace_has_the_operator_and_passes_its_own_check(gradient):
     """The check traces once more, without gradients."""
-    x = member("scalar", "delta", T=20)
+    x = member("head", "delta", T=20)
     x["q"].requires_grad_(gradient)
 
     def function(q):
@@ -348,7 +348,7 @@ def test_fake_tensors_stay_fake():
     with FakeTensorMode() as mode:
         x = {
             name: mode.from_tensor(t).requires_grad_()
-            for name, t in member("scalar", "delta", T=20).items()
+            for name, t in member("head", "delta", T=20).items()
         }
         o, state = fw.linear_recurrence(**x)
         grads = torch.autograd.grad(o.sum() + state.sum(), list(x.values()))
@@ -357,7 +357,7 @@ def test_fake_tensors_stay_fake():
 
 
 def test_a_negative_view_is_its_values():
-    x = member("scalar", "delta", T=20)
+    x = member("head", "delta", T=20)
     negative = torch.complex(x["v"], -x["v"]).conj().imag
     assert negative.is_neg()
     with torch.no_grad():
@@ -384,7 +384,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_but_by_the_loop(name, grad):
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
 
     def o(q, backend):
         return fw.linear_recurrence(**x | {"q": q}, backend=backend)[0].sum()
@@ -405,7 +405,7 @@ def test_transforms_are_refused_but_by_the_loop(name, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
     ref = results(fw.linear_recurrence, x)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
         if grad:
@@ -414,7 +414,7 @@ def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
 
 
 def test_tests_can_ask_which_backend_ran():
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
     with ops.record_backends() as ran:
         results(fw.linear_recurrence, x)
         assert ran == ["chunkwise forward", "chunkwise backward"]
@@ -426,7 +426,7 @@ def test_tests_can_ask_which_backend_ran():
 
 
 def test_second_derivatives_are_refused_but_by_the_loop():
-    x = member("vector", "delta", T=20)
+    x = member("channel", "delta", T=20)
     q = x.pop("q").requires_grad_()
     for backend in BACKENDS:
         o, _ = fw.linear_recurrence(q, **x, backend=backend)
@@ -450,7 +450,7 @@ def test_activation_checkpointing(use_reentrant):
             use_reentrant=use_reentrant,
         )
 
-    x = member("vector", "delta", T=40)
+    x = member("channel", "delta", T=40)
     ref = results(fw.linear_recurrence, x)
     with ops.record_backends() as ran:
         same(results(again, x), ref, 0.0)
@@ -462,7 +462,7 @@ def test_activation_checkpointing(use_reentrant):
 @pytest.mark.parametrize("cut", [0, 1, 37])
 def test_the_state_carries_everything_a_later_call_needs(cut, T):
     cut = min(cut, T)
-    x = member("vector", "delta", T=T)
+    x = member("channel", "delta", T=T)
     state = x.pop("initial_state")
     whole = fw.linear_recurrence(**x, initial_state=state)
     outputs = []
@@ -638,7 +638,7 @@ def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
 
 def test_the_loop_reads_offsets():
     """A CPU's in any case, and others where their numbers are."""
-    x = member("vector", "delta", T=20, N=2, dtype=torch.float32)
+    x = member("channel", "delta", T=20, N=2, dtype=torch.float32)
     x = {n: x[n].to("meta") for n in ("q", "k", "v", "g", "beta")}
     with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor"):
         fw.linear_recurrence(**x, cu_seqlens=meta(3).long(), backend="loop")
@@ -750,7 +750,7 @@ chunk_size=64.0
 
 @refused(REFUSED)
 def test_bad_calls_name_the_argument_and_what_it_needs(wrong, error):
-    x = member("scalar", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    x = member("head", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32)
     del x["initial_state"]
     fw.linear_recurrence(**x)
     with error():

@@ -92,7 +92,7 @@ def test_a_compiled_model_trains_as_the_loop_does(device, packed):
 
 
 def test_inductor_agrees():
-    x = member("vector", "delta", T=40)
+    x = member("channel", "delta", T=40)
     compiled = torch.compile(fw.linear_recurrence, fullgraph=True)
     same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
 

@@ -53,7 +53,7 @@ def test_unit_lower_inverse_bears_keys_that_are_nearly_parallel(inverse):
 @pytest.mark.parametrize("chunk_size", [1, 8, 16, 24, 64])
 def test_chunkwise_is_the_loop(gate, rule, chunk_size):
     x = member(gate, rule, B=2, T=37, H=2, HV=2)
-    if gate == "scalar":
+    if gate == "head":
         x["g"] = x["g"][..., None]
     state = x.pop("initial_state")
     tokens = [x[n] for n in ("q", "k", "v", "g", "beta") if n in x]
@@ -68,7 +68,7 @@ def test_chunkwise_is_the_loop(gate, rule, chunk_size):
 @pytest.mark.parametrize("gate", GATES[2:])
 def test_strong_gates_keep_their_gradient_in_fp32(gate, strength):
     x = member(gate, "delta", T=40, H=2, HV=2, strength=strength)
-    if gate == "scalar":
+    if gate == "head":
         x["g"] = x["g"][..., None]
     grads = []
     for dtype in (torch.float32, torch.float64):

@@ -9,7 +9,7 @@ from fastweights.reference import chunkwise, chunkwise_backward, steps
 
 C = 32
 EXACT = 1e-13
-WIDTHS = ("none", "scalar", "vector")
+WIDTHS = ("none", "head", "channel")
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 gates = pytest.mark.parametrize("gate", WIDTHS)
@@ -20,7 +20,7 @@ def inputs(gate, rule, **options):
     """q, k, v, g [B, T, H, 1 or K] or None, beta or None, initial state."""
     options = {"B": 2, "T": 37, "H": 2, "HV": 2} | options
     x = member(gate, rule, **options)
-    if gate == "scalar":
+    if gate == "head":
         x["g"] = x["g"][..., None]
     return {name: x.get(name) for name in NAMES}
 
@@ -79,7 +79,7 @@ def test_chunkwise_is_autograd_of_the_loop(rule, gate, T):
 
 @rules
 def test_scores_and_inverse_may_be_kept_or_computed_again(rule):
-    *tokens, S = x = inputs("vector", rule).values()
+    *tokens, S = x = inputs("channel", rule).values()
     (do, dS), _ = autograd(loop, *x)
     _, _, Aqk, P = chunkwise.chunkwise_forward(
         *tokens, scale=0.3, initial_state=S, chunk_size=16

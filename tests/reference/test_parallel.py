@@ -105,7 +105,7 @@ def test_bidirectional_linear_attention_sums_over_all_keys(scale):
 
 
 @pytest.mark.parametrize("strength", ["mixed", 0.0, -1e-3, -5.0, -20.0])
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_parallel_is_the_recurrence(gate, strength):
     x = member(gate, "additive", B=2, T=33, H=2, HV=2, strength=strength)
     del x["initial_state"]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights.checks import relative_error
 
-GATES = ("none", "fixed", "scalar", "vector")
+GATES = ("none", "fixed", "head", "channel")
 RULES = ("additive", "delta")
 
 Results = dict[str, Tensor]
@@ -45,8 +45,8 @@ def member(
     }
     shape = {
         "fixed": (HV,),
-        "scalar": (B, T, HV),
-        "vector": (B, T, HV, K),
+        "head": (B, T, HV),
+        "channel": (B, T, HV, K),
     }.get(gate)
     if shape and strength == "mixed":
         sizes = torch.tensor([0, 1e-3, 0.05, 0.3, 1, 5, 10, 20])

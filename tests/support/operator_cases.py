@@ -35,7 +35,7 @@ def family(gate: str, rule: str) -> Operator:
 
 
 def mlstm(T: int, N: int) -> Inputs:
-    x = member("scalar", "delta", T=T, K=K, V=V)
+    x = member("head", "delta", T=T, K=K, V=V)
     x.pop("initial_state")
     return x | {"i": x.pop("beta")}
 
@@ -63,7 +63,7 @@ def selective(T: int, N: int) -> Inputs:
 
 
 def solved(T: int, N: int) -> Inputs:
-    x = member("scalar", "delta", T=T, H=2, K=K, V=V)
+    x = member("head", "delta", T=T, H=2, K=K, V=V)
     x.pop("initial_state")
     x["q"] = F.normalize(x["q"], dim=-1)
     return x | {"ridge": torch.rand(2, K) + 0.5}
@@ -72,11 +72,11 @@ def solved(T: int, N: int) -> Inputs:
 OPERATORS = {
     "linear": family("none", "additive"),
     "fixed": family("fixed", "additive"),
-    "mamba2": family("scalar", "additive"),
-    "gla": family("vector", "additive"),
+    "mamba2": family("head", "additive"),
+    "gla": family("channel", "additive"),
     "deltanet": family("none", "delta"),
-    "gated_deltanet": family("scalar", "delta"),
-    "kda": family("vector", "delta"),
+    "gated_deltanet": family("head", "delta"),
+    "kda": family("channel", "delta"),
     "mlstm": Operator(mlstm, fw.mlstm, ()),
     "normalised": Operator(
         normalised,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastweights.compat import causal_conv1d, fla, mamba_ssm
 from fastweights.compat.packed import check_whole
+from fastweights.dtypes import compute_dtype
 
 Table = dict[str, tuple[Callable, tuple[str, ...]]]
 PACKED = ("seq_idx", "cu_seq_lens_q")
@@ -116,7 +117,7 @@ def lightning_attention(
     state = None
     if cache is not None:
         state = cache.get_linear_cache(self.layer_idx)
-    full = torch.promote_types(q.dtype, torch.float32)
+    full = compute_dtype(q.dtype)
     slopes = self.get_slope_rate(q.device)  # its buffer may be narrower
     o, state = fla.fused_recurrent_simple_gla(
         *(q, k, v),

@@ -30,7 +30,7 @@ from fastweights.kernels import output_norm
 from fastweights.kernels.decode import starts_early
 from fastweights.kernels.tile import sigmoid
 
-AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
+TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def row_times(
     V > 0 it is one for each head of V channels.
     """
     tiles = ()
-    for i in tl.static_range(min(AHEAD, (K + BK - 1) // BK)):
+    for i in tl.static_range(min(TILES_AHEAD, (K + BK - 1) // BK)):
         for j in tl.static_range(len(matrices)):
             tiles += (load_tile(matrices[j], o_n, m_n, i * BK, K, BK),)
     if EARLY:
@@ -132,7 +132,7 @@ def row_times(
             b_x *= tl.load(norm + o_k, mask=o_k < K, other=0).to(tl.float32)
         after = ()
         for j in tl.static_range(len(matrices)):
-            if i < AHEAD:
+            if i < TILES_AHEAD:
                 b_w = tiles[i * len(matrices) + j]
             else:
                 b_w = load_tile(matrices[j], o_n, m_n, i * BK, K, BK)

@@ -79,7 +79,7 @@ class ShortConvolution(CheckedModule):
         )
 
 
-TAPS = source_of(ShortConvolution)
+PLAIN_TAPS = source_of(ShortConvolution)
 
 
 class HeadsConvolution(CheckedModule):
@@ -147,7 +147,7 @@ class HeadsConvolution(CheckedModule):
         inputs = None
         if self.taps is None:
             x = F.silu(x) if self.activation else x
-        elif is_plain(self.taps, TAPS, x.device):
+        elif is_plain(self.taps, PLAIN_TAPS, x.device):
             return convolve_heads(
                 x,
                 self.taps.weight,
@@ -167,7 +167,7 @@ class HeadsConvolution(CheckedModule):
         return q, k, v, inputs
 
 
-HEADS = source_of(HeadsConvolution)
+PLAIN_HEADS = source_of(HeadsConvolution)
 
 
 def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:

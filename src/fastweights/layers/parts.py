@@ -148,7 +148,7 @@ class Decay(CheckedModule):
         return rate[:, None] * a.unflatten(-1, (-1, self.channels))
 
 
-DECAY = source_of(Decay)
+PLAIN_DECAY = source_of(Decay)
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class OutputNorm(CheckedModule):
         return y.to(o.dtype)
 
 
-OUTPUT_NORM = source_of(OutputNorm)
+PLAIN_OUTPUT_NORM = source_of(OutputNorm)
 
 
 def rotary(

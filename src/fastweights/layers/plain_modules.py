@@ -61,9 +61,9 @@ def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
     )
 
 
-LINEAR = source_of(nn.Linear)
+PLAIN_LINEAR = source_of(nn.Linear)
 
 
 def is_product(module: nn.Module, x: Tensor) -> bool:
     """Whether the module is x W^T, and nothing else."""
-    return is_plain(module, LINEAR, x.device) and module.bias is None
+    return is_plain(module, PLAIN_LINEAR, x.device) and module.bias is None

@@ -22,10 +22,14 @@ from torch import Tensor, nn
 from fastweights import private
 from fastweights.arguments import PLAIN
 from fastweights.dtypes import under_autocast
-from fastweights.layers.convolution import HEADS, TAPS
+from fastweights.layers.convolution import PLAIN_HEADS, PLAIN_TAPS
 from fastweights.layers.layer import Layer
-from fastweights.layers.parts import DECAY, OUTPUT_NORM
-from fastweights.layers.plain_modules import LINEAR, is_untouched, source_of
+from fastweights.layers.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
+from fastweights.layers.plain_modules import (
+    PLAIN_LINEAR,
+    is_untouched,
+    source_of,
+)
 from fastweights.layers.state import LayerState
 from fastweights.ops.backends import choose_backend, record_run
 
@@ -34,11 +38,16 @@ Token = Float[Tensor, "B 1 D"]
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and cuBLAS's."""
 
-SEQUENTIAL = source_of(nn.Sequential)
+PLAIN_SEQUENTIAL = source_of(nn.Sequential)
 SOURCES = {
     source[0]: source
     for source in (
-        *(LINEAR, TAPS, HEADS, DECAY, OUTPUT_NORM, SEQUENTIAL),
+        PLAIN_DECAY,
+        PLAIN_HEADS,
+        PLAIN_LINEAR,
+        PLAIN_OUTPUT_NORM,
+        PLAIN_SEQUENTIAL,
+        PLAIN_TAPS,
         source_of(nn.RMSNorm),
     )
 }
@@ -71,7 +80,8 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
         source = SOURCES.get(type(module))
         if source is None or not is_untouched(module, source):
             return False
-        if source is SEQUENTIAL and not are_plain(x, [*module.children()]):
+        pair = source is PLAIN_SEQUENTIAL
+        if pair and not are_plain(x, [*module.children()]):
             return False
         for name, held in module._parameters.items():
             if held is None and name == "bias":
@@ -81,8 +91,8 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
                 or type(held) not in PLAIN
                 or held.device != x.device
                 or not held.is_contiguous()
-                or (held.dtype != x.dtype and source is not DECAY)
-                or (name == "bias" and source is not TAPS)
+                or (held.dtype != x.dtype and source is not PLAIN_DECAY)
+                or (name == "bias" and source is not PLAIN_TAPS)
             ):
                 return False
     return True

@@ -18,7 +18,7 @@ from fastweights.arguments import PLAIN
 from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel
 
-LEAST = 4
+LEAST_TOKENS = 4
 """Tokens for which a recording pays: it takes as long as two steps."""
 
 ROOM = 256
@@ -69,7 +69,8 @@ class Decoding:
         self.noise: Tensor | None = None
         if temperature > 0:
             self.noise = torch.empty(N, V, device=device)
-        self.recorded = tokens >= LEAST and is_recordable(model, self.token)
+        many = tokens >= LEAST_TOKENS
+        self.recorded = many and is_recordable(model, self.token)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room = 0
         self.logits: Tensor | None = logits

@@ -37,7 +37,7 @@ from fastweights.reference.packing import outside
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
 
-LEAST = 256
+LEAST_ROWS = 256
 """Rows that go through the head at once, at least: or as many as it has
 columns, since then to add its gradient up takes no longer than to find it."""
 ENTRIES = 2**25
@@ -259,7 +259,7 @@ def _in_pieces(
     to = compute_dtype(x.dtype)
     losses, dx = [], []
     dweight = torch.zeros_like(weight, dtype=to) if gradients else weight
-    at_once = max(x.shape[-1], LEAST) if gradients else LEAST
+    at_once = max(x.shape[-1], LEAST_ROWS) if gradients else LEAST_ROWS
     with without_autocast(x):
         for rows, at in _pieces(x, targets, at_once):
             there = at != ignored

@@ -37,7 +37,7 @@ States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
 
 
-EMBEDDING = source_of(nn.Embedding)
+PLAIN_EMBEDDING = source_of(nn.Embedding)
 
 
 class SwiGLU(nn.Module):
@@ -69,12 +69,14 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-SWIGLU = source_of(SwiGLU)
+PLAIN_SWIGLU = source_of(SwiGLU)
 
 
 def swiglu_token(x: Token, mlp: Any) -> Token | None:
     """x + mlp(x) in two launches; None where that is for its modules."""
-    if type(mlp) is not nn.Sequential or not is_untouched(mlp[1], SWIGLU):
+    if type(mlp) is not nn.Sequential:
+        return None
+    if not is_untouched(mlp[1], PLAIN_SWIGLU):
         return None
     norm: Any = mlp[0]
     parts: Any = mlp[1]
@@ -371,7 +373,7 @@ class LanguageModel(CheckedModule):
         """The matrix of the logits, None if only the head's module knows."""
         if self.head is not None:
             return self.head.weight if is_product(self.head, x) else None
-        if is_plain(self.embedding, EMBEDDING, x.device):
+        if is_plain(self.embedding, PLAIN_EMBEDDING, x.device):
             return self.embedding.weight
         every = torch.arange(self.config.vocabulary, device=x.device)
         return self.embedding(every[None])[0]

@@ -13,7 +13,7 @@ from fastweights.arguments import check_integers, check_number, is_readable
 from fastweights.models.decoding import Decoding
 from fastweights.models.model import LanguageModel
 
-LOOK = 16
+STEPS_PER_LOOK = 16
 """Tokens after which a GPU is asked whether to go on."""
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
@@ -42,7 +42,7 @@ def stream(
     """
     V = model.config.vocabulary
     rows = as_rows(prompts, V)
-    check(max_new_tokens, temperature, top_p, generator)
+    check_sampling(max_new_tokens, temperature, top_p, generator)
     ends = as_stop(stop, V)
     device = model.embedding.weight.device
     if device.type == "meta":  # it is fetched when it is called
@@ -66,7 +66,7 @@ def stream(
     )
     for step in range(max_new_tokens):
         decoding.step()
-        looks = device.type == "cpu" or step % LOOK == LOOK - 1
+        looks = device.type == "cpu" or (step + 1) % STEPS_PER_LOOK == 0
         if looks and decoding.spoiled.any():
             break
         yield decoding.token.clone()  # whoever gets it may change it
@@ -134,7 +134,7 @@ def check_ids(name: str, tokens: list[int], vocabulary: int) -> None:
             )
 
 
-def check(
+def check_sampling(
     max_new_tokens: int,
     temperature: float,
     top_p: float,

@@ -268,7 +268,7 @@ def gated_retention(
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
     check_number("temperature", temperature, "> 0")
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = compute_dtype(logits.dtype)
     g = F.logsigmoid(logits.to(dtype)) / temperature
     return linear_recurrence(q, k, v, g, None, **options)
 

@@ -24,7 +24,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import DTYPES
+from fastweights.dtypes import DTYPES, compute_dtype
 from fastweights.ops.backends import (
     KernelOrTorch,
     check_backend,
@@ -99,7 +99,7 @@ def _backend_for(asked: str, device: torch.device, dtype: torch.dtype) -> str:
 def _formula(
     o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> Tensor:
-    full = torch.promote_types(o.dtype, torch.float32)
+    full = compute_dtype(o.dtype)
     y = o.to(full)
     y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = (y * weight.to(full)).flatten(-2)

@@ -182,11 +182,12 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
     BV = scan_values(kind)
     wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
-    if chained and stage in ("segments", "scan"):
+    if chained and stage in ("segment_maps", "scan"):
         wide = False
     BV = 2 * BV if wide else BV
-    num_stages = 3 if wide or stage == "segments" else 2
-    if stage.startswith("scan") and kind.delta and kind.per_channel:
+    num_stages = 3 if wide or stage == "segment_maps" else 2
+    back = stage.endswith("backward")
+    if (stage == "scan" or back) and kind.delta and kind.per_channel:
         num_stages = 2  # no room for three
     if not ahead or kind.gpu.forbids_prefetch:
         num_stages = 1
@@ -200,7 +201,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
         "num_warps": 4 if large and K <= 128 and not wide else 8,
         "num_stages": num_stages,
     }
-    if stage == "segments" and chained and options["TMA"]:
+    if stage == "segment_maps" and chained and options["TMA"]:
         options |= {"num_stages": 2, "maxnreg": 168}  # three of them
     return options
 
@@ -316,6 +317,6 @@ def maps_at_once(kind: Kind) -> int:
     Three on a multiprocessor of those whose registers are bounded; else two,
     or one of twice as many values, and then two rounds of them.
     """
-    _, options = constants("segments", kind)
+    _, options = constants("segment_maps", kind)
     bounded = "maxnreg" in options
     return kind.gpu.multiprocessors * (3 if bounded else 4)

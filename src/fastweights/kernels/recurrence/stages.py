@@ -197,12 +197,12 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         groups = x.inputs, x.decayed, x.decays, scores, None
         steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
     if segmented:
-        meta = meta_of("segments", kind)
+        meta = meta_of("segment_maps", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
         states = x.initial_state, x.border_states, x.maps
         groups = x.decayed, x.v, x.decays, (None, x.R), states, nothing
         each = Count("borders", HV * programs)
-        steps.add("segments", scan_fwd_kernel, each, *groups)
+        steps.add("segment_maps", scan_fwd_kernel, each, *groups)
         groups = x.border_states, x.maps
         steps.add_tiles("compose", compose_kernel, "borders", *groups)
     states = x.initial_state, x.border_states if segmented else None, None
@@ -233,7 +233,9 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     if segmented:
         dstates = None, None, None, None, x.border_grads
         groups = x.decayed, x.decays, scores, None, incoming, dstates
-        steps.add_tiles("scan_backward", scan_bwd_kernel, "borders", *groups)
+        steps.add_tiles(
+            "segment_maps_backward", scan_bwd_kernel, "borders", *groups
+        )
         groups = x.border_grads, x.maps
         steps.add_tiles("compose_backward", compose_kernel, "borders", *groups)
     errors, of_tiles, of_rows = None, None, x.dbeta

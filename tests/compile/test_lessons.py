@@ -1,4 +1,4 @@
-"""Each kernel as it ships, compiled for each GPU without having one."""
+"""Chapter 3's kernels, compiled for each GPU without one; and the judges."""
 
 import itertools
 

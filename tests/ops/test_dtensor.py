@@ -23,7 +23,7 @@ def mesh():
 def test_heads_on_two_devices(mesh):
     """Each has its own: there is nothing to communicate."""
     assert "experimental.local_map" in fw.linear_recurrence.__doc__
-    x = member("scalar", "delta", T=20, H=2, HV=4)
+    x = member("head", "delta", T=20, H=2, HV=4)
     x = [x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")]
     heads, states = [Shard(2)], [Shard(1)]
     sharded = local_map(
