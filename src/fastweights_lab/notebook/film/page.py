@@ -73,7 +73,8 @@ def to_html(
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     name = f"fw-film-{digest[:12]}"
     # Two films may have one still, and then its ids.
-    still = re.sub(r'(\bid="|href="#|url\(#)fw-\w{8}', rf"\g<1>{name}", still)
+    ids = r'(\bid="|href="#|url\(#)f[0-9a-f]{7}-'
+    still = re.sub(ids, rf"\g<1>{name}-", still)
     still = re.sub(r' d="[^"]*"', lambda d: _shorter(d[0]), still)
     label = html.escape(alt)
     below = f"<figcaption>{html.escape(caption)}</figcaption>\n"
