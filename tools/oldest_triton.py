@@ -17,8 +17,9 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
+from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages
-from fastweights.kernels.recurrence.settings import GPU, Kind
+from fastweights.kernels.recurrence.settings import Kind
 from fastweights.private import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))

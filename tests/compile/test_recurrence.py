@@ -14,8 +14,9 @@ from offline import (
     unwaited_products,
 )
 
+from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages
-from fastweights.kernels.recurrence.settings import GPU, Kind
+from fastweights.kernels.recurrence.settings import Kind
 
 FP32 = DTYPES["fp32"]
 STAGES = (

@@ -18,6 +18,7 @@ from triton.runtime import _allocation, _async_compile
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
+from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import backend, stages
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
@@ -35,7 +36,6 @@ from fastweights.kernels.recurrence.settings import (
     Kind,
     Lengths,
     constants,
-    gpu_of,
     lengths_of,
 )
 from fastweights.kernels.recurrence.stages import GIVEN

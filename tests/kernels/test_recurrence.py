@@ -28,12 +28,12 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import dot_precision
+from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import backend as kernels
 from fastweights.kernels.recurrence.schedule import Room
 from fastweights.kernels.recurrence.settings import (
     Kind,
     constants,
-    gpu_of,
     lengths_of,
     segment_chunks,
 )

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import convolution_fwd_kernel
-from fastweights.kernels.recurrence.settings import gpu_of
+from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tail import clear_tail
 from fastweights.reference.convolution import new_outputs
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from fastweights.kernels.gpu import starts_early
 from fastweights.kernels.tile import add_pairs, mask_if, sigmoid, state_at
 
 
@@ -160,17 +159,6 @@ def decode_options(K: int) -> dict[str, int]:
     """
     BK = max(32, triton.next_power_of_2(K))
     return {"BK": BK, "BV": 32, "num_warps": BK // 32}
-
-
-@functools.cache
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the one before it is done.
-
-    That is programmatic dependent launch, which Hopper brought.
-    """
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def decode(

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from fastweights.kernels import output_norm
-from fastweights.kernels.decode import starts_early
+from fastweights.kernels.gpu import starts_early
 from fastweights.kernels.tile import sigmoid
 
 TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead

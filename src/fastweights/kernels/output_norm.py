@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.recurrence.settings import gpu_of
+from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tile import sigmoid
 
 

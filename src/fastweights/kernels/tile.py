@@ -318,12 +318,3 @@ def narrowest(dtype: torch.dtype) -> int:
     12.9, of which neither is known.
     """
     return 32 if dtype == torch.float32 else 64
-
-
-def tile_sizes(K: int, dtype: torch.dtype) -> dict[str, int]:
-    """BK and BV for heads of K key channels.
-
-    No row is shorter than :func:`narrowest`, however few channels there are.
-    """
-    BV = narrowest(dtype)
-    return {"BK": max(BV, triton.next_power_of_2(K)), "BV": BV}

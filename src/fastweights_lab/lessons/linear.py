@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels import dot_precision
-from fastweights.kernels.recurrence.settings import gpu_of
-from fastweights.kernels.tile import state_at, tile_at, tile_sizes
+from fastweights.kernels.gpu import gpu_of
+from fastweights.kernels.tile import narrowest, state_at, tile_at
 from fastweights_lab.lessons import check_inputs
 
 
@@ -73,6 +73,16 @@ def linear_scan_kernel(
         b_k = tl.trans(b_k)  # [BK, BT]
         b_S = tl.dot(b_k, b_v, b_S, input_precision=PRECISION)  # [BK, BV]
     tl.store(state + o_S, b_S, mask=m_S)
+
+
+def tile_sizes(K: int, dtype: torch.dtype) -> dict[str, int]:
+    """BK and BV for heads of K key channels.
+
+    No row is shorter than that of the narrowest tile, however few channels
+    there are.
+    """
+    BV = narrowest(dtype)
+    return {"BK": max(BV, triton.next_power_of_2(K)), "BV": BV}
 
 
 def scan_options(

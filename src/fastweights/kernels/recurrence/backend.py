@@ -14,17 +14,14 @@ from torch import Tensor
 
 from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels import dot_precision
+from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.schedule import (
     allocate,
     buffer_offsets,
     compile_together,
 )
-from fastweights.kernels.recurrence.settings import (
-    Kind,
-    gpu_of,
-    lengths_of,
-)
+from fastweights.kernels.recurrence.settings import Kind, lengths_of
 
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
 

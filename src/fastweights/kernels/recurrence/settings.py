@@ -13,43 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fastweights.kernels.gpu import GPU
 from fastweights.kernels.tile import Tiles, narrowest
 
 SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
 IntLike = Any  # int, or SymInt where shapes are symbols
-
-
-class GPU(NamedTuple):
-    """What launch settings depend on, and which one it is."""
-
-    shared: int  # bytes of shared memory that one program may have
-    multiprocessors: int
-    capability: tuple[int, int]
-    device: torch.device = torch.device("cpu")
-
-    @property
-    def has_large_shared(self) -> bool:
-        """Whether a program may have as much shared memory as on Hopper."""
-        return self.shared > 200_000
-
-    @property
-    def forbids_prefetch(self) -> bool:
-        """Whether nothing may be loaded ahead: :func:`constants`."""
-        return self.capability[0] == 10
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> GPU:
-    """What kernels ask of a GPU; for another device an H200's."""
-    if device.type != "cuda":
-        return GPU(232_448, 132, (9, 0), device)
-    found: Any = torch.cuda.get_device_properties(device)
-    return GPU(
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
-        (found.major, found.minor),
-        device,
-    )
 
 
 class Kind(NamedTuple):
