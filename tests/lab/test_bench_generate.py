@@ -21,7 +21,7 @@ def test_a_small_run(tmp_path, monkeypatch):
     # Keys and values, and twice the position of the sequence.
     more = cache[1]["moved"] - cache[0]["moved"]
     assert more == cache[0]["state"] + 2 * 8
-    assert all(0 < row["floor"] < row["seconds"] for row in (one, *cache))
+    assert all(row["first"] > 0 < row["floor"] for row in (one, *cache))
 
 
 def test_what_the_readme_says_of_a_token():

@@ -430,10 +430,10 @@ def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
 
 
 @pytest.mark.parametrize(
-    ("workers", "streams"),
+    ("processes", "streams"),
     [(1, 2), pytest.param(2, 1, marks=pytest.mark.full)],
 )
-def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
+def test_runs_in_processes_come_out_as_one_after_another(processes, streams):
     trials = [replace(TRIAL, seed=seed, steps=45) for seed in range(3)]
     told = []
     threads = torch.get_num_threads()
@@ -441,7 +441,12 @@ def test_runs_in_processes_come_out_as_one_after_another(workers, streams):
     alone = dict(workers.run_jobs(stages, trials, "cpu", 1, lambda *x: None))
     torch.set_num_threads(threads)
     runs = workers.run_jobs(
-        stages, trials, "cpu", workers, lambda *x: told.append(x[:2]), streams
+        stages,
+        trials,
+        "cpu",
+        processes,
+        lambda *x: told.append(x[:2]),
+        streams,
     )
     found = dict(runs)
     assert sorted(found) == [0, 1, 2]
