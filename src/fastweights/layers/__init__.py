@@ -29,12 +29,13 @@ from fastweights.layers.gated_deltanet import GatedDeltaNet
 from fastweights.layers.gla import GatedLinearAttention
 from fastweights.layers.kda import KimiDeltaAttention
 from fastweights.layers.lact import LaCT
+from fastweights.layers.layer import parameter_groups
 from fastweights.layers.linear_recurrence import LinearRecurrence
 from fastweights.layers.mamba import Mamba
 from fastweights.layers.mamba2 import Mamba2
 from fastweights.layers.mesanet import MesaNet
 from fastweights.layers.mlstm import MLSTM
-from fastweights.layers.parts import Decay, OutputNorm, parameter_groups
+from fastweights.layers.parts import Decay, OutputNorm
 from fastweights.layers.retention import (
     LightningAttention,
     MultiScaleRetention,

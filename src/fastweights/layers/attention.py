@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from fastweights.arguments import check_sizes
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import head_size
-from fastweights.layers.parts import Factory, OutputNorm, rotary
+from fastweights.layers.parts import Factory, OutputNorm
+from fastweights.layers.rotary import rotary
 from fastweights.layers.sdpa import Heads, attention, packed_attention
 from fastweights.layers.state import (
     LayerState,

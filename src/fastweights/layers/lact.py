@@ -16,7 +16,8 @@ from fastweights.layers.layer_arguments import (
     head_size,
     scaled,
 )
-from fastweights.layers.parts import Factory, OutputNorm, rotary, upcast
+from fastweights.layers.parts import Factory, OutputNorm, upcast
+from fastweights.layers.rotary import rotary
 from fastweights.layers.state import (
     LayerState,
     Offsets,

@@ -174,6 +174,40 @@ def is_spared_decay(name: str, parameter: Tensor) -> bool:
     return parameter.dim() < 2 or EXEMPT.search(name) is not None
 
 
+def parameter_groups(
+    model: nn.Module, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups for an optimiser: with weight decay, and without.
+
+        torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
+
+    Weight decay is for matrices. Exempt are norms and biases, which
+    are all the parameters with fewer than two dimensions, and what sets how
+    fast a state forgets, A_log and dt_bias: an A_log of 0 is not a small
+    weight. Exempt too are the norms and biases per head [H, n] of networks
+    that are a layer's state, and scales and offsets of q and k [2, D].
+
+    Args:
+        model: any module; those of its parameters that have a gradient.
+        weight_decay: of the first group, >= 0.
+
+    Returns:
+        the groups, as ``torch.optim`` takes them.
+
+    Raises:
+        TypeError, ValueError: weight_decay is no number, or below 0.
+    """
+    check_number("weight_decay", weight_decay, ">= 0")
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[not is_spared_decay(name, parameter)].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
+
 def _checked(make: Callable[..., None]) -> Callable[..., None]:
     """A constructor that looks at its arguments first."""
     taken = inspect.signature(make).parameters

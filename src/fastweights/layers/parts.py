@@ -1,18 +1,17 @@
-"""What stands around a recurrence: gates, norms, rotary positions."""
+"""What stands around a recurrence: gates, norms, heads side by side."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_number
 from fastweights.dtypes import compute_dtype
-from fastweights.layers.layer import CheckedModule, is_spared_decay
+from fastweights.layers.layer import CheckedModule
 from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
@@ -29,40 +28,6 @@ class Factory(TypedDict):
 
     device: torch.device | None
     dtype: torch.dtype | None
-
-
-def parameter_groups(
-    model: nn.Module, weight_decay: float
-) -> list[dict[str, Any]]:
-    """Two groups for an optimiser: with weight decay, and without.
-
-        torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
-
-    Weight decay is for matrices. Exempt are norms and biases, which
-    are all the parameters with fewer than two dimensions, and what sets how
-    fast a state forgets, A_log and dt_bias: an A_log of 0 is not a small
-    weight. Exempt too are the norms and biases per head [H, n] of networks
-    that are a layer's state, and scales and offsets of q and k [2, D].
-
-    Args:
-        model: any module; those of its parameters that have a gradient.
-        weight_decay: of the first group, >= 0.
-
-    Returns:
-        the groups, as ``torch.optim`` takes them.
-
-    Raises:
-        TypeError, ValueError: weight_decay is no number, or below 0.
-    """
-    check_number("weight_decay", weight_decay, ">= 0")
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[not is_spared_decay(name, parameter)].append(parameter)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
 
 
 class Decay(CheckedModule):
@@ -281,24 +246,3 @@ class OutputNorm(CheckedModule):
 
 
 PLAIN_OUTPUT_NORM = source_of(OutputNorm)
-
-
-def rotary(
-    x: Float[Tensor, "B T H D"],
-    position: Int[Tensor, "#B T"],
-    theta: float = 1e4,
-    fraction: float = 1.0,
-) -> Float[Tensor, "B T H D"]:
-    """Rotary position embedding (Su et al. 2021), pairs half a head apart.
-
-    Channels j and j + R / 2 turn by position * theta^(-2 j / R), for the
-    first R = fraction * D channels; the others stay. In fp32, returned in
-    x's dtype.
-    """
-    R = int(x.shape[-1] * fraction) // 2 * 2
-    a, b = upcast(x[..., :R]).chunk(2, -1)
-    j = torch.arange(0, R, 2, device=x.device, dtype=a.dtype)
-    angle = position[..., None].to(a.dtype) * theta ** (-j / R)
-    cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([turned.to(x.dtype), x[..., R:]], -1)

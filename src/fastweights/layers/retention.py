@@ -9,7 +9,8 @@ from torch import nn
 from fastweights.dtypes import compute_dtype
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_even, head_size, scaled
-from fastweights.layers.parts import Factory, OutputNorm, rotary, split_heads
+from fastweights.layers.parts import Factory, OutputNorm, split_heads
+from fastweights.layers.rotary import rotary
 from fastweights.layers.state import (
     LayerState,
     Offsets,

@@ -12,7 +12,8 @@ from fastweights.layers.layer_arguments import (
     check_even,
     head_size,
 )
-from fastweights.layers.parts import Factory, rotary, split_heads, upcast
+from fastweights.layers.parts import Factory, split_heads, upcast
+from fastweights.layers.rotary import rotary
 from fastweights.layers.state import (
     LayerState,
     Offsets,

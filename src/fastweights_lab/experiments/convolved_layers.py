@@ -18,7 +18,7 @@ from fastweights.layers import (
     TTTLinear,
 )
 from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.parts import rotary
+from fastweights.layers.rotary import rotary
 from fastweights.layers.state import Offsets, token_positions
 from fastweights.models import LAYERS
 
