@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: book check clean help mutants notebooks serve
+.PHONY: book check clean help mutants notebooks pdf serve
 .PHONY: oldest test test-all types
 PORT ?= 8000
 
@@ -56,7 +56,7 @@ SPHINX := $(PY) -m sphinx -c book -b html -n -W --keep-going
 PYTEST := -m pytest -q -p no:nbval -n auto --maxprocesses 8 --dist worksteal
 UNIT := $(TESTER) $(PYTEST)
 BUILT_TESTS := $(addprefix tests/book/test_,answers.py browser.py \
-	notebooks.py search.py site.py)
+	notebooks.py pdf.py search.py site.py)
 LIBRARY_TESTS := tests $(addprefix --ignore ,$(BUILT_TESTS) tests/kernels)
 KERNEL_TESTS := tests/kernels
 STYLE = $(SAY) "style: ruff" && $(PY) -m ruff check --quiet \
@@ -78,6 +78,11 @@ book: build/book ## read: the site in build/html, every chapter executed
 	@$(SAY) "read it: build/html/index.html (or: make serve)"
 
 notebooks: build/notebooks.made ## run: build/notebooks, for Jupyter and Colab
+
+pdf: build/book ## print: build/fast-weights.pdf, by Chromium
+	@$(SAY) "pdf: printing the site"
+	@$(PY) book/pdf.py build/html build/fast-weights.pdf
+	@$(SAY) "read it: build/fast-weights.pdf"
 
 serve: build/book ## the site on http://localhost:8000 (PORT=...)
 	@$(SAY) "http://localhost:$(PORT) (stop: Ctrl-C)"

@@ -7,15 +7,19 @@ these are skipped.
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser, Tab
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "book"))
+
+from browser import CHROMIUM, Browser, Tab  # noqa: E402
+
 SITE = Path(os.environ.get("FASTWEIGHTS_SITE", ROOT / "build/test/html"))
 # The page for wrong addresses has the style of the published site.
 PAGES = sorted({*SITE.glob("*.html"), *SITE.glob("api/*.html")})

@@ -1,4 +1,4 @@
-"""Chromium for tests, driven through pipes by its own DevTools protocol.
+"""Chromium, driven through pipes by its own DevTools protocol.
 
 https://chromedevtools.github.io/devtools-protocol lists the methods and
 events; both pipes carry JSON, a NUL after each message.
