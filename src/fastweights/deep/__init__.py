@@ -16,9 +16,8 @@ is for any length they are one operator (:mod:`fastweights.ops.any_length`).
 Whole mini-batches of TTT-Linear and the steps of MesaNet's solver have a
 Triton kernel besides.
 
-q, k and v are [B, T, H, .] as everywhere in this library; ``start``, of LaCT
-three ``matrices``, is what every sequence begins with, learned by the outer
-model. A state
+q, k and v are [B, T, H, .] as everywhere in this library; ``start`` holds the
+weights with which every sequence begins, learned by the outer model. A state
 is [B, H, ...] and starts at zero: of a network it holds what the weights have
 learned *since*, and what a chunk that is not complete needs. There
 ``position`` says how many tokens each row has read before, and ``lengths``
