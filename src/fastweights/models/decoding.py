@@ -138,8 +138,10 @@ class Decoding:
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             graph.capture_begin(capture_error_mode="thread_local")
-            self._step(states)
-            graph.capture_end()
+            try:
+                self._step(states)
+            finally:  # else CUDA's random numbers stay those of a capture
+                graph.capture_end()
         here.wait_stream(beside)
         self.graph, self.room = graph, room
 
