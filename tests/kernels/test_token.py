@@ -150,6 +150,17 @@ def test_what_somebody_has_touched_is_called(touch):
     assert relative_error(found, wanted[:, 1:]) <= 5e-6
 
 
+def test_a_hook_of_the_mlp_sees_every_token():
+    m = made("gated_deltanet", "cpu", num_layers=1)
+    seen = []
+    m.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    tokens = torch.randint(V, (1, 3))
+    with torch.no_grad():
+        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+    _, ran = steps(m, tokens[:, 1:], states)
+    assert len(seen) == 3 and len(ran) == 2
+
+
 def test_gradients_graphs_and_autocast_are_the_modules_matter():
     m = made("gated_deltanet", "cpu", num_layers=1)
     x = torch.zeros(1, 1, 32)

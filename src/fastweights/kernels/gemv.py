@@ -350,12 +350,8 @@ def gemv(
         V = len(norm)
     together = options["BM"] == 1 and (not V or options["BK"] % V == 0)
     if norm is not None and not together:
-        x, norm, gate, V = (
-            _normed(x, norm, gate, eps, activation),
-            None,
-            None,
-            0,
-        )
+        x = _normed(x, norm, gate, eps, activation)
+        norm, gate, V = None, None, 0
     y = x.new_empty(M, sum(sizes))
     tiles = sum([triton.cdiv(N, options["BN"]) for N in sizes])
     early = starts_early(x.device)

@@ -146,8 +146,10 @@ def normed(
         eps=norm_eps(norm, x),
         **options,
     )
-    parts = list(y.split([len(m.weight) for m in first], -1))
     second = [i for i, m in enumerate(there) if isinstance(m, nn.Sequential)]
+    parts = [y]
+    if len(first) > 1:
+        parts = list(y.split([len(m.weight) for m in first], -1))
     if second:
         weights = [there[i][1].weight for i in second]
         y = gemv(y, *weights, sources=[_column(parts[i], y) for i in second])
@@ -182,7 +184,8 @@ def recurrent_token(
     None where that is a matter for the modules themselves.
 
     Args:
-        x, norm: the residual stream, and the norm before the layer.
+        x, norm: the residual stream, and the norm before the layer, which is
+            known to be plain.
         layer: with a convolution, a decay, a norm, an o_proj.
         kind: the class whose layers this function stands for.
         state: one that the layer has made, or a pool of them.
@@ -191,7 +194,7 @@ def recurrent_token(
             others' outputs; each may be None.
     """
     taps = layer.convolution.taps
-    parts = (norm, layer.convolution, taps, layer.norm, layer.o_proj)
+    parts = (layer.convolution, taps, layer.norm, layer.o_proj)
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
     if (
         taps is None

@@ -23,7 +23,14 @@ from fastweights.layers.plain_modules import (
     is_untouched,
     source_of,
 )
-from fastweights.layers.token import Token, are_plain, is_token, norm_eps
+from fastweights.layers.token import (
+    PLAIN_SEQUENTIAL,
+    Token,
+    added,
+    are_plain,
+    is_token,
+    normed,
+)
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
@@ -74,7 +81,7 @@ PLAIN_SWIGLU = source_of(SwiGLU)
 
 def swiglu_token(x: Token, mlp: Any) -> Token | None:
     """x + mlp(x) in two launches; None where that is for its modules."""
-    if type(mlp) is not nn.Sequential:
+    if not is_untouched(mlp, PLAIN_SEQUENTIAL):
         return None
     if not is_untouched(mlp[1], PLAIN_SWIGLU):
         return None
@@ -82,12 +89,8 @@ def swiglu_token(x: Token, mlp: Any) -> Token | None:
     parts: Any = mlp[1]
     if not are_plain(x, [norm, parts.up_proj, parts.down_proj]):
         return None
-    from fastweights.kernels.gemv import gemv
-
-    eps = norm_eps(norm, x)
-    up, down = parts.up_proj.weight, parts.down_proj.weight
-    y = gemv(x[:, 0], up, norm=norm.weight, eps=eps, swiglu=True)
-    return gemv(y, down, residual=x[:, 0])[:, None]
+    (y,) = normed(x, norm, [parts.up_proj], swiglu=True)
+    return added(x, y, parts.down_proj)
 
 
 class Block(nn.Module):
