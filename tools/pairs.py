@@ -25,7 +25,7 @@ COMPILED = (
     "ops",
     "deep/test_chunk_loop.py",
     "layers/test_sdpa.py",
-    "test_decode_step.py",
+    "ops/test_decode_step.py",
     "test_private.py",
 )
 INTERPRETED = ("kernels",)

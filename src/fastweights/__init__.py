@@ -11,6 +11,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 from fastweights import feature_maps
 from fastweights.compat import accelerate
 from fastweights.ops.backends import choose_backend
+from fastweights.ops.decode import decode_step
 from fastweights.ops.members import (
     deltanet,
     gated_deltanet,
@@ -26,7 +27,6 @@ from fastweights.ops.members import (
 from fastweights.ops.mlstm import mlstm
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.selective import selective_scan
-from fastweights.serving import decode_step
 
 __version__ = "0.1.0"
 

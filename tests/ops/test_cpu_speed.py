@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
-from fastweights import serving
 from fastweights.checks import Footprint, relative_error
+from fastweights.ops import decode
 from fastweights.reference import backend, chunkwise
 from fastweights_lab.bench import speed
 
@@ -43,7 +43,7 @@ def test_a_decoded_token_takes_few_operations(member):
     x = arguments(member, 1, 1, 2, 8)
     state = torch.zeros(1, 2, 8, 8)
     with Footprint() as seen:
-        serving._decode(*x, state, None, 0.3, "auto")
+        decode._decode(*x, state, None, 0.3, "auto")
     assert seen.calls <= 23
 
 

@@ -31,9 +31,9 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype
+from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
-from fastweights.serving import MAX_TOKENS, decode_step
 
 __all__ = [
     "chunk_gated_delta_rule",

@@ -21,7 +21,7 @@ from fastweights.layers.state import (
 )
 from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
-from fastweights.serving import rows_inside, rows_to_write
+from fastweights.ops.decode import rows_inside, rows_to_write
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
 

@@ -18,8 +18,8 @@ from fastweights.arguments import (
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
+from fastweights.ops.decode import NARROW
 from fastweights.private import is_traced
-from fastweights.serving import NARROW
 
 
 def whole_number(name: str, size: float) -> int:

@@ -18,8 +18,8 @@ from fastweights.layers.state import (
     field_of,
     state_to_step,
 )
+from fastweights.ops.decode import selective_step
 from fastweights.ops.selective import MAX_N, selective_scan
-from fastweights.serving import selective_step
 
 
 class Mamba(Layer):

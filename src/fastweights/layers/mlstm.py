@@ -10,8 +10,8 @@ from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
 from fastweights.layers.state import LayerState, Offsets, state_to_step
+from fastweights.ops.decode import mlstm_step
 from fastweights.ops.mlstm import mlstm
-from fastweights.serving import mlstm_step
 
 
 class MLSTM(Layer):

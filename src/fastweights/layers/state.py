@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
-from fastweights.ops.recurrence import linear_recurrence
-from fastweights.serving import (
+from fastweights.ops.decode import (
     MAX_TOKENS,
     decode_step,
     rows_inside,
     write_rows,
 )
+from fastweights.ops.recurrence import linear_recurrence
 
 Offsets = Int[Tensor, " N+1"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel
-from fastweights.serving import NARROW
+from fastweights.ops.decode import NARROW
 
 Rows = Sequence[int] | Int[Tensor, " B"]
 

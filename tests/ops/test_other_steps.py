@@ -8,7 +8,7 @@ from inputs import member
 import fastweights as fw
 from fastweights import feature_maps
 from fastweights.checks import relative_error
-from fastweights.serving import (
+from fastweights.ops.decode import (
     linear_attention_step,
     mlstm_step,
     selective_step,

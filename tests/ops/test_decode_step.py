@@ -15,8 +15,9 @@ from refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw
-from fastweights import feature_maps, ops, serving
+from fastweights import feature_maps, ops
 from fastweights.checks import relative_error
+from fastweights.ops import decode
 
 EXACT = 1e-12  # fp64, sums in another order
 OPERATOR = torch.ops.fastweights.decode_step.default
@@ -262,7 +263,7 @@ def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
         state.numpy()[...] = 0.0
         return v
 
-    monkeypatch.setattr(serving, "_decode", write)
+    monkeypatch.setattr(decode, "_decode", write)
     x = call(T=2)
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     read = (weight * x["state"]).sum()
