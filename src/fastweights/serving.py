@@ -11,7 +11,9 @@ and Mamba's selective scan have steps of their own.
 
 from fastweights.models.pool import StatePool
 from fastweights.ops.decode import (
-    NARROW,
+    NARROW as NARROW,
+)
+from fastweights.ops.decode import (
     decode_step,
     linear_attention_step,
     mlstm_step,
@@ -19,7 +21,6 @@ from fastweights.ops.decode import (
 )
 
 __all__ = [
-    "NARROW",
     "StatePool",
     "decode_step",
     "linear_attention_step",

@@ -60,12 +60,6 @@ from fastweights.ops.selective import check_scan
 from fastweights.reference.backend import advance, widen
 from fastweights.reference.chunkwise import CLEARS
 
-__all__ = [
-    "linear_attention_step",
-    "mlstm_step",
-    "selective_step",
-]
-
 Rows = Int[Tensor, " B"]
 
 MAX_TOKENS = 16
