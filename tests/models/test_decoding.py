@@ -1,4 +1,4 @@
-"""A step of decoding as a CUDA graph, and the draw of a token."""
+"""A step of decoding as a CUDA graph."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fastweights.models import (
     ModelConfig,
     decoding,
 )
-from fastweights.models.decoding import Decoding, draw_tokens, is_recordable
+from fastweights.models.decoding import Decoding, is_recordable
 from fastweights.models.sampling import stream
 
 GPU = pytest.mark.gpu
@@ -28,23 +28,6 @@ def prompts(*lengths):
 
 def unrecorded(monkeypatch):
     monkeypatch.setattr(decoding, "is_recordable", lambda *_: False)
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_a_draw_is_pytorchs_multinomial(top_p):
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
-    for seed in range(20):
-        noise = torch.empty(5, 300)
-        noise.exponential_(generator=torch.Generator().manual_seed(seed))
-        found = draw_tokens(logits, logits.amax(-1), 0.8, top_p, noise)
-        p = (logits / 0.8).softmax(-1)
-        order = torch.arange(300).expand(5, -1)
-        if top_p < 1:
-            p, order = p.sort(-1, descending=True)
-            p = p.where(p.cumsum(-1) - p < top_p, 0)
-        generator = torch.Generator().manual_seed(seed)
-        pick = torch.multinomial(p, 1, generator=generator)
-        assert found.equal(order.gather(1, pick)[:, 0])
 
 
 def test_a_cpu_records_nothing():

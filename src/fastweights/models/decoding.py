@@ -16,6 +16,7 @@ from torch import Tensor
 from fastweights import private
 from fastweights.arguments import PLAIN
 from fastweights.layers import LayerState
+from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
 
 LEAST_TOKENS = 4
@@ -32,7 +33,7 @@ class Decoding:
         model: whose tokens they are.
         states: its states after the prompts; they are changed in place.
         logits: [N, V], of the token after those prompts.
-        temperature, top_p, generator: as in LanguageModel.generate.
+        sampling: how the rows' tokens are drawn.
         ends: tokens at which a row is done.
         tokens: how many steps there will be at most.
     """
@@ -52,23 +53,16 @@ class Decoding:
         states: list[LayerState | None],
         logits: Float[Tensor, "N V"],
         *,
-        temperature: float,
-        top_p: float,
-        generator: torch.Generator | None,
+        sampling: Sampling,
         ends: list[int],
         tokens: int,
     ) -> None:
-        device, (N, V) = logits.device, logits.shape
-        self.model, self.states = model, states
-        self.temperature, self.top_p = temperature, top_p
-        self.generator = generator
+        device, N = logits.device, len(logits)
+        self.model, self.states, self.sampling = model, states, sampling
         self.token = torch.zeros(N, dtype=torch.int64, device=device)
         self.done = torch.zeros(N, dtype=torch.bool, device=device)
         self.spoiled = torch.zeros(N, device=device)
         self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        self.noise: Tensor | None = None
-        if temperature > 0:
-            self.noise = torch.empty(N, V, device=device)
         many = tokens >= LEAST_TOKENS
         self.recorded = many and is_recordable(model, self.token)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -83,8 +77,6 @@ class Decoding:
         step in Python, which loads kernels; from the third on steps are
         recorded, if they are to be.
         """
-        if self.noise is not None:
-            self.noise.exponential_(generator=self.generator)
         if self.logits is not None:
             self._take(self.logits)
             self.logits = None
@@ -112,15 +104,12 @@ class Decoding:
 
     def _take(self, logits: Float[Tensor, "N V"]) -> None:
         """Draw from logits to ``token``; note what is done, or not finite."""
-        largest, token = logits.max(-1)
+        largest, likeliest = logits.max(-1)
         nothing = largest * 0  # NaN of what is not finite
         if len(self.ends):
             nothing = nothing.where(~self.done, 0)
         self.spoiled += nothing
-        if self.noise is not None:
-            some = self.temperature, self.top_p
-            token = draw_tokens(logits, largest, *some, self.noise)
-        self.token.copy_(token)
+        self.token.copy_(self.sampling.draw(logits, largest, likeliest))
         if len(self.ends):
             self.done |= torch.isin(self.token, self.ends)
 
@@ -188,29 +177,3 @@ def is_recordable(model: LanguageModel, token: Tensor) -> bool:
             for x in model.parameters()
         )
     )
-
-
-def draw_tokens(
-    logits: Float[Tensor, "N V"],
-    largest: Float[Tensor, " N"],
-    temperature: float,
-    top_p: float,
-    noise: Float[Tensor, "N V"],
-) -> Int[Tensor, " N"]:
-    """Draw one token per row, given the ``largest`` logit of each.
-
-    With p a row's probabilities and e independent and exponential, the
-    largest of p / e is a draw from p, which is how torch.multinomial has it:
-    ``noise`` is e. With ``top_p`` below 1 the draw is from the fewest tokens
-    that together have at least that probability (Holtzman et al. 2020).
-    """
-    # Of the likeliest, so that no quotient is too large.
-    logits = logits.float() - largest.float()[:, None]
-    least = torch.finfo(torch.float32).tiny
-    p = (logits / max(temperature, least)).softmax(-1)
-    if top_p == 1:
-        return (p / noise).argmax(-1)
-    p, order = p.sort(-1, descending=True)
-    p = p.where(p.cumsum(-1) - p < top_p, 0)
-    pick = (p / noise).argmax(-1, keepdim=True)
-    return order.gather(-1, pick)[:, 0]

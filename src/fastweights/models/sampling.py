@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_integers, check_number, is_readable
 from fastweights.models.decoding import Decoding
+from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
 
 STEPS_PER_LOOK = 16
@@ -58,9 +59,7 @@ def stream(
         model,
         states,
         logits,
-        temperature=temperature,
-        top_p=top_p,
-        generator=generator,
+        sampling=_sampling(len(rows), temperature, top_p, generator, device),
         ends=ends,
         tokens=max_new_tokens,
     )
@@ -77,6 +76,30 @@ def stream(
             "model: got logits that are not finite, need finite ones, or -inf "
             "for some tokens; its parameters may have diverged in training"
         )
+
+
+def _sampling(
+    N: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> Sampling:
+    """The same for all rows but for their seeds, which the generator draws."""
+    seed = torch.empty(N, dtype=torch.int64, device=device)
+    if temperature > 0:
+        where = device if generator is None else generator.device
+        seed = torch.randint(
+            2**63 - 1, (N,), generator=generator, device=where
+        ).to(device)
+    return Sampling(
+        torch.full((N,), temperature, dtype=torch.float64, device=device),
+        torch.full((N,), top_p, device=device),
+        seed,
+        torch.zeros(N, dtype=torch.int64, device=device),
+        greedy=temperature == 0,
+        whole=top_p == 1,
+    )
 
 
 def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:

@@ -1,0 +1,97 @@
+"""The next token of every row, drawn with noise that a row's seed tells.
+
+With p a row's probabilities and e independent and exponential, the largest
+of p / e is a draw from p. Here e is a function of the row's seed, of how many
+tokens it has drawn and of the token: what a row draws depends neither on who
+shares its batch nor on how many tokens one step of the model reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+LOW = 0xFFFFFFFF
+
+
+@dataclass
+class Sampling:
+    """How rows are sampled, on their device.
+
+    Args:
+        temperature: [N], 0 takes the likeliest token.
+        top_p: [N]; a draw is from the fewest tokens that have at least this
+            probability together (Holtzman et al. 2020).
+        seed: [N], of a row's noise.
+        drawn: [N], how many tokens a row has drawn.
+        greedy: whether every temperature is 0.
+        whole: whether every top_p is 1.
+    """
+
+    temperature: Float[Tensor, " N"]  # fp64, for the smallest
+    top_p: Float[Tensor, " N"]
+    seed: Int[Tensor, " N"]
+    drawn: Int[Tensor, " N"]
+    greedy: bool = False
+    whole: bool = False
+
+    def draw(
+        self,
+        logits: Float[Tensor, "N V"],
+        largest: Float[Tensor, " N"],
+        likeliest: Int[Tensor, " N"],
+    ) -> Int[Tensor, " N"]:
+        """Draw each row's next token, given its largest logit and whose it is.
+
+        Logits may be -inf, which bans a token; of others that are not finite
+        it is any token.
+        """
+        token = likeliest
+        if not self.greedy:
+            # Of the likeliest, so that no quotient is too large.
+            logits = logits.float() - largest.float()[:, None]
+            least = torch.finfo(torch.float32).tiny
+            heat = self.temperature.clamp(min=least).float()[:, None]
+            p = (logits / heat).softmax(-1)
+            if not self.whole:
+                ranked, order = p.sort(-1, descending=True)
+                before = ranked.cumsum(-1) - ranked
+                ranked = ranked.where(before < self.top_p[:, None], 0)
+                p = torch.zeros_like(p).scatter(-1, order, ranked)
+            noise = exponential(self.seed, self.drawn, p.shape[-1])
+            token = (p / noise).argmax(-1)
+            token = token.where(self.temperature > 0, likeliest)
+        self.drawn += 1
+        return token
+
+
+def exponential(
+    seed: Int[Tensor, " N"], drawn: Int[Tensor, " N"], V: int
+) -> Float[Tensor, "N V"]:
+    """Independent exponential numbers, one per token of each row.
+
+    Args:
+        seed: int64.
+        drawn: tokens that a row has drawn before.
+        V: tokens of the vocabulary.
+    """
+    key = _mixed(_mixed((seed ^ (seed >> 32)) & LOW) + drawn)
+    factor = _mixed(key + 1) | 1  # rows step by different ones
+    token = torch.arange(V, device=seed.device)
+    bits = _mixed(token * factor[:, None] + key[:, None])
+    # log1p, for which the smallest numbers are not 0: they decide.
+    return -torch.log1p(-(bits.float() + 0.5) / 2**32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The low 32 bits of x mixed, as int64: each depends on all of them.
+
+    The constants are those of C. Wellons' lowbias32 (2018).
+    """
+    x = x & LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW
+    return x ^ (x >> 16)
