@@ -1,4 +1,4 @@
-"""The program that doubles sizes: each case runs, and says what it found."""
+"""The program that doubles a size: each case runs, and is judged."""
 
 import pytest
 import torch
@@ -6,33 +6,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastweights.layers import TTTMLP, LaCT, TitansMemory, TTTLinear
-from fastweights_lab.bench import growth as bench_growth
+from fastweights_lab.bench import growth
 from fastweights_lab.bench.growth import CASES
 from fastweights_lab.program import main
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_at_its_smallest_size(name):
-    case = CASES[name]
-    run, plain = case.made(case.sizes[0])
-    run()
-    if plain is not None:
-        plain()
+def test_a_case_is_two_programs(name):
+    for run in CASES[name][1](64):
+        run()
 
 
-def test_what_is_printed(monkeypatch, capsys):
-    """The exponent and the ratio of the seconds that were measured."""
-    monkeypatch.setattr(bench_growth, "seconds", lambda run: run())
-    case = bench_growth.Case(
-        1, (2, 4, 8), lambda n: (lambda: float(n * n), lambda: 16.0)
-    )
-    monkeypatch.setattr(bench_growth, "CASES", {"a": case, "b": case})
+@pytest.mark.parametrize("power, judged", [(1.2, True), (1.4, False)])
+def test_growth_is_judged_by_the_plain_programs(
+    power, judged, monkeypatch, capsys
+):
+    monkeypatch.setattr(growth, "seconds", lambda run: run())
+    case = (4, lambda n: (lambda: 3 * n**power, lambda: float(n)))
+    monkeypatch.setitem(CASES, "loss_vocabulary", case)
     threads = torch.get_num_threads()
-    main("bench", "growth", "a")
+    main("bench", "growth", "loss_vocabulary")
     torch.set_num_threads(threads)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("case=a  ms=[4000.0, 16000.0, 64000.0]  ")
-    assert "exponent=2.0  expected=1  times the plain one=4.0" in line
+    assert line.startswith("case=loss_vocabulary  size=8  ")
+    assert f"exponent={power}  plain exponent=1.0  as it should={judged}" in (
+        line
+    )
+    assert f"times the plain one={3 * 8 ** (power - 1):.1f}" in line
 
 
 class Written(TorchDispatchMode):

@@ -94,23 +94,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out the first call, which compiles on an empty cache",
     )
-    add["deep"](
-        "names",
-        nargs="*",
-        metavar="NAME",
-        choices=[[], *deep.CASES],
-        help=f"of {', '.join(deep.CASES)}; all by default",
-    )
-    add["generate"](
-        "names",
-        nargs="*",
-        metavar="NAME",
-        choices=[[], *generate.PATTERNS],
-        help=f"of {', '.join(generate.PATTERNS)}; all by default",
-    )
-    add["growth"](
-        "names", nargs="*", metavar="NAME", help="parts of cases' names"
-    )
+    for case, of in (
+        ("deep", deep.CASES),
+        ("generate", generate.PATTERNS),
+        ("growth", growth.CASES),
+    ):
+        add[case](
+            "names",
+            nargs="*",
+            metavar="NAME",
+            choices=[[], *of],
+            help=f"of {', '.join(of)}; all by default",
+        )
 
 
 def run(asked: argparse.Namespace) -> None:
