@@ -9,7 +9,7 @@ from fastweights.models import (
     ModelConfig,
     decoding,
 )
-from fastweights.models.decoding import Decoding, is_recordable
+from fastweights.models.decoding import Recording, is_recordable
 from fastweights.models.sampling import stream
 
 GPU = pytest.mark.gpu
@@ -56,15 +56,16 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     m, some = made(kind), prompts(3, 30)
     monkeypatch.setattr(decoding, "ROOM", 8)
-    made_for, record = [], Decoding._record
-    monkeypatch.setattr(
-        Decoding,
-        "_record",
-        lambda self, used: (made_for.append(used), record(self, used)),
-    )
+    made_for, record = [], Recording._record
+
+    def counted(self, states, used):
+        made_for.append(used)
+        record(self, states, used)
+
+    monkeypatch.setattr(Recording, "_record", counted)
     found = m.generate(some, 40)
     grows = kind == "softmax"
-    assert made_for == ([31, 39, 47, 55, 63] if grows else [0])
+    assert made_for == ([32, 41, 50, 59, 68] if grows else [1])
     unrecorded(monkeypatch)
     wanted = m.generate(some, 40)
     assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))

@@ -8,6 +8,7 @@ writes (states, the last token, what has come to its end) stays where it is.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +25,8 @@ LEAST_TOKENS = 4
 
 ROOM = 256
 """Tokens more than are there that a recording of attention has room for."""
+
+States = list[LayerState | None]
 
 
 class Decoding:
@@ -50,7 +53,7 @@ class Decoding:
     def __init__(
         self,
         model: LanguageModel,
-        states: list[LayerState | None],
+        states: States,
         logits: Float[Tensor, "N V"],
         *,
         sampling: Sampling,
@@ -63,40 +66,23 @@ class Decoding:
         self.done = torch.zeros(N, dtype=torch.bool, device=device)
         self.spoiled = torch.zeros(N, device=device)
         self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        many = tokens >= LEAST_TOKENS
-        self.recorded = many and is_recordable(model, self.token)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.room = 0
         self.logits: Tensor | None = logits
-        self.warm = False
+        self.run: Callable[[States], States] = self._step
+        if tokens >= LEAST_TOKENS and is_recordable(model, self.token):
+            self.run = Recording(self._step)
 
     def step(self) -> None:
         """Draw every row's next token, having read the one before.
 
-        The first call only draws, from the prompts' logits. The second is a
-        step in Python, which loads kernels; from the third on steps are
-        recorded, if they are to be.
+        The first call only draws, from the prompts' logits.
         """
         if self.logits is not None:
             self._take(self.logits)
             self.logits = None
-            return
-        if not (self.recorded and self.warm):
-            self.states = self._step(self.states)
-            self.warm = True
-            return
-        used = max([s.used for s in self.states if s is not None])
-        if self.graph is None or used >= self.room:
-            self._record(used)
-        assert self.graph is not None
-        self.graph.replay()
-        for state in self.states:
-            if state is not None and state.keys is not None:
-                state.used += 1
+        else:
+            self.states = self.run(self.states)
 
-    def _step(
-        self, states: list[LayerState | None]
-    ) -> list[LayerState | None]:
+    def _step(self, states: States) -> States:
         """Read the last tokens, draw the next; the states after them."""
         logits, after = self.model(self.token[:, None], states)
         self._take(logits[:, 0])
@@ -113,22 +99,56 @@ class Decoding:
         if len(self.ends):
             self.done |= torch.isin(self.token, self.ends)
 
-    def _record(self, used: int) -> None:
-        """The step as a graph, on keys and values of so many tokens.
+
+class Recording:
+    """A step of a model as a CUDA graph, which is one launch.
+
+    The first call is the step in Python, which loads kernels. From the second
+    on it is recorded, and what it reads and writes stays where it is.
+
+    Args:
+        step: what a step does with the states before it; the states after.
+        tokens: of each row that a step reads.
+    """
+
+    def __init__(
+        self, step: Callable[[States], States], tokens: int = 1
+    ) -> None:
+        self.step, self.tokens = step, tokens
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.room, self.warm = 0, False
+
+    def __call__(self, states: States) -> States:
+        if not self.warm:
+            self.warm = True
+            return self.step(states)
+        grows = [s for s in states if s is not None and s.keys is not None]
+        used = max((s.used for s in grows), default=0) + self.tokens
+        if self.graph is None or (grows and used > self.room):
+            self._record(states, used)
+        assert self.graph is not None
+        self.graph.replay()
+        for state in grows:
+            state.used += self.tokens
+        return states
+
+    def _record(self, states: States, used: int) -> None:
+        """The step as a graph, on keys and values of ``used`` tokens or more.
 
         Softmax attention in a graph reads all the room that it is given:
         here an eighth more than is used, until that is used too.
         """
         room = used + max(ROOM, used // 8)
-        states = [None if s is None else _within(s, room) for s in self.states]
+        views = [None if s is None else _within(s, room) for s in states]
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
-        here, beside = torch.cuda.current_stream(), _stream(self.token.device)
+        here = torch.cuda.current_stream()
+        beside = _stream(here.device)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._step(states)
+                self.step(views)
             finally:  # else CUDA's random numbers stay those of a capture
                 graph.capture_end()
         here.wait_stream(beside)
@@ -147,7 +167,7 @@ def _within(state: LayerState, room: int) -> LayerState:
     for name in ("keys", "values"):
         if name in tensors:
             tensors[name] = tensors[name][:, :room]
-    return LayerState(**tensors, used=state.used)
+    return LayerState(**tensors, used=state.used, rows=state.rows)
 
 
 def is_recordable(model: LanguageModel, token: Tensor) -> bool:
