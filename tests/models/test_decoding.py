@@ -58,9 +58,9 @@ def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     monkeypatch.setattr(decoding, "ROOM", 8)
     made_for, record = [], Recording._record
 
-    def counted(self, states, used):
+    def counted(self, step, states, used):
         made_for.append(used)
-        record(self, states, used)
+        record(self, step, states, used)
 
     monkeypatch.setattr(Recording, "_record", counted)
     found = m.generate(some, 40)

@@ -67,9 +67,9 @@ class Decoding:
         self.spoiled = torch.zeros(N, device=device)
         self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self.logits: Tensor | None = logits
-        self.run: Callable[[States], States] = self._step
+        self.recording: Recording | None = None
         if tokens >= LEAST_TOKENS and is_recordable(model, self.token):
-            self.run = Recording(self._step)
+            self.recording = Recording()
 
     def step(self) -> None:
         """Draw every row's next token, having read the one before.
@@ -79,8 +79,10 @@ class Decoding:
         if self.logits is not None:
             self._take(self.logits)
             self.logits = None
+        elif self.recording is None:
+            self.states = self._step(self.states)
         else:
-            self.states = self.run(self.states)
+            self.states = self.recording(self._step, self.states)
 
     def _step(self, states: States) -> States:
         """Read the last tokens, draw the next; the states after them."""
@@ -107,32 +109,34 @@ class Recording:
     on it is recorded, and what it reads and writes stays where it is.
 
     Args:
-        step: what a step does with the states before it; the states after.
         tokens: of each row that a step reads.
     """
 
-    def __init__(
-        self, step: Callable[[States], States], tokens: int = 1
-    ) -> None:
-        self.step, self.tokens = step, tokens
+    def __init__(self, tokens: int = 1) -> None:
+        self.tokens = tokens
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room, self.warm = 0, False
 
-    def __call__(self, states: States) -> States:
+    def __call__(
+        self, step: Callable[[States], States], states: States
+    ) -> States:
+        """The states after a step, which is the same one in each call."""
         if not self.warm:
             self.warm = True
-            return self.step(states)
+            return step(states)
         grows = [s for s in states if s is not None and s.keys is not None]
         used = max((s.used for s in grows), default=0) + self.tokens
         if self.graph is None or (grows and used > self.room):
-            self._record(states, used)
+            self._record(step, states, used)
         assert self.graph is not None
         self.graph.replay()
         for state in grows:
             state.used += self.tokens
         return states
 
-    def _record(self, states: States, used: int) -> None:
+    def _record(
+        self, step: Callable[[States], States], states: States, used: int
+    ) -> None:
         """The step as a graph, on keys and values of ``used`` tokens or more.
 
         Softmax attention in a graph reads all the room that it is given:
@@ -148,7 +152,7 @@ class Recording:
         with torch.cuda.stream(beside):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.step(views)
+                step(views)
             finally:  # else CUDA's random numbers stay those of a capture
                 graph.capture_end()
         here.wait_stream(beside)
