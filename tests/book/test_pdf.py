@@ -22,7 +22,7 @@ pytestmark = [
         pdf.CHROMIUM is None, reason="no Chromium: apt-get install chromium"
     ),
 ]
-FIRST, LAST = "01_softmax.html", "13_what_came_after.html"
+FIRST, LAST = "01_softmax.html", "14_serving.html"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_links_lead_into_the_book_or_to_the_web(sample) -> None:
     ]
     within = {str(x.Dest) for x in links if "/Dest" in x}
     assert within <= set(made.Root.Dests)
-    assert f"/{LAST}:" in within and f"/{LAST}:ex-path" in within
+    assert f"/{LAST}:" in within and f"/{LAST}:ex-pool" in within
     outside = {str(x.A.URI) for x in links if "/A" in x}
     assert all(x.startswith("https://") for x in outside)
     # What is not in the sample is on the site.
