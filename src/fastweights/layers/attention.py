@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.arguments import check_sizes
 from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import head_size
+from fastweights.layers.layer_arguments import check_input, head_size
 from fastweights.layers.parts import Factory, OutputNorm
 from fastweights.layers.rotary import rotary
 from fastweights.layers.sdpa import Heads, attention, packed_attention
@@ -161,8 +161,10 @@ class SoftmaxAttention(Layer):
     ) -> Tokens | None:
         """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.g_proj
-        if not is_own(self, SoftmaxAttention, x, [*modules, self.o_proj]):
+        parts = norm, *modules, self.o_proj
+        if not is_own(self, SoftmaxAttention, x, parts):
             return None
+        check_input(x, self, state, None)
         qkv, gate = normed(x, norm, modules)
         o, after = self._attend(qkv, state, None)
         assert after is not None

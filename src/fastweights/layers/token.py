@@ -1,13 +1,14 @@
-"""One token per sequence, on a GPU: a layer as three or four launches.
+"""One token per sequence: on a GPU a layer is three or four launches.
 
 What a token costs is the reading of weights and states. Called one by one,
 modules make thirty launches of a layer, each of which costs more than what it
-reads. Here a product has the norm before it and what comes behind it in its
-own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates and
-unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
+reads. On a GPU a product has the norm before it and what comes behind it in
+its own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates
+and unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
 launches, KDA four, and the MLP behind it two; with more than four sequences
-the three norms are launches of their own. Values are those of the modules,
-rounded in fewer places.
+the three norms are launches of their own. Elsewhere a layer is as few of
+PyTorch's operators as there can be (:mod:`.token_operators`). Values are
+those of the modules, rounded in fewer places.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from fastweights import private
 from fastweights.arguments import PLAIN
 from fastweights.dtypes import under_autocast
+from fastweights.layers import token_operators
 from fastweights.layers.convolution import PLAIN_HEADS, PLAIN_TAPS
 from fastweights.layers.layer import Layer
+from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
 from fastweights.layers.plain_modules import (
     PLAIN_LINEAR,
@@ -31,12 +34,11 @@ from fastweights.layers.plain_modules import (
     source_of,
 )
 from fastweights.layers.state import LayerState
+from fastweights.layers.token_operators import Token
 from fastweights.ops.backends import choose_backend, record_run
 
-Token = Float[Tensor, "B 1 D"]
-
 MAX_ROWS = 256
-"""Sequences. With more, products are bound by arithmetic, and cuBLAS's."""
+"""Sequences. With more, products are bound by arithmetic, and BLAS's."""
 
 PLAIN_SEQUENTIAL = source_of(nn.Sequential)
 SOURCES = {
@@ -54,7 +56,7 @@ SOURCES = {
 
 
 def is_token(x: Tensor) -> bool:
-    """Whether these are tokens that the kernels here may read."""
+    """Whether these are tokens that may go past their modules."""
     return (
         x.shape[1] == 1
         and x.shape[0] <= MAX_ROWS
@@ -62,9 +64,12 @@ def is_token(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not under_autocast(x)
         and not private.is_traced()
-        and x.dtype != torch.float64
-        and choose_backend("auto", x.device, x.dtype) == "triton"
     )
+
+
+def by_kernels(x: Tensor) -> bool:
+    """Whether Triton's kernels compute x's tokens, not PyTorch's operators."""
+    return choose_backend("auto", x.device, x.dtype) == "triton"
 
 
 def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
@@ -116,6 +121,8 @@ def added(
     **options: Any,
 ) -> Token:
     """x + projection(o), with what :func:`gemv` has before a product."""
+    if not by_kernels(x):
+        return token_operators.added(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
     weight, residual = projection.weight, x[:, 0]
@@ -133,6 +140,8 @@ def normed(
     A module is a product, or two in a row (low_rank): the second ones of all
     modules are another launch.
     """
+    if not by_kernels(x):
+        return token_operators.normed(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
     there = [m for m in modules if m is not None]
@@ -184,8 +193,7 @@ def recurrent_token(
     None where that is a matter for the modules themselves.
 
     Args:
-        x, norm: the residual stream, and the norm before the layer, which is
-            known to be plain.
+        x, norm: the residual stream, and the norm before the layer.
         layer: with a convolution, a decay, a norm, an o_proj.
         kind: the class whose layers this function stands for.
         state: one that the layer has made, or a pool of them.
@@ -194,7 +202,7 @@ def recurrent_token(
             others' outputs; each may be None.
     """
     taps = layer.convolution.taps
-    parts = (layer.convolution, taps, layer.norm, layer.o_proj)
+    parts = (norm, layer.convolution, taps, layer.norm, layer.o_proj)
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
     if (
         taps is None
@@ -202,9 +210,17 @@ def recurrent_token(
         or len(layer.norm.weight) != V
         or K > 256
         or not is_own(layer, kind, x, [*parts, layer.decay, *modules])
-        or not _here(state, x)
     ):
         return None
+    check_input(x, layer, state, None)
+    if not _here(state, x):
+        return None
+    if not by_kernels(x):
+        record_run("torch token")
+        qkv, *others = token_operators.normed(x, norm, modules)
+        a, b, gate = gates(*others)
+        o = token_operators.recurrence(layer, qkv, a, b, state)
+        return token_operators.output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
 
     record_run("triton token")
@@ -249,7 +265,7 @@ def recurrent_token(
 
 
 def _here(state: LayerState, x: Tensor) -> bool:
-    """Whether the kernels may write to the state's memory."""
+    """Whether a step may write to the state's memory."""
     inside = torch.is_inference_mode_enabled()
     return all(
         t.is_contiguous() and (inside or not t.is_inference())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.layer import CheckedModule, extrapolate
-from fastweights.layers.layer_arguments import check_input, check_one_of
+from fastweights.layers.layer_arguments import check_one_of
 from fastweights.layers.plain_modules import (
     is_plain,
     is_product,
@@ -130,7 +130,8 @@ class Block(nn.Module):
         few = cu_seqlens is None and is_token(x)
         y = None
         if few and state is not None:
-            y = self._step(x, state)
+            step = getattr(self.layer, "step", None)
+            y = None if step is None else step(x, self.norm, state)
         if y is None:
             y, state = self.layer(self.norm(x), state, cu_seqlens)
             y = x + y
@@ -139,14 +140,6 @@ class Block(nn.Module):
             y = swiglu_token(x, self.mlp) if few else None
             x = x + self.mlp(x) if y is None else y
         return x, state
-
-    def _step(self, x: Token, state: LayerState) -> Token | None:
-        """x + layer(norm(x)) in few launches, where the layer has a way."""
-        step = getattr(self.layer, "step", None)
-        if step is None or not are_plain(x, [self.norm]):
-            return None
-        check_input(x, self.layer, state, None)
-        return step(x, self.norm, state)
 
 
 class LanguageModel(CheckedModule):

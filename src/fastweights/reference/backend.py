@@ -8,8 +8,6 @@ sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -76,27 +74,25 @@ def advance(
     N, T, HV, V = v.shape
     S = state.contiguous().view(N * HV, *state.shape[2:])
     decay = None if g is None else g.exp()
-    tokens: list[Any] = [  # [N HV, T, ...]
-        None if x is None else x.transpose(1, 2).reshape(N * HV, T, -1)
-        for x in (q, k, v, decay, beta)
-    ]
     outputs = []
     for t in range(T):
-        step: list[Any] = tokens
-        if T > 1:
-            step = [None if x is None else x[:, t : t + 1] for x in tokens]
-        q_t, k_t, v_t, decay_t, beta_t = step
+        q_t, k_t, v_t, decay_t, beta_t = (  # [N HV, 1, ...]
+            x
+            if x is None
+            else (x if T == 1 else x[:, t : t + 1]).reshape(N * HV, 1, -1)
+            for x in (q, k, v, decay, beta)
+        )
         if decay_t is not None:
             S.mul_(decay_t.mT)
         if beta_t is not None:
             v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
         S.addcmul_(k_t.mT, v_t)
         # With beta = 0 its first argument is not read.
-        outputs.append(torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale))
+        o = torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale)
+        outputs.append(o.view(N, 1, HV, V))
     if not state.is_contiguous():
         state.copy_(S.view(state.shape))
-    o = outputs[0] if T == 1 else torch.cat(outputs, dim=1)
-    return o.view(N, HV, T, V).transpose(1, 2).contiguous()
+    return outputs[0] if T == 1 else torch.cat(outputs, dim=1)
 
 
 def first_states(

@@ -1,0 +1,96 @@
+"""What a token's kernels compute, by PyTorch's operators: on a CPU.
+
+There an operator on one token takes as long as its call from Python,
+whatever it computes: these are few, with no module's call or check between
+them. Values are rounded in fewer places than the modules', as the kernels'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fastweights.layers.convolution import unit
+from fastweights.layers.parts import upcast, write_strength
+from fastweights.layers.state import LayerState
+from fastweights.ops.decode import write_rows
+from fastweights.reference.backend import advance, widen
+
+Token = Float[Tensor, "B 1 D"]
+
+
+def normed(
+    x: Token, norm: nn.RMSNorm, modules: Sequence[Any], *, swiglu: bool = False
+) -> list[Any]:
+    """What the modules make of norm(x), as :func:`.token.normed`."""
+    y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
+    products = [m if m is None else _product(m, y) for m in modules]
+    if not swiglu:
+        return products
+    gate, up = products[0].chunk(2, -1)
+    return [F.silu(gate).mul_(up)]
+
+
+def _product(module: Any, x: Token) -> Float[Tensor, "B 1 N"]:
+    """The module's matrix times x, or its two matrices'."""
+    parts: Any = module if isinstance(module, nn.Sequential) else [module]
+    for part in parts:
+        x = F.linear(x, part.weight)
+    return x
+
+
+def added(x: Token, o: Float[Tensor, "B 1 C"], projection: nn.Linear) -> Token:
+    """x + projection(o)."""
+    return x + F.linear(o, projection.weight)
+
+
+def convolved(
+    x: Float[Tensor, "B 1 C"], taps: Any, state: LayerState
+) -> Float[Tensor, "B C"]:
+    """The short convolution's step, in fp32 (fp64 if x is)."""
+    inputs = torch.cat([state.get("convolution"), x], 1)  # [B, W, C]
+    write_rows(state.field("convolution"), inputs[:, 1:], state.rows)
+    y = (upcast(inputs) * upcast(taps.weight).mT).sum(1)
+    if taps.bias is not None:
+        y += taps.bias
+    return F.silu(y, inplace=True) if taps.activation else y
+
+
+def recurrence(
+    layer: Any,
+    qkv: Float[Tensor, "B 1 C"],
+    a: Tensor | None,
+    b: Tensor | None,
+    state: LayerState,
+) -> Float[Tensor, "B 1 HV V"]:
+    """Convolution, gates, unit length and step; in fp32 (fp64 if qkv is)."""
+    (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
+    y = convolved(qkv, layer.convolution.taps, state)
+    qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
+    qk = qk.view(-1, 1, 2 * H, K)
+    q, k = (unit(qk) if layer.convolution.normalize else qk).split(H, 2)
+    g = None if a is None else layer.decay.forward(a)
+    beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
+    S = state.get("S").to(y.dtype)
+    o = advance(S, *widen(q, k, v, g, beta), scale=K**-0.5)
+    if S is not state.S:
+        write_rows(state.field("S"), S, state.rows)
+    return o
+
+
+def output(
+    x: Token, o: Float[Tensor, "B 1 HV V"], gate: Tensor | None, layer: Any
+) -> Token:
+    """x + o_proj(norm(o, gate))."""
+    norm = layer.norm
+    y = F.rms_norm(o, o.shape[3:], upcast(norm.weight), norm.eps).flatten(2)
+    if gate is not None:
+        gate = upcast(gate)
+        silu = norm.activation == "silu"
+        y *= F.silu(gate) if silu else gate.sigmoid()
+    return added(x, y.to(x.dtype), layer.o_proj)

@@ -1,0 +1,126 @@
+"""One token past its modules, by PyTorch's operators."""
+
+import pytest
+import torch
+from token_cases import CASES, V, made, steps
+
+from fastweights.checks import relative_error
+from fastweights.layers import token
+from fastweights.models import StatePool
+from fastweights.ops import record_backends
+
+BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", BUDGET)
+def test_tokens_are_those_of_one_pass(dtype, case):
+    m = made(case, "cpu", dtype)
+    tokens = torch.randint(V, (3, 6))
+    with torch.no_grad():
+        wanted, _ = m(tokens)
+        states = m(tokens[:, :4], m.new_states(3, 8))[1]
+    found, ran = steps(m, tokens[:, 4:], states)
+    assert relative_error(found, wanted[:, 4:]) <= BUDGET[dtype]
+    recurrent = not case.startswith("softmax")
+    assert ran == ["torch token"] * 2 * 2 * recurrent
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_a_pool(case):
+    """In another order than in memory, and one that is none."""
+    m = made(case, "cpu")
+    pool = StatePool(m, 4, capacity=8)
+    rows = [pool.take() for _ in range(3)][::-1]
+    tokens = torch.randint(V, (3, 3))
+    before = [
+        {name: x[3].clone() for name, x in state.tensors().items()}
+        for state in pool.states
+    ]
+    with torch.no_grad():
+        wanted, _ = m(tokens)
+        found = []
+        for t in range(3):
+            column = torch.cat([tokens[:2, t], tokens[:1, 0], tokens[2:, t]])
+            states = pool.at([*rows[:2], -1, rows[2]], 1)
+            logits = m(column[:, None], states)[0]
+            found.append(logits[[0, 1, 3]])
+    assert relative_error(torch.cat(found, 1), wanted) <= 2e-6
+    for state, kept in zip(pool.states, before, strict=True):
+        for name, x in kept.items():
+            assert state.tensors()[name][3].equal(x)
+
+
+def hook(m):
+    m.blocks[0].layer.o_proj.register_forward_hook(lambda *_: None)
+
+
+def bias(m):
+    o = m.blocks[0].layer.o_proj
+    o.bias = torch.nn.Parameter(torch.ones(len(o.weight)))
+
+
+def subclass(m):
+    layer = m.blocks[0].layer
+    layer.__class__ = type("Other", (type(layer),), {})
+
+
+def other_dtype(m):
+    m.blocks[0].norm.double()
+
+
+def transposed(m):
+    weight = m.blocks[0].layer.o_proj.weight
+    weight.data = weight.data.mT.contiguous().mT
+
+
+def forward(m):
+    layer = m.blocks[0].layer
+    own = layer.forward
+    layer.forward = lambda *arguments: own(*arguments)
+
+
+TOUCHED = [hook, bias, subclass, other_dtype, transposed, forward]
+
+
+@pytest.mark.parametrize("touch", TOUCHED)
+def test_what_somebody_has_touched_is_called(touch):
+    """By a model that computes what it computes in one pass."""
+    m = made("gated_deltanet", "cpu", num_layers=1)
+    touch(m)
+    tokens = torch.randint(V, (1, 3))
+    with torch.no_grad():
+        wanted, _ = m(tokens)
+        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+    found, ran = steps(m, tokens[:, 1:], states)
+    assert not ran
+    assert relative_error(found, wanted[:, 1:]) <= 5e-6
+
+
+def test_a_hook_of_the_mlp_sees_every_token():
+    m = made("gated_deltanet", "cpu", num_layers=1)
+    seen = []
+    m.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    tokens = torch.randint(V, (1, 3))
+    with torch.no_grad():
+        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+    _, ran = steps(m, tokens[:, 1:], states)
+    assert len(seen) == 3 and len(ran) == 2
+
+
+def test_gradients_graphs_and_autocast_are_the_modules_matter():
+    m = made("gated_deltanet", "cpu", num_layers=1)
+    x = torch.zeros(1, 1, 32)
+    assert not token.is_token(x)
+    with torch.no_grad():
+        assert token.is_token(x)
+        assert not token.is_token(x.expand(1, 2, 32))
+        assert not token.is_token(x.expand(2, 1, 32))
+        assert not token.is_token(x.expand(token.MAX_ROWS + 1, 1, 32))
+        with torch.autocast("cpu", torch.float16):
+            assert not token.is_token(x)
+    with record_backends() as ran:
+        tokens = torch.randint(V, (1, 2))
+        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+        m(tokens[:, 1:], states)[0].sum().backward()
+    assert "torch token" not in ran
