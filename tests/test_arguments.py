@@ -54,22 +54,6 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize(
-    ("offsets", "kind", "need"),
-    [
-        ([0.0, 5.0], TypeError, "need torch.int32 or torch.int64"),
-        ([5], ValueError, r"need \[N \+ 1\]"),
-        ([1, 5], ValueError, "start at 0"),
-        ([0, 4, 3, 5], ValueError, "never decrease"),
-        ([0, 6], ValueError, "end at T = 5 or before"),
-    ],
-)
-def test_offsets_that_do_not_fit_a_pack(offsets, kind, need):
-    x = torch.zeros(1, 5, 2)
-    with pytest.raises(kind, match=f"^cu_seqlens: got .*{need}"):
-        arguments.check_packed(x, torch.tensor(offsets))
-
-
-@pytest.mark.parametrize(
     ("rows", "kind", "need"),
     [
         ([0.0, 1.0], TypeError, "need torch.int32 or torch.int64"),

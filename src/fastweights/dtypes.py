@@ -15,6 +15,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def upcast(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is that: gates, norms and positions."""
+    return x.to(compute_dtype(x.dtype))
+
+
 def cast_for_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product in autocast's dtype if it is on, but fp64."""
     if not all(isinstance(x, Tensor) for x in operands):

@@ -23,7 +23,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import compute_dtype
+from fastweights.dtypes import upcast
 
 __all__ = [
     "PositiveRandom",
@@ -178,7 +178,7 @@ class RandomFeatures(nn.Module):
         K = self.directions.shape[1]
         if x.dim() < 1 or x.shape[-1] != K:
             wrong_shape("x", x, f"[..., {K}], as wide as the directions")
-        x = x.to(compute_dtype(x.dtype))
+        x = upcast(x)
         return x, self.directions.to(x)
 
 

@@ -10,9 +10,7 @@ from fastweights.checks import relative_error
 from fastweights.deep import lact, mesa, titans, ttt
 from fastweights.deep.optimisers import stale, summed
 from fastweights.fast_weights import sgd
-from fastweights.layers import (
-    LaCT,
-)
+from fastweights.layers import LaCT
 
 B, T, H, K, C = 2, 3, 2, 4, 4
 
@@ -90,11 +88,7 @@ WRONG = {
         ("ridge", torch.full((H, K), math.inf), "ridge: got inf, need fini"),
         ("ridge", torch.ones(H, K).long(), "ridge: got torch.int64, need"),
         ("steps", 0, "steps: got 0, need an integer >= 1"),
-        ("steps", -1, "steps: got -1, need an integer >= 1"),
         ("steps", 2.5, "steps: got float, need an int"),
-        ("cu_seqlens", [0, 3], "cu_seqlens: got list, need a Tensor"),
-        ("cu_seqlens", numbers(0.0, 3.0), "cu_seqlens: got torch.float32"),
-        ("cu_seqlens", numbers(0, 4), r"cu_seqlens: got \[0, 4\], need val"),
         ("cu_seqlens", numbers(0, 3), r"q: got shape .*because cu_seqlens"),
     ],
 }

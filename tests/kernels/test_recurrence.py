@@ -607,13 +607,6 @@ def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
-@some("head delta", "channel additive")
-def test_segments_of_packed_sequences(gate, rule, cut):
-    cut(3)
-    x = member(gate, rule, T=sum(LENGTHS), N=len(LENGTHS), K=64, V=33)
-    judge(cast(x, torch.float32), 1e-4, **packed(LENGTHS), chunk_size=16)
-
-
 @some("none delta", "channel additive")
 def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
@@ -919,17 +912,6 @@ def test_runs_are_bitwise_equal(gate, rule, shape):
     for _ in range(50):
         for name, again in run(x).items():
             assert torch.equal(first[name], again), name
-
-
-@pytest.mark.gpu
-@ALL
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("T", [40, 1000])
-def test_own_keys_on_gpu(gate, rule, D, T, record_property):
-    """A key head for each value head, which is another loop's length."""
-    x = member(gate, rule, B=2, T=T, H=2, HV=2, K=D, V=D)
-    x = cast(x, torch.bfloat16, "cuda")
-    judge(x, HALF, record_property, "HV = H, bfloat16")
 
 
 CONFIGURATIONS = {

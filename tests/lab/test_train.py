@@ -712,7 +712,6 @@ def test_the_model_is_gone_before_the_process_group(
         ("--suffixes .rs", r"corpus: got \S+, which has no file that ends"),
         ("--corpus EMPTY", r"corpus: got \S+, which holds no text"),
         ("--tokens 40", "tokens: got 40 per step, need a multiple of 16"),
-        ("--packed --tokens 1", "tokens: got 1, need an integer >= 2"),
         ("--packed --tokens 999999", "tokens: got 999999 per step, need no"),
         (
             "--packed --tokens 7 --accumulate 2",
@@ -723,21 +722,12 @@ def test_the_model_is_gone_before_the_process_group(
         ("--tokenizer nowhere", r".* No such file or directory: 'nowhere'"),
         ("--tokenizer EMPTY", r"tokenizer: got \S+, which tokenizers can"),
         ("--pattern 2*rnn", "pattern: got 'rnn', need one of"),
-        ("--num-heads 3", "num_heads: got 3, need a divisor of dim = 16"),
         ("--options {", "options: got '{', need JSON"),
-        ("--options []", r"options: got \[\], need a dictionary"),
         (
             '--options {"softmax":{"theta":"x"}} --pattern softmax',
             "theta: got str, need a real number",
         ),
         ("--device nvidia", "device: got 'nvidia', need auto, cpu, cuda, .."),
-        ("--device meta", "device: got 'meta', need auto, cpu, cuda, .."),
-        ('--options {"softmax":1}', "options: got 1 for softmax, need a dict"),
-        ("--seed 2000000000000", "seed: got 2000000000000, need an int"),
-        ("--tokens 1600000000000", "tokens: got 1600000000000, need an int"),
-        ("--steps 0", "steps: got 0, need an integer >= 1"),
-        ("--lr nan", "lr: got nan, need a finite number"),
-        ("--final-lr 2", "final_lr: got 2.0, need 0 to 1"),
         ("--resume nowhere", "resume: got nowhere, which has no checkp"),
     ],
 )
@@ -763,8 +753,8 @@ def test_help_lists_every_setting(capsys):
 
 
 WRONG = {
-    "steps": (True, 2.5, "3", None),
-    "lr": ("x", None, math.inf, 0),
+    "steps": (True, 2.5, "3", None, 0),
+    "lr": ("x", None, math.inf, math.nan, 0),
     "final_lr": (None, 1.5),
     "precision": ("fp16",),
     "corpus": ("stdlib",),
@@ -777,6 +767,7 @@ WRONG = {
     "dim": (-5,),
     "vocabulary": (0, 1.5),
     "seed": (-1, 2**60),
+    "tokens": (1, 2**50),
     "clip": (math.nan,),
     "weight_decay": (-1.0,),
 }

@@ -319,7 +319,7 @@ OF_OTHER_SIZES = {
     ),
     "keys": ("softmax", lambda: SoftmaxAttention(8, 4), "keys"),
     "network": ("ttt-linear", lambda: TTTLinear(8, 4), "S"),
-    "window": ("lact", lambda: LaCT(8, 2, chunk_size=4), "convolution"),
+    "window": ("lact", lambda: LaCT(8, 2, chunk_size=4), "window"),
     "units": ("mlstm", lambda: MLSTM(8, 1), "[Sm]"),
 }
 

@@ -70,6 +70,25 @@ def test_a_gradient_of_its_gradient_is_refused(name):
         slope.sum().backward()
 
 
+@EVERY
+@pytest.mark.parametrize("cut", [1, 37, 64])
+def test_two_calls_are_one(name, cut):
+    """The state carries all that the second one needs."""
+    operator, T = OPERATORS[name], 100
+    once = (*operator.whole, "initial_state")
+    x = drawn(name, T, 1, torch.float64)
+    *want, last = operator.call(**x)
+    outputs = []
+    for tokens in (slice(0, cut), slice(cut, T)):
+        part = {
+            key: t if key in once else t[:, tokens] for key, t in x.items()
+        }
+        *found, x["initial_state"] = operator.call(**part)
+        outputs.append(found)
+    whole = [torch.cat(o, 1) for o in zip(*outputs, strict=True)]
+    torch.testing.assert_close((whole, x["initial_state"]), (want, last))
+
+
 TRANSFORMS = {
     "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),

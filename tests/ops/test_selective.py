@@ -253,18 +253,6 @@ def test_the_loop_has_tangents():
     torch.testing.assert_close(slope, loop(x["x"] + one) - loop(x["x"]))
 
 
-def test_two_halves_are_the_whole():
-    x = tokens(T=21)
-    y, state = fw.selective_scan(**x)
-    whole = {name: x[name] for name in ("A", "D")}
-    outputs, last = [], x["initial_state"]
-    for part in (slice(0, 8), slice(8, 21)):
-        cut = {n: x[n][:, part] for n in ("x", "dt", "B", "C")}
-        o, last = fw.selective_scan(**cut, **whole, initial_state=last)
-        outputs.append(o)
-    torch.testing.assert_close((torch.cat(outputs, 1), last), (y, state))
-
-
 @pytest.mark.parametrize("single", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]

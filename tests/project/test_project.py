@@ -195,21 +195,6 @@ def test_lines_are_clean_and_code_fits_its_page() -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize(
-    "chapter", sorted(ROOT.glob("chapters/*.md")), ids=lambda p: p.stem
-)
-def test_code_cells_fit_their_page(chapter: Path) -> None:
-    cells = re.findall(
-        r"^```\{code-cell\}[^\n]*\n(.*?)^```$",
-        chapter.read_text("utf-8"),
-        re.M | re.S,
-    )
-    wide = [
-        line for cell in cells for line in cell.split("\n") if len(line) > 79
-    ]
-    assert not wide, "\n".join(wide)
-
-
 def test_each_mutant_has_something_to_replace() -> None:
     """Where the code has moved on, mutants.py would break nothing."""
     stale = []

@@ -30,10 +30,11 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
-from fastweights.dtypes import compute_dtype
+from fastweights.dtypes import compute_dtype, upcast
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
+from fastweights.reference.convolution import unit
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -135,7 +136,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
     full = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
     q, k, v = q.to(full), k.to(full), v.to(full)
     if x.get("use_qk_l2norm_in_kernel"):
-        q, k = _unit(q), _unit(k)
+        q, k = unit(q), unit(k)
     names = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
     offsets, last = offsets_of(q, *[x.get(name) for name in names])
     tokens = [q, k, v]
@@ -242,13 +243,6 @@ def _check(title: str, x: Arguments) -> None:
             raise ValueError(f"{name}: got {got}, need {need}")
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x / sqrt(|x|^2 + 1e-6) along its last dimension, in x's dtype."""
-    full = x.to(compute_dtype(x.dtype))
-    rest = full.square().sum(-1, keepdim=True)
-    return (full * (rest + 1e-6).rsqrt()).to(x.dtype)
-
-
 def _log_decay(x: Arguments) -> Tensor | None:
     """The g of linear_recurrence."""
     g, by_channel = x.get("g"), x.get("gk")
@@ -263,7 +257,7 @@ def _log_decay(x: Arguments) -> Tensor | None:
 def _activated(x: Arguments) -> Tensor:
     """The log decay that use_gate_in_kernel makes of g, in fp32 or fp64."""
     A, bias, bound = x["A_log"], x["dt_bias"], x.get("lower_bound")
-    g = x["g"].to(compute_dtype(x["g"].dtype))
+    g = upcast(x["g"])
     if bias is not None:
         g = g + bias.to(g.dtype).view(g.shape[2:])
     rate = 1.0
@@ -278,7 +272,7 @@ def _strength(x: Arguments) -> Tensor | None:
     """The beta of linear_recurrence."""
     beta: Any = x.get("beta")
     if x.get("use_beta_sigmoid_in_kernel"):
-        beta = torch.sigmoid(beta.to(compute_dtype(beta.dtype)))
+        beta = torch.sigmoid(upcast(beta))
         return 2 * beta if x["allow_neg_eigval"] else beta
     if beta is None and "beta" in x:
         return torch.ones_like(x["v"][..., 0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.layer import CheckedModule
 from fastweights.layers.layer_arguments import check_one_of
-from fastweights.layers.parts import Factory, split_heads, upcast
+from fastweights.layers.parts import Factory, split_heads
 from fastweights.layers.plain_modules import is_plain, source_of
 from fastweights.layers.state import LayerState, Offsets, field_of
 from fastweights.ops.convolution import (
@@ -20,6 +20,7 @@ from fastweights.ops.convolution import (
     convolve_heads,
     short_convolution,
 )
+from fastweights.reference.convolution import unit
 
 Inputs = Float[Tensor, "N W-1 C"]
 
@@ -168,12 +169,6 @@ class HeadsConvolution(CheckedModule):
 
 
 PLAIN_HEADS = source_of(HeadsConvolution)
-
-
-def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
-    y = upcast(x)
-    return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.convolution import HeadsConvolution, unit
+from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     check_one_of,
@@ -18,6 +18,7 @@ from fastweights.layers.layer_arguments import (
 )
 from fastweights.layers.parts import Factory, OutputNorm, write_strength
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.reference.convolution import unit
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {
@@ -61,6 +62,8 @@ class DeltaNet(Layer):
         gate: whether the output is multiplied by silu(W_g x).
         norm_eps: of the output norm.
     """
+
+    narrow_state = True
 
     def __init__(
         self,

@@ -66,6 +66,8 @@ class GatedDeltaNet(Layer):
         norm_eps: of the output norm.
     """
 
+    narrow_state = True
+
     def __init__(
         self,
         dim: int,

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastweights.dtypes import upcast
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
-from fastweights.layers.parts import Factory, OutputNorm, low_rank, upcast
+from fastweights.layers.parts import Factory, OutputNorm, low_rank
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 
@@ -40,6 +41,8 @@ class GatedLinearAttention(Layer):
             is none.
         norm_eps: of the output norm.
     """
+
+    narrow_state = True
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class KimiDeltaAttention(Layer):
         norm_eps: of the output norm.
     """
 
+    narrow_state = True
+
     def __init__(
         self,
         dim: int,

@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.deep import lact
+from fastweights.dtypes import upcast
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     check_even,
     head_size,
     scaled,
 )
-from fastweights.layers.parts import Factory, OutputNorm, upcast
+from fastweights.layers.parts import Factory, OutputNorm
 from fastweights.layers.rotary import rotary
 from fastweights.layers.state import (
     LayerState,
@@ -134,11 +135,11 @@ class LaCT(Layer):
     def read(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
-        """y, and the state (S, position, convolution) after the last tokens.
+        """y, and the state (S, position, window) after the last tokens.
 
         S [N, H, 3 P + 1] holds what a head's P weights have learned, their
-        momentum, and the sums of the chunk so far; ``convolution`` the keys
-        and values of the window.
+        momentum, and the sums of the chunk so far; ``window`` the keys and
+        values that the attention beside it still sees.
         """
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
@@ -154,7 +155,7 @@ class LaCT(Layer):
             rows.spread(turned(k)),
             rows.spread(v.unflatten(-1, heads)),
             self.window,
-            field_of(state, "convolution"),
+            field_of(state, "window"),
             rows.position,
             rows.lengths,
         )
@@ -188,7 +189,7 @@ class LaCT(Layer):
         far = self.norm(rows.pack(o)).unflatten(-1, split)
         far = far * F.silu(self.scale_proj(x))[..., None]
         y = self.o_proj(rows.pack(near).flatten(2) + far.flatten(2))
-        return y, LayerState(S=S, position=rows.after(), convolution=past)
+        return y, LayerState(S=S, position=rows.after(), window=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""

@@ -102,6 +102,9 @@ class Layer(CheckedModule):
     padded: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
 
+    narrow_state: bool = False
+    """Whether a state's S may be bf16: steps are fastweights.decode_step."""
+
     def forward(
         self,
         x: Tokens,

@@ -66,6 +66,8 @@ class LinearRecurrence(Layer):
         norm_eps: of the output norm.
     """
 
+    narrow_state = True
+
     def __init__(
         self,
         dim: int,

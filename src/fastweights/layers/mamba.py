@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastweights.dtypes import upcast
 from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_range, scaled
-from fastweights.layers.parts import Factory, draw_dt_bias_, upcast
+from fastweights.layers.parts import Factory, draw_dt_bias_
 from fastweights.layers.state import (
     LayerState,
     Offsets,

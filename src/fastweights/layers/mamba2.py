@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.dtypes import upcast
 from fastweights.layers.convolution import HeadsConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     scaled,
     whole_number,
 )
-from fastweights.layers.parts import Decay, Factory, OutputNorm, upcast
+from fastweights.layers.parts import Decay, Factory, OutputNorm
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
 
 Steps = Float[Tensor, "B T H"]
@@ -62,6 +63,8 @@ class Mamba2(Layer):
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the norm.
     """
+
+    narrow_state = True
 
     def __init__(
         self,

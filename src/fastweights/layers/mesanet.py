@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.deep import mesa
-from fastweights.layers.convolution import ShortConvolution, unit
+from fastweights.dtypes import upcast
+from fastweights.layers.convolution import ShortConvolution
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import head_size
-from fastweights.layers.parts import Factory, OutputNorm, upcast
+from fastweights.layers.parts import Factory, OutputNorm
 from fastweights.layers.state import LayerState, Offsets, field_of
+from fastweights.reference.convolution import unit
 
 
 class MesaNet(Layer):

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastweights.dtypes import upcast
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
-from fastweights.layers.parts import Factory, OutputNorm, split_heads, upcast
+from fastweights.layers.parts import Factory, OutputNorm, split_heads
 from fastweights.layers.state import LayerState, Offsets, state_to_step
 from fastweights.ops.decode import mlstm_step
 from fastweights.ops.mlstm import mlstm

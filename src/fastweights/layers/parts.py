@@ -10,14 +10,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.dtypes import compute_dtype
+from fastweights.dtypes import compute_dtype, upcast
 from fastweights.layers.layer import CheckedModule
 from fastweights.layers.layer_arguments import (
     check_one_of,
     check_range,
 )
 from fastweights.layers.plain_modules import source_of
-from fastweights.ops.output_norm import ACTIVATIONS, Activation, gated_rms_norm
+from fastweights.ops.output_norm import (
+    ACTIVATIONS,
+    Activation,
+    gated_rms_norm,
+    norm_by_formula,
+)
 from fastweights.reference import convolution
 
 SMALLEST = 1e-4  # A and dt at the start
@@ -114,11 +119,6 @@ class Decay(CheckedModule):
 
 
 PLAIN_DECAY = source_of(Decay)
-
-
-def upcast(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 if it is that: gates, norms and positions."""
-    return x.to(compute_dtype(x.dtype))
 
 
 @torch.no_grad()
@@ -236,13 +236,8 @@ class OutputNorm(CheckedModule):
             )
         y = upcast(o)
         y = y - y.mean(-1, keepdim=True)
-        y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        y = (y * weight.to(y.dtype)).flatten(-2)
-        if gate is not None:
-            gate = gate.to(y.dtype)
-            silu = self.activation == "silu"
-            y = y * (F.silu(gate) if silu else gate.sigmoid())
-        return y.to(o.dtype)
+        silu = self.activation == "silu"
+        return norm_by_formula(y, weight, gate, silu, self.eps).to(o.dtype)
 
 
 PLAIN_OUTPUT_NORM = source_of(OutputNorm)

@@ -47,6 +47,8 @@ class MultiScaleRetention(Layer):
         norm_eps: of the output norm.
     """
 
+    narrow_state = True
+
     def __init__(
         self,
         dim: int,
@@ -120,6 +122,8 @@ class LightningAttention(Layer):
         num_layers: layers of the model.
         norm_eps: of the output norm.
     """
+
+    narrow_state = True
 
     def __init__(
         self,

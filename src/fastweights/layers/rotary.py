@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.layers.parts import upcast
+from fastweights.dtypes import upcast
 
 
 def rotary(

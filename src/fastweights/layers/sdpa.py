@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from fastweights import private
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
-from fastweights.layers.state import Offsets, sequence_of
+from fastweights.layers.state import Offsets
+from fastweights.reference.packing import sequence_of
 
 Heads = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads

@@ -18,6 +18,7 @@ from fastweights.ops.decode import (
     write_rows,
 )
 from fastweights.ops.recurrence import linear_recurrence
+from fastweights.reference.packing import sequence_of
 
 Offsets = Int[Tensor, " N+1"]
 
@@ -29,9 +30,9 @@ class LayerState:
     A layer fills the fields that it has; the others are None. S and m are
     fp32 (fp64 in an fp64 layer) whatever the layer's dtype is: a state in
     half precision loses small writes. A pool may have S in bf16 all the same.
-    ``convolution``, ``keys`` and ``values`` may be in any dtype: a call reads
-    them in its own, under autocast in that of autocast, writes them in place
-    in theirs, and makes new ones in its own.
+    All others but ``position`` may be in any dtype: a call reads them in its
+    own, under autocast in that of autocast, writes them in place in theirs,
+    and makes new ones in its own.
 
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool
@@ -46,8 +47,10 @@ class LayerState:
     """mLSTM's stabilizer."""
 
     convolution: Float[Tensor, "N W-1 C"] | None = None
-    """The last inputs of the short convolution, oldest first (LaCT: the last
-    keys and values, of its window)."""
+    """The last inputs of the short convolution, oldest first."""
+
+    window: Float[Tensor, "N W-1 C"] | None = None
+    """LaCT's last keys and values, side by side, oldest first."""
 
     keys: Float[Tensor, "N capacity H K"] | None = None
     """Softmax attention's keys, by position in the sequence."""
@@ -279,15 +282,6 @@ def continue_recurrence(
         else first.to(compute_dtype(q.dtype)),
         cu_seqlens=cu_seqlens,
     )
-
-
-def sequence_of(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
-    """The sequence that each of T packed tokens belongs to.
-
-    N, one more than the last, for tokens after all of the N sequences.
-    """
-    token = torch.arange(T, device=cu_seqlens.device)
-    return torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
 
 
 def token_positions(

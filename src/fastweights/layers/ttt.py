@@ -7,12 +7,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.deep import ttt
+from fastweights.dtypes import upcast
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import (
     check_even,
     head_size,
 )
-from fastweights.layers.parts import Factory, split_heads, upcast
+from fastweights.layers.parts import Factory, split_heads
 from fastweights.layers.rotary import rotary
 from fastweights.layers.state import (
     LayerState,

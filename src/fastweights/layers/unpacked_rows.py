@@ -17,8 +17,8 @@ from fastweights.layers.state import (
     Offsets,
     field_of,
     sequence_lengths,
-    sequence_of,
 )
+from fastweights.reference.packing import sequence_of
 
 Read = Callable[..., tuple[Tensor, LayerState]]
 

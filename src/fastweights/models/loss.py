@@ -29,9 +29,10 @@ from fastweights.dtypes import (
     cast_for_autocast,
     compute_dtype,
     under_autocast,
+    upcast,
     without_autocast,
 )
-from fastweights.layers.parts import upcast
+from fastweights.ops.registration import registered
 from fastweights.reference.packing import outside
 
 Hidden = Float[Tensor, "*rows D"]
@@ -301,14 +302,7 @@ def _pieces(
     return zip(rows.split(size), targets.split(size), strict=True)
 
 
-# One node of a compiled graph, for any number of rows.
-IN_PIECES = torch.library.custom_op(
-    "fastweights::cross_entropy", _in_pieces, mutates_args=()
-)
-
-
-@IN_PIECES.register_fake
-def _(
+def _empty(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
     to = compute_dtype(x.dtype)
@@ -316,3 +310,11 @@ def _(
     if gradients:
         found += x.new_empty(x.shape), torch.empty_like(weight, dtype=to)
     return found
+
+
+# One node of a compiled graph, for any number of rows.
+IN_PIECES = registered(
+    "cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignored, "
+    "bool gradients) -> Tensor[]",
+    *(_in_pieces, _empty),
+)

@@ -10,24 +10,11 @@ from torch import Tensor
 
 from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
+from fastweights.models.config import LAYERS
 from fastweights.models.model import LanguageModel
 from fastweights.ops.decode import NARROW
 
 Rows = Sequence[int] | Int[Tensor, " B"]
-
-NARROWED = frozenset(
-    {
-        "deltanet",
-        "gated_deltanet",
-        "gla",
-        "kda",
-        "lightning",
-        "mamba2",
-        "recurrence",
-        "retention",
-    }
-)
-"""Kinds of layer whose steps are :func:`fastweights.decode_step`."""
 
 
 class StatePool:
@@ -98,10 +85,15 @@ class StatePool:
         self._clear(slice(None))
 
     def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
-        if other := sorted(kinds - NARROWED - {"softmax"}):
+        narrow = {
+            x
+            for x, layer in LAYERS.items()
+            if getattr(layer, "narrow_state", False)
+        }
+        if other := sorted(kinds - narrow - {"softmax"}):
             raise ValueError(
                 f"dtype: got {dtype} for a model with {', '.join(other)}, "
-                f"need None, or layers of {', '.join(sorted(NARROWED))}"
+                f"need None, or layers of {', '.join(sorted(narrow))}"
             )
         if dtype not in (torch.float32, *NARROW):
             raise ValueError(

@@ -23,8 +23,9 @@ from fastweights.ops.normaliser import (
     check_normalised,
     recurrence_with_normaliser,
 )
+from fastweights.ops.registration import registered
 from fastweights.reference.chunkwise import CLEARS
-from fastweights.reference.packing import outside
+from fastweights.reference.packing import outside, sequence_of
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]
@@ -192,9 +193,8 @@ def stabilizers(
         entering = first[:, None]
     else:
         offsets = cu_seqlens.to(g.device, torch.int64)
-        stops = offsets[1:].contiguous()
-        sequence = torch.searchsorted(stops, tokens, right=True)
-        sequence = sequence.clamp(max=N - 1)
+        stops = offsets[1:]
+        sequence = sequence_of(offsets, T).clamp(max=N - 1)
         starts = tokens == offsets[sequence]
         ends = tokens == stops[sequence] - 1
         entering = first[sequence][None]
@@ -238,14 +238,8 @@ def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
 
 
 # One node of a compiled graph for any T.
-RUNNING_MAXIMUM = torch.library.custom_op(
-    "fastweights::running_maximum",
+RUNNING_MAXIMUM = registered(
+    "running_maximum(Tensor a, Tensor b) -> Tensor",
     _running_maximum,
-    mutates_args=(),
-    schema="(Tensor a, Tensor b) -> Tensor",
+    lambda a, b: torch.empty_like(b),
 )
-
-
-@RUNNING_MAXIMUM.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty_like(b)

@@ -24,7 +24,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import DTYPES, compute_dtype
+from fastweights.dtypes import DTYPES, upcast
 from fastweights.ops.backends import (
     KernelOrTorch,
     check_backend,
@@ -79,11 +79,11 @@ def gated_rms_norm(
     _check(o, weight, gate, activation, eps, backend)
     silu = activation == "silu"
     if _backend_for(backend, o.device, o.dtype) == "torch":
-        return _formula(o, weight, gate, silu, eps)
+        return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()
     if backend == "auto" and not compiling and private.under_transform():
-        return _formula(o, weight, gate, silu, eps)
+        return norm_by_formula(o, weight, gate, silu, eps)
     return NORM(*inputs, silu, float(eps))
 
 
@@ -96,15 +96,15 @@ def _backend_for(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     return "torch"
 
 
-def _formula(
+def norm_by_formula(
     o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> Tensor:
-    full = compute_dtype(o.dtype)
-    y = o.to(full)
+    """:func:`gated_rms_norm` in PyTorch's operations."""
+    y = upcast(o)
     y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = (y * weight.to(full)).flatten(-2)
+    y = (y * weight.to(y.dtype)).flatten(-2)
     if gate is not None:
-        gate = gate.to(full)
+        gate = gate.to(y.dtype)
         y = y * (F.silu(gate) if silu else gate.sigmoid())
     return y.to(o.dtype)
 

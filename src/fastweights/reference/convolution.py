@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.dtypes import compute_dtype
-from fastweights.reference.packing import Offsets
+from fastweights.dtypes import compute_dtype, upcast
+from fastweights.reference.packing import Offsets, sequence_of
 
 Rows = Int[Tensor, " rows"]
 Heads = tuple[int, int, int, int]
@@ -46,7 +46,7 @@ def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
     offsets = cu_seqlens.long().clamp(0, T).cummax(0).values
     N = cu_seqlens.shape[0] - 1
     t = torch.arange(T, device=cu_seqlens.device)
-    n = torch.searchsorted(offsets[1:], t, right=True).clamp(max=N - 1)
+    n = sequence_of(offsets, T).clamp(max=N - 1)
     i = torch.arange(N * (W - 1), device=cu_seqlens.device)
     of = i // (W - 1)  # the sequence of a row of a state
     first, last = offsets[of] + i, offsets[of + 1] + i
@@ -155,6 +155,12 @@ def split_heads(
     q, k, v = y.split((H * K, H * K, HV * V), dim=-1)
     q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
     return q, k, v.unflatten(-1, (HV, V))
+
+
+def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
+    y = upcast(x)
+    return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def inverse_norm(

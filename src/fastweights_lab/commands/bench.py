@@ -95,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out the first call, which compiles on an empty cache",
     )
     for case, of in (
-        ("deep", deep.CASES),
-        ("generate", generate.PATTERNS),
-        ("growth", growth.CASES),
+        ("deep", [*deep.CASES]),
+        ("generate", [*generate.PATTERNS]),
+        ("growth", [*growth.CASES]),
     ):
         add[case](
             "names",

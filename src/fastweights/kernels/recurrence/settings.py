@@ -7,6 +7,7 @@ its dtype, its widths and the GPU, and its :class:`Lengths` the rest.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def intra_options(stage: str, kind: Kind) -> dict[str, int]:
     return options
 
 
-def compose_options(kind: Kind) -> dict[str, int]:
+def compose_options(stage: str, kind: Kind) -> dict[str, int]:
     """Options of compose_kernel, which is fp32 whatever q's dtype is.
 
     A state's few programs go from segment to segment, one after the other:
@@ -180,6 +181,22 @@ def scan_values(kind: Kind) -> int:
     return BV if kind.gpu.has_large_shared else BV // 2
 
 
+RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
+    "intra": intra_options,
+    "segment_maps": scan_options,
+    "compose": compose_options,
+    "scan": scan_options,
+    "chunk_states": scan_options,
+    "segment_maps_backward": scan_options,
+    "compose_backward": compose_options,
+    "scan_backward": scan_options,
+    "intra_backward": intra_options,
+    "gate_backward": intra_options,
+    "intra_backward_strong": intra_options,
+}
+"""Each stage's tiles and launch settings, in the order of the schedule."""
+
+
 def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     """What a stage's kernel is compiled for, and its launch settings.
 
@@ -192,13 +209,8 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     On capability 10.x nothing is loaded ahead: there Triton may start a
     product before that of the last iteration is done (TUNING.md).
     """
-    inside = stage.startswith(("intra", "gate"))
-    if inside:
-        options = intra_options(stage, kind)
-    elif stage.startswith("compose"):
-        options = compose_options(kind)
-    else:
-        options = scan_options(stage, kind)
+    options = RULES[stage](stage, kind)
+    inside = RULES[stage] is intra_options
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
