@@ -29,7 +29,9 @@ def normed(
 ) -> list[Any]:
     """What the modules make of norm(x), as :func:`.token.normed`."""
     y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
-    products = [m if m is None else _product(m, y) for m in modules]
+    products: list[Any] = [
+        None if m is None else _product(m, y) for m in modules
+    ]
     if not swiglu:
         return products
     gate, up = products[0].chunk(2, -1)

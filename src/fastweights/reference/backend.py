@@ -8,6 +8,8 @@ sequences.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -76,12 +78,13 @@ def advance(
     decay = None if g is None else g.exp()
     outputs = []
     for t in range(T):
-        q_t, k_t, v_t, decay_t, beta_t = (  # [N HV, 1, ...]
-            x
-            if x is None
-            else (x if T == 1 else x[:, t : t + 1]).reshape(N * HV, 1, -1)
-            for x in (q, k, v, decay, beta)
-        )
+        step: list[Any] = [q, k, v, decay, beta]
+        if T > 1:
+            step = [None if x is None else x[:, t : t + 1] for x in step]
+        step = [
+            None if x is None else x.reshape(N * HV, 1, -1) for x in step
+        ]
+        q_t, k_t, v_t, decay_t, beta_t = step
         if decay_t is not None:
             S.mul_(decay_t.mT)
         if beta_t is not None:
