@@ -26,10 +26,10 @@ from compat_cases import (
     MODELS,
     OWN_LAYERS,
     SIZES,
+    InDouble,
     modeling,
     with_spread_gates,
 )
-from torch.overrides import TorchFunctionMode
 
 import fastweights as fw
 from fastweights import compat
@@ -137,19 +137,6 @@ def same(grads, wanted):
         few = key.endswith(("A_log", "dt_bias"))
         tolerance = 5e-5 if few else 1e-5
         assert relative_error(grads[key], wanted[key]) <= tolerance, key
-
-
-class InDouble(TorchFunctionMode):
-    """What a modeling file computes in fp32, whatever comes, is in fp64."""
-
-    def __torch_function__(self, function, types, given=(), named=None):
-        def wide(x):
-            return torch.float64 if x is torch.float32 else x
-
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        named = {key: wide(x) for key, x in (named or {}).items()}
-        return function(*map(wide, given), **named)
 
 
 def doubled(m):

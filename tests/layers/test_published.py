@@ -241,11 +241,13 @@ def mlstm(w, x, H, K, V, cap=15, eps=1e-6):
     return y @ w["o_proj.weight"].T
 
 
-def softmax(w, x, H, HK, K, *, theta=1e4, turn=1.0):
+def softmax(w, x, H, HK, K, *, theta=1e4, turn=1.0, per_head=True):
     q, k, v = cut(x @ w["qkv_proj.weight"].T, (H, K), (HK, K), (HK, K))
     if "q_norm.weight" in w:
+        q, k = (y if per_head else y.flatten(1) for y in (q, k))
         q = rms(q, 1e-6) * w["q_norm.weight"]
         k = rms(k, 1e-6) * w["k_norm.weight"]
+        q, k = q.reshape(-1, H, K), k.reshape(-1, HK, K)
     if theta is not None:
         R = int(K * turn)
         for t in range(len(x)):
@@ -309,7 +311,9 @@ EQUATIONS = {
     "mlstm": partial(mlstm, H=2, K=2, V=4),
     "softmax": partial(softmax, H=2, HK=2, K=4),
     "softmax-options": partial(softmax, H=4, HK=2, K=4, theta=100.0, turn=0.5),
-    "softmax-no-positions": partial(softmax, H=2, HK=2, K=4, theta=None),
+    "softmax-olmo": partial(
+        softmax, H=4, HK=2, K=2, theta=None, per_head=False
+    ),
 }
 
 

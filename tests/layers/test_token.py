@@ -108,6 +108,17 @@ def test_a_hook_of_the_mlp_sees_every_token():
     assert len(seen) == 3 and len(ran) == 2
 
 
+def test_norms_behind_a_layer_are_the_modules_matter():
+    m = made("gated_deltanet", "cpu", post_norm=("gated_deltanet",))
+    tokens = torch.randint(V, (2, 3))
+    with torch.no_grad():
+        wanted, _ = m(tokens)
+        states = m(tokens[:, :1], m.new_states(2, 4))[1]
+    found, ran = steps(m, tokens[:, 1:], states)
+    assert not ran
+    assert relative_error(found, wanted[:, 1:]) <= 5e-6
+
+
 def test_gradients_graphs_and_autocast_are_the_modules_matter():
     m = made("gated_deltanet", "cpu", num_layers=1)
     x = torch.zeros(1, 1, 32)

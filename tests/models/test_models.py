@@ -40,6 +40,10 @@ def test_a_config_survives_json():
 def test_the_mlp_is_rounded_up_as_published():
     assert ModelConfig(9, 1024, 2).mlp_width == 2816
     assert ModelConfig(9, 128, 2).mlp_width == 512
+    for i in range(99):
+        D, width = 64 + 8 * i, 136 + 24 * i
+        c = ModelConfig(9, D, 1, mlp_ratio=width / D, mlp_multiple=1)
+        assert c.mlp_width == width
     blocks = model(("mamba", "softmax")).blocks
     assert [block.mlp is None for block in blocks] == [True, False]
 
@@ -63,6 +67,7 @@ def test_the_mlp_is_rounded_up_as_published():
         ("pattern", ([],), "pattern: got [], need one of deltanet"),
         ("without_mlp", None, "without_mlp: got None, need a tuple"),
         ("without_mlp", ("rnn",), "without_mlp: got 'rnn', need one of"),
+        ("post_norm", "gla", "post_norm: got the string 'gla', need a tuple"),
         ("mlp_ratio", math.inf, "mlp_ratio: got inf, need a finite number"),
     ],
 )
@@ -93,6 +98,26 @@ def test_branches_are_layers_and_the_mlps_that_there_are():
     c = config(("mamba", "softmax", "gla"), num_layers=4)
     assert c.num_branches == 4 + 2
     assert config(("gla",), without_mlp=("gla",)).num_branches == 2
+
+
+def test_a_block_norms_what_it_reads_or_what_it_adds():
+    def normed(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    for kind in ("kda", "gla"):  # the second is in post_norm
+        m, post = model((kind,), num_layers=1), kind == "gla"
+        (block,) = m.blocks
+        for p in m.parameters():
+            if p.dim() == 1:
+                nn.init.uniform_(p, 0.5, 1.5)
+        w = block.norm.weight, block.mlp[int(post)].weight
+        branches = block.layer, block.mlp[1 - post]
+        y = x = torch.randn(2, 5, 32)
+        for f, weight in zip(branches, w, strict=True):
+            read = y if post else normed(y, weight)
+            add = f(read)[0] if f is block.layer else f(read)
+            y = y + (normed(add, weight) if post else add)
+        torch.testing.assert_close(block(x)[0], y)
 
 
 class Shift(nn.Module):

@@ -2,6 +2,9 @@
 
 import importlib
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 48,
@@ -155,3 +158,16 @@ def with_spread_gates(made):
         elif key.endswith("dt_bias"):
             x.data.normal_()
     return made
+
+
+class InDouble(TorchFunctionMode):
+    """What a modeling file computes in fp32, whatever comes, is in fp64."""
+
+    def __torch_function__(self, function, types, given=(), named=None):
+        def wide(x):
+            return torch.float64 if x is torch.float32 else x
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        named = {key: wide(x) for key, x in (named or {}).items()}
+        return function(*map(wide, given), **named)

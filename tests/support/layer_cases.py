@@ -51,7 +51,8 @@ mesanet: MesaNet(D, 2, 4, steps=8)
 softmax: SoftmaxAttention(D, 2)
 softmax-options: SoftmaxAttention(D, 4, num_kv_heads=2, head_dim=4,
     theta=100.0, rotary_fraction=0.5, qk_norm=True, gate=True)
-softmax-no-positions: SoftmaxAttention(D, 2, theta=None)
+softmax-olmo: SoftmaxAttention(D, 4, num_kv_heads=2, theta=None,
+    qk_norm=True, head_qk_norm=False)
 """
 
 

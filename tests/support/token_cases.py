@@ -21,6 +21,7 @@ CASES = {
     "recurrence-any-length": {"normalize": False, "activation": False},
     "softmax": {"num_kv_heads": 1, "gate": True},
     "softmax-norm": {"qk_norm": True, "rotary_fraction": 0.5},
+    "softmax-olmo": {"qk_norm": True, "head_qk_norm": False, "theta": None},
 }
 
 

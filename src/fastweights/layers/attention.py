@@ -33,8 +33,10 @@ class SoftmaxAttention(Layer):
         y = W_o softmax(q k^T / sqrt(K)) v
 
     by PyTorch's scaled_dot_product_attention. Qwen3-Next's has ``qk_norm``,
-    ``gate``, a ``rotary_fraction`` of 0.25 and head_dim 256; Kimi Linear's
-    has no positions, and is multi-head latent attention, which this is not.
+    ``gate``, a ``rotary_fraction`` of 0.25 and head_dim 256; OLMo-Hybrid's
+    has ``qk_norm`` with ``head_qk_norm=False``, and no positions. Kimi
+    Linear's has none either, and is multi-head latent attention, which this
+    is not.
 
     Differs from the published one in: rotary positions, which turn q and k
     unless ``theta=None`` (Vaswani et al. 2017 add positions to the
@@ -53,7 +55,9 @@ class SoftmaxAttention(Layer):
             Consecutive heads of q share one of k and v.
         theta: base of the rotary positions; None: there are none.
         rotary_fraction: share of a head's channels that turn, the first.
-        qk_norm: whether q and k are normed per head, by RMSNorm.
+        qk_norm: whether q and k are normed, by RMSNorm.
+        head_qk_norm: whether per head; else over all heads' channels
+            together, as in OLMo 2.
         gate: whether the output is multiplied by sigmoid(W_g x).
         norm_eps: of the norms of q and k.
     """
@@ -68,6 +72,7 @@ class SoftmaxAttention(Layer):
         theta: float | None = 1e4,
         rotary_fraction: float = 1.0,
         qk_norm: bool = False,
+        head_qk_norm: bool = True,
         gate: bool = False,
         norm_eps: float = 1e-6,
         device: torch.device | None = None,
@@ -91,8 +96,10 @@ class SoftmaxAttention(Layer):
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
         self.q_norm, self.k_norm = (
-            OutputNorm(K, None, eps=norm_eps, **to) if qk_norm else None
-            for _ in "qk"
+            OutputNorm(K if head_qk_norm else width, None, eps=norm_eps, **to)
+            if qk_norm
+            else None
+            for width in self.widths[:2]
         )
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
 
@@ -146,9 +153,10 @@ class SoftmaxAttention(Layer):
         H, HK = (width // self.K for width in self.widths[:2])
         qk, v = qkv.unflatten(-1, (-1, self.K)).split([H + HK, HK], 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([H, HK], 2)
-            q = self.q_norm(q).view_as(q)
-            qk = torch.cat([q, self.k_norm(k).view_as(k)], 2)
+            q, k, _ = qkv.split(self.widths, -1)
+            q = self.q_norm(q.unflatten(-1, (-1, self.q_norm.size)))
+            k = self.k_norm(k.unflatten(-1, (-1, self.k_norm.size)))
+            qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
         if self.theta is not None:
             at = token_positions(qkv.shape[1], qkv.device, state, cu_seqlens)
             qk = rotary(qk, at, self.theta, self.rotary_fraction)

@@ -32,6 +32,7 @@ from fastweights.models.loss import (
 )
 from fastweights.models.model import Block, LanguageModel, SwiGLU
 from fastweights.models.pool import StatePool
+from fastweights.models.transformers import from_transformers
 
 __all__ = [
     "LAYERS",
@@ -41,6 +42,7 @@ __all__ = [
     "StatePool",
     "SwiGLU",
     "cross_entropy",
+    "from_transformers",
     "load",
     "next_tokens",
     "token_losses",

@@ -78,14 +78,18 @@ class ModelConfig:
     without_mlp: Sequence[str] = ("mamba", "mamba2")
     """Kinds of layer whose blocks have no MLP."""
 
+    post_norm: Sequence[str] = ()
+    """Kinds of layer whose blocks norm what they add, as in OLMo 2:
+    x + norm(layer(x)), in place of x + layer(norm(x)); the MLP too."""
+
     tie_embeddings: bool = False
     """Whether the logits are products with the embeddings of the tokens."""
 
     norm_eps: float = 1e-6
-    """The eps of the RMS norms before layers, MLPs and logits."""
+    """The eps of the RMS norms of layers, MLPs and logits."""
 
     def __post_init__(self) -> None:
-        for name in ("pattern", "without_mlp"):
+        for name in ("pattern", "without_mlp", "post_norm"):
             names = getattr(self, name)
             if isinstance(names, str) or not isinstance(names, Sequence):
                 kind = "the string " if isinstance(names, str) else ""
@@ -133,8 +137,9 @@ class ModelConfig:
     @property
     def mlp_width(self) -> int:
         """Hidden width of the MLPs."""
-        steps = math.ceil(self.mlp_ratio * self.dim / self.mlp_multiple)
-        return steps * self.mlp_multiple
+        steps = self.mlp_ratio * self.dim / self.mlp_multiple
+        # Whole if the ratio is of two widths, but for its rounding.
+        return math.ceil(steps * (1 - 1e-12)) * self.mlp_multiple
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -96,6 +96,9 @@ def swiglu_token(x: Token, mlp: Any) -> Token | None:
 class Block(nn.Module):
     """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none.
 
+    Kinds in the config's ``post_norm``: x + norm(layer(x)), then
+    x + norm(mlp(x)).
+
     Args:
         config: the model's.
         index: which of its blocks, from 0: that decides its kind.
@@ -115,11 +118,12 @@ class Block(nn.Module):
         options = config.layer_options(index)
         self.layer = LAYERS[kind](D, **options, device=device, dtype=dtype)
         self.mlp: nn.Module | None = None
+        self.post_norm = kind in config.post_norm
         if kind not in config.without_mlp:
-            self.mlp = nn.Sequential(
-                nn.RMSNorm(D, eps=eps, device=device, dtype=dtype),
-                SwiGLU(D, config.mlp_width, device=device, dtype=dtype),
-            )
+            norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
+            mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
+            both = (mlp, norm) if self.post_norm else (norm, mlp)
+            self.mlp = nn.Sequential(*both)
 
     def forward(
         self,
@@ -129,12 +133,13 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
         y = None
-        if few and state is not None:
+        if few and state is not None and not self.post_norm:
             step = getattr(self.layer, "step", None)
             y = None if step is None else step(x, self.norm, state)
         if y is None:
-            y, state = self.layer(self.norm(x), state, cu_seqlens)
-            y = x + y
+            y = x if self.post_norm else self.norm(x)
+            y, state = self.layer(y, state, cu_seqlens)
+            y = x + (self.norm(y) if self.post_norm else y)
         x = y
         if self.mlp is not None:
             y = swiglu_token(x, self.mlp) if few else None
@@ -488,6 +493,38 @@ class LanguageModel(CheckedModule):
         from fastweights.models.files import save
 
         save(self, folder)
+
+    def to_transformers(self) -> Any:
+        """Copy the model to one of transformers, which engines can serve.
+
+        It is an OlmoHybridForCausalLM or a Qwen3_5ForCausalLM, whichever the
+        config fits; its ``save_pretrained`` writes a folder. Either has
+        layers ``"gated_deltanet"`` and ``"softmax"``, Qwen3.5 with::
+
+            options={
+                "gated_deltanet": {"norm_eps": 1e-6},
+                "softmax": {"qk_norm": True, "gate": True},
+            }
+
+        and OLMo-Hybrid with ``post_norm=("softmax",)`` and::
+
+            options={"softmax": {"qk_norm": True, "head_qk_norm": False}}
+
+        Qwen3.5's norms have weights w as w - 1, which for w below 0.5 is
+        rounded, in bf16 by at most 0.002.
+
+        Returns:
+            the model, in the dtype and on the device of this one. Its config
+            names no token that ends a text.
+
+        Raises:
+            ImportError: transformers is not installed.
+            ValueError: the config fits neither; the message names what each
+                of them needs.
+        """
+        from fastweights.models.transformers import to_transformers
+
+        return to_transformers(self)
 
     @torch.no_grad()
     def _outline(self, T: int) -> list[LayerState | None]:
