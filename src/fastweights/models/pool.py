@@ -81,7 +81,7 @@ class StatePool:
         """Tokens that each row has read, at most."""
         # The last call's states, and the most that a row then has, as told.
         self._told: tuple[list[LayerState], int] = [], 0
-        self._grows = any(s.keys is not None for s in self.states)
+        self.grows = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
     def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
@@ -127,6 +127,28 @@ class StatePool:
         self._clear(row)
         self.read[row] = 0
         self.free[row] = None
+
+    def keep(self, row: int) -> list[LayerState]:
+        """A copy of a row's states, of keys and values what it has read."""
+        (row,) = self._taken("row", [row])
+        return [state.clone() for state in self._row(row)]
+
+    def restore(self, row: int, kept: list[LayerState]) -> None:
+        """Have a row go on from what was kept, of whichever row it was."""
+        (row,) = self._taken("row", [row])
+        self.read[row] = kept[0].used
+        for state, own in zip(self._row(row), kept, strict=True):
+            state.copy_(own)
+
+    def _row(self, row: int) -> list[LayerState]:
+        """A row's states in the memory of the pool."""
+        used, found = self.read[row], []
+        for state in self.states:
+            tensors = {k: x[row, None] for k, x in state.tensors().items()}
+            for name in {"keys", "values"} & tensors.keys():
+                tensors[name] = tensors[name][:, :used]
+            found.append(LayerState(**tensors, used=used))
+        return found
 
     def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
         """States for one call of the model with these rows.
@@ -176,7 +198,7 @@ class StatePool:
 
     def _full(self, some: dict[int, int]) -> list[int]:
         """Rows that may not have room for so many more tokens."""
-        if not self._grows:
+        if not self.grows:
             return []
         return [r for r, n in some.items() if self.read[r] + n > self.capacity]
 

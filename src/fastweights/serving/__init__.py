@@ -1,4 +1,7 @@
-"""What serves: a pool of states, and the steps that change them in place.
+"""What serves: an engine, and the steps in place that it is made of.
+
+:class:`Engine` answers requests that come and go with a model, on the rows of
+a :class:`StatePool`.
 
 :func:`fastweights.decode_step` continues the recurrence itself, and
 :class:`StatePool` a model's whole states. mLSTM, normalised linear attention
@@ -19,8 +22,12 @@ from fastweights.ops.decode import (
     mlstm_step,
     selective_step,
 )
+from fastweights.serving.engine import Engine
+from fastweights.serving.request import Request
 
 __all__ = [
+    "Engine",
+    "Request",
     "StatePool",
     "decode_step",
     "linear_attention_step",

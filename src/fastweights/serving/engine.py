@@ -1,0 +1,300 @@
+"""Requests that come and go, on one pool of states.
+
+A prompt is read but for its last token, which is the first that a step reads:
+steps alone draw tokens, and a state is always one token behind its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fastweights.arguments import check_flags, check_sizes
+from fastweights.models.model import LanguageModel
+from fastweights.models.pool import StatePool
+from fastweights.models.sampling import as_rows, as_stop, check_sampling
+from fastweights.serving.batch import Batch
+from fastweights.serving.prefixes import Prefixes
+from fastweights.serving.request import Request, as_seed
+
+PATIENCE = 16
+"""Steps that prompts wait for others, to be read together, if few rows end:
+a call of the model takes Python as long whatever it reads."""
+
+Launch = tuple[list[Request], list[int], Callable[[], list[int]]]
+"""Requests of a step, their rows, and what waits for the tokens of all."""
+
+
+class Engine:
+    """Answers to many prompts at once, by a model on one device.
+
+        engine = Engine(model, size=64, capacity=8192)
+        request = engine.add(prompt, max_new_tokens=100)
+        while engine.busy:
+            for request, token in engine.step():
+                ...
+
+    Requests wait for one of ``size`` rows in the order in which they came.
+    What they have to read goes in packed, at most ``prefill_tokens`` per
+    step, between the tokens of those that have read it. On a GPU a step is
+    recorded, as in :meth:`LanguageModel.generate`; a hook has to be there
+    before the engine is made.
+
+    A request's tokens depend on its prompt, its options and its seed. Who
+    takes part in its steps changes no bit; but the product of a packed batch
+    adds up in an order that may depend on its length, which changes the last
+    bits of what was read. ``invariant`` has each prompt read alone, in
+    pieces from multiples of ``prefill_tokens`` on: all bits are the same
+    whoever else is there, and many short prompts take longer.
+
+    Args:
+        model: whose answers they are.
+        size: rows, of requests that go on together.
+        capacity: tokens per row that softmax attention has room for.
+        prefill_tokens: of prompts, at most, that a step reads.
+        prefix_bytes: of states that are kept after prompts and after each
+            multiple of ``prefill_tokens`` in one, for prompts that begin
+            alike; what was not used for longest goes first.
+        dtype: of the recurrences' states, as of :class:`StatePool`.
+        invariant: whether bits are the same whoever else is there.
+
+    Raises:
+        ValueError: a size is too small, or S of some layer cannot have that
+            dtype.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        size: int = 64,
+        capacity: int = 8192,
+        prefill_tokens: int = 2048,
+        prefix_bytes: int = 0,
+        dtype: torch.dtype | None = None,
+        invariant: bool = False,
+    ) -> None:
+        check_sizes(prefill_tokens=prefill_tokens)
+        check_flags(invariant=invariant)
+        self.pool = StatePool(model, size, capacity, dtype=dtype)
+        self.batch = Batch(model, self.pool)
+        self.prefixes = Prefixes(prefix_bytes)
+        self.model, self.invariant = model, invariant
+        self.prefill_tokens = prefill_tokens
+        self.waiting: deque[Request] = deque()
+        self.reading: list[Request] = []
+        self.running: list[Request] = []
+        self._last: Launch | None = None
+        self._new: list[tuple[Request, int]] = []  # for step() to return
+        self._since = 0  # steps since a prompt was read
+
+    def add(
+        self,
+        prompt: Int[Tensor, " T"],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: int | Iterable[int] | Tensor | None = None,
+        seed: int | None = None,
+    ) -> Request:
+        """A request to answer a prompt, which waits for its turn.
+
+        Args:
+            prompt: tokens, one or more.
+            max_new_tokens: how many the answer has at most.
+            temperature: logits are divided by it; 0 takes the likeliest.
+            top_p: draw from the fewest tokens with at least this probability.
+            stop: tokens at which the answer ends, without them.
+            seed: of the draws; None: PyTorch's generator draws one.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: an argument cannot be meant, or softmax attention has
+                no room for so many tokens.
+        """
+        vocabulary = self.model.config.vocabulary
+        (tokens,) = as_rows([prompt], vocabulary)
+        check_sampling(max_new_tokens, temperature, top_p, None)
+        most = len(tokens) + max_new_tokens
+        if self.pool.grows and most > self.pool.capacity:
+            raise ValueError(
+                f"prompt: got {len(tokens)} tokens and max_new_tokens="
+                f"{max_new_tokens}, need at most {self.pool.capacity} "
+                "together, the capacity"
+            )
+        ends = frozenset(as_stop(stop, vocabulary))
+        request = Request(
+            self,
+            tokens.tolist(),
+            max_new_tokens,
+            temperature,
+            top_p,
+            ends,
+            as_seed(seed),
+        )
+        self.queue([request])
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request goes on, or step() has tokens to return."""
+        some = self.waiting, self.reading, self.running, self._new, self._last
+        return any(some)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Request, int]]:
+        """Move requests on by a token; the tokens of the step before.
+
+        Those are fetched while the device is at work on this one's. If the
+        model raises, so does this: requests whose states may be half changed
+        wait again, before all others, and read their text anew. Logits that
+        are not finite end the request that they belong to.
+        """
+        self._admit()
+        self._read()
+        last = self._draw()
+        self.collect()
+        self._last = last
+        new, self._new = self._new, []
+        return new
+
+    def queue(self, requests: list[Request]) -> None:
+        """Have them wait, but for those that have all their tokens."""
+        for request in requests:
+            if len(request.tokens) < request.max_new_tokens:
+                self.waiting.append(request)
+            else:
+                request.reason = "length"
+
+    def _admit(self) -> None:
+        """Give free rows to those that wait, and what begins their text."""
+        while self.waiting and self.pool.free:
+            request = self.waiting.popleft()
+            request.row = self.pool.take()
+            self.reading.append(request)
+            start, request.start = request.start, None
+            if start is None:
+                every = self.prefill_tokens if self.invariant else 1
+                start = self.prefixes.longest(request.text[:-1], every)
+            if start is not None:
+                with self._or_again([request]):
+                    self.pool.restore(request.row, start)
+
+    def _read(self) -> None:
+        """Have texts read a piece, unless others may come along."""
+        pieces, room = [], self.prefill_tokens
+        for request in self.reading:
+            place = self.pool.read[request.row] % self.prefill_tokens
+            n = min(request.left, self.prefill_tokens - place)
+            if self.invariant and n > room:
+                room = 0
+            n = min(n, room)
+            room -= n
+            if n:
+                pieces.append((request, n))
+        self._since += 1
+        scarce = 8 * len(self.running) >= 7 * len(self.pool.read)
+        if pieces and not (scarce and room and self._since < PATIENCE):
+            self._since = 0
+            for some in [[x] for x in pieces] if self.invariant else [pieces]:
+                self._prefill(some)
+        for request in [x for x in self.reading if not x.left]:
+            self._run(request)
+
+    def _prefill(self, pieces: list[tuple[Request, int]]) -> None:
+        """Have requests read so many tokens each, packed."""
+        requests = [request for request, _ in pieces]
+        with self._or_again(requests):
+            self.batch.read(pieces)
+        if not self.prefixes.most_bytes:
+            return
+        for request in requests:
+            read = self.pool.read[request.row]
+            if read % self.prefill_tokens == 0 or not request.left:
+                states = self.pool.keep(request.row)
+                self.prefixes.add(request.text[:read], states)
+
+    def _run(self, request: Request) -> None:
+        """Have a request take part in steps, and its forks begin as it."""
+        self.reading.remove(request)
+        self.running.append(request)
+        self.batch.enter(request)
+        forks, request.forks = request.forks, []
+        if forks := [fork for fork in forks if not fork.done]:
+            start = self.pool.keep(request.row)
+            for fork in reversed(forks):
+                fork.start = start
+                self.waiting.appendleft(fork)
+
+    def _draw(self) -> Launch | None:
+        """Have the next token of all that take part be drawn."""
+        if not self.running:
+            return None
+        requests = [*self.running]
+        with self._or_again(requests):
+            tokens = self.batch.step(requests)
+        rows = [request.row for request in requests]
+        for request in requests:
+            if request.drawn == request.max_new_tokens:
+                self._leave(request)
+        return requests, rows, tokens
+
+    def collect(self) -> None:
+        """Give requests what the last step drew for them."""
+        if self._last is None:
+            return
+        (requests, rows, drawn), self._last = self._last, None
+        tokens = drawn()
+        for request, row in zip(requests, rows, strict=True):
+            token = tokens[row]
+            if request.done:  # since that step began
+                continue
+            if token < 0:
+                self.end(request, "not finite")
+            elif token in request.stop:
+                self.end(request, "stop")
+            else:
+                request.tokens.append(token)
+                self._new.append((request, token))
+                if len(request.tokens) == request.max_new_tokens:
+                    self.end(request, "length")
+
+    def end(self, request: Request, reason: str) -> None:
+        """It goes no further; of those that wait for it one reads for all."""
+        request.reason, request.start = reason, None
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._leave(request)
+        forks, request.forks = request.forks, []
+        if forks := [fork for fork in forks if not fork.done]:
+            forks[0].forks += forks[1:]
+            self.waiting.appendleft(forks[0])
+
+    def _leave(self, request: Request) -> None:
+        """Its row, if it has one, is free again."""
+        if request.row < 0:
+            return
+        self.batch.leave(request.row)
+        self.pool.give(request.row)
+        for some in (self.reading, self.running):
+            if request in some:
+                some.remove(request)
+        request.row = -1
+
+    @contextlib.contextmanager
+    def _or_again(self, requests: Iterable[Request]) -> Iterator[None]:
+        """If this raises, they wait again, as their states are half new."""
+        try:
+            yield
+        except BaseException:
+            self.collect()
+            for request in reversed([x for x in requests if not x.done]):
+                self._leave(request)
+                self.waiting.appendleft(request)
+            raise

@@ -1,0 +1,109 @@
+"""A prompt and its answer, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastweights.arguments import check_integers, check_sizes
+from fastweights.layers import LayerState
+
+if TYPE_CHECKING:
+    from fastweights.serving.engine import Engine
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its answer: what :meth:`Engine.add` returns.
+
+    Attributes:
+        tokens: the answer so far.
+        reason: why it has ended, None before. "length": it has
+            max_new_tokens; "stop": a token of ``stop`` came next;
+            "cancelled"; "not finite": the logits of its next token.
+    """
+
+    engine: Engine = field(repr=False)
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop: frozenset[int]
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    row: int = field(default=-1, repr=False)
+    """Its row of the engine's pool, -1 for none."""
+    start: list[LayerState] | None = field(default=None, repr=False)
+    """What that row is to begin with."""
+    drawn: int = field(default=0, repr=False)
+    """Tokens that the device was told to draw for it."""
+    forks: list[Request] = field(default_factory=list, repr=False)
+    """Requests that wait for it to read the prompt that they share."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.reason is not None
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt, and the answer so far."""
+        return self.prompt + self.tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens that it reads before it takes part in steps."""
+        whole = len(self.prompt) + len(self.tokens)
+        return whole - 1 - self.engine.pool.read[self.row]
+
+    def fork(self, n: int, seed: int | None = None) -> list[Request]:
+        """n requests with this one's prompt, options and tokens so far.
+
+        They begin with copies of its state: what it has read, nobody reads
+        again. While it reads its prompt they wait for it.
+
+        Args:
+            n: how many.
+            seed: of the first one's draws, the next ones' are seed + 1 and
+                so on; None: PyTorch's generator draws each.
+        """
+        check_sizes(n=n)
+        seeds = [as_seed(None if seed is None else seed + i) for i in range(n)]
+        self.engine.collect()
+        running = self in self.engine.running
+        start = self.engine.pool.keep(self.row) if running else None
+        forks = [
+            replace(
+                self,
+                tokens=[*self.tokens],
+                seed=seed,
+                reason=None,
+                row=-1,
+                start=start,
+                forks=[],
+            )
+            for seed in seeds
+        ]
+        if running or self.done:
+            self.engine.queue(forks)
+        else:
+            self.forks += forks
+        return forks
+
+    def cancel(self) -> None:
+        """End it, if it has not ended: its row is free at once."""
+        if not self.done:
+            self.engine.end(self, "cancelled")
+
+
+def as_seed(seed: int | None) -> int:
+    """The seed, or one that PyTorch's generator draws."""
+    if seed is None:
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
+    check_integers({"seed": seed})
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed: got {seed}, need 0 to 2**63 - 1")
+    return seed

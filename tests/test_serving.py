@@ -1,0 +1,463 @@
+"""Requests that come and go: each gets the tokens that it gets alone."""
+
+import functools
+import gc
+import random
+
+import model_cases
+import pytest
+import torch
+
+from fastweights.models.draws import Sampling
+from fastweights.serving import Engine
+from fastweights.serving.engine import PATIENCE
+
+SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
+HYBRID = ("gated_deltanet", "softmax")
+
+
+@functools.cache
+def model(pattern=HYBRID, **sizes):
+    return model_cases.model(pattern, **SIZES | sizes).double()
+
+
+def engine(m=None, **options):
+    options = {"size": 3, "capacity": 64, "prefill_tokens": 8} | options
+    return Engine(model() if m is None else m, **options)
+
+
+def prompts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(31, (n,), generator=generator) for n in lengths]
+
+
+@torch.no_grad()
+def alone(m, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0):
+    """The answer, one token at a time, on states of its own."""
+    draws = Sampling(
+        torch.tensor([temperature], dtype=torch.float64),
+        torch.tensor([top_p]),
+        torch.tensor([seed]),
+        torch.tensor([drawn]),
+    )
+    x, states, new = torch.as_tensor(prompt)[None], None, []
+    for _ in range(n):
+        logits, states = m(x, states)
+        token = draws.draw(logits[:, -1], *logits[:, -1].max(-1))
+        if int(token) in stop:
+            break
+        new.append(int(token))
+        x = token[None]
+    return new
+
+
+def run(e, most=500):
+    """The tokens that come, by request."""
+    found = {}
+    while e.busy:
+        for request, token in e.step():
+            found.setdefault(request, []).append(token)
+        most -= 1
+        assert most
+    assert len(e.pool.free) == len(e.pool.read)
+    return found
+
+
+WAYS = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 2**63 - 1},
+    {"temperature": 1.3, "top_p": 0.5, "seed": 3, "stop": (4, 9)},
+    {"stop": tuple(range(0, 31, 3))},
+]
+LENGTHS = (1, 5, 20, 9, 2, 30, 8)
+PATTERNS = [
+    HYBRID,
+    ("gated_deltanet",),
+    ("mamba2",),
+    ("ttt_linear",),
+    ("mlstm",),
+    ("lact",),
+]
+patterns = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+
+
+@patterns
+@pytest.mark.parametrize("invariant", [False, True])
+def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
+    pattern, invariant
+):
+    m, some = model(pattern), prompts(*LENGTHS)
+    ways = [WAYS[i % len(WAYS)] for i in range(len(some))]
+    ref = [alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)]
+    for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
+        e, made = engine(m, invariant=invariant), {}
+        found = {}
+        for i in order:
+            made[i] = e.add(some[i], 9, **ways[i])
+            for request, token in e.step():
+                found.setdefault(request, []).append(token)
+        for request, tokens in run(e).items():
+            found.setdefault(request, []).extend(tokens)
+        for i, request in made.items():
+            assert request.tokens == ref[i] == found.get(request, [])
+            full = len(ref[i]) == 9
+            assert request.reason == ("length" if full else "stop")
+
+
+def state_after(m, drawn, *, company, invariant):
+    """Of one request, in bits, that has drawn so many tokens."""
+    e = engine(m, size=6, invariant=invariant)
+    first, *others = prompts(21, 1, 5, 30, 9, 3, 12)
+    for i, prompt in enumerate(others[:3] if company else []):
+        e.add(prompt, 7 + i, **WAYS[i])
+        e.step()
+    request = e.add(first, 20, temperature=1.0, seed=5)
+    for i, prompt in enumerate(others * 2 if company else []):
+        e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
+    while request.drawn < drawn:
+        e.step()
+    return e.pool.keep(request.row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [x for x in PATTERNS if x != ("mlstm",)], ids="-".join
+)
+def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
+    """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
+    m = model_cases.model(pattern, **SIZES).to(dtype)
+    states = [
+        state_after(m, 12, company=company, invariant=True)
+        for company in (False, True)
+    ]
+    for one, other in zip(*states, strict=True):
+        for name, x in one.tensors().items():
+            assert x.equal(other.tensors()[name])
+
+
+def test_a_row_draws_the_same_whichever_others_do():
+    """Draws of whole distributions are no others beside top_p < 1."""
+    m = model(("gated_deltanet",))
+    (prompt,) = prompts(4)
+    way = {"temperature": 1.0, "seed": 7}
+    found = []
+    for others in ([], [{"temperature": 1.0, "top_p": 0.9}], [{}]):
+        e = engine(m)
+        request = e.add(prompt, 20, **way)
+        for to in others:
+            e.add(prompt, 20, **to)
+        run(e)
+        found.append(request.tokens)
+    assert found[0] == found[1] == found[2] == alone(m, prompt, 20, **way)
+
+
+def counted(e):
+    """How many tokens each piece of each call has that reads prompts."""
+    sizes, read = [], e.batch.read
+
+    def counts(pieces):
+        sizes.append([n for _, n in pieces])
+        read(pieces)
+
+    e.batch.read = counts
+    return sizes
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 6, 30])
+def test_forks_share_what_was_read(steps):
+    """Of a request that waits, that reads, that draws, and that is done."""
+    m, e = model(), engine(size=2)
+    (prompt,), sizes = prompts(19), counted(e)
+    request = e.add(prompt, 9, temperature=1.0, seed=3)
+    for _ in range(steps):
+        e.step()
+    forks = request.fork(3, seed=11)
+    at = len(request.tokens)
+    run(e)
+    assert sum(map(sum, sizes)) == 18
+    for i, fork in enumerate(forks):
+        own = alone(
+            m, fork.text[: 19 + at], 9 - at, 1.0, seed=11 + i, drawn=at
+        )
+        assert fork.tokens == request.tokens[:at] + own
+        assert fork.reason == "length"
+
+
+def test_a_fork_of_what_was_stopped_goes_on_by_itself():
+    m, e = model(), engine()
+    (prompt,) = prompts(6)
+    first = alone(m, prompt, 9)
+    end = next(x for x in first if x != first[0])
+    request = e.add(prompt, 12, stop=end)
+    run(e)
+    (fork,) = request.fork(1)
+    assert not fork.done
+    run(e)
+    for x in (request, fork):
+        assert x.reason == "stop" and x.tokens == first[: first.index(end)]
+
+
+def test_what_waits_for_a_request_that_is_cancelled_is_answered():
+    m, e = model(), engine()
+    (prompt,), sizes = prompts(30), counted(e)
+    request = e.add(prompt, 5)
+    e.step()
+    one, two, three = request.fork(3)
+    two.cancel()
+    request.cancel()
+    run(e)
+    assert one.tokens == three.tokens == alone(m, prompt, 5)
+    assert (request.tokens, two.tokens) == ([], [])
+    assert sum(map(sum, sizes)) == 8 + 29
+
+
+def test_prompts_are_read_in_pieces_between_tokens():
+    e = engine(size=4)
+    short, *rest = prompts(4, 30, 12, 3)
+    first = e.add(short, 20)
+    e.step()
+    sizes = counted(e)
+    for prompt in rest:
+        e.add(prompt, 5)
+    for _ in range(6):
+        e.step()
+        assert sum(sizes[-1]) <= 8
+    assert sizes == [[8], [8], [8], [5, 3], [5, 2], [3]]
+    assert first.drawn == 7
+    run(e)
+
+
+def test_where_rows_are_scarce_prompts_are_read_together():
+    """Many rows that go on wait for no prompt alone, if it waits not long."""
+    e, some = engine(size=8, prefill_tokens=32), prompts(*[5] * 12)
+    for prompt in some[:8]:
+        e.add(prompt, 4)
+    sizes = counted(e)
+    e.step()
+    for prompt in some[8:]:
+        e.add(prompt, 40)
+    run(e)
+    assert sizes == [[4] * 8, [4] * 4]
+    e = engine(size=8)
+    for prompt in some[:7]:
+        e.add(prompt[:1], 40)
+    e.step()
+    late = e.add(some[7], 2)
+    while not late.drawn:
+        e.step()
+    assert e.running[0].drawn == PATIENCE
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
+    m = model()
+    (text,) = prompts(40)
+    e = engine(m, prefix_bytes=10**6, invariant=invariant)
+    sizes = counted(e)
+
+    def reads(*prompt):
+        prompt = torch.tensor([int(t) for t in prompt])
+        sizes.clear()
+        request = e.add(prompt, 4)
+        run(e)
+        assert request.tokens == alone(m, prompt, 4)
+        return sum(map(sum, sizes))
+
+    assert reads(*text[:20]) == 19
+    assert reads(*text[:20]) == 0
+    assert reads(*text[:30]) == (29 - 16 if invariant else 29 - 19)
+    assert reads(*text[:10], 0, 0) == 11 - 8
+    assert reads(*text[1:20]) == 18
+    assert e.prefixes.nbytes <= 10**6
+
+
+def test_prefixes_are_bounded_and_the_least_used_goes():
+    e, some = engine(prefix_bytes=1), prompts(9, 9, 9)
+    e.add(some[0], 1)
+    run(e)
+    assert len(e.prefixes) == e.prefixes.nbytes == 0
+    e = engine(prefix_bytes=10**6)
+    one = e.pool.keep(e.pool.take())
+    size = sum(state.nbytes for state in one)
+    few = type(e.prefixes)(2 * size)
+    few.add([1], one)
+    few.add([2], one)
+    assert few.longest([1, 5]) is one
+    few.add([3], one)
+    assert few.nbytes == 2 * size
+    assert few.longest([2]) is None and few.longest([1]) is one
+
+
+def test_a_full_pool_has_requests_wait_in_turn():
+    e, some = engine(size=2), prompts(*[5] * 7)
+    requests = [e.add(prompt, 3) for prompt in some]
+    assert [x.done for x in requests] == [False] * 7
+    ended = []
+    while e.busy:
+        assert len(e.running) + len(e.reading) <= 2
+        e.step()
+        ended += [x for x in requests if x.done and x not in ended]
+    assert ended == requests
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_a_request_is_cancelled_at_any_time(steps):
+    m, e = model(), engine(size=2)
+    requests = [e.add(prompt, 4) for prompt in prompts(20, 3, 11)]
+    for _ in range(steps):
+        e.step()
+    had = [*requests[0].tokens]
+    requests[0].cancel()
+    requests[0].cancel()
+    run(e)
+    assert requests[0].tokens == had
+    assert requests[0].reason == ("length" if len(had) == 4 else "cancelled")
+    others = zip(requests[1:], prompts(20, 3, 11)[1:], strict=True)
+    for request, prompt in others:
+        assert request.tokens == alone(m, prompt, 4)
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_step_that_raises_loses_no_row_and_no_token(call):
+    """Whatever it was doing: those whose states are half new begin anew."""
+    m, calls = model_cases.model(HYBRID, **SIZES).double(), 0
+
+    def raises(*_):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("no memory, say")
+
+    some = prompts(20, 3, 11, 1)
+    ref = [alone(m, x, 5, 1.0, seed=i) for i, x in enumerate(some)]
+    e, found, raised = engine(m), {}, 0
+    m.blocks[1].mlp.register_forward_hook(raises)
+    requests = [
+        e.add(prompt, 5, temperature=1.0, seed=i)
+        for i, prompt in enumerate(some)
+    ]
+    while e.busy:
+        try:
+            for request, token in e.step():
+                found.setdefault(request, []).append(token)
+        except RuntimeError:
+            raised += 1
+            held = {x.row for x in (*e.reading, *e.running)}
+            assert not held & e.pool.free.keys()
+            assert len(held) + len(e.pool.free) == 3
+    assert raised == 1 and len(e.pool.free) == 3
+    assert [x.tokens for x in requests] == ref == [found[x] for x in requests]
+
+
+def test_logits_that_are_not_finite_end_their_request_alone():
+    m = model_cases.model(HYBRID, **SIZES, tie_embeddings=False).double()
+    some = prompts(9, 14, 5)
+    bad = int(some[1][3])
+    some = [
+        x if i == 1 else x.where(x != bad, bad - 1) for i, x in enumerate(some)
+    ]
+    ref = [alone(m, x, 6) for x in some]
+    m.embedding.weight.data[bad] = torch.nan
+    e = engine(m, size=2)
+    requests = [e.add(x, 6) for x in some]
+    run(e)
+    assert requests[1].reason == "not finite" and not requests[1].tokens
+    for i in (0, 2):
+        n = ref[i].index(bad) + 1 if bad in ref[i] else 6
+        assert requests[i].tokens == ref[i][:n]
+
+
+@pytest.mark.parametrize(
+    "refused, kind, message",
+    [
+        (
+            {"prompt": torch.zeros(56, dtype=torch.int64)},
+            ValueError,
+            "prompt: got 56 tokens and max_n",
+        ),
+        ({"prompt": [1, 2]}, ValueError, "prompts: got list"),
+        ({"seed": -1}, ValueError, "seed: got -1, need 0 to"),
+        ({"seed": 1.0}, TypeError, "seed: got float, need an int"),
+        ({"stop": 31}, ValueError, "stop: got 31, need tokens"),
+        ({"temperature": -1.0}, ValueError, "temperature: got -1.0, need"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: got -1"),
+    ],
+)
+def test_what_an_engine_does_not_take(refused, kind, message):
+    e = engine()
+    options = {"prompt": torch.arange(5), "max_new_tokens": 9} | refused
+    with pytest.raises(kind, match=f"^{message}"):
+        e.add(**options)
+    assert not e.busy
+
+
+def test_a_model_whose_states_stay_takes_any_length():
+    e = engine(model(("gated_deltanet",)), capacity=1)
+    request = e.add(torch.arange(20), 12)
+    run(e)
+    assert len(request.tokens) == 12
+    assert e.add(torch.arange(3), 0).reason == "length" and not e.busy
+
+
+def tensor_bytes():
+    gc.collect()
+    some = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return sum(x.untyped_storage().nbytes() for x in some)
+
+
+def test_ten_thousand_requests_and_steps_in_any_order():
+    """Added, forked, cancelled: each right, nothing lost, memory as before."""
+    m = model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
+    e, draw = engine(m, prefix_bytes=3000), random.Random(0)
+    answer = functools.cache(functools.partial(alone, m))
+    texts = [tuple(x.tolist()) for x in prompts(1, 2, 9, 17, 30, 8)]
+    begun, came, ended = {}, {}, 0
+    e.add(torch.arange(3), 3)
+    run(e)
+    before = tensor_bytes() - e.prefixes.nbytes
+
+    def begin(request):
+        begun[request] = len(request.tokens)
+        came[request] = [*request.tokens]
+
+    def step():
+        for request, token in e.step():
+            came[request].append(token)
+        for request in [x for x in begun if x.done]:
+            shared, tokens = begun.pop(request), request.tokens
+            ref = answer(
+                tuple(request.prompt + tokens[:shared]),
+                10 - shared,
+                request.temperature,
+                request.top_p,
+                request.stop,
+                request.seed,
+                shared,
+            )
+            if request.reason == "cancelled":
+                ref = ref[: len(tokens) - shared]
+            elif request.reason == "length":
+                assert len(tokens) == 10
+            assert came.pop(request) == tokens == tokens[:shared] + ref
+
+    for _ in range(10_000):
+        what, room = draw.random(), len(e.waiting) < 5
+        if what < 0.2 and room:
+            way = draw.choice(WAYS[:4])
+            begin(e.add(torch.tensor(draw.choice(texts)), 10, **way))
+            ended += 1
+        elif what < 0.25 and begun:
+            draw.choice([*begun]).cancel()
+        elif what < 0.3 and begun and room:
+            one = draw.choice([*begun])
+            for fork in one.fork(draw.randint(1, 2), seed=draw.randrange(3)):
+                begin(fork)
+        else:
+            step()
+    while e.busy:
+        step()
+    assert not begun and not came and ended > 1000
+    assert sorted(e.pool.free) == [0, 1, 2]
+    assert 0 < e.prefixes.nbytes <= 3000
+    assert tensor_bytes() == before + e.prefixes.nbytes
