@@ -29,6 +29,13 @@ transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
 NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
+MULTIMODAL = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 1],
+    "mrope_interleaved": True,
+}
 # The model type, and what differs from the sizes that all have.
 THEIRS = {
     "olmo_hybrid": ("olmo_hybrid", {"rope_parameters": NO_POSITIONS}),
@@ -39,7 +46,8 @@ THEIRS = {
     "qwen3_5": ("qwen3_5", {"num_key_value_heads": 2}),
     "qwen3_5-tied": (
         "qwen3_5",
-        {"tie_word_embeddings": True, "head_dim": 24, "hidden_size": 64},
+        {"tie_word_embeddings": True, "head_dim": 24, "hidden_size": 64}
+        | {"rope_parameters": MULTIMODAL},
     ),
 }
 HYBRID = {
@@ -192,10 +200,23 @@ def test_what_was_opened_trains():
     assert relative_error(n.embedding.weight.grad, grad) <= 1e-5
 
 
-def test_half_precision_stays():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", ["qwen3_5", "olmo_hybrid"])
+def test_other_dtypes_stay(case, dtype, tmp_path):
+    """Buffers too, which transformers makes in fp32."""
+    m, tokens = copy.deepcopy(ours(case)).to(dtype), text(2, 40)
+    there = m.to_transformers()
+    assert {x.dtype for x in there.parameters()} == {dtype}
+    there.save_pretrained(tmp_path)
+    back = from_transformers(tmp_path)
+    same_bits(back, m)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert logits(there, tokens).equal(logits(again, tokens))
+
+
+def test_norms_are_rounded_once():
     m = copy.deepcopy(theirs()).bfloat16()
     n = from_transformers(m)
-    assert {x.dtype for x in n.parameters()} == {torch.bfloat16}
     w = m.model.norm.weight.float() + 1
     assert n.norm.weight.equal(w.bfloat16())
     assert ((n.norm.weight - w) / w).abs().max() <= 2**-8

@@ -133,11 +133,13 @@ def from_transformers(model: Any) -> LanguageModel:
 
 def to_transformers(model: LanguageModel) -> Any:
     """Copy a model to transformers; see LanguageModel.to_transformers."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name, fields = config_there(model.config)
-    kind, like = getattr(transformers, CLASSES[name]), model.embedding.weight
-    made = kind(kind.config_class(**fields)).to(like.dtype)
+    config, like = AutoConfig.for_model(name, **fields), model.embedding.weight
+    made = AutoModelForCausalLM.from_config(config, dtype=like.dtype)
+    for p in made.parameters():  # some are fp32 in any model
+        p.data = p.data.to(like.dtype)
     here = {key: cpu_tensor(key, x) for key, x in model.state_dict().items()}
     there = made.state_dict()
     for x, parts, centred in pairs(model.config, name, here, there):
