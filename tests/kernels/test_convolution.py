@@ -11,7 +11,6 @@ from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels import convolution
 from fastweights.ops.convolution import (
-    CONVOLUTION,
     convolve_heads,
     short_convolution,
 )
@@ -159,14 +158,6 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
         assert t[guard:-guard].isfinite().all()
 
 
-def test_refuses_offsets_on_the_host():
-    x = tokens(B=1, T=6, N=1, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 7\]"):
-        short_convolution(
-            **x, cu_seqlens=torch.tensor([0, 7]), backend="triton"
-        )
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_token(packed):
     offsets = torch.tensor([0, 0, 0]) if packed else None
@@ -188,24 +179,6 @@ def test_pieces_are_all_at_once():
     for parts, whole in zip(zip(*pieces, strict=True), ref, strict=True):
         torch.testing.assert_close(torch.cat(parts, dim=1), whole)
     assert torch.equal(last, state)
-
-
-@pytest.mark.usefixtures("short")
-def test_operators_pass_opcheck():
-    """As PyTorch's path does in full: here their schema and shapes."""
-    checks = {"test_utils": ("test_schema", "test_faketensor")}
-    x = tokens(B=1, T=4, C=3, N=2, dtype=torch.float32)
-    inputs = (*x.values(), torch.tensor([0, 1, 4]))
-    call = (*inputs, [0, 0, 1, 0], None, True, "triton")
-    outputs = CONVOLUTION.forward(*call)
-    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
-    torch.library.opcheck(CONVOLUTION.backward, (*outputs, *call), **checks)
-
-
-def test_refuses_bf16_in_the_interpreter():
-    x = tokens(dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="backend: got 'triton'"):
-        short_convolution(**x, backend="triton")
 
 
 BUDGETS = {

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from graphs import in_one_graph
 from inputs import same
-from kernel_judge import DEVICES, on_devices, state_results
+from kernel_judge import on_devices, state_results
 
 from fastweights import ops
 from fastweights.deep import mesa
-from fastweights.ops.mesa import SOLVE
 
 HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}
 HALF |= {name: 1e-2 for name in ("dq", "dk", "dv", "dinitial_state")}
@@ -147,36 +145,6 @@ def test_rows_that_are_solved_stay():
     same({"o": many}, {"o": few}, 1e-5)
 
 
-def test_views_that_are_not_contiguous():
-    x = drawn(T=8, K=8)
-    views = {n: t.mT.contiguous().mT for n, t in x.items()}
-    found = state_results(call, x | views, "triton")
-    same(found, state_results(call, x, "triton"), 0.0)
-
-
-def test_operator_passes_opcheck():
-    x = drawn(B=1, T=8, K=4)
-    H0 = x["initial_state"][..., :4].contiguous()
-    matrices = (x["k"], x["g"], x["beta"], x["ridge"], H0, None)
-    torch.library.opcheck(
-        SOLVE,
-        (x["q"], *matrices, 3, False),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
-@DEVICES
-def test_in_one_compiled_graph(device):
-    backend, tolerance, x = "aot_eager", 1e-6, drawn(B=1, T=9, K=8)
-    if device == "cuda":
-        x = drawn(T=200, K=64, dtype=torch.bfloat16, device=device)
-        backend, tolerance = "inductor", 5e-3
-    with ops.record_backends() as ran, in_one_graph(call, backend) as run:
-        found = state_results(run, x, "triton")
-    assert ran.count("triton solve") == 2
-    same(found, state_results(call, x, "triton"), tolerance)
-
-
 def test_what_the_kernel_does_not_take():
     message = "backend: got 'triton', which needs heads of at most 64, not 65"
     with pytest.raises(ValueError, match=message):
@@ -201,10 +169,3 @@ def test_chunks_on_gpu(T, K, V, dtype):
     B = max(2, 512 // T)  # of a few tokens the error is a throw of dice
     x = drawn(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
     judge(x, 1e-4 if dtype == torch.float32 else HALF)
-
-
-@pytest.mark.gpu
-def test_deterministic_on_gpu():
-    x = drawn(B=4, T=500, H=8, K=128, dtype=torch.bfloat16, device="cuda")
-    first, second = (state_results(call, x, "triton") for _ in range(2))
-    same(second, first, 0.0)

@@ -425,15 +425,6 @@ def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
     judge(x, budget_of(dtype), *given, **options, chunk_size=sizes[1])
 
 
-def test_packing_is_checked_on_the_host():
-    x = cast(member("head", "delta", T=20), torch.float32)
-    del x["initial_state"]
-    with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 30, 20\]"):
-        fw.linear_recurrence(
-            **x, cu_seqlens=torch.tensor([0, 30, 20]), backend="triton"
-        )
-
-
 class Guarded:
     """Tensors with NaN on both sides of their memory, as wide as they are."""
 
@@ -696,19 +687,6 @@ def test_one_channel(gate, rule):
     judge(x, 1e-4, chunk_size=16)
 
 
-@some("none delta", "head additive", "channel delta")
-@on_devices(cpu=["float32"], cuda=["bfloat16"])
-def test_non_contiguous_views(gate, rule, device, dtype):
-    T, K, V = (20, 33, 20) if device == "cpu" else (70, 64, 33)
-    x = cast(member(gate, rule, B=2, T=T, K=K, V=V), dtype, device)
-    views = {
-        name: t.movedim(0, -1).contiguous().movedim(-1, 0)
-        for name, t in x.items()
-    }
-    assert not any(t.is_contiguous() for t in views.values() if t.dim() > 1)
-    judge(views, budget_of(dtype), chunk_size=16 if device == "cpu" else 64)
-
-
 @crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gradients_from_one_result(gate, rule, use, device, dtype):
@@ -844,23 +822,6 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     expected = {"Aqk": gate == "channel", "dg": gate != "none"}
     expected |= dict.fromkeys(("R", "errors", "dbeta"), rule == "delta")
     assert all((name in found) == there for name, there in expected.items())
-
-
-@some("head additive", "channel delta")
-def test_operator_passes_opcheck(gate, rule):
-    x = cast(member(gate, rule, T=17, HV=1, K=33), torch.float32)
-    x = {name: t.requires_grad_() for name, t in x.items()}
-    if gate == "fixed":
-        x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
-    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
-    arguments = (*named, None, 0.5, 16, "triton")
-    forward = torch.ops.fastweights.linear_recurrence.default
-    torch.library.opcheck(forward, arguments)
-    arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
-    o, state, saved = forward(*arguments)
-    inputs, options = arguments[:7], arguments[7:]
-    backward = torch.ops.fastweights.linear_recurrence_backward.default
-    torch.library.opcheck(backward, (o, state, *inputs, saved, *options))
 
 
 @pytest.mark.gpu

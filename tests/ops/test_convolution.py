@@ -245,29 +245,6 @@ def test_what_runs_is_recorded():
     assert ran == ["torch forward", "torch backward", "torch forward"]
 
 
-def test_operators_pass_opcheck():
-    x = tokens(B=1, T=4, N=2, dtype=torch.float32)
-    inputs = (*x.values(), torch.tensor([0, 1, 4]))
-    inputs = tuple(
-        t.requires_grad_() if t.is_floating_point() else t for t in inputs
-    )
-    layout = [2, 3, 3, 2]
-    call = (*inputs, layout, 1e-6, True, "torch")
-    torch.library.opcheck(CONVOLUTION.forward, call)
-    outputs = CONVOLUTION.forward(*call)
-    douts = [t.detach() for t in outputs]
-    plain = [t.detach() for t in inputs]
-    torch.library.opcheck(
-        CONVOLUTION.backward, (*douts, *plain, layout, 1e-6, True, "torch")
-    )
-    plain[2:4] = None, None
-    call = (*plain, [0, 0, 1, 0], None, False, "torch")
-    checks = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(CONVOLUTION.forward, call, **checks)
-    call = (None, None, douts[0].new_ones(1, 4, 18), None, *call)
-    torch.library.opcheck(CONVOLUTION.backward, call, **checks)
-
-
 X = tokens(dtype=torch.float32)
 OFFSETS = torch.tensor([0, 9])
 

@@ -5,8 +5,13 @@ import itertools
 import pytest
 import torch
 from crossed import all_but
-from graphs import in_one_graph
-from operator_cases import OPERATORS, drawn, results
+from operator_cases import (
+    OPERATORS,
+    OpChecks,
+    check_one_graph,
+    drawn,
+    results,
+)
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 
@@ -171,22 +176,18 @@ EACH_TIME += [(x, True) for x in ("kda", "convolve_heads", "selective_scan")]
     all_but(EACH_TIME, itertools.product(OPERATORS, (False, True))),
 )
 def test_one_graph_for_every_length_and_packing(name, packed):
-    operator = OPERATORS[name]
-    with in_one_graph(operator.call) as compiled:
+    cases = (37, [5]), (65, [0, 30]), (100, [1, 2, 90])
+    check_one_graph(name, packed, cases)
 
-        def marked(**x):
-            for key, t in x.items():
-                if key not in operator.whole and key != "cu_seqlens":
-                    torch._dynamo.mark_dynamic(t, 1)
-                elif packed and key in ("cu_seqlens", "initial_state"):
-                    torch._dynamo.mark_dynamic(t, 0)
-            return compiled(**x)
 
-        for T, cuts in ((37, [5]), (65, [0, 30]), (100, [1, 2, 90])):
-            given = {"cu_seqlens": torch.tensor([0, *cuts, T])}
-            given = given if packed else {}
-            N = len(cuts) + 1 if packed else 1
-            x = drawn(name, T, N, torch.float64)
-            found = results(marked, x, **given)
-            want = results(operator.call, x, **given)
-            torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+@EVERY
+@pytest.mark.parametrize("packed", [False, True])
+def test_schemas_and_shapes(name, packed):
+    x, given = drawn(name, 6, 2 if packed else 1, torch.float32), {}
+    if packed:
+        given["cu_seqlens"] = torch.tensor([0, 2, 6])
+    with OpChecks():
+        results(OPERATORS[name].call, x, **given)
+        first = next(iter(x.values())).requires_grad_()
+        o = OPERATORS[name].call(**x, **given)[0]  # of one result alone
+        torch.autograd.grad(o.sum(), first)

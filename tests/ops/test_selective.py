@@ -361,24 +361,6 @@ def test_triton_says_what_it_needs():
         fw.selective_scan(**tokens(dtype=torch.bfloat16), backend="triton")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_operator_passes_opcheck(packed):
-    size = {"T": 7, "D": 4, "N": 2, "G": 2, "dtype": torch.float32}
-    if packed:
-        size |= {"batch": 1, "S": 3}
-    inputs = [t.requires_grad_() for t in tokens(**size).values()]
-    offsets = torch.tensor([0, 1, 2, 7]) if packed else None
-    if not packed:
-        inputs[5:] = None, None
-    options = (True, False, "auto")
-    torch.library.opcheck(SCAN.forward, (*inputs, offsets, *options))
-    inputs = [t if t is None else t.detach() for t in inputs]
-    y, state, states = SCAN.forward(*inputs, offsets, *options)
-    for dstate in (state, None):
-        last = (*inputs, offsets, [states], *options)
-        torch.library.opcheck(SCAN.backward, (y, dstate, *last))
-
-
 def test_the_loop_in_one_compiled_graph():
     x = tokens(T=3)
     ref = results(fw.selective_scan, x, backend="loop")

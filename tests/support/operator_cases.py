@@ -1,12 +1,14 @@
 """Every operator with inputs, and the check that a pack's tail is nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from graphs import in_one_graph
 from inputs import member
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
 from fastweights.deep import mesa
@@ -130,6 +132,49 @@ def results(
         loss = loss + state.double().nan_to_num(neginf=0).sin().sum()
     loss.backward()
     return outputs, states, {key: t.grad for key, t in leaves.items()}
+
+
+class OpChecks(TorchDispatchMode):
+    """Checks each operator of ours that is called: its schema, its fake."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastweights":
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(func, args, kwargs, test_utils=checks)
+        return func(*args, **(kwargs or {}))
+
+
+def check_one_graph(
+    name: str,
+    packed: bool,
+    cases: Iterable[tuple[int, list[int]]],
+    compiler: str = "aot_eager",
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    rtol: float = 1e-11,
+    **options,
+) -> None:
+    """One graph for these numbers of tokens, with so many cuts of a pack."""
+    operator = OPERATORS[name]
+    with in_one_graph(operator.call, compiler) as compiled:
+
+        def marked(**x):
+            for key, t in x.items():
+                if key not in (*operator.whole, "cu_seqlens", *options):
+                    torch._dynamo.mark_dynamic(t, 1)
+                elif packed and key in ("cu_seqlens", "initial_state"):
+                    torch._dynamo.mark_dynamic(t, 0)
+            return compiled(**x)
+
+        for T, cuts in cases:
+            ends = torch.tensor([0, *cuts, T], device=device)
+            given = options | ({"cu_seqlens": ends} if packed else {})
+            N = len(cuts) + 1 if packed else 1
+            x = drawn(name, T, N, dtype, device)
+            found = results(marked, x, **given)
+            want = results(operator.call, x, **given)
+            torch.testing.assert_close(found, want, rtol=rtol, atol=rtol / 10)
 
 
 def check_tail(
