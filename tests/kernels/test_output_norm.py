@@ -5,10 +5,11 @@ import torch
 from graphs import in_one_graph
 from inputs import same
 from norm_inputs import heads, results
+from operator_cases import OpChecks
 
 from fastweights import ops
 from fastweights.kernels import output_norm as kernels
-from fastweights.ops.output_norm import NORM, gated_rms_norm
+from fastweights.ops.output_norm import gated_rms_norm
 
 
 def judge(x, tolerance=1e-6, **options):
@@ -100,16 +101,13 @@ def test_no_token():
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_operators(gate):
     """opcheck's schema and shapes, and in one compiled graph."""
-    checks = {"test_utils": ("test_schema", "test_faketensor")}
     x = heads(gate=gate, dtype=torch.float32)
-    call = (x["o"], x["weight"], x.get("gate"), True, 1e-5)
-    y = NORM.forward(*call)
-    torch.library.opcheck(NORM.forward, call, **checks)
-    torch.library.opcheck(NORM.backward, (y, *call), **checks)
+    with OpChecks():
+        want = results(gated_rms_norm, x, backend="triton")
     with ops.record_backends() as ran, in_one_graph(gated_rms_norm) as run:
         found = results(run, x, backend="triton")
     assert ran == ["triton forward", "triton backward"]
-    same(found, results(gated_rms_norm, x, backend="triton"), 0.0)
+    same(found, want, 0.0)
 
 
 BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
