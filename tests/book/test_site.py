@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup, Tag
+from colours import contrast
 
 from fastweights_lab.notebook.plotting import PALETTE
 
@@ -326,20 +327,6 @@ def test_a_chapter_links_to_a_name_where_it_first_says_it(page: Path) -> None:
         found == [True] + [False] * (len(found) - 1)
         for found in names.values()
     ), names
-
-
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in channels
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(a: str, b: str) -> float:
-    high, low = sorted([luminance(a), luminance(b)], reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -147,28 +147,6 @@ def test_two_graphs_for_all_lengths(name, dynamic):
             torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_exported_for_any_length(name):
-    layer = made(name)
-    program = torch.export.export(
-        torch.nn.Sequential(First(layer)),
-        (tokens(2, 9),),
-        dynamic_shapes=({1: torch.export.Dim("T", min=3, max=512)},),
-    )
-    for length in (9, 4, 30):
-        x = tokens(2, length)
-        torch.testing.assert_close(program.module()(x), layer(x)[0])
-
-
-class First(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
 UNEVEN = [0, 1, 1, 40, 43, 44, 45, 46, 47, 49, 50]
 
 

@@ -66,7 +66,6 @@ CASES = {
 }
 # Weak, and from -5 on too strong to be seen from half: gates.is_weak.
 STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
-GATED = pytest.mark.parametrize("gate", ["fixed", "head", "channel"])
 WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
 

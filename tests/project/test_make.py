@@ -86,11 +86,6 @@ def clone(tmp_path: Path) -> Path:
     return clone
 
 
-each_environment = pytest.mark.parametrize(
-    "active", [(), ("VIRTUAL_ENV={}/my env",)], ids=["own", "active"]
-)
-
-
 @needs_make
 @pytest.mark.parametrize("active", [False, True], ids=["own", "active"])
 def test_make_uses_whole_paths_and_the_library_of_its_clone(clone, active):

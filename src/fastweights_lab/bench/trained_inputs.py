@@ -78,15 +78,15 @@ def sequences(
     }
 
 
-def beyond(g: Tensor, tile: int = 64, chunk: int = 64) -> tuple[float, float]:
+def beyond(g: Tensor) -> tuple[float, float]:
     """The parts of chunks, and of tiles, that have more than one product.
 
-    Of heads or channels, and of tiles of so many channels, per chunk.
+    Of heads or channels, and of tiles of 64 channels, per chunk of 64.
     """
     g = g.reshape(*g.shape[:3], -1)
-    bits = g.unflatten(1, (-1, chunk)).sum(2) / -math.log(2)
+    bits = g.unflatten(1, (-1, 64)).sum(2) / -math.log(2)
     far = (bits > ONE_PRODUCT).double()
-    tiles = far.unflatten(-1, (-1, min(tile, far.shape[-1]))).amax(-1)
+    tiles = far.unflatten(-1, (-1, min(64, far.shape[-1]))).amax(-1)
     return far.mean().item(), tiles.mean().item()
 
 
