@@ -87,62 +87,53 @@ def longest(memory, weights, fixed, per_token, users):
     return -1 if left < 0 else left // per_token
 
 
-# %% ex-speculate passes
-def speculate(model, guess, prompt, n):
-    """With the number of right guesses counted first."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < n:
-        guesses = guess(tokens)
-        said = model(tokens + guesses)[-len(guesses) - 1 :]
-        right = 0
-        while right < len(guesses) and guesses[right] == said[right]:
-            right += 1
-        tokens = tokens + guesses[:right] + [said[right]]
-    return tokens[len(prompt) :][:n]
+# %% ex-dice passes
+def next_tokens(p, q, guesses):
+    """With lists, and the die thrown for all guesses at once."""
+    dice = torch.rand(len(guesses)).tolist()
+    new = []
+    for die, x, model, guesser in zip(dice, guesses, p, q, strict=False):
+        if die * guesser[x] < model[x]:
+            new.append(x)
+            continue
+        rest = [max(float(a - b), 0.0) for a, b in zip(model, guesser)]
+        return [*new, int(torch.multinomial(torch.tensor(rest), 1))]
+    return [*new, int(p[len(guesses)].multinomial(1))]
 
 
-# %% ex-speculate not yet: 12 passes for 12 tokens, need 3
-def speculate(model, guess, prompt, n):  # without guesses
-    tokens = list(prompt)
-    for _ in range(n):
-        tokens.append(model(tokens)[-1])
-    return tokens[len(prompt) :]
+# %% ex-dice not yet: other probabilities: token 0 is not drawn as
+def next_tokens(p, q, guesses):  # what is refused is drawn from all of p
+    for i, guess in enumerate(guesses):
+        if torch.rand(()) >= p[i, guess] / q[i, guess]:
+            return [*guesses[:i], int(torch.multinomial(p[i], 1))]
+    return [*guesses, int(torch.multinomial(p[-1], 1))]
 
 
-# %% ex-speculate not yet: passes for 12 tokens, need 3
-def speculate(model, guess, prompt, n):  # what comes on top is thrown away
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < n:
-        guesses = guess(tokens)
-        said = model(tokens + guesses)[-len(guesses) - 1 :]
-        right = 0
-        while right < len(guesses) and guesses[right] == said[right]:
-            right += 1
-        tokens = tokens + (guesses[:right] or [said[0]])
-    return tokens[len(prompt) :][:n]
+# %% ex-dice not yet: other probabilities: token 1 comes out in
+def next_tokens(p, q, guesses):  # the model draws, and compares
+    new = []
+    for guess, model in zip([*guesses, None], p, strict=True):
+        new.append(int(torch.multinomial(model, 1)))
+        if new[-1] != guess:
+            break
+    return new
 
 
-# %% ex-speculate not yet: 0 right guesses and 4 wrong ones: got
-def speculate(model, guess, prompt, n):  # believes all guesses
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < n:
-        guesses = guess(tokens)
-        tokens = tokens + guesses + [model(tokens + guesses)[-1]]
-    return tokens[len(prompt) :][:n]
+# %% ex-dice not yet: other probabilities: token 2 comes out in 0%
+def next_tokens(p, q, guesses):  # nothing after the last guess
+    for i, guess in enumerate(guesses):
+        if torch.rand(()) >= p[i, guess] / q[i, guess]:
+            rest = (p[i] - q[i]).clamp(min=0)
+            return [*guesses[:i], int(torch.multinomial(rest, 1))]
+    return guesses
 
 
-# %% ex-speculate not yet: need \[\]
-def speculate(model, guess, prompt, n):  # a token where none was wanted
-    tokens = list(prompt)
-    while True:
-        guesses = guess(tokens)
-        said = model(tokens + guesses)[-len(guesses) - 1 :]
-        right = 0
-        while right < len(guesses) and guesses[right] == said[right]:
-            right += 1
-        tokens = tokens + guesses[:right] + [said[right]]
-        if len(tokens) - len(prompt) >= n:
-            return tokens[len(prompt) :][: max(n, 1)]
+# %% ex-dice not yet: other probabilities: 0 to 3 tokens, need 1 to 3
+def next_tokens(p, q, guesses):  # nothing in the place of a refused guess
+    for i, guess in enumerate(guesses):
+        if torch.rand(()) >= p[i, guess] / q[i, guess]:
+            return guesses[:i]
+    return [*guesses, int(torch.multinomial(p[-1], 1))]
 
 
 # %% ex-advance passes
