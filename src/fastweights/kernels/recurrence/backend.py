@@ -59,7 +59,7 @@ def empty_saved(
     given = (q, q, v, g, beta, None, cu_seqlens)
     kind, sizes = kind_of(given, chunk_size)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    kept = stages.kept_rooms(kind, stages.rooms(kind, dtypes_of(given)))
+    kept = stages.Rooms(kind, dtypes_of(given)).kept
     size = buffer_offsets((x.lines for x in kept), lengths)[-1]
     return allocate(kept, size, q, lengths)
 

@@ -3,14 +3,13 @@
 Those that a chunk has anyway are named as the functions of
 :mod:`fastweights.reference.chunkwise` and its backward. A launch's arguments
 stand in the order in which its kernel has them: tensors are those of
-:func:`rooms`, numbers the call's lengths, META (``settings.constants``) last.
+:class:`Rooms`, numbers the call's lengths, META (``settings.constants``) last.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def sums_dbeta_by_tiles(kind: Kind) -> bool:
     return kind.delta and kind.dtype == torch.float16
 
 
-def rooms(kind: Kind, dtypes: Dtypes) -> SimpleNamespace:
+class Rooms:
     """Every tensor of a forward and backward, as :class:`Room` has it.
 
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
@@ -71,85 +70,90 @@ def rooms(kind: Kind, dtypes: Dtypes) -> SimpleNamespace:
     What travels together, so that a kernel has it as one argument: inputs,
     decayed, decays, and call, the call's numbers.
     """
-    H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
-    low, fp32, delta = kind.dtype, torch.float32, kind.delta
-    head, channel = kind.gate == 1, kind.per_channel
-    gated, gates = head or channel, (HV, K) if channel else (HV,)
-    NK = meta_of("intra_backward", kind).NK
-    of = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
 
-    def when(has: bool, dtype: torch.dtype) -> torch.dtype | None:
-        return dtype if has else None
+    def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
+        H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
+        low, fp32, delta = kind.dtype, torch.float32, kind.delta
+        head, channel = kind.gate == 1, kind.per_channel
+        gated, gates = head or channel, (HV, K) if channel else (HV,)
+        NK = meta_of("intra_backward", kind).NK
+        given = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
 
-    layout: dict[str, tuple[str, tuple[int, ...], torch.dtype | None]] = {
-        "q": ("tokens", (H, K), of["q"]),
-        "k": ("tokens", (H, K), of["k"]),
-        "v": ("tokens", (HV, V), of["v"]),
-        "g": ("tokens", gates, of["g"]),
-        "beta": ("tokens", (HV,), of["beta"]),
-        "initial_state": ("N", (HV, K, V), of["initial_state"]),
-        "cu_seqlens": ("N", (), of["cu_seqlens"]),  # and one more
-        "do": ("tokens", (HV, V), of["do"]),
-        "dstate": ("N", (HV, K, V), of["dstate"]),
-        "q_in": ("tokens", (HV, K), when(channel, low)),
-        "k_in": ("tokens", (HV, K), when(channel and delta, low)),
-        "k_out": ("tokens", (HV, K), when(channel, low)),
-        "row_in": ("slots", (HV, C), when(head, fp32)),
-        "row_beta": ("slots", (HV, C), when(delta, fp32)),
-        "total": ("slots", gates, when(gated, fp32)),
-        "G": ("slots", (HV, C), when(head, torch.float64)),
-        "row_out": ("slots", (HV, C), when(head, fp32)),
-        "bound": ("slots", (HV,), when(head and delta, fp32)),
-        "strong": ("slots", (HV,), when(channel, torch.int32)),
-        "Aqk": ("tokens", (HV, C), when(channel, low)),
-        "R": ("tokens", (HV, C), when(delta, low)),
-        "border_states": ("borders", (HV, K, V), fp32),
-        "maps": ("borders", (HV, K, K if delta else 1), fp32),
-        "o": ("tokens", (HV, V), low),
-        "state": ("N", (HV, K, V), fp32),
-        "h": ("slots", (HV, K, V), low),
-        "errors": ("tokens", (HV, V), when(delta, low)),
-        "border_grads": ("borders", (HV, K, V), fp32),
-        "dh": ("slots", (HV, K, V), low),
-        "dkept": ("slots", (HV, NK), when(head, fp32)),
-        "parts": ("slots", (HV, NK, 2, C), when(head, fp32)),
-    }
-    layout |= {f"d{name}": layout[name] for name in INPUTS}
-    if sums_dbeta_by_tiles(kind):
-        NV = meta_of("scan_backward", kind).NV
-        layout["dbeta"] = ("tokens", (HV, NV), fp32)
-    x = SimpleNamespace()
-    for name, (size, row, dtype) in layout.items():
-        room = None if dtype is None else Room(name, size, row, dtype)
-        setattr(x, name, room)
-    if not gated and not delta:
-        x.maps = None  # all ones
-    x.q_in, x.k_in, x.k_out = x.q_in or x.q, x.k_in or x.k, x.k_out or x.k
-    x.bound = x.bound or x.total
-    x.inputs = x.q, x.k, x.g, x.beta
-    x.decayed = x.q_in, x.k_in, x.k_out
-    x.decays = x.row_in, x.row_out, x.row_beta, x.total, x.G, x.bound
-    x.call = x.cu_seqlens, SCALE, T, N, L
-    return x
+        def room(
+            name: str,
+            length: str,
+            row: tuple[int, ...],
+            dtype: torch.dtype | None,
+            has: bool = True,
+        ) -> Room | None:
+            return Room(name, length, row, dtype) if has and dtype else None
 
+        def with_gradient(
+            name: str, length: str, row: tuple[int, ...]
+        ) -> tuple[Room | None, Room | None]:
+            x, dx = (
+                room(n, length, row, given[name]) for n in (name, f"d{name}")
+            )
+            return x, dx
 
-def kept_rooms(kind: Kind, x: SimpleNamespace) -> list[Room]:
-    """What the forward keeps for the backward, of the tensors x.
+        states, scores = (HV, K, V), (HV, C)
+        self.q, self.dq = with_gradient("q", "tokens", (H, K))
+        self.k, self.dk = with_gradient("k", "tokens", (H, K))
+        self.v, self.dv = with_gradient("v", "tokens", (HV, V))
+        self.g, self.dg = with_gradient("g", "tokens", gates)
+        self.beta, self.dbeta = with_gradient("beta", "tokens", (HV,))
+        if sums_dbeta_by_tiles(kind):
+            NV = meta_of("scan_backward", kind).NV
+            self.dbeta = room("dbeta", "tokens", (HV, NV), fp32)
+        first = with_gradient("initial_state", "N", states)
+        self.initial_state, self.dinitial_state = first
+        # Of offsets one more.
+        self.cu_seqlens = room("cu_seqlens", "N", (), given["cu_seqlens"])
+        self.do = room("do", "tokens", (HV, V), given["do"])
+        self.dstate = room("dstate", "N", states, given["dstate"])
 
-    But not what a gate per channel makes of q and k, which is large, nor the
-    rows beside it: the backward computes that again.
-    """
-    found = [x.Aqk, x.R, x.border_states, x.maps]
-    if not kind.per_channel:
-        found += x.decays
-    return list(dict.fromkeys(room for room in found if room))
+        q_in = room("q_in", "tokens", (HV, K), low, channel)
+        k_in = room("k_in", "tokens", (HV, K), low, channel and delta)
+        k_out = room("k_out", "tokens", (HV, K), low, channel)
+        row_in = room("row_in", "slots", scores, fp32, head)
+        row_beta = room("row_beta", "slots", scores, fp32, delta)
+        total = room("total", "slots", gates, fp32, gated)
+        G = room("G", "slots", scores, torch.float64, head)
+        row_out = room("row_out", "slots", scores, fp32, head)
+        bound = room("bound", "slots", (HV,), fp32, head and delta)
+        self.inputs = self.q, self.k, self.g, self.beta
+        self.decayed = q_in or self.q, k_in or self.k, k_out or self.k
+        self.decays = row_in, row_out, row_beta, total, G, bound or total
+        self.call = self.cu_seqlens, SCALE, T, N, L
+
+        self.strong = room("strong", "slots", (HV,), torch.int32, channel)
+        self.Aqk = room("Aqk", "tokens", scores, low, channel)
+        self.R = room("R", "tokens", scores, low, delta)
+        self.border_states = room("border_states", "borders", states, fp32)
+        own = (HV, K, K if delta else 1)  # without decay, all ones: none
+        self.maps = room("maps", "borders", own, fp32, gated or delta)
+        self.o = room("o", "tokens", (HV, V), low)
+        self.state = room("state", "N", states, fp32)
+        self.h = room("h", "slots", states, low)
+        self.errors = room("errors", "tokens", (HV, V), low, delta)
+        self.border_grads = room("border_grads", "borders", states, fp32)
+        self.dh = room("dh", "slots", states, low)
+        self.dkept = room("dkept", "slots", (HV, NK), fp32, head)
+        self.parts = room("parts", "slots", (HV, NK, 2, C), fp32, head)
+
+        # What the forward keeps for the backward: but not what a gate per
+        # channel makes of q and k, which is large, nor the rows beside it,
+        # which the backward computes again.
+        kept = [self.Aqk, self.R, self.border_states, self.maps]
+        kept += () if channel else self.decays
+        self.kept = list(dict.fromkeys(x for x in kept if x))
 
 
 class ScheduleBuilder:
     """A forward or backward, as its launches are written down."""
 
     def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
-        self.kind, self.rooms = kind, rooms(kind, dtypes)
+        self.kind, self.rooms = kind, Rooms(kind, dtypes)
         self.given = GIVEN[: len(dtypes)]
         self.launches: list[Launch] = []
 
@@ -179,13 +183,12 @@ class ScheduleBuilder:
             programs = Count("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        saved = kept_rooms(self.kind, self.rooms)
-        return Schedule(self.launches, self.given, made, saved)
+        return Schedule(self.launches, self.given, made, self.rooms.kept)
 
 
 @lru_cache(maxsize=4096)
 def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
-    """Outputs, final states, and what is :func:`kept_rooms`.
+    """Outputs, final states, and what is kept.
 
     ``segmented``: whether sequences may be cut into segments.
     """
