@@ -198,7 +198,7 @@ def test_a_graph_that_has_saved_the_state_notices():
 def test_operator_passes_opcheck():
     x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
     operator = torch.ops.fastweights.decode_step.default
-    torch.library.opcheck(operator, (*x.values(), None, 0.5, "triton"))
+    torch.library.opcheck(operator, (*x.values(), None, None, 0.5, "triton"))
 
 
 @ALL

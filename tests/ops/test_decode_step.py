@@ -84,6 +84,37 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
     assert relative_error(state, state_ref) <= EXACT
 
 
+@members
+@pytest.mark.parametrize("rows", [None, [4, 1, 2, 0], [4, -1, 2, 0]])
+def test_a_state_takes_in_what_is_accepted(gate, rule, rows):
+    """Outputs of all tokens; the state after the first of each sequence."""
+    x = call(gate, rule, B=4, T=5, H=2, HV=4)
+    accepted, start = torch.tensor([2, 0, 5, 1]), x.pop("state")
+    o_ref, _ = expected(x | {"state": start})
+    state, options = start.clone(), {}
+    if rows is not None:
+        options = {"rows": torch.tensor(rows)}
+        state = torch.randn(6, *start.shape[1:]).to(start)
+        state[rows] = start
+        state[-1] = 0
+    before = state.clone()
+    o = fw.decode_step(**x, state=state, accepted=accepted.int(), **options)
+    for b, n in enumerate(accepted.tolist()):
+        row = b if rows is None else rows[b]
+        if row < 0:
+            assert not o[b].any()
+            continue
+        assert relative_error(o[b], o_ref[b]) <= EXACT
+        wanted, now = before[row : row + 1], state[row].clone()
+        state[row] = before[row]
+        if n:
+            own = {k: t if t.dim() == 1 else t[b, None] for k, t in x.items()}
+            fw.decode_step(**part(own, slice(0, n)), state=wanted)
+        assert relative_error(now, wanted[0]) <= EXACT
+    others = [i for i in range(len(state)) if rows and i not in rows]
+    assert state[others].equal(before[others])
+
+
 # What each member is called with, after q, k and v.
 MEMBERS = {
     "linear_attention": {"feature_map": feature_maps.elu1},
@@ -259,7 +290,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
 def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
     """A kernel writes behind PyTorch's back: here as numpy."""
 
-    def write(q, k, v, g, beta, state, rows, scale, backend):
+    def write(q, k, v, g, beta, state, rows, accepted, scale, backend):
         state.numpy()[...] = 0.0
         return v
 
@@ -304,7 +335,7 @@ def test_operator_passes_opcheck(gate, rule):
     x = call(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
     state = x["state"].mT.contiguous().mT
     named = (x.get(name) for name in ("q", "k", "v", "g", "beta"))
-    torch.library.opcheck(OPERATOR, (*named, state, None, 0.5, "auto"))
+    torch.library.opcheck(OPERATOR, (*named, state, None, None, 0.5, "auto"))
 
 
 class Layer(torch.nn.Module):
@@ -464,6 +495,18 @@ tokens(17)
     more tokens there is linear_recurrence
 tokens(0)
     ValueError: q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K
+accepted=[1]
+    TypeError: accepted: got list, need a Tensor
+accepted=torch.tensor([1.0])
+    TypeError: accepted: got torch.float32, need torch.int32 or torch.int64
+accepted=torch.tensor([[1]])
+    ValueError: accepted: got shape [1, 1], need [1]
+accepted=torch.tensor([7])
+    ValueError: accepted: got [7], need 0 to 6
+accepted=torch.tensor([-1])
+    ValueError: accepted: got [-1], need 0 to 6
+accepted=torch.tensor([1], device="meta")
+    ValueError: accepted: got device meta, need q's, cpu
 backend="triton"
     ValueError: backend: got 'triton', which needs tensors on a CUDA device,
     not cpu, or Triton's interpreter (TRITON_INTERPRET=1 before Triton's first

@@ -62,6 +62,8 @@ class SoftmaxAttention(Layer):
         norm_eps: of the norms of q and k.
     """
 
+    takes_accepted = True
+
     def __init__(
         self,
         dim: int,

@@ -70,7 +70,7 @@ class ShortConvolution(CheckedModule):
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Inputs]:
         """y, and the inputs that the next tokens need."""
-        return short_convolution(
+        y, inputs = short_convolution(
             x,
             self.weight,
             self.bias,
@@ -78,6 +78,7 @@ class ShortConvolution(CheckedModule):
             initial_state=inputs_of(state, x),
             cu_seqlens=cu_seqlens,
         )
+        return y, accepted_inputs(inputs, x, state)
 
 
 PLAIN_TAPS = source_of(ShortConvolution)
@@ -149,7 +150,7 @@ class HeadsConvolution(CheckedModule):
         if self.taps is None:
             x = F.silu(x) if self.activation else x
         elif is_plain(self.taps, PLAIN_TAPS, x.device):
-            return convolve_heads(
+            q, k, v, inputs = convolve_heads(
                 x,
                 self.taps.weight,
                 self.taps.bias,
@@ -160,6 +161,7 @@ class HeadsConvolution(CheckedModule):
                 initial_state=inputs_of(state, x),
                 cu_seqlens=cu_seqlens,
             )
+            return q, k, v, accepted_inputs(inputs, x, state)
         else:
             x, inputs = self.taps(x, state, cu_seqlens)
         q, k, v = split_heads(x, self.heads, self.sizes)
@@ -175,3 +177,16 @@ def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
     inputs = field_of(state, "convolution")
     return None if inputs is None else inputs.to(cast_for_autocast(x)[0].dtype)
+
+
+def accepted_inputs(
+    inputs: Inputs, x: Float[Tensor, "B T C"], state: LayerState | None
+) -> Inputs:
+    """The inputs to keep: those after the last token that is accepted."""
+    if state is None or state.accepted is None:
+        return inputs
+    before = state.get("convolution")
+    both = torch.cat([before.to(inputs.dtype), x.to(inputs.dtype)], 1)
+    last = torch.arange(inputs.shape[1], device=x.device)
+    at = state.accepted[:, None] + last
+    return torch.take_along_dim(both, at[..., None], 1)

@@ -105,6 +105,14 @@ class Layer(CheckedModule):
     narrow_state: bool = False
     """Whether a state's S may be bf16: steps are fastweights.decode_step."""
 
+    @property
+    def takes_accepted(self) -> bool:
+        """Whether ``read`` does what ``LayerState.accepted`` asks for.
+
+        Else it is called for a token at a time.
+        """
+        return self.narrow_state
+
     def forward(
         self,
         x: Tokens,
@@ -118,12 +126,16 @@ class Layer(CheckedModule):
         that makes none (softmax attention, packed sequences, training).
         """
         check_input(x, self, state, cu_seqlens)
+        partly = state is not None and state.accepted is not None
         if self.padded and cu_seqlens is not None:
             y, after = read_by_length(self.read, x, state, cu_seqlens)
+        elif partly and not self.takes_accepted:
+            y, after = read_by_token(self.read, x, state)
         else:
             y, after = self.read(x, state, cu_seqlens)
         if state is not None:
             after = state_after_call(state, after)
+            state.accepted = None
         return y, after
 
     def step(
@@ -161,6 +173,28 @@ class Layer(CheckedModule):
         """The shape of a row of each field of its states."""
         fields = self.outline(1).tensors()
         return {name: tuple(x.shape[1:]) for name, x in fields.items()}
+
+
+def read_by_token(
+    read: Callable[..., tuple[Tokens, LayerState]], x: Tokens, state: Any
+) -> tuple[Tokens, LayerState]:
+    """A layer's ``read``, a token at a time, and the state as accepted.
+
+    The layer goes on from copies, to the last token; of the states on the
+    way each sequence keeps the one that it has taken in.
+    """
+    outputs, accepted = [], state.accepted
+    kept = {name: state.get(name).clone() for name in state.tensors()}
+    own = LayerState(
+        **{name: t.clone() for name, t in kept.items()}, used=state.used
+    )
+    for t, token in enumerate(x.split(1, 1)):
+        y, own = read(token, own, None)
+        outputs.append(y)
+        for name, new in own.tensors().items():
+            taken = (t < accepted).view(-1, *[1] * (new.dim() - 1))
+            kept[name] = torch.where(taken, new, kept[name])
+    return torch.cat(outputs, 1), LayerState(**kept, used=own.used)
 
 
 def extrapolate(after: Callable[[int], int], T: int) -> int:

@@ -18,7 +18,7 @@ from fastweights.arguments import (
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops.decode import NARROW
+from fastweights.ops.decode import NARROW, check_accepted
 from fastweights.private import is_traced
 
 
@@ -129,10 +129,12 @@ def check_input(
             )
         rows = cu_seqlens.shape[0] - 1
     if state is not None:
-        _check_state(state, layer, x, rows)
+        _check_state(state, layer, x, rows, cu_seqlens is not None)
 
 
-def _check_state(state: LayerState, layer: Any, x: Tensor, rows: int) -> None:
+def _check_state(
+    state: LayerState, layer: Any, x: Tensor, rows: int, packed: bool
+) -> None:
     """Raise unless it is a state of this layer for so many sequences.
 
     The fields that it needs, and the shapes of their rows, are what the layer
@@ -148,6 +150,13 @@ def _check_state(state: LayerState, layer: Any, x: Tensor, rows: int) -> None:
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
         check_rows(state.rows, rows, name="state: rows")
+    if state.accepted is not None:
+        if packed or torch.is_grad_enabled():
+            raise ValueError(
+                "state: got accepted, a number of tokens to take in, need "
+                f"{'no cu_seqlens' if packed else 'torch.no_grad()'} for it"
+            )
+        check_accepted("state: accepted", state.accepted, x=x)
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
     if not is_traced():

@@ -86,7 +86,7 @@ class MultiScaleRetention(Layer):
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        position = sequence_lengths(x, cu_seqlens)
+        position = sequence_lengths(x, cu_seqlens, state)
         if state is not None:
             position = position + state.get("position")
         return y, LayerState(S=S, position=position)

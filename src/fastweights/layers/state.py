@@ -67,6 +67,11 @@ class LayerState:
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; see :meth:`at`."""
 
+    accepted: Int[Tensor, " B"] | None = None
+    """Of the next call's tokens of each sequence, how many the state takes
+    in; None: all. There are outputs for all of them. For up to 16 tokens,
+    not packed, without gradients; the call sets it to None again."""
+
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are there, by name; whole, also of a pool."""
         found = [(name, getattr(self, name)) for name in TENSORS]
@@ -193,7 +198,9 @@ class LayerState:
 
 
 TENSORS = tuple(
-    f.name for f in fields(LayerState) if f.name not in ("used", "rows")
+    f.name
+    for f in fields(LayerState)
+    if f.name not in ("used", "rows", "accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -266,7 +273,15 @@ def continue_recurrence(
     if own := state_to_step(state, q, cu_seqlens):
         S = own.field("S")
         o = decode_step(
-            q, k, v, g=g, beta=beta, state=S, rows=own.rows, scale=scale
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            state=S,
+            rows=own.rows,
+            accepted=own.accepted,
+            scale=scale,
         )
         return o, S
     first = field_of(state, "S")
@@ -303,9 +318,13 @@ def token_positions(
 
 
 def sequence_lengths(
-    x: Float[Tensor, "B T ..."], cu_seqlens: Offsets | None
+    x: Float[Tensor, "B T ..."],
+    cu_seqlens: Offsets | None,
+    state: LayerState | None = None,
 ) -> Int[Tensor, " N"]:
-    """How many tokens of each sequence stand in x."""
+    """How many tokens of each sequence stand in x, for the state to take."""
+    if state is not None and state.accepted is not None:
+        return state.accepted.to(torch.int64)
     if cu_seqlens is None:
         return torch.full((x.shape[0],), x.shape[1], device=x.device)
     return cu_seqlens.diff().to(torch.int64)

@@ -39,7 +39,7 @@ class UnpackedRows:
         self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> None:
         self.cu_seqlens = cu_seqlens
-        self.count = sequence_lengths(x, cu_seqlens)
+        self.count = sequence_lengths(x, cu_seqlens, state)
         self.position: Int[Tensor, " N"] | None = field_of(state, "position")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:

@@ -28,6 +28,33 @@ ROOM = 256
 
 States = list[LayerState | None]
 
+NOT_FINITE = (
+    "model: got logits that are not finite, need finite ones, or -inf for "
+    "some tokens; its parameters may have diverged in training"
+)
+
+
+def prefill(
+    model: LanguageModel, rows: list[Int[Tensor, " _"]], room: int
+) -> tuple[Float[Tensor, "N V"], States]:
+    """Logits of the token after each prompt, and the states after them.
+
+    Args:
+        model: which reads all of them, packed.
+        rows: prompts.
+        room: tokens that may follow one, which states have room for.
+    """
+    device = model.embedding.weight.device
+    if device.type == "meta":  # it is fetched when it is called
+        device = rows[0].device
+    lengths = torch.tensor([0, *(len(row) for row in rows)])
+    cu_seqlens = lengths.cumsum(0).to(device)
+    packed = torch.cat([row.to(device) for row in rows])[None]
+    capacity = int(lengths.max()) + room
+    states = model.new_states(len(rows), capacity, device=device)
+    x, after = model.hidden(packed, states, cu_seqlens)
+    return model.logits(x[0, cu_seqlens[1:] - 1]), after
+
 
 class Decoding:
     """Rows of a model that go on together, a token per step.

@@ -8,7 +8,7 @@ shares its batch nor on how many tokens one step of the model reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,20 @@ class Sampling:
     drawn: Int[Tensor, " N"]
     greedy: bool = False
     whole: bool = False
+
+    def ahead(self, T: int, drawn: Int[Tensor, " N"]) -> Sampling:
+        """The same, for T draws of each row at once, next to each other.
+
+        The first of them has ``drawn`` before it.
+        """
+        place = torch.arange(T, device=drawn.device)
+        return replace(
+            self,
+            temperature=self.temperature.repeat_interleave(T),
+            top_p=self.top_p.repeat_interleave(T),
+            seed=self.seed.repeat_interleave(T),
+            drawn=(drawn[:, None] + place).flatten(),
+        )
 
     def draw(
         self,

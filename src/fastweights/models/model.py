@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -133,7 +133,8 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
         y = None
-        if few and state is not None and not self.post_norm:
+        whole = state is not None and state.accepted is None
+        if few and whole and not self.post_norm:
             step = getattr(self.layer, "step", None)
             y = None if step is None else step(x, self.norm, state)
         if y is None:
@@ -408,6 +409,9 @@ class LanguageModel(CheckedModule):
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
         stop: int | Iterable[int] | Tensor | None = None,
+        draft: Literal["lookup"]
+        | Callable[[list[int]], Iterable[int]]
+        | None = None,
     ) -> list[Int[Tensor, " new"]]:
         """Continue prompts: the new tokens of each.
 
@@ -429,6 +433,14 @@ class LanguageModel(CheckedModule):
                 least this probability.
             generator: draws; PyTorch's own if None.
             stop: tokens at which a row ends, without them.
+            draft: guesses what comes next, up to 8 tokens ahead, which one
+                step of the model checks: the tokens are the same ones in
+                fewer steps, as far as the logits of several tokens at once
+                round as those of one. "lookup" looks the last one to three
+                tokens up in the text so far, for code and for answers that
+                repeat their prompt; or a smaller model with the same
+                vocabulary; or a function that takes a row's tokens so far, a
+                list, and returns those that may follow.
         """
         from fastweights.models.sampling import as_rows, as_stop, stream
 
@@ -442,6 +454,7 @@ class LanguageModel(CheckedModule):
             top_p=top_p,
             generator=generator,
             stop=ends,
+            draft=draft,
         )
         steps = list(found)
         if not steps:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from fastweights.arguments import check_integers, check_number, is_readable
-from fastweights.models.decoding import Decoding
+from fastweights.models.decoding import NOT_FINITE, Decoding, prefill
 from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
+from fastweights.ops.decode import MAX_TOKENS
 
 STEPS_PER_LOOK = 16
 """Tokens after which a GPU is asked whether to go on."""
+
+Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
+"""A LanguageModel too, which is not called but asked for what it draws."""
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
 
@@ -30,6 +34,7 @@ def stream(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     stop: int | Iterable[int] | Tensor | None = None,
+    draft: Draft | None = None,
 ) -> Iterator[Int[Tensor, " N"]]:
     """Yield the next token of every prompt; see LanguageModel.generate.
 
@@ -45,21 +50,26 @@ def stream(
     rows = as_rows(prompts, V)
     check_sampling(max_new_tokens, temperature, top_p, generator)
     ends = as_stop(stop, V)
-    device = model.embedding.weight.device
-    if device.type == "meta":  # it is fetched when it is called
-        device = rows[0].device
-    lengths = torch.tensor([0, *(len(row) for row in rows)])
-    cu_seqlens = lengths.cumsum(0).to(device)
-    packed = torch.cat([row.to(device) for row in rows])[None]
-    capacity = int(lengths.max()) + max_new_tokens
-    states = model.new_states(len(rows), capacity, device=device)
-    x, states = model.hidden(packed, states, cu_seqlens)
-    logits = model.logits(x[0, cu_seqlens[1:] - 1])
+    # A pass that checks drafts reads beyond the last token.
+    logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
+    device = logits.device
+    sampling = _sampling(len(rows), temperature, top_p, generator, device)
+    if draft is not None and max_new_tokens:
+        from fastweights.models.drafts import proposals
+        from fastweights.models.speculation import Reader, Row, speculate
+
+        texts = [
+            Row(row.tolist(), len(row), max_new_tokens, ends) for row in rows
+        ]
+        propose = proposals(draft, model, texts, sampling)
+        reader = Reader(model, states, texts, sampling)
+        yield from speculate(reader, logits, propose)
+        return
     decoding = Decoding(
         model,
         states,
         logits,
-        sampling=_sampling(len(rows), temperature, top_p, generator, device),
+        sampling=sampling,
         ends=ends,
         tokens=max_new_tokens,
     )
@@ -72,10 +82,7 @@ def stream(
         if ends and looks and decoding.done.all():
             return
     if decoding.spoiled.any():
-        raise ValueError(
-            "model: got logits that are not finite, need finite ones, or -inf "
-            "for some tokens; its parameters may have diverged in training"
-        )
+        raise ValueError(NOT_FINITE)
 
 
 def _sampling(

@@ -11,7 +11,7 @@ torch.inference_mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fastweights.arguments import (
     check_states,
     check_tensors,
     check_values,
+    is_readable,
     wrong_shape,
 )
 from fastweights.dtypes import (
@@ -85,6 +86,7 @@ def decode_step(
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
     rows: Rows | None = None,
+    accepted: Int[Tensor, " B"] | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Float[Tensor, "B T HV V"]:
@@ -119,6 +121,11 @@ def decode_step(
             are. No two sequences may have the same row, which is checked
             on a CPU. One whose row is none of 0 to N - 1 (-1, say, where a
             batch is filled up) reads and writes no state; its outputs are 0.
+        accepted: [B] int32 or int64, 0 to T, which is checked on a CPU: of
+            each sequence the state becomes the one after so many of its
+            tokens, None: after all. Outputs are those of all tokens. So a
+            model reads what was only guessed to come next, and takes in what
+            turned out to be right.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "chunkwise" and "loop" are both the
             loop over tokens in PyTorch.
@@ -137,8 +144,10 @@ def decode_step(
     """
     q, k, v = cast_for_autocast(q, k, v)
     _check(q, k, v, g, beta, state, rows, scale, backend)
+    if accepted is not None:
+        check_accepted("accepted", accepted, q=q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (q, k, v, g, beta, state, rows)
+    tensors = (q, k, v, g, beta, state, rows, accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
     step = past_dispatcher(DECODE, _decode, tensors)
@@ -221,15 +230,19 @@ def _decode(
     beta: Tensor | None,
     state: Tensor,
     rows: Tensor | None,
+    accepted: Tensor | None,
     scale: float,
     backend: Backend,
 ) -> Tensor:
-    """The outputs; ``state`` becomes the one after the last token."""
+    """The outputs; ``state`` becomes the one after what is accepted."""
     if backend_for(backend, q) == "triton":
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")
-        return decode(q, k, v, g, beta, state, rows, scale)
+        some: dict[str, Any] = {}
+        if accepted is not None:
+            some["accepted"] = accepted
+        return decode(q, k, v, g, beta, state, rows, scale, **some)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
@@ -237,7 +250,7 @@ def _decode(
         x, full = widen(q, k, v, g, beta), compute_dtype(q.dtype)
         if rows is None:
             S = state.to(full)
-            o = advance(S, *x, scale=scale)
+            o = _advance(S, x, accepted, scale)
             if S is not state:
                 state.copy_(S)
             return o.to(v.dtype)
@@ -247,10 +260,26 @@ def _decode(
             own: Any = x
             if not there.all():
                 at, own = at[there], [t if t is None else t[there] for t in x]
+                accepted = None if accepted is None else accepted[there]
             S = state.index_select(0, at).to(full)
-            o[there] = advance(S, *own, scale=scale).to(v.dtype)
+            o[there] = _advance(S, own, accepted, scale).to(v.dtype)
             state.index_copy_(0, at, S.to(state.dtype))
         return o
+
+
+def _advance(
+    S: Tensor, x: Sequence[Any], accepted: Tensor | None, scale: float
+) -> Tensor:
+    """Outputs of all tokens; S becomes the state after those accepted."""
+    if accepted is None:
+        return advance(S, *x, scale=scale)
+    outputs, state = [], S.clone()
+    for t in range(x[0].shape[1]):
+        token: list[Any] = [None if y is None else y[:, t : t + 1] for y in x]
+        outputs.append(advance(state, *token, scale=scale))
+        taken = (t < accepted)[:, None, None, None]
+        S.copy_(torch.where(taken, state, S))
+    return torch.cat(outputs, 1)
 
 
 DECODE = torch.library.custom_op(
@@ -258,7 +287,8 @@ DECODE = torch.library.custom_op(
     _decode,
     mutates_args=("state",),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor(a!) state, Tensor? rows, float scale, str backend) -> Tensor",
+    "Tensor(a!) state, Tensor? rows, Tensor? accepted, float scale, "
+    "str backend) -> Tensor",
 )
 
 
@@ -501,6 +531,27 @@ def _check_states(
     for (name, state), shape in zip(states.items(), shapes, strict=False):
         check_states(q, {name: state}, {name: (N, *shape)}, besides)
         besides = ()
+
+
+def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:
+    """Raise unless it is [B], 0 to T each, for a tensor [B, T, ...].
+
+    int32 or int64, and T <= 16.
+    """
+    ((first, x),) = of.items()
+    (B, T), values = x.shape[:2], [0]
+    check_tensors({name: accepted})
+    check_kinds({**of, name: accepted}, {first: (x.dtype,), name: OFFSETS})
+    if T > MAX_TOKENS:
+        raise ValueError(
+            f"{name}: got {T} tokens, need at most {MAX_TOKENS} with it"
+        )
+    if accepted.shape != (B,):
+        wrong_shape(name, accepted, f"[{B}]")
+    if is_readable(accepted):
+        values = accepted.tolist()
+    if not all(0 <= n <= T for n in values):
+        raise ValueError(f"{name}: got {values}, need 0 to {T}")
 
 
 def rows_inside(rows: Rows, pool: Tensor) -> Rows:

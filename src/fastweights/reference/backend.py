@@ -81,9 +81,7 @@ def advance(
         step: list[Any] = [q, k, v, decay, beta]
         if T > 1:
             step = [None if x is None else x[:, t : t + 1] for x in step]
-        step = [
-            None if x is None else x.reshape(N * HV, 1, -1) for x in step
-        ]
+        step = [None if x is None else x.reshape(N * HV, 1, -1) for x in step]
         q_t, k_t, v_t, decay_t, beta_t = step
         if decay_t is not None:
             S.mul_(decay_t.mT)

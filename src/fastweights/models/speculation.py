@@ -1,0 +1,198 @@
+"""Tokens guessed ahead, several of which one pass of a model checks.
+
+A pass reads of each row the tokens that are confirmed and that its states
+have not taken in, then drafts of what may follow. What the model draws after
+the last confirmed token and after each draft says which drafts are right;
+they and the draw behind them are what the next pass has confirmed. States
+advance by confirmed tokens alone (``LayerState.accepted``), so nothing is
+ever rolled back: a right draft is read twice instead, which at few rows costs
+nothing, since a pass takes as long as its reading of the weights.
+
+A draw is a function of a row's seed, of the place and of the logits
+(:mod:`fastweights.models.draws`), so a draft is right if it is what plain
+decoding would draw there: tokens are the same ones, greedy or sampled
+(Leviathan et al. 2023 accept at random instead, to the same distribution).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.models.decoding import (
+    NOT_FINITE,
+    Recording,
+    States,
+    is_recordable,
+)
+from fastweights.models.draws import Sampling
+from fastweights.models.model import LanguageModel
+
+TOKENS = 16
+"""Tokens of each row that a pass reads; those behind its drafts are none."""
+
+DRAFTS = (TOKENS - 1) // 2
+"""Drafts of a row at most: if all are right, one pass has room for them, for
+the draw behind them, and for as many drafts again."""
+
+Text = list[int]
+
+
+@dataclass
+class Row:
+    """A prompt, and what has been drawn after it.
+
+    Args:
+        text: all tokens so far.
+        start: tokens of the prompt.
+        tokens: that may follow it.
+        ends: tokens at which the row is done.
+    """
+
+    text: Text
+    start: int
+    tokens: int
+    ends: list[int]
+    done: bool = False
+    spoiled: bool = False
+    """Whether logits were not finite."""
+
+    def take(self, draws: Text, drafts: Text) -> None:
+        """Append the draws, up to the first whose draft is another token."""
+        for token, draft in zip(draws, [*drafts, None], strict=False):
+            self.spoiled = not self.done and token < 0
+            if self.done or self.spoiled:
+                return
+            self.text.append(token)
+            full = len(self.text) == self.start + self.tokens
+            self.done = full or token in self.ends
+            if token != draft:
+                return
+
+    def step(self, t: int) -> int:
+        """The token of a step, or the last, which stands for none."""
+        return self.text[min(self.start + t, len(self.text) - 1)]
+
+
+def speculate(
+    reader: Reader,
+    logits: Float[Tensor, "N V"],
+    propose: Callable[[], list[Text]],
+) -> Iterator[Int[Tensor, " N"]]:
+    """Yield what :func:`fastweights.models.sampling.stream` does.
+
+    Args:
+        reader: of the rows, which has read their prompts.
+        logits: of the token after each prompt.
+        propose: drafts up to DRAFTS tokens behind each row's text, none
+            behind one that is done.
+    """
+    rows, given = reader.rows, 0
+    first = drawn_from(logits, reader.sampling).tolist()
+    for row, token in zip(rows, first, strict=True):
+        row.take([token], [])
+    while True:
+        counts = [len(row.text) - row.start for row in rows]
+        both = zip(counts, rows, strict=True)
+        going = [n for n, row in both if not row.done]
+        ready = min(going, default=max(counts))
+        steps = [[row.step(t) for row in rows] for t in range(given, ready)]
+        yield from torch.tensor(steps, device=logits.device)
+        given = ready
+        if any(row.spoiled for row in rows):
+            raise ValueError(NOT_FINITE)
+        if not going:
+            return
+        drafts = propose()
+        draws = reader(drafts)
+        for row, drawn, some in zip(rows, draws, drafts, strict=True):
+            row.take(drawn, some)
+
+
+class Reader:
+    """A model that has taken in a part of each row's text.
+
+    Args:
+        model: which reads, in CUDA graphs where it can be recorded.
+        states: its states after the prompts; they are changed in place.
+        rows: whose texts grow.
+        sampling: how they are drawn from.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        states: States,
+        rows: list[Row],
+        sampling: Sampling,
+    ) -> None:
+        self.model, self.states, self.rows = model, states, rows
+        self.sampling, self.read = sampling, [row.start for row in rows]
+        # Tokens of each row, how many are new, and were drawn before.
+        self.inputs = sampling.seed.new_zeros(len(rows), TOKENS + 2)
+        self.draws = self.inputs[:, :TOKENS].clone()
+        self.recordings: dict[int, Recording] = {}
+        if is_recordable(model, self.draws):
+            self.recordings = {T: Recording(T) for T in (1, TOKENS)}
+
+    def __call__(self, drafts: list[Text]) -> list[Text]:
+        """Draws after what is new in each text, and after each draft.
+
+        The states take in what is new; -1 is a draw from logits that are not
+        finite.
+        """
+        inputs, spans = [], []
+        for row, n, some in zip(self.rows, self.read, drafts, strict=True):
+            new = [] if row.done else row.text[n:]
+            tokens = new + some
+            padding = [0] * (TOKENS - len(tokens))
+            inputs.append([*tokens, *padding, len(new), n + 1 - row.start])
+            spans.append((len(new), len(tokens)))
+        self.inputs.copy_(torch.tensor(inputs))
+        T = 1 if set(spans) == {(1, 1)} else TOKENS
+        step = functools.partial(self._step, T)
+        if self.recordings:
+            self.states = self.recordings[T](step, self.states)
+        else:
+            self.states = step(self.states)
+        self.read = [
+            n + count for n, (count, _) in zip(self.read, spans, strict=True)
+        ]
+        for state in self.states:
+            if state is not None:
+                state.used = max(self.read)
+        return [
+            row[max(n - 1, 0) : end]
+            for row, (n, end) in zip(self.draws.tolist(), spans, strict=True)
+        ]
+
+    def _step(self, T: int, states: States) -> States:
+        """Read T of the inputs, write T of the draws; the states after."""
+        accepted, drawn = self.inputs[:, TOKENS:].unbind(1)
+        takes = [s for s in states if s is not None and T > 1]
+        for state in takes:
+            state.accepted = accepted
+        logits, after = self.model(self.inputs[:, :T], states)
+        if any(state.accepted is not None for state in takes):
+            raise ValueError(
+                "model: got a layer that reads past LayerState.accepted, need "
+                "each as those of fastweights.layers, or no draft"
+            )
+        sampling = self.sampling.ahead(T, drawn)
+        token = drawn_from(logits.flatten(0, 1), sampling)
+        self.draws[:, :T] = token.view(-1, T)
+        return after
+
+
+def drawn_from(
+    logits: Float[Tensor, "N V"], sampling: Sampling
+) -> Int[Tensor, " N"]:
+    """A token for each row, -1 if its logits are not finite."""
+    largest, likeliest = logits.max(-1)
+    token = sampling.draw(logits, largest, likeliest)
+    return token.where(largest.isfinite(), -1)
