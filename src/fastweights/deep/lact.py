@@ -20,9 +20,9 @@ from fastweights.arguments import (
 )
 from fastweights.deep.chunk_layout import Layout, Part, where_rows
 from fastweights.deep.network_arguments import (
+    check_operands,
     check_shapes,
     check_state,
-    check_tokens,
 )
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
@@ -142,7 +142,7 @@ def lact(
     """
     given = {"rates": rates}
     given |= {} if momentum is None else {"momentum": momentum}
-    check_tokens(q, k, v, given, position, lengths, matrices=3)
+    check_operands(q, k, v, given, position, lengths, matrices=3)
     check_sizes(chunk_size=chunk_size)
     check_flags(muon=muon, prenorm=prenorm)
     if not isinstance(start, tuple | list) or len(start) != 3:

@@ -18,9 +18,9 @@ from fastweights.arguments import (
     is_readable,
 )
 from fastweights.deep.network_arguments import (
+    check_operands,
     check_shapes,
     check_state,
-    check_tokens,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.backends import Backend
@@ -78,7 +78,7 @@ def mesa(
         TypeError, ValueError: a dtype, device or shape does not fit; the
             message names the argument, what it got and what it needs.
     """
-    check_tokens(q, k, v, {"g": g, "beta": beta})
+    check_operands(q, k, v, {"g": g, "beta": beta})
     check_sizes(steps=steps)
     check_packed(q, cu_seqlens)
     check_tensors({"ridge": ridge})

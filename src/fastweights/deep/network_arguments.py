@@ -20,7 +20,7 @@ from fastweights.dtypes import DTYPES, compute_dtype
 WHOLE = (torch.int32, torch.int64)
 
 
-def check_tokens(
+def check_operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,

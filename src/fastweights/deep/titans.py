@@ -28,9 +28,9 @@ from fastweights.deep.dual_form import (
 )
 from fastweights.deep.network_arguments import (
     check_layers,
+    check_operands,
     check_pair,
     check_state,
-    check_tokens,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
@@ -111,7 +111,7 @@ def titans(
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
     rates = {"rate": rate, "momentum": momentum, "g": g}
-    check_tokens(q, k, v, rates, position, lengths)
+    check_operands(q, k, v, rates, position, lengths)
     check_sizes(chunk_size=chunk_size)
     dtype, full = q.dtype, compute_dtype(q.dtype)
     B, T, H, K = q.shape

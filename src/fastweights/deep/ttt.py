@@ -29,10 +29,10 @@ from fastweights.deep.dual_form import (
 )
 from fastweights.deep.network_arguments import (
     check_layers,
+    check_operands,
     check_pair,
     check_shapes,
     check_state,
-    check_tokens,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
@@ -91,7 +91,7 @@ def ttt(
         TypeError, ValueError: a dtype, device or shape does not fit; the
             message names the argument, what it got and what it needs.
     """
-    check_tokens(q, k, v, {"rate": rate}, position, lengths)
+    check_operands(q, k, v, {"rate": rate}, position, lengths)
     check_tensors({"rows": rows})
     if rows.dim() != 1 or len(rows) < 1:
         wrong_shape("rows", rows, "[C] with C >= 1")
