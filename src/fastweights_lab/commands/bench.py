@@ -10,6 +10,7 @@ deep        networks as fast weights
 layer       where the time of a Gated DeltaNet layer goes
 trained     the operators on what trained models give them
 generate    a token of a language model, and the first one
+speculate   a token where drafts are looked up, on source code
 growth      each size doubled by itself, beside the plainest program
 
 On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
@@ -32,6 +33,7 @@ from fastweights_lab.bench import (
     generate,
     growth,
     layer,
+    speculate,
     speed,
     timing,
     trained_inputs,
@@ -49,6 +51,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "layer": (layer.rows, layer.__doc__),
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
     "generate": (generate.rows, generate.__doc__),
+    "speculate": (speculate.rows, speculate.__doc__),
     "growth": (growth.rows, growth.__doc__),
 }
 """By name: what yields a case's rows, given its options, and says of it."""
@@ -93,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-first",
         action="store_true",
         help="leave out the first call, which compiles on an empty cache",
+    )
+    add["speculate"](
+        "--steps",
+        type=int,
+        default=speculate.STEPS,
+        help=f"of training; {speculate.STEPS} by default",
     )
     for case, of in (
         ("deep", [*deep.CASES]),
