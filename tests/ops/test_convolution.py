@@ -188,14 +188,6 @@ def test_half_precision_is_rounded_once(single):
         same(*({n: r[n] for n in filters} for r in (found, ref)), 1e-6)
 
 
-def test_autocast_changes_nothing():
-    x = tokens(dtype=torch.float32)
-    ref = results(flat, x, **HEADS)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = results(flat, x, **HEADS)
-    same(found, ref, 0.0)
-
-
 def test_views_that_are_not_contiguous():
     x = tokens()
     views = {

@@ -94,6 +94,19 @@ def test_two_calls_are_one(name, cut):
     torch.testing.assert_close((whole, x["initial_state"]), (want, last))
 
 
+@EVERY
+def test_autocast_narrows_the_operands_of_products(name):
+    operator, x = OPERATORS[name], drawn(name, 20, 1, torch.float32)
+    by_hand = {
+        key: t.bfloat16() if key in operator.narrowed else t
+        for key, t in x.items()
+    }
+    want = operator.call(**by_hand)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = operator.call(**x)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
 TRANSFORMS = {
     "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),

@@ -357,14 +357,6 @@ def test_the_normaliser_is_not_rounded_to_half_precision(
         assert relative_error(grad, want) < budget_of_gradients, name
 
 
-def test_autocast_rounds_the_inputs_and_not_the_normaliser():
-    x = {name: t.float() for name, t in inputs().items()}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fw.mlstm(**x)
-    narrow = {n: t.bfloat16() if n in "qkv" else t for n, t in x.items()}
-    torch.testing.assert_close(found, fw.mlstm(**narrow), rtol=0, atol=0)
-
-
 def offsets(*values):
     return {"cu_seqlens": torch.tensor(values)}
 

@@ -273,16 +273,6 @@ def test_dtypes(dtype, single):
     same(found, results(explicit, exact), max(full, torch.finfo(dtype).eps))
 
 
-def test_autocast_rounds_x_b_and_c():
-    x = tokens(dtype=torch.float32)
-    rounded = {n: x[n].bfloat16() for n in ("x", "B", "C")}
-    ref = fw.selective_scan(**x | rounded)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fw.selective_scan(**x)
-    assert found[0].dtype == torch.bfloat16
-    torch.testing.assert_close(found, ref, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("backend", ["auto", "chunkwise", "loop"])
 def test_record_says_what_ran(backend):
     with ops.record_backends() as ran:

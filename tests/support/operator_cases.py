@@ -26,6 +26,8 @@ class Operator:
     call: Callable[..., tuple]
     whole: tuple[str, ...] = ("initial_state",)
     """Inputs that have no tokens."""
+    narrowed: tuple[str, ...] = ("q", "k", "v")
+    """Inputs that autocast narrows."""
 
 
 def family(gate: str, rule: str) -> Operator:
@@ -89,18 +91,21 @@ OPERATORS = {
         convolution,
         short_convolution,
         ("weight", "bias", "initial_state"),
+        narrowed=(),
     ),
     "convolve_heads": Operator(
         convolution,
         lambda **x: convolve_heads(**x, heads=(1, 1), sizes=(3, 2)),
         ("weight", "bias", "initial_state"),
+        narrowed=(),
     ),
     "selective_scan": Operator(
         selective,
         lambda **x: fw.selective_scan(**x, dt_softplus=True),
         ("A", "D", "dt_bias", "initial_state"),
+        narrowed=("x", "B", "C"),
     ),
-    "mesa": Operator(solved, mesa, ("ridge",)),
+    "mesa": Operator(solved, mesa, ("ridge",), narrowed=()),
 }
 
 
