@@ -162,8 +162,9 @@ def test_logits_of_theirs(case):
 def test_their_greedy_text(case):
     m, prompt = theirs(case), text(2, 9)
     wanted = m.generate(prompt, max_new_tokens=20, do_sample=False)[:, 9:]
-    found = from_transformers(m).generate(prompt, 20)
-    assert torch.stack(found).equal(wanted)
+    n = from_transformers(m)
+    assert torch.stack(n.generate(prompt, 20)).equal(wanted)
+    assert n.generate(prompt[:1], 20, draft="lookup")[0].equal(wanted[0])
 
 
 @pytest.mark.parametrize("case", OURS)

@@ -63,6 +63,7 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
 """Options of the layers that all models of a type have."""
 
 POST_NORM = {"olmo_hybrid": ("softmax",), "qwen3_5_text": ()}
+"""Kinds of layer whose blocks norm what they add."""
 
 
 def config_here(there: Any) -> ModelConfig:
