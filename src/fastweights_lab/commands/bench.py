@@ -11,6 +11,7 @@ layer       where the time of a Gated DeltaNet layer goes
 trained     the operators on what trained models give them
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
+serve       requests that come and go, beside a full batch
 growth      each size doubled by itself, beside the plainest program
 
 On a CUDA device in bf16 and at the sizes of a real layer; on a CPU in fp32
@@ -33,6 +34,7 @@ from fastweights_lab.bench import (
     generate,
     growth,
     layer,
+    serve,
     speculate,
     speed,
     timing,
@@ -52,6 +54,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
     "generate": (generate.rows, generate.__doc__),
     "speculate": (speculate.rows, speculate.__doc__),
+    "serve": (serve.rows, serve.__doc__),
     "growth": (growth.rows, growth.__doc__),
 }
 """By name: what yields a case's rows, given its options, and says of it."""
@@ -106,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for case, of in (
         ("deep", [*deep.CASES]),
         ("generate", [*generate.PATTERNS]),
+        ("serve", [*generate.PATTERNS]),
         ("growth", [*growth.CASES]),
     ):
         add[case](

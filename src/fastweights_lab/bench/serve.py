@@ -1,0 +1,81 @@
+"""What serving costs beside a batch that is full: ``fastweights bench serve``.
+
+512 requests with prompts of 16 to 4,096 and answers of 16 to 512 tokens, all
+there from the start, go through an engine of 64 rows (less on a CPU). "read"
+and "write" are what ``generate`` takes for as much: for the same prompts, 64
+at once, and for as many tokens by steps of full batches, in the middle of the
+longest text. "share" is the sum of both by "seconds", the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from fastweights.models import LanguageModel, ModelConfig
+from fastweights.serving import Engine
+from fastweights_lab.bench.generate import FEW, PATTERNS, SIZES, TOKENS
+from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row
+
+REQUESTS, ROWS, PIECE = (512, 64, 8192) if ON_GPU else (32, 8, 256)
+PROMPT, ANSWER = ((16, 4096), (16, 512)) if ON_GPU else ((4, 64), (4, 32))
+
+
+def rows(names: list[str]) -> Iterator[Row]:
+    """Rows of these kinds of model."""
+    draw = torch.Generator().manual_seed(0)
+    lengths, answers = (
+        torch.randint(a, b + 1, (REQUESTS,), generator=draw).tolist()
+        for a, b in (PROMPT, ANSWER)
+    )
+    T = PROMPT[1] + ANSWER[1]
+    for name in names or PATTERNS:
+        torch.manual_seed(0)
+        config = ModelConfig(pattern=PATTERNS[name], **SIZES)
+        model = LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
+        prompts = [torch.randint(config.vocabulary, (n,)) for n in lengths]
+        engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)
+        asked = list(zip(prompts, answers, strict=True))
+        _serve(engine, asked[: 2 * ROWS])  # kernels are compiled
+        seconds = _seconds(partial(_serve, engine, asked))
+        del engine  # with its states
+        read = sum(
+            _seconds(partial(model.generate, prompts[i : i + ROWS], 1))
+            for i in range(0, REQUESTS, ROWS)
+        )
+        full = torch.randint(config.vocabulary, (ROWS, T // 2))
+        few, many = (
+            min(_seconds(partial(model.generate, full, n)) for _ in range(3))
+            for n in (FEW, FEW + TOKENS)
+        )
+        write = sum(answers) / ROWS * (many - few) / TOKENS
+        yield {
+            "kind": name,
+            "requests": REQUESTS,
+            "rows": ROWS,
+            "prompts": sum(lengths),
+            "new": sum(answers),
+            "seconds": seconds,
+            "read": round(read, 4),
+            "write": round(write, 4),
+            "share": round((read + write) / seconds, 3),
+        }
+
+
+def _serve(engine: Engine, asked: list[tuple[torch.Tensor, int]]) -> None:
+    for one in asked:
+        engine.add(*one)
+    while engine.busy:
+        engine.step()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    wait = torch.cuda.synchronize if ON_GPU else int
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
