@@ -9,16 +9,21 @@ import pytest
 import torch
 
 from fastweights.models.draws import Sampling
-from fastweights.serving import Engine
+from fastweights.serving import Engine, batch
 from fastweights.serving.engine import PATIENCE
 
 SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
-HYBRID = ("gated_deltanet", "softmax")
+HYBRID = ("softmax", "gated_deltanet")
 
 
-@functools.cache
-def model(pattern=HYBRID, **sizes):
-    return model_cases.model(pattern, **SIZES | sizes).double()
+def fresh(pattern=HYBRID, **sizes):
+    """A model whose next token depends on what it has read."""
+    m = model_cases.model(pattern, **SIZES | sizes).double()
+    m.norm.weight.data.fill_(30)
+    return m
+
+
+model = functools.cache(fresh)
 
 
 def engine(m=None, **options):
@@ -107,13 +112,13 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
 
 def state_after(m, drawn, *, company, invariant):
     """Of one request, in bits, that has drawn so many tokens."""
-    e = engine(m, size=6, invariant=invariant)
-    first, *others = prompts(21, 1, 5, 30, 9, 3, 12)
+    e = engine(m, size=6, capacity=400, prefill_tokens=96, invariant=invariant)
+    first, *others = prompts(221, 300, 1, 5, 9, 3, 12)
     for i, prompt in enumerate(others[:3] if company else []):
-        e.add(prompt, 7 + i, **WAYS[i])
+        e.add(prompt, 20 + i, **WAYS[i])
         e.step()
     request = e.add(first, 20, temperature=1.0, seed=5)
-    for i, prompt in enumerate(others * 2 if company else []):
+    for i, prompt in enumerate(others[1:] * 2 if company else []):
         e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
     while request.drawn < drawn:
         e.step()
@@ -126,7 +131,7 @@ def state_after(m, drawn, *, company, invariant):
 )
 def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
     """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
-    m = model_cases.model(pattern, **SIZES).to(dtype)
+    m = fresh(pattern).to(dtype)
     states = [
         state_after(m, 12, company=company, invariant=True)
         for company in (False, True)
@@ -134,6 +139,40 @@ def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
     for one, other in zip(*states, strict=True):
         for name, x in one.tensors().items():
             assert x.equal(other.tensors()[name])
+
+
+GPU = pytest.mark.gpu
+
+
+@GPU
+@pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+def test_company_changes_no_bit_on_a_gpu(pattern):
+    m = fresh(pattern).to("cuda", torch.bfloat16)
+    one, other = (
+        state_after(m, 12, company=company, invariant=True)
+        for company in (False, True)
+    )
+    for x, y in zip(one, other, strict=True):
+        for name, tensor in x.tensors().items():
+            assert tensor.equal(y.tensors()[name])
+
+
+@GPU
+@pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
+    """Those of a CPU: recorded, with any mixture of draws, and not."""
+    if not recorded:
+        monkeypatch.setattr(batch, "is_recordable", lambda *_: False)
+    e, made = engine(fresh(pattern).cuda()), []
+    for i, prompt in enumerate(prompts(*LENGTHS) * 2):
+        made.append((prompt, WAYS[i % len(WAYS)]))
+        made[-1] += (e.add(prompt, 9, **made[-1][1]),)
+        e.step()
+    run(e)
+    assert bool(e.batch.recordings) == recorded
+    for prompt, way, request in made:
+        assert request.tokens == alone(model(pattern), prompt, 9, **way)
 
 
 def test_a_row_draws_the_same_whichever_others_do():
@@ -198,18 +237,21 @@ def test_a_fork_of_what_was_stopped_goes_on_by_itself():
         assert x.reason == "stop" and x.tokens == first[: first.index(end)]
 
 
-def test_what_waits_for_a_request_that_is_cancelled_is_answered():
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_waits_for_a_request_that_may_be_cancelled(goes_on):
     m, e = model(), engine()
     (prompt,), sizes = prompts(30), counted(e)
     request = e.add(prompt, 5)
     e.step()
     one, two, three = request.fork(3)
     two.cancel()
-    request.cancel()
+    if not goes_on:
+        request.cancel()
     run(e)
     assert one.tokens == three.tokens == alone(m, prompt, 5)
-    assert (request.tokens, two.tokens) == ([], [])
-    assert sum(map(sum, sizes)) == 8 + 29
+    assert request.tokens == (one.tokens if goes_on else [])
+    assert sum(map(sum, sizes)) == (29 if goes_on else 8 + 29)
+    assert two.drawn == 0 and two.tokens == []
 
 
 def test_prompts_are_read_in_pieces_between_tokens():
@@ -241,12 +283,13 @@ def test_where_rows_are_scarce_prompts_are_read_together():
     assert sizes == [[4] * 8, [4] * 4]
     e = engine(size=8)
     for prompt in some[:7]:
-        e.add(prompt[:1], 40)
-    e.step()
-    late = e.add(some[7], 2)
+        e.add(prompt, 40)
+    while len(e.running) < 7:
+        e.step()
+    last, late = e.running[-1], e.add(some[7], 2)
     while not late.drawn:
         e.step()
-    assert e.running[0].drawn == PATIENCE
+    assert last.drawn == 1 + PATIENCE
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -318,10 +361,10 @@ def test_a_request_is_cancelled_at_any_time(steps):
         assert request.tokens == alone(m, prompt, 4)
 
 
-@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("call", range(1, 16))
 def test_a_step_that_raises_loses_no_row_and_no_token(call):
     """Whatever it was doing: those whose states are half new begin anew."""
-    m, calls = model_cases.model(HYBRID, **SIZES).double(), 0
+    m, calls = fresh(), 0
 
     def raises(*_):
         nonlocal calls
@@ -351,7 +394,7 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():
-    m = model_cases.model(HYBRID, **SIZES, tie_embeddings=False).double()
+    m = fresh(tie_embeddings=False)
     some = prompts(9, 14, 5)
     bad = int(some[1][3])
     some = [
