@@ -25,6 +25,8 @@ DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 
 OFFSETS = (torch.int32, torch.int64)
 
+STRIDED = torch.strided
+
 PLAIN = (Tensor, torch.nn.Parameter)
 
 CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
@@ -51,7 +53,8 @@ def check_arguments(
     ``state_dtypes`` besides its own. Only types, dtypes, layouts, shapes and
     devices count.
     """
-    check_tensors({"q": q, "k": k, "v": v})
+    if k is None or v is None:
+        check_tensors({"k": k, "v": v})
     check_operands(
         {"q": q},
         same={"k": k, "v": v},
@@ -62,31 +65,28 @@ def check_arguments(
     )
     if q.dim() != 4:
         wrong_shape("q", q, "[B, T, H, K]")
-    if k.shape != q.shape:
-        wrong_shape("k", k, f"q's, {list(q.shape)}")
-    B, T, H, K = q.shape
+    B, T, H, K = shape = q.shape
+    if k.shape != shape:
+        wrong_shape("k", k, f"q's, {list(shape)}")
     if B < 1 or T < 1 or H < 1 or K < 1:
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
-    if (
-        v.dim() != 4
-        or v.shape[:2] != q.shape[:2]
-        or v.shape[2] < 1
-        or v.shape[3] < 1
-    ):
+    rows, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
+    if rows != B or length != T or HV < 1 or V < 1:
         wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
-    HV, V = v.shape[2:]
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
         wrong_shape("v", v, need)
     if g is not None:
         # By dimensions first: to compare B with HV makes a graph for one B.
-        gates = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
-        if g.shape != gates.get(g.dim()):
+        gate = (HV,) if g.dim() == 1 else (B, T, HV, K)[: max(g.dim(), 3)]
+        if g.shape != gate:
             need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
             wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
         wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
-    N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
+    N = B
+    if cu_seqlens is not None:
+        N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         wrong_shape(state_name, initial_state, need)
@@ -123,7 +123,9 @@ def check_operands(
     first is, or one of those ``besides``), or are offsets. None is not there.
     """
     ((name, x),) = first.items()
-    check_kinds(first, {name: DTYPES})
+    check_tensor(name, x)
+    if x.dtype not in DTYPES:
+        check_kinds(first, {name: DTYPES})
     device, narrow, full = x.device, x.dtype, torch.float32
     if narrow is torch.float64:
         full = narrow
@@ -134,8 +136,11 @@ def check_operands(
         (offsets, OFFSETS),
     ):
         for other, y in (tensors or {}).items():
-            if y is not None:
+            if y is None:
+                continue
+            if not isinstance(y, Tensor) or y.is_nested or y.layout != STRIDED:
                 check_tensor(other, y)
+            if y.dtype not in dtypes or y.device != device:
                 _check_kind(other, y, dtypes, name, device)
 
 

@@ -700,6 +700,8 @@ dtype=torch.bfloat16)
     TypeError: g: got torch.bfloat16, need torch.float32 or torch.float16
 initial_state=ones(1, 4, 3, 5, dtype=torch.float64)
     TypeError: initial_state: got torch.float64, need torch.float32
+initial_state=ones(1, 4, 3, 5, dtype=torch.bfloat16)
+    TypeError: initial_state: got torch.bfloat16, need torch.float32
 scale="1"
     TypeError: scale: got str, need a real number or None
 chunk_size=64.0

@@ -197,15 +197,20 @@ def _check(
             f"state: got strides {list(state.stride())}, need a tensor whose "
             "elements share no memory, such as its clone()"
         )
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
+    if torch.is_grad_enabled():
+        _refuse_gradients(q=q, k=k, v=v, g=g, beta=beta, state=state)
+    check_backend(backend)
+    check_values(q, k, v, g, beta, state, None, state_name="state")
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    """Raise for the first tensor that a gradient is asked for."""
     for name, x in tensors.items():
-        if x is not None and torch.is_grad_enabled() and x.requires_grad:
+        if x is not None and x.requires_grad:
             raise ValueError(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): decode_step has none"
             )
-    check_backend(backend)
-    check_values(q, k, v, g, beta, state, None, state_name="state")
 
 
 def _overlaps(x: Tensor) -> bool:
