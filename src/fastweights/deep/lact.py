@@ -224,21 +224,11 @@ def lact(
 def _call_from_lists(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, rates, w0, w1, w2, momentum, S0, position, lengths = tensors
-    return lact(
-        q,
-        k,
-        v,
-        rates,
-        (w0, w1, w2),
-        momentum,
-        chunk_size=numbers[0],
-        muon=bool(numbers[1]),
-        prenorm=bool(numbers[2]),
-        initial_state=S0,
-        position=position,
-        lengths=lengths,
-    )
+    size, muon, prenorm = numbers
+    given = dict(zip(any_length.PLACES, tensors[8:], strict=True))
+    given |= {"muon": bool(muon), "prenorm": bool(prenorm)}
+    arguments = *tensors[:4], tensors[4:7], tensors[7]
+    return lact(*arguments, **given, chunk_size=size)
 
 
 any_length.FUNCTIONS["lact"] = _call_from_lists

@@ -164,22 +164,11 @@ def titans(
 def _call_from_lists(
     tensors: list[Any], numbers: list[int], _: str
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, rate, momentum, g, weight, bias, *rest = tensors
-    S0, position, lengths, *start = rest
-    return titans(
-        q,
-        k,
-        v,
-        rate,
-        momentum,
-        g,
-        as_layers(start),
-        None if weight is None else (weight, bias),
-        chunk_size=numbers[0],
-        initial_state=S0,
-        position=position,
-        lengths=lengths,
-    )
+    weight, bias, *places = tensors[6:11]
+    norm = None if weight is None else (weight, bias)
+    given = dict(zip(any_length.PLACES, places, strict=True))
+    arguments = *tensors[:6], as_layers(tensors[11:]), norm
+    return titans(*arguments, **given, chunk_size=numbers[0])
 
 
 any_length.FUNCTIONS["titans"] = _call_from_lists

@@ -158,20 +158,10 @@ def ttt(
 def _call_from_lists(
     tensors: list[Any], _: list[int], backend: str
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, rate, weight, bias, rows, S0, position, lengths, *start = tensors
-    return ttt(
-        q,
-        k,
-        v,
-        rate,
-        as_layers(start),
-        (weight, bias),
-        rows,
-        initial_state=S0,
-        position=position,
-        lengths=lengths,
-        backend=backend,
-    )
+    tokens, norm, rows, *places = tensors[:4], tensors[4:6], *tensors[6:10]
+    given = dict(zip(any_length.PLACES, places, strict=True))
+    arguments = *tokens, as_layers(tensors[10:]), norm, rows
+    return ttt(*arguments, **given, backend=backend)
 
 
 any_length.FUNCTIONS["ttt"] = _call_from_lists

@@ -21,6 +21,9 @@ Both = tuple[Tensor, Tensor]
 FUNCTIONS: dict[str, Callable[..., Both]] = {}
 """Functions by name: (tensors, numbers, backend) -> output as v, state."""
 
+PLACES = ("initial_state", "position", "lengths")
+"""Tensors that functions of chunks take by name."""
+
 ARGUMENTS = (
     "str name, Tensor[] given, bool[] there, int[] numbers, str backend"
 )

@@ -181,20 +181,14 @@ def scan_values(kind: Kind) -> int:
     return BV if kind.gpu.has_large_shared else BV // 2
 
 
+INSIDE = ("intra", "intra_backward", "intra_backward_strong", "gate_backward")
+ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
 RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
-    "intra": intra_options,
-    "segment_maps": scan_options,
-    "compose": compose_options,
-    "scan": scan_options,
-    "chunk_states": scan_options,
-    "segment_maps_backward": scan_options,
-    "compose_backward": compose_options,
-    "scan_backward": scan_options,
-    "intra_backward": intra_options,
-    "gate_backward": intra_options,
-    "intra_backward_strong": intra_options,
+    **dict.fromkeys(INSIDE, intra_options),
+    **dict.fromkeys((*ALONG, "scan", "scan_backward"), scan_options),
+    **dict.fromkeys(("compose", "compose_backward"), compose_options),
 }
-"""Each stage's tiles and launch settings, in the order of the schedule."""
+"""What finds each stage's tiles and launch settings."""
 
 
 def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
@@ -210,12 +204,11 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     product before that of the last iteration is done (TUNING.md).
     """
     options = RULES[stage](stage, kind)
-    inside = RULES[stage] is intra_options
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
         # Past intra a gate per channel has q and k of its own per value head.
-        H=kind.HV if kind.per_channel and not inside else kind.H,
+        H=kind.HV if kind.per_channel and stage not in INSIDE else kind.H,
         HV=kind.HV,
         K=kind.K,
         V=kind.V if "BV" in sizes else 0,
