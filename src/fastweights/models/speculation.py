@@ -154,7 +154,11 @@ class Reader:
             inputs.append([*tokens, *padding, len(new), n + 1 - row.start])
             spans.append((len(new), len(tokens)))
         self.inputs.copy_(torch.tensor(inputs))
-        T = 1 if set(spans) == {(1, 1)} else TOKENS
+        T, most = TOKENS, max(end for _, end in spans)
+        if set(spans) == {(1, 1)}:
+            T = 1
+        elif most <= T // 2 and not self.recordings:
+            T //= 2  # a recording for it would cost more than it saves
         step = functools.partial(self._step, T)
         if self.recordings:
             self.states = self.recordings[T](step, self.states)
@@ -173,7 +177,7 @@ class Reader:
 
     def _step(self, T: int, states: States) -> States:
         """Read T of the inputs, write T of the draws; the states after."""
-        accepted, drawn = self.inputs[:, TOKENS:].unbind(1)
+        accepted, drawn = self.inputs[:, TOKENS:].T.contiguous()
         takes = [s for s in states if s is not None and T > 1]
         for state in takes:
             state.accepted = accepted

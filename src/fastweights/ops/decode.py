@@ -246,7 +246,7 @@ def _decode(
         record_run("triton decode")
         some: dict[str, Any] = {}
         if accepted is not None:
-            some["accepted"] = accepted
+            some["accepted"] = accepted.contiguous()
         return decode(q, k, v, g, beta, state, rows, scale, **some)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
@@ -278,13 +278,17 @@ def _advance(
     """Outputs of all tokens; S becomes the state after those accepted."""
     if accepted is None:
         return advance(S, *x, scale=scale)
-    outputs, state = [], S.clone()
-    for t in range(x[0].shape[1]):
-        token: list[Any] = [None if y is None else y[:, t : t + 1] for y in x]
-        outputs.append(advance(state, *token, scale=scale))
-        taken = (t < accepted)[:, None, None, None]
-        S.copy_(torch.where(taken, state, S))
-    return torch.cat(outputs, 1)
+    o = advance(S.clone(), *x, scale=scale)
+    q, k, v, g, beta = x
+    token = torch.arange(q.shape[1], device=S.device)
+    each = (token < accepted[:, None])[..., None]  # [N, T, 1]
+    all_of = each[..., None]
+    # What is refused writes nothing, and nothing is forgotten for it.
+    k, v = k.where(all_of, 0), v.where(all_of, 0)
+    g = None if g is None else g.where(all_of, 0)
+    beta = None if beta is None else beta.where(each, 0)
+    advance(S, q, k, v, g, beta, scale=scale)
+    return o
 
 
 DECODE = torch.library.custom_op(
