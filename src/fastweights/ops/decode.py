@@ -253,22 +253,16 @@ def _decode(
         g = g.expand(v.shape[:3])
     with without_autocast(q):
         x, full = widen(q, k, v, g, beta), compute_dtype(q.dtype)
-        if rows is None:
-            S = state.to(full)
-            o = _advance(S, x, accepted, scale)
-            if S is not state:
-                state.copy_(S)
-            return o.to(v.dtype)
-        o, at = torch.zeros_like(v), rows.to(torch.int64)
-        there = (at >= 0) & (at < state.shape[0])
-        if there.any():
-            own: Any = x
-            if not there.all():
-                at, own = at[there], [t if t is None else t[there] for t in x]
-                accepted = None if accepted is None else accepted[there]
-            S = state.index_select(0, at).to(full)
-            o[there] = _advance(S, own, accepted, scale).to(v.dtype)
-            state.index_copy_(0, at, S.to(state.dtype))
+        # All sequences, those without a row as well: nothing here waits for
+        # the device, or depends on how many there are of them.
+        S = state if rows is None else state[rows_inside(rows, state)]
+        S = S.to(full)
+        o = _advance(S, x, accepted, scale).to(v.dtype)
+        if S is not state:
+            write_rows(state, S.to(state.dtype), rows)
+        if rows is not None:
+            there = (rows >= 0) & (rows < len(state))
+            o = o.where(there[:, None, None, None], 0)
         return o
 
 
