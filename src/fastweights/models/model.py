@@ -433,7 +433,7 @@ class LanguageModel(CheckedModule):
                 least this probability.
             generator: draws; PyTorch's own if None.
             stop: tokens at which a row ends, without them.
-            draft: guesses what comes next, up to 8 tokens ahead, which one
+            draft: guesses what comes next, up to 7 tokens ahead, which one
                 step of the model checks: the tokens are the same ones in
                 fewer steps, as far as the logits of several tokens at once
                 round as those of one. "lookup" looks the last one to three
