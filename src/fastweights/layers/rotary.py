@@ -27,4 +27,5 @@ def rotary(
     angle = position[..., None].to(a.dtype) * theta ** (-j / R)
     cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([turned.to(x.dtype), x[..., R:]], -1)
+    turned = turned.to(x.dtype)
+    return turned if R == x.shape[-1] else torch.cat([turned, x[..., R:]], -1)

@@ -111,7 +111,7 @@ class LayerState:
 
     def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
-        found = self.tensors().get(name)
+        found: Tensor | None = getattr(self, name)
         if found is None:
             raise ValueError(
                 f"state: got one with {sorted(self.tensors())}, need {name}: "
