@@ -5,13 +5,12 @@ have not taken in, then drafts of what may follow. What the model draws after
 the last confirmed token and after each draft says which drafts are right;
 they and the draw behind them are what the next pass has confirmed. States
 advance by confirmed tokens alone (``LayerState.accepted``), so nothing is
-ever rolled back: a right draft is read twice instead, which at few rows costs
-nothing, since a pass takes as long as its reading of the weights.
+ever rolled back: right drafts are read twice, which at few rows costs next to
+nothing, since a pass takes as long as reading the weights.
 
 A draw is a function of a row's seed, of the place and of the logits
 (:mod:`fastweights.models.draws`), so a draft is right if it is what plain
-decoding would draw there: tokens are the same ones, greedy or sampled
-(Leviathan et al. 2023 accept at random instead, to the same distribution).
+decoding would draw there: tokens are the same ones, greedy or sampled.
 """
 
 from __future__ import annotations
@@ -164,9 +163,8 @@ class Reader:
             self.states = self.recordings[T](step, self.states)
         else:
             self.states = step(self.states)
-        self.read = [
-            n + count for n, (count, _) in zip(self.read, spans, strict=True)
-        ]
+        taken = (count for count, _ in spans)
+        self.read = [a + b for a, b in zip(self.read, taken, strict=True)]
         for state in self.states:
             if state is not None:
                 state.used = max(self.read)
