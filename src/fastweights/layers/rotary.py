@@ -28,4 +28,4 @@ def rotary(
     cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     turned = turned.to(x.dtype)
-    return turned if R == x.shape[-1] else torch.cat([turned, x[..., R:]], -1)
+    return turned if x.shape[-1] == R else torch.cat([turned, x[..., R:]], -1)
