@@ -31,6 +31,7 @@ def compile_decode(
     """
     DG = D if width == "K" else width
     absent = {"g": DG == 0, "beta": not delta, "rows": not rows}
+    absent["accepted"] = T == 1 or not rows
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
     constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
@@ -40,8 +41,9 @@ def compile_decode(
     constants |= {} if layer else {"logits": None}
     types = {"strides": ("i32",) * 5, "logits": ("*fp32", "*fp32")}
     types |= dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
-    types |= {"scale": "fp32", "T": "i32", "N": "i32", "rows": "*i64"}
-    constants |= decode_options(D)
+    types |= {"scale": "fp32", "T": "i32", "N": "i32"}
+    types |= dict.fromkeys(("rows", "accepted"), "*i64")
+    constants |= decode_options(D, T)
     return offline.build(decode_kernel, capability, dtype, constants, types)
 
 

@@ -10,7 +10,7 @@ from fastweights.kernels.gemv import gemv_kernel, gemv_options
 
 NOTHING = {"norm": None, "gate": None, "residual": None, "rows": None}
 NOTHING |= {"convolution": None, "V": 0, "SIGMOID": False, "SWIGLU": False}
-NOTHING |= {"W": 0, "SILU": True}
+NOTHING |= {"W": 0, "SILU": True, "T": 1, "MANY": False, "accepted": None}
 D, WIDE = 1024, 2816
 # What a block of width 1,024 has, with heads of 128.
 CASES = {
@@ -24,12 +24,14 @@ CASES = {
 def compile_kernel(name, M, capability, dtype="bf16"):
     sizes, K, given = CASES[name]
     options = gemv_options(M, K, sum(sizes), DTYPES[dtype])
-    if options["BM"] > 1:  # norms of many rows are a launch of their own
+    if not (options["SUMS"] or options["G"]):  # norms of many rows are a launch of their own
         given = given | {"norm": None, "gate": None, "V": 0}
     constants = NOTHING | given | options
     constants |= {"K": K, "TOTAL": sum(sizes), "SIZES": sizes}
     constants |= {"SOURCES": (0,) * len(sizes), "EARLY": capability >= 90}
     constants = {x: y for x, y in constants.items() if y is not ...}
+    if options["G"]:  # strides that 16 divides
+        constants |= {"stride": K, "stride_gate": K}
     types = dict.fromkeys(("M", "R", "stride", "stride_gate"), "i32")
     types |= {"eps": "fp32", "weights": (f"*{dtype}",) * len(sizes)}
     types |= {"convolution": (f"*{dtype}",) * 3}
@@ -39,7 +41,7 @@ def compile_kernel(name, M, capability, dtype="bf16"):
 @crossed(
     seldom=[str(x) for x in OTHERS],
     name=[*CASES],
-    M=[1, 16, 64],
+    M=[1, 2, 16, 64],
     capability=[*SHARED],
     dtype=["bf16", "fp32"],
 )

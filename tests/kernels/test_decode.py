@@ -11,6 +11,7 @@ from kernel_judge import DEVICES, needs_memory, on_devices
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
+from fastweights.kernels.decode import decode
 
 ALL = pytest.mark.parametrize(
     "gate, rule", list(itertools.product(GATES, RULES))
@@ -108,6 +109,36 @@ def test_rows_of_a_pool(gate, rule, index, device, dtype):
     assert relative_error(o, o_ref) <= BUDGET[dtype]
     assert relative_error(pool[[4, 1]], S_ref[[0, 2]]) <= 1e-6
     assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
+
+
+@crossed(gate=GATES, rule=RULES)
+@DEVICES
+def test_a_state_takes_in_what_is_accepted(gate, rule, device):
+    """Outputs are all tokens'; states those after 0, 1, 3 and 4 of them."""
+    sizes = {"B": 4, "T": 4, "H": 1, "HV": 2, "K": 20, "V": 33}
+    x = call(gate, rule, device, **sizes, dtype=torch.float32)
+    rows, n = torch.tensor([[3, 1, 0, 4], [0, 1, 3, 4]], device=device)
+    pool = torch.randn(5, 2, 20, 33, device=device)
+    wanted = pool.clone()
+    for b in range(4):
+        one = {
+            name: y[b : b + 1] if y.dim() > 1 else y for name, y in x.items()
+        }
+        first = {
+            name: y[:, : n[b]] if y.dim() > 1 else y for name, y in one.items()
+        }
+        state = {"state": pool[rows[b]][None].clone()}
+        if n[b]:
+            _, S = expected(first | state)
+            wanted[rows[b]] = S[0].float()
+    o_ref, _ = expected(x | {"state": pool[rows].clone()})
+    names = ("q", "k", "v", "g", "beta")
+    o = decode(
+        *(x.get(name) for name in names), pool, rows, 20**-0.5, accepted=n
+    )
+    assert relative_error(o, o_ref) <= 1e-6
+    assert relative_error(pool, wanted) <= 1e-6
+    assert pool[2].equal(wanted[2]) and pool[3].equal(wanted[3])
 
 
 @DEVICES

@@ -16,8 +16,8 @@ EPS = 0.5  # as large as the squares, so that its place shows
 EVERYWHERE = on_devices(
     cpu=["float32", "float16"], cuda=["float32", "bfloat16"]
 )
-# One row, rows that are programs of their own, and those of a tile and more.
-ROWS = pytest.mark.parametrize("M", [1, 3, 20, 70])
+# One row, rows that are programs of their own, those of parts of K, and tiles.
+ROWS = pytest.mark.parametrize("M", [1, 3, 11, 70])
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,10 @@ def tiles(monkeypatch):
     """Wide ones: the interpreter's time goes by programs. Several of K."""
     options = kernels.gemv_options
 
-    def wider(M, *sizes):
-        given = options(M, *sizes)
-        return given | {"BN": 64, "BK": 32 if M > 4 else 16}
+    def wider(*sizes):
+        given = options(*sizes)
+        parts = {"G": 2} if given["G"] else {}
+        return given | parts | {"BN": 64, "BK": 32 if given["BM"] > 16 else 16}
 
     monkeypatch.setattr(kernels, "gemv_options", wider)
 
@@ -134,6 +135,34 @@ def test_a_step_of_the_convolution(pool, W, silu, M, device, dtype):
     others = torch.ones(len(kept), dtype=torch.bool, device=device)
     others[here[there]] = False
     assert kept[others].equal(before[others])
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("some", [True, False])
+@pytest.mark.parametrize(
+    "B, T, W", [(1, 4, 2), (3, 5, 4), (1, 16, 4), (2, 8, 4)]
+)
+def test_some_tokens_of_the_convolution(B, T, W, some, device, dtype):
+    """Its inputs move on by what is accepted, of none up to all tokens."""
+    draw = drawn(device, dtype)
+    x, w, taps = draw(B, T, K), draw(70, K), draw(70, W)
+    kept, bias = draw(B + 1, W - 1, 70), draw(70)
+    rows = torch.arange(B, 0, -1, device=device)
+    n = torch.arange(B, device=device).mul(3).add(2) % (T + 1)
+    seen = torch.cat([kept[rows].double(), x.double() @ w.double().T], 1)
+    found = gemv(
+        x.flatten(0, 1),
+        w,
+        convolution=(taps, bias, kept),
+        rows=rows,
+        tokens=T,
+        accepted=n if some else None,
+    )
+    y = (seen.unfold(1, W, 1) * taps.double()).sum(-1)
+    close(found, F.silu(y + bias.double()).flatten(0, 1))
+    for b, row in enumerate(rows.tolist()):
+        after = int(n[b]) if some else T
+        close(kept[row], seen[b, after : after + W - 1])
 
 
 @pytest.mark.gpu

@@ -42,6 +42,34 @@ def test_tokens_are_those_of_one_pass(rows, case, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("case", ["gated_deltanet-wide", "kda", "softmax"])
+@pytest.mark.parametrize("rows, T", [(1, 3), (2, 8)])
+def test_some_tokens_at_once(rows, T, case, device):
+    """Logits of all; then a second pass goes on from what is accepted."""
+    m = made(case, device, num_layers=1)
+    tokens = torch.randint(V, (rows, 4 + 2 * T), device=device)
+    n = torch.tensor([2, 5], device=device)[:rows]
+    with torch.no_grad(), record_backends() as ran:
+        states = m(tokens[:, :4], m.new_states(rows, 40))[1]
+        first = tokens[:, 4 : 4 + T]
+        states[0].accepted = n
+        found, states = m(first, states)
+        more = torch.stack(
+            [tokens[b, 4 + n[b] : 4 + n[b] + T] for b in range(rows)]
+        )
+        after, _ = m(more, states)
+        for b in range(rows):
+            kept = tokens[b : b + 1, : 4 + T]
+            wanted = m(kept)[0][0, 4:]
+            assert relative_error(found[b], wanted) <= 5e-6
+            kept = torch.cat([kept[:, : 4 + n[b]], more[b : b + 1]], 1)
+            wanted = m(kept)[0][0, 4 + n[b] :]
+            assert relative_error(after[b], wanted) <= 5e-6
+    calls = 0 if case == "softmax" else 2
+    assert [x for x in ran if x == "triton token"] == ["triton token"] * calls
+
+
+@DEVICES
 @pytest.mark.parametrize("case", ["gated_deltanet-wide", "softmax"])
 def test_rows_of_a_pool(case, device):
     """In another order than in memory, and one that is none."""

@@ -9,7 +9,13 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from fastweights.kernels.gpu import starts_early
-from fastweights.kernels.tile import add_pairs, mask_if, sigmoid, state_at
+from fastweights.kernels.tile import (
+    add_pairs,
+    add_triples,
+    mask_if,
+    sigmoid,
+    state_at,
+)
 
 
 @triton.jit
@@ -34,6 +40,7 @@ def decode_kernel(
     o,
     state,
     rows,
+    accepted,
     logits,
     strides,
     scale,
@@ -56,7 +63,8 @@ def decode_kernel(
 ):
     """T tokens of one value tile of one head, its state in registers.
 
-    Sequence i_b has row rows[i_b] of the N states, or i_b if rows is None.
+    Sequence i_b has row rows[i_b] of the N states, or i_b if rows is None,
+    and of its tokens the state takes in the first accepted[i_b], or all.
     ``strides`` lie between the tokens of q, k, v, g and beta. A layer's step
     has q and k brought to unit length (UNIT), g and beta from what its gates
     are made of: ``logits`` is (A_log, dt_bias), LEAST the bound of g, and
@@ -87,13 +95,19 @@ def decode_kernel(
         m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
     b_S = b_S.to(tl.float32)
-    if EARLY and AHEAD:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    s_q, s_k, s_v, s_g, s_beta = strides
     if logits is not None:
         A_log, dt_bias = logits
         b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        if DG == 1:
+            b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
+        else:
+            b_bias = row_of(dt_bias + i_hv * K, o_k, K).to(tl.float32)
+    if EARLY and AHEAD:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if accepted is not None:
+        last = tl.load(accepted + i_b).to(tl.int32) - 1
+    s_q, s_k, s_v, s_g, s_beta = strides
     for t in range(T):
         i_t = i_b * T + t
         # All loads first, so that none waits for what another is used for.
@@ -104,29 +118,27 @@ def decode_kernel(
             b_g = tl.load(g + (i_hv if FIXED else i_t * s_g + i_hv))
         elif DG > 1:
             b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
-        if logits is not None:
-            if DG == 1:
-                b_bias = tl.load(dt_bias + i_hv)
-            else:
-                b_bias = row_of(dt_bias + i_hv * K, o_k, K)
         if DELTA:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
-        if UNIT:
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + 1e-6)
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + 1e-6)
         if DG > 0:
             b_g = b_g.to(tl.float32)
         if logits is not None:
-            b_g += b_bias.to(tl.float32)
+            b_g += b_bias
             if LEAST is None:
                 b_g = -b_rate * softplus(b_g)
             else:
                 b_g = LEAST * sigmoid(b_rate * b_g)
         if STRONGEST > 0:
             b_beta = STRONGEST * sigmoid(b_beta)
-        if DELTA:
+        if UNIT:
+            b_kk, b_qq, b_kq = tl.reduce(
+                (b_k * b_k, b_q * b_q, b_k * b_q), 0, add_triples
+            )
+            b_rk, b_rq = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6)
+            b_k, b_q, b_kq = b_k * b_rk, b_q * b_rq, b_kq * b_rk * b_rq
+        elif DELTA:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
         if DG > 0:
@@ -146,18 +158,24 @@ def decode_kernel(
         if rows is not None:
             b_o = tl.where(is_there, b_o, 0.0)
         tl.store(o + (i_t * HV + i_hv) * V + o_v, b_o, mask=o_v < V)
-    tl.store(state + o_S, b_S, mask=m_S)
+        if accepted is not None:
+            if t == last:
+                tl.store(state + o_S, b_S, mask=m_S)
+    if accepted is None:
+        tl.store(state + o_S, b_S, mask=m_S)
 
 
-def decode_options(K: int) -> dict[str, int]:
-    """Tile sizes and launch settings for heads of K key channels.
+def decode_options(K: int, T: int = 1) -> dict[str, int]:
+    """Tile sizes and launch settings for T tokens and K key channels.
 
-    A row of a tile is 128 bytes, one line of the cache, in eight lanes of
-    16 bytes. There are as many threads as key channels: a thread holds 32
-    elements of the state whatever K is, and many programs share a
-    multiprocessor.
+    One token is bound by the state's bytes: a row of a tile is 128 of them,
+    one line of the cache, in eight lanes of 16, and there are as many threads
+    as key channels. More tokens wait for each other's sums: a warp has a tile
+    of its own, so that no sum leaves it.
     """
     BK = max(32, triton.next_power_of_2(K))
+    if T > 1:
+        return {"BK": BK, "BV": 16, "num_warps": max(1, BK // 128)}
     return {"BK": BK, "BV": 32, "num_warps": BK // 32}
 
 
@@ -171,6 +189,7 @@ def decode(
     rows: Tensor | None,
     scale: float,
     *,
+    accepted: Tensor | None = None,
     unit: bool = False,
     logits: tuple[Tensor, Tensor] | None = None,
     least: float | None = None,
@@ -192,7 +211,7 @@ def decode(
     g, beta = (None if x is None else _by_tokens(x) for x in (g, beta))
     S = state.contiguous()
     o = v.new_empty(v.shape)
-    options = decode_options(K)
+    options = decode_options(K, T)
     early = starts_early(q.device)
     with torch.cuda.device_of(q):
         decode_kernel[(B * HV * triton.cdiv(V, options["BV"]),)](
@@ -204,6 +223,7 @@ def decode(
             o,
             S,
             None if rows is None else rows.contiguous(),
+            None if accepted is None else accepted.contiguous(),
             logits,
             tuple([_stride(x) for x in (q, k, v, g, beta)]),
             scale,
@@ -230,9 +250,14 @@ def decode(
 
 
 def _by_tokens(x: Tensor) -> Tensor:
-    """x, or a copy, with each token's numbers side by side."""
-    apart = x.dim() > 2 and x.shape[1] == 1 and x[0, 0].is_contiguous()
-    return x if apart else x.contiguous()
+    """x, or a copy, with tokens at one distance, each side by side."""
+    if x.dim() < 3:
+        return x.contiguous()
+    (B, T, *sizes), (far, near, *inside) = x.shape, x.stride()
+    side = inside[-1] == 1 and (len(inside) < 2 or inside[0] == sizes[1])
+    return (
+        x if side and (min(B, T) == 1 or far == T * near) else x.contiguous()
+    )
 
 
 def _stride(x: Tensor | None) -> int:

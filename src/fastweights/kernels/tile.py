@@ -305,6 +305,12 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
+@triton.jit
+def add_triples(a, b, c, d, e, f):
+    """Three sums for tl.reduce, in one exchange between the warps."""
+    return a + d, b + e, c + f
+
+
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 
 

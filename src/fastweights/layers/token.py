@@ -1,14 +1,14 @@
-"""One token per sequence: on a GPU a layer is three or four launches.
+"""A few tokens per sequence: on a GPU a layer is three or four launches.
 
 What a token costs is the reading of weights and states. Called one by one,
 modules make thirty launches of a layer, each of which costs more than what it
 reads. On a GPU a product has the norm before it and what comes behind it in
 its own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates
 and unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
-launches, KDA four, and the MLP behind it two; with more than four sequences
-the three norms are launches of their own. Elsewhere a layer is as few of
-PyTorch's operators as there can be (:mod:`.token_operators`). Values are
-those of the modules, rounded in fewer places.
+launches, KDA four, and the MLP behind it two; with more than 16 tokens in
+all the three norms are launches of their own. Elsewhere a layer's one token
+is as few of PyTorch's operators as there can be (:mod:`.token_operators`).
+Values are those of the modules, rounded in fewer places.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from fastweights.ops.backends import choose_backend, record_run
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and BLAS's."""
 
+FEW_ROWS = 16
+"""Tokens in all, of sequences with several each: one tile holds them."""
+
 PLAIN_SEQUENTIAL = source_of(nn.Sequential)
 SOURCES = {
     source[0]: source
@@ -57,13 +60,14 @@ SOURCES = {
 
 def is_token(x: Tensor) -> bool:
     """Whether these are tokens that may go past their modules."""
+    B, T, _ = x.shape
     return (
-        x.shape[1] == 1
-        and x.shape[0] <= MAX_ROWS
+        B * T <= (MAX_ROWS if T == 1 else FEW_ROWS)
         and x.is_contiguous()
         and not torch.is_grad_enabled()
         and not under_autocast(x)
         and not private.is_traced()
+        and (T == 1 or by_kernels(x))
     )
 
 
@@ -116,7 +120,7 @@ def is_own(
 
 def added(
     x: Token,
-    o: Float[Tensor, "B 1 C"],
+    o: Float[Tensor, "B T C"],
     projection: Any,
     **options: Any,
 ) -> Token:
@@ -125,8 +129,13 @@ def added(
         return token_operators.added(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
-    weight, residual = projection.weight, x[:, 0]
-    return gemv(o[:, 0], weight, residual=residual, **options)[:, None]
+    y = gemv(
+        o.flatten(0, 1),
+        projection.weight,
+        residual=x.flatten(0, 1),
+        **options,
+    )
+    return y.view_as(x)
 
 
 def normed(
@@ -135,7 +144,7 @@ def normed(
     modules: Sequence[Any],
     **options: Any,
 ) -> list[Any]:
-    """What the modules make of norm(x), [B, 1, N] each; None for None.
+    """What the modules make of norm(x), [B, T, N] each; None for None.
 
     A module is a product, or two in a row (low_rank): the second ones of all
     modules are another launch.
@@ -149,7 +158,7 @@ def normed(
         m[0] if isinstance(m, nn.Sequential) else m for m in there
     ]
     y = gemv(
-        x[:, 0],
+        x.flatten(0, 1),
         *(m.weight for m in first),
         norm=norm.weight,
         eps=norm_eps(norm, x),
@@ -166,7 +175,10 @@ def normed(
         for i, part in zip(second, wide, strict=True):
             parts[i] = part
     found = iter(parts)
-    return [None if m is None else next(found)[:, None] for m in modules]
+    return [
+        None if m is None else next(found).unflatten(0, x.shape[:2])
+        for m in modules
+    ]
 
 
 def _column(part: Tensor, y: Tensor) -> int:
@@ -231,6 +243,8 @@ def recurrent_token(
         modules,
         convolution=(taps.weight, taps.bias, state.convolution),
         rows=state.rows,
+        tokens=x.shape[1],
+        accepted=state.accepted,
         silu=taps.activation,
     )
     a, b, gate = gates(*others)
@@ -247,6 +261,7 @@ def recurrent_token(
         S,
         state.rows,
         K**-0.5,
+        accepted=state.accepted,
         unit=layer.convolution.normalize,
         logits=None if a is None else (decay.A_log, decay.dt_bias),
         least=None if a is None else decay.lower_bound,
@@ -259,7 +274,7 @@ def recurrent_token(
         layer.o_proj,
         norm=layer.norm.weight,
         eps=layer.norm.eps,
-        gate=None if gate is None else gate[:, 0],
+        gate=None if gate is None else gate.flatten(0, 1),
         activation=layer.norm.activation,
     )
 

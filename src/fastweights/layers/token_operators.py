@@ -21,7 +21,7 @@ from fastweights.layers.state import LayerState
 from fastweights.ops.decode import write_rows
 from fastweights.reference.backend import advance, widen
 
-Token = Float[Tensor, "B 1 D"]
+Token = Float[Tensor, "B T D"]  # T = 1 here
 
 
 def normed(

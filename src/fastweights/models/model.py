@@ -133,10 +133,11 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
         y = None
-        whole = state is not None and state.accepted is None
-        if few and whole and not self.post_norm:
+        if few and state is not None and not self.post_norm:
             step = getattr(self.layer, "step", None)
             y = None if step is None else step(x, self.norm, state)
+            if y is not None:
+                state.accepted = None
         if y is None:
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
