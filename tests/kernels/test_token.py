@@ -9,6 +9,7 @@ from fastweights.checks import relative_error
 from fastweights.kernels import gemv
 from fastweights.layers import token
 from fastweights.models import StatePool
+from fastweights.ops import record_backends
 
 
 @pytest.fixture(autouse=True)

@@ -335,9 +335,9 @@ def inputs_before(
         seen += (tl.load(p_h + (j + t)[:, None] * C, mask=m_h, other=0.0),)
         m_h = m & (t == 0)[:, None]
         kept += (tl.load(p_h + j * C, mask=m_h, other=0.0),)
-    b_bias = tl.zeros_like(weights[0])
+    b_bias = tl.zeros([o_c.shape[0]], tl.float32)
     if bias is not None:
-        b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
+        b_bias += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     return weights, b_bias, seen, kept
 
 
@@ -368,7 +368,7 @@ def convolved(
     p_h = history + o_r[:, None] * ((W - 1) * C) + o_c[None, :]
     b_x = b_x.to(history.dtype.element_ty)
     b_y = b_x.to(tl.float32) * weights[W - 1].to(tl.float32)[None, :]
-    b_y += b_bias.to(tl.float32)[None, :]
+    b_y += b_bias[None, :]
     for j in tl.static_range(W - 1):
         lag = W - 1 - j
         b_h = seen[j].to(tl.float32)

@@ -61,8 +61,9 @@ SOURCES = {
 def is_token(x: Tensor) -> bool:
     """Whether these are tokens that may go past their modules."""
     B, T, _ = x.shape
+    few = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
     return (
-        B * T <= (MAX_ROWS if T == 1 else FEW_ROWS)
+        few
         and x.is_contiguous()
         and not torch.is_grad_enabled()
         and not under_autocast(x)

@@ -28,6 +28,7 @@ from fastweights.layers.token import (
     Token,
     added,
     are_plain,
+    by_kernels,
     is_token,
     normed,
 )
@@ -133,10 +134,11 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
         y = None
-        if few and state is not None and not self.post_norm:
+        whole = state is not None and (state.accepted is None or by_kernels(x))
+        if few and whole and not self.post_norm:
             step = getattr(self.layer, "step", None)
             y = None if step is None else step(x, self.norm, state)
-            if y is not None:
+            if y is not None and state is not None:
                 state.accepted = None
         if y is None:
             y = x if self.post_norm else self.norm(x)

@@ -244,10 +244,7 @@ def _decode(
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")
-        some: dict[str, Any] = {}
-        if accepted is not None:
-            some["accepted"] = accepted.contiguous()
-        return decode(q, k, v, g, beta, state, rows, scale, **some)
+        return decode(q, k, v, g, beta, state, rows, scale, accepted=accepted)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
