@@ -4,20 +4,25 @@ A language model of 400 million parameters (24 blocks of width 1,024 with 8
 heads of 128, a vocabulary of 32,000) in bf16 goes on from prompts of one
 length; on a CPU the trainer's of 0.4 million in fp32. "seconds" is that of
 one more token of all rows: of a call for many tokens less one for 8. "first"
-is the whole call's for one token, reading the prompts included. The floor has
-all weights but the embedding's read once, states read and written, keys and
-values read, at the rate of a copy. "state" is the bytes of one sequence.
+is the whole call's for one token, reading the prompts included, which alone
+takes "prefill". The floor has all weights but the embedding's read once,
+states read and written, keys and values read, at the rate of a copy. "state"
+is the bytes of one sequence. "how" is "fused", as generate has it; once also
+"recorded", the layers' own modules in a CUDA graph, and "python" without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
-from fastweights.models import LanguageModel, ModelConfig
+from fastweights.models import LanguageModel, ModelConfig, decoding
+from fastweights.models import model as models
 from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, ceilings
 
 PATTERNS = {
@@ -34,6 +39,12 @@ SHAPES = (
 )
 TOKENS = 128 if ON_GPU else 32
 FEW = 8
+BATCHES = (1, 64) if ON_GPU else (1,)
+# What a step was before, by what never holds then.
+BEFORE = {
+    "python": [(models, "is_token"), (decoding, "is_recordable")],
+    "recorded": [(models, "is_token")],
+}
 SIZES: dict[str, Any] = (
     {"vocabulary": 32000, "dim": 1024, "num_layers": 24, "num_heads": 8}
     if ON_GPU
@@ -49,36 +60,53 @@ def rows(names: list[str]) -> Iterator[Row]:
         torch.manual_seed(0)
         config = ModelConfig(pattern=PATTERNS[name], **SIZES)
         model = LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
-        weights = sum(p.nbytes for p in model.parameters())
-        weights -= model.embedding.weight.nbytes
-        for B, T in SHAPES:
-            _call(model, B, T, TOKENS)  # kernels are compiled, once
-            first, few, many = (
-                min(_call(model, B, T, n) for _ in range(3))
-                for n in (1, FEW, FEW + TOKENS)
-            )
-            moved = weights + B * _state_traffic(model, T)
-            yield {
-                "kind": name,
-                "B": B,
-                "T": T,
-                "first": first,
-                "state": model.state_bytes(T),
-                "seconds": (many - few) / TOKENS,
-                "moved": moved,
-                "floor": moved / rate,
-            }
+        cases = [("fused", B, T) for B, T in SHAPES]
+        if name == "gated_deltanet":
+            T = SHAPES[0][1]
+            cases += [(how, B, T) for how in BEFORE for B in BATCHES]
+        for how, B, T in cases:
+            with contextlib.ExitStack() as stack:
+                for module, function in BEFORE.get(how, []):
+                    never = mock.patch.object(module, function, _never)
+                    stack.enter_context(never)
+                row = _row(model, B, T)
+            row |= {"kind": name, "how": how, "floor": row["moved"] / rate}
+            yield row
 
 
-def _call(model: LanguageModel, B: int, T: int, tokens: int) -> float:
-    """Seconds of a call of generate for so many tokens of B rows."""
+def _never(*_: object) -> bool:
+    return False
+
+
+def _row(model: LanguageModel, B: int, T: int) -> Row:
     prompts = torch.randint(model.config.vocabulary, (B, T), device=DEVICE)
-    if ON_GPU:
-        torch.cuda.synchronize()
+    _call(model.generate, prompts, TOKENS)  # kernels are compiled, once
+    first, few, many = (
+        min(_call(model.generate, prompts, n) for _ in range(3))
+        for n in (1, FEW, FEW + TOKENS)
+    )
+    with torch.no_grad():
+        read = min(_call(model.hidden, prompts) for _ in range(3))
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= model.embedding.weight.nbytes
+    return {
+        "B": B,
+        "T": T,
+        "first": first,
+        "prefill": read,
+        "state": model.state_bytes(T),
+        "seconds": (many - few) / TOKENS,
+        "moved": weights + B * _state_traffic(model, T),
+    }
+
+
+def _call(call: Callable[..., object], *given: object) -> float:
+    """Seconds of a call, until the device has done all."""
+    wait = torch.cuda.synchronize if ON_GPU else int
+    wait()
     start = time.perf_counter()
-    model.generate(prompts, tokens)
-    if ON_GPU:
-        torch.cuda.synchronize()
+    call(*given)
+    wait()
     return time.perf_counter() - start
 
 
