@@ -33,7 +33,8 @@ from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
 
 TOKENS = 16
-"""Tokens of each row that a pass reads; those behind its drafts are none."""
+"""Tokens of each row that a pass reads at most, or half of them if they are
+enough; those behind a row's drafts are none."""
 
 DRAFTS = (TOKENS - 1) // 2
 """Drafts of a row at most: if all are right, one pass has room for them, for
@@ -137,7 +138,8 @@ class Reader:
         self.draws = self.inputs[:, :TOKENS].clone()
         self.recordings: dict[int, Recording] = {}
         if is_recordable(model, self.draws):
-            self.recordings = {T: Recording(T) for T in (1, TOKENS)}
+            sizes = (1, TOKENS // 2, TOKENS)
+            self.recordings = {T: Recording(T) for T in sizes}
 
     def __call__(self, drafts: list[Text]) -> list[Text]:
         """Draws after what is new in each text, and after each draft.
@@ -156,8 +158,8 @@ class Reader:
         T, most = TOKENS, max(end for _, end in spans)
         if set(spans) == {(1, 1)}:
             T = 1
-        elif most <= T // 2 and not self.recordings:
-            T //= 2  # a recording for it would cost more than it saves
+        elif most <= T // 2:
+            T //= 2
         step = functools.partial(self._step, T)
         if self.recordings:
             self.states = self.recordings[T](step, self.states)
