@@ -515,14 +515,14 @@ class LanguageModel(CheckedModule):
 
         It is an OlmoHybridForCausalLM or a Qwen3_5ForCausalLM, whichever the
         config fits; its ``save_pretrained`` writes a folder. Either has
-        layers ``"gated_deltanet"`` and ``"softmax"``, Qwen3.5 with::
+        layers ``"gated_deltanet"`` and ``"softmax"``, Qwen3.5 with
 
             options={
                 "gated_deltanet": {"norm_eps": 1e-6},
                 "softmax": {"qk_norm": True, "gate": True},
             }
 
-        and OLMo-Hybrid with ``post_norm=("softmax",)`` and::
+        and OLMo-Hybrid with ``post_norm=("softmax",)`` and
 
             options={"softmax": {"qk_norm": True, "head_qk_norm": False}}
 

@@ -42,7 +42,7 @@ class Engine:
     Requests wait for one of ``size`` rows in the order in which they came.
     What they have to read goes in packed, at most ``prefill_tokens`` per
     step, between the tokens of those that have read it. On a GPU a step is
-    recorded, as in :meth:`LanguageModel.generate`; a hook has to be there
+    recorded, as in :meth:`.LanguageModel.generate`; a hook has to be there
     before the engine is made.
 
     A request's tokens depend on its prompt, its options and its seed. Who

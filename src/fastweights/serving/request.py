@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its answer: what :meth:`Engine.add` returns.
-
-    Attributes:
-        tokens: the answer so far.
-        reason: why it has ended, None before. "length": it has
-            max_new_tokens; "stop": a token of ``stop`` came next;
-            "cancelled"; "not finite": the logits of its next token.
-    """
+    """A prompt and its answer: what :meth:`Engine.add` returns."""
 
     engine: Engine = field(repr=False)
     prompt: list[int]
@@ -33,7 +26,11 @@ class Request:
     stop: frozenset[int]
     seed: int
     tokens: list[int] = field(default_factory=list)
+    """The answer so far."""
     reason: str | None = None
+    """Why it has ended, None before: "length" (there are max_new_tokens),
+    "stop" (a token of ``stop`` came next), "cancelled", or "not finite" (the
+    logits of its next token)."""
     row: int = field(default=-1, repr=False)
     """Its row of the engine's pool, -1 for none."""
     start: list[LayerState] | None = field(default=None, repr=False)
