@@ -7,10 +7,10 @@ launch costs what reading five million weights does, and these spare two
 thirds of the launches of a block.
 
 Bytes: those of the weights. A program has BN of their rows and all of x's, or
-BM of them. Up to four rows of x are four programs, whose sums are plain ones
-and which read all that they can before the kernel before them ends; more rows
-go through the tensor cores. Either way a row's sums run in one order, whatever
-stands in the others.
+BM of them. One or two rows of x go by plain sums, up to 16 through tensor
+cores, a part of the columns in each warp; both read what they can before the
+kernel before them ends. More rows go tile by tile. Either way a row's sums
+run in one order, whatever stands in the others.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -30,7 +30,7 @@ from fastweights.kernels import output_norm
 from fastweights.kernels.gpu import starts_early
 from fastweights.kernels.tile import sigmoid
 
-SUMS_ROWS = 2
+SUMS_ROWS = 2  # with more, a row costs more than weights read from memory
 TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
 
 
