@@ -3,10 +3,11 @@
 import re
 
 import pytest
+import torch
 from crossed import crossed
 from offline import DTYPES, OTHERS, SHARED, build, judge
 
-from fastweights.kernels.gemv import gemv_kernel, gemv_options
+from fastweights.kernels.gemv import TILES_AHEAD, gemv_kernel, gemv_options
 
 NOTHING = {"norm": None, "gate": None, "residual": None, "rows": None}
 NOTHING |= {"convolution": None, "V": 0, "SIGMOID": False, "SWIGLU": False}
@@ -55,9 +56,12 @@ def test_next_to_nothing_spills(name, M, capability, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_row_reads_its_weights_before_it_waits(name):
-    """All of them, 16 bytes a lane, but for those past the fourth tile."""
+    """All of them, 16 bytes a lane: after the wait there is x to read."""
+    sizes, K, given = CASES[name]
+    tile = gemv_options(1, K, sum(sizes), torch.bfloat16)
+    assert -(-K // tile["BK"]) <= TILES_AHEAD
+    elements = tile["BN"] * tile["BK"] * -(-K // tile["BK"])
+    wide = elements * (1 + given.get("SWIGLU", 0)) // (256 * tile["num_warps"])
     ptx = compile_kernel(name, 1, 90).asm["ptx"]
-    before, _, after = ptx.partition("griddepcontrol.wait")
-    wide = r"ld\.global\.v4\.b32"
-    assert len(re.findall(wide, before)) >= 2
-    assert not re.findall(wide, after)
+    before, _, _ = ptx.partition("griddepcontrol.wait")
+    assert len(re.findall(r"ld\.global\.v4\.b32", before)) == wide
