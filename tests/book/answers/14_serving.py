@@ -32,7 +32,8 @@ def factors():
 
 # %% ex-fits passes
 def users_that_fit(memory, weights, fixed, per_token, T):
-    return math.floor((memory - weights) / (fixed + per_token * T))
+    left = max(memory - weights, 0)
+    return math.floor(left / (fixed + per_token * T))
 
 
 def longest(memory, weights, fixed, per_token, users):
@@ -67,7 +68,7 @@ def longest(memory, weights, fixed, per_token, users):
 
 # %% ex-fits not yet: got the length -1, need 0
 def users_that_fit(memory, weights, fixed, per_token, T):
-    return (memory - weights) // (fixed + per_token * T)
+    return max(0, memory - weights) // (fixed + per_token * T)
 
 
 def longest(memory, weights, fixed, per_token, users):
@@ -79,12 +80,21 @@ def longest(memory, weights, fixed, per_token, users):
 
 # %% ex-fits not yet: ZeroDivisionError
 def users_that_fit(memory, weights, fixed, per_token, T):
-    return (memory - weights) // (fixed + per_token * T)
+    return max(0, memory - weights) // (fixed + per_token * T)
 
 
 def longest(memory, weights, fixed, per_token, users):
     left = (memory - weights) // users - fixed
     return -1 if left < 0 else left // per_token
+
+
+# %% ex-fits not yet: got -2 users, need 0
+def users_that_fit(memory, weights, fixed, per_token, T):
+    return (memory - weights) // (fixed + per_token * T)
+
+
+def longest(memory, weights, fixed, per_token, users):
+    return 15
 
 
 # %% ex-dice passes
@@ -134,6 +144,16 @@ def next_tokens(p, q, guesses):  # nothing in the place of a refused guess
         if torch.rand(()) >= p[i, guess] / q[i, guess]:
             return guesses[:i]
     return [*guesses, int(torch.multinomial(p[-1], 1))]
+
+
+# %% ex-dice not yet: other probabilities: a token before the last is no
+def next_tokens(p, q, guesses):  # as if there were no guesses
+    new = []
+    for model, guesser in zip(p, q, strict=False):
+        new.append(int(torch.multinomial(model, 1)))
+        if torch.rand(()) >= torch.minimum(model, guesser).sum():
+            return new
+    return [*new, int(torch.multinomial(p[-1], 1))]
 
 
 # %% ex-advance passes
@@ -190,6 +210,19 @@ def advance(S, q, k, v, beta, confirmed):
         answers.append(q[:, t, None] @ ahead)
         S.copy_(torch.where((t < confirmed)[:, None, None], ahead, S))
     return torch.cat(answers, 1), S
+
+
+# %% ex-advance not yet: got fw, need it by hand
+def advance(S, q, k, v, beta, confirmed):
+    heads = [x[:, :, None] for x in (q, k, v)]
+    o, _ = fw.deltanet(
+        *heads, beta[:, :, None], scale=1.0, initial_state=S[:, None]
+    )
+    own = beta * (torch.arange(beta.shape[1]) < confirmed[:, None])
+    _, after = fw.deltanet(
+        *heads, own[:, :, None], scale=1.0, initial_state=S[:, None]
+    )
+    return o[:, :, 0], after[:, 0]
 
 
 # %% ex-advance not yet: a loop over sequences
@@ -250,6 +283,12 @@ def rounded(x):  # one throw for all rows
     return (bits & -(2**16)).view(torch.float32)
 
 
+# %% ex-rounding not yet: equal numbers come out alike in 100%
+def rounded(x):  # one throw for all columns
+    bits = x.view(torch.int32) + torch.randint(2**16, (*x.shape[:-1], 1)).int()
+    return (bits & -(2**16)).view(torch.float32)
+
+
 # %% ex-snapshots passes
 def best_places(shared, n):
     """From the end: what is read again after a snapshot, with n more."""
@@ -292,6 +331,30 @@ def best_places(shared, n):  # one after the other, each the best by itself
         spots = [[*places, spot] for spot in set(shared)]
         places = min(spots, key=lambda x: read_again(shared, x))
     return sorted(places)
+
+
+# %% ex-snapshots not yet: 200 requests, 8 snapshots
+def best_places(shared, n):  # by trying, and even where that takes too long
+    spots = sorted(set(shared))
+    if len(spots) > 12:
+        return [max(spots) * i // (n + 1) for i in range(1, n + 1)]
+    tries = [
+        places
+        for m in range(n + 1)
+        for places in itertools.combinations(spots, m)
+    ]
+    return list(min(tries, key=lambda x: read_again(shared, x)))
+
+
+# %% ex-snapshots not yet: need places that increase
+def best_places(shared, n):
+    spots = sorted(set(shared), reverse=True)
+    tries = [
+        places
+        for m in range(n + 1)
+        for places in itertools.combinations(spots, m)
+    ]
+    return list(min(tries, key=lambda x: read_again(shared, x)))
 
 
 # %% ex-pool passes
