@@ -1,7 +1,7 @@
 """A few tokens per sequence: on a GPU a layer is three or four launches.
 
 What a token costs is the reading of weights and states. Called one by one,
-modules make thirty launches of a layer, each of which costs more than what it
+modules make thirty launches of a block, each of which costs more than what it
 reads. On a GPU a product has the norm before it and what comes behind it in
 its own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates
 and unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three

@@ -146,6 +146,24 @@ def next_tokens(p, q, guesses):  # nothing in the place of a refused guess
     return [*guesses, int(torch.multinomial(p[-1], 1))]
 
 
+# %% ex-dice not yet: a guess too likely: token 0 is not drawn as
+def next_tokens(p, q, guesses):  # from p without the guess
+    for i, guess in enumerate(guesses):
+        if torch.rand(()) >= p[i, guess] / q[i, guess]:
+            rest = p[i] * (torch.arange(len(p[i])) != guess)
+            return [*guesses[:i], int(torch.multinomial(rest, 1))]
+    return [*guesses, int(torch.multinomial(p[-1], 1))]
+
+
+# %% ex-dice not yet: a guess too likely: token 0 is not drawn as
+def next_tokens(p, q, guesses):  # from p where it is larger than q
+    for i, guess in enumerate(guesses):
+        if torch.rand(()) >= p[i, guess] / q[i, guess]:
+            rest = p[i] * (p[i] > q[i])
+            return [*guesses[:i], int(torch.multinomial(rest, 1))]
+    return [*guesses, int(torch.multinomial(p[-1], 1))]
+
+
 # %% ex-dice not yet: other probabilities: a token before the last is no
 def next_tokens(p, q, guesses):  # as if there were no guesses
     new = []
@@ -225,6 +243,28 @@ def advance(S, q, k, v, beta, confirmed):
     return o[:, :, 0], after[:, 0]
 
 
+# %% ex-advance not yet: got fastweights, need it by hand
+def advance(S, q, k, v, beta, confirmed):
+    from fastweights import deltanet
+
+    return deltanet(q, k, v, beta, initial_state=S)
+
+
+# %% ex-advance not yet: too few operations of PyTorch
+def advance(S, q, k, v, beta, confirmed):  # a loop over sequences in NumPy
+    q, k, v, beta, n = (x.numpy() for x in (q, k, v, beta, confirmed))
+    o, after = v.copy(), S.numpy().copy()
+    for b in range(len(o)):
+        ahead = after[b].copy()
+        for t in range(k.shape[1]):
+            error = v[b, t] - k[b, t] @ ahead
+            ahead += beta[b, t] * k[b, t, :, None] * error
+            o[b, t] = q[b, t] @ ahead
+            if t < n[b]:
+                after[b] = ahead
+    return torch.from_numpy(o), torch.from_numpy(after)
+
+
 # %% ex-advance not yet: a loop over sequences
 def advance(S, q, k, v, beta, confirmed):
     o, after = torch.zeros_like(v), S.clone()
@@ -261,6 +301,19 @@ def rounded(x):  # a fair coin
     return bits.int().view(torch.float32)
 
 
+# %% ex-rounding not yet: the mean is not the number itself
+def rounded(x):  # a die with 64 sides
+    bits = x.view(torch.int32) + torch.randint(64, x.shape).int() * 2**10
+    return (bits & -(2**16)).view(torch.float32)
+
+
+# %% ex-rounding not yet: a die for each number
+def rounded(x):  # columns 1 to 6 share a die
+    die = torch.randint(2**16, x.shape).int()
+    die[..., 1:-1] = die[..., 1:2]
+    return ((x.view(torch.int32) + die) & -(2**16)).view(torch.float32)
+
+
 # %% ex-rounding not yet: numbers that bf16 can hold are to stay
 def rounded(x):  # a die with twice as many sides
     bits = x.view(torch.int32) + torch.randint(2**17, x.shape).int()
@@ -283,7 +336,7 @@ def rounded(x):  # one throw for all rows
     return (bits & -(2**16)).view(torch.float32)
 
 
-# %% ex-rounding not yet: equal numbers come out alike in 100%
+# %% ex-rounding not yet: a die for each number
 def rounded(x):  # one throw for all columns
     bits = x.view(torch.int32) + torch.randint(2**16, (*x.shape[:-1], 1)).int()
     return (bits & -(2**16)).view(torch.float32)
