@@ -14,8 +14,7 @@ is the bytes of one sequence. "how" is "fused", as generate has it; once also
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,14 @@ import torch
 
 from fastweights.models import LanguageModel, ModelConfig, decoding
 from fastweights.models import model as models
-from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, ceilings
+from fastweights_lab.bench.timing import (
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    Row,
+    ceilings,
+    elapsed,
+)
 
 PATTERNS = {
     "gated_deltanet": ("gated_deltanet",),
@@ -80,13 +86,13 @@ def _never(*_: object) -> bool:
 
 def _row(model: LanguageModel, B: int, T: int) -> Row:
     prompts = torch.randint(model.config.vocabulary, (B, T), device=DEVICE)
-    _call(model.generate, prompts, TOKENS)  # kernels are compiled, once
+    elapsed(model.generate, prompts, TOKENS)  # kernels are compiled, once
     first, few, many = (
-        min(_call(model.generate, prompts, n) for _ in range(3))
+        min(elapsed(model.generate, prompts, n) for _ in range(3))
         for n in (1, FEW, FEW + TOKENS)
     )
     with torch.no_grad():
-        read = min(_call(model.hidden, prompts) for _ in range(3))
+        read = min(elapsed(model.hidden, prompts) for _ in range(3))
     weights = sum(p.nbytes for p in model.parameters())
     weights -= model.embedding.weight.nbytes
     return {
@@ -98,16 +104,6 @@ def _row(model: LanguageModel, B: int, T: int) -> Row:
         "seconds": (many - few) / TOKENS,
         "moved": weights + B * _state_traffic(model, T),
     }
-
-
-def _call(call: Callable[..., object], *given: object) -> float:
-    """Seconds of a call, until the device has done all."""
-    wait = torch.cuda.synchronize if ON_GPU else int
-    wait()
-    start = time.perf_counter()
-    call(*given)
-    wait()
-    return time.perf_counter() - start
 
 
 def _state_traffic(model: LanguageModel, T: int) -> int:

@@ -9,16 +9,14 @@ longest text. "share" is the sum of both by "seconds", the engine's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.serving import Engine
 from fastweights_lab.bench.generate import FEW, PATTERNS, SIZES, TOKENS
-from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row
+from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, elapsed
 
 REQUESTS, ROWS, PIECE = (512, 64, 8192) if ON_GPU else (32, 8, 256)
 PROMPT, ANSWER = ((16, 4096), (16, 512)) if ON_GPU else ((4, 64), (4, 32))
@@ -40,15 +38,15 @@ def rows(names: list[str]) -> Iterator[Row]:
         engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)
         asked = list(zip(prompts, answers, strict=True))
         _serve(engine, asked[: 2 * ROWS])  # kernels are compiled
-        seconds = _seconds(partial(_serve, engine, asked))
+        seconds = elapsed(_serve, engine, asked)
         del engine  # with its states
         read = sum(
-            _seconds(partial(model.generate, prompts[i : i + ROWS], 1))
+            elapsed(model.generate, prompts[i : i + ROWS], 1)
             for i in range(0, REQUESTS, ROWS)
         )
         full = torch.randint(config.vocabulary, (ROWS, T // 2))
         few, many = (
-            min(_seconds(partial(model.generate, full, n)) for _ in range(3))
+            min(elapsed(model.generate, full, n) for _ in range(3))
             for n in (FEW, FEW + TOKENS)
         )
         write = sum(answers) / ROWS * (many - few) / TOKENS
@@ -70,12 +68,3 @@ def _serve(engine: Engine, asked: list[tuple[torch.Tensor, int]]) -> None:
         engine.add(*one)
     while engine.busy:
         engine.step()
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    wait = torch.cuda.synchronize if ON_GPU else int
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start

@@ -10,7 +10,6 @@ repeat themselves, which is easily guessed: hence drawn ones, too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from fastweights.models import LanguageModel
 from fastweights.models.drafts import Lookup
 from fastweights.models.sampling import stream
-from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row
+from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, now
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
 
@@ -77,14 +76,7 @@ def _call(
     )
     for _ in range(FEW):
         next(found)
-    passes, start = 0, _now()
+    passes, start = 0, now()
     for _ in found:
         pass
-    return _now() - start, passes if looks else TOKENS
-
-
-def _now() -> float:
-    """The time at which the device has done all."""
-    if ON_GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return now() - start, passes if looks else TOKENS

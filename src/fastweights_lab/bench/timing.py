@@ -62,6 +62,20 @@ def timeit(
     return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
 
 
+def now() -> float:
+    """The time, in seconds, at which the device has done all."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def elapsed(call: Callable[..., object], *given: object) -> float:
+    """Seconds of one call, until the device has done all."""
+    start = now()
+    call(*given)
+    return now() - start
+
+
 def host_seconds(fn: Callable[[], object], repeats: int = 51) -> float | None:
     """Median seconds until ``fn()`` returns, the GPU's work still queued.
 
