@@ -82,6 +82,15 @@ class Sampling:
         return token
 
 
+def drawn_from(
+    logits: Float[Tensor, "N V"], sampling: Sampling
+) -> Int[Tensor, " N"]:
+    """A token for each row, -1 if its logits are not finite."""
+    largest, likeliest = logits.max(-1)
+    token = sampling.draw(logits, largest, likeliest)
+    return token.where(largest.isfinite(), -1)
+
+
 def exponential(
     seed: Int[Tensor, " N"], drawn: Int[Tensor, " N"], V: int
 ) -> Float[Tensor, "N V"]:

@@ -29,7 +29,7 @@ from fastweights.models.decoding import (
     States,
     is_recordable,
 )
-from fastweights.models.draws import Sampling
+from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 
 TOKENS = 16
@@ -191,12 +191,3 @@ class Reader:
         token = drawn_from(logits.flatten(0, 1), sampling)
         self.draws[:, :T] = token.view(-1, T)
         return after
-
-
-def drawn_from(
-    logits: Float[Tensor, "N V"], sampling: Sampling
-) -> Int[Tensor, " N"]:
-    """A token for each row, -1 if its logits are not finite."""
-    largest, likeliest = logits.max(-1)
-    token = sampling.draw(logits, largest, likeliest)
-    return token.where(largest.isfinite(), -1)

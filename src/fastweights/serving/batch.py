@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fastweights.models.decoding import Recording, States, is_recordable
-from fastweights.models.draws import Sampling
+from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.serving.request import Request
@@ -111,7 +111,6 @@ class Batch:
 
     def _step(self, draws: Sampling, states: States) -> States:
         logits, after = self.model(self.token[:, None], states)
-        largest, likeliest = logits[:, 0].max(-1)
-        self.token.copy_(draws.draw(logits[:, 0], largest, likeliest))
-        self.drawn.copy_(self.token.where(largest.isfinite(), -1))
+        self.drawn.copy_(drawn_from(logits[:, 0], draws))
+        self.token.copy_(self.drawn.clamp(min=0))
         return after
