@@ -3,12 +3,11 @@
 import pytest
 import torch
 from kernel_judge import DEVICES
-from token_cases import CASES, V, made, steps
+from token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv
 from fastweights.layers import token
-from fastweights.models import StatePool
 from fastweights.ops import record_backends
 
 
@@ -74,23 +73,4 @@ def test_some_tokens_at_once(rows, T, case, device):
 @pytest.mark.parametrize("case", ["gated_deltanet-wide", "softmax"])
 def test_rows_of_a_pool(case, device):
     """In another order than in memory, and one that is none."""
-    m = made(case, device)
-    pool = StatePool(m, 4, capacity=8)
-    rows = [pool.take() for _ in range(3)][::-1]
-    tokens = torch.randint(V, (3, 3), device=device)
-    before = [
-        {name: x[3].clone() for name, x in state.tensors().items()}
-        for state in pool.states
-    ]
-    with torch.no_grad():
-        wanted, _ = m(tokens)
-        found = []
-        for t in range(3):
-            column = torch.cat([tokens[:2, t], tokens[:1, 0], tokens[2:, t]])
-            states = pool.at([*rows[:2], -1, rows[2]], 1)
-            logits = m(column[:, None], states)[0]
-            found.append(logits[[0, 1, 3]])
-    assert relative_error(torch.cat(found, 1), wanted) <= 5e-6
-    for state, kept in zip(pool.states, before, strict=True):
-        for name, x in kept.items():
-            assert state.tensors()[name][3].equal(x)
+    check_rows_of_a_pool(case, device, 5e-6)

@@ -2,7 +2,8 @@
 
 import torch
 
-from fastweights.models import LanguageModel, ModelConfig
+from fastweights.checks import relative_error
+from fastweights.models import LanguageModel, ModelConfig, StatePool
 from fastweights.ops import record_backends
 
 SIZES = {"vocabulary": 20, "dim": 32, "num_layers": 2, "num_heads": 2}
@@ -42,3 +43,27 @@ def steps(model, tokens, states):
             logits, states = model(tokens[:, t : t + 1], states)
             found.append(logits)
     return torch.cat(found, 1), [x for x in ran if x.endswith(" token")]
+
+
+def check_rows_of_a_pool(case, device, budget):
+    """Tokens of rows 2, 1, none and 0 are one pass's; row 3 stays as it is."""
+    m = made(case, device)
+    pool = StatePool(m, 4, capacity=8)
+    rows = [pool.take() for _ in range(3)][::-1]
+    tokens = torch.randint(V, (3, 3), device=device)
+    before = [
+        {name: x[3].clone() for name, x in state.tensors().items()}
+        for state in pool.states
+    ]
+    with torch.no_grad():
+        wanted, _ = m(tokens)
+        found = []
+        for t in range(3):
+            column = torch.cat([tokens[:2, t], tokens[:1, 0], tokens[2:, t]])
+            states = pool.at([*rows[:2], -1, rows[2]], 1)
+            logits = m(column[:, None], states)[0]
+            found.append(logits[[0, 1, 3]])
+    assert relative_error(torch.cat(found, 1), wanted) <= budget
+    for state, kept in zip(pool.states, before, strict=True):
+        for name, x in kept.items():
+            assert state.tensors()[name][3].equal(x)
