@@ -13,8 +13,10 @@ from fastweights.compat import accelerate
 from fastweights.ops.backends import choose_backend
 from fastweights.ops.decode import decode_step
 from fastweights.ops.members import (
+    comba,
     deltanet,
     gated_deltanet,
+    gated_deltanet2,
     gated_retention,
     gla,
     kda,
@@ -33,10 +35,12 @@ __version__ = "0.1.0"
 __all__ = [
     "accelerate",
     "choose_backend",
+    "comba",
     "decode_step",
     "deltanet",
     "feature_maps",
     "gated_deltanet",
+    "gated_deltanet2",
     "gated_retention",
     "gla",
     "kda",

@@ -44,6 +44,7 @@ def check_arguments(
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     *,
+    erase: Tensor | None = None,
     state_name: str = "initial_state",
     state_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
@@ -57,7 +58,7 @@ def check_arguments(
         check_tensors({"k": k, "v": v})
     check_operands(
         {"q": q},
-        same={"k": k, "v": v},
+        same={"k": k, "v": v, "erase": erase},
         either={"g": g, "beta": beta},
         states={state_name: initial_state},
         offsets={"cu_seqlens": cu_seqlens},
@@ -84,6 +85,16 @@ def check_arguments(
             wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
         wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
+    if erase is not None:
+        heads = H if erase.dim() == 4 and erase.shape[2] == H else HV
+        if erase.shape != (B, T, heads, K):
+            need = f"[{B}, {T}, {HV}, {K}] or [{B}, {T}, {H}, {K}]"
+            wrong_shape("erase", erase, need)
+        if beta is not None:
+            raise ValueError(
+                "erase: got a tensor beside beta, need one of the two; "
+                "erase = beta k and beta v for v are the delta rule of beta"
+            )
     N = B
     if cu_seqlens is not None:
         N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
@@ -387,6 +398,7 @@ def check_values(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
+    erase: Tensor | None = None,
     state_name: str = "initial_state",
 ) -> None:
     """Raise ValueError for the first argument whose values do not fit.
@@ -403,7 +415,7 @@ def check_values(
     """
     if not CHECKED:
         return
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "erase": erase}
     named[state_name] = initial_state
     given = {name: x for name, x in named.items() if x is not None}
     if not all(_has_values(x) for x in given.values()):

@@ -116,8 +116,10 @@ def given(name: str) -> dict[str, object]:
     q, k, v = torch.randn(3, B, T, H, K)
     i, beta, rate, momentum = torch.rand(4, B, T, H)
     logits, rates = torch.randn(B, T, H), torch.rand(B, T, H, 3)
-    shapes = {"retention": (H,), "gla": (B, T, H, K), "kda": (B, T, H, K)}
+    by_channel = ("gla", "kda", "gated_deltanet2")
+    shapes = {"retention": (H,)} | dict.fromkeys(by_channel, (B, T, H, K))
     g = -torch.rand(shapes.get(name.rpartition(".")[2], (B, T, H)))
+    b, w, p = torch.rand(3, B, T, H, K)
     S, ridge = torch.zeros(B, H, K, K), torch.ones(H, K)
     state, matrices = S.clone(), tuple(torch.randn(3, H, K, K))
     start = [(matrices[0], torch.zeros(H, K))]

@@ -13,7 +13,8 @@ from crossed import all_but, crossed
 from graphs import in_one_graph
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from inputs import GATES, RULES, member, results
+from inputs import GATES, member, results
+from inputs import RULES as ALL_RULES
 from kernel_judge import (
     BUDGET,
     DEVICES,
@@ -39,6 +40,8 @@ from fastweights.kernels.recurrence.settings import (
 )
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
+
+RULES = ALL_RULES[:2]
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
@@ -203,13 +206,13 @@ class RoundedChunks(torch.autograd.Function):
                 do, dstate, *ctx.inputs, ctx.saved, 0.3, 64
             )
         found = iter(grads)
-        return tuple(x if x is None else next(found) for x in ctx.inputs[:6])
+        return tuple(x if x is None else next(found) for x in ctx.inputs[:7])
 
 
-def rounded_chunks(q, k, v, g=None, beta=None, initial_state=None):
+def rounded_chunks(q, k, v, g=None, beta=None, erase=None, initial_state=None):
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
-    return RoundedChunks.apply(q, k, v, g, beta, initial_state)
+    return RoundedChunks.apply(q, k, v, g, beta, erase, initial_state)
 
 
 def judge_amplified(x):
@@ -481,7 +484,7 @@ def test_offsets_that_lie_reach_no_other_memory(
     sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}
     x = member(gate, rule, **sizes, dtype=torch.float32)
     x = {name: guarded.like(t) for name, t in x.items()}
-    names = ("q", "k", "v", "g", "beta", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     inputs = [x.get(name) for name in names] + [guarded.like(offsets)]
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
     o, state, saved = kernels.forward(*inputs, 1.0, 16)
@@ -757,32 +760,32 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     """Each stage of the kernels against the one of its name in PyTorch."""
     C, T, scale = 16, 40, 0.3
     x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
-    names = ("q", "k", "v", "g", "beta", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
-    *wide, beta = backend.widen(*(x.get(n) for n in names[:5]))
-    wide.append(None if beta is None else beta[..., None])
-    q, k, v, g, beta = (
-        None if t is None else chunkwise.to_chunks(t.double(), C) for t in wide
-    )
+    wide = backend.widen(*(x.get(n) for n in names[:6]))
+    wide = [None if t is None else t.double() for t in wide]
+    q, k, v, g, e = chunkwise.erasing_chunks(*wide, C)
     S = x["initial_state"].double()
     do_n, dS = chunkwise.to_chunks(scale * do.double(), C), dstate.double()
-    G, Aqk, P = chunkwise.intra(q, k, g, beta)
-    o, state = chunkwise.scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
-    h, v_new = backward.chunk_states(k, v, g, beta, G, P, S)
-    y, dh, dinitial = backward.scan_backward(
-        q, k, g, beta, G, Aqk, P, do_n, dS
+    G, Aqk, P = chunkwise.intra(q, k, g, e)
+    o, state = chunkwise.scan(q, k, v, g, e, G, Aqk, P, S, scale=scale)
+    h, v_new = backward.chunk_states(k, v, g, e, G, P, S)
+    dv, dh, dinitial = backward.scan_backward(q, k, g, e, G, Aqk, P, do_n, dS)
+    dq, dk, dg, de = backward.intra_backward(
+        q, k, g, e, G, do_n, v_new, dv, h, dh
     )
-    dq, dk, dv, dg, dbeta = backward.intra_backward(
-        q, k, v, g, beta, G, do_n, v_new, y, h, dh
-    )
-    # The kernels carry the errors, of which v_new is beta times; and what
-    # P has in common with the inverse on the other side of beta.
-    errors, R = None, None
-    if beta is not None:
-        errors = v_new / beta
-        R = (P - torch.eye(C)) / beta
+    errors = R = dbeta = None
+    if e is not None:
+        errors, R = v_new, P - torch.eye(C)
+    if rule == "delta":
+        # The kernels carry the errors, of which v_new is beta times; and what
+        # P has in common with the inverse on the other side of beta.
+        beta = chunkwise.to_chunks(x["beta"].double()[..., None], C)
+        errors, R = errors / beta, R / beta
+        dbeta = (k * de).sum(-1) + (v / beta * dv).sum(-1)
+        dk, dv, dbeta = dk + beta * de, beta * dv, dbeta[..., None]
 
     def agree(found, ref):
         ref = chunkwise.from_chunks(ref, T)
@@ -811,6 +814,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         ("dv", dv),
         ("dg", dg),
         ("dbeta", dbeta),
+        ("derase", de),
     ):
         if name in found:
             agree(found[name], ref)
@@ -819,7 +823,8 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     for name, ref in (("h", h), ("dh", dh)):
         assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
     expected = {"Aqk": gate == "channel", "dg": gate != "none"}
-    expected |= dict.fromkeys(("R", "errors", "dbeta"), rule == "delta")
+    expected |= dict.fromkeys(("R", "errors"), rule != "additive")
+    expected |= {"dbeta": rule == "delta", "derase": rule == "erase"}
     assert all((name in found) == there for name, there in expected.items())
 
 

@@ -12,10 +12,12 @@ import matplotlib as mpl
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from inputs import RULES
+from inputs import RULES as ALL_RULES
 
 from fastweights.reference import steps
 from fastweights_lab.notebook import film
+
+RULES = ALL_RULES[:2]
 
 SCRIPT = resources.files("fastweights_lab.notebook.film") / "film.js"
 CODE = resources.files("fastweights_lab.notebook.film") / "film_code.js"

@@ -19,11 +19,11 @@ def small(member, B, T, H, D):
 
 
 def arguments(member, B, T, H, D):
-    """q, k, v, g and beta, as a backend gets them."""
+    """q, k, v, g, beta and erase, as a backend gets them."""
     x = small(member, B, T, H, D)
     if "g" in x and x["g"].dim() == 1:
         x["g"] = x["g"].expand(B, T, H)
-    return [x.get(name) for name in ("q", "k", "v", "g", "beta")]
+    return [*map(x.get, ("q", "k", "v", "g", "beta", "erase"))]
 
 
 @members
@@ -64,12 +64,13 @@ def test_a_chunk_is_exponentiated_once_and_inverted_by_substitution():
     """Both score matrices share their decays: 64 numbers of 64, not 128."""
     q, k = torch.randn(2, 1, 1, 1, 64, 8)
     g, beta = -torch.rand(2, 1, 1, 1, 64, 1)
+    e = -beta * k
     with Largest() as seen:
-        chunkwise.intra(q, k, g, -beta)
+        chunkwise.intra(q, k, g, e)
     assert count(seen, "exp", "exp_", "exp2", "exp2_") == 1
     assert count(seen, "bmm", "mm") == 1
     with Largest() as seen:
-        chunkwise.intra(q, k, None, -beta)
+        chunkwise.intra(q, k, None, e)
     assert count(seen, "exp", "exp_", "exp2", "exp2_") == 0
 
 

@@ -125,6 +125,8 @@ MEMBERS = {
     "deltanet": {"beta": "head"},
     "gated_deltanet": {"g": "head", "beta": "head"},
     "kda": {"g": "channel", "beta": "head"},
+    "gated_deltanet2": {"g": "channel", "b": "key", "w": "value"},
+    "comba": {"g": "head", "beta": "head", "p": "channel"},
 }
 
 
@@ -145,6 +147,8 @@ def test_the_table_says_what_each_member_passes(name):
     """Each line of it continues what the member has begun."""
     x = member("channel", "delta", B=2, T=12, H=2, HV=4)
     x["logits"] = torch.randn(2, 12, 4, dtype=torch.float64)
+    x |= {"b": torch.rand_like(x["k"]), "w": torch.rand_like(x["v"])}
+    x["p"] = torch.rand_like(x["g"]) * x["k"].repeat_interleave(2, 2)
     if MEMBERS[name].get("g") == "head":
         x["g"] = x["g"][..., 0]
     extra = {
@@ -160,6 +164,7 @@ def test_the_table_says_what_each_member_passes(name):
     words = {
         "HV": 4,
         "decode_step": fw.decode_step,
+        "exp": torch.exp,
         "logsigmoid": F.logsigmoid,
         "phi": feature_maps.elu1,
         "retnet_decay": functools.partial(
@@ -170,7 +175,8 @@ def test_the_table_says_what_each_member_passes(name):
     }
     for t in range(9, 12):
         token = {n: x[n][:, t : t + 1] for n in given if n in x}
-        o = eval(step, words | token)
+        more = {f"{n}_": x[..., None] for n, x in token.items()}
+        o = eval(step, words | token | more)
         assert relative_error(o, whole[:, t : t + 1]) <= EXACT
     assert relative_error(state, last) <= EXACT
 
@@ -290,7 +296,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
 def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
     """A kernel writes behind PyTorch's back: here as numpy."""
 
-    def write(q, k, v, g, beta, state, rows, accepted, scale, backend):
+    def write(q, k, v, g, beta, erase, state, *others):
         state.numpy()[...] = 0.0
         return v
 
@@ -334,7 +340,7 @@ def test_what_looks_at_operators_sees_it():
 def test_operator_passes_opcheck(gate, rule):
     x = call(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
     state = x["state"].mT.contiguous().mT
-    named = (x.get(name) for name in ("q", "k", "v", "g", "beta"))
+    named = map(x.get, ("q", "k", "v", "g", "beta", "erase"))
     torch.library.opcheck(OPERATOR, (*named, state, None, None, 0.5, "auto"))
 
 

@@ -22,6 +22,8 @@ def inputs(rule, *, gradient):
     x["v"] = torch.ones(1, T, HV, V)
     if rule == "delta":
         x["beta"] = torch.zeros(1, T, HV)
+    if rule == "erase":
+        x["erase"] = torch.zeros(1, T, HV, K)
     return {n: t.requires_grad_(gradient) for n, t in x.items()}
 
 
@@ -30,12 +32,12 @@ def by_hand(rule, *, backward):
     q, k, v, y = torch.ones(2, C, K).unbind() + torch.ones(2, C, V).unbind()
     S, A = torch.ones(K, V), torch.ones(C, C)
     pairs = [(q, k.T), (q, S), (A, v), (k.T, v)]
-    if rule == "delta":
+    if rule != "additive":
         pairs += [(k, k.T), (k, S), (A, v)]
     if backward:
         pairs += [(k.T, v), (y, v.T), (A.T, y), (A, k), (A.T, q)]
         pairs += [(k, S), (q.T, y), (y, S.T), (v, S.T)]
-    if backward and rule == "delta":
+    if backward and rule != "additive":
         pairs += [(k, S), (A, v), (A.T, y), (y, v.T), (A, k), (A.T, k)]
         pairs += [(k.T, y), (y, S.T)]
     for a, b in pairs:
@@ -43,7 +45,7 @@ def by_hand(rule, *, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("rule", ["additive", "delta"])
+@pytest.mark.parametrize("rule", ["additive", "delta", "erase"])
 def test_every_product_is_counted(rule, backward):
     def run():
         o, state = fw.linear_recurrence(**x, chunk_size=C)
@@ -52,7 +54,7 @@ def test_every_product_is_counted(rule, backward):
 
     x = inputs(rule, gradient=backward)
     one = counted(lambda: by_hand(rule, backward=backward))
-    one += INVERSE * (rule == "delta")
+    one += INVERSE * (rule != "additive")
     found = counted(run)
     assert abs(found - CHUNKS * HV * one) <= CHUNKS * HV * C  # C^3 / 3
 

@@ -47,7 +47,10 @@ def test_member_is_its_step_in_a_loop(name, backend):
     torch.testing.assert_close(got, (0.3 * o, state))
 
 
-@pytest.mark.parametrize("name", [*MEMBERS, "gated_retention"])
+OTHERS = ("gated_retention", "gated_deltanet2", "comba")
+
+
+@pytest.mark.parametrize("name", [*MEMBERS, *OTHERS])
 def test_help_says_how_to_call_a_member(name):
     function = getattr(fw, name)
     text = inspect.getdoc(function)

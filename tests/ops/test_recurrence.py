@@ -79,6 +79,8 @@ def test_it_is_its_equations(
         options = {"cu_seqlens": torch.tensor(offsets, dtype=index)}
         sizes |= {"B": 1, "N": len(pack) - 1}
     x = member(*kind, **{"B": 2} | sizes, T=T)
+    if x["k"].shape[-1] == 1:  # or nothing is left of the initial state
+        x |= {name: x[name] / 32 for name in ("beta", "erase") if name in x}
     ref = results(separately if pack else explicit, x, use=use, **options)
     views = {name: layout(t) for name, t in x.items()}
     for backend in BACKENDS:
@@ -278,12 +280,12 @@ def test_operator_passes_opcheck(gate, rule):
     x = {name: t.requires_grad_() for name, t in x.items()}
     if gate == "fixed":
         x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
-    named = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state"))
-    arguments = (*named, None, 0.5, 16, "chunkwise")
+    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
+    arguments = (*map(x.get, names), None, 0.5, 16, "chunkwise")
     torch.library.opcheck(FORWARD, arguments)
     arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
     o, state, saved = FORWARD(*arguments)
-    inputs, options = arguments[:7], arguments[7:]
+    inputs, options = arguments[:8], arguments[8:]
     torch.library.opcheck(BACKWARD, (o, state, *inputs, saved, *options))
     torch.library.opcheck(BACKWARD, (o, None, *inputs, saved, *options))
 
@@ -656,6 +658,14 @@ v=ones(1, 6, 3, 5)
 v=ones(1, 6, 1, 5)
     ValueError: v: got shape [1, 6, 1, 5], need [1, 6, HV, V] with HV a
     multiple of q's 2 heads
+erase=ones(1, 6, 4, 3)
+    ValueError: erase: got a tensor beside beta, need one of the two; erase =
+    beta k and beta v for v are the delta rule of beta
+erase=ones(1, 6, 3, 3), beta=None
+    ValueError: erase: got shape [1, 6, 3, 3], need [1, 6, 4, 3] or [1, 6, 2,
+    3]
+erase=ones(1, 6, 4, 3, dtype=torch.bfloat16), beta=None
+    TypeError: erase: got torch.bfloat16, need torch.float32
 g=ones(1, 6, 4, 2)
     ValueError: g: got shape [1, 6, 4, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]
 g=ones(1, 6, 2)

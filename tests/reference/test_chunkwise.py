@@ -56,11 +56,14 @@ def test_chunkwise_is_the_loop(gate, rule, chunk_size):
     if gate == "head":
         x["g"] = x["g"][..., None]
     state = x.pop("initial_state")
-    tokens = [x[n] for n in ("q", "k", "v", "g", "beta") if n in x]
     o, S = chunkwise.chunkwise(
         **x, scale=0.5, initial_state=state, chunk_size=chunk_size
     )
-    ref_o, ref_S = steps.scan(steps.recurrence, state, *tokens)
+
+    def step(S, *at_t):
+        return steps.recurrence(S, **dict(zip(x, at_t, strict=True)))
+
+    ref_o, ref_S = steps.scan(step, state, *x.values())
     torch.testing.assert_close((o, S), (0.5 * ref_o, ref_S))
 
 

@@ -10,14 +10,14 @@ from fastweights.reference import chunkwise, chunkwise_backward, steps
 C = 32
 EXACT = 1e-13
 WIDTHS = ("none", "head", "channel")
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+NAMES = ("q", "k", "v", "g", "beta", "erase", "initial_state")
 
 gates = pytest.mark.parametrize("gate", WIDTHS)
 rules = pytest.mark.parametrize("rule", RULES)
 
 
 def inputs(gate, rule, **options):
-    """q, k, v, g [B, T, H, 1 or K] or None, beta or None, initial state."""
+    """q, k, v, g [B, T, H, 1 or K], beta, erase or None, initial state."""
     options = {"B": 2, "T": 37, "H": 2, "HV": 2} | options
     x = member(gate, rule, **options)
     if gate == "head":
@@ -48,10 +48,16 @@ def same(x, ref, tolerance=EXACT):
             assert error <= tolerance, f"result {i}: {error:.1e}"
 
 
-def loop(q, k, v, g, beta, S, *, scale=0.3):
+def loop(q, k, v, g, beta, erase, S, *, scale=0.3):
     g = torch.zeros_like(q[..., :1]) if g is None else g
-    tokens = [x for x in (scale * q, k, v, g, beta) if x is not None]
-    return steps.scan(steps.recurrence, S, *tokens)
+    tokens = {"q": scale * q, "k": k, "v": v, "g": g}
+    tokens |= {"beta": beta} if beta is not None else {}
+    tokens |= {"erase": erase} if erase is not None else {}
+
+    def step(S, *at_t):
+        return steps.recurrence(S, **dict(zip(tokens, at_t, strict=True)))
+
+    return steps.scan(step, S, *tokens.values())
 
 
 def whole(x, do, dS, *, chunk_size=16, scale=0.3, **saved):
@@ -123,5 +129,5 @@ def test_a_single_chunk_after_an_empty_state(rule, gate):
     S = torch.zeros_like(x.pop("initial_state"))
     (do,), ref = autograd(lambda *x: loop(*x, S)[:1], *x.values())
     grads = whole([*x.values(), None], do, None, chunk_size=20)
-    same(grads[:5], ref)
-    assert grads[5] is None
+    same(grads[:6], ref)
+    assert grads[6] is None

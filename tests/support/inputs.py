@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastweights.checks import relative_error
 
 GATES = ("none", "fixed", "head", "channel")
-RULES = ("additive", "delta")
+RULES = ("additive", "delta", "erase")
 
 Results = dict[str, Tensor]
 
@@ -33,6 +33,7 @@ def member(
 ) -> dict[str, Tensor]:
     """Random inputs of one member of the family, unit keys, beta in [0, 1].
 
+    An erasing key is the key times a strength in [0, 1] per channel.
     ``strength`` is the constant value of g, or "mixed" for gates of many
     sizes side by side. N is the number of initial states, B unless given.
     """
@@ -55,6 +56,9 @@ def member(
         x["g"] = torch.full(shape, float(strength))
     if rule == "delta":
         x["beta"] = torch.rand(B, T, HV)
+    if rule == "erase":
+        k = x["k"].repeat_interleave(HV // H, 2)
+        x["erase"] = torch.rand(B, T, HV, K) * k
     wide = torch.promote_types(dtype, torch.float32)
     return {
         name: t.to(wide if name == "initial_state" else dtype)
@@ -68,6 +72,7 @@ def explicit(
     v: Tensor,
     g: Tensor | None = None,
     beta: Tensor | None = None,
+    erase: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -93,6 +98,9 @@ def explicit(
                 if beta is not None:
                     correct = eye - beta[b, t, h] * torch.outer(k_t, k_t)
                     write = beta[b, t, h] * write
+                if erase is not None:
+                    e_t = erase[b, t, h * erase.shape[2] // HV]
+                    correct = eye - torch.outer(k_t, e_t)
                 S = correct @ forget @ S + torch.outer(k_t, write)
                 o.append(scale * (q_t @ S))
             heads.append(torch.stack(o))

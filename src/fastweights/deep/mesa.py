@@ -191,7 +191,7 @@ def solve(
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
-        arguments = (None, H0, cu_seqlens, 1.0, None, solver.backend)
+        arguments = (None, None, H0, cu_seqlens, 1.0, None, solver.backend)
         return RECURRENCE.forward(x, weighted, k, g, *arguments)[0]
 
     x, r, p = torch.zeros_like(b), b, b

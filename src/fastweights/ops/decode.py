@@ -58,7 +58,7 @@ from fastweights.ops.mlstm import (
 from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
-from fastweights.reference.backend import advance, widen
+from fastweights.reference.backend import advance, per_value_head, widen
 from fastweights.reference.chunkwise import CLEARS
 
 Rows = Int[Tensor, " B"]
@@ -85,6 +85,7 @@ def decode_step(
     state: Float[Tensor, "N HV K V"],
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
+    erase: Float[Tensor, "B T _ K"] | None = None,
     rows: Rows | None = None,
     accepted: Int[Tensor, " B"] | None = None,
     scale: float | None = None,
@@ -95,7 +96,8 @@ def decode_step(
     What continues a member, with the scale that it was called with (phi is
     its feature map, if it has one; logits are fp32; retnet_decay is what
     retention takes unless it is given a g, with dtype=torch.float64 if q is
-    that). g and beta go by name: members differ in which of them they have.
+    that). g, beta and erase go by name: members differ in which of them they
+    have. beta_ is beta[..., None], and g_ likewise.
 
         linear_attention     phi(q), phi(k), v
         retention            q, k, v, g=retnet_decay(HV)
@@ -103,6 +105,8 @@ def decode_step(
         mamba2, gla          q, k, v, g=g
         deltanet             q, k, v, beta=beta
         gated_deltanet, kda  q, k, v, g=g, beta=beta
+        gated_deltanet2      q, k, w * v, g=g, erase=b * k
+        comba                q, k, beta_ * v, g=g, erase=beta_ * exp(-g_) * p
 
     mlstm, linear_attention with normalize and selective_scan do more than the
     recurrence: :mod:`fastweights.serving` has their steps.
@@ -110,7 +114,7 @@ def decode_step(
         o = fw.decode_step(q, k, v, g=g, beta=beta, state=state)
 
     Args:
-        q, k, v, g, beta, scale: as in linear_recurrence, T <= 16.
+        q, k, v, g, beta, erase, scale: as in linear_recurrence, T <= 16.
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous, and may come from
@@ -132,7 +136,7 @@ def decode_step(
 
     Returns:
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is),
-        under autocast too, which rounds q, k and v on their way in and
+        under autocast too, which rounds q, k, v and erase on their way in and
         nothing else. No gradients.
 
     Raises:
@@ -143,11 +147,15 @@ def decode_step(
             needs.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    _check(q, k, v, g, beta, state, rows, scale, backend)
+    if erase is not None:
+        (erase,) = cast_for_autocast(erase)
+    _check(q, k, v, g, beta, erase, state, rows, scale, backend)
+    if erase is not None:
+        erase = per_value_head(erase, v.shape[2])
     if accepted is not None:
         check_accepted("accepted", accepted, q=q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (q, k, v, g, beta, state, rows, accepted)
+    tensors = (q, k, v, g, beta, erase, state, rows, accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
     step = past_dispatcher(DECODE, _decode, tensors)
@@ -169,6 +177,7 @@ def _check(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     state: Tensor,
     rows: Tensor | None,
     scale: float | None,
@@ -181,6 +190,7 @@ def _check(
     check_arguments(
         *(q, k, v, g, beta, scale, state if rows is None else None, None),
         None,
+        erase=erase,
         state_name="state",
         state_dtypes=narrow,
     )
@@ -198,9 +208,12 @@ def _check(
             "elements share no memory, such as its clone()"
         )
     if torch.is_grad_enabled():
-        _refuse_gradients(q=q, k=k, v=v, g=g, beta=beta, state=state)
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        _refuse_gradients(**given, erase=erase, state=state)
     check_backend(backend)
-    check_values(q, k, v, g, beta, state, None, state_name="state")
+    check_values(
+        *(q, k, v, g, beta, state, None), erase=erase, state_name="state"
+    )
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
@@ -233,6 +246,7 @@ def _decode(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     state: Tensor,
     rows: Tensor | None,
     accepted: Tensor | None,
@@ -240,7 +254,7 @@ def _decode(
     backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after what is accepted."""
-    if backend_for(backend, q) == "triton":
+    if backend_for(backend, q, erase) == "triton":
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")
@@ -249,7 +263,7 @@ def _decode(
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x, full = widen(q, k, v, g, beta), compute_dtype(q.dtype)
+        x, full = widen(q, k, v, g, beta, erase), compute_dtype(q.dtype)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[rows_inside(rows, state)]
@@ -270,7 +284,7 @@ def _advance(
     if accepted is None:
         return advance(S, *x, scale=scale)
     o = advance(S.clone(), *x, scale=scale)
-    q, k, v, g, beta = x
+    q, k, v, g, beta, erase = x
     token = torch.arange(q.shape[1], device=S.device)
     each = (token < accepted[:, None])[..., None]  # [N, T, 1]
     all_of = each[..., None]
@@ -278,7 +292,8 @@ def _advance(
     k, v = k.where(all_of, 0), v.where(all_of, 0)
     g = None if g is None else g.where(all_of, 0)
     beta = None if beta is None else beta.where(each, 0)
-    advance(S, q, k, v, g, beta, scale=scale)
+    erase = None if erase is None else erase.where(all_of, 0)
+    advance(S, q, k, v, g, beta, erase, scale=scale)
     return o
 
 
@@ -287,8 +302,8 @@ DECODE = torch.library.custom_op(
     _decode,
     mutates_args=("state",),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor(a!) state, Tensor? rows, Tensor? accepted, float scale, "
-    "str backend) -> Tensor",
+    "Tensor? erase, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
+    "float scale, str backend) -> Tensor",
 )
 
 

@@ -16,7 +16,8 @@ PyTorch. Of one chunk [C, K], [C, V] and its state [K, V]:
                y v_new^T: C C V each; dAkk k and dAkk^T k: C C K each;
                k^T (beta y) and (beta y) S^T: C K V each
 
-The scores and P, or what stands for them, are kept for the backward.
+With ``erase`` it reads in the place of k: the same count. The scores and P,
+or what stands for them, are kept for the backward.
 backend="loop" has no operator: what it multiplies is counted as it runs.
 """
 
@@ -40,6 +41,7 @@ def forward(
     v: Shape,
     g: Shape,
     beta: Shape,
+    erase: Shape,
     initial_state: Shape,
     cu_seqlens: Shape,
     scale: float,
@@ -50,7 +52,7 @@ def forward(
     """FLOPs of the operator fastweights::linear_recurrence."""
     (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
     flops = 2 * (C * K + C * V + 2 * K * V)
-    if beta is not None:
+    if beta is not None or erase is not None:
         flops += 2 * (C * K + C * V + K * V) + C * C // 3
     return B * T * HV * flops
 
@@ -63,6 +65,7 @@ def backward(
     v: Shape,
     g: Shape,
     beta: Shape,
+    erase: Shape,
     initial_state: Shape,
     cu_seqlens: Shape,
     saved: Any,
@@ -74,7 +77,7 @@ def backward(
     """FLOPs of the operator fastweights::linear_recurrence_backward."""
     (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
     products = 5 * K * V + 2 * C * V + 2 * C * K
-    if beta is not None:
+    if beta is not None or erase is not None:
         products += 3 * K * V + 3 * C * V + 2 * C * K
     return B * T * HV * 2 * products
 

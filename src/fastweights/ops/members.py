@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    check_arguments,
     check_integers,
     check_kinds,
     check_number,
@@ -32,6 +33,7 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
+from fastweights.reference.backend import per_value_head
 from fastweights.reference.packing import outside
 
 Member = TypeVar("Member", bound=Callable[..., Any])
@@ -324,6 +326,86 @@ def kda(
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
+
+
+@member
+def gated_deltanet2(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerChannel,
+    b: Float[Tensor, "B T _ K"],
+    w: Values,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = (I - k_t (b_t k_t)^T) Diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T.
+
+    Gated DeltaNet-2 (Hatamizadeh et al. 2026): KDA with a strength per
+    channel, which is what it is where all are beta. Of what may grow then,
+    :func:`fastweights.linear_recurrence` tells.
+
+    Args:
+        b: [B, T, HV, K] or [B, T, H, K] strength with which each key channel
+            is erased, 0 to 1, in fp32 or q's dtype.
+        w: [B, T, HV, V] strength with which each value channel is written, 0
+            to 1, in fp32 or q's dtype.
+    """
+    q, k, v = cast_for_autocast(q, k, v)
+    check_arguments(q, k, v, g, None, None, None, None, None)
+    check_dim("g", g, 4, "[B, T, HV, K]")
+    check_strength("b", b, q, g.shape, k.shape)
+    check_strength("w", w, q, v.shape)
+    erase = (b * per_value_head(k, b.shape[2])).to(k.dtype)
+    written = (w * v).to(v.dtype)
+    return linear_recurrence(q, k, written, g, erase=erase, **options)
+
+
+@member
+def comba(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    p: Float[Tensor, "B T _ K"],
+    g: PerHead,
+    beta: PerHead,
+    **options: Unpack[Options],
+) -> tuple[Values, State]:
+    """S_t = (e^{g_t} I - beta_t k_t p_t^T) S_{t-1} + beta_t k_t v_t^T.
+
+    Comba (Hu et al. 2025): Gated DeltaNet in which another key, p, a fraction
+    of k in the paper, reads what is erased, from the state before the decay.
+    That is ``erase`` with beta e^{-g} p, so a decay of which the tokens'
+    dtype keeps nothing, below e^-40, in fp16 below e^-10, counts as so much.
+
+    Args:
+        p: [B, T, HV, K] or [B, T, H, K], of q's dtype.
+    """
+    q, k, v = cast_for_autocast(q, k, v)
+    (p,) = cast_for_autocast(p)
+    check_arguments(q, k, v, g, beta, None, None, None, None)
+    check_dim("g", g, 3, "[B, T, HV]")
+    check_dim("beta", beta, 3, "[B, T, HV]")
+    check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
+    full = compute_dtype(q.dtype)
+    g = g.to(full).clamp(min=-10.0 if q.dtype == torch.float16 else -40.0)
+    strength = beta.to(full)[..., None]
+    erase = strength * (-g).exp()[..., None] * per_value_head(p, v.shape[2])
+    written = (strength * v).to(v.dtype)
+    return linear_recurrence(
+        q, k, written, g, erase=erase.to(k.dtype), **options
+    )
+
+
+def check_strength(
+    name: str, x: Tensor, q: Keys, *shapes: tuple[int, ...]
+) -> None:
+    """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
+    check_tensors({name: x})
+    dtypes = (torch.float32, q.dtype)
+    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    if x.shape not in shapes:
+        shown = dict.fromkeys(str(list(shape)) for shape in shapes)
+        wrong_shape(name, x, " or ".join(shown))
 
 
 def check_gate(

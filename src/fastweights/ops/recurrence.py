@@ -2,9 +2,11 @@
 
     S_t = (I - beta_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T
     S_t =                        Diag(e^{g_t}) S_{t-1} +        k_t v_t^T
+    S_t = (I -        k_t e_t^T) Diag(e^{g_t}) S_{t-1} +        k_t v_t^T
     o_t = scale * S_t^T q_t
 
-The first line is the delta rule, the second the additive rule (beta None).
+The first line is the delta rule, the second the additive rule (beta None),
+and in the third another key, ``erase``, reads what is erased.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ from fastweights.ops.backends import (
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.registration import Operator
 from fastweights.reference import backend as chunkwise
-from fastweights.reference.backend import first_states, widen
+from fastweights.reference.backend import (
+    first_states,
+    per_value_head,
+    widen,
+)
 from fastweights.reference.packing import sequences
 from fastweights.reference.steps import recurrence, scan
 
@@ -47,13 +53,14 @@ def linear_recurrence(
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
     *,
+    erase: Float[Tensor, "B T _ K"] | None = None,
     scale: float | None = None,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     chunk_size: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Every member of the family, from linear attention to KDA.
+    """Every member of the family, from linear attention to Comba.
 
         o, state = fw.linear_recurrence(q, k, v, g, beta)
 
@@ -66,6 +73,10 @@ def linear_recurrence(
             step. fp32 or q's dtype. None: nothing is forgotten.
         beta: [B, T, HV] write strength of the delta rule, fp32 or q's
             dtype. None: the additive rule (which is not beta = 1).
+        erase: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that reads
+            what is erased, with its strength, while k writes, and v has the
+            strength of the writing. beta k with beta v is the delta rule of
+            beta, which is then not given. See below for what may grow.
         scale: factor on the outputs; K**-0.5 if None.
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
             number of packed sequences; zeros if None.
@@ -106,6 +117,17 @@ def linear_recurrence(
             of torch.func, or in forward-mode autograd, unless backend is
             "loop".
 
+    What ``erase`` may be. I - k e^T has the eigenvalue 1 - e.k, and with e
+    parallel to k and e.k from 0 to 2 lengthens nothing. With e = b k, |k| = 1
+    and a strength b from 0 to 1 per channel the eigenvalue is between 0 and
+    1, but the matrix may lengthen a state: by a factor of 2 / sqrt(3) = 1.155
+    at most, where b is 1 in channels that have a third of |k|^2, and 0 in the
+    others. Under strengths that are the same for all tokens that does not
+    add up; under others it may, token by token, unless decays are below
+    sqrt(3) / 2. What such a chunk does to its state is a matrix that grows
+    as fast, and rounding errors grow with it. No backend bounds them, and
+    nothing overflows before the state does.
+
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
     imported, values are checked too: see
     :func:`fastweights.arguments.check_values`. FLOP counters count what
@@ -114,28 +136,33 @@ def linear_recurrence(
     Shard(2) of what has tokens, Shard(1) of the states.
     """
     q, k, v = cast_for_autocast(q, k, v)
+    if erase is not None:
+        (erase,) = cast_for_autocast(erase)
     check_arguments(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size
+        *(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size),
+        erase=erase,
     )
     check_backend(backend)
-    check_values(q, k, v, g, beta, initial_state, cu_seqlens)
+    check_values(q, k, v, g, beta, initial_state, cu_seqlens, erase=erase)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    if erase is not None:
+        erase = per_value_head(erase, v.shape[2]).contiguous()
+    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
     return RECURRENCE(*inputs, chunk_size, backend)
 
 
 def _implementation(
-    asked: str, q: Tensor, chunk_size: int | None
+    asked: str, q: Tensor, erase: Tensor | None, chunk_size: int | None
 ) -> tuple[str, ModuleType, int]:
     """A backend's name, where its functions stand, and tokens per chunk."""
-    backend = backend_for(asked, q)
+    backend = backend_for(asked, q, erase)
     module: ModuleType = chunkwise
     if backend == "triton":
         from fastweights.kernels.recurrence import backend as module
@@ -148,6 +175,7 @@ def _loop(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -161,12 +189,19 @@ def _loop(
         )
     with without_autocast(q):
         g = torch.zeros_like(v[..., 0]) if g is None else g
-        tokens = [x for x in widen(q, k, v, g, beta) if x is not None]
-        tokens[0] = scale * tokens[0]
+        names = ("q", "k", "v", "g", "beta", "erase")
+        wide = zip(names, widen(q, k, v, g, beta, erase), strict=True)
+        tokens = {name: x for name, x in wide if x is not None}
+        tokens["q"] = scale * tokens["q"]
+
+        def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
+            return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
+
         state = first_states(q, v, initial_state, cu_seqlens)
         outputs, states = [], list(state.split(1))
         for n, t in sequences(cu_seqlens, q.shape[1]):
-            o, last = scan(recurrence, state[n], *(x[:, t] for x in tokens))
+            inputs = (x[:, t] for x in tokens.values())
+            o, last = scan(step, state[n], *inputs)
             outputs.append(o)
             states[n] = last.split(1)
         rest = v.shape[1] - sum(o.shape[1] for o in outputs)
@@ -179,7 +214,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
     *inputs, chunk_size, asked = arguments
-    backend, module, chunk_size = _implementation(asked, q, chunk_size)
+    implementation = _implementation(asked, q, inputs[4], chunk_size)
+    backend, module, chunk_size = implementation
     record_run(f"{backend} forward")
     with without_autocast(q):
         return module.forward(q, *inputs, chunk_size)
@@ -188,9 +224,9 @@ def _forward(
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, initial_state, cu_seqlens, _, chunk_size, asked = others
-    _, module, chunk_size = _implementation(asked, q, chunk_size)
-    saved = module.empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
+    g, beta, erase, initial_state, cu_seqlens, _, chunk_size, asked = others
+    _, module, chunk_size = _implementation(asked, q, erase, chunk_size)
+    saved = module.empty_saved(q, v, g, beta, erase, cu_seqlens, chunk_size)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
@@ -200,7 +236,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
     *inputs, chunk_size, asked = arguments
-    backend, module, chunk_size = _implementation(asked, q, chunk_size)
+    implementation = _implementation(asked, q, inputs[4], chunk_size)
+    backend, module, chunk_size = implementation
     record_run(f"{backend} backward")
     with without_autocast(q):
         return module.backward(do, dstate, q, *inputs, chunk_size)
@@ -208,7 +245,7 @@ def _backward(
 
 RECURRENCE = Operator(
     "linear_recurrence",
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? erase, "
     "Tensor? initial_state, Tensor? cu_seqlens",
     "float scale, int? chunk_size, str backend",
     "Tensor o, Tensor state, Tensor[] saved",

@@ -28,18 +28,30 @@ States = Float[Tensor, "N HV K V"]
 IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 
 
+def per_value_head(
+    x: Float[Tensor, "B T H K"], HV: int
+) -> Float[Tensor, "B T HV K"]:
+    """x, each head repeated for the value heads that share it."""
+    groups = HV // x.shape[2]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+
+
 def widen(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None = None,
+) -> tuple[Any, ...]:
     """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
     dtype, HV = compute_dtype(q.dtype), v.shape[2]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if q.shape[2] != HV:
-        groups = HV // q.shape[2]
-        q, k = (x.repeat_interleave(groups, dim=2) for x in (q, k))
+    q, k = per_value_head(q, HV), per_value_head(k, HV)
     if g is not None:
         g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
-    return q, k, v, g, None if beta is None else beta.to(dtype)
+    beta, erase = (None if x is None else x.to(dtype) for x in (beta, erase))
+    return q, k, v, g, beta, erase
 
 
 def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Piece]:
@@ -65,6 +77,7 @@ def advance(
     v: Float[Tensor, "N T HV V"],
     g: Float[Tensor, "N T HV DG"] | None,
     beta: Float[Tensor, "N T HV"] | None,
+    erase: Float[Tensor, "N T HV K"] | None,
     *,
     scale: float,
 ) -> Float[Tensor, "N T HV V"]:
@@ -78,15 +91,17 @@ def advance(
     decay = None if g is None else g.exp()
     outputs = []
     for t in range(T):
-        step: list[Any] = [q, k, v, decay, beta]
+        step: list[Any] = [q, k, v, decay, beta, erase]
         if T > 1:
             step = [None if x is None else x[:, t : t + 1] for x in step]
         step = [None if x is None else x.reshape(N * HV, 1, -1) for x in step]
-        q_t, k_t, v_t, decay_t, beta_t = step
+        q_t, k_t, v_t, decay_t, beta_t, erase_t = step
         if decay_t is not None:
             S.mul_(decay_t.mT)
         if beta_t is not None:
             v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
+        if erase_t is not None:
+            v_t = torch.baddbmm(v_t, erase_t, S, alpha=-1)
         S.addcmul_(k_t.mT, v_t)
         # With beta = 0 its first argument is not read.
         o = torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale)
@@ -112,10 +127,11 @@ def empty_saved(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     cu_seqlens: Offsets,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Room for Aqk and, under the delta rule, P: a row of C per token.
+    """Room for Aqk and, if a rule erases, P: a row of C per token.
 
     One token needs none of it: as many tensors, which are empty, so that a
     graph for any T is one for T = 1. Another backend may keep more, of a size
@@ -124,7 +140,7 @@ def empty_saved(
     B, T, HV = v.shape[:3]
     width = 0 if T == 1 else torch.sym_min(chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
-    number = 1 if beta is None else 2
+    number = 1 if beta is None and erase is None else 2
     return [
         q.new_empty(shape, dtype=compute_dtype(q.dtype)) for _ in range(number)
     ]
@@ -136,15 +152,16 @@ def forward(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     initial_state: States | None,
     cu_seqlens: Offsets,
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
-    tokens = widen(q, k, v, g, beta)
+    tokens = widen(q, k, v, g, beta, erase)
     state = first_states(q, v, initial_state, cu_seqlens)
-    saved = empty_saved(q, v, g, beta, cu_seqlens, chunk_size)
+    saved = empty_saved(q, v, g, beta, erase, cu_seqlens, chunk_size)
     if v.shape[1] == 1 and (found := sequences(cu_seqlens, 1)):
         [(n, _)] = found
         o = advance(state[n], *tokens, scale=scale).to(v.dtype)
@@ -178,18 +195,19 @@ def backward(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     initial_state: States | None,
     cu_seqlens: Offsets,
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of g, beta, initial_state where given.
+    """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
     Each has its input's shape and dtype. do or dstate is None where nothing
     depends on that output.
     """
-    tokens = widen(q, k, v, g, beta)
+    tokens = widen(q, k, v, g, beta, erase)
     do = torch.zeros_like(v) if do is None else do
     do = do.to(compute_dtype(q.dtype))
     dS = None
@@ -227,7 +245,8 @@ def backward(
         grads[:2] = (
             x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
         )
-    inputs = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
+    given = (q, k, v, g, beta, erase, initial_state)
+    inputs = [x for x in given if x is not None]
     if dS is not None:
         grads.append(dS)
     return [

@@ -1,11 +1,14 @@
 """The recurrence a chunk at a time: matrix products instead of a loop.
 
-Stage by stage, for every gate and both rules. :func:`intra` is what happens
+Stage by stage, for every gate and all rules. :func:`intra` is what happens
 inside each chunk, for all chunks at once; :func:`scan` carries the state
 from chunk to chunk. Their gradients: :mod:`.chunkwise_backward`. Shapes: a
 sequence [B, T, H, D] is cut into [B, N, H, C, D] with N = ceil(T / C). Gates
 are log decays whose last dimension is 1 (one gate per head) or K (one per key
 channel), or None: nothing decays.
+
+The stages know one rule that erases, k_t (v_t - S^T e_t)^T with an erasing
+key e_t. The delta rule is that with e = beta k, and beta v for v.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from fastweights.reference.parallel import decays
 Chunks = Float[Tensor, "B N H C D"]
 Keys = Float[Tensor, "B N H C K"]
 Values = Float[Tensor, "B N H C V"]
-Strengths = Float[Tensor, "B N H C 1"]
 Gates = Float[Tensor, "B N H C DG"]
 Square = Float[Tensor, "B N H C C"]
 State = Float[Tensor, "B H K V"]
@@ -70,7 +72,7 @@ def decayed_scores(
 ) -> Float[Tensor, "*stack C C"]:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    x holds queries, or, for the delta rule, keys. G is the
+    x holds queries or erasing keys. G is the
     :func:`running_sum` of the gates. No exponent is ever positive, and each
     is rounded only as a difference. A gate per head decays the finished
     scores. With a gate per channel, rows go in strips of STRIP = 16. For the
@@ -126,21 +128,22 @@ def inverse_by_blocks(
 
 
 def intra(
-    q: Keys, k: Keys, g: Gates | None, beta: Strengths | None = None
+    q: Keys, k: Keys, g: Gates | None, e: Keys | None = None
 ) -> tuple[Gates | None, Square, Square | None]:
     """Inside each chunk: running gates G, scores Aqk, inverse P.
 
-    G is None without gates. P = (I + Diag(beta) Akk)^{-1}, with Akk strictly
-    lower triangular, is None for the additive rule. beta is [B, N, H, C, 1].
+    G is None without gates. P = (I + Aek)^{-1}, with Aek strictly lower
+    triangular, is None for the additive rule. Under the delta rule the
+    erasing key e is beta k.
     """
     G = exact = None
     if g is not None:
         exact = running_sum(g)
         G = exact.to(g)
-    if beta is None:
+    if e is None:
         return G, decayed_scores(q, k, exact), None
-    Aqk, Akk = decayed_scores(torch.stack([q, k]), k, exact)
-    return G, Aqk, unit_lower_inverse((beta * Akk).tril_(-1))
+    Aqk, Aek = decayed_scores(torch.stack([q, e]), k, exact)
+    return G, Aqk, unit_lower_inverse(Aek.tril(-1))
 
 
 def sum_after(
@@ -164,21 +167,20 @@ def each_chunk(*tensors: Tensor | None) -> Iterator[list[Any]]:
 
 
 def new_values(
-    k: Float[Tensor, "*lead C K"],
     v: Float[Tensor, "*lead C V"],
-    beta: Float[Tensor, "*lead C 1"] | None,
+    e: Float[Tensor, "*lead C K"] | None,
     G: Float[Tensor, "*lead C DG"] | None,
     P: Float[Tensor, "*lead C C"] | None,
     S: Float[Tensor, "*lead K V"],
 ) -> Float[Tensor, "*lead C V"]:
     """v_new: what a chunk writes to the state S that enters it.
 
-    The additive rule writes the values. The delta rule writes what the
-    state lacks, P Diag(beta) (v - (e^G . k) S).
+    The additive rule writes the values. A rule that erases writes what the
+    state lacks, P (v - (e^G . e) S).
     """
-    if beta is None or P is None:
+    if e is None or P is None:
         return v
-    return P @ (beta * (v - decayed(k, G) @ S))
+    return P @ (v - decayed(e, G) @ S)
 
 
 def next_state(
@@ -198,7 +200,7 @@ def scan(
     k: Keys,
     v: Values,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     Aqk: Square,
     P: Square | None,
@@ -209,10 +211,10 @@ def scan(
     """Across chunks: outputs of each chunk and the state it hands on."""
     rest = sum_after(g)
     outputs = []
-    for q_n, k_n, v_n, beta_n, G_n, rest_n, Aqk_n, P_n in each_chunk(
-        q, k, v, beta, G, rest, Aqk, P
+    for q_n, k_n, v_n, e_n, G_n, rest_n, Aqk_n, P_n in each_chunk(
+        q, k, v, e, G, rest, Aqk, P
     ):
-        v_new = new_values(k_n, v_n, beta_n, G_n, P_n, S)
+        v_new = new_values(v_n, e_n, G_n, P_n, S)
         o = decayed(q_n, G_n) @ S + Aqk_n @ v_new
         outputs.append(scale * o)
         S = next_state(k_n, v_new, G_n, rest_n, S)
@@ -228,16 +230,34 @@ def scan_one(
     k: Keys,
     v: Values,
     g: Gates | None,
-    beta: Strengths | None,
     Aqk: Square,
     P: Square | None,
     *,
     scale: float,
 ) -> tuple[Values, State]:
     """:func:`scan` of a single chunk that an empty state enters."""
-    v_new = v if beta is None or P is None else P @ (beta * v)
+    v_new = v if P is None else P @ v
     state = decayed(k, sum_after(g)).mT @ v_new
     return (Aqk @ v_new).mul_(scale), state[:, 0]
+
+
+def erasing_chunks(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H DG"] | None,
+    beta: Float[Tensor, "B T H"] | None,
+    erase: Float[Tensor, "B T H K"] | None,
+    chunk_size: int,
+) -> tuple[Keys, Keys, Values, Gates | None, Keys | None]:
+    """q, k, v, g and e in chunks; beta is in v and, with k, in e."""
+    if beta is not None:
+        erase, v = beta[..., None] * k, beta[..., None] * v
+    q, k, v = (to_chunks(x, chunk_size) for x in (q, k, v))
+    g, e = (
+        None if x is None else to_chunks(x, chunk_size) for x in (g, erase)
+    )
+    return q, k, v, g, e
 
 
 def chunkwise(
@@ -246,6 +266,7 @@ def chunkwise(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
+    erase: Float[Tensor, "B T H K"] | None = None,
     *,
     scale: float,
     initial_state: State,
@@ -258,6 +279,7 @@ def chunkwise(
         v,
         g,
         beta,
+        erase,
         scale=scale,
         initial_state=initial_state,
         chunk_size=chunk_size,
@@ -271,6 +293,7 @@ def chunkwise_forward(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
+    erase: Float[Tensor, "B T H K"] | None = None,
     *,
     scale: float,
     initial_state: State | None,
@@ -282,14 +305,11 @@ def chunkwise_forward(
     for their size; it computes the gates' running sums and the states again.
     An initial_state of None is an empty one.
     """
-    q, k, v = (to_chunks(x, chunk_size) for x in (q, k, v))
-    g = None if g is None else to_chunks(g, chunk_size)
-    if beta is not None:
-        beta = to_chunks(beta[..., None], chunk_size)
-    G, Aqk, P = intra(q, k, g, beta)
+    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase, chunk_size)
+    G, Aqk, P = intra(q, k, g, e)
     if initial_state is None and q.shape[1] == 1:
-        o, S = scan_one(k, v, g, beta, Aqk, P, scale=scale)
+        o, S = scan_one(k, v, g, Aqk, P, scale=scale)
     else:
         S = empty_state(k, v) if initial_state is None else initial_state
-        o, S = scan(q, k, v, g, beta, G, Aqk, P, S, scale=scale)
+        o, S = scan(q, k, v, g, e, G, Aqk, P, S, scale=scale)
     return o, S, Aqk, P

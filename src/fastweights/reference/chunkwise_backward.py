@@ -4,9 +4,9 @@
 back for their gradients, and with both :func:`intra_backward` finds what
 each chunk gives its inputs, all chunks at once; :func:`chunkwise_backward`
 composes them. The kernels have the same stages. No gradient of the inverse P
-is formed: with M = Diag(beta) Akk and P = (I + M)^{-1}, a gradient dv_new of
-P x gives y = P^T dv_new to x and dM = -y (P x)^T to M. Shapes are those of
-:mod:`.chunkwise`.
+is formed: with P = (I + Aek)^{-1}, a gradient dv_new of P x gives
+y = P^T dv_new to x, which is the gradient of v, and dAek = -y (P x)^T.
+Shapes are those of :mod:`.chunkwise`.
 
 A gate's gradient is a sum over the pairs of tokens that it stands between.
 Under strong decay each pair counts next to nothing, so no term in it may be
@@ -30,11 +30,11 @@ from fastweights.reference.chunkwise import (
     Keys,
     Square,
     State,
-    Strengths,
     Values,
     decayed,
     each_chunk,
     empty_state,
+    erasing_chunks,
     from_chunks,
     intra,
     new_values,
@@ -99,51 +99,47 @@ def decayed_sums(
 def through_scores(
     q: Keys,
     k: Keys,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     dAqk: Square,
-    dM: Square | None,
-) -> tuple[Keys, Keys, Gates | None, Strengths | None]:
-    """What dAqk and dM give a chunk's tokens: dq, dk, dg and dbeta.
+    dAek: Square | None,
+) -> tuple[Keys, Keys, Gates | None, Keys | None]:
+    """What dAqk and dAek give a chunk's tokens: dq, dk, dg and de.
 
-    dM is the gradient of M = Diag(beta) Akk, None for the additive rule. A
-    score decays by e^{G_i - G_j}: it adds to dG_i what it takes from dG_j.
+    dAek is None for the additive rule. A score decays by e^{G_i - G_j}: it
+    adds to dG_i what it takes from dG_j.
     """
     A, x = [dAqk], [q]
-    if beta is not None and dM is not None:
-        A, x = [dAqk, dM], [q, beta * k]
+    if e is not None and dAek is not None:
+        A, x = [dAqk, dAek], [q, e]
     rows, columns = decayed_sums(
         torch.stack(A).tril_(-1), torch.stack(x), k, G
     )
-    dq, *answer = rows
-    dk_col = columns.sum(0)
-    dk, change, dg, dbeta = dk_col, -dk_col, None, None
-    if beta is not None and answer:
-        dbeta = (k * answer[0]).sum(-1, keepdim=True)
-        dk_row = beta * answer[0]
-        dk, change = dk_row + dk_col, dk_row - dk_col
+    dk, dg = columns.sum(0), None
     if G is not None:
-        dg = reverse_cumsum(per_gate(q * dq + k * change, G))
+        change = (torch.stack(x) * rows).sum(0) - k * dk
+        dg = reverse_cumsum(per_gate(change, G))
+    dq, *de = rows
     own = dAqk.diagonal(dim1=-2, dim2=-1)[..., None]  # no gate's part
-    return dq + own * k, dk + own * q, dg, dbeta
+    return dq + own * k, dk + own * q, dg, de[0] if de else None
 
 
 def chunk_states(
     k: Keys,
     v: Values,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     P: Square | None,
     S: State,
 ) -> tuple[States, Values]:
     """The state that enters each chunk, and v_new: ``scan`` once more."""
     states, written = [], []
-    for k_n, v_n, beta_n, G_n, rest_n, P_n in each_chunk(
-        k, v, beta, G, sum_after(g), P
+    for k_n, v_n, e_n, G_n, rest_n, P_n in each_chunk(
+        k, v, e, G, sum_after(g), P
     ):
         states.append(S)
-        written.append(new_values(k_n, v_n, beta_n, G_n, P_n, S))
+        written.append(new_values(v_n, e_n, G_n, P_n, S))
         S = next_state(k_n, written[-1], G_n, rest_n, S)
     return torch.stack(states, dim=1), torch.stack(written, dim=1)
 
@@ -152,7 +148,7 @@ def scan_backward(
     q: Keys,
     k: Keys,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     Aqk: Square,
     P: Square | None,
@@ -166,17 +162,15 @@ def scan_backward(
     state that leaves each chunk, and that of the state that enters the first.
     """
     ys, leaving = [], []
-    chunks = each_chunk(q, k, beta, G, sum_after(g), Aqk, P, do)
-    for q_n, k_n, beta_n, G_n, rest_n, Aqk_n, P_n, do_n in reversed(
-        list(chunks)
-    ):
+    chunks = each_chunk(q, k, e, G, sum_after(g), Aqk, P, do)
+    for q_n, k_n, e_n, G_n, rest_n, Aqk_n, P_n, do_n in reversed(list(chunks)):
         leaving.append(dS)
         y = Aqk_n.mT @ do_n + decayed(k_n, rest_n) @ dS  # dv_new
         total = None if G_n is None else G_n[..., -1:, :].mT
         dS = decayed(dS, total) + decayed(q_n, G_n).mT @ do_n
         if P_n is not None:
             y = P_n.mT @ y
-            dS = dS - decayed(k_n, G_n).mT @ (beta_n * y)
+            dS = dS - decayed(e_n, G_n).mT @ y
         ys.append(y)
     return torch.stack(ys[::-1], 1), torch.stack(leaving[::-1], 1), dS
 
@@ -184,52 +178,39 @@ def scan_backward(
 def through_states(
     q: Keys,
     k: Keys,
-    v: Values,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     do: Values,
     v_new: Values,
     y: Values,
     states: States,
     leaving: States,
-) -> tuple[
-    Keys,
-    Keys,
-    Values,
-    Gates | None,
-    Strengths | None,
-    Square,
-    Square | None,
-]:
-    """dq, dk, dv, dg and dbeta as far as states pass them; dAqk and dM."""
+) -> tuple[Keys, Keys, Gates | None, Keys | None, Square, Square | None]:
+    """dq, dk, dg and de as far as states pass them; dAqk and dAek."""
     dAqk = (do @ v_new.mT).tril_()
     dq = decayed(do @ states.mT, G)
-    dk_state = decayed(v_new @ leaving.mT, sum_after(g))
-    change, dk, dv, dg, dbeta, dM = q * dq, dk_state, y, None, None, None
-    if beta is not None:
-        answer = decayed(-y @ states.mT, G)
-        dbeta = (y * v).sum(-1, keepdim=True)
-        dbeta = dbeta + (k * answer).sum(-1, keepdim=True)
-        dk_row, dv = beta * answer, beta * y
-        dk, change = dk_row + dk_state, change + k * dk_row
-        dM = (-y @ v_new.mT).tril_(-1)
+    dk = decayed(v_new @ leaving.mT, sum_after(g))
+    change, dg, de, dAek = q * dq, None, None, None
+    if e is not None:
+        de = decayed(-y @ states.mT, G)
+        change = change + e * de
+        dAek = (-y @ v_new.mT).tril_(-1)
     if G is not None:
         kept = (states * leaving).sum(-1)[..., None, :]
         dg = (
             reverse_cumsum(per_gate(change, G))
-            + sum_before(per_gate(k * dk_state, G))
+            + sum_before(per_gate(k * dk, G))
             + per_gate(decayed(kept, G[..., -1:, :]), G)
         )
-    return dq, dk, dv, dg, dbeta, dAqk, dM
+    return dq, dk, dg, de, dAqk, dAek
 
 
 def intra_backward(
     q: Keys,
     k: Keys,
-    v: Values,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     G: Gates | None,
     do: Values,
     v_new: Values,
@@ -237,17 +218,16 @@ def intra_backward(
     states: States,
     leaving: States,
 ) -> list[Any]:
-    """Inside each chunk: dq, dk, dv, dg and dbeta."""
-    dq, dk, dv, dg, dbeta, dAqk, dM = through_states(
-        q, k, v, g, beta, G, do, v_new, y, states, leaving
+    """Inside each chunk: dq, dk, dg and de."""
+    *grads, dAqk, dAek = through_states(
+        q, k, g, e, G, do, v_new, y, states, leaving
     )
     exact = None if g is None else running_sum(g)
-    dq_in, dk_in, dg_in, dbeta_in = through_scores(q, k, beta, exact, dAqk, dM)
-    if dg is not None and dg_in is not None:
-        dg = dg + dg_in
-    if dbeta is not None and dbeta_in is not None:
-        dbeta = dbeta + dbeta_in
-    return [dq + dq_in, dk + dk_in, dv, dg, dbeta]
+    inside: Any = through_scores(q, k, e, exact, dAqk, dAek)
+    return [
+        None if x is None else x + x_in
+        for x, x_in in zip(grads, inside, strict=True)
+    ]
 
 
 def one_backward(
@@ -255,28 +235,24 @@ def one_backward(
     k: Keys,
     v: Values,
     g: Gates | None,
-    beta: Strengths | None,
+    e: Keys | None,
     Aqk: Square,
     P: Square | None,
     do: Values,
-) -> list[Any]:
-    """dq, dk, dv, dg and dbeta of a single chunk, from its outputs alone.
+) -> tuple[Values, list[Any]]:
+    """dv, and dq, dk, dg and de, of a single chunk, from its outputs alone.
 
     An empty state enters it, and nothing depends on the one that leaves: of
     all the stages' terms these are what is left. do is as in
     :func:`scan_backward`.
     """
-    v_new, y, dM, dbeta = v, Aqk.mT @ do, None, None
-    dv = y
-    if beta is not None and P is not None:
-        v_new, y = P @ (beta * v), P.mT @ y
-        dv, dM = beta * y, (-y @ v_new.mT).tril_(-1)
+    v_new, y, dAek = v, Aqk.mT @ do, None
+    if P is not None:
+        v_new, y = P @ v, P.mT @ y
+        dAek = (-y @ v_new.mT).tril_(-1)
     dAqk = (do @ v_new.mT).tril_()
     exact = None if g is None else running_sum(g)
-    dq, dk, dg, dbeta = through_scores(q, k, beta, exact, dAqk, dM)
-    if dbeta is not None:
-        dbeta = dbeta + (y * v).sum(-1, keepdim=True)
-    return [dq, dk, dv, dg, dbeta]
+    return y, [*through_scores(q, k, e, exact, dAqk, dAek)]
 
 
 def chunkwise_backward(
@@ -285,6 +261,7 @@ def chunkwise_backward(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None,
+    erase: Float[Tensor, "B T H K"] | None = None,
     *,
     do: Float[Tensor, "B T H V"],
     dS: State | None,
@@ -294,7 +271,7 @@ def chunkwise_backward(
     Aqk: Square | None = None,
     P: Square | None = None,
 ) -> tuple[Any, ...]:
-    """dq, dk, dv, dg, dbeta and the initial state's gradient.
+    """dq, dk, dv, dg, dbeta, derase and the initial state's gradient.
 
     initial_state None is an empty one, dS None a gradient of zeros; with
     both None, the initial state's gradient may be None too.
@@ -303,25 +280,27 @@ def chunkwise_backward(
     without them they are computed again. The states always are, as in the
     kernels: kept, they would be K V numbers per chunk.
     """
-    T = q.shape[1]
-    q, k, v, do = (to_chunks(x, chunk_size) for x in (q, k, v, scale * do))
-    g = None if g is None else to_chunks(g, chunk_size)
-    if beta is not None:
-        beta = to_chunks(beta[..., None], chunk_size)
+    T, keys, values = q.shape[1], k, v
+    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase, chunk_size)
+    do = to_chunks(scale * do, chunk_size)
     if Aqk is None:
-        G, Aqk, P = intra(q, k, g, beta)
+        G, Aqk, P = intra(q, k, g, e)
     if initial_state is None and dS is None and q.shape[1] == 1:
-        grads = one_backward(q, k, v, g, beta, Aqk, P, do)
+        dv, grads = one_backward(q, k, v, g, e, Aqk, P, do)
     else:
         G = None if g is None else running_sum(g).to(g)
         S = empty_state(k, v) if initial_state is None else initial_state
         dS = torch.zeros_like(S) if dS is None else dS
-        states, v_new = chunk_states(k, v, g, beta, G, P, S)
-        y, leaving, dS = scan_backward(q, k, g, beta, G, Aqk, P, do, dS)
-        grads = intra_backward(
-            q, k, v, g, beta, G, do, v_new, y, states, leaving
-        )
-    dbeta = grads.pop()
-    dbeta = None if dbeta is None else from_chunks(dbeta, T)[..., 0]
-    dq, dk, dv, dg = (x if x is None else from_chunks(x, T) for x in grads)
-    return dq, dk, dv, dg, dbeta, dS
+        states, v_new = chunk_states(k, v, g, e, G, P, S)
+        dv, leaving, dS = scan_backward(q, k, g, e, G, Aqk, P, do, dS)
+        grads = intra_backward(q, k, g, e, G, do, v_new, dv, states, leaving)
+    found: list[Any] = [
+        None if x is None else from_chunks(x, T) for x in (*grads, dv)
+    ]
+    dq, dk, dg, de, dv = found
+    dbeta = None
+    if beta is not None:
+        dbeta = (keys * de).sum(-1) + (values * dv).sum(-1)
+        strength = beta[..., None]
+        dk, dv, de = dk + strength * de, strength * dv, None
+    return dq, dk, dv, dg, dbeta, de, dS

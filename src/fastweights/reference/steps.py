@@ -124,14 +124,19 @@ def recurrence(
     v: Value,
     g: Float[Tensor, "*lead DG"] | None = None,
     beta: PerHead | None = None,
+    erase: Key | None = None,
 ) -> tuple[State, Value]:
     """One step of the whole family: forget if g, correct if beta.
 
     g is [..., 1] for a gate per head and [..., K] for a gate per key channel.
+    With ``erase`` another key than k reads what is erased, and both keys'
+    strengths are in erase and v: beta is ``erase = beta k`` and ``beta v``.
     """
     if g is not None:
         S = g.exp()[..., None] * S
     new = v if beta is None else beta[..., None] * (v - read(S, k))
+    if erase is not None:
+        new = v - read(S, erase)
     S = S + outer(k, new)
     return S, read(S, q)
 

@@ -157,7 +157,7 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
     moved += 4 * HV * delta
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
-    flops = chunk_flops(q, q, v, None, beta, None, None, 1.0, CHUNK)
+    flops = chunk_flops(q, q, v, None, beta, None, None, None, 1.0, CHUNK)
     return B * T * moved, flops
 
 

@@ -52,6 +52,7 @@ def empty_saved(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> list[Tensor]:
@@ -111,6 +112,7 @@ def forward(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -134,6 +136,7 @@ def backward(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
