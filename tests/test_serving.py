@@ -10,7 +10,7 @@ import torch
 
 from fastweights.models.draws import Sampling
 from fastweights.serving import Engine, batch
-from fastweights.serving.engine import PATIENCE
+from fastweights.serving.engine import READ
 
 SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
@@ -175,6 +175,53 @@ def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
         assert request.tokens == alone(model(pattern), prompt, 9, **way)
 
 
+class Python:
+    """In place of a recording, what would be recorded."""
+
+    def __init__(self, **_):
+        pass
+
+    def __call__(self, step, states):
+        return step(states)
+
+
+@pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])
+def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
+    """Tokens after all sequences, and rows that read none of them."""
+    monkeypatch.setattr(batch, "Recording", Python)
+    exact, filled = (
+        engine(model(pattern), size=4, prefill_tokens=40) for _ in range(2)
+    )
+    filled.batch.reads_recordable = True
+    for i, prompt in enumerate(prompts(*LENGTHS)):
+        for e in (exact, filled):
+            e.add(prompt, 9, **WAYS[i % len(WAYS)])
+    while exact.busy:
+        new, ref = ([x for _, x in e.step()] for e in (filled, exact))
+        assert new == ref
+        for one, other in zip(
+            filled.pool.states, exact.pool.states, strict=True
+        ):
+            torch.testing.assert_close(one.tensors(), other.tensors())
+    assert {T for T, _ in filled.batch.reads} == {256}
+
+
+@GPU
+def test_recorded_reads_are_those_in_python(monkeypatch):
+    m = fresh(("gated_deltanet", "kda")).to("cuda", torch.bfloat16)
+
+    def answers():
+        e = engine(m, size=6, prefill_tokens=400)
+        made = [e.add(x, 9) for x in prompts(*LENGTHS, 300) * 4]
+        run(e)
+        return [x.tokens for x in made], e.batch.reads.values()
+
+    tokens, reads = answers()
+    assert any(x.recording.graph for x in reads)
+    monkeypatch.setattr(batch, "Recording", Python)
+    assert answers()[0] == tokens
+
+
 def test_a_row_draws_the_same_whichever_others_do():
     """Draws of whole distributions are no others beside top_p < 1."""
     m = model(("gated_deltanet",))
@@ -281,15 +328,18 @@ def test_where_rows_are_scarce_prompts_are_read_together():
         e.add(prompt, 40)
     run(e)
     assert sizes == [[4] * 8, [4] * 4]
-    e = engine(size=8)
-    for prompt in some[:7]:
-        e.add(prompt, 40)
-    while len(e.running) < 7:
-        e.step()
-    last, late = e.running[-1], e.add(some[7], 2)
-    while not late.drawn:
-        e.step()
-    assert last.drawn == 1 + PATIENCE
+    for others, steps in ([8], 8 * READ), ([], 1):
+        e = engine(size=8)
+        for prompt in some[:7]:
+            e.add(prompt, 40)
+        while len(e.running) < 7:
+            e.step()
+        last, late = e.running[-1], e.add(some[7], 2)
+        for i in others:
+            e.add(some[i], 2)
+        while not late.drawn:
+            e.step()
+        assert last.drawn == 1 + steps
 
 
 @pytest.mark.parametrize("invariant", [False, True])

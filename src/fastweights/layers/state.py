@@ -67,6 +67,9 @@ class LayerState:
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; see :meth:`at`."""
 
+    every: bool | None = None
+    """True where the pool has all of ``rows``, none of which is -1."""
+
     accepted: Int[Tensor, " B"] | None = None
     """Of the next call's tokens of each sequence, how many the state takes
     in; None: all. There are outputs for all of them. For up to 16 tokens,
@@ -94,9 +97,11 @@ class LayerState:
         check_rows(rows, None, self.size, none=True)
         return self.view(rows, used)
 
-    def view(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
+    def view(
+        self, rows: Int[Tensor, " B"], used: int, every: bool | None = None
+    ) -> LayerState:
         """The pool that :meth:`at` returns, for rows known to be right."""
-        return LayerState(**self.tensors(), used=used, rows=rows)
+        return LayerState(**self.tensors(), used=used, rows=rows, every=every)
 
     def get(self, name: str) -> Tensor:
         """The field of this name, the rows of a pool copied out.
@@ -107,7 +112,8 @@ class LayerState:
         found = self.field(name)
         if self.rows is None:
             return found
-        return found.index_select(0, rows_inside(self.rows, found))
+        rows = self.rows if self.every else rows_inside(self.rows, found)
+        return found.index_select(0, rows)
 
     def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
@@ -200,7 +206,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("used", "rows", "accepted")
+    if f.name not in ("used", "rows", "every", "accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -213,8 +219,13 @@ def state_after_call(state: LayerState, after: LayerState) -> LayerState:
     """The state after a call: in place without gradients, else the new one."""
     if state.rows is not None:
         for name, x in state.tensors().items():
-            if x is not getattr(after, name):
-                write_rows(x, getattr(after, name).to(x.dtype), state.rows)
+            new = getattr(after, name)
+            if x is new:
+                continue
+            if state.every:  # one launch in place of a dozen
+                x.index_copy_(0, state.rows, new.to(x.dtype))
+            else:
+                write_rows(x, new.to(x.dtype), state.rows)
         state.used = max(state.used, after.used)
         return state
     if torch.is_grad_enabled():

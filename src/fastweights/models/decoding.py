@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -137,10 +139,12 @@ class Recording:
 
     Args:
         tokens: of each row that a step reads.
+        memory: a handle of what other recordings use too, of which no two
+            run at a time; None: it has its own.
     """
 
-    def __init__(self, tokens: int = 1) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: int = 1, memory: Any = None) -> None:
+        self.tokens, self.memory = tokens, memory
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room, self.warm = 0, False
 
@@ -177,7 +181,7 @@ class Recording:
         beside = _stream(here.device)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(self.memory, "thread_local")
             try:
                 step(views)
             finally:  # else CUDA's random numbers stay those of a capture
@@ -194,11 +198,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _within(state: LayerState, room: int) -> LayerState:
     """The same memory, of keys and values the first ``room`` tokens'."""
-    tensors = state.tensors()
-    for name in ("keys", "values"):
-        if name in tensors:
-            tensors[name] = tensors[name][:, :room]
-    return LayerState(**tensors, used=state.used, rows=state.rows)
+    if state.keys is None or state.values is None:
+        return replace(state)
+    keys, values = state.keys[:, :room], state.values[:, :room]
+    return replace(state, keys=keys, values=values)
 
 
 def is_recordable(model: LanguageModel, token: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -144,7 +145,8 @@ class StatePool:
         """A row's states in the memory of the pool."""
         used, found = self.read[row], []
         for state in self.states:
-            tensors = {k: x[row, None] for k, x in state.tensors().items()}
+            tensors: dict[str, Any] = state.tensors()
+            tensors = {name: x[row, None] for name, x in tensors.items()}
             for name in {"keys", "values"} & tensors.keys():
                 tensors[name] = tensors[name][:, :used]
             found.append(LayerState(**tensors, used=used))
@@ -192,7 +194,8 @@ class StatePool:
         for row, n in some.items():
             self.read[row] += n
         on_device = torch.tensor(index, device=self.device)
-        states = [state.view(on_device, used) for state in self.states]
+        every = -1 not in index or None
+        states = [state.view(on_device, used, every) for state in self.states]
         self._told = states, used + max(each)
         return states
 

@@ -1,4 +1,9 @@
-"""All rows of a pool as one batch, a token at a time."""
+"""What an engine has the device do: prompts that are read, steps of all rows.
+
+On a GPU both are recorded (:class:`.Recording`). A step always has all rows.
+Prompts are packed in one of a few sizes, filled up with tokens and sequences
+that are none: a recording can run again with whatever fits its size.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,19 @@ from dataclasses import replace
 
 import torch
 
+from fastweights.arguments import MAX_K
 from fastweights.models.decoding import Recording, States, is_recordable
 from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
+from fastweights.ops.backends import choose_backend
 from fastweights.serving.request import Request
 
 BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
+
+LEAST_READ = 256
+"""Tokens of the smallest recorded read: fewer would take as long."""
 
 
 class Batch:
@@ -45,6 +55,13 @@ class Batch:
         self.recordable = is_recordable(model, self.token)
         # By whether all rows are greedy, and draw from all tokens.
         self.recordings: dict[tuple[bool, bool], Recording] = {}
+        by_kernels = reads_by_kernels(model, pool)
+        self.reads_recordable = self.recordable and by_kernels
+        # Recordings run one after the other, in the same memory.
+        handle = torch.cuda.graph_pool_handle
+        self.memory = handle() if self.recordable else None
+        # By tokens and sequences.
+        self.reads: dict[tuple[int, int], Read] = {}
 
     def read(self, pieces: list[tuple[Request, int]]) -> None:
         """Have requests read the next tokens of their texts, so many each."""
@@ -53,8 +70,17 @@ class Batch:
             at = self.pool.read[request.row]
             tokens += request.text[at : at + n]
             offsets.append(len(tokens))
-        rows, lengths = [x.row for x, _ in pieces], [n for _, n in pieces]
-        states = self.pool.at(rows, lengths)
+        rows = [request.row for request, _ in pieces]
+        if self.reads_recordable:
+            T = power_of_2(max(len(tokens), LEAST_READ))
+            N = min(power_of_2(len(rows)), len(self.pool.read))
+            if (T, N) not in self.reads:
+                self.reads[T, N] = Read(self, T, N)
+            self.reads[T, N](tokens, offsets, rows)
+            for request, n in pieces:
+                self.pool.read[request.row] += n
+            return
+        states = self.pool.at(rows, [n for _, n in pieces])
         packed = torch.tensor([tokens], device=self.pool.device)
         cu_seqlens = torch.tensor(offsets, device=self.pool.device)
         self.model.hidden(packed, states, cu_seqlens)
@@ -91,7 +117,9 @@ class Batch:
         draws = replace(self.sampling, greedy=kind[0], whole=kind[1])
         step = functools.partial(self._step, draws)
         if self.recordable:
-            recording = self.recordings.setdefault(kind, Recording())
+            recording = self.recordings.setdefault(
+                kind, Recording(memory=self.memory)
+            )
             recording(step, self.states)
         else:
             step(self.states)
@@ -114,3 +142,63 @@ class Batch:
         self.drawn.copy_(drawn_from(logits[:, 0], draws))
         self.token.copy_(self.drawn.clamp(min=0))
         return after
+
+
+class Read:
+    """A call of the model that has rows read packed tokens, recorded.
+
+    Args:
+        batch: whose model reads them, with the states of its pool.
+        T: tokens, filled up with some after all sequences.
+        N: sequences, filled up with other rows, which read nothing.
+    """
+
+    def __init__(self, batch: Batch, T: int, N: int) -> None:
+        self.model, self.sizes = batch.model, (T, N + 1, N)
+        self.inputs = batch.token.new_zeros(sum(self.sizes))
+        self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
+        self.states: States = [
+            x.view(rows, 0, every=True) for x in batch.pool.states
+        ]
+        self.others = range(len(batch.pool.read))
+        self.recording = Recording(memory=batch.memory)
+
+    def __call__(
+        self, tokens: list[int], offsets: list[int], rows: list[int]
+    ) -> None:
+        """Have rows read the tokens between their offsets."""
+        T, ends, N = self.sizes
+        others = [row for row in self.others if row not in rows]
+        inputs = tokens + [0] * (T - len(tokens))
+        inputs += offsets + offsets[-1:] * (ends - len(offsets))
+        inputs += [*rows, *others][:N]
+        # From pinned memory, so that nothing waits for the device.
+        pinned = torch.tensor(inputs, pin_memory=self.inputs.is_cuda)
+        self.inputs.copy_(pinned, non_blocking=True)
+        self.recording(self._step, self.states)
+
+    def _step(self, states: States) -> States:
+        _, after = self.model.hidden(
+            self.tokens[None], states, self.cu_seqlens
+        )
+        return after
+
+
+def power_of_2(n: int) -> int:
+    """The least one that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
+def reads_by_kernels(model: LanguageModel, pool: StatePool) -> bool:
+    """Whether packed prompts are read with nothing asked of the device.
+
+    So do the family's kernels; attention, and layers whose states are
+    networks, ask how long the longest sequence is.
+    """
+    weight = model.embedding.weight
+    layers = [block.get_submodule("layer") for block in model.blocks]
+    return (
+        choose_backend("auto", weight.device, weight.dtype) == "triton"
+        and all(getattr(layer, "narrow_state", False) for layer in layers)
+        and all(s.S is not None and s.S.shape[2] <= MAX_K for s in pool.states)
+    )

@@ -22,9 +22,10 @@ from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed
 
-PATIENCE = 16
-"""Steps that prompts wait for others, to be read together, if few rows end:
-a call of the model takes Python as long whatever it reads."""
+READ = 2
+"""Steps that take as long as to read few tokens. While there are more requests
+than rows, prompts wait to be read with those of the next ones, until they
+have lost as many tokens as such steps draw: each loses one per step."""
 
 Launch = tuple[list[Request], list[int], Callable[[], list[int]]]
 """Requests of a step, their rows, and what waits for the tokens of all."""
@@ -42,7 +43,8 @@ class Engine:
     Requests wait for one of ``size`` rows in the order in which they came.
     What they have to read goes in packed, at most ``prefill_tokens`` per
     step, between the tokens of those that have read it. On a GPU a step is
-    recorded, as in :meth:`.LanguageModel.generate`; a hook has to be there
+    recorded, as in :meth:`.LanguageModel.generate`, and so are reads, each
+    filled up to a power of 2, by layers of the family; a hook has to be there
     before the engine is made.
 
     A request's tokens depend on its prompt, its options and its seed. Who
@@ -91,7 +93,7 @@ class Engine:
         self.running: list[Request] = []
         self._last: Launch | None = None
         self._new: list[tuple[Request, int]] = []  # for step() to return
-        self._since = 0  # steps since a prompt was read
+        self._lost = 0  # tokens, by prompts that wait for others
 
     def add(
         self,
@@ -187,7 +189,7 @@ class Engine:
                     self.pool.restore(request.row, start)
 
     def _read(self) -> None:
-        """Have texts read a piece, unless others may come along."""
+        """Have texts read a piece, unless they wait for others."""
         pieces, room = [], self.prefill_tokens
         for request in self.reading:
             place = self.pool.read[request.row] % self.prefill_tokens
@@ -198,10 +200,11 @@ class Engine:
             room -= n
             if n:
                 pieces.append((request, n))
-        self._since += 1
-        scarce = 8 * len(self.running) >= 7 * len(self.pool.read)
-        if pieces and not (scarce and room and self._since < PATIENCE):
-            self._since = 0
+        self._lost += len(pieces)
+        others = room and self.running and self.waiting
+        waits = others and self._lost < READ * len(self.pool.read)
+        if pieces and not waits:
+            self._lost = 0
             for some in [[x] for x in pieces] if self.invariant else [pieces]:
                 self._prefill(some)
         for request in [x for x in self.reading if not x.left]:
