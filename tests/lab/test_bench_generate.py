@@ -24,6 +24,7 @@ def test_a_small_run(tmp_path, monkeypatch):
     more = cache[1]["moved"] - cache[0]["moved"]
     assert more == cache[0]["state"] + 2 * 8
     assert all(row["first"] > 0 < row["floor"] for row in (one, *cache))
+    assert one["warm"] > 0 and "warm" not in two
 
 
 def fused():

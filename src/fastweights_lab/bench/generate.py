@@ -5,7 +5,9 @@ heads of 128, a vocabulary of 32,000) in bf16 goes on from prompts of one
 length; on a CPU the trainer's of 0.4 million in fp32. "seconds" is that of
 one more token of all rows: of a call for many tokens less one for 8. "first"
 is the whole call's for one token, reading the prompts included, which alone
-takes "prefill". The floor has all weights but the embedding's read once,
+takes "prefill": both by turns, since they are the host's for the most part.
+"warm" is that of the first call of a process, whose kernels are in Triton's
+cache. The floor has all weights but the embedding's read once,
 states read and written, keys and values read, at the rate of a copy. "state"
 is the bytes of one sequence. "how" is "fused", as generate has it; once also
 "recorded", the layers' own modules in a CUDA graph, and "python" without it.
@@ -14,6 +16,8 @@ is the bytes of one sequence. "how" is "fused", as generate has it; once also
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -63,9 +67,7 @@ def rows(names: list[str]) -> Iterator[Row]:
     copy = next(ceilings())
     rate = copy["moved"] / copy["seconds"]
     for name in names or PATTERNS:
-        torch.manual_seed(0)
-        config = ModelConfig(pattern=PATTERNS[name], **SIZES)
-        model = LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
+        model = made(name)
         cases = [("fused", B, T) for B, T in SHAPES]
         if name == "gated_deltanet":
             T = SHAPES[0][1]
@@ -77,7 +79,31 @@ def rows(names: list[str]) -> Iterator[Row]:
                     stack.enter_context(never)
                 row = _row(model, B, T)
             row |= {"kind": name, "how": how, "floor": row["moved"] / rate}
+            if (how, B, T) == cases[0]:
+                row["warm"] = warm_seconds(name)
             yield row
+
+
+def made(name: str) -> LanguageModel:
+    """The model of this kind."""
+    torch.manual_seed(0)
+    config = ModelConfig(pattern=PATTERNS[name], **SIZES)
+    return LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
+
+
+_WARM = """
+import torch
+from fastweights_lab.bench import generate, timing
+model = generate.made({name!r})
+prompts = torch.zeros(generate.SHAPES[0], dtype=torch.int64)
+print(timing.elapsed(model.generate, prompts, generate.TOKENS))
+"""
+
+
+def warm_seconds(name: str) -> float:
+    """Seconds of the first call of a process, its kernels compiled before."""
+    code = [sys.executable, "-c", _WARM.format(name=name)]
+    return float(subprocess.check_output(code, text=True).split()[-1])
 
 
 def _never(*_: object) -> bool:
@@ -87,12 +113,16 @@ def _never(*_: object) -> bool:
 def _row(model: LanguageModel, B: int, T: int) -> Row:
     prompts = torch.randint(model.config.vocabulary, (B, T), device=DEVICE)
     elapsed(model.generate, prompts, TOKENS)  # kernels are compiled, once
-    first, few, many = (
+    few, many = (
         min(elapsed(model.generate, prompts, n) for _ in range(3))
-        for n in (1, FEW, FEW + TOKENS)
+        for n in (FEW, FEW + TOKENS)
     )
-    with torch.no_grad():
-        read = min(elapsed(model.hidden, prompts) for _ in range(3))
+    reading = torch.no_grad()(model.hidden)
+    turns = [
+        (elapsed(model.generate, prompts, 1), elapsed(reading, prompts))
+        for _ in range(10)
+    ]
+    first, read = (min(seconds) for seconds in zip(*turns, strict=True))
     weights = sum(p.nbytes for p in model.parameters())
     weights -= model.embedding.weight.nbytes
     return {

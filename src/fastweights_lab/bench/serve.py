@@ -13,10 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from fastweights.models import LanguageModel, ModelConfig
 from fastweights.serving import Engine
-from fastweights_lab.bench.generate import FEW, PATTERNS, SIZES, TOKENS
-from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, elapsed
+from fastweights_lab.bench.generate import FEW, PATTERNS, TOKENS, made
+from fastweights_lab.bench.timing import ON_GPU, Row, elapsed
 
 REQUESTS, ROWS, PIECE = (512, 64, 8192) if ON_GPU else (32, 8, 256)
 PROMPT, ANSWER = ((16, 4096), (16, 512)) if ON_GPU else ((4, 64), (4, 32))
@@ -31,10 +30,9 @@ def rows(names: list[str]) -> Iterator[Row]:
     )
     T = PROMPT[1] + ANSWER[1]
     for name in names or PATTERNS:
-        torch.manual_seed(0)
-        config = ModelConfig(pattern=PATTERNS[name], **SIZES)
-        model = LanguageModel(config, device=torch.device(DEVICE), dtype=DTYPE)
-        prompts = [torch.randint(config.vocabulary, (n,)) for n in lengths]
+        model = made(name)
+        V = model.config.vocabulary
+        prompts = [torch.randint(V, (n,)) for n in lengths]
         engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)
         asked = list(zip(prompts, answers, strict=True))
         _serve(engine, asked[: 2 * ROWS])  # kernels are compiled
@@ -44,7 +42,7 @@ def rows(names: list[str]) -> Iterator[Row]:
             elapsed(model.generate, prompts[i : i + ROWS], 1)
             for i in range(0, REQUESTS, ROWS)
         )
-        full = torch.randint(config.vocabulary, (ROWS, T // 2))
+        full = torch.randint(V, (ROWS, T // 2))
         few, many = (
             min(elapsed(model.generate, full, n) for _ in range(3))
             for n in (FEW, FEW + TOKENS)
