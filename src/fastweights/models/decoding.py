@@ -204,6 +204,26 @@ def _within(state: LayerState, room: int) -> LayerState:
     return replace(state, keys=keys, values=values)
 
 
+def send(numbers: list[Any], to: Tensor) -> Tensor:
+    """A tensor of the numbers where ``to`` is, which waits for no device."""
+    here = torch.tensor(numbers, pin_memory=to.is_cuda)
+    return here.to(to.device, non_blocking=True)
+
+
+def fetch(x: Tensor) -> Callable[[], list[Any]]:
+    """What waits for the device, and gives the numbers that x has by now."""
+    here = x.to("cpu", non_blocking=True, copy=True)
+    if not x.is_cuda:
+        return here.tolist
+    event = torch.cuda.current_stream(x.device).record_event()
+
+    def numbers() -> list[Any]:
+        event.synchronize()
+        return here.tolist()
+
+    return numbers
+
+
 def is_recordable(model: LanguageModel, token: Tensor) -> bool:
     """Whether a step does the same whenever it runs, and on one GPU.
 

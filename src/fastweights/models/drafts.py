@@ -41,12 +41,15 @@ def proposals(
             f'draft: got {draft!r}, need "lookup", a LanguageModel, a '
             "function or None"
         )
-    each: list[Any] = [Lookup() if draft == "lookup" else draft for _ in rows]
+    each: list[Any] = [
+        Lookup() if draft == "lookup" else lambda text: draft(text.copy())
+        for _ in rows
+    ]
 
     def propose() -> list[Text]:
         drafts: list[Text] = []
         for guess, row in zip(each, rows, strict=True):
-            some = [] if row.done else guess(row.text.copy())
+            some = [] if row.done else guess(row.text)
             drafts.append([int(token) for token in some][:DRAFTS])
             check_ids("draft", drafts[-1], V)
         return drafts
@@ -58,7 +61,7 @@ def drafts_of_model(reader: Reader) -> list[Text]:
     """What a second model draws, a pass for each draft."""
     drafts: list[Text] = [[] for _ in reader.rows]
     for _ in range(DRAFTS):
-        draws = reader(drafts)  # none of a row that is done
+        draws = reader(drafts)()  # none of a row that is done
         for some, drawn in zip(drafts, draws, strict=True):
             some += [max(token, 0) for token in drawn[-1:]]
     return drafts

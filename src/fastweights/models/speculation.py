@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,14 +26,18 @@ from fastweights.models.decoding import (
     NOT_FINITE,
     Recording,
     States,
+    fetch,
     is_recordable,
+    send,
 )
 from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 
-TOKENS = 16
-"""Tokens of each row that a pass reads at most, or half of them if they are
-enough; those behind a row's drafts are none."""
+SIZES = (1, 8, 12, 16)
+"""Tokens of each row that a pass reads: the fewest that are enough, for each
+costs time, and each size a recording. Those behind a row's drafts are none."""
+
+TOKENS = SIZES[-1]
 
 DRAFTS = (TOKENS - 1) // 2
 """Drafts of a row at most: if all are right, one pass has room for them, for
@@ -102,15 +105,18 @@ def speculate(
         going = [n for n, row in both if not row.done]
         ready = min(going, default=max(counts))
         steps = [[row.step(t) for row in rows] for t in range(given, ready)]
-        yield from torch.tensor(steps, device=logits.device)
-        given = ready
-        if any(row.spoiled for row in rows):
+        given, spoiled = ready, any(row.spoiled for row in rows)
+        drafts, draws = [], None
+        if going and not spoiled:  # the device reads on meanwhile
+            drafts = propose()
+            draws = reader(drafts)
+        if steps:
+            yield from send(steps, logits)
+        if spoiled:
             raise ValueError(NOT_FINITE)
-        if not going:
+        if draws is None:
             return
-        drafts = propose()
-        draws = reader(drafts)
-        for row, drawn, some in zip(rows, draws, drafts, strict=True):
+        for row, drawn, some in zip(rows, draws(), drafts, strict=True):
             row.take(drawn, some)
 
 
@@ -138,14 +144,14 @@ class Reader:
         self.draws = self.inputs[:, :TOKENS].clone()
         self.recordings: dict[int, Recording] = {}
         if is_recordable(model, self.draws):
-            sizes = (1, TOKENS // 2, TOKENS)
-            self.recordings = {T: Recording(T) for T in sizes}
+            self.recordings = {T: Recording(T) for T in SIZES}
 
-    def __call__(self, drafts: list[Text]) -> list[Text]:
-        """Draws after what is new in each text, and after each draft.
+    def __call__(self, drafts: list[Text]) -> Callable[[], list[Text]]:
+        """Read what is new in each text, which the states take in, and drafts.
 
-        The states take in what is new; -1 is a draw from logits that are not
-        finite.
+        Returns:
+            what waits for the device, and gives the draws after what is new
+            and after each draft: -1 from logits that are not finite.
         """
         inputs, spans = [], []
         for row, n, some in zip(self.rows, self.read, drafts, strict=True):
@@ -154,12 +160,10 @@ class Reader:
             padding = [0] * (TOKENS - len(tokens))
             inputs.append([*tokens, *padding, len(new), n + 1 - row.start])
             spans.append((len(new), len(tokens)))
-        self.inputs.copy_(torch.tensor(inputs))
-        T, most = TOKENS, max(end for _, end in spans)
-        if set(spans) == {(1, 1)}:
-            T = 1
-        elif most <= T // 2:
-            T //= 2
+        self.inputs.copy_(send(inputs, self.inputs))
+        # Of one token each all have to be new.
+        sizes = SIZES if set(spans) == {(1, 1)} else SIZES[1:]
+        T = next(T for T in sizes if max(end for _, end in spans) <= T)
         step = functools.partial(self._step, T)
         if self.recordings:
             self.states = self.recordings[T](step, self.states)
@@ -170,9 +174,10 @@ class Reader:
         for state in self.states:
             if state is not None:
                 state.used = max(self.read)
-        return [
+        fetched = fetch(self.draws)
+        return lambda: [
             row[max(n - 1, 0) : end]
-            for row, (n, end) in zip(self.draws.tolist(), spans, strict=True)
+            for row, (n, end) in zip(fetched(), spans, strict=True)
         ]
 
     def _step(self, T: int, states: States) -> States:

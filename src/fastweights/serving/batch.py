@@ -14,7 +14,13 @@ from dataclasses import replace
 import torch
 
 from fastweights.arguments import MAX_K
-from fastweights.models.decoding import Recording, States, is_recordable
+from fastweights.models.decoding import (
+    Recording,
+    States,
+    fetch,
+    is_recordable,
+    send,
+)
 from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
@@ -126,16 +132,7 @@ class Batch:
         for request in requests:
             self.pool.read[request.row] += 1
             request.drawn += 1
-        drawn = self.drawn.to("cpu", non_blocking=True, copy=True)
-        if not self.drawn.is_cuda:
-            return drawn.tolist
-        event = torch.cuda.current_stream(self.drawn.device).record_event()
-
-        def tokens() -> list[int]:
-            event.synchronize()
-            return drawn.tolist()
-
-        return tokens
+        return fetch(self.drawn)
 
     def _step(self, draws: Sampling, states: States) -> States:
         logits, after = self.model(self.token[:, None], states)
@@ -172,9 +169,7 @@ class Read:
         inputs = tokens + [0] * (T - len(tokens))
         inputs += offsets + offsets[-1:] * (ends - len(offsets))
         inputs += [*rows, *others][:N]
-        # From pinned memory, so that nothing waits for the device.
-        pinned = torch.tensor(inputs, pin_memory=self.inputs.is_cuda)
-        self.inputs.copy_(pinned, non_blocking=True)
+        self.inputs.copy_(send(inputs, self.inputs))
         self.recording(self._step, self.states)
 
     def _step(self, states: States) -> States:

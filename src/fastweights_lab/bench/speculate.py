@@ -10,6 +10,7 @@ repeat themselves, which is easily guessed: hence drawn ones, too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,7 +77,8 @@ def _call(
     )
     for _ in range(FEW):
         next(found)
-    passes, start = 0, now()
+    # A pass has begun that makes the next tokens: it counts, with its time.
+    passes, start = 1, time.perf_counter() if looks else now()
     for _ in found:
         pass
     return now() - start, passes if looks else TOKENS
