@@ -42,18 +42,20 @@ def prefill(
     """Logits of the token after each prompt, and the states after them.
 
     Args:
-        model: which reads all of them, packed.
+        model: which reads all of them, packed if there are several.
         rows: prompts.
         room: tokens that may follow one, which states have room for.
     """
     device = model.embedding.weight.device
     if device.type == "meta":  # it is fetched when it is called
         device = rows[0].device
-    lengths = torch.tensor([0, *(len(row) for row in rows)])
-    cu_seqlens = lengths.cumsum(0).to(device)
+    lengths = [len(row) for row in rows]
+    states = model.new_states(len(rows), max(lengths) + room, device=device)
     packed = torch.cat([row.to(device) for row in rows])[None]
-    capacity = int(lengths.max()) + room
-    states = model.new_states(len(rows), capacity, device=device)
+    if len(rows) == 1:
+        x, after = model.hidden(packed, states)
+        return model.logits(x[:, -1]), after
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
     x, after = model.hidden(packed, states, cu_seqlens)
     return model.logits(x[0, cu_seqlens[1:] - 1]), after
 
