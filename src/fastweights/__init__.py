@@ -29,6 +29,7 @@ from fastweights.ops.members import (
 from fastweights.ops.mlstm import mlstm
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.selective import selective_scan
+from fastweights.parallel.ranks import context_parallel
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "accelerate",
     "choose_backend",
     "comba",
+    "context_parallel",
     "decode_step",
     "deltanet",
     "feature_maps",

@@ -47,12 +47,13 @@ def check_arguments(
     erase: Tensor | None = None,
     state_name: str = "initial_state",
     state_dtypes: tuple[torch.dtype, ...] = (),
+    fewest: int = 1,
 ) -> None:
     """Raise for the first argument that does not fit the others.
 
     ``state_name`` is what the caller calls ``initial_state``, which may have
-    ``state_dtypes`` besides its own. Only types, dtypes, layouts, shapes and
-    devices count.
+    ``state_dtypes`` besides its own; T is ``fewest`` or more. Only types,
+    dtypes, layouts, shapes and devices count.
     """
     if k is None or v is None:
         check_tensors({"k": k, "v": v})
@@ -69,7 +70,7 @@ def check_arguments(
     B, T, H, K = shape = q.shape
     if k.shape != shape:
         wrong_shape("k", k, f"q's, {list(shape)}")
-    if B < 1 or T < 1 or H < 1 or K < 1:
+    if B < 1 or fewest > T or H < 1 or K < 1:
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     rows, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
     if rows != B or length != T or HV < 1 or V < 1:

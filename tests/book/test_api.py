@@ -15,6 +15,8 @@ from textwrap import dedent
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastweights as fw
 from fastweights.checks import close
@@ -135,12 +137,24 @@ def given(name: str) -> dict[str, object]:
     return locals() | dict(zip("BC", maps, strict=True)) | library
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A process by itself."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name, code", list(examples()))
-def test_an_example_runs(name, code, tmp_path, monkeypatch):
+def test_an_example_runs(name, code, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     x = found(name)
     module = x if inspect.ismodule(x) else sys.modules[x.__module__]
-    exec(code, vars(module) | given(name))
+    names = vars(module) | given(name)
+    if "mesh" in code:
+        names["mesh"] = request.getfixturevalue("mesh")
+    exec(code, names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -28,6 +28,7 @@ from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
+from fastweights.parallel.ranks import refuse_ranks
 
 Weights = Sequence[Tensor]
 """W0, W1 and W2."""
@@ -140,6 +141,7 @@ def lact(
     Raises:
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
+    refuse_ranks("lact")
     given = {"rates": rates}
     given |= {} if momentum is None else {"momentum": momentum}
     check_operands(q, k, v, given, position, lengths, matrices=3)

@@ -27,6 +27,7 @@ from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
+from fastweights.parallel.ranks import refuse_ranks
 from fastweights.reference.packing import outside
 
 
@@ -78,6 +79,7 @@ def mesa(
         TypeError, ValueError: a dtype, device or shape does not fit; the
             message names the argument, what it got and what it needs.
     """
+    refuse_ranks("mesa")
     check_operands(q, k, v, {"g": g, "beta": beta})
     check_sizes(steps=steps)
     check_packed(q, cu_seqlens)

@@ -35,6 +35,7 @@ from fastweights.deep.network_arguments import (
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
 from fastweights.ops import any_length
+from fastweights.parallel.ranks import refuse_ranks
 
 
 def pairwise_products(
@@ -110,6 +111,7 @@ def titans(
     Raises:
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
+    refuse_ranks("titans")
     rates = {"rate": rate, "momentum": momentum, "g": g}
     check_operands(q, k, v, rates, position, lengths)
     check_sizes(chunk_size=chunk_size)

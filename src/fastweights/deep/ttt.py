@@ -38,6 +38,7 @@ from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
 from fastweights.ops.registration import needs_gradient
 from fastweights.ops.ttt import TTT, kernel_takes
+from fastweights.parallel.ranks import refuse_ranks
 
 
 def ttt(
@@ -91,6 +92,7 @@ def ttt(
         TypeError, ValueError: a dtype, device or shape does not fit; the
             message names the argument, what it got and what it needs.
     """
+    refuse_ranks("ttt")
     check_operands(q, k, v, {"rate": rate}, position, lengths)
     check_tensors({"rows": rows})
     if rows.dim() != 1 or len(rows) < 1:

@@ -18,6 +18,7 @@ from fastweights.ops.decode import (
     write_rows,
 )
 from fastweights.ops.recurrence import linear_recurrence
+from fastweights.parallel.ranks import current
 from fastweights.reference.packing import sequence_of
 
 Offsets = Int[Tensor, " N+1"]
@@ -256,6 +257,8 @@ def state_to_step(
 ) -> LayerState | None:
     """The state, if x's few tokens are a step on its own memory."""
     if state is None or cu_seqlens is not None or torch.is_grad_enabled():
+        return None
+    if current() is not None:  # which spreads a few tokens over ranks
         return None
     return state if x.shape[1] <= MAX_TOKENS else None
 

@@ -36,6 +36,7 @@ from fastweights.layers.plain_modules import (
 from fastweights.layers.state import LayerState
 from fastweights.layers.token_operators import Token
 from fastweights.ops.backends import choose_backend, record_run
+from fastweights.parallel.ranks import current
 
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and BLAS's."""
@@ -66,6 +67,7 @@ def is_token(x: Tensor) -> bool:
         few
         and x.is_contiguous()
         and not torch.is_grad_enabled()
+        and current() is None
         and not under_autocast(x)
         and not private.is_traced()
         and (T == 1 or by_kernels(x))

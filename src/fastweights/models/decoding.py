@@ -21,6 +21,7 @@ from fastweights.arguments import PLAIN
 from fastweights.layers import LayerState
 from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
+from fastweights.parallel.ranks import refuse_ranks
 
 LEAST_TOKENS = 4
 """Tokens for which a recording pays: it takes as long as two steps."""
@@ -46,6 +47,7 @@ def prefill(
         rows: prompts.
         room: tokens that may follow one, which states have room for.
     """
+    refuse_ranks("generate")
     device = model.embedding.weight.device
     if device.type == "meta":  # it is fetched when it is called
         device = rows[0].device

@@ -19,6 +19,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -41,6 +42,8 @@ from fastweights.ops.backends import (
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator
+from fastweights.parallel.ranks import current
+from fastweights.parallel.stretch import over_ranks, stretch_of
 from fastweights.reference import convolution as pytorch
 
 BACKENDS = get_args(KernelOrTorch)
@@ -100,9 +103,9 @@ def short_convolution(
     """
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     _check(*tensors, activation, backend)
-    inputs = [None if t is None else t.contiguous() for t in tensors]
+    inputs: Any = [None if t is None else t.contiguous() for t in tensors]
     options = ((0, 0, 1, 0), None, activation == "silu", backend)
-    _, _, y, state = CONVOLUTION(*inputs, *options)
+    _, _, y, state = _convolution(*inputs, *options)
     return y, state
 
 
@@ -157,10 +160,48 @@ def convolve_heads(
         wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
     check_flags(normalize=normalize)
     check_number("eps", eps, "> 0")
-    inputs = [None if t is None else t.contiguous() for t in tensors]
+    inputs: Any = [None if t is None else t.contiguous() for t in tensors]
     added = float(eps) if normalize else None
     options = ((H, K, HV, V), added, activation == "silu", backend)
-    return CONVOLUTION(*inputs, *options)
+    return _convolution(*inputs, *options)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operator, of the tokens here or of this rank's.
+
+    A stretch of T tokens moves a state up by T rows, and what it leaves in an
+    empty one is decided by its last W - 1 tokens.
+    """
+    if (ranks := current()) is None:
+        states = initial_state, cu_seqlens
+        return CONVOLUTION(x, weight, bias, *states, *options)
+    T, rows = x.shape[1], weight.shape[1] - 1
+    stretch = stretch_of(ranks, x, T, cu_seqlens)
+    if initial_state is None:
+        N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
+        initial_state = x.new_zeros(N, rows, x.shape[2])
+
+    def run(state: Tensor, offsets: Tensor | None, x: Tensor = x) -> Any:
+        return CONVOLUTION(x, weight, bias, state, offsets, *options)
+
+    first = stretch.first(initial_state)
+    own = stretch.map_start(first.index_select(0, stretch.leaving))
+    offsets, before = stretch.map_offsets(), max(T - rows, 0)
+    if offsets is not None:
+        offsets = (offsets - before).clamp(min=0)
+    *_, state = run(own, offsets, x[:, before:].contiguous())
+    at = torch.arange(rows, device=x.device)
+    M = (at[:, None] + T == at).to(x.dtype)
+    M = stretch.through(M.expand(len(stretch.leaving), rows, rows))
+    B = stretch.leave(state)
+    return over_ranks(stretch, run, first, M, B, matrix=True)
 
 
 def _check(

@@ -58,6 +58,7 @@ from fastweights.ops.mlstm import (
 from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
+from fastweights.parallel.ranks import refuse_ranks
 from fastweights.reference.backend import advance, per_value_head, widen
 from fastweights.reference.chunkwise import CLEARS
 
@@ -146,6 +147,7 @@ def decode_step(
             needed; the message names the argument, what it got and what it
             needs.
     """
+    refuse_ranks("decode_step")
     q, k, v = cast_for_autocast(q, k, v)
     if erase is not None:
         (erase,) = cast_for_autocast(erase)
@@ -343,6 +345,7 @@ def mlstm_step(
         ValueError: a shape, value or device does not fit, there are more than
             16 tokens, or a gradient is needed.
     """
+    refuse_ranks("mlstm_step")
     q, k, v = cast_for_autocast(q, k, v)
     if state is None:
         raise TypeError("state: got NoneType, need a pair of tensors")
@@ -404,6 +407,7 @@ def linear_attention_step(
             )
         q, k = feature_map(q), feature_map(k)
     check_number("eps", eps, ">= 0")
+    refuse_ranks("linear_attention_step")
     q, k, v = cast_for_autocast(q, k, v)
     _check_normalised(q, k, v, None, {"state": state}, rows, scale)
     one = torch.ones_like(v[..., :1])
@@ -465,6 +469,7 @@ def selective_step(
         ValueError: a shape, value or device does not fit, there are more than
             16 tokens, or a gradient is needed.
     """
+    refuse_ranks("selective_step")
     x, B, C = cast_for_autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)
     check_flags(dt_softplus=dt_softplus)

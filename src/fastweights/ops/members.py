@@ -33,7 +33,14 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.reference.backend import per_value_head
+from fastweights.parallel.ranks import current, fewest_tokens
+from fastweights.parallel.stretch import (
+    additive_over_ranks,
+    stretch_of,
+    total_decay,
+    with_a_token,
+)
+from fastweights.reference.backend import first_states, per_value_head
 from fastweights.reference.packing import outside
 
 Member = TypeVar("Member", bound=Callable[..., Any])
@@ -132,14 +139,28 @@ def linear_attention(
     if not normalize:
         return linear_recurrence(q, k, v, None, None, **options)
     q, k, v = cast_for_autocast(q, k, v)
-    state = options.get("initial_state")
+    ranks, T = current(), q.shape[1]
+    if ranks is not None:
+        q, k, v = with_a_token(q, k, v)
+    state, offsets = options.get("initial_state"), options.get("cu_seqlens")
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)
     one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
-    o, z, state = recurrence_with_normaliser(q, k, v, one, None, **options)
-    if (offsets := options.get("cu_seqlens")) is not None:
-        z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
-    return (o / (z + eps)).to(v.dtype), state
+
+    def run(state: Tensor | None, offsets: Tensor | None) -> Any:
+        more = options | {"initial_state": state, "cu_seqlens": offsets}
+        o, z, state = recurrence_with_normaliser(q, k, v, one, None, **more)
+        if offsets is not None:
+            z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
+        return (o / (z + eps)).to(v.dtype), state
+
+    if ranks is None:
+        return run(state, offsets)
+    stretch = stretch_of(ranks, q, T, offsets)
+    wide = torch.cat([v.to(one.dtype), one], -1)
+    first = stretch.first(first_states(q, wide, state, offsets))
+    o, state = additive_over_ranks(stretch, run, first, total_decay(None, q))
+    return o[:, :T], state
 
 
 def retnet_decay(
@@ -351,7 +372,9 @@ def gated_deltanet2(
             to 1, in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    check_arguments(q, k, v, g, None, None, None, None, None)
+    check_arguments(
+        *(q, k, v, g, None, None, None, None, None), fewest=fewest_tokens()
+    )
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
@@ -382,7 +405,9 @@ def comba(
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
-    check_arguments(q, k, v, g, beta, None, None, None, None)
+    check_arguments(
+        *(q, k, v, g, beta, None, None, None, None), fewest=fewest_tokens()
+    )
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -24,6 +25,9 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.registration import registered
+from fastweights.parallel.ranks import Ranks, current
+from fastweights.parallel.stretch import pick, stretch_of, with_a_token
+from fastweights.reference.backend import first_states
 from fastweights.reference.chunkwise import CLEARS
 from fastweights.reference.packing import outside, sequence_of
 
@@ -89,6 +93,27 @@ def mlstm(
             "loop".
     """
     q, k, v = cast_for_autocast(q, k, v)
+    of: Any = (q, k, v, g, i, initial_state, cu_seqlens)
+    options: Any = (eps, scale, chunk_size, backend)
+    if (ranks := current()) is None:
+        return of_one_rank(*of, *options)
+    return _over_ranks(ranks, *of, *options)
+
+
+def of_one_rank(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    i: PerHead,
+    initial_state: Memory | None,
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+    eps: float,
+    scale: float | None,
+    chunk_size: int | None,
+    backend: Backend,
+) -> tuple[Values, Memory]:
+    """mlstm of sequences that are here as a whole."""
     check_dim("g", g, 3, "[B, T, HV]")
     options: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
@@ -121,6 +146,72 @@ def mlstm(
         **options,
     )
     return divide_by_normaliser(o, z, least, eps).to(v.dtype), (state, last)
+
+
+def _over_ranks(
+    ranks: Ranks,
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    i: PerHead,
+    initial_state: Memory | None,
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+    *options: Any,
+) -> tuple[Values, Memory]:
+    """mlstm of this rank's tokens, which may be none.
+
+    A stretch maps (S, m) to e^{a + m - m'} S + e^{b - m'} B with
+    m' = max(a + m, b), where a is the sum of g, and (B, b) what it makes of
+    an empty memory. As within a rank, no gradient goes through m, a and b in
+    m', and m' is rounded up to the dtype that it is handed over in.
+    """
+    T = q.shape[1]
+    q, k, v, g = with_a_token(q, k, v, g)
+    if T == 0:
+        i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
+    check_dim("g", g, 3, "[B, T, HV]")
+    check_normalised(
+        *(q, k, v, g, memory_arguments(initial_state)), cu_seqlens=cu_seqlens
+    )
+    stretch = stretch_of(ranks, q, T, cu_seqlens)
+    if initial_state is None:
+        wide = F.pad(v, (0, 1))
+        state = first_states(q, wide, None, cu_seqlens)
+        m = state.new_full(state.shape[:2], -torch.inf)
+    else:
+        state, m = initial_state
+    first, first_m = stretch.first(state), stretch.first(m, -torch.inf)
+
+    def run(state: Tensor, m: Tensor, offsets: Tensor | None) -> Any:
+        return of_one_rank(q, k, v, g, i, (state, m), offsets, *options)
+
+    own = [x.index_select(0, stretch.leaving) for x in (first, first_m)]
+    start = stretch.map_start(own[0]), stretch.map_start(own[1], -torch.inf)
+    _, (B, b) = run(*start, stretch.map_offsets())
+    B, b = stretch.leave(B), stretch.leave(b, -torch.inf)
+    a = stretch.through(g.sum(1, dtype=torch.float64), -torch.inf)
+    B = ranks.gather(B).double()
+    a, b = ranks.gather(torch.stack([a, b.double()])).unbind(1)
+    states, ms = [torch.zeros_like(B[0])], [torch.full_like(b[0], -torch.inf)]
+    for a_r, B_r, b_r in zip(a, B, b, strict=True):
+        S, m = states[-1], ms[-1]
+        ms.append(rounded_up(torch.fmax(a_r + m, b_r).detach(), first.dtype))
+        unit = ms[-1].masked_fill(ms[-1].isneginf(), 0)
+        parts = ((a_r + m - unit, S), (b_r - unit, B_r))
+        states.append(sum(x.exp()[..., None, None] * y for x, y in parts))
+    entering = stretch.enter(first, pick(states, ranks))
+    m = stretch.enter(first_m, ms[ranks.rank])
+    o, (state, m) = run(entering, m, stretch.cu_seqlens)
+    last = stretch.finish(state, states[-1]), stretch.finish(m, ms[-1])
+    return o[:, :T], last
+
+
+def rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in fp64, no smaller, as a number of this dtype."""
+    near = x.to(dtype)
+    above = torch.nextafter(near, torch.full_like(near, torch.inf))
+    return torch.where(near.double() < x, above, near).double()
 
 
 def gates_in_units(
@@ -202,15 +293,13 @@ def stabilizers(
     carried = g.masked_fill(starts, -torch.inf)
     fresh = torch.where(starts, torch.fmax(g + entering, i), i)
     after = running_maximum(carried, fresh)
-    last = after.to(dtype)
-    above = torch.nextafter(last, torch.full_like(last, torch.inf))
-    last = torch.where(last.double() < after, above, last)
-    after = torch.where(ends, last.double(), after)
+    last = rounded_up(after, dtype)
+    after = torch.where(ends, last, after)
     before = torch.where(starts, entering, after.roll(1, 1))
     if cu_seqlens is None:
-        return before, after, last[:, -1].clone()
+        return before, after, last[:, -1].to(dtype)
     some = (stops > offsets[:-1])[:, None]
-    last = last[0, (stops - 1).clamp(0, T - 1)]
+    last = last[0, (stops - 1).clamp(0, T - 1)].to(dtype)
     return before, after, torch.where(some, last, first.to(dtype))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_arguments, check_states
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops.backends import Backend
-from fastweights.ops.recurrence import linear_recurrence
+from fastweights.ops.recurrence import of_one_rank
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -26,8 +26,10 @@ def recurrence_with_normaliser(
     g: Float[Tensor, "B T HV"] | None,
     *,
     initial_state: StateAndNormaliser | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    scale: float | None = None,
+    chunk_size: int | None = None,
     backend: Backend = "auto",
-    **options: Any,
 ) -> tuple[Values, Ones, StateAndNormaliser]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.
 
@@ -41,16 +43,16 @@ def recurrence_with_normaliser(
     on copies of q and k in fp32: 8 K bytes per token and key head, which a
     backward keeps.
 
-    q and k are as autocast has them, v is in q's dtype or fp32, and options
-    are those of :func:`fastweights.linear_recurrence`.
+    q and k are as autocast has them, v is in q's dtype or fp32, and the
+    others are those of :func:`fastweights.linear_recurrence`. Sequences are
+    here as a whole.
     """
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return linear_recurrence(
-            q, k, v, g, initial_state=state, backend=backend, **options
-        )
+        options: Any = (scale, chunk_size, backend)
+        return of_one_rank(q, k, v, g, None, None, state, cu_seqlens, *options)
 
     kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))

@@ -11,6 +11,7 @@ and in the third another key, ``erase``, reads what is erased.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,14 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.registration import Operator
+from fastweights.parallel.ranks import Ranks, current
+from fastweights.parallel.stretch import (
+    additive_over_ranks,
+    over_ranks,
+    stretch_of,
+    total_decay,
+    with_a_token,
+)
 from fastweights.reference import backend as chunkwise
 from fastweights.reference.backend import (
     first_states,
@@ -138,6 +147,27 @@ def linear_recurrence(
     q, k, v = cast_for_autocast(q, k, v)
     if erase is not None:
         (erase,) = cast_for_autocast(erase)
+    of, states = (q, k, v, g, beta, erase), (initial_state, cu_seqlens)
+    options: Any = (scale, chunk_size, backend)
+    if (ranks := current()) is None:
+        return of_one_rank(*of, *states, *options)
+    return _over_ranks(ranks, *of, *states, *options)
+
+
+def of_one_rank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """linear_recurrence of sequences that are here as a whole."""
     check_arguments(
         *(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size),
         erase=erase,
@@ -156,6 +186,53 @@ def linear_recurrence(
     if backend == "loop":
         return _loop(*inputs)
     return RECURRENCE(*inputs, chunk_size, backend)
+
+
+def _over_ranks(
+    ranks: Ranks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """linear_recurrence of this rank's tokens, which may be none."""
+    scale, chunk_size, _ = options
+    check_arguments(
+        *(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size),
+        erase=erase,
+        fewest=0,
+    )
+    T = q.shape[1]
+    q, k, v, g, beta, erase = with_a_token(q, k, v, g, beta, erase)
+    if g is not None and g.dim() == 1:
+        g = (min(T, 1) * g).expand(v.shape[:3])
+    stretch = stretch_of(ranks, q, T, cu_seqlens)
+    first = stretch.first(first_states(q, v, initial_state, cu_seqlens))
+
+    def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
+        return of_one_rank(q, k, v, g, beta, erase, first, offsets, *options)
+
+    of_v = functools.partial(run, v)
+    if beta is None and erase is None:
+        decay = total_decay(g, q)
+        o, state = additive_over_ranks(stretch, of_v, first, decay)
+        return o[:, :T], state
+    # Each column of a state is a recurrence of its own. V of them give B, and
+    # K that begin as the identity and write nothing give M.
+    own = first.index_select(0, stretch.leaving)
+    R, HV, K, V = own.shape
+    one = torch.eye(K, dtype=own.dtype, device=own.device)
+    own = torch.cat([own, stretch.through(one.expand(R, HV, K, K))], -1)
+    wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
+    _, found = run(wide, stretch.map_start(own), stretch.map_offsets())
+    B, M = stretch.leave(found).split([V, K], -1)
+    o, state = over_ranks(stretch, of_v, first, M, B, matrix=True)
+    return o[:, :T], state
 
 
 def _implementation(
@@ -198,7 +275,10 @@ def _loop(
             return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
 
         state = first_states(q, v, initial_state, cu_seqlens)
-        outputs, states = [], list(state.split(1))
+        # Of no token, but o depends on the states, if nothing else does: under
+        # context_parallel every rank takes part in a backward.
+        outputs = [state[: len(v), :, :0].transpose(1, 2)]
+        states = list(state.split(1))
         for n, t in sequences(cu_seqlens, q.shape[1]):
             inputs = (x[:, t] for x in tokens.values())
             o, last = scan(step, state[n], *inputs)

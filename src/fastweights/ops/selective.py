@@ -42,6 +42,12 @@ from fastweights.ops.backends import (
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator, needs_gradient
+from fastweights.parallel.ranks import current
+from fastweights.parallel.stretch import (
+    additive_over_ranks,
+    stretch_of,
+    with_a_token,
+)
 from fastweights.reference import selective as chunkwise
 from fastweights.reference.packing import outside, sequences
 from fastweights.reference.selective import first_states, in_groups
@@ -120,12 +126,18 @@ def selective_scan(
             "loop".
     """
     x, B, C = cast_for_autocast(x, B, C)
+    if (ranks := current()) is not None:
+        T = x.shape[1]
+        x, dt, B, C, z = with_a_token(x, dt, B, C, z)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_backend(backend)
-    full = compute_dtype(x.dtype)
-    if cu_seqlens is not None:
-        after = outside(cu_seqlens, x.shape[1])[:, None]
+    full, offsets = compute_dtype(x.dtype), cu_seqlens
+    if ranks is not None:
+        stretch = stretch_of(ranks, x, T, cu_seqlens)
+        offsets = stretch.cu_seqlens
+    if offsets is not None:
+        after = outside(offsets, x.shape[1])[:, None]
         dt = dt.masked_fill(after, 0)
         z = None if z is None else z.masked_fill(after, 0)
     # Outside the operator: these are a token's own, which torch.compile
@@ -134,6 +146,33 @@ def selective_scan(
         dt = dt.to(full) + dt_bias.to(full)
     if dt_softplus:
         dt = F.softplus(dt.to(full))
+
+    def run(state: Tensor | None, offsets: Tensor | None) -> Any:
+        return _scanned(x, dt, A, B, C, D, z, state, offsets, backend)
+
+    if ranks is None:
+        return run(initial_state, offsets)
+    dt = min(T, 1) * dt  # a token in the place of none decays nothing
+    first = stretch.first(first_states(x, A, initial_state, cu_seqlens))
+    steps = dt.sum(1, dtype=torch.float64)
+    decay = (steps[..., None] * A).exp()
+    y, state = additive_over_ranks(stretch, run, first, decay)
+    return y[:, :T], state
+
+
+def _scanned(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """selective_scan of sequences that are here as a whole."""
     if B.dim() == 3:
         B, C = B[:, :, None], C[:, :, None]
     inputs = (x, dt, A, B, C, D, initial_state, cu_seqlens)
@@ -145,7 +184,7 @@ def selective_scan(
         contiguous = (None if t is None else t.contiguous() for t in inputs)
         y, state = SCAN(*contiguous, keep, z is not None, backend)
     if z is not None:
-        y = y * F.silu(z.to(full))
+        y = y * F.silu(z.to(compute_dtype(x.dtype)))
     return y.to(x.dtype), state
 
 

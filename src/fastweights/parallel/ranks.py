@@ -1,0 +1,214 @@
+"""The processes that share a sequence, and what carries tensors among them.
+
+PyTorch's collectives do, with gradients: what is gathered forward is summed
+and scattered backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastweights.arguments import check_flags, check_integers
+from fastweights.dtypes import upcast
+
+# Their names until PyTorch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a sequence, and this one's place."""
+
+    group: Any
+    rank: int
+    size: int
+    tokens: tuple[int, ...] | None
+    states: bool
+
+    def counts(self, T: int) -> tuple[int, ...]:
+        """Tokens of each rank, where this one has T."""
+        if self.tokens is None:
+            return (T,) * self.size
+        if self.tokens[self.rank] != T:
+            raise ValueError(
+                f"tokens: got {T} on rank {self.rank}, need the "
+                f"{self.tokens[self.rank]} that context_parallel was told"
+            )
+        return self.tokens
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]; every rank has to ask, and with a gradient."""
+        return _Gather.apply(x, self.group, self.size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, on all of them."""
+        return _Sum.apply(x, self.group)
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """[B, T, ...] of each rank, one after the other."""
+        counts = self.counts(x.shape[1])
+        if self.tokens is None:
+            return self.gather(x).transpose(0, 1).flatten(1, 2)
+        lack = x.new_zeros(len(x), max(counts) - x.shape[1], *x.shape[2:])
+        parts = self.gather(torch.cat([x, lack], 1)).unbind()
+        cut = [p[:, :T] for p, T in zip(parts, counts, strict=True)]
+        return torch.cat(cut, 1)
+
+
+_contexts: list[Ranks] = []
+# Not a ContextVar: checkpointing computes again in a thread of autograd's.
+
+
+def current() -> Ranks | None:
+    """The ranks that share a sequence now; None: this process has it whole."""
+    return _contexts[-1] if _contexts else None
+
+
+def fewest_tokens() -> int:
+    """How many an operator needs: a rank may have none."""
+    return 1 if current() is None else 0
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any, tokens: Sequence[int] | None = None, *, states: bool = True
+) -> Iterator[None]:
+    """Operators on sequences that are spread over ranks.
+
+        with fw.context_parallel(mesh):
+            o, state = fw.gated_deltanet(q, k, v, g, beta)
+
+    Within it each rank of ``mesh``, say init_device_mesh("cuda", (8,)), hands
+    in its own tokens, which come after those of the rank before it, and gets
+    their outputs. All ranks make the same calls and the same backward, which
+    belongs into the context too, since checkpointing computes again in it.
+
+    * Batches have the same rows on all ranks. ``cu_seqlens`` are the offsets
+      of the whole pack, on every rank; borders between ranks may lie
+      anywhere in it. A rank may have no tokens, in operators.
+    * ``initial_state`` is the same on all ranks. Row n is read by the rank
+      that has the first token of sequence n: of a batch by the first.
+    * The final state of every sequence is returned on all ranks.
+    * What is differentiated is the sum of what the ranks differentiate. A
+      gradient is therefore that of the rank's own tokens; those of what all
+      ranks share, weights and ``initial_state``, are to be added up.
+
+    It is for :func:`fastweights.linear_recurrence`, every member,
+    :func:`fastweights.mlstm`, :func:`fastweights.selective_scan` and the short
+    convolution. Layers and steps of decoding refuse it.
+
+    What is computed twice: each stretch is first run for its map, by the
+    operator itself. Of the additive rule that is its final state, in a
+    second pass over k and v; of the delta rule it is a pass on V + K columns,
+    V for B and K for M.
+
+    Args:
+        mesh: a DeviceMesh of one dimension, or a process group; its ranks in
+            their order.
+        tokens: of each rank, where they have different numbers of them. None:
+            all have as many as this one. Beyond that nobody compares them.
+        states: whether all ranks get a pack's final states, which then travel
+            in every call, N times K V numbers per head. Without it each rank
+            has those of the sequences whose last token it has, and zeros in
+            the rows of others. A batch's are on all ranks anyway.
+
+    Raises:
+        TypeError, ValueError: the mesh has more dimensions than one, or
+            tokens has no entry for each rank.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        group = mesh
+    elif hasattr(mesh, "get_group") and hasattr(mesh, "ndim"):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: got {mesh.ndim} dimensions, need one of them, as in "
+                'mesh["name"]'
+            )
+        group = mesh.get_group()
+    else:
+        raise TypeError(
+            f"mesh: got {type(mesh).__name__}, need a DeviceMesh or a "
+            "process group"
+        )
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if tokens is not None:
+        tokens = tuple(tokens)
+        check_integers({f"tokens[{i}]": n for i, n in enumerate(tokens)})
+        if len(tokens) != size or min(tokens) < 0 or not sum(tokens):
+            raise ValueError(
+                f"tokens: got {list(tokens)}, need {size} numbers >= 0, one "
+                "for each rank, and one of them above 0"
+            )
+    check_flags(states=states)
+    _contexts.append(Ranks(group, rank, size, tokens, states))
+    try:
+        yield
+    finally:
+        _contexts.pop()
+
+
+def refuse_ranks(what: str) -> None:
+    """Raise under context_parallel, which ``what`` cannot do."""
+    if current() is not None:
+        raise NotImplementedError(
+            f"{what}: got a call under context_parallel, need one outside of "
+            "it, on whole sequences"
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """[ranks, *x.shape]; the gradient is the sum over ranks, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        y = x.new_empty(size, *x.shape)
+        _all_gather(y, x.contiguous()[None], group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = _Scatter.apply(upcast(dy), ctx.group, ctx.size)
+        return dx.to(dy.dtype), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over ranks of this rank's part, of y [ranks, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        x = y.new_empty(1, *y.shape[1:])
+        _reduce_scatter(x, y.contiguous(), group=group)
+        return x[0]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(dx, ctx.group, ctx.size), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, on each; so is the gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(dy, ctx.group), None

@@ -1,0 +1,108 @@
+"""Ranks that share a sequence against one process, in fp64."""
+
+import pytest
+import rank_cases
+import torch
+import torch.distributed as dist
+from process_group import ProcessGroup
+from rank_cases import spreads
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("no gloo", allow_module_level=True)
+
+MEMBERS = (
+    "linear_attention",
+    "retention",
+    "mamba2",
+    "gated_retention",
+    "gla",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+    "gated_deltanet2",
+    "comba",
+)
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Two processes, and four."""
+    made = {size: ProcessGroup(size) for size in (2, 4)}
+    yield made
+    for group in made.values():
+        group.stop()
+
+
+def every(test):
+    cases = [
+        pytest.param(size, spread, id=f"{size}-{name.replace(' ', '-')}")
+        for size in (2, 4)
+        for name, spread in spreads(size).items()
+    ]
+    return pytest.mark.parametrize("size, spread", cases)(test)
+
+
+@every
+def test_members(groups, size, spread):
+    """Outputs, final states, and all gradients."""
+    for name in MEMBERS:
+        groups[size].run(rank_cases.member, name, spread)
+    groups[size].run(rank_cases.member, "kda", spread, "loop")
+
+
+@every
+def test_normalised(groups, size, spread):
+    groups[size].run(rank_cases.normalised, spread)
+
+
+@every
+def test_mlstm(groups, size, spread):
+    for empty in (True, False):
+        groups[size].run(rank_cases.mlstm, spread, empty)
+
+
+@every
+def test_selective_scan(groups, size, spread):
+    for softplus in (True, False):
+        groups[size].run(rank_cases.selective, spread, softplus)
+
+
+@every
+def test_convolution(groups, size, spread):
+    """Ranks of fewer tokens than a filter has, too."""
+    for W in (2, 4):
+        groups[size].run(rank_cases.convolution, spread, W, W > 2)
+
+
+@pytest.mark.parametrize("name", ["gla", "kda"])
+def test_dtypes(groups, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        for spread in spreads(2).values():
+            groups[2].run(rank_cases.narrow, name, spread, dtype)
+
+
+@pytest.mark.parametrize("spread", ["equal", "a pack"])
+def test_in_one_graph(groups, spread):
+    groups[2].run(rank_cases.compiled, "gated_deltanet", spreads(2)[spread])
+
+
+def test_checkpointing(groups):
+    for spread in spreads(2).values():
+        groups[2].run(rank_cases.computed_again, "kda", spread)
+
+
+def test_a_packs_states_may_stay_where_they_are(groups):
+    spread = spreads(4)["an unequal pack"]
+    groups[4].run(rank_cases.own_states, "gated_deltanet", spread)
+
+
+def test_refused(groups):
+    groups[2].run(rank_cases.refused)
+
+
+def test_a_rank_that_raises_ends_the_others(groups):
+    """At once, and what it says is what is said."""
+    said = r"rank 1: (?s:.*)v: got shape \[2, 7, 3, 3\], need"
+    with pytest.raises(AssertionError, match=said):
+        groups[2].run(rank_cases.one_raises)
+    assert groups[2].run(rank_cases.still_there) == [0, 1]

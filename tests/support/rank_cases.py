@@ -1,0 +1,325 @@
+"""What each rank of a group does in the tests of context_parallel.
+
+The whole of a case is drawn on every rank, from one seed, and computed there
+without the context; then the rank's own tokens are, in it.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fastweights as fw
+from fastweights.ops.convolution import convolve_heads, short_convolution
+from fastweights.parallel.ranks import current
+
+FP64 = torch.float64
+BUDGETS = {FP64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+H, HV, K, V = 2, 4, 5, 3
+
+
+class Spread(NamedTuple):
+    """How tokens are spread over ranks, and where a pack's sequences lie."""
+
+    tokens: tuple[int, ...]
+    cu_seqlens: tuple[int, ...] | None
+    told: bool = True
+
+    @property
+    def N(self):
+        return 2 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def shape(self):
+        return 1 if self.cu_seqlens else 2, sum(self.tokens)
+
+    @property
+    def offsets(self):
+        found = self.cu_seqlens
+        return found and torch.tensor(found, dtype=torch.int32)
+
+    def cut(self, x, rank):
+        start = sum(self.tokens[:rank])
+        return x[:, start : start + self.tokens[rank]]
+
+    def context(self, **options):
+        tokens = self.tokens if self.told else None
+        return fw.context_parallel(dist.group.WORLD, tokens, **options)
+
+
+def spreads(size):
+    """By name: equal, unequal and empty ranks; borders in and at packs'."""
+    some = (3, 9) if size == 2 else (3, 9, 0, 5)
+    late = (0, 9) if size == 2 else (0, 0, 9, 2)
+    T, S = 7 * size, sum(some)
+    return {
+        "equal": Spread((7,) * size, None, False),
+        "unequal": Spread(some, None),
+        "a pack": Spread((7,) * size, (0, 3, 3, 7, 11, T - 2, T), False),
+        "one sequence": Spread((7,) * size, (0, T - 3), False),
+        "an unequal pack": Spread(some, (0, 0, 2, S - 1, S - 1, S)),
+        "two sequences": Spread(some, (0, S - 2, S)),
+        "an empty first": Spread(late, (0, 0, 3, sum(late))),
+    }
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=FP64)
+
+
+def leaves(tensors):
+    return {n: x.clone().requires_grad_() for n, x in tensors.items()}
+
+
+def compared(rank, call, spread, tokens, shared):
+    """call(**tensors, cu_seqlens) -> results, the first of them per token.
+
+    Values and gradients of all ``tokens`` [B, T, ..] and of what is
+    ``shared``, whose gradients are sums over ranks. The other results are on
+    all ranks, and each differentiates its part of them.
+    """
+    cu = spread.offsets
+    whole = leaves(tokens | shared)
+    want = call(**whole, cu_seqlens=cu)
+    weights = [torch.randn_like(x) for x in want]
+    sum((w * x).sum() for w, x in zip(weights, want, strict=True)).backward()
+    own = {n: spread.cut(x, rank) for n, x in tokens.items()}
+    own = leaves(own | shared)
+    with spread.context():
+        first, *others = call(**own, cu_seqlens=cu)
+        loss = (spread.cut(weights[0], rank) * first).sum()
+        for w, x in zip(weights[1:], others, strict=True):
+            loss = loss + (w * x).sum() / len(spread.tokens)
+        loss.backward()
+    near(first, spread.cut(want[0], rank), "o")
+    for n, (x, y) in enumerate(zip(others, want[1:], strict=True)):
+        near(x, y, f"result {n + 1}")
+    for name, x in own.items():
+        expected = whole[name].grad
+        # None, of a rank without tokens
+        grad = torch.zeros_like(x) if x.grad is None else x.grad
+        if name in shared:
+            dist.all_reduce(grad)
+        else:
+            expected = spread.cut(expected, rank)
+        near(grad, expected, f"d{name}")
+
+
+def near(found, want, name):
+    """As near as its dtype is to the largest number, or to 1."""
+    finite = want.masked_fill(want.isinf(), 0)
+    size = finite.abs().max().item() if want.numel() else 0
+    torch.testing.assert_close(
+        *(found, want),
+        rtol=0,
+        atol=BUDGETS[want.dtype] * max(1, size),
+        msg=lambda said: f"{name}: {said}",
+    )
+
+
+def inputs(name, spread):
+    """A member's inputs: those of tokens, and those of all."""
+    torch.manual_seed(0)
+    B, T = spread.shape
+    tokens = {
+        "q": normal(B, T, H, K),
+        "k": F.normalize(normal(B, T, H, K), dim=-1),
+        "v": normal(B, T, HV, V),
+    }
+    shared = {"initial_state": normal(spread.N, HV, K, V)}
+    if name in ("mamba2", "gated_deltanet", "comba"):
+        tokens["g"] = -torch.rand(B, T, HV, dtype=FP64)
+    if name in ("gla", "kda", "gated_deltanet2"):
+        tokens["g"] = -torch.rand(B, T, HV, K, dtype=FP64)
+    if name == "retention":
+        shared["g"] = -torch.rand(HV, dtype=FP64)
+    if name in ("deltanet", "gated_deltanet", "kda", "comba"):
+        tokens["beta"] = torch.rand(B, T, HV, dtype=FP64)
+    if name == "gated_retention":
+        tokens["logits"] = normal(B, T, HV)
+    if name == "gated_deltanet2":
+        tokens["b"] = torch.rand(B, T, HV, K, dtype=FP64)
+        tokens["w"] = torch.rand(B, T, HV, V, dtype=FP64)
+    if name == "comba":
+        tokens["p"] = 0.7 * tokens["k"] + 0.1 * normal(B, T, H, K)
+    return tokens, shared
+
+
+def member(rank, name, spread, backend="auto"):
+    def call(**tensors):
+        return getattr(fw, name)(**tensors, backend=backend)
+
+    compared(rank, call, spread, *inputs(name, spread))
+
+
+def narrow(rank, name, spread, dtype):
+    """Tokens in another dtype, states in fp32."""
+    tokens, shared = inputs(name, spread)
+    tokens = {n: x.to(dtype) for n, x in tokens.items()}
+    shared = {n: x.float() for n, x in shared.items()}
+    compared(rank, getattr(fw, name), spread, tokens, shared)
+
+
+def compiled(rank, name, spread):
+    """In one graph, forward and backward."""
+    eager = getattr(fw, name)
+    graph = torch.compile(eager, fullgraph=True, backend="aot_eager")
+
+    def call(**tensors):
+        whole = current() is None
+        return (eager if whole else graph)(**tensors)
+
+    compared(rank, call, spread, *inputs(name, spread))
+
+
+def computed_again(rank, name, spread):
+    """Under activation checkpointing."""
+
+    def call(**tensors):
+        member = getattr(fw, name)
+        return checkpoint(member, **tensors, use_reentrant=False)
+
+    compared(rank, call, spread, *inputs(name, spread))
+
+
+def own_states(rank, name, spread):
+    """states=False: of a pack those of the sequences that end here."""
+    tokens, shared = inputs(name, spread)
+    offsets = {"cu_seqlens": spread.offsets}
+    _, want = getattr(fw, name)(**tokens, **shared, **offsets)
+    own = {n: spread.cut(x, rank) for n, x in tokens.items()}
+    with spread.context(states=False):
+        _, state = getattr(fw, name)(**own, **shared, **offsets)
+    start = sum(spread.tokens[:rank])
+    end = start + spread.tokens[rank]
+    for n, (a, b) in enumerate(pairwise(spread.cu_seqlens)):
+        if a < b:
+            here = start < b <= end
+            near(state[n], want[n] if here else 0 * want[n], f"state {n}")
+    dist.all_reduce(state)
+    near(state, want, "their sum")
+
+
+def normalised(rank, spread):
+    tokens, _ = inputs("linear_attention", spread)
+    shared = {"initial_state": normal(spread.N, HV, K, V + 1).abs()}
+
+    def call(**tensors):
+        return fw.linear_attention(
+            **tensors, feature_map=lambda x: F.elu(x) + 1, normalize=True
+        )
+
+    compared(rank, call, spread, tokens, shared)
+
+
+def mlstm(rank, spread, empty):
+    """With gates that grow and shrink, and -inf among them."""
+    tokens, _ = inputs("mamba2", spread)
+    B, T = spread.shape
+    tokens["g"], i = 2 * normal(B, T, HV), 3 * normal(B, T, HV)
+    m = normal(spread.N, HV)
+    tokens["g"][:, 2::5, 0] = -torch.inf
+    i[:, 1::3, 1] = -torch.inf
+    i[:, :, 2] = -torch.inf
+    m[::2, 1:3] = -torch.inf
+    S = normal(spread.N, HV, K, V + 1)
+    S = S.masked_fill(m.isneginf()[..., None, None], 0)
+    memories = []
+
+    def call(S=None, **tensors):
+        first = None if S is None else (S, m)
+        own = i if current() is None else spread.cut(i, rank)
+        o, (S, after) = fw.mlstm(**tensors, i=own, initial_state=first)
+        memories.append(after)
+        return o, S
+
+    compared(rank, call, spread, tokens, {} if empty else {"S": S})
+    near(memories[1], memories[0], "m")
+
+
+def selective(rank, spread, softplus):
+    torch.manual_seed(0)
+    (B, T), D, N = spread.shape, 4, 3
+    tokens = {
+        "x": normal(B, T, D),
+        "dt": torch.rand(B, T, D, dtype=FP64),
+        "B": normal(B, T, 2, N),
+        "C": normal(B, T, 2, N),
+        "z": normal(B, T, D),
+    }
+    shared = {
+        "A": -torch.rand(D, N, dtype=FP64),
+        "D": normal(D),
+        "initial_state": normal(spread.N, D, N),
+    }
+    if softplus:
+        shared["dt_bias"] = normal(D)
+
+    def call(**tensors):
+        return fw.selective_scan(**tensors, dt_softplus=softplus)
+
+    compared(rank, call, spread, tokens, shared)
+
+
+def convolution(rank, spread, W, state):
+    torch.manual_seed(0)
+    (B, T), C = spread.shape, 2 * H * K + HV * V
+    shared = {"weight": normal(C, W), "bias": normal(C)}
+    if state:
+        shared["initial_state"] = normal(spread.N, W - 1, C)
+    tokens = {"x": normal(B, T, C)}
+    compared(rank, short_convolution, spread, tokens, shared)
+
+    def heads(**tensors):
+        *qkv, state = convolve_heads(**tensors, heads=(H, HV), sizes=(K, V))
+        return torch.cat([x.flatten(2) for x in qkv], -1), state
+
+    compared(rank, heads, spread, tokens, shared)
+
+
+def refused(rank):
+    """What is said of what does not fit, on each rank by itself."""
+    spread = Spread((7, 7), (0, 3, 14))
+    q, k, v = inputs("linear_attention", spread)[0].values()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    for given, error, said in (
+        ((mesh,), ValueError, "mesh: got 2 dimensions"),
+        ((2,), TypeError, "mesh: got int, need a DeviceMesh"),
+        ((mesh["a"], (7,)), ValueError, r"tokens: got \[7\], need 2 numbers"),
+        ((mesh["a"], (7, 0.5)), TypeError, r"tokens\[1\]: got float"),
+        ((mesh["a"], (0, 0)), ValueError, "one of them above 0"),
+    ):
+        with pytest.raises(error, match=said), fw.context_parallel(*given):
+            pass
+    with fw.context_parallel(mesh["a"], (7, 7)):
+        with pytest.raises(ValueError, match=f"tokens: got 14 on rank {rank}"):
+            fw.linear_attention(q, k, v)
+        own = [spread.cut(x, rank) for x in (q, k, v)]
+        beyond = torch.tensor([0, 15])
+        with pytest.raises(ValueError, match="end at T = 14 or before"):
+            fw.linear_attention(*own, cu_seqlens=beyond)
+        with pytest.raises(ValueError, match="initial_state: got shape"):
+            fw.linear_attention(*own, initial_state=q.new_zeros(2, HV, K, V))
+        with pytest.raises(NotImplementedError, match=r"^decode_step: got a"):
+            fw.decode_step(*own, state=q.new_zeros(1, HV, K, V))
+    assert current() is None
+
+
+def one_raises(rank):
+    """The others wait for its map."""
+    spread = Spread((7, 7), None)
+    q, k, v = inputs("linear_attention", spread)[0].values()
+    q, k, v = (spread.cut(x, rank) for x in (q, k, v))
+    with spread.context():
+        fw.linear_attention(q, k, v[:, :, :3] if rank else v)
+
+
+def still_there(rank):
+    """And a mesh is as good as its group."""
+    with fw.context_parallel(init_device_mesh("cpu", (2,))):
+        return current().rank
