@@ -18,12 +18,12 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_integers
 from fastweights.dtypes import upcast
 
-# Their names until PyTorch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or (
-    dist.all_gather_into_tensor
+# What PyTorch before 2.13 calls them; None without torch.distributed.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
 )
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or (
-    dist.reduce_scatter_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
 )
 
 
