@@ -12,6 +12,7 @@ from fastweights import feature_maps
 from fastweights.compat import accelerate
 from fastweights.ops.backends import choose_backend
 from fastweights.ops.decode import decode_step
+from fastweights.ops.invariance import invariant
 from fastweights.ops.members import (
     comba,
     deltanet,
@@ -45,6 +46,7 @@ __all__ = [
     "gated_deltanet2",
     "gated_retention",
     "gla",
+    "invariant",
     "kda",
     "lightning_decay",
     "linear_attention",

@@ -668,16 +668,18 @@ def test_how_many_segments():
 
 
 def test_how_many_borders():
-    """Of a batch those between segments; of a pack as many as there can be."""
+    """Of a batch one per whole segment; of a pack as many as can be."""
     gpu = gpu_of(torch.device("cpu"))
     kind = Kind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
     of = lengths_of.__wrapped__
     x = of(kind, 2, 65536, 2, False)
-    assert (x.L, x.segments, x.borders) == (256, 8, 6)
+    assert (x.L, x.segments, x.borders) == (257, 8, 6)
     x = of(kind, 1, 65536, 5, True)
-    assert (x.L, x.segments, x.borders) == (128, 13, 7)
-    x = of(kind, 1, 65537, 5, True)
     assert (x.L, x.segments, x.borders) == (129, 13, 7)
+    x = of(kind, 1, 8 * 129 * 64, 5, True, True)
+    assert (x.L, x.segments, x.borders) == (128, 14, 8)
+    x = of(kind, 3, 65536, 3, False, True)
+    assert (x.L, x.segments, x.borders) == (128, 24, 24)
     assert of(kind, 1, 511, 3, True).borders == 0
     assert of(kind, 8, 4096, 8, False).borders == 0
 

@@ -281,7 +281,7 @@ def test_operator_passes_opcheck(gate, rule):
     if gate == "fixed":
         x["g"] = x["g"].detach().expand(x["v"].shape[:3]).requires_grad_()
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
-    arguments = (*map(x.get, names), None, 0.5, 16, "chunkwise")
+    arguments = (*map(x.get, names), None, 0.5, 16, "chunkwise", False)
     torch.library.opcheck(FORWARD, arguments)
     arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
     o, state, saved = FORWARD(*arguments)

@@ -25,6 +25,7 @@ from fastweights.deep.network_arguments import (
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
+from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
 from fastweights.parallel.ranks import refuse_ranks
@@ -193,7 +194,8 @@ def solve(
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
-        arguments = (None, None, H0, cu_seqlens, 1.0, None, solver.backend)
+        options = (1.0, None, solver.backend, is_invariant())
+        arguments = (None, None, H0, cu_seqlens, *options)
         return RECURRENCE.forward(x, weighted, k, g, *arguments)[0]
 
     x, r, p = torch.zeros_like(b), b, b

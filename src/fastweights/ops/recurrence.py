@@ -36,6 +36,7 @@ from fastweights.ops.backends import (
     record_run,
 )
 from fastweights.ops.flops import tell_counters
+from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
 from fastweights.parallel.ranks import Ranks, current
 from fastweights.parallel.stretch import (
@@ -185,7 +186,7 @@ def of_one_rank(
     inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    return RECURRENCE(*inputs, chunk_size, backend)
+    return RECURRENCE(*inputs, chunk_size, backend, is_invariant())
 
 
 def _over_ranks(
@@ -293,20 +294,22 @@ def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
-    *inputs, chunk_size, asked = arguments
+    *inputs, chunk_size, asked, alone = arguments
     implementation = _implementation(asked, q, inputs[4], chunk_size)
     backend, module, chunk_size = implementation
     record_run(f"{backend} forward")
     with without_autocast(q):
-        return module.forward(q, *inputs, chunk_size)
+        return module.forward(q, *inputs, chunk_size, alone)
 
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, erase, initial_state, cu_seqlens, _, chunk_size, asked = others
+    g, beta, erase, initial_state, cu_seqlens, *options = others
+    _, chunk_size, asked, alone = options
     _, module, chunk_size = _implementation(asked, q, erase, chunk_size)
-    saved = module.empty_saved(q, v, g, beta, erase, cu_seqlens, chunk_size)
+    tokens = (q, v, g, beta, erase, cu_seqlens)
+    saved = module.empty_saved(*tokens, chunk_size, alone)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
@@ -315,19 +318,19 @@ def _backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *inputs, chunk_size, asked = arguments
+    *inputs, chunk_size, asked, alone = arguments
     implementation = _implementation(asked, q, inputs[4], chunk_size)
     backend, module, chunk_size = implementation
     record_run(f"{backend} backward")
     with without_autocast(q):
-        return module.backward(do, dstate, q, *inputs, chunk_size)
+        return module.backward(do, dstate, q, *inputs, chunk_size, alone)
 
 
 RECURRENCE = Operator(
     "linear_recurrence",
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? erase, "
     "Tensor? initial_state, Tensor? cu_seqlens",
-    "float scale, int? chunk_size, str backend",
+    "float scale, int? chunk_size, str backend, bool invariant",
     "Tensor o, Tensor state, Tensor[] saved",
     hidden=1,
     kept=1,

@@ -54,14 +54,18 @@ def widen(
     return q, k, v, g, beta, erase
 
 
-def pieces(cu_seqlens: Offsets, v: Tensor, chunk_size: int) -> list[Piece]:
+def pieces(
+    cu_seqlens: Offsets, v: Tensor, chunk_size: int, invariant: bool
+) -> list[Piece]:
     """What is computed together, so much that it stays in a core's cache.
 
-    Of a batch some rows; of a pack what :func:`buckets` says. No chunk is
-    longer than its sequences.
+    Of a batch some rows; of a pack what :func:`buckets` says; if it is to be
+    ``invariant`` each sequence alone. No chunk is longer than its sequences.
     """
     B, T, HV = v.shape[:3]
     in_cache = max(1, torch.get_num_threads() * IN_CACHE // HV)
+    if invariant:
+        in_cache = 0
     if cu_seqlens is not None:
         return buckets(cu_seqlens, v, chunk_size, lambda C: in_cache // C**2)
     C = min(chunk_size, T)
@@ -130,6 +134,7 @@ def empty_saved(
     erase: Tensor | None,
     cu_seqlens: Offsets,
     chunk_size: int,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
@@ -157,6 +162,7 @@ def forward(
     cu_seqlens: Offsets,
     scale: float,
     chunk_size: int,
+    invariant: bool = False,
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     tokens = widen(q, k, v, g, beta, erase)
@@ -171,7 +177,7 @@ def forward(
         # Short sequences fill less than a row; the last may end before T.
         for x in (o, *saved):
             x.zero_()
-    for part in pieces(cu_seqlens, v, chunk_size):
+    for part in pieces(cu_seqlens, v, chunk_size, invariant):
         inputs, n = part.of(*tokens), part.states
         o_n, state[n], Aqk, P = chunkwise_forward(
             *inputs,
@@ -201,6 +207,7 @@ def backward(
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
@@ -222,7 +229,7 @@ def backward(
         for x in tokens
         if x is not None
     ]
-    for part in pieces(cu_seqlens, v, chunk_size):
+    for part in pieces(cu_seqlens, v, chunk_size, invariant):
         n, C = part.states, part.chunk_size
         kept = part.of(*(x.transpose(1, 2) for x in saved if x.numel()))
         kept = [to_chunks(x[..., :C], C) for x in kept]

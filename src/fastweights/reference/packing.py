@@ -95,11 +95,11 @@ def buckets(
         else:
             short[(length - 1).bit_length()].append((n.start, t))
     for like in short.values():
-        longest = max(t.stop - t.start for _, t in like)
-        number = max(1, rows(longest))
+        number = max(1, rows(max(t.stop - t.start for _, t in like)))
         for i in range(0, len(like), number):
             ns, ts = zip(*like[i : i + number], strict=True)
             starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
+            longest = max(t.stop - t.start for t in ts)
             at = starts[:, None] + torch.arange(longest)
             own = at < stops[:, None]
             index = (torch.tensor(ns), at.clamp(max=T - 1), own)

@@ -8,6 +8,7 @@ As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from fastweights.kernels.recurrence.settings import Kind, lengths_of
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
 
 
-def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
-    """What kind of call that is; and B, T, sequences and whether packed.
+def kind_of(
+    given: Given, chunk_size: int, invariant: bool = False
+) -> tuple[Kind, tuple]:
+    """What kind of call that is; and what lengths_of it takes.
 
     Of a traced call these may be symbols; heads and widths are numbers.
     """
@@ -40,7 +43,7 @@ def kind_of(given: Given, chunk_size: int) -> tuple[Kind, tuple]:
     rule = (gate, beta is not None, chunk_size, precision)
     kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
-    return kind, (B, T, N, offsets is not None)
+    return kind, (B, T, N, offsets is not None, invariant)
 
 
 def dtypes_of(given: Given) -> stages.Dtypes:
@@ -55,10 +58,11 @@ def empty_saved(
     erase: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    invariant: bool,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps."""
     given = (q, q, v, g, beta, None, cu_seqlens)
-    kind, sizes = kind_of(given, chunk_size)
+    kind, sizes = kind_of(given, chunk_size, invariant)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     kept = stages.Rooms(kind, dtypes_of(given)).kept
     size = buffer_offsets((x.lines for x in kept), lengths)[-1]
@@ -78,7 +82,7 @@ def aligned(x: Tensor | None) -> Tensor | None:
 
 
 def run(
-    inputs: Given, saved: list[Tensor] | None, scale: float, chunk_size: int
+    inputs: Given, saved: list[Tensor] | None, scale: float, *options: Any
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward or, if it ``saved``, a backward; what is kept.
 
@@ -88,7 +92,7 @@ def run(
     """
     with torch.cuda.device_of(inputs[0]):
         given = [aligned(x) for x in inputs]
-        kind, sizes = kind_of(given, chunk_size)
+        kind, sizes = kind_of(given, *options)
         lengths, of = lengths_of(kind, *sizes), dtypes_of(given)
         segmented, back = lengths.borders > 0, saved is not None
         whole = stages.backward_schedule if back else stages.forward_schedule
@@ -117,6 +121,7 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
+    invariant: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is kept.
 
@@ -124,7 +129,7 @@ def forward(
     """
     check_offsets_on_host(cu_seqlens, q.shape[1])
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
-    made, saved = run(inputs, None, scale, chunk_size)
+    made, saved = run(inputs, None, scale, chunk_size, invariant)
     return made["o"], made["state"], saved
 
 
@@ -142,6 +147,7 @@ def backward(
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
+    invariant: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
@@ -151,7 +157,7 @@ def backward(
     if do is None:
         do = torch.zeros_like(v)
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
-    made, _ = run(inputs, saved, scale, chunk_size)
+    made, _ = run(inputs, saved, scale, chunk_size, invariant)
     if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
         made["dg"] = made["dg"].view_as(g)
     if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles

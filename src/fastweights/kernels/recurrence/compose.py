@@ -1,11 +1,16 @@
 """Segments of sequences, and between them each state from the one before.
 
-A sequence is cut into segments of L chunks, the last of which may be shorter.
-They lie in slots as chunks do (tile.first_slot). A border lies at the end of
-every segment but a sequence's last, and has the state that passes it and the
-map of the segment before it. Among packed sequences two such segments, of L
-chunks each, never start within the same L chunks of the pack, counted from
-its first token: that is what numbers the borders.
+A sequence is cut into segments of L chunks, from its own first token on; what
+is left over at its end is its tail. They lie in slots as chunks do
+(tile.first_slot). A border lies at the end of every whole segment, and has the
+state that passes it and the segment's map. Among packed sequences two whole
+segments never start within the same L chunks of the pack, counted from its
+first token: that is what numbers the borders.
+
+Whatever state enters a whole segment, also as a call's initial state, the one
+that leaves it is composed, also as a call's final state. So a sequence may be
+cut into calls at its borders, and the bits stay. Only what nothing enters is
+left as the scan leaves it: composed, it would be the same.
 """
 
 import triton
@@ -32,21 +37,19 @@ def segment_at(i_s, cu_seqlens, N, T, L, BT: tl.constexpr):
 def border_of(i_n, start, first, cu_seqlens, T, L, BT: tl.constexpr):
     """The border at the end of the segment that starts with chunk first."""
     if cu_seqlens is None:
-        borders = tl.cdiv(tl.cdiv(T, BT), L) - 1  # of each sequence
-        return i_n * borders + first // L
+        return i_n * (T // (L * BT)) + first // L
     else:
         return ((start + first * BT) // (L * BT)).to(tl.int32)
 
 
 @triton.jit
 def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
-    """The segment before border i_b, as segment_at has it; if there is one.
+    """The segment before border i_b, as segment_at has it, if it is whole.
 
-    Of packed sequences that with the last of the border's tokens, if it is
-    not its sequence's last.
+    Of packed sequences that with the last of the border's tokens.
     """
     if cu_seqlens is None:
-        borders = tl.cdiv(tl.cdiv(T, BT), L) - 1
+        borders = T // (L * BT)  # of each sequence
         i_n, first = i_b // borders, i_b % borders * L
         start, end = tile.sequence_span(i_n, cu_seqlens, T)
     else:
@@ -56,8 +59,13 @@ def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
         first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
         if last < start:
             end = start
-    is_border = start + (first + L).to(tl.int64) * BT < end
-    return i_n, start, end, first, is_border
+    return i_n, start, end, first
+
+
+@triton.jit
+def is_whole(start, end, first, L, BT: tl.constexpr):
+    """Whether the segment that starts with chunk first has all L chunks."""
+    return start + (first + L).to(tl.int64) * BT <= end
 
 
 @triton.jit
@@ -84,16 +92,26 @@ def chunks_in_reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
 
 
 @triton.jit
-def compose_kernel(borders, maps, call, META: tl.constexpr):
+def state_passing(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
+    """Where the state lies that passes border i_b, or sequence i_n's edge."""
+    if edge is None:
+        return borders, i_b * HV + i_hv
+    i_s = tl.where(at_edge, i_n, i_b) * HV + i_hv
+    return tl.where(at_edge, edge, borders), i_s
+
+
+@triton.jit
+def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
     In place, fp32. borders [borders, HV, K, V] has what leaves a segment that
-    zero enters, but of a sequence's first what leaves it indeed. maps
-    [borders, HV, K, K] are those of the segments before them; [borders, HV,
-    K], the diagonal, for the additive rule; or None, all ones. BACK: borders
-    has what the segment after a border adds to the gradient of the state that
-    passes it, then that gradient. A program starts at the border after a
-    sequence's second segment, and there is none after the last.
+    zero enters. maps [borders, HV, K, K] are those of the segments before
+    them; [borders, HV, K], the diagonal, for the additive rule; or None, all
+    ones. BACK: borders has what the segment after a border adds to the
+    gradient of the state that passes it, then that gradient. At a sequence's
+    edges stand the states [N, HV, K, V] that enter a call and those that leave
+    it; where an end is no border, neither is its edge. A program starts at the
+    border of a sequence's first segment.
     """
     cu_seqlens, scale, T, N, L = call
     HV: tl.constexpr = META.HV
@@ -107,46 +125,58 @@ def compose_kernel(borders, maps, call, META: tl.constexpr):
     NJ: tl.constexpr = META.NJ
     i_v, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_b % HV, i_b // HV
-    i_n, start, end, first, is_border = segment_before(
-        i_b, cu_seqlens, N, T, L, BT
-    )
+    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, BT)
     o_k = tl.arange(0, BK)
-    segments = tl.cdiv(tl.cdiv(end - start, BT), L).to(tl.int32)
-    if (is_border == 0) | (first != L):
+    segments = ((end - start) // (L * BT)).to(tl.int32)
+    has_tail = start + segments.to(tl.int64) * (L * BT) < end
+    if first != 0:
         segments = 0
-    for i in range(1, segments - 1):
+    begin, stop = 0, segments
+    if entering is None:
+        begin = tl.where(has_tail, 0, 1) if BACK else 1
+    if leaving is None:
+        stop -= 1
+    for i in range(begin, stop):
         i_s = segments - 1 - i if BACK else i
         i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, BT)
         i_to = border_of(i_n, start, i_s * L - L, cu_seqlens, T, L, BT)
-        i_from = i_M
-        if not BACK:
+        i_from, from_edge, to_edge = i_M, i == 0, i == segments - 1
+        if BACK:
+            from_edge &= has_tail == 0
+        else:
             i_to, i_from = i_M, i_to
-        i_M, i_to = i_M * HV + i_hv, i_to * HV + i_hv
-        i_from = i_from * HV + i_hv
+            to_edge &= has_tail == 0
+        p_from, i_from = state_passing(
+            entering, borders, from_edge, i_n, i_from, i_hv, HV
+        )
+        p_to, i_to = state_passing(
+            leaving, borders, to_edge, i_n, i_to, i_hv, HV
+        )
+        i_M = i_M * HV + i_hv
         if META.DELTA:
             b_on = tl.zeros([BK, BV], dtype=tl.float32)
             for i_j in tl.static_range(NJ):
                 o_from, m_from = tile.tile_at(
                     i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
                 )
-                b_from = tl.load(borders + o_from, mask=m_from, other=0.0)
+                b_from = tl.load(p_from + o_from, mask=m_from, other=0.0)
                 if BACK:
                     o_M, m_M = tile.tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
                 else:
                     o_M, m_M = tile.tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
                 b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
                 if i_j == NJ - 1:  # with the last loads, not before them
-                    b_S = tile.load_state(borders, i_to, i_v, True, META)
+                    b_S = tile.load_state(p_to, i_to, i_v, True, META)
                 if BACK:
                     b_M = tl.trans(b_M)  # [BK, BJ]
                 b_on = tl.dot(b_M, b_from, b_on, input_precision="tf32x3")
             b_S += b_on
         else:
-            b_S = tile.load_state(borders, i_to, i_v, True, META)  # [BK, BV]
-            b_from = tile.load_state(borders, i_from, i_v, True, META)
+            b_S = tile.load_state(p_to, i_to, i_v, True, META)  # [BK, BV]
+            b_from = tile.load_state(p_from, i_from, i_v, True, META)
             if maps is not None:
                 p_M = maps + i_M.to(tl.int64) * K + o_k
                 b_from *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
             b_S += b_from
-        tile.store_state(borders, b_S, i_to, i_v, True, META)
+        tile.store_state(p_to, b_S, i_to, i_v, True, META)
         tl.debug_barrier()  # before other threads load what was stored

@@ -16,8 +16,10 @@ from fastweights.kernels.recurrence import gates
 from fastweights.kernels.recurrence.compose import (
     border_of,
     chunks_in_reach,
+    is_whole,
     segment_at,
     segment_before,
+    state_passing,
 )
 
 
@@ -65,6 +67,7 @@ def chunks_of(
     i_x,
     i_hv,
     is_map,
+    initial_state,
     bound,
     call,
     MAP: tl.constexpr,
@@ -73,22 +76,29 @@ def chunks_of(
     """A program's sequence, its tokens, and its chunks: begin to last.
 
     Of segment i_x, whose first chunk is first, or with MAP of the one before
-    border i_x, if that is_border. With a gate per head a map is that of the
-    chunks which matter at the segment's end; whether it reaches_all of them.
+    border i_x. The state that leaves it is_composed if it is whole and a state
+    enters it. With MAP is_composed is whether there is anything to compose:
+    also what leaves a first segment, to enter the next. With a gate per head
+    a map is that of the chunks which matter at the segment's end; whether it
+    reaches_all of them.
     """
     cu_seqlens, scale, T, N, L = call
     BT: tl.constexpr = META.BT
-    is_border, reaches_all = False, True
+    reaches_all = True
     if MAP:
-        i_n, start, end, first, is_border = segment_before(
-            i_x, cu_seqlens, N, T, L, BT
-        )
-        last = tl.where(is_border, first + L, first)
-        last = tl.where(is_map & (first == 0), first, last)
+        i_n, start, end, first = segment_before(i_x, cu_seqlens, N, T, L, BT)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
-        NT = tl.cdiv(end - start, BT).to(tl.int32)
-        last = tl.minimum(first + L, NT)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    last = tl.minimum(first + L, NT)
+    enters = first > 0
+    if initial_state is not None:
+        enters = first >= 0
+    if MAP:
+        enters |= (last < NT) & (is_map == 0)
+    is_composed = enters & is_whole(start, end, first, L, BT)
+    if MAP:
+        last = tl.where(is_composed, last, first)
     begin = first
     if MAP and META.DG == 1:
         i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
@@ -99,7 +109,7 @@ def chunks_of(
         if is_map & (reaches_all == 0):
             reached = 0
         begin = last - reached
-    return i_n, start, end, first, begin, last, is_border, reaches_all
+    return i_n, start, end, first, begin, last, is_composed, reaches_all
 
 
 @triton.jit
@@ -115,26 +125,24 @@ def enter(
 ):
     """The state [BK, BV] with which a program's first chunk begins.
 
-    A sequence's own, or of a later segment the composed one; of M its unit
-    vectors, or 0 where it does not reach all of its chunks.
+    A sequence's own, or of a later segment the composed one; of B none, of M
+    its unit vectors, or 0 where it does not reach all of its chunks.
     """
     initial_state, border_states, maps = states
-    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
     cu_seqlens, scale, T, N, L = call
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    if initial_state is None:
-        b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    else:
-        from_start = (first == 0) & reaches_all
-        i_nh = i_n * META.HV + i_hv
-        b_S = tile.load_state(initial_state, i_nh, i_v, from_start, META)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if MAP:
         if META.DELTA:
             if is_map:  # and no values
                 i_j = tl.where(reaches_all, i_v - META.NV, -1)  # else 0
                 b_S = unit_columns(i_j, BK, BV)
-    elif border_states is not None:
+    elif initial_state is not None:
+        i_nh = i_n * META.HV + i_hv
+        b_S = tile.load_state(initial_state, i_nh, i_v, first == 0, META)
+    if border_states is not None and not MAP:
         NT = tl.cdiv(end - start, META.BT).to(tl.int32)
         i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META.BT)
         has_before = (first > 0) & (first < NT)
@@ -159,36 +167,38 @@ def leave(
 ):
     """Store what a program's last chunk ends with, if anybody asks for it.
 
-    MAP: B to border_states, M or the channels' decay to maps; else the final
-    state, of a sequence's last segment.
+    MAP: B to border_states, or to state at a sequence's end; M or the
+    channels' decay to maps. Else the final state, if it is not composed.
     """
     initial_state, border_states, maps = states
-    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
     K: tl.constexpr = META.K
+    NT = tl.cdiv(end - start, META.BT).to(tl.int32)
     if MAP:
         i_b = i_x * META.HV + i_hv
-        has_state = is_border & (is_map == 0)
-        tile.store_state(border_states, b_S, i_b, i_v, has_state, META)
+        p_S, i_S = state_passing(
+            state, border_states, last == NT, i_n, i_x, i_hv, META.HV
+        )
+        has_state = is_composed & (is_map == 0)
+        tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
         if META.DELTA:
-            # Of a sequence's first segment, and of no program of B, no rows.
+            # Of a program of B no rows.
             MAPS: tl.constexpr = META.map_tiles
             row = i_b.to(tl.int64) * K
-            has_map = is_border & is_map & (first > 0)
-            rows = (row, row + tl.where(has_map, K, 0), 0)
+            rows = (row, row + tl.where(is_composed & is_map, K, 0), 0)
             tile.store_rows(maps, b_S, rows, i_v - META.NV, MAPS)
         elif META.DG > 0:
             o_k = tl.arange(0, META.BK)[:, None]
             if META.DG == 1:
                 b_decay = tl.where(reaches_all, b_decay, 0.0)
-            m_k = tile.mask_if(is_border & (i_v == 0), o_k < K)
+            m_k = tile.mask_if(is_composed & (i_v == 0), o_k < K)
             p_decay = maps + i_b.to(tl.int64) * K + o_k
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
-        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
         is_last = (last == NT) & ((first < NT) | (first == 0))
-        i_nh = i_n * META.HV + i_hv
-        tile.store_state(state, b_S, i_nh, i_v, is_last, META)
+        i_nh, own = i_n * META.HV + i_hv, is_last & (is_composed == 0)
+        tile.store_state(state, b_S, i_nh, i_v, own, META)
 
 
 @triton.jit
@@ -205,11 +215,11 @@ def scan_fwd_kernel(
     entrance. With o the kernel writes the outputs and the final state; with
     h, for the backward, the state that enters each chunk, and the errors.
     With neither it writes the map of the segment before a border: B to
-    border_states [borders, HV, K, V], and M to maps: K x K for the delta
-    rule, whose tiles are programs of their own, and the decay of K channels
-    for a gate and the additive rule. A sequence's first segment knows its
-    state, which it leaves in border_states, and needs no M. Otherwise
-    border_states is the state that passes each border, composed.
+    border_states [borders, HV, K, V], or to state if the sequence ends there,
+    and M to maps: K x K for the delta rule, whose tiles are programs of their
+    own, and the decay of K channels for a gate and the additive rule. A first
+    segment that no state enters needs no M. Otherwise border_states is the
+    state that passes each border, composed.
     """
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
@@ -234,8 +244,8 @@ def scan_fwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     is_map = i_v >= NV  # a program of M
-    chunks = chunks_of(i_x, i_hv, is_map, bound, call, MAP, META)
-    i_n, start, end, first, begin, last, is_border, reaches_all = chunks
+    chunks = chunks_of(i_x, i_hv, is_map, states[0], bound, call, MAP, META)
+    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
     b_S = enter(states, chunks, i_hv, i_v, is_map, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
@@ -365,9 +375,11 @@ def scan_bwd_kernel(
     intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
     dv would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
-    w. If dh is None, only what the segment after a border adds to the
-    gradient of the state that passes it, to border_grads [borders, HV, K, V];
-    otherwise border_grads is that gradient, composed.
+    w. If dh is None, only what a segment adds to the gradient of the state
+    that enters it: two programs for each border, of the segment before it,
+    and of the tail that may come after it. To border_grads [borders, HV, K,
+    V], or of a sequence's first segment to dinitial_state; otherwise
+    border_grads is the gradient of the state that passes a border, composed.
     """
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
@@ -393,19 +405,26 @@ def scan_bwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     if MAP:
-        i_n, start, end, first, is_border = segment_before(
-            i_x, cu_seqlens, N, T, L, BT
+        i_n, start, end, first = segment_before(
+            i_x // 2, cu_seqlens, N, T, L, BT
         )
-        first += L
+        is_border = is_whole(start, end, first, L, BT)
+        is_tail = i_x % 2 == 1
+        first = tl.where(is_tail, first + L, first)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     last = tl.minimum(first + L, NT)
-    if MAP:
-        last = tl.where(is_border, last, first)
     i_nh = i_n * HV + i_hv
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
     from_end = (last == NT) & ((first < NT) | (first == 0))
+    whole = is_whole(start, end, first, L, BT)
+    if MAP:
+        from_end &= whole == 0
+        is_border &= from_end == is_tail
+        if dinitial_state is None:
+            is_border &= first > 0
+        last = tl.where(is_border, last, first)
     if MAP and DG == 1:
         reached = chunks_in_reach(
             bound, i_slot + first, i_hv, first, last, True, META
@@ -512,7 +531,11 @@ def scan_bwd_kernel(
             b_dS *= b_half
 
     if MAP:
-        i_b = i_x * HV + i_hv
-        tile.store_state(border_grads, b_dS, i_b, i_v, is_border, META)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, BT)
+        p_dS, i_dS = state_passing(
+            dinitial_state, border_grads, first == 0, i_n, i_b, i_hv, HV
+        )
+        tile.store_state(p_dS, b_dS, i_dS, i_v, is_border, META)
     elif dinitial_state is not None:
-        tile.store_state(dinitial_state, b_dS, i_nh, i_v, first == 0, META)
+        own = (first == 0) & (whole == 0)
+        tile.store_state(dinitial_state, b_dS, i_nh, i_v, own, META)

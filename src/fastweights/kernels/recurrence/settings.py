@@ -18,6 +18,7 @@ from fastweights.kernels.gpu import GPU
 from fastweights.kernels.tile import Tiles, narrowest
 
 SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
+INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
 IntLike = Any  # int, or SymInt where shapes are symbols
 
 
@@ -237,17 +238,28 @@ class Lengths(NamedTuple):
     tokens: IntLike  # B T
     slots: IntLike  # one per chunk of a sequence: tile.first_slot
     segments: IntLike  # likewise one per segment
-    borders: IntLike  # between two segments of a sequence: compose.border_of
+    borders: IntLike  # at the ends of whole segments: compose.border_of
 
 
 @functools.lru_cache(maxsize=4096)
 def lengths_of(
-    kind: Kind, B: IntLike, T: IntLike, N: IntLike, packed: bool
+    kind: Kind,
+    B: IntLike,
+    T: IntLike,
+    N: IntLike,
+    packed: bool,
+    invariant: bool = False,
 ) -> Lengths:
-    """The lengths of a call of N sequences, ``packed`` or of T tokens each."""
+    """The lengths of a call of N sequences, ``packed`` or of T tokens each.
+
+    ``invariant``: in segments of INVARIANT_SEGMENT tokens.
+    """
     C, chunks = kind.chunk_size, -(-T // kind.chunk_size)
-    L = segment_chunks(kind, 1 if packed else B, chunks)
-    segments = -(-T // (L * C)) + N if packed else B * -(-chunks // L)
+    rows = 1 if packed else B
+    L = INVARIANT_SEGMENT // C
+    if not invariant:
+        L = segment_chunks(kind, rows, chunks)
+    segments = rows * -(-chunks // L) + (N if packed else 0)
     return Lengths(
         B,
         T,
@@ -256,7 +268,7 @@ def lengths_of(
         tokens=B * T,
         slots=chunks + N if packed else B * chunks,
         segments=segments,
-        borders=(T - 1) // (L * C) if packed else segments - B,
+        borders=rows * (T // (L * C)),
     )
 
 
@@ -268,7 +280,8 @@ def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
     SEGMENT_CHUNKS; and that the delta rule's maps, of which the first
     segment needs none, are found in one round, or in two where their programs
     are large (maps_at_once). Packed sequences are one row: how long each of
-    them is, only the device knows.
+    them is, only the device knows. A row's last segment is shorter: no state
+    that leaves it has to be composed.
     """
     BV, ints = scan_values(kind), type(rows) is type(chunks) is int
     # Those of symbols take a microsecond each.
@@ -280,7 +293,7 @@ def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
         at_once = maps_at_once(kind) // (programs + maps)
         number = smaller(number, 1 + at_once)
     number = larger(smaller(number, chunks // SEGMENT_CHUNKS), 1)
-    return -(-chunks // number)
+    return chunks // number + 1
 
 
 @functools.lru_cache(maxsize=4096)

@@ -195,7 +195,8 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     steps = ScheduleBuilder(kind, dtypes)
     x, HV = steps.rooms, kind.HV
     groups: tuple[Any, ...]
-    scores, nothing = (x.Aqk, x.R), (None, None, None, None)
+    outputs: tuple[Any, ...]
+    scores = x.Aqk, x.R
     if kind.gate or kind.delta:
         groups = x.inputs, x.decayed, x.decays, scores, None
         steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
@@ -203,10 +204,11 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         meta = meta_of("segment_maps", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
         states = x.initial_state, x.border_states, x.maps
-        groups = x.decayed, x.v, x.decays, (None, x.R), states, nothing
+        outputs = None, x.state, None, None
+        groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
         each = Count("borders", HV * programs)
         steps.add("segment_maps", scan_fwd_kernel, each, *groups)
-        groups = x.border_states, x.maps
+        groups = x.initial_state, x.border_states, x.state, x.maps
         steps.add_tiles("compose", compose_kernel, "borders", *groups)
     states = x.initial_state, x.border_states if segmented else None, None
     outputs = x.o, x.state, None, None
@@ -234,12 +236,12 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
     steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if segmented:
-        dstates = None, None, None, None, x.border_grads
+        stage = "segment_maps_backward"
+        dstates = None, None, None, x.dinitial_state, x.border_grads
         groups = x.decayed, x.decays, scores, None, incoming, dstates
-        steps.add_tiles(
-            "segment_maps_backward", scan_bwd_kernel, "borders", *groups
-        )
-        groups = x.border_grads, x.maps
+        each = Count("borders", 2 * HV * meta_of(stage, kind).NV)
+        steps.add(stage, scan_bwd_kernel, each, *groups)
+        groups = x.dstate, x.border_grads, x.dinitial_state, x.maps
         steps.add_tiles("compose_backward", compose_kernel, "borders", *groups)
     errors, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):

@@ -1,0 +1,43 @@
+"""The bits of a sequence: alone, in company, and cut into several calls."""
+
+import itertools
+
+import pytest
+import torch
+from company import EDGES, check
+from inputs import GATES, RULES
+
+from fastweights.kernels.recurrence import settings
+
+# A fixed gate, whose gradient is a sum over all sequences, is one per head.
+MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
+
+
+@pytest.mark.parametrize(
+    "T, edges", [(75, EDGES), (64, EDGES), (75, ()), (64, ())], ids=str
+)
+@pytest.mark.parametrize("gate, rule", MEMBERS)
+def test_bits(gate, rule, T, edges, cut, monkeypatch):
+    """Of two segments, with and without a tail, where others would be cut."""
+    cut(2)
+    monkeypatch.setattr(settings, "INVARIANT_SEGMENT", 32)
+    sizes = {"H": 1, "HV": 2, "K": 17, "V": 9}
+    sizes |= {"dtype": torch.float32, "device": "cpu"}
+    options = {"backend": "triton", "chunk_size": 16}
+    others = (1, 37), (1, 40)
+    check(gate, rule, edges, T, others, 32, sizes, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [20000, 16384])
+@pytest.mark.parametrize("edges", [EDGES, ()], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16]
+)
+@pytest.mark.parametrize("gate, rule", MEMBERS)
+def test_bits_on_a_gpu(gate, rule, dtype, D, edges, T):
+    sizes = {"H": 1, "HV": 2, "K": D, "V": D, "dtype": dtype}
+    sizes["device"] = "cuda"
+    others, segment = [(1, 3000), (1, 9001)], settings.INVARIANT_SEGMENT
+    check(gate, rule, edges, T, others, segment, sizes, backend="triton")

@@ -1,0 +1,48 @@
+"""The bits of a sequence whatever is computed beside it, by PyTorch."""
+
+import itertools
+
+import pytest
+import torch
+from company import EDGES, check
+from graphs import in_one_graph
+from inputs import GATES, RULES, member
+
+import fastweights as fw
+from fastweights.reference import backend
+
+MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
+
+
+@pytest.mark.parametrize("T, others", [(5, [4, 7]), (150, [140, 9])], ids=str)
+@pytest.mark.parametrize("gate, rule", MEMBERS)
+def test_chunks_of_a_sequence_alone(gate, rule, T, others):
+    sizes = {"H": 1, "HV": 2, "K": 33, "V": 17}
+    sizes |= {"dtype": torch.float32, "device": "cpu"}
+    others, options = [(1, n) for n in others], {"backend": "chunkwise"}
+    check(gate, rule, EDGES, T, others, None, sizes, **options)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_graph_knows_it(inside, monkeypatch):
+    """Of a context around the call, or around the compiled function."""
+    seen, forward = [], backend.forward
+
+    def noted(*arguments):
+        seen.append(arguments[-1])
+        return forward(*arguments)
+
+    def call(**x):
+        if not inside:
+            return fw.linear_recurrence(**x)
+        with fw.invariant():
+            return fw.linear_recurrence(**x)
+
+    monkeypatch.setattr(backend, "forward", noted)
+    x = member("head", "delta", T=9)
+    with in_one_graph(call, most=3 - inside) as compiled:
+        compiled(**x)
+        with fw.invariant():
+            compiled(**x)
+        compiled(**x)
+    assert seen == [inside, True, inside]
