@@ -58,7 +58,7 @@ def empty_saved(
     erase: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    invariant: bool,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps."""
     given = (q, q, v, g, beta, None, cu_seqlens)
@@ -121,7 +121,7 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
-    invariant: bool,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is kept.
 
@@ -147,7 +147,7 @@ def backward(
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
-    invariant: bool,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, initial_state where given.
 
