@@ -123,16 +123,22 @@ def drawn(
 
 
 def results(
-    call: Callable[..., tuple], x: Inputs, **options
+    call: Callable[..., tuple], x: Inputs, *, end: int | None = None, **options
 ) -> tuple[list[Tensor], list[Tensor], Inputs]:
-    """Outputs, states, and each input's gradient from all of them."""
+    """Outputs, states, and each input's gradient from all of them.
+
+    From token ``end`` on the gradients of outputs are NaN.
+    """
     leaves = {k: t.detach().clone().requires_grad_() for k, t in x.items()}
     *outputs, states = call(**leaves, **options)
     states = [*states] if isinstance(states, tuple) else [states]
     torch.manual_seed(1)
     loss = torch.zeros((), device=states[0].device, dtype=torch.float64)
     for o in outputs:
-        loss = loss + (o * torch.rand_like(o[:, :1])).double().sum()
+        do = torch.rand_like(o[:, :1]).expand(o.shape).clone()
+        if end is not None:
+            do[:, end:] = torch.nan
+        loss = loss + (o * do).double().sum()
     for state in states:
         loss = loss + state.double().nan_to_num(neginf=0).sin().sum()
     loss.backward()
@@ -192,14 +198,17 @@ def check_tail(
     tolerance: float = 1e-12,
     **options,
 ) -> None:
-    """NaN after the last sequence changes nothing, and comes out as 0."""
+    """NaN after the last sequence changes nothing, and comes out as 0.
+
+    In inputs and in the gradients of outputs.
+    """
     operator, end = OPERATORS[name], offsets[-1]
     options["cu_seqlens"] = torch.tensor(offsets, device=device)
     full = drawn(name, T, len(offsets) - 1, dtype, device)
     for key, x in full.items():
         if key not in operator.whole:
             x[:, end:] = float("nan")
-    outputs, _, grads = results(operator.call, full, **options)
+    outputs, _, grads = results(operator.call, full, end=end, **options)
     for x in (
         *outputs,
         *(grads[k] for k in grads if k not in operator.whole),

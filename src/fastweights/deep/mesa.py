@@ -67,7 +67,8 @@ def mesa(
         steps: of conjugate gradients. Rounding apart K are enough, and far
             fewer where ridge is not small beside H.
         initial_state: [H | G], in fp32.
-        cu_seqlens: where packed sequences begin and end; B is 1 then.
+        cu_seqlens: where packed sequences begin and end; B is 1 then. Tokens
+            after the last one have outputs and gradients of 0.
         backend: "triton" (a kernel for all steps, and products in q's dtype:
             K <= 128, 64 in fp32, CUDA), "chunkwise" (PyTorch) or "auto" (on
             compute capability 9.x and 10.x the kernel in half precision,
