@@ -138,6 +138,53 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     return y @ w["o_proj.weight"].T
 
 
+def erasing(q, k, v, e, decay):
+    """S_t = (I - k e^T) Diag(decay) S + k v^T, decay [T, HV, n]."""
+    (length, HV, V), (H, K) = v.shape, k.shape[1:]
+    o = torch.zeros_like(v)
+    for h in range(HV):
+        S, own = v.new_zeros(K, V), h * H // HV
+        for t in range(length):
+            S = decay[t, h].expand(K)[:, None] * S
+            error = v[t, h] - S.T @ e[t, h * e.shape[1] // HV]
+            S = S + torch.outer(k[t, own], error)
+            o[t, h] = S.T @ q[t, own] * K**-0.5
+    return o
+
+
+def gated_deltanet2(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
+    q, k, v = put_in(w, x, (H, K), (H, K), (HV, V), conv=conv)
+    q, k = of_length_one(q), of_length_one(k)
+    a = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T
+    (a,) = cut(a + w["decay.dt_bias"], (H, K))
+    A = w["decay.A_log"].exp()[:, None]
+    g = -A * softplus(a) if least is None else least * sigmoid(A * a)
+    (b,) = cut(most * sigmoid(x @ w["b_proj.weight"].T), (H, K))
+    (s,) = cut(sigmoid(x @ w["w_proj.weight"].T), (HV, V))
+    decay = g.exp().repeat_interleave(HV // H, 1)
+    o = erasing(q, k, s * v, b * k, decay)
+    y = (rms(o) * w["norm.weight"]).flatten(1)
+    z = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T
+    return (y * sigmoid(z + w["g_proj.1.bias"])) @ w["o_proj.weight"].T
+
+
+def comba(w, x, H, HV, K, V, *, unit_p=False):
+    q, k, v = put_in(w, x, (H, K), (H, K), (HV, V))
+    p = sigmoid(w["d"])[:, None] * k
+    q, long = of_length_one(q - w["D"][:, None] * p), k
+    k = of_length_one(k)
+    p = k if unit_p else p * (k / long)
+    a, b = (x @ part.T for part in w["ab_proj.weight"].chunk(2))
+    dt = softplus(a + w["decay.dt_bias"])
+    decay = (-w["decay.A_log"].exp() * dt).exp()[..., None]
+    beta = sigmoid(b)[..., None]
+    p = p.repeat_interleave(HV // H, 1)
+    # Before the decay: e^-g undoes it.
+    o = erasing(q, k, beta * v, beta * p / decay, decay)
+    y = (rms(o) * w["norm.weight"]).flatten(1)
+    return (y * sigmoid(x @ w["g_proj.weight"].T)) @ w["o_proj.weight"].T
+
+
 def family(
     w, x, H, K, V, *, conv=True, bend=silu, unit=True, per="head", most=1
 ):
@@ -292,6 +339,12 @@ EQUATIONS = {
     "kda-options": partial(
         kda, H=1, HV=2, K=4, V=2, conv=False, most=2, least=-5
     ),
+    "gated-deltanet2": partial(gated_deltanet2, H=2, HV=2, K=4, V=4),
+    "gated-deltanet2-options": partial(
+        gated_deltanet2, H=2, HV=4, K=4, V=2, conv=False, most=2, least=-5
+    ),
+    "comba": partial(comba, H=2, HV=2, K=4, V=4),
+    "comba-options": partial(comba, H=1, HV=2, K=4, V=2, unit_p=True),
     "gla": partial(gla, H=2, K=2, V=4),
     "gla-conv": partial(gla, H=2, K=4, V=8, conv=True, temperature=4),
     "retnet": partial(retnet, H=2, K=4, V=8),

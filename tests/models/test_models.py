@@ -314,7 +314,8 @@ def test_the_loss_of_every_kind(kind):
 
 
 REFUSING = {  # which have a recurrence or a convolution
-    *("deltanet", "gated_deltanet", "gla", "kda", "lightning", "mamba"),
+    *("comba", "deltanet", "gated_deltanet", "gated_deltanet2", "gla"),
+    *("kda", "lightning", "mamba"),
     *("mamba2", "mesanet", "mlstm", "recurrence", "retention", "titans"),
 }
 

@@ -23,6 +23,12 @@ gated-deltanet-bare: GatedDeltaNet(D, 2, 4, conv_size=None, gate=False)
 kda: KimiDeltaAttention(D, 2, 4)
 kda-options: KimiDeltaAttention(D, 1, 4, num_v_heads=2, expand_v=0.5,
     conv_size=None, allow_neg_eigval=True, gate_bias=True, lower_bound=-5.0)
+gated-deltanet2: GatedDeltaNet2(D, 2, 4)
+gated-deltanet2-options: GatedDeltaNet2(D, 2, 4, num_v_heads=4, expand_v=0.5,
+    conv_size=None, allow_neg_eigval=True, lower_bound=-5.0)
+comba: Comba(D, 2, 4)
+comba-options: Comba(D, 1, 4, num_v_heads=2, expand_v=0.5, conv_size=3,
+    correction=0.02, unit_p=True)
 gla: GatedLinearAttention(D, 2, gate_rank=3)
 gla-conv: GatedLinearAttention(D, 2, expand_k=1.0, expand_v=2.0,
     temperature=4.0, conv_size=4)
@@ -84,7 +90,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
             last = key.rpartition(".")[2]
             if "norm" in key:
                 p.uniform_(0.5, 1.5)
-            elif last in ("D", "bias"):
+            elif last in ("d", "D", "bias"):
                 p.normal_()
             elif last == "A_log":
                 p.uniform_(-1.0, 1.0)

@@ -23,9 +23,11 @@ the size of a state.
 """
 
 from fastweights.layers.attention import SoftmaxAttention
+from fastweights.layers.comba import Comba
 from fastweights.layers.convolution import HeadsConvolution, ShortConvolution
 from fastweights.layers.deltanet import DeltaNet
 from fastweights.layers.gated_deltanet import GatedDeltaNet
+from fastweights.layers.gated_deltanet2 import GatedDeltaNet2
 from fastweights.layers.gla import GatedLinearAttention
 from fastweights.layers.kda import KimiDeltaAttention
 from fastweights.layers.lact import LaCT
@@ -47,9 +49,11 @@ from fastweights.layers.ttt import TTTMLP, TTTLinear
 __all__ = [
     "MLSTM",
     "TTTMLP",
+    "Comba",
     "Decay",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedLinearAttention",
     "HeadsConvolution",
     "KimiDeltaAttention",

@@ -34,6 +34,7 @@ EXEMPT = re.compile(
 PEERS = {
     "d_conv": "conv_size",
     "conv_kernel": "conv_size",
+    "correction_factor": "correction",
     "d_model": "dim",
     "d_state": "state_size",
     "expand_ratio": "expand",
@@ -65,6 +66,7 @@ PEERS = {
 
 
 NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
+NEEDS |= {"correction": "any"}
 """What numbers by these names have to be; all others are above 0."""
 
 

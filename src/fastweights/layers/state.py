@@ -275,6 +275,7 @@ def continue_recurrence(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     *,
+    erase: Float[Tensor, "B T _ K"] | None = None,
     state: LayerState | None,
     cu_seqlens: Offsets | None,
     scale: float | None = None,
@@ -292,6 +293,7 @@ def continue_recurrence(
             v,
             g=g,
             beta=beta,
+            erase=erase,
             state=S,
             rows=own.rows,
             accepted=own.accepted,
@@ -305,6 +307,7 @@ def continue_recurrence(
         v,
         g,
         beta,
+        erase=erase,
         scale=scale,
         initial_state=None
         if first is None

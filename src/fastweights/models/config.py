@@ -15,8 +15,10 @@ from fastweights import layers
 from fastweights.arguments import check_flags, check_number, check_sizes
 
 LAYERS: dict[str, type[nn.Module]] = {
+    "comba": layers.Comba,
     "deltanet": layers.DeltaNet,
     "gated_deltanet": layers.GatedDeltaNet,
+    "gated_deltanet2": layers.GatedDeltaNet2,
     "gla": layers.GatedLinearAttention,
     "kda": layers.KimiDeltaAttention,
     "lact": layers.LaCT,

@@ -411,14 +411,19 @@ def comba(
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
-    full = compute_dtype(q.dtype)
-    g = g.to(full).clamp(min=-10.0 if q.dtype == torch.float16 else -40.0)
+    written, g, erase = comba_operands(v, p, g, beta)
+    return linear_recurrence(q, k, written, g, erase=erase, **options)
+
+
+def comba_operands(
+    v: Values, p: Float[Tensor, "B T _ K"], g: PerHead, beta: PerHead
+) -> tuple[Values, PerHead, PerChannel]:
+    """The v, g and erase of Comba's recurrence."""
+    full = compute_dtype(v.dtype)
+    g = g.to(full).clamp(min=-10.0 if v.dtype == torch.float16 else -40.0)
     strength = beta.to(full)[..., None]
     erase = strength * (-g).exp()[..., None] * per_value_head(p, v.shape[2])
-    written = (strength * v).to(v.dtype)
-    return linear_recurrence(
-        q, k, written, g, erase=erase.to(k.dtype), **options
-    )
+    return (strength * v).to(v.dtype), g, erase.to(v.dtype)
 
 
 def check_strength(
