@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fastweights as fw
 from fastweights.layers import Decay
 from fastweights_lab import records
-from fastweights_lab.bench import speed, timing
+from fastweights_lab.bench import nvidia_kda, speed, timing
 from fastweights_lab.commands import bench
 from fastweights_lab.program import main
 
@@ -245,20 +245,82 @@ def test_flas_safe_gate_is_used_where_the_gates_allow_it(gate):
     assert not speed.peers_for(rivals, "gla", shape, gate)
 
 
+@pytest.mark.parametrize("gate, middle", [("bounded", -2.5), ("late", -0.033)])
+def test_gates_with_a_lower_bound(gate, middle):
+    g = speed.inputs("kda", speed.Shape(1, 512, 2, 2, 64, 64), gate)["g"]
+    assert g.min() > -5 and g.max() < 0
+    assert abs(g.median().item() - middle) < 0.05 * -middle
+
+
+def test_nvidia_is_left_out_where_its_files_are_not(tmp_path, capsys):
+    (tmp_path / nvidia_kda.FILES[0]).touch()
+    assert speed.peer_functions("nvidia", tmp_path) == {}
+    said = f"nvidia is left out: {tmp_path} has no {nvidia_kda.FILES[1]}"
+    assert said in capsys.readouterr().err
+    assert speed.peer_functions("nvidia") == {}
+    assert "need --peer-path" in capsys.readouterr().err
+
+
+# What nvidia-cudnn-frontend's own launches have: blocks of a grid, threads,
+# arguments.
+LAUNCHES = {
+    2: {
+        "kda_fused": ((3, 2 * 4), 128, 17),
+        "k_meta": ((1, 1), 32, 7),
+        "k_prep<false>": ((3, 3), 512, 18),
+        "k_scan_t<32, 256, false, false>": ((8, 2 * 3), 256, 20),
+        "k_bwd<false>": ((3, 3), 512, 21),
+    },
+    1: {
+        "kda_fused": ((3, 8), 128, 17),
+        "k_prep<true>": ((2, 3), 512, 18),
+        "k_scan_t<32, 256, true, true>": ((8, 3), 256, 20),
+        "k_bwd<true>": ((2, 3), 512, 21),
+    },
+}
+
+
+@pytest.mark.parametrize("B", LAUNCHES)
+def test_launches_of_nvidias_kernels(B):
+    """Two sequences of 64 tokens, or one of 128."""
+    found = {}
+
+    def launch(name, grid, threads, *given):
+        found[name] = grid, threads, len(given)
+        for x in given:
+            nvidia_kda.as_argument(x)
+            assert not isinstance(x, torch.Tensor) or x.is_contiguous()
+
+    x = speed.inputs("kda", speed.Shape(B, 128 // B, 3, 3, 128, 128), "mild")
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    o, state = nvidia_kda.kda(launch, **leaves)
+    assert o.shape == x["v"].shape and state.shape == (B, 3, 128, 128)
+    grads = torch.autograd.grad(o, [*leaves.values()], torch.ones_like(o))
+    assert [dx.shape for dx in grads] == [t.shape for t in x.values()]
+    assert found == LAUNCHES[B]
+    assert found.keys() < {
+        n for file in nvidia_kda.KERNELS.values() for n in file
+    }
+
+
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
 
 ROW = {"what": "copy", "seconds": 1.0}
 
 
-def test_a_record_names_its_peers(monkeypatch, tmp_path, capsys):
-    """Their versions, and how they were set."""
+@pytest.mark.parametrize("case", ["members", "trained"])
+def test_a_record_names_its_peers(case, monkeypatch, tmp_path, capsys):
+    """Their versions, and how they were set; of folders their last name."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     rows = (lambda **_: iter([ROW])), None
-    monkeypatch.setitem(bench.CASES, "members", rows)
+    monkeypatch.setitem(bench.CASES, case, rows)
     path = tmp_path / "record.json"
-    main("bench", *f"members --peer fla --json {path}".split())
-    peers = json.loads(path.read_text())["peers"]
+    words = f"{case} --peer fla --peer-path {tmp_path} --json {path}"
+    main("bench", *words.split())
+    record = json.loads(path.read_text())
+    assert record["command"].endswith(f"--peer-path {tmp_path.name}")
+    peers = record["peers"]
     assert peers.keys() == {"fla"}
     assert peers["fla"]["package"] == "fla-core"
     assert peers["fla"]["version"] == "1.2.3"

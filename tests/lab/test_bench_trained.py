@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import fastweights as fw
 from fastweights_lab import records
 from fastweights_lab.bench import speed, trained_inputs
 from fastweights_lab.bench.trained_inputs import MODELS, beyond, sequences
@@ -63,12 +64,25 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(trained_inputs, "ON_GPU", False)
     small = speed.Shape(1, 128, 2, 2, 32, 32)
     monkeypatch.setattr(trained_inputs, "SMALL", small)
-    rows = [*trained_inputs.rows()]
-    assert {(r["member"], r["gate"], r["what"]) for r in rows} == {
-        (member, gate, what)
+
+    def kda(*, safe_gate=False, **x):
+        return fw.kda(**x)
+
+    def takes(who, member, shape, gate):
+        return (who, gate) != ("nvidia", "model")
+
+    monkeypatch.setattr(speed, "peer_functions", lambda *_: {"kda": kda})
+    monkeypatch.setattr(speed, "peer_takes", takes)
+    rows = [*trained_inputs.rows(peer=["fla", "nvidia"])]
+    assert {
+        (r["member"], r["gate"], r["what"], r.get("peer")) for r in rows
+    } == {
+        (member, gate, what, who)
         for member in MODELS
-        for gate in ("mild", "model", "trained 0")
+        for gate in ("mild", "model", "bounded", "late", "trained 0")
         for what in ("forward", "forward+backward")
+        for who in (None, "fla", "nvidia")
+        if not who or (member == "kda" and (who, gate) != ("nvidia", "model"))
     }
 
 
@@ -77,7 +91,7 @@ def test_what_the_readme_says_of_trained_gates():
     assert record["command"] == "python -m fastweights_lab.bench trained"
     seconds = {}
     for row in record["rows"]:
-        if row["what"] == "forward+backward":
+        if row["what"] == "forward+backward" and "peer" not in row:
             call = row["member"], row["shape"], row["gate"].split()[0]
             seconds.setdefault(call, []).append(row["seconds"])
     slower = {

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.ops.flops import forward as chunk_flops
+from fastweights_lab.bench import nvidia_kda
 from fastweights_lab.bench.timing import (
     DEVICE,
     DTYPE,
@@ -88,7 +90,9 @@ MEMBERS = {
 # nothing may be skipped; strong, half at every step; and as the layers of
 # published models start
 GATES = ("mild", "kept", "strong", "model")
-BOUNDED = ("mild", "kept")  # above -5, whatever is drawn
+# -5 sigmoid of N(0, 1), and of 2 N(0, 1) - 5: KDA's with a lower bound
+SIGMOIDS = {"bounded": (1.0, 0.0), "late": (2.0, -5.0)}
+BOUNDED = ("mild", "kept", *SIGMOIDS)  # above -5, whatever is drawn
 
 
 def inputs(
@@ -119,6 +123,9 @@ def inputs(
             x["g"] /= 16  # GLA's own
         if gate == "kept":
             x["g"].fill_(-1e-3)
+        if gate in SIGMOIDS:
+            factor, offset = SIGMOIDS[gate]
+            x["g"] = -5 * torch.sigmoid(factor * make(sizes[width]) + offset)
         if gate == "model" and member != "gla":
             x["g"] = published(shape, width)
     if delta:
@@ -167,22 +174,32 @@ PEERS = {
         "fla-core",
         "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
         "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA with "
-        "safe_gate=True at mild and kept gates, which are above its bound",
+        f"safe_gate=True at {', '.join(BOUNDED)} gates, above its bound",
     ),
     "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
     "attn_gym": (
         "attn_gym",
-        "impl='fused'; KDA at mild and kept gates only: it needs g >= -5.914",
+        f"impl='fused'; KDA at {', '.join(BOUNDED)} gates only: it needs "
+        "g >= -5.914",
+    ),
+    "nvidia": (
+        "nvidia-cudnn-frontend",
+        "two of its CUDA files, launched by themselves: "
+        "fastweights_lab.bench.nvidia_kda",
     ),
 }
 
 
-def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
+def peer_functions(
+    peer: str, folder: Path | None = None
+) -> dict[str, Callable[..., Any]]:
     """A peer's function for each member that it has.
 
     "fla" is flash-linear-attention (fla-core), "flash_qla" is FlashQLA,
-    "attn_gym" is Attention Gym. With FlashQLA installed fla hands Gated
-    DeltaNet to it, so fla's own Triton kernels are timed where it is not.
+    "attn_gym" is Attention Gym, "nvidia" what is in a folder:
+    :mod:`fastweights_lab.bench.nvidia_kda`. With FlashQLA installed fla hands
+    Gated DeltaNet to it, so fla's own Triton kernels are timed where it is
+    not.
 
     Raises:
         SystemExit: the package is not installed.
@@ -214,6 +231,8 @@ def peer_functions(peer: str) -> dict[str, Callable[..., Any]]:
             from flash_qla import chunk_gated_delta_rule
 
             found = {"gated_deltanet": chunk_gated_delta_rule}
+        elif peer == "nvidia":
+            found = nvidia_kda.functions(folder)
         else:
             from attn_gym.linear import chunk_gdn, chunk_kda
 
@@ -257,7 +276,7 @@ def peer_takes(peer: str, member: str, shape: Shape, gate: str) -> bool:
     _, _, H, HV, K, V = shape[:6]
     if peer == "fla":  # its guard is about K = 64
         return K > 64 and (H == HV or member in ("gated_deltanet", "kda"))
-    if (peer, member) == ("attn_gym", "kda"):
+    if peer in ("attn_gym", "nvidia") and member == "kda":
         return K == V == 128 and H == HV and gate in BOUNDED
     return K == V == 128
 
@@ -367,6 +386,7 @@ def members(
     shapes: Sequence[str],
     gates: Sequence[str],
     peer: Sequence[str] = (),
+    peer_path: Path | None = None,
     no_first: bool = False,
 ) -> Iterator[Row]:
     """Ceilings; then each member's times on each shape, gate and pass.
@@ -380,7 +400,7 @@ def members(
     yield from (copy, matmul)
     bandwidth = copy["moved"] / copy["seconds"]
     rate = matmul["flops"] / matmul["seconds"]
-    rivals = {who: peer_functions(who) for who in peer}
+    rivals = {who: peer_functions(who, peer_path) for who in peer}
     for name in members:
         if not no_first:
             seconds = first_seconds(name)

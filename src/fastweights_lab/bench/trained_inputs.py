@@ -5,7 +5,8 @@
 trains chapter 10's models with a gate
 (``fastweights_lab.experiments.comparison.LARGE``, seed 0), each with its
 best rate, and times the operator on their queries, keys, values, gates and
-write strengths, beside the drawn ones of ``fastweights_lab.bench.speed``.
+write strengths, beside the drawn ones of ``fastweights_lab.bench.speed``;
+with ``--peer``, whose rows name it, other people's operators too.
 A model has 24 heads: a sequence takes as many of them as the shape has, at
 random, each through one held-out window after the other.
 """
@@ -13,8 +14,9 @@ random, each through one held-out window after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ BASE = comparison.LARGE if ON_GPU else replace(comparison.SMALL, steps=20)
 SHAPES = ("train", "long")
 SMALL = speed.Shape(1, 512, 2, 2, 32, 32)  # without a GPU
 DRAWS = 3  # of the heads
+DRAWN = ("mild", "model", *speed.SIGMOIDS)
 
 
 def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
@@ -90,8 +93,11 @@ def beyond(g: Tensor) -> tuple[float, float]:
     return far.mean().item(), tiles.mean().item()
 
 
-def rows() -> Iterator[Row]:
+def rows(
+    peer: Sequence[str] = (), peer_path: Path | None = None
+) -> Iterator[Row]:
     """Each member's seconds by shape, gates and pass."""
+    rivals = {who: speed.peer_functions(who, peer_path) for who in peer}
     shapes = {where: speed.SHAPES[where] for where in SHAPES}
     if not ON_GPU:
         shapes = {"small": SMALL}
@@ -99,23 +105,24 @@ def rows() -> Iterator[Row]:
         need = max(shape.B * shape.T for shape in shapes.values())
         model = trained(variant, BASE, need // BASE.length)
         for where, shape in shapes.items():
-            cases = {
-                gate: speed.inputs(member, shape, gate)
-                for gate in ("mild", "model")
-            }
+            cases = {gate: speed.inputs(member, shape, gate) for gate in DRAWN}
             cases |= {
                 f"trained {draw}": sequences(model, shape, draw)
                 for draw in range(DRAWS)
             }
             for gate, x in cases.items():
                 channels, tiles = beyond(x["g"])
-                for what, fn in speed.passes(getattr(fw, member), x).items():
-                    yield {
-                        "member": member,
-                        "shape": where,
-                        "gate": gate,
-                        "what": what,
-                        "beyond": channels,
-                        "tiles beyond": tiles,
-                        "seconds": timeit(fn),
-                    }
+                functions = {"": getattr(fw, member)}
+                functions |= speed.peers_for(rivals, member, shape, gate)
+                for who, function in functions.items():
+                    for what, fn in speed.passes(function, x).items():
+                        yield {
+                            "member": member,
+                            "shape": where,
+                            "gate": gate,
+                            "what": what,
+                            "beyond": channels,
+                            "tiles beyond": tiles,
+                            **({"peer": who} if who else {}),
+                            "seconds": timeit(fn),
+                        }

@@ -8,7 +8,8 @@ chunks      forward of linear attention and of the delta rule, by chunk size
 decode      one more token: softmax over its cache, linear over its state
 deep        networks as fast weights
 layer       where the time of a Gated DeltaNet layer goes
-trained     the operators on what trained models give them
+trained     the operators on what trained models give them; --peer fla:
+            beside its own
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
 serve       requests that come and go, beside a full batch
@@ -34,6 +35,7 @@ from fastweights_lab.bench import (
     generate,
     growth,
     layer,
+    nvidia_kda,
     serve,
     speculate,
     speed,
@@ -87,13 +89,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("--peer", [*speed.PEERS], [], "; timed beside"),
     ):
-        add["members"](
-            option,
-            nargs="+",
-            metavar="NAME",
-            choices=of,
-            default=default,
-            help=f"of {', '.join(of)}{more}",
+        for case in ("members", "trained")[: 1 + (option == "--peer")]:
+            add[case](
+                option,
+                nargs="+",
+                metavar="NAME",
+                choices=of,
+                default=default,
+                help=f"of {', '.join(of)}{more}",
+            )
+    for case in ("members", "trained"):
+        add[case](
+            "--peer-path",
+            type=Path,
+            metavar="FOLDER",
+            help=f"where the peer nvidia has {' and '.join(nvidia_kda.FILES)}",
         )
     add["members"](
         "--no-first",
@@ -138,7 +148,7 @@ def run(asked: argparse.Namespace) -> None:
         **machine("cpu" if on_cpu else None),
         "dtype": str(torch.float32 if on_cpu else DTYPE)[6:],
     }
-    if asked.case == "members" and asked.peer:
+    if getattr(asked, "peer", None):
         record["peers"] = speed.peer_versions(asked.peer)
     record["rows"] = []
     rows, _ = CASES[asked.case]
