@@ -50,17 +50,19 @@ def main() -> None:
     found = tuple(map(int, triton.__version__.split(".")[:2]))
     assert found == oldest, f"triton: got {found}, need {oldest}"
     number, failed = 0, []
-    for dtype, gate, delta in itertools.product(
+    for dtype, gate, delta, state, offsets in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32),
         (0, 1, 128),
         (False, True),
+        (None, torch.float32),
+        (None, torch.int64),
     ):
         gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
         kind = Kind(gpu, dtype, 2, 4, 128, 128, gate, delta, 64, "tf32")
         numbers = fp32 if gate else None, fp32 if delta else None
-        given = (dtype, dtype, dtype, *numbers, fp32, torch.int64)
+        given = (dtype, dtype, dtype, *numbers, state, offsets)
         launches = stages.forward_schedule(kind, given, True).launches
-        back = stages.backward_schedule(kind, (*given, dtype, fp32), True)
+        back = stages.backward_schedule(kind, (*given, dtype, state), True)
         for one in launches + back.launches:
             number += 1
             try:

@@ -95,9 +95,11 @@ def chunks_in_reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
 def state_passing(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
     """Where the state lies that passes border i_b, or sequence i_n's edge."""
     if edge is None:
-        return borders, i_b * HV + i_hv
-    i_s = tl.where(at_edge, i_n, i_b) * HV + i_hv
-    return tl.where(at_edge, edge, borders), i_s
+        p_S, i_s = borders, i_b * HV + i_hv
+    else:
+        p_S = tl.where(at_edge, edge, borders)
+        i_s = tl.where(at_edge, i_n, i_b) * HV + i_hv
+    return p_S, i_s
 
 
 @triton.jit
