@@ -207,17 +207,25 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
 
 
 @GPU
-def test_recorded_reads_are_those_in_python(monkeypatch):
-    m = fresh(("gated_deltanet", "kda")).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize(
+    "pattern, recorded",
+    [
+        (("gated_deltanet", "kda"), True),
+        (("gated_deltanet", "comba"), False),
+        (HYBRID, False),
+    ],
+)
+def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
+    m = fresh(pattern).to("cuda", torch.bfloat16)
 
     def answers():
-        e = engine(m, size=6, prefill_tokens=400)
+        e = engine(m, size=6, capacity=400, prefill_tokens=400)
         made = [e.add(x, 9) for x in prompts(*LENGTHS, 300) * 4]
         run(e)
         return [x.tokens for x in made], e.batch.reads.values()
 
     tokens, reads = answers()
-    assert any(x.recording.graph for x in reads)
+    assert any(x.recording.graph for x in reads) == recorded
     monkeypatch.setattr(batch, "Recording", Python)
     assert answers()[0] == tokens
 

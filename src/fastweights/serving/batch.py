@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from fastweights.arguments import MAX_K
 from fastweights.models.decoding import (
     Recording,
     States,
@@ -24,7 +23,7 @@ from fastweights.models.decoding import (
 from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
-from fastweights.ops.backends import choose_backend
+from fastweights.ops.backends import record_backends
 from fastweights.serving.request import Request
 
 BLOCK = 512
@@ -61,8 +60,7 @@ class Batch:
         self.recordable = is_recordable(model, self.token)
         # By whether all rows are greedy, and draw from all tokens.
         self.recordings: dict[tuple[bool, bool], Recording] = {}
-        by_kernels = reads_by_kernels(model, pool)
-        self.reads_recordable = self.recordable and by_kernels
+        self.reads_recordable = self.recordable and reads_by_kernels(model)
         # Recordings run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
         self.memory = handle() if self.recordable else None
@@ -184,16 +182,16 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def reads_by_kernels(model: LanguageModel, pool: StatePool) -> bool:
+def reads_by_kernels(model: LanguageModel) -> bool:
     """Whether packed prompts are read with nothing asked of the device.
 
-    So do the family's kernels; attention, and layers whose states are
-    networks, ask how long the longest sequence is.
+    So do the family's layers, where kernels compute all that they ask for.
+    Attention, networks and PyTorch's backends ask how long sequences are.
     """
-    weight = model.embedding.weight
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad(), record_backends() as ran:
+        model.hidden(token.to(model.embedding.weight.device))
     layers = [block.get_submodule("layer") for block in model.blocks]
-    return (
-        choose_backend("auto", weight.device, weight.dtype) == "triton"
-        and all(getattr(layer, "narrow_state", False) for layer in layers)
-        and all(s.S is not None and s.S.shape[2] <= MAX_K for s in pool.states)
+    return {run.split()[0] for run in ran} == {"triton"} and all(
+        getattr(layer, "narrow_state", False) for layer in layers
     )
