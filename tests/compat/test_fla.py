@@ -15,7 +15,7 @@ from fastweights.compat.causal_conv1d import (
     causal_conv1d_update,
 )
 from fastweights.ops.convolution import short_convolution
-from fastweights.reference import steps
+from fastweights.reference import beyond, steps
 
 FUNCTIONS = [
     f"{how}_{what}"
@@ -312,6 +312,117 @@ def test_half_precision_keeps_states_and_gates_in_fp32():
     y = {**x, "beta": x["beta"].bfloat16(), "g": x["g"].bfloat16()}
     o, _ = fla.chunk_gated_delta_rule(**y)
     assert o.dtype == torch.float32 and relative_error(o, want) <= 0.02
+
+
+TWO_KEYS = [
+    *("chunk_gdn2", "fused_recurrent_gdn2"),
+    *("chunk_comba", "fused_recurrent_comba"),
+    *("chunk_rwkv7", "chunk_gated_delta_product"),
+]
+
+
+def two_keys(name, T):
+    """Arguments by name; three steps per token of DeltaProduct."""
+    torch.manual_seed(0)
+    shape, n = (2, T, HV), 3 if name.endswith("product") else 1
+    each = (2, n * T, HV)
+    x = {
+        "k": F.normalize(torch.randn(*each, K), dim=-1),
+        "v": torch.randn(*each, V),
+        "beta": torch.rand(each),
+        "q": torch.randn(*shape, K),
+        "initial_state": torch.randn(2, HV, K, V),
+        "p": torch.randn(*shape, K),
+        "g": -torch.rand(*shape, *[K] * name.endswith("gdn2")),
+        "b": torch.rand(*shape, K),
+        "w": torch.rand(*shape, V),
+    }
+    if n > 1:
+        x["num_householder"] = n
+    if name.endswith("rwkv7"):
+        kappa = F.normalize(torch.randn(*shape, K), dim=-1)
+        x |= {"r": x["q"], "w": -torch.rand(*shape, K)}
+        x |= {"a": -kappa, "b": x["b"] * kappa}
+    takes = inspect.signature(getattr(fla, name)).parameters
+    x = {key: y for key, y in x.items() if key in takes}
+    return {k: y.double() if torch.is_tensor(y) else y for k, y in x.items()}
+
+
+def stepped(name, x, scale):
+    """FLA's recurrences as naive.py has them, but Comba's as its kernels."""
+    S, outputs = x["initial_state"], []
+    read, outer = steps.read, steps.outer
+    for t in range(x["q" if "q" in x else "r"].shape[1]):
+        y = {
+            key: z[:, t]
+            for key, z in x.items()
+            if torch.is_tensor(z) and key != "initial_state"
+        }
+        if name.endswith("gdn2"):
+            S, _ = beyond.gdn2(
+                S, *(y[key] for key in ("q", "k", "v", "g", "b", "w"))
+            )
+        elif name.endswith("comba"):
+            new = y["beta"][..., None] * (y["v"] - read(S, y["p"]))
+            S = y["g"].exp()[..., None, None] * S + outer(y["k"], new)
+        elif name.endswith("rwkv7"):
+            old = outer(y["b"], read(S, y["a"]))
+            S = y["w"].exp()[..., None] * S + old + outer(y["k"], y["v"])
+        else:
+            S = y["g"].exp()[..., None, None] * S
+            for i in range(3 * t, 3 * t + 3):
+                k, v, beta = (x[key][:, i] for key in ("k", "v", "beta"))
+                S, _ = steps.deltanet(S, k, k, v, beta)
+        outputs.append(scale * read(S, y["q"] if "q" in y else y["r"]))
+    return torch.stack(outputs, 1), S
+
+
+@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("name", TWO_KEYS)
+def test_a_key_that_erases(name, T):
+    function, x = getattr(fla, name), two_keys(name, T)
+    scale = 1.0 if name.endswith("rwkv7") else K**-0.5
+    want, last = stepped(name, x, scale)
+    o, state = function(**x, output_final_state=True)
+    assert relative_error(o, want) <= 1e-11
+    assert relative_error(state, last) <= 1e-11
+    tokens = {
+        key: y.flatten(0, 1)[None] if torch.is_tensor(y) else y
+        for key, y in x.items()
+        if key != "initial_state"
+    }
+    offsets, first = torch.tensor([0, T, 2 * T]), x["initial_state"]
+    o, _ = function(**tokens, cu_seqlens=offsets, initial_state=first)
+    assert relative_error(o, want.flatten(0, 1)[None]) <= 1e-11
+
+
+@pytest.mark.parametrize("name", [x for x in TWO_KEYS if "rwkv7" not in x])
+def test_keys_that_erase_are_brought_to_unit_length(name):
+    x = two_keys(name, 20)
+    y = x | {key: of_length_one(x[key]) for key in ("q", "k", "p") if key in x}
+    want, _ = getattr(fla, name)(**y)
+    x["k"] = 3 * x["k"]
+    o, _ = getattr(fla, name)(**x, use_qk_l2norm_in_kernel=True)
+    assert relative_error(o, want) <= 1e-6
+
+
+def of_length_one(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize(
+    "name, wrong, message",
+    [
+        ("chunk_gdn2", {"b": torch.rand(2, 9, HV)}, "b: got shape"),
+        ("chunk_gdn2", {"w": torch.rand(2, 9, HV, K)}, "w: got shape"),
+        ("chunk_comba", {"p": torch.rand(2, 9, 1, K)}, "p: got shape"),
+        ("chunk_rwkv7", {"w": torch.rand(2, 9, HV, V)}, "w: got shape"),
+        ("chunk_gated_delta_product", {"num_householder": 2}, "k: got shape"),
+    ],
+)
+def test_what_a_key_that_erases_needs(name, wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        getattr(fla, name)(**two_keys(name, 9) | wrong)
 
 
 REFUSED = {

@@ -26,21 +26,30 @@ from fastweights.arguments import (
     CHUNK_SIZES,
     check_flags,
     check_number,
+    check_shapes,
+    check_sizes,
     check_tensors,
     wrong_shape,
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.ops.decode import MAX_TOKENS, decode_step
+from fastweights.ops.members import before_decay, comba_operands
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
 from fastweights.reference.convolution import unit
 
 __all__ = [
+    "chunk_comba",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_kda",
+    "chunk_rwkv7",
     "chunk_simple_gla",
+    "fused_recurrent_comba",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn2",
     "fused_recurrent_kda",
     "fused_recurrent_simple_gla",
 ]
@@ -50,9 +59,17 @@ Arguments = dict[str, Any]
 
 TENSORS = {
     "q": "[B, T, H, K]",
-    "k": "[B, T, H, K]",
+    "r": "the queries, [B, T, H, K]",
+    "k": "[B, T, H, K]; of gated_delta_product [B, T n, H, K], n steps for "
+    "each token, and so v and beta",
     "v": "[B, T, HV, V], HV a multiple of H",
-    "g": "log decay [B, T, HV], of kda [B, T, HV, K]",
+    "g": "log decay [B, T, HV], of kda and gdn2 [B, T, HV, K]",
+    "b": "of gdn2 the strength of erasing, [B, T, H, K]; of rwkv7 what is "
+    "written of what a reads",
+    "w": "of gdn2 the strength of writing, [B, T, HV, V]; of rwkv7 the log "
+    "decay, [B, T, H, K]",
+    "a": "[B, T, H, K], the key that reads before the decay",
+    "p": "[B, T, H, K], the key that reads before the decay",
     "gk": "log decay [B, T, HV, K], times that of g",
     "g_gamma": "log decay [HV], instead of g",
     "beta": "[B, T, HV] write strength; 1 if None",
@@ -66,7 +83,7 @@ TENSORS = {
 }
 FLAGS = {
     "output_final_state": "whether to return the final state",
-    "use_qk_l2norm_in_kernel": "q and k are divided by sqrt(|x|^2 + 1e-6)",
+    "use_qk_l2norm_in_kernel": "q, k and p are divided by sqrt(|x|^2 + 1e-6)",
     "use_gate_in_kernel": "the log decay is -exp(A_log) softplus(g + "
     "dt_bias), or with lower_bound that times sigmoid(exp(A_log) (g + "
     "dt_bias)), where A_log may be None",
@@ -89,6 +106,7 @@ MEANINGS = TENSORS | FLAGS | dict.fromkeys(HINTS, "a hint, not needed")
 MEANINGS |= {name: f"not supported, {need}" for name, need in NEEDS.items()}
 MEANINGS |= {
     "scale": "factor on o; K**-0.5 if None",
+    "num_householder": "n, the steps of each token",
     "lower_bound": "of the log decay, for use_gate_in_kernel",
     "chunk_size": "16, 32 or 64, of simple_gla the nearest of them; None "
     "chooses",
@@ -130,8 +148,8 @@ def _function(stub: Callable) -> Callable[..., tuple[Tensor, Any]]:
 def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
     """What the function of this name returns for these arguments."""
     _check(name, x)
-    q, k, v = x["q"], x["k"], x["v"]
-    dtype, shape = v.dtype, v.shape
+    q, k, v = x["q"] if "q" in x else x["r"], x["k"], x["v"]
+    dtype, shape = v.dtype, (*q.shape[:2], *v.shape[2:])
     # q and k in fp32, say, beside v in half precision: in the wider one.
     full = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
     q, k, v = q.to(full), k.to(full), v.to(full)
@@ -139,11 +157,15 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         q, k = unit(q), unit(k)
     names = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
     offsets, last = offsets_of(q, *[x.get(name) for name in names])
-    tokens = [q, k, v]
-    for gate in (_log_decay(x), _strength(x)):
-        if gate is not None and gate.dtype not in (torch.float32, full):
-            gate = gate.to(compute_dtype(full))
-        tokens.append(gate)
+    gates = [
+        gate.to(compute_dtype(full))
+        if gate is not None and gate.dtype not in (torch.float32, full)
+        else gate
+        for gate in (_log_decay(x), _strength(x))
+    ]
+    tokens, steps = _erasing(name, x, q, k, v, *gates)
+    if offsets is not None:
+        offsets = steps * offsets
     if last is not None:  # rows of documents: one row of all of them
         tokens = [
             y if y is None or y.dim() < 3 else y.flatten(0, 1)[None]
@@ -152,7 +174,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
     state = x["initial_state"]
     if state is not None:
         state = state.to(compute_dtype(full))
-        state = state.mT.contiguous() if x["state_v_first"] else state
+        state = state.mT.contiguous() if x.get("state_v_first") else state
     if (
         name.startswith("fused")
         and shape[1] <= MAX_TOKENS
@@ -161,24 +183,59 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         and not needs_gradient(*tokens, state)
     ):
         state = state.clone()  # FLA leaves the one that it is given
-        q, k, v, g, beta = tokens
-        o = decode_step(q, k, v, state=state, g=g, beta=beta, scale=x["scale"])
+        q, k, v, g, beta, erase = tokens
+        named = {"g": g, "beta": beta, "erase": erase, "scale": x["scale"]}
+        o = decode_step(q, k, v, state=state, **named)
     else:
         size = x.get("chunk_size")
         if name.endswith("simple_gla") and isinstance(size, int) and size > 0:
             size = min(max(size, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
         o, state = linear_recurrence(
-            *tokens,
+            *tokens[:5],
+            erase=tokens[5],
             scale=x["scale"],
             initial_state=state,
             cu_seqlens=offsets,
             chunk_size=size,
         )
-    o = o.reshape(shape).to(dtype)
+    o = o[:, steps - 1 :: steps].reshape(shape).to(dtype)
     if not x["output_final_state"]:
         return o, None
     state = state if last is None else state[last]
-    return o, state.mT.contiguous() if x["state_v_first"] else state
+    return o, state.mT.contiguous() if x.get("state_v_first") else state
+
+
+def _erasing(
+    name: str,
+    x: Arguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Any,
+    beta: Any,
+) -> tuple[list[Any], int]:
+    """q, k, v, g, beta and erase, of as many steps for each token."""
+    if name.endswith("gdn2"):
+        b, w = x["b"].to(q.dtype), x["w"].to(q.dtype)
+        return [q, k, w * v, g, None, b * k], 1
+    if name.endswith("comba"):
+        p = x["p"].to(q.dtype)
+        p = unit(p) if x["use_qk_l2norm_in_kernel"] else p
+        v, g, erase = comba_operands(v, p, g, beta)
+        return [q, k, v, g, None, erase], 1
+    if name.endswith("rwkv7"):
+        # Diag(e^w) S + b a^T S, and then what k writes.
+        a, b = x["a"].to(q.dtype), x["b"].to(q.dtype)
+        g, e = before_decay(-a, x["w"], q.dtype)
+        pairs = (q, q), (b, k), (0 * v, v), (g, 0 * g), (e, 0 * e)
+        *both, e = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)
+        return [*both, None, e], 2
+    n = x.get("num_householder", 1)
+    if n > 1:
+        q = q.repeat_interleave(n, 1)
+        if g is not None:  # of the first step
+            g = F.pad(g[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+    return [q, k, v, g, beta, None], n
 
 
 def _check(title: str, x: Arguments) -> None:
@@ -193,11 +250,22 @@ def _check(title: str, x: Arguments) -> None:
     tensors = {name: y for name, y in given.items() if name in TENSORS}
     check_tensors(tensors)
     check_flags(**{name: y for name, y in given.items() if name in FLAGS})
-    dims = {"g": 4 if title.endswith("kda") else 3, "gk": 4}
+    dims = {"g": 4 if title.endswith(("kda", "gdn2")) else 3, "gk": 4}
     dims |= {"g_gamma": 1, "beta": 3}
     for name, y in tensors.items():
         if y.dim() != dims.get(name, y.dim()):
             wrong_shape(name, y, SHAPES[dims[name]])
+    if "num_householder" in x:
+        check_sizes(num_householder=x["num_householder"])
+        B, T, *heads = x["q"].shape
+        steps = (B, T * x["num_householder"], *heads)
+        check_shapes({"k": (x["k"], steps)})
+    keys, shapes = x["k"].shape, {"w": x["v"].shape}
+    if title.endswith("rwkv7"):
+        shapes = {"w": keys}
+    for name in ("a", "b", "p", "w"):
+        if name in x:
+            check_shapes({name: (x[name], tuple(shapes.get(name, keys)))})
     gate, bound = given.get("use_gate_in_kernel"), x.get("lower_bound")
     if gate and "g" in given:
         sizes = {"A_log": x["v"].shape[2:3], "dt_bias": x["g"].shape[2:]}
@@ -325,6 +393,59 @@ def fused_recurrent_kda(
     use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     lower_bound=None, state_v_first=False, cu_seqlens=None, *,
     cu_seq_lens_q=None, seq_idx=None,
+): ...
+
+
+@_function
+def chunk_gdn2(
+    q, k, v, g, b, w, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    safe_gate=False, lower_bound=None, disable_recompute=False,
+    return_intermediate_states=False, state_v_first=False, *, A_log=None,
+    dt_bias=None, chunk_size=None,
+): ...
+
+
+@_function
+def fused_recurrent_gdn2(
+    q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None,
+    initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+    lower_bound=None, state_v_first=False, cu_seqlens=None,
+): ...
+
+
+@_function
+def chunk_comba(
+    q, k, v, p, g, beta=None, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, cu_seqlens_cpu=None,
+): ...
+
+
+@_function
+def fused_recurrent_comba(
+    q, k, p, v, g, beta=None, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+): ...
+
+
+@_function
+def chunk_rwkv7(
+    r, w, k, v, a, b, scale=1.0, initial_state=None,
+    output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    safe_gate=False, chunk_size=None, disable_recompute=False,
+    cp_context=None, lower_bound=None,
+): ...
+
+
+@_function
+def chunk_gated_delta_product(
+    q, k, v, g, beta, num_householder, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, cu_seqlens_cpu=None,
 ): ...
 
 

@@ -26,7 +26,7 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.dtypes import cast_for_autocast, compute_dtype
+from fastweights.dtypes import cast_for_autocast, compute_dtype, upcast
 from fastweights.ops.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
@@ -419,11 +419,22 @@ def comba_operands(
     v: Values, p: Float[Tensor, "B T _ K"], g: PerHead, beta: PerHead
 ) -> tuple[Values, PerHead, PerChannel]:
     """The v, g and erase of Comba's recurrence."""
-    full = compute_dtype(v.dtype)
-    g = g.to(full).clamp(min=-10.0 if v.dtype == torch.float16 else -40.0)
-    strength = beta.to(full)[..., None]
-    erase = strength * (-g).exp()[..., None] * per_value_head(p, v.shape[2])
-    return (strength * v).to(v.dtype), g, erase.to(v.dtype)
+    strength = beta.to(compute_dtype(v.dtype))[..., None]
+    erase = strength * per_value_head(p, v.shape[2])
+    return (strength * v).to(v.dtype), *before_decay(erase, g, v.dtype)
+
+
+def before_decay(
+    e: PerChannel, g: PerHead | PerChannel, dtype: torch.dtype
+) -> tuple[PerHead | PerChannel, PerChannel]:
+    """The g and erase of a key e that reads the state before the decay.
+
+    That is e^{-g} e, in ``dtype``. Decays of which that dtype keeps nothing
+    count as what it can undo.
+    """
+    g = upcast(g).clamp(min=-10.0 if dtype == torch.float16 else -40.0)
+    rates = g if g.dim() == e.dim() else g[..., None]
+    return g, ((-rates).exp() * e).to(dtype)
 
 
 def check_strength(
