@@ -30,15 +30,20 @@ def test_bits(gate, rule, T, edges, cut, monkeypatch):
     check(gate, rule, edges, T, others, 32, sizes, **options)
 
 
+# T, edges, dtype, K and V.
+ON_GPU = [
+    (20000, EDGES, torch.bfloat16, 128),
+    (16384, EDGES, torch.bfloat16, 128),
+    (16384, (), torch.bfloat16, 128),
+    (20000, EDGES, torch.float16, 64),
+    (20000, EDGES, torch.float32, 64),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [20000, 16384])
-@pytest.mark.parametrize("edges", [EDGES, ()], ids=str)
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16]
-)
+@pytest.mark.parametrize("T, edges, dtype, D", ON_GPU, ids=str)
 @pytest.mark.parametrize("gate, rule", MEMBERS)
-def test_bits_on_a_gpu(gate, rule, dtype, D, edges, T):
+def test_bits_on_a_gpu(gate, rule, T, edges, dtype, D):
     sizes = {"H": 1, "HV": 2, "K": D, "V": D, "dtype": dtype}
     sizes["device"] = "cuda"
     others, segment = [(1, 3000), (1, 9001)], settings.INVARIANT_SEGMENT

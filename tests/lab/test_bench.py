@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import fastweights as fw
 from fastweights.layers import Decay
+from fastweights.reference import backend
 from fastweights_lab import records
 from fastweights_lab.bench import nvidia_kda, speed, timing
 from fastweights_lab.commands import bench
@@ -250,6 +251,22 @@ def test_gates_with_a_lower_bound(gate, middle):
     g = speed.inputs("kda", speed.Shape(1, 512, 2, 2, 64, 64), gate)["g"]
     assert g.min() > -5 and g.max() < 0
     assert abs(g.median().item() - middle) < 0.05 * -middle
+
+
+def test_invariance_is_timed_as_a_peer(monkeypatch, capsys):
+    """Its backward too is one of such a call."""
+    seen, forward = [], backend.forward
+
+    def noted(*arguments):
+        seen.append(arguments[-1])
+        return forward(*arguments)
+
+    monkeypatch.setattr(backend, "forward", noted)
+    arguments = "--members kda --gates bounded --peer invariant"
+    lines = bench_lines(arguments, monkeypatch, capsys)
+    assert ["who=invariant" in x for x in lines] == [False, False, True, True]
+    half = len(seen) // 2
+    assert seen == half * [False] + half * [True]
 
 
 def test_nvidia_is_left_out_where_its_files_are_not(tmp_path, capsys):

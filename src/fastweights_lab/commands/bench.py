@@ -82,10 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--gates",
-            [*speed.GATES],
+            [*speed.GATES, *speed.SIGMOIDS],
             [*speed.GATES],
             ": half forgotten in some 14 tokens, next to nothing (g = -1e-3), "
-            "half at every step, as published layers start; all by default",
+            "half at every step, as published layers start; all of these by "
+            "default; -5 sigmoid of N(0, 1) and of 2 N(0, 1) - 5",
         ),
         ("--peer", [*speed.PEERS], [], "; timed beside"),
     ):
