@@ -14,7 +14,9 @@ from fastweights.reference import backend
 MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
 
 
-@pytest.mark.parametrize("T, others", [(5, [4, 7]), (150, [140, 9])], ids=str)
+@pytest.mark.parametrize(
+    "T, others", [(1, [1, 1]), (5, [4, 7]), (150, [140, 9])], ids=str
+)
 @pytest.mark.parametrize("gate, rule", MEMBERS)
 def test_chunks_of_a_sequence_alone(gate, rule, T, others):
     sizes = {"H": 1, "HV": 2, "K": 33, "V": 17}

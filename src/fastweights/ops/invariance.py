@@ -25,12 +25,13 @@ def invariant() -> Iterator[None]:
     backward of a call is as its forward was, wherever it runs.
 
     It holds for one device, version and chunk_size. It is not for gradients
-    that add up sequences (of g [HV]), nor for backend "loop". An output is
-    not quite free of what comes later: all tokens of a chunk are rounded as
-    its gates say, so that a sequence that ends inside of a chunk may differ
-    there from the beginning of a longer one. :func:`mlstm` and the networks
-    of :mod:`fastweights.deep` have more of their own: of them nothing is
-    said. Many sequences longer than 8192 tokens take longer, up to 1.8 times.
+    that add up sequences (of g [HV]), nor for backend "loop", nor over the
+    ranks of :func:`context_parallel`. An output is not quite free of what
+    comes later: all tokens of a chunk are rounded as its gates say, so that a
+    sequence that ends inside of a chunk may differ there from the beginning
+    of a longer one. :func:`mlstm` and the networks of :mod:`fastweights.deep`
+    have more of their own: of them nothing is said. Many sequences longer
+    than 8192 tokens take longer, up to 1.8 times.
 
     Yields:
         Nothing. The context is that of all threads.

@@ -138,12 +138,13 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
-    One token needs none of it: as many tensors, which are empty, so that a
-    graph for any T is one for T = 1. Another backend may keep more, of a size
-    that g and cu_seqlens decide.
+    One token needs none of it, but to be ``invariant``: as many tensors,
+    which are empty, so that a graph for any T is one for T = 1. Another
+    backend may keep more, of a size that g and cu_seqlens decide.
     """
     B, T, HV = v.shape[:3]
-    width = 0 if T == 1 else torch.sym_min(chunk_size, T)
+    at_once = T == 1 and not invariant
+    width = 0 if at_once else torch.sym_min(chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None and erase is None else 2
     return [
@@ -167,8 +168,10 @@ def forward(
     """Outputs, final states, and what the backward re-uses."""
     tokens = widen(q, k, v, g, beta, erase)
     state = first_states(q, v, initial_state, cu_seqlens)
-    saved = empty_saved(q, v, g, beta, erase, cu_seqlens, chunk_size)
-    if v.shape[1] == 1 and (found := sequences(cu_seqlens, 1)):
+    options = chunk_size, invariant
+    saved = empty_saved(q, v, g, beta, erase, cu_seqlens, *options)
+    at_once = v.shape[1] == 1 and not invariant
+    if at_once and (found := sequences(cu_seqlens, 1)):
         [(n, _)] = found
         o = advance(state[n], *tokens, scale=scale).to(v.dtype)
         return o, state, saved
