@@ -29,9 +29,9 @@ def invariant() -> Iterator[None]:
     ranks of :func:`context_parallel`. An output is not quite free of what
     comes later: all tokens of a chunk are rounded as its gates say, so that a
     sequence that ends inside of a chunk may differ there from the beginning
-    of a longer one. :func:`mlstm` and the networks of :mod:`fastweights.deep`
-    have more of their own: of them nothing is said. Many sequences longer
-    than 8192 tokens take longer, up to 1.8 times.
+    of a longer one. Of :func:`mlstm`, :func:`selective_scan`, the networks of
+    :mod:`fastweights.deep` and PyTorch's own products nothing is said. Many
+    sequences longer than 8192 tokens take longer, up to 1.8 times.
 
     Yields:
         Nothing. The context is that of all threads.
