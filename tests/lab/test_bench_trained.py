@@ -5,12 +5,19 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import fastweights as fw
 from fastweights_lab import records
 from fastweights_lab.bench import speed, trained_inputs
-from fastweights_lab.bench.trained_inputs import MODELS, beyond, sequences
+from fastweights_lab.bench.trained_inputs import (
+    DRAWN,
+    MODELS,
+    beyond,
+    sequences,
+    trained,
+)
 from fastweights_lab.experiments import comparison
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -49,15 +56,26 @@ def test_what_is_beyond_one_product():
     assert beyond(0.99 * one_per_head) == (0, 0)
 
 
-def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
+@pytest.fixture
+def little(tmp_path):
+    """Settings of a run of one step."""
     (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    little = replace(
+    return replace(
         comparison.SMALL,
         corpus=(str(tmp_path / "text.py"),),
         length=64,
         tokens=64,
         steps=1,
     )
+
+
+def test_gates_of_a_model_with_a_lower_bound(little):
+    g = trained("KDA", little, 2, least=-0.25)["g"]
+    assert -0.25 < g.min() < g.max() < 0
+    assert trained("KDA", little, 2)["g"].min() < -0.25
+
+
+def test_a_run_times_every_member_on_both_passes(little, monkeypatch):
     monkeypatch.setattr(trained_inputs, "BASE", little)
     monkeypatch.setattr(trained_inputs, "DRAWS", 1)
     monkeypatch.setattr(trained_inputs, "timeit", lambda fn: fn() and 1.0)
@@ -69,7 +87,7 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
         return fw.kda(**x)
 
     def takes(who, member, shape, gate):
-        return (who, gate) != ("nvidia", "model")
+        return who == "fla" or gate in ("bounded", "safe")
 
     monkeypatch.setattr(speed, "peer_functions", lambda *_: {"kda": kda})
     monkeypatch.setattr(speed, "peer_takes", takes)
@@ -79,10 +97,11 @@ def test_a_run_times_every_member_on_both_passes(tmp_path, monkeypatch):
     } == {
         (member, gate, what, who)
         for member in MODELS
-        for gate in ("mild", "model", "bounded", "late", "trained 0")
+        for gate in (*DRAWN, "trained 0", "safe 0")
+        if member == "kda" or gate != "safe 0"
         for what in ("forward", "forward+backward")
         for who in (None, "fla", "nvidia")
-        if not who or (member == "kda" and (who, gate) != ("nvidia", "model"))
+        if not who or (member == "kda" and takes(who, "", "", gate.split()[0]))
     }
 
 

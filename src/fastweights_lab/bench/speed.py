@@ -92,7 +92,8 @@ MEMBERS = {
 GATES = ("mild", "kept", "strong", "model")
 # -5 sigmoid of N(0, 1), and of 2 N(0, 1) - 5: KDA's with a lower bound
 SIGMOIDS = {"bounded": (1.0, 0.0), "late": (2.0, -5.0)}
-BOUNDED = ("mild", "kept", *SIGMOIDS)  # above -5, whatever is drawn
+# Never below -5; with "safe", those of trained_inputs.
+BOUNDED = ("mild", "kept", *SIGMOIDS, "safe")
 
 
 def inputs(

@@ -6,7 +6,8 @@ trains chapter 10's models with a gate
 (``fastweights_lab.experiments.comparison.LARGE``, seed 0), each with its
 best rate, and times the operator on their queries, keys, values, gates and
 write strengths, beside the drawn ones of ``fastweights_lab.bench.speed``;
-with ``--peer``, whose rows name it, other people's operators too.
+with ``--peer``, whose rows name it, other people's operators too. KDA is
+trained twice, as "safe" with gates of at least -5, as Kimi Linear has them.
 A model has 24 heads: a sequence takes as many of them as the shape has, at
 random, each through one held-out window after the other.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.layers.parts import Decay
 from fastweights_lab.bench import speed
 from fastweights_lab.bench.timing import DTYPE, ON_GPU, Row, timeit
 from fastweights_lab.experiments import comparison
@@ -40,14 +42,21 @@ DRAWS = 3  # of the heads
 DRAWN = ("mild", "model", *speed.SIGMOIDS)
 
 
-def trained(variant: str, base: Settings, windows: int) -> dict[str, Tensor]:
+def trained(
+    variant: str, base: Settings, windows: int, least: float | None = None
+) -> dict[str, Tensor]:
     """What a trained model's recurrences are given: one row per head.
 
-    q, k, v [windows, T, heads, D], g and beta, the heads of all layers.
+    q, k, v [windows, T, heads, D], g and beta, the heads of all layers; g is
+    at least ``least``.
     """
     rate = comparison.best_rate(comparison.load(), variant)
     settings = replace(base, lr=rate or base.lr)
     run = Training(comparison.settings_of(variant, 0, settings))
+    for module in run.model.modules():
+        if isinstance(module, Decay) and least is not None:
+            module.lower_bound = least
+            module.reset_parameters()
     for _ in range(run.settings.steps):
         run.step()
     tokens = corpus.first_windows(
@@ -103,17 +112,22 @@ def rows(
         shapes = {"small": SMALL}
     for member, variant in MODELS.items():
         need = max(shape.B * shape.T for shape in shapes.values())
-        model = trained(variant, BASE, need // BASE.length)
+        windows = need // BASE.length
+        models = {"trained": trained(variant, BASE, windows)}
+        if member == "kda":
+            models["safe"] = trained(variant, BASE, windows, -5.0)
         for where, shape in shapes.items():
             cases = {gate: speed.inputs(member, shape, gate) for gate in DRAWN}
             cases |= {
-                f"trained {draw}": sequences(model, shape, draw)
+                f"{name} {draw}": sequences(model, shape, draw)
+                for name, model in models.items()
                 for draw in range(DRAWS)
             }
             for gate, x in cases.items():
                 channels, tiles = beyond(x["g"])
                 functions = {"": getattr(fw, member)}
-                functions |= speed.peers_for(rivals, member, shape, gate)
+                kind = gate.split()[0]
+                functions |= speed.peers_for(rivals, member, shape, kind)
                 for who, function in functions.items():
                     for what, fn in speed.passes(function, x).items():
                         yield {
