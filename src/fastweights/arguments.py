@@ -338,9 +338,15 @@ def check_offsets_on_host(cu_seqlens: Tensor | None, T: int) -> None:
 
 
 def check_packed(
-    x: Tensor, cu_seqlens: Tensor | None, name: str = "cu_seqlens"
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    name: str = "cu_seqlens",
+    *,
+    total: int | None = None,
 ) -> None:
     """Raise unless these are the offsets of a pack x [1, T, ...].
+
+    Or of ``total`` tokens, of which x is a part.
 
     Their values are read if they lie on a CPU and nothing is traced, where
     reading them costs no synchronisation.
@@ -352,7 +358,8 @@ def check_packed(
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
     if is_readable(cu_seqlens):
-        check_offsets(cu_seqlens.tolist(), x.shape[1], name)
+        T = x.shape[1] if total is None else total
+        check_offsets(cu_seqlens.tolist(), T, name)
 
 
 def check_rows(

@@ -4,6 +4,7 @@ The whole of a case is drawn on every rank, from one seed, and computed there
 without the context; then the rank's own tokens are, in it.
 """
 
+import copy
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,15 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from model_cases import KINDS, model, text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
+from fastweights.models import next_tokens
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.parallel.ranks import current
 
 FP64 = torch.float64
-BUDGETS = {FP64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BUDGETS = {
+    torch.int64: 0,
+    FP64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2e-2,
+}
 H, HV, K, V = 2, 4, 5, 3
 
 
@@ -280,6 +288,89 @@ def convolution(rank, spread, W, state):
         return torch.cat([x.flatten(2) for x in qkv], -1), state
 
     compared(rank, heads, spread, tokens, shared)
+
+
+SPREAD_MODELS = {
+    "equal": Spread((6, 6), None, False),
+    "unequal": Spread((2, 11), None),
+    "a pack": Spread((9, 9), (0, 1, 1, 7, 14, 16), False),
+    "an unequal pack": Spread((1, 12), (0, 9, 13)),
+}
+REFUSE = {
+    "lact": "lact",
+    "mesanet": "mesa",
+    "titans": "titans",
+    "ttt_linear": "ttt",
+    "ttt_mlp": "ttt",
+}
+
+
+def layers(rank, spread):
+    """A model of every layer: losses, and the gradients' mean over ranks."""
+    kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
+    whole = model(kinds).double()
+    checkpointed = copy.deepcopy(whole)
+    checkpointed.checkpoint = True
+    tokens, cu = text(*spread.shape), spread.offsets
+    want = whole.loss(tokens, cu_seqlens=cu)
+    want.backward()
+    logits, _ = whole(tokens, cu_seqlens=cu)
+    targets = next_tokens(tokens, cu)
+    for own in (copy.deepcopy(whole), checkpointed):
+        own.zero_grad()
+        with spread.context():
+            mine = spread.cut(tokens, rank)
+            near(*(next_tokens(mine, cu), spread.cut(targets, rank)), "next")
+            loss = own.loss(mine, cu_seqlens=cu)
+            loss.backward()
+            found, _ = own(mine, cu_seqlens=cu)
+        near(found, spread.cut(logits, rank), "logits")
+        dist.all_reduce(loss.detach())
+        near(loss / 2, want, "loss")
+        for (name, p), q in zip(
+            own.named_parameters(), whole.parameters(), strict=True
+        ):
+            dist.all_reduce(p.grad)
+            near(p.grad / 2, q.grad, name)
+
+
+@torch.no_grad()
+def states(rank, spread, room):
+    """Two calls with states: they are all there on both ranks."""
+    kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
+    whole = model(kinds).double()
+    whole.requires_grad_(False)
+    tokens, cu = text(*spread.shape), spread.offsets
+    want = own = None
+    if room:
+        want, own = (whole.new_states(spread.N, 40) for _ in range(2))
+    for _ in range(2):
+        logits, want = whole(tokens, want, cu)
+        with spread.context():
+            found, own = whole(spread.cut(tokens, rank), own, cu)
+        near(found, spread.cut(logits, rank), "logits")
+        for kind, state, expected in zip(kinds, own, want, strict=True):
+            for name, x in expected.tensors().items():
+                near(state.get(name), x, f"{kind}: {name}")
+
+
+def refused_layers(rank):
+    """By name."""
+    x = torch.randn(1, 8, 32)
+    with fw.context_parallel(dist.group.WORLD):
+        for kind, name in REFUSE.items():
+            layer = model((kind, kind)).blocks[0].layer
+            said = f"^{name}: got a call under context_parallel"
+            with pytest.raises(NotImplementedError, match=said):
+                layer(x)
+        whole = model(("gla", "gla"))
+        with pytest.raises(NotImplementedError, match=r"^generate: got a"):
+            whole.generate(text(5), 3)
+        with torch.no_grad():
+            _, state = whole.blocks[0].layer(x)
+            state.accepted = torch.ones(1, dtype=torch.int64)
+            with pytest.raises(ValueError, match="state: got one of decod"):
+                whole.blocks[0].layer(x, state)
 
 
 def refused(rank):

@@ -12,7 +12,7 @@ from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_input, head_size
 from fastweights.layers.parts import Factory, OutputNorm
 from fastweights.layers.rotary import rotary
-from fastweights.layers.sdpa import Heads, attention, packed_attention
+from fastweights.layers.sdpa import Heads, attend_causally, attention
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -22,6 +22,8 @@ from fastweights.layers.state import (
 from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
 from fastweights.ops.decode import rows_inside, rows_to_write
+from fastweights.parallel.ranks import current, place
+from fastweights.parallel.stretch import stretch_of
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
 
@@ -160,7 +162,8 @@ class SoftmaxAttention(Layer):
             k = self.k_norm(k.unflatten(-1, (-1, self.k_norm.size)))
             qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
         if self.theta is not None:
-            at = token_positions(qkv.shape[1], qkv.device, state, cu_seqlens)
+            of = qkv.shape[1], qkv.device, state, cu_seqlens
+            at = token_positions(*of, place(qkv.shape[1])[0])
             qk = rotary(qk, at, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend(q, k, v, state, cu_seqlens)
@@ -193,23 +196,34 @@ def attend(
 ) -> tuple[Heads, LayerState | None]:
     """Attention of new tokens to themselves and to what the state holds.
 
-    Beside the new state, None for packed sequences in training.
+    Beside the new state, None for packed sequences in training. Under
+    context_parallel q are this rank's, k and v become those of all ranks.
     """
+    ranks, start = current(), place(q.shape[1])[0]
+    if ranks is not None:
+        both = ranks.gather_tokens(torch.cat([k, v], -1))
+        k, v = both.chunk(2, -1)
     alone = is_first_call(state, q)  # before the state is changed in place
-    if cu_seqlens is None:
-        o = attention(q, k, v) if alone else None
-    else:
-        o = packed_attention(q, k, v, cu_seqlens) if alone else None
-        if o is not None and state is None and torch.is_grad_enabled():
+    o = None
+    if alone:
+        end = start + q.shape[1]
+        o = attend_causally(q, k[:, :end], v[:, :end], cu_seqlens)
+        training = state is None and torch.is_grad_enabled()
+        if training and cu_seqlens is not None:
             return o, None
-    rows = UnpackedRows(q, state, cu_seqlens)
+    rows = UnpackedRows(k, state, cu_seqlens)
     if state is None:
         assert o is not None
         k, v = rows.spread(k), rows.spread(v)
         return o, LayerState(
             keys=k, values=v, position=rows.after(), used=k.shape[1]
         )
-    at = token_positions(q.shape[1], q.device, state, cu_seqlens)
+    at = token_positions(k.shape[1], q.device, state, cu_seqlens)
+    mine, own = rows, at  # those of q
+    if ranks is not None:
+        stretch = stretch_of(ranks, q, q.shape[1], cu_seqlens)
+        mine = UnpackedRows(q, state, stretch.cu_seqlens)
+        own = token_positions(q.shape[1], q.device, state, cu_seqlens, start)
     after = remember(k, v, state, at, rows)
     if o is not None:
         return o, after
@@ -217,12 +231,12 @@ def attend(
     if not runs_again(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
-        own = rows_inside(state.rows, keys)
-        keys, values = keys[own], values[own]
-    place = torch.arange(keys.shape[1], device=q.device)
-    mask = (place <= rows.spread(at)[..., None])[:, None]
+        some = rows_inside(state.rows, keys)
+        keys, values = keys[some], values[some]
+    there = torch.arange(keys.shape[1], device=q.device)
+    mask = (there <= mine.spread(own)[..., None])[:, None]
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    return rows.pack(attention(rows.spread(q), keys, values, mask)), after
+    return mine.pack(attention(mine.spread(q), keys, values, mask)), after
 
 
 def runs_again(q: Heads) -> bool:

@@ -22,7 +22,6 @@ from fastweights.arguments import (
 from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.state import LayerState, Offsets, state_after_call
 from fastweights.layers.unpacked_rows import read_by_length
-from fastweights.parallel.ranks import refuse_ranks
 
 Tokens = Float[Tensor, "B T D"]
 
@@ -128,7 +127,6 @@ class Layer(CheckedModule):
         returned. Which fields it has, the layer's ``read`` says; None where
         that makes none (softmax attention, packed sequences, training).
         """
-        refuse_ranks(type(self).__name__)
         check_input(x, self, state, cu_seqlens)
         partly = state is not None and state.accepted is not None
         if self.padded and cu_seqlens is not None:

@@ -19,6 +19,7 @@ from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
 from fastweights.ops.decode import NARROW, check_accepted
+from fastweights.parallel.ranks import current, place
 from fastweights.private import is_traced
 
 
@@ -121,7 +122,7 @@ def check_input(
     if cu_seqlens is not None:
         if rows != 1:
             wrong_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
-        check_packed(x, cu_seqlens)
+        check_packed(x, cu_seqlens, total=place(x.shape[1])[1])
         if cu_seqlens.device != x.device:
             raise ValueError(
                 f"cu_seqlens: got device {cu_seqlens.device}, need x's, "
@@ -150,6 +151,12 @@ def _check_state(
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
         check_rows(state.rows, rows, name="state: rows")
+    few = state.rows is not None or state.accepted is not None
+    if few and current() is not None:
+        raise ValueError(
+            "state: got one of decoding, with rows or accepted, need one "
+            "without them under context_parallel"
+        )
     if state.accepted is not None:
         if packed or torch.is_grad_enabled():
             raise ValueError(

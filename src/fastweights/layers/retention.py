@@ -19,6 +19,7 @@ from fastweights.layers.state import (
     token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
+from fastweights.parallel.ranks import place
 
 
 class MultiScaleRetention(Layer):
@@ -77,7 +78,8 @@ class MultiScaleRetention(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
-        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
+        start, total = place(x.shape[1])
+        at = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
@@ -86,7 +88,7 @@ class MultiScaleRetention(Layer):
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        position = sequence_lengths(x, cu_seqlens, state)
+        position = sequence_lengths(x, cu_seqlens, state, total)
         if state is not None:
             position = position + state.get("position")
         return y, LayerState(S=S, position=position)

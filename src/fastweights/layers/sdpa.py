@@ -22,6 +22,7 @@ from fastweights import private
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.state import Offsets
+from fastweights.parallel.ranks import current
 from fastweights.reference.packing import sequence_of
 
 Heads = Float[Tensor, "B T H K"]
@@ -48,10 +49,34 @@ def attention(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
     return o.transpose(1, 2)
 
 
+def attend_causally(
+    q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None
+) -> Heads:
+    """Causal attention of a batch or pack, whose last tokens q are of.
+
+    Ranks that share a sequence have fewer q than k and v. PyTorch's ring
+    attention is for batches of equal ranks; to gather keys and values serves
+    packs and any ranks.
+    """
+    if cu_seqlens is not None:
+        return packed_attention(q, k, v, cu_seqlens)
+    if q.shape[1] == k.shape[1]:
+        return attention(q, k, v)
+    if q.is_cuda:
+        # Here, since its module imports a compiler.
+        from torch.nn.attention.bias import causal_lower_right
+
+        q, k, v = cast_for_autocast(q, k, v)
+        return attention(q, k, v, causal_lower_right(q.shape[1], k.shape[1]))
+    return in_tiles(q, k, v, None)
+
+
 def packed_attention(
     q: Packed, k: PackedKeys, v: PackedKeys, cu_seqlens: Offsets
 ) -> Packed:
     """Causal within each sequence; heads of k and v are shared.
+
+    q are of the last of the tokens of k and v.
 
     Memory grows with T, not with T^2, and nothing waits for the device. On a
     CPU, and in fp16 and bf16 on a GPU of compute capability 8.0 or higher,
@@ -63,44 +88,58 @@ def packed_attention(
     """
     q, k, v = cast_for_autocast(q, k, v)
     # What stands after the last sequence is read as one more.
-    offsets = F.pad(cu_seqlens, (0, 1), value=q.shape[1])
+    end, before = k.shape[1], k.shape[1] - q.shape[1]
+    offsets = F.pad(cu_seqlens.to(torch.int32), (0, 1), value=end)
+    of_q = offsets
+    if current() is not None:
+        offsets = offsets.clamp(max=end)
+        of_q = (offsets - before).clamp(min=0)
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
         # Here, since its module imports a compiler.
         from torch.nn.attention.varlen import varlen_attn
 
         asked = {"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS else {}
         named: dict[str, Any] = {"window_size": (-1, 0), **asked}  # causal
-        offsets = offsets.to(torch.int32)
-        longest = max(q.shape[1], 2)  # it takes a 1 for a step of decoding
-        given = offsets, offsets, longest, longest
+        # It takes a 1 for a step of decoding.
+        given = of_q, offsets, max(q.shape[1], 2), max(end, 2)
         o = varlen_attn(q[0], k[0], v[0], *given, **named)
         assert isinstance(o, Tensor)  # alone, since nothing else is asked
         return o[None]
     if is_readable(cu_seqlens):
         sizes = offsets.diff().tolist()
-        parts = zip(*(x.split(sizes, 1) for x in (q, k, v)), strict=True)
-        found = [attention(*part) for part in parts if part[0].shape[1]]
+        parts = zip(
+            q.split(of_q.diff().tolist(), 1),
+            *(x.split(sizes, 1) for x in (k, v)),
+            strict=True,
+        )
+        found = [
+            attend_causally(q_n, k_n, v_n, None)
+            for q_n, k_n, v_n in parts
+            if q_n.shape[1]
+        ]
         return torch.cat(found, 1)
     return in_tiles(q, k, v, cu_seqlens)
 
 
-def in_tiles(
-    q: Packed, k: PackedKeys, v: PackedKeys, cu_seqlens: Offsets
-) -> Packed:
-    """Packed attention by a mask, of TILE queries at a time."""
-    T, row = q.shape[1], sequence_of(cu_seqlens, q.shape[1])
-    if T <= TILE:
-        return tile(q, k, v, row, row)
+def in_tiles(q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None) -> Heads:
+    """Attention by a mask, of TILE of the last queries at a time."""
+    end, before = k.shape[1], k.shape[1] - q.shape[1]
+    if cu_seqlens is None:
+        row = torch.zeros(end, dtype=torch.int64, device=q.device)
+    else:
+        row = sequence_of(cu_seqlens, end)
+    if q.shape[1] <= TILE:
+        return tile(q, k, v, row[before:], row)
     tiles = []
-    for start in range(0, T, TILE):
-        end = start + TILE
+    for start in range(before, end, TILE):
+        stop = start + TILE
         o = checkpoint(
             tile,
-            q[:, start:end],
-            k[:, :end],
-            v[:, :end],
-            row[start:end],
-            row[:end],
+            q[:, start - before : stop - before],
+            k[:, :stop],
+            v[:, :stop],
+            row[start:stop],
+            row[:stop],
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -122,12 +161,12 @@ def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
 
 
 def tile(
-    q: Float[Tensor, "1 C H K"],
-    k: PackedKeys,
-    v: PackedKeys,
+    q: Float[Tensor, "B C H K"],
+    k: Keys,
+    v: Keys,
     own: Int[Tensor, " C"],
-    row: Int[Tensor, " T"],
-) -> Float[Tensor, "1 C H K"]:
+    row: Int[Tensor, " S"],
+) -> Float[Tensor, "B C H K"]:
     """The last C queries of T tokens; of each, which sequence it is in."""
     same = own[:, None] == row
     return attention(q, k, v, same.tril(row.shape[0] - own.shape[0]))

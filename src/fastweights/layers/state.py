@@ -321,13 +321,17 @@ def token_positions(
     device: torch.device,
     state: LayerState | None,
     cu_seqlens: Offsets | None,
+    start: int = 0,
 ) -> Int[Tensor, "B T"]:
-    """How many tokens of its sequence stand before each token."""
-    here = torch.arange(T, device=device)[None]
+    """How many tokens of its sequence stand before each token.
+
+    The first of them is token ``start`` of its batch or pack.
+    """
+    here = torch.arange(start, start + T, device=device)[None]
     before = field_of(state, "position")
     if cu_seqlens is None:
         return here if before is None else here + before[:, None]
-    row = sequence_of(cu_seqlens, T)
+    row = sequence_of(cu_seqlens - start, T)
     here = here - cu_seqlens[row].to(here.dtype)
     if before is None:
         return here
@@ -338,10 +342,15 @@ def sequence_lengths(
     x: Float[Tensor, "B T ..."],
     cu_seqlens: Offsets | None,
     state: LayerState | None = None,
+    T: int | None = None,
 ) -> Int[Tensor, " N"]:
-    """How many tokens of each sequence stand in x, for the state to take."""
+    """How many tokens of each sequence stand in x, for the state to take.
+
+    Of a batch T, if it is given.
+    """
     if state is not None and state.accepted is not None:
         return state.accepted.to(torch.int64)
     if cu_seqlens is None:
-        return torch.full((x.shape[0],), x.shape[1], device=x.device)
+        T = x.shape[1] if T is None else T
+        return torch.full((x.shape[0],), T, device=x.device)
     return cu_seqlens.diff().to(torch.int64)

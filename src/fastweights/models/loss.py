@@ -33,7 +33,8 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.ops.registration import registered
-from fastweights.reference.packing import outside
+from fastweights.parallel.ranks import current, place
+from fastweights.reference.packing import sequence_of
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
@@ -166,8 +167,11 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
 
 
 def _count(targets: Tensor, ignored: int) -> Tensor:
-    """Rows with a target, 1 if there are none."""
-    return (targets != ignored).sum().clamp(min=1)
+    """Rows with a target, 1 if there are none; of ranks the mean number."""
+    count = (targets != ignored).sum()
+    if (ranks := current()) is None:
+        return count.clamp(min=1)
+    return ranks.sum(count).clamp(min=1) / ranks.size
 
 
 def next_tokens(
@@ -178,7 +182,8 @@ def next_tokens(
     """The token after each token, as targets.
 
     The last token of each row, or of each packed sequence, has none, and so
-    have tokens after the last sequence.
+    have tokens after the last sequence. Under context_parallel that of a
+    rank's last token is the first one of the next rank.
 
     Args:
         tokens: [B, T], integers.
@@ -195,16 +200,21 @@ def next_tokens(
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         check_tensors({"tokens": tokens})
         wrong_shape("tokens", tokens, "[B, T]")
-    check_packed(tokens, cu_seqlens)
+    T = tokens.shape[1]
+    start, total = place(T)
+    check_packed(tokens, cu_seqlens, total=total)
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
+    if (ranks := current()) is not None:
+        heads = ranks.gather(F.pad(tokens, (0, max(1 - T, 0)))[:, :1])
+        later = heads[ranks.rank + 1 :], ranks.counts(T)[ranks.rank + 1 :]
+        following = [x for x, number in zip(*later, strict=True) if number]
+        if following and T:
+            targets = torch.cat([tokens[:, 1:], following[0]], 1)
     if cu_seqlens is None:
         return targets
-    # An empty sequence at the front comes to -1: the last token has none.
-    last = (cu_seqlens[1:].to(torch.int64) - 1) % tokens.shape[1]
-    targets = targets.index_fill(1, last, ignore_index)
-    return targets.masked_fill(
-        outside(cu_seqlens, tokens.shape[1]), ignore_index
-    )
+    row = sequence_of(cu_seqlens - start, T + 1)
+    last = (row[:-1] != row[1:]) | (row[:-1] == len(cu_seqlens) - 1)
+    return targets.masked_fill(last, ignore_index)
 
 
 class _Total(torch.autograd.Function):

@@ -48,6 +48,10 @@ class Ranks:
             )
         return self.tokens
 
+    def start(self, T: int) -> int:
+        """Tokens of the ranks before this one."""
+        return sum(self.counts(T)[: self.rank])
+
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]; every rank has to ask, and with a gradient."""
         return _Gather.apply(x, self.group, self.size)
@@ -76,6 +80,14 @@ def current() -> Ranks | None:
     return _contexts[-1] if _contexts else None
 
 
+def place(T: int) -> tuple[int, int]:
+    """Where T tokens here begin, among all ranks' tokens, and their number."""
+    ranks = current()
+    if ranks is None:
+        return 0, T
+    return ranks.start(T), sum(ranks.counts(T))
+
+
 def fewest_tokens() -> int:
     """How many an operator needs: a rank may have none."""
     return 1 if current() is None else 0
@@ -85,7 +97,7 @@ def fewest_tokens() -> int:
 def context_parallel(
     mesh: Any, tokens: Sequence[int] | None = None, *, states: bool = True
 ) -> Iterator[None]:
-    """Operators on sequences that are spread over ranks.
+    """Operators and layers on sequences that are spread over ranks.
 
         with fw.context_parallel(mesh):
             o, state = fw.gated_deltanet(q, k, v, g, beta)
@@ -102,17 +114,22 @@ def context_parallel(
       that has the first token of sequence n: of a batch by the first.
     * The final state of every sequence is returned on all ranks.
     * What is differentiated is the sum of what the ranks differentiate. A
-      gradient is therefore that of the rank's own tokens; those of what all
-      ranks share, weights and ``initial_state``, are to be added up.
+      gradient is therefore that of the rank's own tokens; those of weights,
+      and of ``initial_state``, which all ranks share, are to be added up, as
+      DistributedDataParallel and FSDP do. A mean loss is that of the rank's
+      targets over the mean number of targets of a rank, so that the average
+      over ranks, of losses and of gradients, is that of all targets.
 
     It is for :func:`fastweights.linear_recurrence`, every member,
-    :func:`fastweights.mlstm`, :func:`fastweights.selective_scan` and the short
-    convolution. Layers and steps of decoding refuse it.
+    :func:`fastweights.mlstm`, :func:`fastweights.selective_scan`, the short
+    convolution, layers of these, softmax attention, and a LanguageModel of
+    such layers. TTT, Titans, LaCT, MesaNet, decoding and its states refuse.
 
     What is computed twice: each stretch is first run for its map, by the
     operator itself. Of the additive rule that is its final state, in a
     second pass over k and v; of the delta rule it is a pass on V + K columns,
-    V for B and K for M.
+    V for B and K for M. Softmax attention has the keys and values of all
+    ranks on each of them.
 
     Args:
         mesh: a DeviceMesh of one dimension, or a process group; its ranks in

@@ -1,0 +1,35 @@
+"""Layers and models on ranks that share a sequence, in fp64."""
+
+import pytest
+import rank_cases
+import torch.distributed as dist
+from process_group import ProcessGroup
+from rank_cases import SPREAD_MODELS
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("no gloo", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Two processes."""
+    made = ProcessGroup(2)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("spread", SPREAD_MODELS)
+def test_a_model_of_every_layer(group, spread):
+    """Losses at borders of ranks too; blocks kept, and computed again."""
+    group.run(rank_cases.layers, SPREAD_MODELS[spread])
+
+
+@pytest.mark.parametrize("spread", SPREAD_MODELS)
+def test_states(group, spread):
+    """Of layers that made their own, and of those with room from the start."""
+    for room in (False, True):
+        group.run(rank_cases.states, SPREAD_MODELS[spread], room)
+
+
+def test_refused(group):
+    group.run(rank_cases.refused_layers)
