@@ -713,6 +713,11 @@ def test_the_model_is_gone_before_the_process_group(
         ("--corpus EMPTY", r"corpus: got \S+, which holds no text"),
         ("--tokens 40", "tokens: got 40 per step, need a multiple of 16"),
         ("--packed --tokens 999999", "tokens: got 999999 per step, need no"),
+        ("--fsdp", "fsdp: got True, need processes of torchrun"),
+        (
+            "--sequence-parallel 2",
+            "sequence_parallel: got 2, need a divisor of the 1 processes",
+        ),
         (
             "--packed --tokens 7 --accumulate 2",
             r"tokens: got 7 per step, need a multiple of 2 \(processes",

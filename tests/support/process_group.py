@@ -12,7 +12,9 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 
 import torch
+import torch._dynamo  # here, not once in each of the processes
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 SECONDS = 30
 """What a case may take; a rank that is alone waits no longer either."""

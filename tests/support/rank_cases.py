@@ -20,6 +20,7 @@ import fastweights as fw
 from fastweights.models import next_tokens
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.parallel.ranks import current
+from fastweights_lab.text.training import Training
 
 FP64 = torch.float64
 BUDGETS = {
@@ -414,3 +415,18 @@ def still_there(rank):
     """And a mesh is as good as its group."""
     with fw.context_parallel(init_device_mesh("cpu", (2,))):
         return current().rank
+
+
+def trained(rank, settings, path, save, steps):
+    """Losses of a run, which goes on from a file, and saves to another."""
+    torch.manual_seed(rank)  # of no matter to it
+    run = Training(settings, path)
+    losses = []
+    while run.done < steps:
+        loss = run.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    found = run.evaluate()["bits per byte"]
+    run.save(save)
+    said = run.sample("1", 4) if run.settings.fsdp else None
+    return losses, found, said

@@ -10,6 +10,11 @@ Under torchrun every process takes its part of every step:
 
     torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
 
+``--sequence-parallel 2`` has two processes share each sequence, for those
+that one cannot hold (:func:`fastweights.context_parallel`), and ``--fsdp``
+spreads parameters and the optimiser over all of them; checkpoints go on with
+any number of processes.
+
 The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
 for bit (with more ``--steps`` also a run that is done: from there the rate
 is that of a run of so many steps), a log of JSON lines whose first one says
@@ -96,13 +101,13 @@ def take_all_steps(training: Training, stopped: Callable[[], bool]) -> bool:
             text = f"loss {value:.3f}  {rate:,.0f} tokens/s  {left} to go"
             progress.show(step, text)
         stop = total(torch.tensor(float(stopped())), training) > 0
-        if lead and (last or step % settings.eval_every == 0):
+        asked = lead or training.together
+        if asked and (last or step % settings.eval_every == 0):
             found = training.evaluate()
             log(step=step, **found)
             progress.say(f"step {step}: {in_words(found)}")
         if last or stop or step % settings.save_every == 0:
-            if lead:
-                save(training)
+            save(training)
             if dist.is_initialized():
                 dist.barrier()
         if stop and not last:
@@ -139,7 +144,7 @@ def save(training: Training) -> None:
     out = Path(training.settings.out)
     training.save(out / CHECKPOINT)
     text = getattr(training.tokenizer, "file", None)
-    if text is not None:
+    if text is not None and training.rank == 0:
         write_whole(out / TOKENIZER, lambda beside: beside.write_bytes(text))
 
 
@@ -274,7 +279,7 @@ def run_in_group(settings: Settings, path: Path | None) -> int:
             choose_threads(training)
             if not take_all_steps(training, stopped):
                 return 130
-            if training.rank == 0:
+            if training.rank == 0 or settings.fsdp:
                 save_result(training)
             return 0
         except KeyboardInterrupt:
@@ -345,4 +350,6 @@ def save_result(training: Training) -> None:
     settings = training.settings
     training.model.save(settings.out)
     if settings.sample:
-        print(training.sample(settings.prompt, settings.sample))
+        text = training.sample(settings.prompt, settings.sample)
+        if training.rank == 0:
+            print(text)

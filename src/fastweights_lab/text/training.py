@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -33,6 +34,7 @@ from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import write_whole
+from fastweights.parallel.ranks import context_parallel, current
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
 
@@ -130,6 +132,12 @@ class Settings(Schedule):
         "autocast to bf16 or not; on cuda yes",
         choices=("auto", "fp32", "bf16"),
     )
+    sequence_parallel: int = option(
+        1, "processes that share each sequence", least=1
+    )
+    fsdp: bool = option(
+        False, "spread parameters and the optimiser over all processes"
+    )
     compile: bool = option(False, "by torch.compile")
     checkpoint: bool = option(
         False, "compute blocks again in the backward: less memory"
@@ -208,10 +216,18 @@ class Settings(Schedule):
                 f"tokens: got {self.tokens} per step, need a multiple of "
                 f"{unit} (processes x accumulate{by})"
             )
+        length = self.tokens // parts if self.packed else self.length
+        if length % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel: got {self.sequence_parallel}, need a "
+                f"divisor of the {length} tokens of a "
+                f"{'pack' if self.packed else 'window'}"
+            )
 
 
 CHANGEABLE = {
     *("accumulate", "checkpoint", "compile", "device", "out", "prompt"),
+    *("fsdp", "sequence_parallel"),
     *("eval_every", "log_every", "save_every", "sample", "steps"),
     *("corpus", "suffixes", "tokenizer"),  # whose content is compared
 }
@@ -240,7 +256,15 @@ class Training:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.processes = dist.get_world_size() if grouped else 1
-        self.parts = settings.accumulate * self.processes
+        share = settings.sequence_parallel
+        if self.processes % share:
+            raise ValueError(
+                f"sequence_parallel: got {share}, need a divisor of the "
+                f"{self.processes} processes that torchrun starts"
+            )
+        if settings.fsdp and not grouped:
+            raise ValueError("fsdp: got True, need processes of torchrun")
+        self.parts = settings.accumulate * self.processes // share
         settings.check_parts(self.parts)
         self.device = chosen_device(settings.device)
         self.tokenizer: corpus.Tokenizer = (
@@ -271,7 +295,7 @@ class Training:
                 settings.tokens // settings.length,
                 settings.seed,
             )
-        if len(self.held_out.tokens) < 3:
+        if len(self.held_out.tokens) < 2 + share:
             raise ValueError(
                 f"corpus: got {self.text.size} bytes, need more: nothing is "
                 "left to test on"
@@ -281,6 +305,14 @@ class Training:
         self.model = LanguageModel(
             config, checkpoint=settings.checkpoint, device=self.device
         )
+        if before is not None:
+            self.model.load_state_dict(before["model"])
+        self.run: Any = self.model
+        if settings.compile:
+            self._compile()
+        self.mesh: Any = None
+        if grouped:
+            self._spread()
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, settings.weight_decay),
             lr=settings.lr,
@@ -289,13 +321,56 @@ class Training:
         )
         if before is not None:
             self._restore(before)
-        if settings.compile:
+
+    def _compile(self) -> None:
+        """The model as one graph; blocks, where they are gathered by turns."""
+        if not self.settings.fsdp:
             self.model.compile(fullgraph=True)
-        self.run: nn.Module = self.model
-        if grouped:
-            if settings.compile:
-                private.leave_graphs_whole()
-            self.run = DistributedDataParallel(self.model)
+            return
+        for block in self.model.blocks:
+            forward: Any = torch.compile(block.forward, fullgraph=True)
+            block.forward = forward  # type: ignore[method-assign]
+
+    def _spread(self) -> None:
+        """Among the processes, which all have parts of a step's gradient."""
+        # Here, since what it imports takes a second.
+        from torch.distributed import fsdp
+        from torch.distributed.device_mesh import init_device_mesh
+
+        share, kind = self.settings.sequence_parallel, self.device.type
+        sizes = (self.processes // share, share)
+        names = ("data", "sequence")
+        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        if self.settings.fsdp:
+            every = init_device_mesh(kind, (self.processes,))
+            for block in self.model.blocks:
+                fsdp.fully_shard(block, mesh=every)
+            fsdp.fully_shard(self.model, mesh=every)
+            fsdp.register_fsdp_forward_method(self.model, "generate")
+            return
+        if self.settings.compile:
+            private.leave_graphs_whole()
+        self.run = DistributedDataParallel(self.model)
+
+    @property
+    def together(self) -> bool:
+        """Whether processes need each other to run the model once."""
+        return self.settings.fsdp or self.settings.sequence_parallel > 1
+
+    def place(self) -> tuple[int, int]:
+        """This process' share of the batch, and of each sequence."""
+        return divmod(self.rank, self.settings.sequence_parallel)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The tokens [B, T] of sequences that this process has."""
+        share = self.settings.sequence_parallel
+        return x.chunk(share, 1)[self.place()[1]]
+
+    def ranks(self) -> AbstractContextManager:
+        """Where the processes of a sequence work on it together."""
+        if self.mesh is None or self.settings.sequence_parallel == 1:
+            return nullcontext()
+        return context_parallel(self.mesh["sequence"], states=False)
 
     def autocast(self) -> AbstractContextManager:
         """Where products are bf16, if they shall be."""
@@ -322,21 +397,24 @@ class Training:
         total = torch.zeros((), device=self.device)
         for i in range(passes):
             batch = self.batches.batch(
-                self.done, self.rank * passes + i, self.parts
+                self.done, self.place()[0] * passes + i, self.parts
             ).to(self.device)
             # Processes sum their gradients in the last pass.
             if isinstance(self.run, DistributedDataParallel):
                 self.run.require_backward_grad_sync = i == passes - 1
-            with self.autocast():
-                loss = self.run(
-                    batch.tokens,
-                    cu_seqlens=batch.cu_seqlens,
-                    targets=batch.targets,
-                )
-            (loss / passes).backward()
+            elif settings.fsdp:
+                self.run.set_requires_gradient_sync(i == passes - 1)
+            with self.ranks():
+                with self.autocast():
+                    loss = self.run(
+                        self.own(batch.tokens),
+                        cu_seqlens=batch.cu_seqlens,
+                        targets=self.own(batch.targets),
+                    )
+                (loss / passes).backward()
             total += loss.detach() / passes
-        self.norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), settings.clip
+        self.norm = whole(
+            nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         )
         if not self.norm.isfinite():
             self.optimizer.zero_grad()
@@ -360,7 +438,8 @@ class Training:
         tokens and not as bytes.
         """
         stream = self.held_out
-        T = min(self.settings.length, len(stream.tokens) - 1)
+        share = self.settings.sequence_parallel
+        T = min(self.settings.length, len(stream.tokens) - 1) // share * share
         last = len(stream.tokens) - 1 - T
         number = min(self.settings.eval_windows, last + 1)
         starts = torch.arange(number) * last // max(1, number - 1)
@@ -368,9 +447,11 @@ class Training:
         for rows in starts.split(8):
             batch = corpus.windows(stream, T, rows)
             again.append(corpus.repeated(batch, n))
-            on = batch.to(self.device)
-            with self.autocast():
-                losses.append(self.model.token_losses(on.tokens, on.targets))
+            own = [self.own(x) for x in (batch.tokens, batch.targets)]
+            with self.ranks(), self.autocast():
+                of = self.model.token_losses(*(x.to(self.device) for x in own))
+                ranks = current()
+                losses.append(of if ranks is None else ranks.gather_tokens(of))
         bits = torch.cat(losses).cpu().double() / math.log(2)
         bits, hit = bits * stream.tokens_per_byte, torch.cat(again)
         return {
@@ -401,20 +482,34 @@ class Training:
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, in one step: the old one or the new is there.
 
+        One file, whatever the processes have: it is read at any layout. All
+        of them call it, and the first one writes.
+
         Raises:
             OSError: there is no room for it, or no right to write.
         """
         path = Path(path)
+
+        def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            """Whole, one after the other, where they are written."""
+            found = ((name, whole(x)) for name, x in tensors.items())
+            return {name: x.cpu() for name, x in found if not self.rank}
+
+        optimizer = self.optimizer.state_dict()
+        moments = optimizer["state"].items()
+        optimizer["state"] = {i: kept(tensors) for i, tensors in moments}
         state = {
             "settings": asdict(self.settings),
             **self.sources,
             "step": self.done,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": kept(self.model.state_dict()),
+            "optimizer": optimizer,
             "random": torch.get_rng_state(),
         }
         if self.device.type == "cuda":
             state["random on cuda"] = torch.cuda.get_rng_state()
+        if self.rank:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_whole(path, lambda beside: torch.save(state, beside))
@@ -452,7 +547,14 @@ class Training:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.done = state["step"]
-        self.model.load_state_dict(state["model"])
+        parameters = [
+            x for group in self.optimizer.param_groups for x in group["params"]
+        ]
+        for i, moments in state["optimizer"]["state"].items():
+            moments |= {
+                name: sharded_like(parameters[i], x)
+                for name, x in moments.items()
+            }
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and "random on cuda" in state:
@@ -468,6 +570,23 @@ class Training:
             "threads": torch.get_num_threads(),
             **machine(self.device),
         }
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor that is sharded over processes, on all of them."""
+    full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
+    return x if full is None else full()
+
+
+def sharded_like(parameter: Tensor, x: Tensor) -> Tensor:
+    """x, which has a parameter's shape, sharded over processes as that is."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or x.shape != parameter.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    of: Any = parameter
+    return distribute_tensor(x.to(of.device), mesh, of.placements)
 
 
 class Progress:
