@@ -92,14 +92,14 @@ def stretch_of(
     ranks: Ranks, x: Tensor, T: int, cu_seqlens: Int[Tensor, " N+1"] | None
 ) -> Stretch:
     """This rank's, of a batch or pack x [B, ...] with T tokens here."""
-    last = ranks.rank == ranks.size - 1
+    counts, last = ranks.counts(T), ranks.rank == ranks.size - 1
     if cu_seqlens is None:
         rows = torch.arange(len(x), device=x.device)
         every = torch.ones_like(rows, dtype=torch.bool)
         begins, ends = every & (ranks.rank == 0), every & last
         return Stretch(ranks, None, begins, ends, rows, ~begins, rows, every)
     if is_readable(cu_seqlens):
-        check_offsets(cu_seqlens.tolist(), sum(ranks.counts(T)))
+        check_offsets(cu_seqlens.tolist(), sum(counts))
     start = ranks.start(T)
     found = stretch_of_pack(cu_seqlens, start, start + T, last)
     return found._replace(ranks=ranks)
