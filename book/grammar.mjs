@@ -43,6 +43,7 @@ const PASS = [
   ["AnA", "a FLOP"],
   ["HavePronoun", "has you compute"],
   ["InDetail", "differs in details"],
+  ["ModalBeAdjective", "What can erasing do"],
   ["ItsContraction", "further from its mean"],
   ["ReasonForDoing", "no reason of meaning"],
   ["TheirToTheyre", "and their two directions are"],
