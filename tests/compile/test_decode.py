@@ -23,6 +23,7 @@ def compile_decode(
     rows=False,
     state="fp32",
     layer=False,
+    erase=False,
 ):
     """The kernel with its launch settings, for head size D = K = V.
 
@@ -39,7 +40,9 @@ def compile_decode(
     constants |= {"UNIT": layer, "LEAST": None, "AHEAD": layer}
     constants |= {"STRONGEST": 2.0 if layer else 0.0}
     constants |= {} if layer else {"logits": None}
+    constants |= {} if erase else {"erase": None}
     types = {"strides": ("i32",) * 5, "logits": ("*fp32", "*fp32")}
+    types |= {"erase": (f"*{dtype}", "i32")}
     types |= dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
     types |= {"scale": "fp32", "T": "i32", "N": "i32"}
     types |= dict.fromkeys(("rows", "accepted"), "*i64")
@@ -60,6 +63,13 @@ def judge(compiled, capability, tmp_path, spilled=0):
 @pytest.mark.parametrize("width", [1, "K"])
 def test_a_layers_step(width, tmp_path):
     compiled = compile_decode(width, True, 1, 90, layer=True, rows=True)
+    judge(compiled, 90, tmp_path)
+
+
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("width", [1, "K"])
+def test_another_key_erases(width, T, tmp_path):
+    compiled = compile_decode(width, False, T, 90, erase=True)
     judge(compiled, 90, tmp_path)
 
 

@@ -40,16 +40,17 @@ SCANS = (
     "segment_maps_backward",
     "scan_backward",
 )
-# Stage, width of the gate, delta rule. Without both there is no intra.
+# Stage, width of the gate, rule. An additive one without gates has no intra,
+# and what takes no keys has no more rules.
 LAUNCHES = [
-    (stage, width, delta)
+    (stage, width, rule)
     for stage in STAGES
     for width in (0, 1, "K")
-    for delta in (False, True)
-    if stage != "intra" or delta or width != 0
+    for rule in ("additive", "erase", "delta")
+    if stage != "intra" or rule != "additive" or width != 0
     if not stage.endswith(("strong", "again")) or width == "K"
-    if not stage.startswith("compose") or width != 1
-    if stage != "gate_backward" or width == 1
+    if not stage.startswith("compose") or (width != 1 and rule != "erase")
+    if stage != "gate_backward" or (width == 1 and rule != "erase")
 ]
 
 
@@ -83,7 +84,7 @@ OF_STRONG = [x for x in LAUNCHES if x[0].endswith("strong")]
 def compile_stage(
     stage,
     width,
-    delta,
+    rule,
     capability,
     D=128,
     dtype="bf16",
@@ -99,10 +100,14 @@ def compile_stage(
     """
     DG, V, low = D if width == "K" else width, D - 8 * ragged, DTYPES[dtype]
     gpu = GPU(SHARED[capability], 132, divmod(capability, 10))
-    rule = (DG, delta, chunk_size, precision)
-    kind = Kind(gpu, low, 4, 4 * group, D, V, *rule)
-    gate, beta = DG > 0 and FP32, delta and FP32
-    given = (low, low, low, gate or None, beta or None, FP32, None)
+    erases, delta = rule == "erase", rule != "additive"
+    sizes = (4, 4 * group, D, V, DG, delta, chunk_size)
+    kind = Kind(gpu, low, *sizes, precision, erases)
+    gate = FP32 if DG > 0 else None
+    beta, erase = {"delta": (FP32, None), "erase": (None, low)}.get(
+        rule, (None, None)
+    )
+    given = (low, low, low, gate, beta, erase, FP32, None)
     forward = stages.forward_schedule(kind, given, True).launches
     backward = stages.backward_schedule(
         kind, (*given, low, FP32), True
@@ -117,20 +122,22 @@ def compile_stage(
     return build_launch(found[stage], capability)
 
 
-def allowed(stage, width, capability):
+def allowed(stage, width, capability, rule="delta"):
     """Bytes of registers that may spill, about 1.3 times the worst seen.
 
     Little spills in intra without a gate a channel, of which four programs
-    share a multiprocessor, nothing in chunk_states before Hopper. A scan has
-    the state, a product and, from Hopper on, the loads of two or three chunks
-    to hold. The backward inside a chunk holds four score matrices and up to
-    five tiles of gradients, with a gate a channel two more. Before Hopper and
-    on 12.0 the operands of tl.dot live in registers too.
+    share a multiprocessor (with two keys three, which hold a triangle until
+    its inverse is known to be small), nothing in chunk_states before Hopper.
+    A scan has the state, a product and, from Hopper on, the loads of two or
+    three chunks to hold. The backward inside a chunk holds four score
+    matrices and up to five tiles of gradients, with a gate a channel two
+    more. Before Hopper and on 12.0 the operands of tl.dot live in registers
+    too.
     """
     if stage.endswith("strong"):
         return 2048
     if stage == "intra":
-        return 768 if width == "K" else 200
+        return 768 if width == "K" or rule == "erase" else 200
     if stage != "intra_backward":
         return 640
     if width == "K":
@@ -139,12 +146,14 @@ def allowed(stage, width, capability):
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, capability", on_each(SHARED, whole=(90,), step=4)
+    "stage, width, rule, capability", on_each(SHARED, whole=(90,), step=4)
 )
-def test_bf16(stage, width, delta, capability, tmp_path):
-    compiled = compile_stage(stage, width, delta, capability)
-    judge(compiled, capability, tmp_path, allowed(stage, width, capability))
-    products = delta or stage not in ("intra", "compose", "compose_backward")
+def test_bf16(stage, width, rule, capability, tmp_path):
+    compiled = compile_stage(stage, width, rule, capability)
+    most = allowed(stage, width, capability, rule)
+    judge(compiled, capability, tmp_path, most)
+    products = stage not in ("intra", "compose", "compose_backward")
+    products |= rule != "additive"
     products &= stage != "gate_backward"
     products |= (stage, width) == ("intra", "K")
     if capability in (90, 100) and products:
@@ -154,15 +163,15 @@ def test_bf16(stage, width, delta, capability, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, ragged",
+    "stage, width, rule, ragged",
     on_each([False, True], whole=(False,), launches=OF_SCANS),
 )
-def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
+def test_tensor_memory_accelerator(stage, width, rule, ragged, tmp_path):
     """It loads the tiles of every scan, but of ragged heads.
 
     Tiles do not divide those. The others are judged by test_bf16.
     """
-    compiled = compile_stage(stage, width, delta, 90, ragged=ragged)
+    compiled = compile_stage(stage, width, rule, 90, ragged=ragged)
     if ragged:
         judge(compiled, 90, tmp_path, allowed(stage, width, 90))
     by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
@@ -170,67 +179,67 @@ def test_tensor_memory_accelerator(stage, width, delta, ragged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, D",
+    "stage, width, rule, D",
     on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_STRONG]),
 )
-def test_no_product_is_computed_twice(stage, width, delta, D):
+def test_no_product_is_computed_twice(stage, width, rule, D):
     """Of 64 rows each group of four warps has columns of its own."""
-    ttgir = compile_stage(stage, width, delta, 90, D).asm["ttgir"]
+    ttgir = compile_stage(stage, width, rule, 90, D).asm["ttgir"]
     found = re.findall(
         r"^(#mma\d*) = .*warpsPerCTA = \[(\d+), \d+\]", ttgir, re.M
     )
     by_rows = {layout: int(warps) for layout, warps in found}
     used = re.findall(r"warp_group_dot .*-> tensor<64x\d+xf32, (#\w+)>", ttgir)
-    assert used or not delta
+    assert used or rule == "additive"
     assert {by_rows[layout] for layout in used} <= {4}
 
 
 @pytest.mark.skipif(not AS_RECORDED, reason="registers are Triton 3.7's")
-@pytest.mark.parametrize("delta", [False, True], ids=["additive", "delta"])
+@pytest.mark.parametrize("rule", ["additive", "delta", "erase"])
 @pytest.mark.parametrize(
     "stage", ["intra", "intra_backward", "intra_backward_strong"]
 )
-def test_products_do_not_wait_for_each_other(stage, delta, tmp_path):
+def test_products_do_not_wait_for_each_other(stage, rule, tmp_path):
     """ptxas waits after each instruction where registers do not suffice."""
-    compiled = compile_stage(stage, "K", delta, 90)
+    compiled = compile_stage(stage, "K", rule, 90)
     sass = cuobjdump(compiled.asm["cubin"], "-sass", tmp_path)
     assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 2
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, size",
+    "stage, width, rule, size",
     on_each([(64, 90), (256, 90), (64, 86), (256, 86)], step=4),
 )
-def test_other_head_sizes(stage, width, delta, size, tmp_path):
+def test_other_head_sizes(stage, width, rule, size, tmp_path):
     D, capability = size
-    compiled = compile_stage(stage, width, delta, capability, D)
+    compiled = compile_stage(stage, width, rule, capability, D)
     judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, chunk_size", on_each([16, 32], step=3)
+    "stage, width, rule, chunk_size", on_each([16, 32], step=3)
 )
-def test_other_chunk_sizes(stage, width, delta, chunk_size, tmp_path):
+def test_other_chunk_sizes(stage, width, rule, chunk_size, tmp_path):
     compiled = compile_stage(
-        stage, width, delta, 90, chunk_size=chunk_size, group=2
+        stage, width, rule, 90, chunk_size=chunk_size, group=2
     )
     judge(compiled, 90, tmp_path, 4096 if "strong" in stage else 1024)
     if stage.startswith("intra"):
         assert "wgmma" not in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("stage, width, delta, group", on_each([2], step=3))
-def test_several_value_heads(stage, width, delta, group, tmp_path):
+@pytest.mark.parametrize("stage, width, rule, group", on_each([2], step=3))
+def test_several_value_heads(stage, width, rule, group, tmp_path):
     """Their sums are two tiles more."""
-    compiled = compile_stage(stage, width, delta, 90, group=group)
+    compiled = compile_stage(stage, width, rule, 90, group=group)
     judge(compiled, 90, tmp_path, 3072)
 
 
 @pytest.mark.parametrize(
-    "stage, width, delta, products",
+    "stage, width, rule, products",
     on_each([("tf32x3", 86), ("tf32x3", 90), ("tf32", 90)], step=4),
 )
-def test_fp32(stage, width, delta, products, tmp_path):
+def test_fp32(stage, width, rule, products, tmp_path):
     """Three products keep each operand twice, and spill.
 
     The scans in full fp32 do not run well before Hopper, where operands are
@@ -238,6 +247,6 @@ def test_fp32(stage, width, delta, products, tmp_path):
     """
     precision, capability = products
     compiled = compile_stage(
-        stage, width, delta, capability, dtype="fp32", precision=precision
+        stage, width, rule, capability, dtype="fp32", precision=precision
     )
     judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)

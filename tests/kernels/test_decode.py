@@ -5,16 +5,13 @@ import itertools
 import pytest
 import torch
 from crossed import crossed
-from inputs import GATES, member
-from inputs import RULES as ALL_RULES
+from inputs import GATES, RULES, member
 from kernel_judge import DEVICES, needs_memory, on_devices
 
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 from fastweights.kernels.decode import decode
-
-RULES = ALL_RULES[:2]
 
 ALL = pytest.mark.parametrize(
     "gate, rule", list(itertools.product(GATES, RULES))
@@ -137,7 +134,10 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, device):
     o_ref, _ = expected(x | {"state": pool[rows].clone()})
     names = ("q", "k", "v", "g", "beta")
     o = decode(
-        *(x.get(name) for name in names), pool, rows, 20**-0.5, accepted=n
+        *(x.get(name) for name in names),
+        *(pool, rows, 20**-0.5),
+        erase=x.get("erase"),
+        accepted=n,
     )
     assert relative_error(o, o_ref) <= 1e-6
     assert relative_error(pool, wanted) <= 1e-6

@@ -13,8 +13,7 @@ from crossed import all_but, crossed
 from graphs import in_one_graph
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from inputs import GATES, member, results
-from inputs import RULES as ALL_RULES
+from inputs import GATES, RULES, member, results
 from kernel_judge import (
     BUDGET,
     DEVICES,
@@ -40,8 +39,6 @@ from fastweights.kernels.recurrence.settings import (
 )
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
-
-RULES = ALL_RULES[:2]
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
@@ -336,6 +333,15 @@ def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
     judge(cast(x, torch.float32), HALF)
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_keys_with_which_a_state_grows(gate, matmul_precision):
+    """By 1.618 per token: beyond what the inverse in fp16 has room for."""
+    matmul_precision("medium")
+    x = member(gate, "erase", T=64, H=1, HV=1, K=64, V=64, strength=-1e-3)
+    x |= take_turns(T=64, K=64, length=1.0)
+    judge(cast(x, torch.float32), HALF)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
 def test_a_gate_a_head_that_shuts(rule, strongest):
@@ -538,7 +544,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     found = []
     for value in values:
         switch(where, value)
-        inputs = (*(x[n] for n in names), None, None)
+        inputs = (*(x[n] for n in names), None, None, None)
         kind, _ = kernels.kind_of(inputs, 16)
         found.append(constants("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
@@ -586,6 +592,26 @@ def test_keys_that_do_not_forget(gate, cut):
     x = member(gate, "delta", T=330, H=1, HV=1, K=16, V=16, strength=-0.83)
     x["k"] = 1.8 * x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.ones_like(x["beta"])
+    judge(cast(x, torch.float32), 1e-4, chunk_size=16)
+
+
+def take_turns(*, T, K, length):
+    """Two orthogonal keys, each of which erases what the other writes."""
+    turns = torch.eye(K, dtype=torch.float64)[torch.arange(T) % 2]
+    turns = turns[None, :, None]
+    return {"k": length * turns, "erase": turns.roll(1, 1)}
+
+
+@pytest.mark.parametrize("gate", ["fixed", "head"])
+def test_keys_that_take_turns_and_do_not_forget(gate, cut):
+    """Each writes what the other erases by: 2.25 times as much per token.
+
+    Their steps have the eigenvalue 1, but so large a singular value. The
+    gates alone would leave less than 2^-100 of a segment, and leave 1.01^112.
+    """
+    cut(3)
+    x = member(gate, "erase", T=330, H=1, HV=1, K=16, V=16, strength=-0.8)
+    x |= take_turns(T=330, K=16, length=1.8)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 

@@ -6,14 +6,11 @@ import itertools
 import pytest
 import torch
 from crossed import all_but
-from inputs import GATES, member, results
-from inputs import RULES as ALL_RULES
+from inputs import GATES, RULES, member, results
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages
 from fastweights.kernels.recurrence.schedule import Room, Schedule
-
-RULES = ALL_RULES[:2]
 
 
 class ByAddress:

@@ -37,6 +37,7 @@ def decode_kernel(
     v,
     g,
     beta,
+    erase,
     o,
     state,
     rows,
@@ -68,7 +69,8 @@ def decode_kernel(
     ``strides`` lie between the tokens of q, k, v, g and beta. A layer's step
     has q and k brought to unit length (UNIT), g and beta from what its gates
     are made of: ``logits`` is (A_log, dt_bias), LEAST the bound of g, and
-    STRONGEST that of beta, 0 for a beta that is one.
+    STRONGEST that of beta, 0 for a beta that is one. ``erase`` is the key
+    [B, T, HV, K] that reads in place of k, and its stride.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
     in fp32. T = 1, which Triton makes a constant of, compiles without the
@@ -120,6 +122,9 @@ def decode_kernel(
             b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
         if DELTA:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
+        if erase is not None:
+            e, s_e = erase
+            b_e = row_of(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
         if DG > 0:
@@ -138,17 +143,20 @@ def decode_kernel(
             )
             b_rk, b_rq = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6)
             b_k, b_q, b_kq = b_k * b_rk, b_q * b_rq, b_kq * b_rk * b_rq
-        elif DELTA:
+        elif DELTA or erase is not None:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
         if DG > 0:
             b_decay = tl.exp(b_g)
             b_S *= b_decay[:, None] if DG > 1 else b_decay
-        if DELTA:
-            # What k finds and what q reads before the write, in one exchange
+        if DELTA or erase is not None:
+            # What is found and what q reads before the write, in one exchange
             # between the warps.
-            b_found, b_o = tl.reduce((b_S * b_k, b_S * b_q), 0, add_pairs)
-            b_new = b_beta * (b_new - b_found)  # [BV]
+            b_r = b_k if erase is None else b_e.to(tl.float32)[:, None]
+            b_found, b_o = tl.reduce((b_S * b_r, b_S * b_q), 0, add_pairs)
+            b_new = b_new - b_found  # [BV]
+            if DELTA:
+                b_new = b_beta * b_new
             b_o += b_kq * b_new
             b_S += b_k * b_new[None, :]
         else:
@@ -189,6 +197,7 @@ def decode(
     rows: Tensor | None,
     scale: float,
     *,
+    erase: Tensor | None = None,
     accepted: Tensor | None = None,
     unit: bool = False,
     logits: tuple[Tensor, Tensor] | None = None,
@@ -208,7 +217,9 @@ def decode(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = _by_tokens(q), _by_tokens(k), _by_tokens(v)
-    g, beta = (None if x is None else _by_tokens(x) for x in (g, beta))
+    g, beta, erase = (
+        None if x is None else _by_tokens(x) for x in (g, beta, erase)
+    )
     S = state.contiguous()
     o = v.new_empty(v.shape)
     options = decode_options(K, T)
@@ -220,6 +231,7 @@ def decode(
             v,
             g,
             beta,
+            None if erase is None else (erase, _stride(erase)),
             o,
             S,
             None if rows is None else rows.contiguous(),

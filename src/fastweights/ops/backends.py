@@ -66,12 +66,12 @@ def choose_backend(
     return backend
 
 
-def backend_for(asked: str, q: Tensor, erase: Tensor | None = None) -> str:
+def backend_for(asked: str, q: Tensor) -> str:
     """The backend that runs on q [.., K], of at most MAX_K in the kernels."""
     backend, K = choose_backend(asked, q.device, q.dtype), q.shape[-1]
-    if backend != "triton" or (K <= MAX_K and erase is None):
+    if backend != "triton" or K <= MAX_K:
         return backend
-    lack = f"K <= {MAX_K}, not {K}" if erase is None else "erase to be None"
+    lack = f"K <= {MAX_K}, not {K}"
     if asked == "triton":
         raise ValueError(f"backend: got 'triton', which needs {lack}")
     _explain(lack)

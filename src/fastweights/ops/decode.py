@@ -256,11 +256,15 @@ def _decode(
     backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after what is accepted."""
-    if backend_for(backend, q, erase) == "triton":
+    if backend_for(backend, q) == "triton":
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")
-        return decode(q, k, v, g, beta, state, rows, scale, accepted=accepted)
+        return decode(
+            *(q, k, v, g, beta, state, rows, scale),
+            erase=erase,
+            accepted=accepted,
+        )
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])

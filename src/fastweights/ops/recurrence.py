@@ -237,10 +237,10 @@ def _over_ranks(
 
 
 def _implementation(
-    asked: str, q: Tensor, erase: Tensor | None, chunk_size: int | None
+    asked: str, q: Tensor, chunk_size: int | None
 ) -> tuple[str, ModuleType, int]:
     """A backend's name, where its functions stand, and tokens per chunk."""
-    backend = backend_for(asked, q, erase)
+    backend = backend_for(asked, q)
     module: ModuleType = chunkwise
     if backend == "triton":
         from fastweights.kernels.recurrence import backend as module
@@ -295,8 +295,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
     *inputs, chunk_size, asked, alone = arguments
-    implementation = _implementation(asked, q, inputs[4], chunk_size)
-    backend, module, chunk_size = implementation
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
     record_run(f"{backend} forward")
     with without_autocast(q):
         return module.forward(q, *inputs, chunk_size, alone)
@@ -307,7 +306,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     g, beta, erase, initial_state, cu_seqlens, *options = others
     _, chunk_size, asked, alone = options
-    _, module, chunk_size = _implementation(asked, q, erase, chunk_size)
+    _, module, chunk_size = _implementation(asked, q, chunk_size)
     tokens = (q, v, g, beta, erase, cu_seqlens)
     saved = module.empty_saved(*tokens, chunk_size, alone)
     state = first_states(q, v, initial_state, cu_seqlens)
@@ -319,8 +318,7 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
     *inputs, chunk_size, asked, alone = arguments
-    implementation = _implementation(asked, q, inputs[4], chunk_size)
-    backend, module, chunk_size = implementation
+    backend, module, chunk_size = _implementation(asked, q, chunk_size)
     record_run(f"{backend} backward")
     with without_autocast(q):
         return module.backward(do, dstate, q, *inputs, chunk_size, alone)

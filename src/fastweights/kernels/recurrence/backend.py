@@ -34,13 +34,14 @@ def kind_of(
 
     Of a traced call these may be symbols; heads and widths are numbers.
     """
-    q, _, v, g, beta, _, offsets, *_ = given
+    q, _, v, g, beta, erase, _, offsets, *_ = given
     assert q is not None and v is not None
     B, T, H, K = q.shape
     gate = 0 if g is None else 1 if g.dim() == 3 else int(K)
     precision = dot_precision(q.dtype, int(K))
     heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
-    rule = (gate, beta is not None, chunk_size, precision)
+    delta = beta is not None or erase is not None
+    rule: Any = (gate, delta, chunk_size, precision, erase is not None)
     kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
@@ -61,7 +62,7 @@ def empty_saved(
     invariant: bool = False,
 ) -> list[Tensor]:
     """Room for what :func:`forward` keeps."""
-    given = (q, q, v, g, beta, None, cu_seqlens)
+    given = (q, q, v, g, beta, erase, None, cu_seqlens)
     kind, sizes = kind_of(given, chunk_size, invariant)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     kept = stages.Rooms(kind, dtypes_of(given)).kept
@@ -128,7 +129,7 @@ def forward(
     Kept is one buffer, but in Triton's interpreter a tensor each.
     """
     check_offsets_on_host(cu_seqlens, q.shape[1])
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens)
     made, saved = run(inputs, None, scale, chunk_size, invariant)
     return made["o"], made["state"], saved
 
@@ -149,14 +150,14 @@ def backward(
     chunk_size: int,
     invariant: bool = False,
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of g, beta, initial_state where given.
+    """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
     Each has its input's dtype. do or dstate is None where nothing depends on
     that output.
     """
     if do is None:
         do = torch.zeros_like(v)
-    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, do, dstate)
+    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, do, dstate)
     made, _ = run(inputs, saved, scale, chunk_size, invariant)
     if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
         made["dg"] = made["dg"].view_as(g)

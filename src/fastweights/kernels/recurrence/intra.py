@@ -8,20 +8,28 @@ from fastweights.kernels.recurrence import gates, inverse
 
 
 @triton.jit
-def scores_of(b_Aqk, b_Akk, q, k, rows, i_k, b_r, b_c, META: tl.constexpr):
+def scores_of(
+    b_Aqk, b_Akk, q, k, erase, rows, i_k, b_r, b_c, META: tl.constexpr
+):
     """Add (q b_r) (k b_c)^T to b_Aqk; delta rule: (k b_r) (k b_c)^T to b_Akk.
 
-    Of key tile i_k. The factors b_r and b_c are [BT, BK], the sums [BT, BT].
+    Of key tile i_k, and with ``erase`` that in the place of the first k. rows
+    are those of the value head. The factors b_r and b_c are [BT, BK], the
+    sums [BT, BT].
     """
     dtype: tl.constexpr = k.dtype.element_ty
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    b_k = tile.load_rows(k, rows, i_k, KEYS)  # [BT, BK]
+    t, end, i_hv = rows
+    rows_of_key = (t, end, i_hv // (META.HV // META.H))
+    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
-    b_q = tile.load_rows(q, rows, i_k, KEYS)  # [BT, BK]
+    b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_Aqk = tl.dot(b_qr, b_kT, b_Aqk, input_precision=PRECISION)
     if META.DELTA:
+        if erase is not None:
+            b_k = tile.load_rows(erase, rows, i_k, META.gate_tiles)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_Akk = tl.dot(b_kr, b_kT, b_Akk, input_precision=PRECISION)
     return b_Aqk, b_Akk
@@ -43,7 +51,7 @@ def add_strong(
     Their k_out, and, if it HAS_SCORES, their scores [BT, BT], level by level:
     see gates.decays_of_pairs. rows are those of the value head.
     """
-    q, k, g, beta = inputs
+    q, k, g, beta, erase = inputs
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
     LEVELS: tl.constexpr = gates.num_levels(META.BT)
@@ -71,7 +79,7 @@ def add_strong(
             )
             b_c = tl.where(m_strong, b_c, 0.0)
             b_qk, b_kk = scores_of(
-                zeros, zeros, q, k, rows_of_key, i_k, b_r, b_c, META
+                zeros, zeros, q, k, erase, rows, i_k, b_r, b_c, META
             )
             b_Aqk += tl.where(m_A, b_qk, 0.0)  # [BT, BT]
             if META.DELTA:
@@ -87,7 +95,8 @@ def intra_fwd_kernel(
 
     Delta rule: R, with which the inverse of I + Diag(beta) Akk is
     I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta); and
-    beta as a row in fp32, row_beta.
+    beta as a row in fp32, row_beta. With ``erase`` [T, HV, K] beta is 1, and
+    Akk and k_in are of that key.
 
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
     chunk is seen from the point p where half of its decay is done, G_p =
@@ -104,7 +113,7 @@ def intra_fwd_kernel(
     not computed: the backward has kept Aqk and R. It alone needs strong, a
     bit for each key tile that has such a channel.
     """
-    q, k, g, beta = inputs
+    q, k, g, beta, erase = inputs
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
@@ -114,6 +123,7 @@ def intra_fwd_kernel(
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
+    ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
     SCORES: tl.constexpr = META.score_tiles
@@ -129,7 +139,7 @@ def intra_fwd_kernel(
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
-    if DELTA:
+    if beta is not None:
         b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
         if DG != 1:  # else with the gate's rows
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
@@ -137,13 +147,23 @@ def intra_fwd_kernel(
         b_g = tile.load_row(g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    if ERASE and DG == 1:
+        b_ee = tl.zeros([BT], dtype=tl.float32)
+        b_kk = tl.zeros([BT], dtype=tl.float32)
     strong_tiles = 0  # a bit per key tile
     NK: tl.constexpr = META.NK if DG > 1 or R is not None else 0
     for i_k in range(NK):
         b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        if ERASE:
+            b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+            if DG == 1:
+                b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
+                b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
+        else:
+            b_e = b_k
         if DG <= 1:
             b_kT = tl.trans(b_k)  # [BK, BT]
-            b_Akk = tl.dot(b_k, b_kT, b_Akk, input_precision=PRECISION)
+            b_Akk = tl.dot(b_e, b_kT, b_Akk, input_precision=PRECISION)
         else:
             b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
@@ -164,7 +184,7 @@ def intra_fwd_kernel(
             tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
             if Aqk is not None:
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
-            b_k_in = (b_k * b_r).to(dtype)  # [BT, BK]
+            b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
             if DELTA:
                 tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
             if R is not None:
@@ -192,7 +212,7 @@ def intra_fwd_kernel(
     if DG == 1:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
-        if DELTA:
+        if beta is not None:
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
         b_g = gates.clamp_below(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
@@ -222,12 +242,23 @@ def intra_fwd_kernel(
             else:
                 b_Akk *= gates.decay_matrix(G, i_ch, BT)
         b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
-        largest = tl.max(tl.abs(b_Akk))
-        # Of a token's step beta |k|^2, at most; a map grows with those over 2.
-        steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
-        if DG == 1:
-            b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-            tl.store(bound + i_ch, b_total)
-        mild = (steps < 2.05) & (largest < 1e3)
-        b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
+        if ERASE:
+            if DG == 1:
+                # Of each I - k e^T the largest singular value, at least 1.
+                b_ek = tl.sum(tl.where(o_t == 0, b_Akk, 0.0), axis=1)  # [BT]
+                b_ee *= b_kk  # |e|^2 |k|^2
+                b_most = tl.sqrt(tl.maximum(4.0 - 4.0 * b_ek + b_ee, 0.0))
+                b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)
+                tl.store(bound + i_ch, b_total + tl.sum(tl.log2(b_most)))
+            b_R = inverse.checked_inverse(b_Akk, PRECISION)
+        else:
+            largest = tl.max(tl.abs(b_Akk))
+            # Of a token's step beta |k|^2, at most; a map grows with those
+            # over 2.
+            steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+            if DG == 1:
+                b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+                tl.store(bound + i_ch, b_total)
+            mild = (steps < 2.05) & (largest < 1e3)
+            b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)

@@ -109,11 +109,12 @@ def intra_bwd_kernel(
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = operands
-    dq, dk, dg, dkept, dbeta = gradients
+    dq, dk, dg, dkept, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
+    ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
     READ: tl.constexpr = META.gate_tiles if DG > 1 else META.key_tiles
@@ -146,13 +147,11 @@ def intra_bwd_kernel(
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
-        if DELTA:
-            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
-            if dbeta is not None:
-                store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
         b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
-        if DELTA:
-            b_weight = b_beta
+        if row_beta is not None:
+            b_weight = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
+            if dbeta is not None:
+                store_dbeta(dbeta, b_dE, b_weight, rows, i_k, META)
         if DG > 0:
             b_diag = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
             b_diag = (scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
@@ -188,7 +187,7 @@ def intra_bwd_kernel(
             b_kept *= tl.exp2(b_total)
             b_decay = tl.exp2(0.5 * b_total)[None, :]
             b_col *= b_decay
-        if DELTA or DG == 1:
+        if row_beta is not None or DG == 1:
             b_col *= b_write
         b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
         b_k = tile.load_rows(k_out, read, i_k, READ)  # [BT, BK]
@@ -199,8 +198,8 @@ def intra_bwd_kernel(
         b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
             b_kr = b_k
-            if DG > 1:
-                b_kr = tile.load_rows(k_in, read, i_k, READ)  # [BT, BK]
+            if DG > 1 or ERASE:
+                b_kr = tile.load_rows(k_in, rows, i_k, GATES)  # [BT, BK]
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
             b_err *= -b_decay if DG > 0 else -1.0
@@ -212,7 +211,9 @@ def intra_bwd_kernel(
         if DELTA and DG > 1:
             b_pairs += b_kr * b_err
         b_c = tl.trans(b_c)  # [BT, BK]
-        if DG == 1 and DELTA:
+        if DELTA and ERASE and DG == 1:
+            b_pairs += b_kr * b_err
+        if DG == 1 and DELTA and not ERASE:
             b_pairs += b_k * (b_err - b_c)
         elif DG > 0:
             b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
@@ -244,7 +245,9 @@ def intra_bwd_kernel(
             b_c *= tl.exp2(b_G)
         b_dq += b_row
         b_dk += b_col + b_c
-        if DELTA:
+        if ERASE:
+            tile.store_rows(derase, b_err, rows, i_k, GATES)
+        elif DELTA:
             b_dk += b_err
 
     tile.store_rows(dq, b_dq, (t, end, i_h), i_k, KEYS)
@@ -302,13 +305,14 @@ def intra_bwd_strong_kernel(
     warps: whatever leads to a product is by_columns, or it would be computed
     twice.
     """
-    q, k, g, beta = inputs
+    q, k, g, beta, erase = inputs
     row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = operands
-    dq, dk, dg, dkept, dbeta = gradients
+    dq, dk, dg, dkept, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     DELTA: tl.constexpr = META.DELTA
+    ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
     H: tl.constexpr = META.H
@@ -356,7 +360,11 @@ def intra_bwd_strong_kernel(
                 b_row = tile.by_columns(b_row, True)
                 b_col = tile.by_columns(b_col, True)
                 b_err = tile.by_columns(b_err, True)
-                if DELTA:
+                b_e = b_k
+                if ERASE:
+                    b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+                    b_dE *= -1.0
+                elif DELTA:
                     b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
                     if dbeta is not None:
                         store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
@@ -378,7 +386,7 @@ def intra_bwd_strong_kernel(
                 b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
                 b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
                 b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
-                b_pairs = b_q * b_row + b_k * b_err
+                b_pairs = b_q * b_row + b_e * b_err
                 lowest = gates.first_level(b_high, do, True)
                 for level in range(tl.maximum(lowest, 1), LEVELS + 1):
                     b_r, b_c, m_A = gates.decays_of_pairs(
@@ -397,7 +405,7 @@ def intra_bwd_strong_kernel(
                     b_row += b_r * b_dqr  # [BT, BK]
                     b_pairs += b_qr * b_dqr
                     if DELTA:
-                        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
+                        b_kr = (b_e * b_r).to(dtype)  # [BT, BK]
                         b_A = tl.where(m_A, b_dE, 0.0)
                         b_dkr = tile.dot(
                             b_A, b_kc, None, PRECISION, True
@@ -413,7 +421,11 @@ def intra_bwd_strong_kernel(
                     b_pairs -= b_kc * b_dkc
 
                 b_dq += b_row + b_diag * b_k
-                b_dk += b_col + b_err + b_diag * b_q
+                if ERASE:
+                    tile.store_rows(derase, b_err, rows, i_k, GATES)
+                    b_dk += b_col + b_diag * b_q
+                else:
+                    b_dk += b_col + b_err + b_diag * b_q
                 b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
                 b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT, True)
                 b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]

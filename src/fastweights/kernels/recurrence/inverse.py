@@ -74,6 +74,25 @@ def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def checked_inverse(b_Aek, PRECISION: tl.constexpr):
+    """R of the lower triangular b_Aek [BT, BT], of beta = 1 and two keys.
+
+    Nothing says beforehand how large it is: of a key that erases, a token may
+    amplify what the state has. So in fp16, and again in tf32 if that was too
+    large for it, or no number. What is found on the way is a part of R, or
+    a product of one that R has in it.
+    """
+    b_one = tl.full([b_Aek.shape[0]], 1.0, dtype=tl.float32)
+    if PRECISION == "tf32":
+        b_R = rest_of_inverse(b_Aek, b_one, "fp16")
+        if tl.max(tl.where(tl.abs(b_R) < 64.0, 0, 1)) > 0:
+            b_R = rest_of_inverse(b_Aek, b_one, "tf32")
+    else:
+        b_R = rest_of_inverse(b_Aek, b_one, PRECISION)
+    return b_R
+
+
+@triton.jit
 def bounded_inverse(b_Akk, b_beta, mild, PRECISION: tl.constexpr):
     """R of the lower triangular b_Akk [BT, BT], with the diagonal |k|^2.
 

@@ -209,7 +209,8 @@ def scan_fwd_kernel(
 
     q_in, k_in, k_out [T, H, K] are those of intra for a gate per channel;
     else they are q, k, k, and the decays of a gate per head act on the rows
-    of what these multiply. The delta rule writes beta times its errors, which
+    of what these multiply. With ERASE k_in [T, HV, K] is of the key that
+    erases, and beta is 1. The delta rule writes beta times its errors, which
     are what the values are more than what the keys find: (I + Akk
     Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with
@@ -228,8 +229,10 @@ def scan_fwd_kernel(
     cu_seqlens, scale, T, N, L = call
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
+    ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
+    READ: tl.constexpr = META.read_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -243,6 +246,7 @@ def scan_fwd_kernel(
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
+    i_r = i_hv if ERASE else i_h
     is_map = i_v >= NV  # a program of M
     chunks = chunks_of(i_x, i_hv, is_map, states[0], bound, call, MAP, META)
     i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
@@ -253,8 +257,8 @@ def scan_fwd_kernel(
     tokens = (start, end)
     d_v = tile.sequence_tiles(v, tokens, VALUES)
     if DG <= 1 or DELTA:
-        d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
-    if DG > 1:
+        d_k_in = tile.sequence_tiles(k_in, tokens, READ)
+    if DG > 1 or ERASE:
         d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
     if DELTA:
         d_R = tile.sequence_tiles(R, tokens, SCORES)
@@ -282,7 +286,7 @@ def scan_fwd_kernel(
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
         if DG <= 1 or DELTA:
-            b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+            b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
 
         if o is not None and DG <= 1:
             # Before the errors, to free S_in's room.
@@ -294,8 +298,9 @@ def scan_fwd_kernel(
                 decays, i_ch, v, META
             )
         b_e = b_v  # [BT, BV]
-        if DELTA:
+        if row_beta is not None:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+        if DELTA:
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
             b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
         if h is not None and DG <= 1:  # while that product runs
@@ -304,11 +309,12 @@ def scan_fwd_kernel(
             if DG == 1:
                 b_e *= b_half * b_in
             b_e = b_v - b_e  # r = v - k S [BT, BV]
-            b_step = (b_beta * b_e).to(b_v.dtype)
+            b_step = (b_e if ERASE else b_beta * b_e).to(b_v.dtype)
             b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)  # r + R beta r
             if errors is not None:
                 tile.store_rows(errors, b_e, rows, i_v, VALUES)
-            b_e *= b_beta  # v_new
+            if not ERASE:
+                b_e *= b_beta  # v_new
 
         if DG == 1:
             b_S *= b_half * b_rest
@@ -320,7 +326,7 @@ def scan_fwd_kernel(
         if DG == 1:
             b_new *= b_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
-        if DG > 1:
+        if DG > 1 or ERASE:
             b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
@@ -389,8 +395,10 @@ def scan_bwd_kernel(
     cu_seqlens, scale, T, N, L = call
     DG: tl.constexpr = META.DG
     DELTA: tl.constexpr = META.DELTA
+    ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
+    READ: tl.constexpr = META.read_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -404,6 +412,7 @@ def scan_bwd_kernel(
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
+    i_r = i_hv if ERASE else i_h
     if MAP:
         i_n, start, end, first = segment_before(
             i_x // 2, cu_seqlens, N, T, L, BT
@@ -448,8 +457,8 @@ def scan_bwd_kernel(
     d_do = tile.sequence_tiles(do, tokens, VALUES)
     if DG > 1:
         d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
-        if DELTA:
-            d_k_in = tile.sequence_tiles(k_in, tokens, KEYS)
+    if DELTA and (DG > 1 or ERASE):
+        d_k_in = tile.sequence_tiles(k_in, tokens, READ)
     if DELTA:
         d_R = tile.sequence_tiles(R, tokens, SCORES)
     if errors is not None:
@@ -500,15 +509,18 @@ def scan_bwd_kernel(
         b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
         if DG == 1:
             b_y *= tl.where(weak, b_out, 1.0)
-        if DELTA:
+        if row_beta is not None:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+        if DELTA:
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-            b_w = (b_beta * b_y).to(b_do_in.dtype)  # [BT, BV]
+            b_w = b_y if ERASE else b_beta * b_y
+            b_w = b_w.to(b_do_in.dtype)  # [BT, BV]
             b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
             if errors is not None:
                 b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
-            b_y *= tile.nonzero(b_beta)
+            if not ERASE:
+                b_y *= tile.nonzero(b_beta)
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
@@ -522,8 +534,8 @@ def scan_bwd_kernel(
             b_y = -b_y
             if DG == 1:
                 b_y *= b_in
-            if DG > 1:
-                b_k = tile.load_chunk(d_k_in, tokens, c, i_h, 0, KEYS)
+            if DG > 1 or ERASE:
+                b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)

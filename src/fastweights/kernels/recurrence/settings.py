@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     delta: bool
     chunk_size: int
     precision: str  # kernels.dot_precision
+    erase: bool = False  # of the delta rule: another key than k erases
 
     @property
     def per_channel(self) -> bool:
@@ -68,9 +69,11 @@ class Meta:
     BV: int = 1
     BJ: int = 1
     TMA: bool = False  # the tensor memory accelerator loads its tiles
+    ERASE: bool = False
 
     # How many tiles: of keys, of values, of a state's map, of a product over
-    # its keys. And how tensors are cut: keys, gates and values per token,
+    # its keys. And how tensors are cut: keys, keys that read the state for the
+    # delta rule, gates and values per token,
     # scores, one number per token and head, or one per value tile; the maps
     # of states.
     NK = property(lambda x: -(-x.K // x.BK))
@@ -78,6 +81,9 @@ class Meta:
     NM = property(lambda x: -(-x.K // x.BV))
     NJ = property(lambda x: -(-x.K // x.BJ))
     key_tiles = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
+    read_tiles = property(
+        lambda x: Tiles(x.HV if x.ERASE else x.H, x.K, x.BT, x.BK, x.TMA)
+    )
     gate_tiles = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
     value_tiles = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
     score_tiles = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
@@ -102,7 +108,8 @@ def intra_options(stage: str, kind: Kind) -> dict[str, int]:
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
         if kind.has_prefetch_room and not kind.per_channel:
             options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
-            options["maxnreg"] = 128  # four programs a multiprocessor
+            # four programs a multiprocessor, or three
+            options["maxnreg"] = 168 if kind.erase else 128
         return options
     if kind.chunk_size < 64 or not large:
         # In shorter chunks some products would be Hopper's, of 64 rows, and
@@ -149,6 +156,8 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
     ahead = kind.has_prefetch_room
     chained = kind.delta and not kind.per_channel
+    if kind.erase and not kind.gpu.forbids_prefetch:
+        chained = False  # there is room for one program, of all its tiles
     BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
     BV = scan_values(kind)
     wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
@@ -157,7 +166,8 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     BV = 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segment_maps" else 2
     back = stage.endswith("backward")
-    if (stage == "scan" or back) and kind.delta and kind.per_channel:
+    two_keys = kind.per_channel or kind.erase  # that read, and that write
+    if (stage == "scan" or back) and kind.delta and two_keys:
         num_stages = 2  # no room for three
     if not ahead or kind.gpu.forbids_prefetch:
         num_stages = 1
@@ -218,6 +228,7 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
         DELTA=kind.delta,
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),
+        ERASE=kind.erase,
         **sizes,
     )
     return meta, options

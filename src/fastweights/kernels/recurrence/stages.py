@@ -36,7 +36,7 @@ from fastweights.kernels.recurrence.settings import Kind, Meta, constants
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 Dtypes = tuple[torch.dtype | None, ...]
-INPUTS = ("q", "k", "v", "g", "beta", "initial_state")  # have gradients
+INPUTS = ("q", "k", "v", "g", "beta", "erase", "initial_state")
 GIVEN = (*INPUTS, "cu_seqlens", "do", "dstate")  # the last two to a backward
 T, N, L = Count("T"), Count("N"), Count("L")
 
@@ -52,7 +52,7 @@ def sums_dbeta_by_tiles(kind: Kind) -> bool:
     In fp16, where too little of it is left in dv, of which intra_bwd_kernel
     finds it otherwise.
     """
-    return kind.delta and kind.dtype == torch.float16
+    return kind.delta and not kind.erase and kind.dtype == torch.float16
 
 
 class Rooms:
@@ -105,6 +105,7 @@ class Rooms:
         if sums_dbeta_by_tiles(kind):
             NV = meta_of("scan_backward", kind).NV
             self.dbeta = room("dbeta", "tokens", (HV, NV), fp32)
+        self.erase, self.derase = with_gradient("erase", "tokens", (HV, K))
         first = with_gradient("initial_state", "N", states)
         self.initial_state, self.dinitial_state = first
         # Of offsets one more.
@@ -116,13 +117,15 @@ class Rooms:
         k_in = room("k_in", "tokens", (HV, K), low, channel and delta)
         k_out = room("k_out", "tokens", (HV, K), low, channel)
         row_in = room("row_in", "slots", scores, fp32, head)
-        row_beta = room("row_beta", "slots", scores, fp32, delta)
+        strengths = delta and not kind.erase
+        row_beta = room("row_beta", "slots", scores, fp32, strengths)
         total = room("total", "slots", gates, fp32, gated)
         G = room("G", "slots", scores, torch.float64, head)
         row_out = room("row_out", "slots", scores, fp32, head)
         bound = room("bound", "slots", (HV,), fp32, head and delta)
-        self.inputs = self.q, self.k, self.g, self.beta
-        self.decayed = q_in or self.q, k_in or self.k, k_out or self.k
+        self.inputs = self.q, self.k, self.g, self.beta, self.erase
+        reads = k_in or self.erase or self.k
+        self.decayed = q_in or self.q, reads, k_out or self.k
         self.decays = row_in, row_out, row_beta, total, G, bound or total
         self.call = self.cu_seqlens, SCALE, T, N, L
 
@@ -253,7 +256,7 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
 
     operands = x.do, x.errors if kind.delta else x.v, x.dv, x.h, x.dh
     dg = x.parts if kind.gate == 1 else x.dg
-    gradients = x.dq, x.dk, dg, x.dkept, of_rows
+    gradients = x.dq, x.dk, dg, x.dkept, of_rows, x.derase
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
     groups = x.g, x.decayed, x.decays, operands, gradients
     steps.add("intra_backward", intra_bwd_kernel, each, *groups)
@@ -266,4 +269,5 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         each = Count("slots", H, meta_of(stage, kind).LOOK)
         groups = x.inputs, x.decays, x.strong, operands, gradients, num_chunks
         steps.add(stage, intra_bwd_strong_kernel, each, *groups)
-    return steps.schedule(x.dq, x.dk, x.dv, x.dg, x.dbeta, x.dinitial_state)
+    firsts = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
+    return steps.schedule(*firsts, x.dinitial_state)
