@@ -4,17 +4,19 @@ They are forked from a server that has imported everything once.
 """
 
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from unittest.mock import patch
 
 import torch
-import torch._dynamo  # here, not once in each of the processes
 import torch.distributed as dist
-import torch.distributed.fsdp
 
 SECONDS = 120
 """What a case may take on a busy machine; no rank waits longer for others."""
@@ -28,7 +30,11 @@ class ProcessGroup:
 
     def start(self):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["process_group", "rank_cases"])
+        context.set_forkserver_preload(["rank_cases"])
+        # Python 3.11's server has a path of its own, and imports in vain.
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with patch.dict(os.environ, path):
+            forkserver.ensure_running()
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, theirs = zip(
             *(context.Pipe() for _ in range(self.size)), strict=True

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # here, not once in each of the processes
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from model_cases import KINDS, model, text
 from torch.distributed.device_mesh import init_device_mesh

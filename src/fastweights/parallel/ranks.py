@@ -71,8 +71,8 @@ class Ranks:
         return torch.cat(cut, 1)
 
 
-_contexts: list[Ranks] = []
 # Not a ContextVar: checkpointing computes again in a thread of autograd's.
+_contexts: list[Ranks] = []
 
 
 def current() -> Ranks | None:
@@ -112,7 +112,9 @@ def context_parallel(
       anywhere in it. A rank may have no tokens, in operators.
     * ``initial_state`` is the same on all ranks. Row n is read by the rank
       that has the first token of sequence n: of a batch by the first.
-    * The final state of every sequence is returned on all ranks.
+    * The final state of every sequence is returned on all ranks. Nothing has
+      the bits that one process finds, under :func:`fastweights.invariant`
+      neither, since what ranks tell each other is added up in their order.
     * What is differentiated is the sum of what the ranks differentiate. A
       gradient is therefore that of the rank's own tokens; those of weights,
       and of ``initial_state``, which all ranks share, are to be added up, as

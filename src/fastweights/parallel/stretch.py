@@ -110,8 +110,8 @@ def stretch_of_pack(
 ) -> Stretch:
     """That of the tokens from start up to end, which may be none.
 
-    An empty sequence begins and ends with the rank that has the token after
-    it, or with the last rank.
+    ``last``: whether no rank follows. An empty sequence begins and ends with
+    the rank that has the token after it, or with the last one.
     """
     first, stop = cu_seqlens[:-1], cu_seqlens[1:]
     begins = (first >= start) & ((first < end) | last)
@@ -137,8 +137,9 @@ def over_ranks(
 ) -> tuple[Any, ...]:
     """run(states, offsets), a tuple that ends with states, over all ranks.
 
-    M is a matrix, or a factor for each row of a state. Maps travel in B's
-    dtype, side by side, and are composed in fp64, which TF32 does not round.
+    M is a matrix, or a factor for each row or entry of a state. Maps travel
+    in B's dtype, side by side, and are composed in fp64, which TF32 does not
+    round.
     """
     ranks: Any = stretch.ranks
     M = M.to(B.dtype).expand(*B.shape[:-1], -1)

@@ -11,9 +11,8 @@ Under torchrun every process takes its part of every step:
     torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
 
 ``--sequence-parallel 2`` has two processes share each sequence, for those
-that one cannot hold (:func:`fastweights.context_parallel`), and ``--fsdp``
-spreads parameters and the optimiser over all of them; checkpoints go on with
-any number of processes.
+that one cannot hold, and ``--fsdp`` spreads parameters and the optimiser over
+all of them; checkpoints go on with any number of processes.
 
 The folder ``--out`` gets a checkpoint, from which ``--resume`` goes on bit
 for bit (with more ``--steps`` also a run that is done: from there the rate
