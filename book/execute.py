@@ -122,7 +122,7 @@ def main() -> int:
     folder = BOOK.parent / "chapters"
     # The last chapters take longest: they are not left for the end.
     chapters = arguments.chapters or sorted(
-        folder.glob("[0-9][0-9]_*.md"), reverse=True
+        folder.glob("*_*.md"), reverse=True
     )
     start = time.perf_counter()
     try:

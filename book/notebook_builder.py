@@ -36,9 +36,9 @@ from to_markdown import (
 from fastweights.private import TESTED
 
 CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)
-CHAPTER = re.compile(r"\d\d_\w+")
-TAGS = {"exercise-stub", "gpu", "hide-input", "remove-input", "solution"}
-FOLDED = {"hide-input", "remove-input", "solution"}
+CHAPTER = re.compile(r"(\d\d|appendix)_\w+")
+FOLDED = {"hide-cell", "hide-input", "remove-input", "solution"}
+TAGS = FOLDED | {"exercise-stub", "gpu"}
 
 # For Colab and for JupyterLab: fold a cell's source, not its output.
 HIDDEN = {"cellView": "form", "jupyter": {"source_hidden": True}}
@@ -259,7 +259,7 @@ def _title(
         names = [f"({'.'.join(map(str, number))})" for number in found]
         plural = "s" if len(names) > 1 else ""
         return f"Check of equation{plural} {', '.join(names)}"
-    held = holds(source)
+    held = "check" if "hide-cell" in tags else holds(source)
     return f"Check of {piece.exercise}" if held == "exercise" else held.title()
 
 

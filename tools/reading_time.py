@@ -71,7 +71,7 @@ def problem(text: str) -> str:
 
 
 if __name__ == "__main__":
-    files = map(Path, sys.argv[1:] or sorted(CHAPTERS.glob("[0-9]*.md")))
+    files = map(Path, sys.argv[1:] or sorted(CHAPTERS.glob("*_*.md")))
     for file in files:
         source = file.read_text("utf-8")
         print(f"{file.stem}: {minutes(source):.0f}, stated {stated(source)}")

@@ -28,7 +28,7 @@ _REPEATED = {"proof-content", "exercise-content", "solution-content"}
 def _prompt(cell: nodes.container, labels: list[str]) -> str:
     """What a folded cell holds, in the reader's words."""
     held = holds(cell[0].astext())
-    if labels and held != "exercise":
+    if (labels or cell["hide_mode"] == "all") and held != "exercise":
         return "Check"
     return PROMPTS[held]
 
@@ -84,7 +84,10 @@ class Checks(SphinxPostTransform):
             if labels:
                 caption = _caption(labels, self.env.docname)
                 caption.source, caption.line = cell.source, cell.line
-                cell.parent.insert(cell.parent.index(cell), caption)
+                if cell.get("hide_mode") == "all":
+                    cell.insert(1, caption)  # below the code, folded with it
+                else:
+                    cell.parent.insert(cell.parent.index(cell), caption)
             for label in labels:
                 if equation := unmarked.pop(label, None):
                     place = equation.parent.index(equation) + 1

@@ -36,10 +36,13 @@ class Folds(SphinxPostTransform):
             folded = fold("", said, *body, ids=node["ids"])
             folded["classes"] = ["admonition", "solution"]
             node.parent.replace(node, folded)
-        for node in list(self.document.findall(HideCodeCellNode)):
-            said = summary(text=node["prompt_show"])
-            folded = fold("", said, *node.children, classes=["code"])
-            node.parent.replace(node, folded)
+        # By their cells: myst-nb tells a whole cell's fold no parent.
+        for cell in list(self.document.findall(nodes.container)):
+            for place, node in enumerate(cell.children):
+                if isinstance(node, HideCodeCellNode):
+                    said = summary(text=node["prompt_show"])
+                    folded = fold("", said, *node.children, classes=["code"])
+                    cell[place] = folded
 
 
 def visit(self: HTML5Translator, node: nodes.Element) -> None:

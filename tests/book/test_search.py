@@ -28,22 +28,23 @@ FIRST = {
     "cu_seqlens": "api/operators#fastweights.linear_recurrence",
     "accelerate": "api/operators#fastweights.accelerate",
     "install": "index#how-to-read-it",
-    "NaN": "01_softmax#a-row-with-nothing-to-read",
+    "NaN": "appendix_a_floats"
+    "#a-row-with-nothing-to-read-poisons-every-gradient",
     "Kimi": "09_gated_delta#step-1-two-ways-to-forget",
     "state size": "11_memory#a-larger-state",
     "needle": "11_memory#a-needle-in-a-long-text",
-    "log-sum-exp": "01_softmax#step-6-online-softmax",
+    "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
     # a step's words, with a plural and a letter wrong
     "secondary chunk": "05_gates#step-4-secondary-chunking",
     "half precision": "02_linear#a-state-in-half-precision",
-    "rooflnie": "01_softmax#the-roofline",
+    "rooflnie": "01_softmax#the-roofline-the-slower-of-two-rates-decides",
     # names of the API, as a program has them
     "fw.kda": "api/operators#fastweights.kda",
     "GatedDeltaNet": "api/layers#fastweights.layers.GatedDeltaNet",
     "generate": "api/models#fastweights.models.LanguageModel.generate",
     # what goes wrong, what it costs, what came after
     "padding": "03_chunkwise#padding-that-writes-to-the-state",
-    "key-value cache": "01_softmax#the-cache",
+    "key-value cache": "01_softmax#the-cache-outgrows-the-model",
     "hybrid": "10_models#the-price-of-a-hybrid",
     "momentum": "06_test_time_training#step-7-momentum",
 }

@@ -1,0 +1,1 @@
+"""Answers to exercises of appendix A: it has none so far."""
