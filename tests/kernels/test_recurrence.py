@@ -334,6 +334,18 @@ def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
 
 
 @pytest.mark.parametrize("gate", GATES)
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
+def test_keys_that_erase_nothing_or_all(gate, device, dtype):
+    """Identical keys, some of which erase nothing, and half of others."""
+    x = member(gate, "erase", T=100, K=64, V=33, strength=-0.03)
+    x["k"] = x["k"][:, :1].sign().expand_as(x["k"]) / 8
+    strengths = torch.ones(100, 1, 64)
+    strengths[::3], strengths[1::3, :, ::2] = 0, 0
+    x["erase"] = (strengths * x["k"]).expand_as(x["erase"])
+    judge(cast(x, dtype, device), budget_of(dtype))
+
+
+@pytest.mark.parametrize("gate", GATES)
 def test_keys_with_which_a_state_grows(gate, matmul_precision):
     """By 1.618 per token: beyond what the inverse in fp16 has room for."""
     matmul_precision("medium")

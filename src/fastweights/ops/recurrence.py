@@ -134,9 +134,9 @@ def linear_recurrence(
     at most, where b is 1 in channels that have a third of |k|^2, and 0 in the
     others. Under strengths that are the same for all tokens that does not
     add up; under others it may, token by token, unless decays are below
-    sqrt(3) / 2. What such a chunk does to its state is a matrix that grows
-    as fast, and rounding errors grow with it. No backend bounds them, and
-    nothing overflows before the state does.
+    sqrt(3) / 2. Where a state grows, the inverse of its chunks does, and so
+    do rounding errors; no backend bounds them. The kernels compute an inverse
+    that fp16 cannot hold in TF32, but keep it in q's dtype: it must fit.
 
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
     imported, values are checked too: see
