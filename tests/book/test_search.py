@@ -46,7 +46,7 @@ FIRST = {
     "padding": "03_chunkwise#padding-that-writes-to-the-state",
     "key-value cache": "01_softmax#the-cache-outgrows-the-model",
     "hybrid": "10_models#the-price-of-a-hybrid",
-    "momentum": "06_test_time_training#step-7-momentum",
+    "momentum": "06_test_time_training#momentum-spreads-out-an-example",
 }
 
 
