@@ -5,12 +5,10 @@ import itertools
 import pytest
 import torch
 from company import EDGES, check
-from inputs import GATES
-from inputs import RULES as ALL_RULES
+from inputs import GATES, RULES
 
 from fastweights.kernels.recurrence import settings
 
-RULES = ALL_RULES[:2]  # the kernels'
 # A fixed gate, whose gradient is a sum over all sequences, is one per head.
 MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
 

@@ -167,7 +167,10 @@ def intra_bwd_kernel(
             b_dE *= -b_D
         else:
             b_dA *= scale * b_weight[None, :]
-            b_dE *= -b_weight[None, :]
+            if ERASE:  # -b_dE, not as Triton negates: ptxas would wait for all
+                b_dE = tl.fma(b_dE, -1.0, -0.0)
+            else:
+                b_dE *= -b_weight[None, :]
         m_A = o_t > 0 if DG > 0 else o_t >= 0
         b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
         b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
