@@ -197,14 +197,15 @@ def resolve(
 def section(
     app: Sphinx, env: BuildEnvironment, docname: str, target: str
 ) -> nodes.Node | None:
-    """A link to a section of a chapter, by its number and title."""
+    """A link to a section, by its number, or its appendix, and title."""
     chapter, _, name = target.partition("#")
     numbers = env.toc_secnumbers.get(chapter, {})
     for title in env.tocs.get(chapter, nodes.list_item()).findall(
         nodes.reference
     ):
         if name and title["anchorname"] == f"#{name}":
-            number = ".".join(map(str, numbers[f"#{name}"]))
+            page, _, _ = env.titles[chapter].astext().partition(":")
+            number = ".".join(map(str, numbers.get(f"#{name}", [f"{page}:"])))
             said = nodes.inline(text=f"{number} {title.astext()}")
             return make_refnode(app.builder, docname, chapter, name, said)
     return None
