@@ -21,6 +21,7 @@ from fastweights.kernels.recurrence.settings import Kind
 FP32 = DTYPES["fp32"]
 STAGES = (
     "intra",
+    "intra_strong",
     "intra_again",
     "scan",
     "chunk_states",
@@ -112,7 +113,8 @@ def compile_stage(
     backward = stages.backward_schedule(
         kind, (*given, low, FP32), True
     ).launches
-    names = ["intra"] * (delta or DG > 0) + ["segment_maps", "compose", "scan"]
+    names = ["intra"] * (delta or DG > 0) + ["intra_strong"] * (DG > 1)
+    names += ["segment_maps", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1) + ["chunk_states"]
     names += [f"{x}_backward" for x in ("segment_maps", "compose", "scan")]

@@ -370,6 +370,20 @@ def test_a_gate_a_channel_that_shuts():
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@on_devices(cpu=["float16", "float32"], cuda=["float32", "bfloat16"])
+def test_nothing_passes_a_gate_of_minus_infinity(rule, device, dtype):
+    """To the bit, though half precision sees a step of a block as 2^-14."""
+    x = member("channel", rule, T=64, HV=1, K=33, V=20, strength=-3.0)
+    x["g"][:, 20] = -torch.inf
+    x = cast(x, dtype, device)
+    o, state = fw.linear_recurrence(**x, backend="triton")
+    x["v"][:, :20] *= 100.0
+    again = fw.linear_recurrence(**x, backend="triton")
+    assert torch.equal(again[0][:, 20:], o[:, 20:])
+    assert torch.equal(again[1], state)
+
+
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_chunks_that_decay_too_far_for_fp16(gate):
     """By e^-16, which fp32 could divide by, and still answer in fp16."""

@@ -120,60 +120,70 @@ def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
     return tl.dot(b_sum, b_low, b_y)
 
 
-@triton.jit
-def first_level(b_high, x, WIDE: tl.constexpr = False):
-    """The level of the largest blocks that may be folded at their middles.
+@triton.constexpr_function
+def fold_of(dtype):
+    """How long blocks are folded at their middles, and what a step has there.
 
-    Of 2^level rows, where no half of a block decays by more than 2^-80
-    (is_weak) in any channel. The log decays b_high [BT, BK] are added up over
-    the nodes of a tree, one per row of a product: node 1 is the whole chunk,
-    2 and 3 are its halves, 4 to 7 its quarters. The last nodes have two rows
-    each. Where one of these decays too far, the level is 0, that of single
-    rows.
+    The level of blocks of 2^level rows, and the bits by which each of their
+    steps decays at most. Half a block of those stays in the range of fp32.
     """
-    BT: tl.constexpr = b_high.shape[0]
-    LEVELS: tl.constexpr = num_levels(BT)
-    o_c = tl.arange(0, BT)
-    o_depth = tl.zeros([BT], dtype=tl.int32)
-    for depth in tl.static_range(1, LEVELS):
-        o_depth += tl.where(o_c >= 2**depth, 1, 0)
-    o_shift = LEVELS - o_depth
-    o_node = (o_c + BT)[None, :] >> o_shift[:, None]
-    m_sum = o_node == o_c[:, None]
-    b_sum = summed_gates(m_sum, b_high, b_high, False, WIDE)  # [BT, BK]
-    b_least = 2.0 * tl.min(b_sum, axis=1)  # [BT]
-    deepest = tl.max(tl.where(is_weak(b_least, x), 0, o_depth))
-    return tl.where(deepest == LEVELS - 1, 0, LEVELS - deepest)
+    return (2, 56.0) if dtype == tl.float32 else (4, 14.0)
 
 
 @triton.jit
-def decays_of_pairs(
-    b_high,
-    b_low,
-    level,
-    first,
-    EXACT: tl.constexpr,
-    WIDE: tl.constexpr = False,
-):
-    """Factors of the rows i and of the columns j of scores, and a mask.
+def shuts(b_total):
+    """Whether a channel has steps whose decay is 0, as of a gate of -inf.
 
-    [BT, BK] each, and [BT, BT]. From j to i decays what the gates of j + 1 to
-    i add up to. A block of 2^level rows is folded at its middle, the border
-    of its two halves: one factor is the decay between a row and the border,
-    the other, on the far side of it, its inverse. At the first level all
-    pairs of a block are taken, and its halves' decays must have a bound
-    (first_level). At those after it, pairs with one token in each half: they
-    need no inverse, and both factors are that decay. Level 0 has no border.
+    That is, 2^-8192 in a chunk. Its tile is folded nowhere.
+    """
+    return tl.min(b_total) < -8192.0
+
+
+@triton.jit
+def to_middle(b_high, b_low, level, EXACT, WIDE: tl.constexpr = False):
+    """What decays between a row and the middle of its block of 2^level rows.
+
+    Exponents [BT, BK], at most 0: of a row in the second half what the gates
+    from the middle to it add up to, of one in the first those after it. And
+    which rows are in the second half, [BT, 1].
     """
     o_c = tl.arange(0, b_high.shape[0])
-    lower = tl.maximum(level - 1, 0)
-    o_half = o_c >> lower
+    o_half = o_c >> (level - 1)
     m_second = (o_half % 2 == 1)[:, None]
     m_same = o_half[:, None] == o_half[None, :]
     m_sum = m_same & ((o_c[None, :] <= o_c[:, None]) == m_second)
-    b_D = summed_gates(m_sum & (level > 0), b_high, b_low, EXACT, WIDE)
-    b_far = tl.where(level == first, -b_D, b_D)
-    b_r = tl.exp2(tl.where(m_second, b_D, b_far))
-    b_c = tl.exp2(tl.where(m_second, b_far, b_D))
-    m_block = (o_c >> level)[:, None] == (o_c >> level)[None, :]
-    return b_r, b_c, m_block & ((level == first) | (m_same == 0))
+    return summed_gates(m_sum, b_high, b_low, EXACT, WIDE), m_second
+
+
+@triton.jit
+def pairs_across(level, BT: tl.constexpr):
+    """Pairs [BT, BT] of a row and a column whose border is such a middle."""
+    o_half = tl.arange(0, BT) >> (level - 1)
+    m_second = (o_half % 2 == 1)[:, None]
+    return m_second & ((o_half[:, None] ^ 1) == o_half[None, :])
+
+
+@triton.jit
+def folded(b_high, b_low, shut, x, WIDE: tl.constexpr = False):
+    """Factors of rows and columns, [BT, BK], and pairs [BT, BT] in one block.
+
+    A block of fold_of(x's dtype) is seen from its middle: the decay of a pair
+    is a product of two factors, of which one may be large. So a step there
+    decays by no more than the bits of fold_of: in half precision what decays
+    further leaves 2^-14 of itself, far below its rounding. If the tile
+    ``shut``, blocks are single rows. And the level of what is left.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    BT: tl.constexpr = b_high.shape[0]
+    LEVEL: tl.constexpr = min(fold_of(dtype)[0], num_levels(BT))
+    LEAST: tl.constexpr = -fold_of(dtype)[1]
+    EXACT: tl.constexpr = dtype == tl.float32
+    m_far = b_high < LEAST
+    b_high = tl.where(m_far, tl.cast(LEAST, tl.float16), b_high)
+    b_low = tl.where(m_far, tl.cast(0.0, tl.float16), b_low)
+    b_D, m_second = to_middle(b_high, b_low, LEVEL, EXACT, WIDE)
+    b_D = tl.where(m_second, b_D, -b_D)
+    level = tl.where(shut, 0, LEVEL)
+    o_b = tl.arange(0, BT) >> level
+    m_A = o_b[:, None] == o_b[None, :]
+    return tl.exp2(b_D), tl.exp2(-b_D), m_A, level + 1

@@ -8,16 +8,26 @@ from fastweights.kernels.recurrence import gates, inverse
 
 
 @triton.jit
-def scores_of(
-    b_Aqk, b_Akk, q, k, erase, rows, i_k, b_r, b_c, META: tl.constexpr
+def add_scores(
+    b_Aqk,
+    b_Akk,
+    q,
+    k,
+    erase,
+    rows,
+    i_k,
+    b_r,
+    b_c,
+    m_A,
+    dtype: tl.constexpr,
+    META: tl.constexpr,
 ):
-    """Add (q b_r) (k b_c)^T to b_Aqk; delta rule: (k b_r) (k b_c)^T to b_Akk.
+    """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (k b_r) (k b_c)^T to b_Akk.
 
-    Of key tile i_k, and with ``erase`` that in the place of the first k. rows
-    are those of the value head. The factors b_r and b_c are [BT, BK], the
-    sums [BT, BT].
+    Of key tile i_k, and with ``erase`` that in the place of the first k;
+    Akk only for the delta rule. rows are those of the value head. The
+    factors b_r and b_c are [BT, BK], the sums [BT, BT].
     """
-    dtype: tl.constexpr = k.dtype.element_ty
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
     t, end, i_hv = rows
@@ -26,65 +36,74 @@ def scores_of(
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
     b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
-    b_Aqk = tl.dot(b_qr, b_kT, b_Aqk, input_precision=PRECISION)
+    b_A = tl.dot(b_qr, b_kT, input_precision=PRECISION)
+    b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
         if erase is not None:
             b_k = tile.load_rows(erase, rows, i_k, META.gate_tiles)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
-        b_Akk = tl.dot(b_kr, b_kT, b_Akk, input_precision=PRECISION)
+        b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
+        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     return b_Aqk, b_Akk
 
 
 @triton.jit
 def add_strong(
-    b_Aqk,
-    b_Akk,
-    inputs,
-    k_out,
-    rows,
-    i_k,
-    HAS_SCORES: tl.constexpr,
-    META: tl.constexpr,
+    b_Aqk, b_Akk, inputs, rows, i_k, b_high, b_low, shut, META: tl.constexpr
 ):
-    """What is left of key tile i_k: channels whose decay does not halve.
+    """Add key tile i_k's scores [BT, BT] at any gates, level by level.
 
-    Their k_out, and, if it HAS_SCORES, their scores [BT, BT], level by level:
-    see gates.decays_of_pairs. rows are those of the value head.
+    First those of gates.folded, then the pairs with a token in each half of a
+    block of twice as many rows, and so on. These are seen from the border of
+    the halves, where no factor is above 1.
     """
     q, k, g, beta, erase = inputs
-    KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
-    LEVELS: tl.constexpr = gates.num_levels(META.BT)
+    BT: tl.constexpr = META.BT
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
-    t, end, i_hv = rows
-    rows_of_key = (t, end, i_hv // (META.HV // META.H))
-    b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-    b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-    b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-    m_strong = (gates.is_weak(b_total, k) == 0)[None, :]
-    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-    b_G = gates.summed_gates(
-        tile.time_order(META.BT) < 0, b_high, b_low, EXACT
-    )  # G_C - G
-    p_out, m_out = tile.rows_at(k_out, rows, i_k, GATES)
-    b_k_out = (b_k * tl.exp2(b_G)).to(dtype)  # [BT, BK]
-    tl.store(p_out, b_k_out, mask=m_out & m_strong)
-    if HAS_SCORES:
-        first = gates.first_level(b_high, k)
-        zeros = tl.zeros_like(b_Aqk)
-        for level in range(first, LEVELS + 1):
-            b_r, b_c, m_A = gates.decays_of_pairs(
-                b_high, b_low, level, first, EXACT
-            )
-            b_c = tl.where(m_strong, b_c, 0.0)
-            b_qk, b_kk = scores_of(
-                zeros, zeros, q, k, erase, rows, i_k, b_r, b_c, META
-            )
-            b_Aqk += tl.where(m_A, b_qk, 0.0)  # [BT, BT]
-            if META.DELTA:
-                b_Akk += tl.where(m_A, b_kk, 0.0)  # [BT, BT]
+    FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
+    b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, k)
+    b_Aqk, b_Akk = add_scores(
+        *(b_Aqk, b_Akk, q, k, erase, rows, i_k),
+        *(b_r, b_c, m_A, FOLDED, META),
+    )
+    for level in range(first, gates.num_levels(BT) + 1):
+        b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
+        b_e = tl.exp2(b_D)
+        m_A = gates.pairs_across(level, BT)
+        b_Aqk, b_Akk = add_scores(
+            *(b_Aqk, b_Akk, q, k, erase, rows, i_k),
+            *(b_e, b_e, m_A, dtype, META),
+        )
     return b_Aqk, b_Akk
+
+
+@triton.jit
+def store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META: tl.constexpr):
+    """Store Aqk, and for the delta rule R, of scores that have their decays.
+
+    The largest step beta |k|^2 of a token, at most; 0 with a key that erases.
+    """
+    Aqk, R = scores
+    BT: tl.constexpr = META.BT
+    SCORES: tl.constexpr = META.score_tiles
+    PRECISION: tl.constexpr = META.PRECISION
+    o_t = tile.time_order(BT)
+    if Aqk is not None:
+        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+        tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
+    steps = 0.0
+    if R is not None:
+        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
+        if META.ERASE:
+            b_R = inverse.checked_inverse(b_Akk, PRECISION)
+        else:
+            largest = tl.max(tl.abs(b_Akk))
+            steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
+            mild = (steps < 2.05) & (largest < 1e3)
+            b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
+        tile.store_rows(R, b_R, rows, 0, SCORES)
+    return steps
 
 
 @triton.jit
@@ -108,10 +127,8 @@ def intra_fwd_kernel(
 
     A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
     k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
-    scores. A channel that decays too far has q_in = e^G q, k_in = e^G k and
-    k_out = e^{G_C - G} k, and its scores from add_strong. What is None is
-    not computed: the backward has kept Aqk and R. It alone needs strong, a
-    bit for each key tile that has such a channel.
+    scores. A chunk with a channel that decays too far is marked in strong,
+    and left to intra_strong_kernel.
     """
     q, k, g, beta, erase = inputs
     q_in, k_in, k_out = decayed
@@ -126,7 +143,6 @@ def intra_fwd_kernel(
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
-    SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
@@ -134,11 +150,12 @@ def intra_fwd_kernel(
     i_ch = i_c.to(tl.int64) * HV + i_hv
     t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
-        if strong is not None:
-            tl.store(strong + tl.program_id(0), 0)
+        if DG > 1:
+            tl.store(strong + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
+    b_beta = None
     if beta is not None:
         b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
         if DG != 1:  # else with the gate's rows
@@ -150,65 +167,49 @@ def intra_fwd_kernel(
     if ERASE and DG == 1:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
-    strong_tiles = 0  # a bit per key tile
-    NK: tl.constexpr = META.NK if DG > 1 or R is not None else 0
+    is_strong = False
+    NK: tl.constexpr = META.NK if DG > 1 or DELTA else 0
     for i_k in range(NK):
-        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        if ERASE:
-            b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
-            if DG == 1:
-                b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
-                b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
-        else:
-            b_e = b_k
-        if DG <= 1:
-            b_kT = tl.trans(b_k)  # [BK, BT]
-            b_Akk = tl.dot(b_e, b_kT, b_Akk, input_precision=PRECISION)
-        else:
-            b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
-            b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-            o_k = i_k * META.BK + tl.arange(0, META.BK)
-            tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
-            m_weak = gates.is_weak(b_total, k)  # [BK]
-            strong_tiles |= tl.max(tl.where(m_weak, 0, 1 << i_k))
-            b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
-            b_G -= tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
-            b_c = tl.exp2(tl.where(m_weak[None, :], -b_G, -1000.0))  # else 0
-            b_k_out = (b_k * b_c).to(dtype)  # [BT, BK]
-            tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
-            b_kT = tl.trans(b_k_out)  # [BK, BT]
-            b_r = tl.exp2(b_G)
-            b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
-            tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
-            if Aqk is not None:
+        if is_strong == 0:
+            b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+            if ERASE:
+                b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+                if DG == 1:
+                    b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
+                    b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
+            else:
+                b_e = b_k
+            if DG <= 1:
+                b_kT = tl.trans(b_k)  # [BK, BT]
+                b_Akk = tl.dot(b_e, b_kT, b_Akk, input_precision=PRECISION)
+            else:
+                b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+                b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+                b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+                is_strong = gates.is_weak(tl.min(b_total), k) == 0
+                o_k = i_k * META.BK + tl.arange(0, META.BK)
+                tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
+                b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+                b_G -= (0.5 * b_total)[None, :]
+                b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
+                tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
+                b_kT = tl.trans(b_k_out)  # [BK, BT]
+                b_r = tl.exp2(b_G)
+                b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
+                tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
-            b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
-            if DELTA:
-                tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
-            if R is not None:
-                b_Akk = tl.dot(b_k_in, b_kT, b_Akk, input_precision=PRECISION)
-
-    if strong is not None:
-        tl.store(strong + tl.program_id(0), strong_tiles)
-    if DG > 1:
-        # One branch around the loop, so that ptxas keeps in it what the loop
-        # computes ahead, and a chunk without strong channels skips that too.
-        if strong_tiles != 0:
-            tl.debug_barrier()  # before other threads store k_out again
-            for i_k in range(NK):
-                if (strong_tiles >> i_k) % 2 == 1:
-                    b_Aqk, b_Akk = add_strong(
-                        b_Aqk,
-                        b_Akk,
-                        inputs,
-                        k_out,
-                        rows,
-                        i_k,
-                        Aqk is not None,
-                        META,
+                if DELTA:
+                    b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
+                    tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
+                    b_Akk = tl.dot(
+                        b_k_in, b_kT, b_Akk, input_precision=PRECISION
                     )
+
+    if DG > 1:
+        tl.store(strong + i_ch, is_strong)
+        if is_strong:
+            return
     if DG == 1:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
@@ -231,34 +232,96 @@ def intra_fwd_kernel(
         tl.store(tile.slot_row(row_out, i_ch, BT), b_out)
         b_total = b_total.to(tl.float32)
         tl.store(total + i_ch, b_total)
-    if Aqk is not None:
-        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
-        tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
-    if R is not None:
-        if DG == 1:
+        if DELTA:
             tl.debug_barrier()  # all of G is there
             if weak:
                 b_Akk *= b_in[:, None] * b_out[None, :]
             else:
                 b_Akk *= gates.decay_matrix(G, i_ch, BT)
-        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
+    steps = store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META)
+    if DG == 1 and DELTA:
         if ERASE:
-            if DG == 1:
-                # Of each I - k e^T the largest singular value, at least 1.
-                b_ek = tl.sum(tl.where(o_t == 0, b_Akk, 0.0), axis=1)  # [BT]
-                b_ee *= b_kk  # |e|^2 |k|^2
-                b_most = tl.sqrt(tl.maximum(4.0 - 4.0 * b_ek + b_ee, 0.0))
-                b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)
-                tl.store(bound + i_ch, b_total + tl.sum(tl.log2(b_most)))
-            b_R = inverse.checked_inverse(b_Akk, PRECISION)
-        else:
-            largest = tl.max(tl.abs(b_Akk))
-            # Of a token's step beta |k|^2, at most; a map grows with those
-            # over 2.
-            steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
-            if DG == 1:
-                b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-                tl.store(bound + i_ch, b_total)
-            mild = (steps < 2.05) & (largest < 1e3)
-            b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
-        tile.store_rows(R, b_R, rows, 0, SCORES)
+            # Of each I - k e^T the largest singular value, at least 1.
+            b_ek = tl.sum(tl.where(o_t == 0, b_Akk, 0.0), axis=1)  # [BT]
+            b_ee *= b_kk  # |e|^2 |k|^2
+            b_most = tl.sqrt(tl.maximum(4.0 - 4.0 * b_ek + b_ee, 0.0))
+            b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)
+            b_total += tl.sum(tl.log2(b_most))
+        else:  # a map grows with steps over 2
+            b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+        tl.store(bound + i_ch, b_total)
+
+
+@triton.jit
+def intra_strong_kernel(
+    inputs, decayed, decays, scores, strong, call, META: tl.constexpr
+):
+    """intra_fwd_kernel of a gate per channel, for chunks marked in strong.
+
+    A channel that decays too far to be seen from half of it has q_in = e^G q,
+    k_in = e^G k and k_out = e^{G_C - G} k. Without scores, which the forward
+    has kept for the backward, it is for all chunks, and marks them.
+    """
+    q, k, g, beta, erase = inputs
+    q_in, k_in, k_out = decayed
+    row_in, row_out, row_beta, total, G, bound = decays
+    Aqk, R = scores
+    cu_seqlens, scale, T, N, L = call
+    dtype: tl.constexpr = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    DELTA: tl.constexpr = META.DELTA
+    KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
+    HV: tl.constexpr = META.HV
+    K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
+    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    i_ch = i_c.to(tl.int64) * HV + i_hv
+    if Aqk is not None:
+        if tl.load(strong + i_ch) == 0:
+            return
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    if t >= end:
+        tl.store(strong + i_ch, 0)
+        return
+    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
+    o_t = tile.time_order(BT)
+    b_beta = None
+    if beta is not None:
+        b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
+        tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+    b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    is_strong = False
+    for i_k in range(META.NK):
+        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+        b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+        b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+        o_k = i_k * META.BK + tl.arange(0, META.BK)
+        tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
+        m_weak = gates.is_weak(b_total, k)  # [BK]
+        is_strong |= gates.is_weak(tl.min(b_total), k) == 0
+        b_half = tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
+        b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+        b_k_out = (b_k * tl.exp2(b_G - b_half)).to(dtype)  # [BT, BK]
+        tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
+        b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+        b_in = tl.exp2(b_G - b_half)
+        b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
+        tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
+        if DELTA:
+            b_e = b_k
+            if erase is not None:
+                b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+            b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
+            tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
+        if Aqk is not None:
+            b_Aqk, b_Akk = add_strong(
+                *(b_Aqk, b_Akk, inputs, rows, i_k),
+                *(b_high, b_low, gates.shuts(b_total), META),
+            )
+    if Aqk is None:
+        tl.store(strong + i_ch, is_strong)
+    store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META)

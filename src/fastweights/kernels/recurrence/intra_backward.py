@@ -8,19 +8,14 @@ from fastweights.kernels.recurrence import gates
 
 
 @triton.jit
-def all_weak(total, x, i_c, i_h, i_k, META: tl.constexpr):
-    """Whether the decay of every channel of the key tile halves.
-
-    For all value heads of key head i_h; total [K] is in log2 units.
-    """
-    least = 0.0
-    o_k = i_k * META.BK + tl.arange(0, META.BK)
-    for i_g in range(META.HV // META.H):
-        i_ch = i_c.to(tl.int64) * META.HV + i_h * (META.HV // META.H) + i_g
-        p_total = total + i_ch * META.K + o_k
-        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)
-        least = tl.minimum(least, tl.min(b_total))
-    return gates.is_weak(least, x)
+def is_marked(strong, i_c, i_h, META: tl.constexpr):
+    """Whether any value head of key head i_h is marked in strong."""
+    NG: tl.constexpr = META.HV // META.H
+    marked = 0
+    for i_g in tl.static_range(NG):
+        i_ch = (i_c.to(tl.int64) * META.H + i_h) * NG + i_g
+        marked |= tl.load(strong + i_ch)
+    return marked != 0
 
 
 @triton.jit
@@ -86,7 +81,7 @@ def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, operands, gradients, call, META: tl.constexpr
+    g, decayed, decays, strong, operands, gradients, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: gradients of q, k, g and beta.
 
@@ -103,7 +98,7 @@ def intra_bwd_kernel(
 
     With a gate per channel q_in, k_in and k_out are seen from where half of
     the channel's decay is done (intra_fwd_kernel), and so are the gradients
-    until the end. intra_bwd_strong_kernel has the tiles with channels that
+    until the end. intra_bwd_strong_kernel has the chunks with channels that
     cannot be seen so.
     """
     q_in, k_in, k_out = decayed
@@ -132,7 +127,7 @@ def intra_bwd_kernel(
     if t >= end:
         return
     if DG > 1:
-        if not all_weak(total, do, i_c, i_h, i_k, META):
+        if is_marked(strong, i_c, i_h, META):
             return
     dtype = do.dtype.element_ty
     o_t = tile.time_order(BT)
@@ -289,31 +284,79 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
     tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def intra_bwd_strong_kernel(
+@triton.jit
+def add_grads(
+    b_row,
+    b_col,
+    b_err,
+    b_pairs,
+    b_dA,
+    b_dE,
     inputs,
-    decays,
-    strong,
-    operands,
-    gradients,
-    num_chunks,
-    call,
+    rows,
+    i_k,
+    b_r,
+    b_c,
+    m_A,
+    dtype: tl.constexpr,
     META: tl.constexpr,
 ):
-    """intra_bwd_kernel for a gate per channel, and the tiles it leaves out.
+    """Add what passes through the scores in m_A, whose factors are b_r, b_c.
 
-    Those in which a channel's decay is not weak. The scores' gradients pass
-    level by level (gates.decays_of_pairs), and moderate gates need one level.
-    A program looks at LOOK of the num_chunks chunks of key heads. With 8
-    warps: whatever leads to a product is by_columns, or it would be computed
-    twice.
+    To dq, b_row; to dk, b_col; to derase, b_err, or without it to b_col too;
+    and to what the gates between two tokens get, b_pairs: what rows gain less
+    what columns lose, of equally rounded operands. rows are those of the
+    value head.
+    """
+    q, k, g, beta, erase = inputs
+    PRECISION: tl.constexpr = META.PRECISION
+    KEYS: tl.constexpr = META.key_tiles
+    t, end, i_hv = rows
+    rows_of_key = (t, end, i_hv // (META.HV // META.H))
+    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
+    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
+    b_A = tl.where(m_A, b_dA, 0.0).to(dtype)
+    b_dqr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
+    b_row += b_r * b_dqr
+    b_pairs += b_qr * b_dqr
+    b_qT = tl.trans(b_qr)  # [BK, BT]
+    b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
+    if META.DELTA:
+        if erase is not None:
+            b_k = tile.load_rows(erase, rows, i_k, META.gate_tiles)
+        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
+        b_A = tl.where(m_A, b_dE, 0.0).to(dtype)
+        b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
+        if erase is not None:
+            b_err += b_r * b_dkr
+        else:
+            b_col += b_r * b_dkr
+        b_pairs += b_kr * b_dkr
+        b_kT = tl.trans(b_kr)  # [BK, BT]
+        b_dkc = tl.dot(b_kT, b_A, b_dkc, input_precision=PRECISION)
+    b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
+    b_col += b_c * b_dkc
+    b_pairs -= b_kc * b_dkc
+    return b_row, b_col, b_err, b_pairs
+
+
+@triton.jit
+def intra_bwd_strong_kernel(
+    inputs, decays, strong, operands, gradients, call, META: tl.constexpr
+):
+    """intra_bwd_kernel for a gate per channel, and the chunks it leaves out.
+
+    Those that are marked in strong. The scores' gradients pass level by
+    level, as the scores did (intra.add_strong). With 8 warps: whatever leads
+    to a product is by_columns, or it would be computed twice.
     """
     q, k, g, beta, erase = inputs
     row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = operands
     dq, dk, dg, dkept, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
-    PRECISION: tl.constexpr = META.PRECISION
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
@@ -323,117 +366,91 @@ def intra_bwd_strong_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    LEVELS: tl.constexpr = gates.num_levels(BT)
     EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
     SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
-    LOOK: tl.constexpr = META.LOOK
-    dtype = do.dtype.element_ty
-    o_t = tile.time_order(BT)
-    first = tl.program_id(0) * LOOK
-    o_x = first + tl.arange(0, LOOK)
-    b_strong = tl.zeros([LOOK], dtype=tl.int32)
-    for i_m in tl.static_range(NG):
-        p_strong = strong + o_x * NG + i_m
-        b_strong += tl.load(p_strong, mask=o_x < num_chunks, other=0)
-    if tl.max(b_strong) == 0:
+    LEVELS: tl.constexpr = gates.num_levels(BT)
+    dtype: tl.constexpr = do.dtype.element_ty
+    FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
+    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_k = tl.program_id(0) % NK
+    if is_marked(strong, i_c, i_h, META) == 0:
         return
-    for i in range(LOOK * NK):
-        i_x = first + i // NK
-        i_c, i_h, i_k = i_x // H, i_x % H, i % NK
-        t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
-        done = (i_x >= num_chunks) | (t >= end)
-        if done == 0:
-            done = all_weak(total, do, i_c, i_h, i_k, META)
-        if done == 0:
-            rows_of_key = (t, end, i_h)
-            b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-            b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
-            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-            for i_g in range(NG):
-                i_hv = i_h * NG + i_g
-                i_ch = i_c.to(tl.int64) * HV + i_hv
-                rows = (t, end, i_hv)
-                b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
-                    operands, rows, i_ch, i_k, META
-                )
-                b_dA = tile.by_columns(b_dA, True)
-                b_dE = tile.by_columns(b_dE, True)
-                b_row = tile.by_columns(b_row, True)
-                b_col = tile.by_columns(b_col, True)
-                b_err = tile.by_columns(b_err, True)
-                b_e = b_k
-                if ERASE:
-                    b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
-                    b_dE *= -1.0
-                elif DELTA:
-                    b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
-                    if dbeta is not None:
-                        store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
-                    b_dA *= b_beta[None, :]
-                    b_dE *= -b_beta[None, :]
-                    b_col *= b_beta[:, None]
-                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
-                b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-                b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
-                b_in = tl.exp2(b_G)
-                b_dA *= scale
-                b_row *= scale * b_in
-                b_err *= -b_in
-                b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
-                b_col *= tl.exp2(b_G)
-                b_w = b_k * b_col  # [BT, BK]
+    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    o_t = tile.time_order(BT)
+    rows_of_key = (t, end, i_h)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_g in range(NG):
+        i_hv = i_h * NG + i_g
+        i_ch = i_c.to(tl.int64) * HV + i_hv
+        rows = (t, end, i_hv)
+        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+            operands, rows, i_ch, i_k, META
+        )
+        b_dA = tile.by_columns(b_dA, True)
+        b_dE = tile.by_columns(b_dE, True)
+        b_row = tile.by_columns(b_row, True)
+        b_col = tile.by_columns(b_col, True)
+        b_err = tile.by_columns(b_err, True)
+        if ERASE:
+            b_dE *= -1.0
+        elif DELTA:
+            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
+            if dbeta is not None:
+                store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
+            b_dA *= b_beta[None, :]
+            b_dE *= -b_beta[None, :]
+            b_col *= b_beta[:, None]
+        b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+        b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+        b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+        b_in = tl.exp2(b_G)
+        b_dA *= scale
+        b_row *= scale * b_in
+        b_err *= -b_in
+        b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+        b_col *= tl.exp2(b_G)
+        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_e = b_k
+        if ERASE:
+            b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+        b_w = b_k * b_col  # [BT, BK]
+        b_pairs = b_q * b_row + b_e * b_err
+        b_dg = gates.summed_rows(o_t > 0, b_w, SPLIT, True)
+        b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+        b_dg += (tl.exp2(b_total) * b_kept)[None, :]
 
-                # Through the scores, the diagonal by itself.
-                b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
-                b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-                b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
-                b_pairs = b_q * b_row + b_e * b_err
-                lowest = gates.first_level(b_high, do, True)
-                for level in range(tl.maximum(lowest, 1), LEVELS + 1):
-                    b_r, b_c, m_A = gates.decays_of_pairs(
-                        b_high, b_low, level, lowest, EXACT, True
-                    )  # [BT, BK], [BT, BK], [BT, BT]
-                    b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
-                    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
-                    b_A = tl.where(m_A, b_dA, 0.0)
-                    b_dqr = tile.dot(
-                        b_A, b_kc, None, PRECISION, True
-                    )  # [BT, BK]
-                    b_qT = tl.trans(b_qr)  # [BK, BT]
-                    b_dkc = tile.dot(
-                        b_qT, b_A, None, PRECISION, True
-                    )  # [BK, BT]
-                    b_row += b_r * b_dqr  # [BT, BK]
-                    b_pairs += b_qr * b_dqr
-                    if DELTA:
-                        b_kr = (b_e * b_r).to(dtype)  # [BT, BK]
-                        b_A = tl.where(m_A, b_dE, 0.0)
-                        b_dkr = tile.dot(
-                            b_A, b_kc, None, PRECISION, True
-                        )  # [BT, BK]
-                        b_kT = tl.trans(b_kr)  # [BK, BT]
-                        b_dkc = tl.dot(
-                            b_kT, b_A, b_dkc, input_precision=PRECISION
-                        )
-                        b_err += b_r * b_dkr
-                        b_pairs += b_kr * b_dkr
-                    b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
-                    b_col += b_c * b_dkc
-                    b_pairs -= b_kc * b_dkc
+        # Through the scores, the diagonal by itself.
+        b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+        b_row += b_diag * b_k
+        b_col += b_diag * b_q
+        if not ERASE:
+            b_col += b_err
+        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
+        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+        shut = gates.shuts(b_total)
+        b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, do, True)
+        b_row, b_col, b_err, b_pairs = add_grads(
+            *(b_row, b_col, b_err, b_pairs, b_dA, b_dE, inputs, rows, i_k),
+            *(b_r, b_c, m_A, FOLDED, META),
+        )
+        for level in range(first, LEVELS + 1):
+            b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
+            b_e = tl.exp2(b_D)
+            m_A = gates.pairs_across(level, BT)
+            b_row, b_col, b_err, b_pairs = add_grads(
+                *(b_row, b_col, b_err, b_pairs, b_dA, b_dE, inputs, rows, i_k),
+                *(b_e, b_e, m_A, dtype, META),
+            )
 
-                b_dq += b_row + b_diag * b_k
-                if ERASE:
-                    tile.store_rows(derase, b_err, rows, i_k, GATES)
-                    b_dk += b_col + b_diag * b_q
-                else:
-                    b_dk += b_col + b_err + b_diag * b_q
-                b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
-                b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT, True)
-                b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-                b_dg += (tl.exp2(b_total) * b_kept)[None, :]
-                tile.store_rows(dg, b_dg, rows, i_k, GATES)
+        b_dq += b_row
+        b_dk += b_col
+        if ERASE:
+            tile.store_rows(derase, b_err, rows, i_k, GATES)
+        b_dg += gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
+        tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
-            tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)
-            tile.store_rows(dk, b_dk, rows_of_key, i_k, KEYS)
+    tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)
+    tile.store_rows(dk, b_dk, rows_of_key, i_k, KEYS)

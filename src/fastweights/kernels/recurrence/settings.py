@@ -91,25 +91,19 @@ class Meta:
     part_tiles = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
     map_tiles = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
-    @property
-    def LOOK(self) -> int:
-        """Chunks of key heads that a program of a strong gate looks at.
-
-        16 of one value head each, fewer where each has many.
-        """
-        return max(1, 16 // triton.next_power_of_2(self.HV // self.H))
-
 
 def intra_options(stage: str, kind: Kind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
     narrow, large = narrowest(kind.dtype), kind.gpu.has_large_shared
     BK = 64 if kind.per_channel else narrow
-    if stage == "intra":
+    if stage in ("intra", "intra_strong", "intra_again"):
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
         if kind.has_prefetch_room and not kind.per_channel:
             options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
             # four programs a multiprocessor, or three
             options["maxnreg"] = 168 if kind.erase else 128
+        if kind.has_prefetch_room and stage == "intra_again":
+            options["maxnreg"] = 168  # three
         return options
     if kind.chunk_size < 64 or not large:
         # In shorter chunks some products would be Hopper's, of 64 rows, and
@@ -119,11 +113,11 @@ def intra_options(stage: str, kind: Kind) -> dict[str, int]:
     if stage == "gate_backward":
         return {"BK": BK, "num_warps": 1}
     strong = stage == "intra_backward_strong"
-    ahead = kind.has_prefetch_room and kind.chunk_size == 64 and not strong
+    ahead = kind.has_prefetch_room and kind.chunk_size == 64
     options = {
         "BK": BK,
         "BV": narrow,
-        "num_warps": 4 if ahead else 8,
+        "num_warps": 4 if ahead and not strong else 8,
         "num_stages": 2 if ahead and not kind.gpu.forbids_prefetch else 1,
     }
     if strong and kind.gpu.capability[0] != 9:
@@ -192,7 +186,14 @@ def scan_values(kind: Kind) -> int:
     return BV if kind.gpu.has_large_shared else BV // 2
 
 
-INSIDE = ("intra", "intra_backward", "intra_backward_strong", "gate_backward")
+INSIDE = (
+    "intra",
+    "intra_strong",
+    "intra_again",
+    "intra_backward",
+    "intra_backward_strong",
+    "gate_backward",
+)
 ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
 RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
     **dict.fromkeys(INSIDE, intra_options),

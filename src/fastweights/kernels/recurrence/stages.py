@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from fastweights.kernels.recurrence.compose import compose_kernel
-from fastweights.kernels.recurrence.intra import intra_fwd_kernel
+from fastweights.kernels.recurrence.intra import (
+    intra_fwd_kernel,
+    intra_strong_kernel,
+)
 from fastweights.kernels.recurrence.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_kernel,
@@ -201,8 +204,11 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     outputs: tuple[Any, ...]
     scores = x.Aqk, x.R
     if kind.gate or kind.delta:
-        groups = x.inputs, x.decayed, x.decays, scores, None
-        steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
+        groups = x.inputs, x.decayed, x.decays, scores, x.strong
+        each = Count("slots", HV)
+        steps.add("intra", intra_fwd_kernel, each, *groups)
+        if kind.per_channel:
+            steps.add("intra_strong", intra_strong_kernel, each, *groups)
     if segmented:
         meta = meta_of("segment_maps", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
@@ -233,7 +239,8 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     scores, incoming = (x.Aqk, x.R), (x.do, x.dstate)
     if kind.per_channel:
         groups = x.inputs, x.decayed, x.decays, (None, None), x.strong
-        steps.add("intra", intra_fwd_kernel, Count("slots", HV), *groups)
+        each = Count("slots", HV)
+        steps.add("intra_again", intra_strong_kernel, each, *groups)
     states = x.initial_state, x.border_states if segmented else None, None
     outputs = None, None, x.h, x.errors
     groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
@@ -258,16 +265,15 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     dg = x.parts if kind.gate == 1 else x.dg
     gradients = x.dq, x.dk, dg, x.dkept, of_rows, x.derase
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, operands, gradients
+    groups = x.g, x.decayed, x.decays, x.strong, operands, gradients
     steps.add("intra_backward", intra_bwd_kernel, each, *groups)
     if kind.gate == 1:
         groups = x.parts, x.dkept, x.dg
         each = Count("slots", HV)
         steps.add("gate_backward", gate_bwd_kernel, each, *groups)
     if kind.per_channel:
-        stage, num_chunks = "intra_backward_strong", Count("slots", H)
-        each = Count("slots", H, meta_of(stage, kind).LOOK)
-        groups = x.inputs, x.decays, x.strong, operands, gradients, num_chunks
+        groups = x.inputs, x.decays, x.strong, operands, gradients
+        stage = "intra_backward_strong"
         steps.add(stage, intra_bwd_strong_kernel, each, *groups)
     firsts = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
     return steps.schedule(*firsts, x.dinitial_state)
