@@ -50,17 +50,19 @@ def main() -> None:
     found = tuple(map(int, triton.__version__.split(".")[:2]))
     assert found == oldest, f"triton: got {found}, need {oldest}"
     number, failed = 0, []
-    for dtype, gate, delta, state, offsets in itertools.product(
+    for dtype, gate, (delta, erase), state, offsets in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32),
         (0, 1, 128),
-        (False, True),
+        ((False, False), (True, False), (True, True)),
         (None, torch.float32),
         (None, torch.int64),
     ):
         gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
-        kind = Kind(gpu, dtype, 2, 4, 128, 128, gate, delta, 64, "tf32")
-        numbers = fp32 if gate else None, fp32 if delta else None
-        given = (dtype, dtype, dtype, *numbers, state, offsets)
+        sizes, rule = (2, 4, 128, 128), (gate, delta, 64, "tf32", erase)
+        kind = Kind(gpu, dtype, *sizes, *rule)
+        beta = fp32 if delta and not erase else None
+        strengths = fp32 if gate else None, beta, dtype if erase else None
+        given = (dtype, dtype, dtype, *strengths, state, offsets)
         launches = stages.forward_schedule(kind, given, True).launches
         back = stages.backward_schedule(kind, (*given, dtype, state), True)
         for one in launches + back.launches:

@@ -30,6 +30,7 @@ def add_scores(
     """
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -40,7 +41,7 @@ def add_scores(
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
         if erase is not None:
-            b_k = tile.load_rows(erase, rows, i_k, META.gate_tiles)
+            b_k = tile.load_rows(erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
         b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
@@ -69,11 +70,11 @@ def add_strong(
     )
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
-        b_e = tl.exp2(b_D)
+        b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
         b_Aqk, b_Akk = add_scores(
             *(b_Aqk, b_Akk, q, k, erase, rows, i_k),
-            *(b_e, b_e, m_A, dtype, META),
+            *(b_d, b_d, m_A, dtype, META),
         )
     return b_Aqk, b_Akk
 

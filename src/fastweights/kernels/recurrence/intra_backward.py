@@ -311,6 +311,7 @@ def add_grads(
     q, k, g, beta, erase = inputs
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
+    GATES: tl.constexpr = META.gate_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -325,7 +326,7 @@ def add_grads(
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
         if erase is not None:
-            b_k = tile.load_rows(erase, rows, i_k, META.gate_tiles)
+            b_k = tile.load_rows(erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dE, 0.0).to(dtype)
         b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
@@ -438,11 +439,11 @@ def intra_bwd_strong_kernel(
         )
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
-            b_e = tl.exp2(b_D)
+            b_d = tl.exp2(b_D)
             m_A = gates.pairs_across(level, BT)
             b_row, b_col, b_err, b_pairs = add_grads(
                 *(b_row, b_col, b_err, b_pairs, b_dA, b_dE, inputs, rows, i_k),
-                *(b_e, b_e, m_A, dtype, META),
+                *(b_d, b_d, m_A, dtype, META),
             )
 
         b_dq += b_row
