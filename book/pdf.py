@@ -69,6 +69,8 @@ GATHER = """(page, text, pages, published) => {
   const article = parsed.querySelector("article");
   article.querySelectorAll(".headerlink, .run-links, script")
     .forEach((x) => x.remove());
+  article.querySelectorAll(".checked a") // checks are not printed
+    .forEach((x) => x.replaceWith(x.textContent));
   for (const x of [article, ...article.querySelectorAll("*")])
     for (const a of x.attributes)
       if (a.name === "id") a.value = `${page}:${a.value}`;
