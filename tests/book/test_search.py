@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 FIRST = {
-    "UT transform": "08_wy#step-2-one-triangular-system",
-    "WY representation": "08_wy#step-4-what-a-chunk-does-to-any-state",
+    "UT transform": "08_wy#one-triangular-system-gives-them-all",
+    "WY representation": "08_wy#a-chain-of-reflections-becomes-one-product",
     "cu_seqlens": "api/operators#fastweights.linear_recurrence",
     "accelerate": "api/operators#fastweights.accelerate",
     "install": "index#how-to-read-it",
