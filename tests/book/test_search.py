@@ -43,7 +43,7 @@ FIRST = {
     "GatedDeltaNet": "api/layers#fastweights.layers.GatedDeltaNet",
     "generate": "api/models#fastweights.models.LanguageModel.generate",
     # what goes wrong, what it costs, what came after
-    "padding": "03_chunkwise#padding-that-writes-to-the-state",
+    "padding": "03_chunkwise#padding-writes-to-the-state",
     "key-value cache": "01_softmax#the-cache-outgrows-the-model",
     "hybrid": "10_models#the-price-of-a-hybrid",
     "momentum": "06_test_time_training#momentum-spreads-out-an-example",
