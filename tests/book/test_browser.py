@@ -191,5 +191,5 @@ def test_the_search_opens_a_section_and_marks_its_words(tab: Tab) -> None:
     tab.open(tab.run(FOUND))
     assert {*tab.run(MARKED)} >= {"ut", "transform"}
     time.sleep(0.5)
-    section = "document.getElementById('step-2-one-triangular-system')"
+    section = "document.getElementById('one-triangular-system-gives-them-all')"
     assert 0 <= tab.run(f"{section}.getBoundingClientRect().top") < 200

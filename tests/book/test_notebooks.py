@@ -200,7 +200,8 @@ def test_what_the_page_folds_is_folded(book):
         assert first.metadata.cellView == "form"
         for cell in rest:
             tags = set(cell.metadata.get("tags", []))
-            folded = bool(tags & {"hide-input", "remove-input", "solution"})
+            folds = {"hide-cell", "hide-input", "remove-input", "solution"}
+            folded = bool(tags & folds)
             assert cell.source.startswith("# @title ") == folded
             assert (cell.metadata.get("cellView") == "form") == folded
             hidden = cell.metadata.get("jupyter", {}).get("source_hidden")

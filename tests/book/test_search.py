@@ -36,7 +36,7 @@ FIRST = {
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
     # a step's words, with a plural and a letter wrong
     "secondary chunk": "05_gates#step-4-secondary-chunking",
-    "half precision": "appendix_a_floats#half-precision-stops-counting",
+    "half precision": "04_decay#the-decay-in-half-precision",
     "rooflnie": "01_softmax#the-roofline-the-slower-of-two-rates-decides",
     # names of the API, as a program has them
     "fw.kda": "api/operators#fastweights.kda",
@@ -44,7 +44,7 @@ FIRST = {
     "generate": "api/models#fastweights.models.LanguageModel.generate",
     # what goes wrong, what it costs, what came after
     "padding": "03_chunkwise#padding-writes-to-the-state",
-    "key-value cache": "01_softmax#the-cache-outgrows-the-model",
+    "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
     "hybrid": "10_models#the-price-of-a-hybrid",
     "momentum": "06_test_time_training#momentum-spreads-out-an-example",
 }
