@@ -50,7 +50,7 @@ def decay_matrix(G, i_ch, BT: tl.constexpr, TRANSPOSED: tl.constexpr = False):
 
 @triton.constexpr_function
 def num_levels(BT):
-    """How often BT rows can be halved, log2 of it: see decays_of_pairs."""
+    """How often BT rows can be halved, log2 of it: see pairs_across."""
     return BT.bit_length() - 1
 
 

@@ -63,8 +63,8 @@ class Rooms:
 
     What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
     None is what this kind of call does not have. row_beta is 0 past a
-    sequence's end. For the backward of a gate per channel strong has a bit
-    per key tile with a channel that decays too far (gates.is_weak). bound is
+    sequence's end. With a gate per channel strong marks the chunks in which
+    a channel decays too far (gates.is_weak). bound is
     the log2 of a bound on the map of a chunk's state, without a delta rule
     total. border_states pass the borders of segments, and maps are those of
     the segments before them: M, or the channels' decays. gate_bwd_kernel sums
