@@ -12,6 +12,7 @@ from fastweights_lab.experiments import comparison
 from fastweights_lab.program import main
 from fastweights_lab.text.training import Training
 
+TRIED = ("linear", "KDA", "KDA, slow")
 TINY = replace(
     comparison.SMALL,
     length=32,
@@ -37,13 +38,16 @@ def test_each_variant_is_a_model_of_its_own(little_text):
     for name in comparison.VARIANTS:
         run = Training(comparison.settings_of(name, 0, little_text))
         names = frozenset(dict(run.model.named_parameters()))
-        models[name] = (names, run.settings.options)
+        models[name] = (names, run.settings.pattern, run.settings.options)
     assert len(set(models.values())) == len(models)
     assert not any("A_log" in x for x in models["delta"][0])
     assert not any("b_proj" in x for x in models["decay"][0])
     assert not any("taps" in x for x in models["no convolution"][0])
     assert not any("g_proj" in x for x in models["no output gate"][0])
-    assert set(sum(comparison.GROUPS.values(), ())) == set(models)
+    groups = set(sum(comparison.GROUPS.values(), ()))
+    assert {x for name in groups for x in comparison.starts(name)} == set(
+        models
+    )
 
 
 def test_an_unknown_variant_is_named(capsys):
@@ -98,20 +102,46 @@ def test_positions_are_those_of_the_windows(little_text):
         assert bits == pytest.approx(want * scale, rel=1e-5)
 
 
-def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_development_text_chooses_and_other_files_judge(tmp_path):
+    text = [f"x = {i}\n" * 40 for i in range(60)]
+    (tmp_path / "sixty").mkdir()
+    for i, lines in enumerate(text):
+        (tmp_path / "sixty" / f"{i:02}.py").write_text(lines)
+    tiny = replace(TINY, corpus=(str(tmp_path / "sixty"),))
+    read = []
+    evaluate = Training.evaluate
+
+    def told(self, stream=None):
+        tokens = (self.held_out if stream is None else stream).tokens
+        read.append(self.tokenizer.decode(tokens))
+        return evaluate(self, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "evaluate", told)
+        run = comparison.train("linear", 0, tiny)
+    assert read == ["".join(text[57:59]), text[59]]
+    assert run["development"] != run["bits per byte"]
+
+
+def test_short_runs_choose_and_it_goes_on_where_it_stopped(
+    tmp_path, monkeypatch, capsys
+):
     began = []
 
     def run(variant, seed, base):
-        began.append((variant, seed, base.lr))
+        began.append((variant, seed, base.lr, base.steps))
         if len(began) == stop:
             raise KeyboardInterrupt
         score = {1e-3: 2.0, 2e-3: 1.0, 4e-3: math.nan}[base.lr]
+        score -= 0.5 * (variant == "KDA, slow" and base.lr == 1e-3)
+        score -= 1.5 * (variant == "KDA" and base.lr == 1e-3)
         settings = asdict(comparison.settings_of(variant, seed, base))
         return {
             "variant": variant,
             "seed": seed,
             "settings": settings,
-            "bits per byte": score,
+            "bits per byte": 9 - score,  # must not choose
+            "development": score,
             "repeated": score,
             "new": score,
             "seconds": 1.0,
@@ -132,17 +162,15 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     stop = 0
     assert main("compare", *words) == 0
     assert main("compare", *words) == 0  # nothing is left to do
-    assert len(began) == 1 + 2 * 3 + 2
-    assert began[-2:] == [("linear", 1, 2e-3), ("KDA", 1, 2e-3)]
+    tried = [(x, 0, lr, 1) for lr in (1e-3, 2e-3, 4e-3) for x in TRIED]
+    assert began[:3] + began[4 : 12 - 2] == tried
+    full = [("linear", s, 2e-3, 3) for s in (0, 1)]
+    deep = [("KDA", s, 1e-3, 3) for s in (0, 1)]
+    assert began[10:] == [full[0], deep[0], full[1], deep[1]]
     runs = records.read(file)
-    assert len(runs) == 8
-    assert runs[-3]["bits per byte"] is None  # no NaN in JSON
-    assert comparison.figures(runs, "KDA", "seed") == [0, 1]
-    assert comparison.best_rate(runs, "KDA") == 2e-3
-    assert comparison.best_rate(runs, "delta") is None
-    assert main("compare", *words, "--each") == 0
-    others = [(name, 1, r) for name in ("linear", "KDA") for r in (1e-3, 4e-3)]
-    assert began[-4:] == others
+    assert runs[6]["development"] is None  # no NaN in JSON
+    assert comparison.chosen(runs, "KDA") == ("KDA", 1e-3)
+    assert comparison.chosen(runs, "delta") is None
     assert main("compare", *words, "--dry", "--steps", "9") == 0
     assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
 

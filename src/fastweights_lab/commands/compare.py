@@ -3,10 +3,11 @@
     fastweights compare kinds --json text.jsonl
 
 trains the model of 20 million parameters on CPython 3.12.3's library, with
-each variant, several runs side by side on one GPU: seed 0 with every
-learning rate, the other seeds with the one that was best (``--each``: with
-all of them). Stopped at any point it goes on from there. ``--dry`` says what
-would run.
+each variant, several runs side by side on one GPU. First short runs with seed
+0 choose, on the second half of the held-out files: every learning rate, and
+gates that start as published or slow. Then each variant is trained as it was
+chosen, with every seed, and judged on the first half. Stopped at any point it
+goes on from there. ``--dry`` says what would run.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from fastweights_lab.experiments.comparison import (
     GROUPS,
     LARGE,
     RATES,
+    SHORTER,
     SMALL,
     VARIANTS,
     Job,
-    best_rate,
+    chosen,
     settings_of,
     stages,
+    starts,
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.records import Record, append, matching, read
@@ -37,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
     option("--json", type=Path, help="file of the results, a line each")
-    option("--seeds", type=int, default=3)
+    option("--seeds", type=int, default=5)
     option("--lr", type=float, nargs="+", default=RATES)
-    option("--each", action="store_true", help="every seed with every rate")
     option("--steps", type=int, help="in place of the size's")
     option("--small", action="store_true", help="for a CPU")
     option("--workers", type=int, default=6, help="at once")
@@ -81,16 +83,25 @@ def run(asked: argparse.Namespace) -> None:
         base = replace(base, steps=asked.steps)
     if asked.json:
         runs += read(asked.json)
-    of_rate = {lr: replace(base, lr=lr) for lr in asked.lr}
-    go([(name, 0, of) for of in of_rate.values() for name in names])
-    best = {name: [best_rate(runs, name)] for name in names}
+    short = replace(
+        base,
+        steps=-(-base.steps // SHORTER),
+        warmup=base.warmup // SHORTER,
+    )
     go(
         [
-            (name, seed, replace(base, lr=lr))
-            for seed in range(1, asked.seeds)
+            (variant, 0, replace(short, lr=lr))
+            for lr in asked.lr
             for name in names
-            for lr in (asked.lr if asked.each else best[name])
-            if lr is not None
+            for variant in starts(name)
+        ]
+    )
+    best = [chosen(runs, name) for name in names]
+    go(
+        [
+            (variant, seed, replace(base, lr=lr))
+            for seed in range(asked.seeds)
+            for variant, lr in filter(None, best)
         ]
     )
 
@@ -99,6 +110,7 @@ def _line(run: dict[str, Any]) -> str:
     tokens = run["settings"]["tokens"] * (run["settings"]["steps"] - 1)
     return (
         f"{run['variant']}, seed {run['seed']}, lr {run['settings']['lr']}: "
+        f"{run['settings']['steps']} steps: "
         f"{run['bits per byte']:.3f} bits per byte ({run['repeated']:.3f} "
         f"repeated, {run['new']:.3f} new), {tokens / run['seconds'] / 1e3:.0f}"
         f" k tokens/s, first step {run['first step']:.0f} s"

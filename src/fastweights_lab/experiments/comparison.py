@@ -34,6 +34,9 @@ def _recurrence(**options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return ("recurrence",), {"recurrence": options}
 
 
+SLOW = {"A_range": (0.01, 0.16)}
+HYBRID = ("recurrence", "recurrence", "softmax")
+
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "linear": _recurrence(rule="additive", decay=None),
     "decay": _recurrence(rule="additive"),
@@ -41,17 +44,22 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "gated delta": _recurrence(),
     "KDA": _recurrence(decay="channel"),
     "softmax": (("softmax",), {}),
-    "hybrid": (("recurrence", "recurrence", "softmax"), {}),
+    "hybrid": (HYBRID, {}),
     "no convolution": _recurrence(conv_size=None),
     "no unit keys": _recurrence(normalize=False),
     "no output gate": _recurrence(gate=False),
     "fast gate": _recurrence(dt_range=(1.0, 10.0)),
+    "decay, slow": _recurrence(rule="additive", **SLOW),
+    "gated delta, slow": _recurrence(**SLOW),
+    "KDA, slow": _recurrence(decay="channel", **SLOW),
+    "hybrid, slow": (HYBRID, {"recurrence": SLOW}),
 }
 """Each one's pattern of layers and their options.
 
-The first five are the same layer with another recurrence. The last four are
-gated delta with one part taken away, or with gates that start by forgetting
-half within 0.7 tokens and less.
+The first five are the same layer with another recurrence. The last four of
+one word or two are gated delta with one part taken away, or with gates that
+start by forgetting half within 0.7 tokens and less; "slow" are gates that
+start by keeping a hundred times as long as the published ones.
 """
 
 GROUPS = {
@@ -94,7 +102,8 @@ SMALL = Settings(
 )
 """0.16 million parameters: some ten seconds of a laptop."""
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+SHORTER = 4  # times fewer steps of the runs that choose
 PROMPT = "def "
 PLANTED = (16, 64, 256, 1024, 4096)  # bytes back, at most LONG windows
 LONG = 4  # evaluated on windows this many times as long as those trained on
@@ -146,6 +155,10 @@ def train(
         any more ends there, finds nan and writes nothing.
     """
     run = Training(settings_of(variant, seed, base))
+    files = run.text.held_out
+    half = -(-len(files) // 2)
+    run.held_out = corpus.Stream.of(files[:half], run.tokenizer)
+    development = corpus.Stream.of(files[half:] or files, run.tokenizer)
     length, losses = run.settings.length, []
     at_the_start = inside(run)
     start = since = time.perf_counter()
@@ -182,6 +195,7 @@ def train(
         "flops": run.model.flops_per_token(length),
         "losses": losses,
         **run.evaluate(),
+        "development": run.evaluate(development)["bits per byte"],
         "by position": by_position(run, LONG * length),
         "planted": planted,
         "at the start": at_the_start,
@@ -229,6 +243,35 @@ def load(name: str = "text") -> list[Record]:
             fifteen a third time, with ``at the start`` and ``learned`` too.
     """
     return read(shipped() / f"{name}.jsonl")
+
+
+def starts(variant: str) -> tuple[str, ...]:
+    """The variant, and itself with gates that start slow if it has gates."""
+    slow = f"{variant}, slow"
+    return (variant, slow) if slow in VARIANTS else (variant,)
+
+
+def chosen(
+    runs: Iterable[dict[str, Any]], variant: str
+) -> tuple[str, float] | None:
+    """The start of the gates and the rate that did best on development text.
+
+    Among the shortest of the runs; a rate with which a run diverged counts
+    only where there is no other. None if there are no runs.
+    """
+    names = starts(variant)
+    found = [run for run in runs if run["variant"] in names]
+    short = min((run["settings"]["steps"] for run in found), default=0)
+
+    def bits(run: dict[str, Any]) -> float:
+        value = run["development"]  # nan is None in a file
+        return math.inf if value is None or math.isnan(value) else value
+
+    tried = [run for run in found if run["settings"]["steps"] == short]
+    if not tried:
+        return None
+    best = min(tried, key=bits)
+    return best["variant"], best["settings"]["lr"]
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:

@@ -428,16 +428,18 @@ class Training:
         self.done += 1
         return total
 
-    def evaluate(self, n: int = 5) -> dict[str, float]:
-        """Bits per byte on windows spread over the held-out text.
+    def evaluate(
+        self, stream: corpus.Stream | None = None
+    ) -> dict[str, float]:
+        """Bits per byte on windows spread over a stream, or the held-out one.
 
-        ``repeated`` is what the tokens cost that complete an n-gram which
-        stood in their window before, ``new`` what the others cost, and
-        ``share`` the former's part of all; see
+        ``repeated`` is what the tokens cost that complete five which stood
+        in their window before, ``new`` what the others cost, and ``share``
+        the former's part of all; see
         :func:`fastweights_lab.text.corpus.repeated`. Separators count as
         tokens and not as bytes.
         """
-        stream = self.held_out
+        stream = self.held_out if stream is None else stream
         share = self.settings.sequence_parallel
         T = min(self.settings.length, len(stream.tokens) - 1) // share * share
         last = len(stream.tokens) - 1 - T
@@ -446,7 +448,7 @@ class Training:
         losses, again = [], []
         for rows in starts.split(8):
             batch = corpus.windows(stream, T, rows)
-            again.append(corpus.repeated(batch, n))
+            again.append(corpus.repeated(batch))
             own = [self.own(x) for x in (batch.tokens, batch.targets)]
             with self.ranks(), self.autocast():
                 of = self.model.token_losses(*(x.to(self.device) for x in own))
