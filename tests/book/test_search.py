@@ -35,7 +35,7 @@ FIRST = {
     "needle": "11_memory#a-needle-in-a-long-text",
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
     # a step's words, with a plural and a letter wrong
-    "secondary chunk": "05_gates#step-4-secondary-chunking",
+    "secondary chunk": "05_gates#a-border-keeps-every-factor-below-one",
     "half precision": "04_decay#the-decay-in-half-precision",
     "rooflnie": "01_softmax#the-roofline-the-slower-of-two-rates-decides",
     # names of the API, as a program has them
