@@ -512,6 +512,16 @@ def test_one_step_of_decoding_compiles():
             assert a.equal(b)
 
 
+@pytest.mark.gpu
+def test_a_compiled_model_writes_on_a_gpu():
+    m, prompt = model(HYBRID, device="cuda"), text(19)
+    nn.init.normal_(m.embedding.weight)
+    (ref,) = m.generate(prompt, 12)
+    m.compile(fullgraph=True)
+    (found,) = m.generate(prompt, 12)
+    assert found.equal(ref)
+
+
 FULL = pytest.mark.full
 
 

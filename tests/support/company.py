@@ -23,8 +23,9 @@ def drawn(gate, rule, edges, B, T, seed, dtype, device, **sizes) -> Tensors:
     x["dstate"] = torch.randn_like(x["initial_state"])
     if "g" in x:
         x["g"] /= T
+    narrow = "q", "k", "v", "erase", "do"
     return {
-        name: t.to(device, dtype if name in ("q", "k", "v", "do") else None)
+        name: t.to(device, dtype if name in narrow else None)
         for name, t in x.items()
         if name in edges or name not in EDGES
     }

@@ -241,8 +241,9 @@ def attend(
 
 def runs_again(q: Heads) -> bool:
     """Whether the call will run again, by itself, with more tokens read."""
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    return torch.compiler.is_compiling() or capturing
+    return torch.compiler.is_compiling() or (
+        q.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def is_first_call(state: LayerState | None, q: Heads) -> bool:
