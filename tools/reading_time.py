@@ -15,7 +15,7 @@ from pathlib import Path
 CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"
 WORDS, EQUATIONS, CODE = 220, 4, 30  # words and lines per minute
 TOLERANCE = 0.25
-FOLDED = re.compile(r"^:tags: .*\b(hide|remove)-", re.M)
+FOLDED = re.compile(r"^:?tags: .*\b(hide|remove)-", re.M)
 STATED = re.compile(
     r"\b(?:Reading|To read)(?: it)?(?: takes)?\**(?: takes)? about "
     r"(\d+) minutes(?:, (\w+) more with the last section)?"

@@ -301,8 +301,14 @@ CELL = "```{{code-cell}} python3\n{tags}{lines}```\n"
         ("$$\n\\begin{aligned}\n" + "x\n" * 40 + "$$\n", 10),
         (CELL.format(tags="", lines="x = 1\n\n" * 300), 10),
         (CELL.format(tags=":tags: [hide-input]\n", lines="x\n" * 300), 0),
+        (
+            CELL.format(
+                tags="---\ntags: [hide-cell]\n---\n", lines=300 * "x\n"
+            ),
+            0,
+        ),
     ],
-    ids=["words", "inline", "math", "dollars", "code", "folded"],
+    ids=["words", "inline", "math", "dollars", "code", "folded", "head"],
 )
 def test_reading_time_is_counted(body, takes):
     page = PAGE.format(head="", body=body)

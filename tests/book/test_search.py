@@ -30,7 +30,7 @@ FIRST = {
     "install": "index#how-to-read-it",
     "NaN": "appendix_a_floats"
     "#a-row-with-nothing-to-read-poisons-every-gradient",
-    "Kimi": "09_gated_delta#step-1-two-ways-to-forget",
+    "Kimi": "09_gated_delta#two-of-four-orders-miss-the-line",
     "state size": "11_memory#a-larger-state",
     "needle": "11_memory#a-needle-in-a-long-text",
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",

@@ -1,0 +1,1 @@
+"""Answers to exercises of appendix C: it has none."""
