@@ -23,7 +23,7 @@ import fastweights as fw
 from fastweights.deep import mesa
 from fastweights.kernels.recurrence import settings
 from fastweights.ops.convolution import convolve_heads
-from fastweights_lab.lessons import linear, prefix
+from fastweights_lab.lessons import delta, linear, prefix
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 from inputs import GATES, RULES, member
@@ -69,6 +69,12 @@ def others(dtype: torch.dtype) -> None:
     linear.scan(q, k, v, scale=0.3)
     prefix.parallel_scan(q, k, v, scale=0.3)
     kind = {"dtype": dtype, "device": "cuda"}
+    if dtype != torch.float32:
+        beta = torch.rand(1, 100, 2, device="cuda")
+        for version in delta.VERSIONS.values():
+            version(q, k, v, beta, scale=0.3)
+        whole = [torch.cat([x, x], dim=1)[:, :128] for x in (q, k, v, beta)]
+        delta.segments(*whole, scale=0.3, number=2)
     x = [torch.rand(size, **kind) for size in SCANNED]
     x = [t.requires_grad_() for t in x]
     y, state = fw.selective_scan(*x, backend="triton")

@@ -8,6 +8,7 @@ chunks      forward of linear attention and of the delta rule, by chunk size
 decode      one more token: softmax over its cache, linear over its state
 deep        networks as fast weights
 layer       where the time of a Gated DeltaNet layer goes
+lesson      DeltaNet's forward in the six versions of chapter 15
 trained     the operators on what trained models give them; --peer fla:
             beside its own
 generate    a token of a language model, and the first one
@@ -35,6 +36,7 @@ from fastweights_lab.bench import (
     generate,
     growth,
     layer,
+    lesson,
     nvidia_kda,
     serve,
     speculate,
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "decode": (speed.decode, None),
     "deep": (deep.rows, deep.__doc__),
     "layer": (layer.rows, layer.__doc__),
+    "lesson": (lesson.rows, lesson.__doc__),
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
     "generate": (generate.rows, generate.__doc__),
     "speculate": (speculate.rows, speculate.__doc__),

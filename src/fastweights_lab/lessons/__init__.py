@@ -1,4 +1,4 @@
-"""Kernels that chapter 3 prints; the library's own do more and are longer."""
+"""Kernels that chapters print; the library's own do more and are longer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def check_inputs(
     scale: float,
     initial_state: Tensor | None,
     chunk_size: int,
+    beta: Tensor | None = None,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that is wrong."""
     if isinstance(q, Tensor) and q.dtype == torch.float64:
@@ -24,13 +25,14 @@ def check_inputs(
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
         wrong_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
     check_arguments(
-        q, k, v, None, None, scale, initial_state, None, chunk_size
+        q, k, v, None, beta, scale, initial_state, None, chunk_size
     )
     if chunk_size is None:
         raise TypeError("chunk_size: got None, need an int")
     if scale is None:
         raise TypeError("scale: got NoneType, need a real number")
-    tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state}
+    tensors = {"q": q, "k": k, "v": v, "beta": beta}
+    tensors["initial_state"] = initial_state
     for name, x in tensors.items():
         if x is not None and torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
