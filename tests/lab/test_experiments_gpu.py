@@ -42,6 +42,7 @@ def losses(of: Trial, eager: int, monkeypatch) -> list[float]:
         ("recall", "softmax, rotary"),
         ("parity", "beta up to 2"),
         ("recall", "KDA"),
+        ("reassigned", "hybrid"),
         ("overwriting-deep", "TTT-Linear, 16"),
         ("overwriting-deep", "TTT-MLP, 4"),
         ("overwriting-deep", "Titans, 16"),

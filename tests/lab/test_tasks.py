@@ -15,6 +15,7 @@ from fastweights_lab.tasks import (
     AssociativeRecall,
     Needles,
     OverwritingRecall,
+    Reassignment,
     RepeatedRecall,
     Scope,
     Sections,
@@ -36,6 +37,8 @@ ALL = [
     Scope(segments=4, pairs=3, questions=3, keys=7, values=3),
     Sections(),
     Sections(segments=3, writes=3, keys=9, values=3, questions=1),
+    Reassignment(variables=4, questions=48),
+    Reassignment(variables=2, questions=36),
     StateTracking(),
     StateTracking("Z5", elements=9, parts=3),
     StateTracking("S3", "swaps", 17),
@@ -112,6 +115,7 @@ def test_sequences_drawn_on_a_gpu_are_read_the_same(task):
         AssociativeRecall(2, length=12, vocabulary=8),
         OverwritingRecall(values=4),
         RepeatedRecall(values=4),
+        Reassignment(variables=2, questions=3),
         Needles(values=4, segments=2),
         Needles(level=1, values=4, segments=2),
         Scope(values=4, segments=2),
@@ -270,6 +274,30 @@ def test_questions_in_and_out_of_scope_come_in_any_order():
     assert even(Counter(first), 2)
 
 
+def test_assignments_follow_zipfs_law_and_any_variable_is_printed():
+    """Variables in the order of their new assignments, of 3000 each."""
+    n, many = 4, 3000
+    for row in Reassignment(n, many).batch(3, 0).tokens.tolist():
+        lines = bytes(row).decode().splitlines()[n:]
+        assigned = Counter(line[0] for line in lines[::2])
+        assert even(Counter(line for line in lines[1::2]), n)
+        assert even(Counter(line[-1] for line in lines[::2]), 10)
+        total = sum(1 / i for i in range(1, n + 1))
+        for i, (_, count) in enumerate(assigned.most_common(), 1):
+            share = 1 / i / total
+            sigma = math.sqrt(many * share * (1 - share))
+            assert abs(count - many * share) < 5 * sigma
+
+
+def test_names_and_their_order_are_any():
+    tokens = Reassignment(3, 1).batch(4000, 0).tokens
+    names = tokens[:, 0:12:4]
+    for at in (0, 8, 12):
+        assert even(column(tokens, at), 26)
+    often = tokens[:, 12:13] == names  # the first new assignment
+    assert even(Counter(often.nonzero()[:, 1].tolist()), 3)
+
+
 def test_elements_are_drawn_evenly():
     task = StateTracking("S4", "swaps", elements=3)
     tokens = task.batch(3000, 0).tokens
@@ -319,6 +347,8 @@ def test_products_are_a_groups(name, order):
         (Scope, {"questions": 5}, "pairs: got 4, need 5 or more"),
         (Scope, {"keys": 5}, "keys: got 5, need 6 or more"),
         (Sections, {"values": 1}, "values: got 1, need 2 or more"),
+        (Reassignment, {"variables": 27}, "variables: got 27, need 26 or"),
+        (Reassignment, {"questions": 0}, "questions: got 0"),
         (StateTracking, {"group": "S6"}, "group: got 'S6', need Z2, Z3"),
         (StateTracking, {"group": "Z1"}, "group: got 'Z1', need Z2, Z3"),
         (

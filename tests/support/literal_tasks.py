@@ -5,6 +5,10 @@ time: what is asked where, and the answer. Whatever does not fit raises an
 AssertionError.
 """
 
+import contextlib
+import io
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 NO = -100
@@ -224,9 +228,35 @@ def state_tracking(task, tokens):
     return found
 
 
+def reassignment(task, tokens):
+    """Python runs the program; what it prints are the answers."""
+    out, written, found = io.StringIO(), Counter(), Reading()
+    program = bytes(tokens).decode()
+    with contextlib.redirect_stdout(out):
+        exec(program)
+    printed = out.getvalue().split()
+    lines = program.splitlines()
+    assert program.endswith("\n") and len(printed) == task.questions
+    assert len({line[0] for line in lines[: task.variables]}) == task.variables
+    for number, line in enumerate(lines, 1 - task.variables):
+        asks = number > 0 and number % 2 == 0
+        found.nothing(len(line))
+        if asks:
+            name = re.fullmatch(r"print\(([a-z])\)", line)[1]
+            times = written[name] - 1
+            group = sum(times >= least for least in (1, 3, 7, 15))
+            found.answer(ord(printed.pop(0)), group)
+        else:
+            written[re.fullmatch(r"([a-z])=\d", line)[1]] += 1
+            found.nothing()
+    assert len(written) == task.variables
+    return found
+
+
 READERS = {
     "AssociativeRecall": associative_recall,
     "OverwritingRecall": rewriting,
+    "Reassignment": reassignment,
     "RepeatedRecall": rewriting,
     "Needles": needles,
     "Scope": scope,

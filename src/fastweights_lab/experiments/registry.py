@@ -10,6 +10,7 @@ from fastweights_lab.tasks import (
     AssociativeRecall,
     Needles,
     OverwritingRecall,
+    Reassignment,
     RepeatedRecall,
     Scope,
     Sections,
@@ -51,6 +52,15 @@ PUBLISHED = {
 """Half-lives from 0.4 to 700 tokens: one draw per head, and few heads."""
 
 FAMILY = {**family(**SLOW), **PUBLISHED}
+
+
+MODELS = {name: FAMILY[name] for name in (*FOUR, "KDA")}
+MODELS["softmax"] = FAMILY["softmax, rotary"]
+MODELS["hybrid"] = Variant(
+    ("recurrence", "convolved_softmax"),
+    {"recurrence": SLOW, "convolved_softmax": {"theta": 1e4}},
+)
+"""Chapter 10's, in two layers: the hybrid has gated delta, then softmax."""
 
 
 DEEP = {
@@ -191,6 +201,27 @@ EXPERIMENTS: dict[str, Grid] = {
         lrs=LOW,
         settings={"steps": 4000, "rows": 32, "test_rows": 128},
         quick=live("delta", "TTT-Linear, 16", "MesaNet", steps=600),
+    ),
+    "reassigned": Grid(
+        "Which value has a variable now, in the text of a program?",
+        train=tuple(
+            Reassignment(variables=n, questions=3 * n // 2) for n in (2, 4, 8)
+        ),
+        tests={
+            f"{n} questions": Reassignment(questions=n)
+            for n in (12, 24, 48, 96)
+        },
+        variants=MODELS,
+        settings={
+            "num_layers": 2,
+            "steps": 1200,
+            "rows": 32,
+            "weight_decay": 0.0,
+        },
+        sizes=((2, 16),),
+        lrs=(1e-3, 3e-3, 1e-2, 2e-2),
+        seeds=(0, 1, 2, 3, 4),
+        quick=live("decay", "gated delta", steps=200),
     ),
     "scope": Grid(
         "Is a reset obeyed?",

@@ -13,10 +13,12 @@
 | :class:`Needles` | one fact from far back, and many local ones |
 | :class:`Scope` | the value of a key, unless a reset came between |
 | :class:`Sections` | the last of two values, unless a reset came between |
+| :class:`Reassignment` | what a program prints, variables reassigned |
 | :class:`StateTracking` | the running product of a group's elements |
 """
 
 from fastweights_lab.tasks.needles import Needles
+from fastweights_lab.tasks.programs import Reassignment
 from fastweights_lab.tasks.recall import (
     AssociativeRecall,
     OverwritingRecall,
@@ -33,6 +35,7 @@ __all__ = [
     "Batch",
     "Needles",
     "OverwritingRecall",
+    "Reassignment",
     "RepeatedRecall",
     "Scope",
     "Sections",
