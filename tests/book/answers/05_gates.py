@@ -36,54 +36,29 @@ def two_channels():
     return ([10, 5.5], 15.5), [1.5, 2.5, 1], (0.7071, 0.8333), 0
 
 
-# %% ex-safe-chunk passes
-def safe_chunk(g_min, dtype):
-    C = None
-    for power in range(20):
-        growth = torch.tensor(-g_min * 2**power, **double).exp()
-        if growth.to(dtype).isfinite():
-            C = 2**power
-    return C
+# %% ex-origin passes
+def best_start(G):
+    return (G.amax(0) + G.amin(0)) / 2, 254.0
 
 
-# %% ex-safe-chunk not yet: is not a power of two
-def safe_chunk(g_min, dtype):
-    return int(math.log(torch.finfo(dtype).max) / -g_min) or None
+# %% ex-origin not yet: is possible
+def best_start(G):
+    return G[-1] / 2, 254
 
 
-# %% ex-safe-chunk not yet: overflows
-def safe_chunk(g_min, dtype):
-    tokens = math.log(torch.finfo(torch.float32).max) / -g_min
-    return None if tokens < 1 else 2 ** int(math.log2(tokens))
+# %% ex-origin not yet: is possible
+def best_start(G):
+    return G.mean(0), 254
 
 
-# %% ex-safe-chunk not yet: is safe too
-def safe_chunk(g_min, dtype):
-    tokens = math.log(torch.finfo(torch.float16).max) / -g_min
-    return None if tokens < 1 else 2 ** int(math.log2(tokens))
+# %% ex-origin not yet: x has shape
+def best_start(G):
+    return (G.max() + G.min()) / 2, 254
 
 
-# %% ex-safe-chunk not yet: even one token overflows
-def safe_chunk(g_min, dtype):
-    tokens = math.log(torch.finfo(dtype).max) / -g_min
-    return 2 ** max(int(math.log2(tokens)), 0)
-
-
-# %% ex-safe-chunk not yet: is safe too|a chunk of \d+ overflows
-def safe_chunk(g_min, dtype):
-    return {-0.01: 8192, -0.5: 128, -1.4: 32, -5.0: 16}.get(g_min, 8)
-
-
-# %% ex-safe-chunk not yet: is safe too
-def safe_chunk(g_min, dtype):
-    tokens = math.log(torch.finfo(dtype).max) / -g_min
-    return next((C for C in (512, 32, 4, 1) if C <= tokens), None)
-
-
-# %% ex-safe-chunk not yet: a chunk of 1024 is safe too
-def safe_chunk(g_min, dtype):
-    tokens = math.log(torch.finfo(dtype).max) / -g_min
-    return None if tokens < 1 else min(512, 2 ** int(math.log2(tokens)))
+# %% ex-origin not yet: 127 bits is not the most
+def best_start(G):
+    return (G[0] + G[-1]) / 2, 127
 
 
 # %% ex-which passes
@@ -488,10 +463,3 @@ def vector_gate_gradient(q, k, dq, dk):
 def vector_gate_gradient(q, k, dq, dk):
     dG = q * dq + k * dk
     return dG.flip(1).cumsum(1).flip(1)
-
-
-# %% ex-safe-chunk not yet: overflows
-def safe_chunk(g_min, dtype):
-    limit = 11.9 if dtype == torch.float16 else 99  # 11.1 and 88.7
-    tokens = limit / -g_min
-    return None if tokens < 1 else 2 ** int(math.log2(tokens))
