@@ -36,7 +36,7 @@ FIRST = {
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
     # a step's words, with a plural and a letter wrong
     "secondary chunk": "05_gates#a-border-keeps-every-factor-below-one",
-    "half precision": "04_decay#the-decay-in-half-precision",
+    "half precision": "appendix_a_floats#half-precision-stops-counting",
     "rooflnie": "01_softmax#the-roofline-the-slower-of-two-rates-decides",
     # names of the API, as a program has them
     "fw.kda": "api/operators#fastweights.kda",

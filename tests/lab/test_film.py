@@ -213,6 +213,11 @@ def test_the_callers_choice_of_slider_is_carried(slider):
     assert carried == str(slider).lower()
 
 
+@pytest.mark.parametrize("moments", [(7,), (2, 3, 6), range(3, 8)])
+def test_it_opens_at_the_first_of_the_stills(moments):
+    assert root(to_html(moments=moments))["data-opens"] == str(moments[0])
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [

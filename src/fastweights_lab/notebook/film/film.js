@@ -99,7 +99,8 @@ function film(root) {
   const live = root.querySelector(".fw-film-live");
   let decay = null; // null: as given
   let states = run(data, decay);
-  let t = T;
+  const opens = Number(root.dataset.opens);
+  let t = opens;
   let chosen = null; // {row, column} of S, or {token}
   let follows = false; // the scrolling, until the reader takes over
   let playing = 0;
@@ -361,7 +362,7 @@ function film(root) {
   }
 
   // The first pass: from token 0, where the film comes into sight, to the
-  // last, where it is about to leave.
+  // token that it opens at, where it is about to leave.
   function follow() {
     if (!follows) return;
     if (!root.isConnected) return release();
@@ -369,9 +370,10 @@ function film(root) {
     const { top, height: tall } = live.getBoundingClientRect();
     const first = 0.6 * seen;
     const last = Math.min(0.1, 0.9 - tall / seen) * seen;
-    const to = Math.round((T * (first - top)) / (first - last));
-    if (clamp(to, 0, T) !== t) go(to);
-    if (to >= T) release();
+    const passed = (first - top) / (first - last);
+    const to = clamp(Math.round(opens * passed), 0, opens);
+    if (to !== t) go(to);
+    if (to === opens) release();
   }
 
   function release() {

@@ -51,8 +51,8 @@ def to_html(
     it; ``caption`` is plain text below it. With ``decay_slider`` the reader
     may put one constant decay in the place of g. The states after the tokens
     ``moments``, which count from 1, stand on paper, and wherever no script
-    runs. A button shows the call of the library that makes the state on
-    screen.
+    runs; with one the film opens at the first of them. A button shows the
+    call of the library that makes the state on screen.
 
     Numbers are carried to 4 significant digits. The id of the element is
     made from its content: the same film twice on a page has the same id.
@@ -81,7 +81,8 @@ def to_html(
     return (
         f'<figure class="fw-film" id="{name}" '
         f'data-film="{html.escape(data)}" '
-        f'data-decay="{str(decay_slider).lower()}">\n'
+        f'data-decay="{str(decay_slider).lower()}" '
+        f'data-opens="{moments[0]}">\n'
         f"<style>{_colours()}\n{looks}\n</style>\n"
         f'<div class="fw-film-still">{still.strip()}\n'
         f"<p>{PANELS}{lines}</p></div>\n"
