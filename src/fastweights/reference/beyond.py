@@ -2,8 +2,8 @@
 
 As in :mod:`fastweights.reference.steps`: S is [..., K, V], g the log of a
 decay, per head [...] or per key channel [..., K], and every step reads what
-it has written. Papers keep the transpose of S. Chapter 13 lists what the
-library's recurrence lacks to run each of them.
+it has written. Papers keep the transpose of S. Chapter 13 says which of
+them the library's recurrence runs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""The family on one map: what acts on the old state, by what is stored."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from fastweights_lab.notebook.plotting import (
+    GRID,
+    INK,
+    KEY,
+    QUERY,
+    STATE,
+    VALUE,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What is stored: where its column begins, and how its title is set.
+STORED = {
+    "every token": (0.0, "every\ntoken"),
+    "several matrices": (0.9, "several\nmatrices"),
+    "one matrix": (2.0, "one\nmatrix"),
+    "a network": (3.5, "a\nnetwork"),
+}
+WIDTH = 4.5
+ACTS = {
+    "nothing": "keep",
+    "a number": "forget",
+    "a diagonal": "forget by\nchannel",
+    "a reflection": "correct",
+    "both": "forget,\ncorrect",
+}
+
+# Layer, its chapter, what acts on the old state, what is stored. A network is
+# corrected where its loss looks at what it answers, as a squared error does;
+# LaCT's does not, but its weights are brought back to their norms, by unit.
+LAYERS = (
+    ("softmax", 1, "nothing", "every token"),
+    ("PaTH", 13, "a reflection", "every token"),
+    ("log-linear", 13, "a number", "several matrices"),
+    ("MesaNet", 12, "a number", "several matrices"),
+    ("linear attention", 2, "nothing", "one matrix"),
+    ("RetNet", 4, "a number", "one matrix"),
+    ("Mamba-2", 4, "a number", "one matrix"),
+    ("Mamba-3", 13, "a number", "one matrix"),
+    ("GLA", 5, "a diagonal", "one matrix"),
+    ("DeltaNet", 7, "a reflection", "one matrix"),
+    ("DeltaProduct", 13, "a reflection", "one matrix"),
+    ("Gated DeltaNet", 9, "both", "one matrix"),
+    ("KDA", 9, "both", "one matrix"),
+    ("Comba", 13, "both", "one matrix"),
+    ("Gated DeltaNet-2", 13, "both", "one matrix"),
+    ("RWKV-7", 13, "both", "one matrix"),
+    ("LaCT", 12, "a diagonal", "a network"),
+    ("TTT-MLP", 12, "a reflection", "a network"),
+    ("TTT-E2E", 13, "a reflection", "a network"),
+    ("Titans", 12, "both", "a network"),
+    ("Atlas", 13, "both", "a network"),
+)
+
+
+def colour_of(chapter: int) -> str:
+    """Softmax and sums, decays, corrections, networks, what came after."""
+    for last, colour in ((3, INK), (5, VALUE), (9, STATE), (12, QUERY)):
+        if chapter <= last:
+            return colour
+    return KEY
+
+
+def family_map() -> Figure:
+    """Each layer a circle with its chapter's number."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(5.6, 5.2))
+    bottom, middles = 0.0, []
+    for acts in ACTS:
+        most = 1
+        for stored, (left, _) in STORED.items():
+            here = [
+                (name, chapter)
+                for name, chapter, *cell in LAYERS
+                if cell == [acts, stored]
+            ]
+            most = max(most, len(here))
+            for place, (name, chapter) in enumerate(here):
+                x, y = left + 0.12, bottom + place + 0.75
+                colour = colour_of(chapter)
+                ax.plot(x, y, "o", mec=colour, mfc="none", ms=12, mew=1.5)
+                number = ax.text(x, y, str(chapter), size=7, color=colour)
+                number.set(ha="center", va="center_baseline")
+                ax.text(x + 0.13, y, name, size=9, va="center_baseline")
+        middles.append(bottom + most / 2 + 0.25)
+        bottom += most + 0.5
+        ax.axhline(bottom, color=GRID, lw=0.8)
+    edges = [left for left, _ in STORED.values()]
+    for edge in edges[1:]:
+        ax.axvline(edge, color=GRID, lw=0.8)
+    ax.set(xlim=(0, WIDTH), ylim=(bottom, 0))
+    ax.set_xticks(
+        [(x + y) / 2 for x, y in pairwise([*edges, WIDTH])],
+        [shown for _, shown in STORED.values()],
+    )
+    ax.xaxis.tick_top()
+    ax.set_yticks(middles, [f"{acts}:\n{does}" for acts, does in ACTS.items()])
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    return fig
+
+
+def map_in_words() -> str:
+    """What :func:`family_map` shows, for those who cannot see it."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, chapter, acts, stored in LAYERS:
+        cells.setdefault((stored, acts), []).append(f"{name} ({chapter})")
+    return (
+        "A map of layers, each with its chapter, by what is stored and what "
+        "acts on the old state. "
+        + ". ".join(
+            f"{stored.capitalize()}, {acts}: {', '.join(names)}"
+            for (stored, acts), names in cells.items()
+        )
+        + "."
+    )
