@@ -41,6 +41,55 @@ def orders_by_hand():
     }, (0.6, 0.8)
 
 
+# %% ex-forget-last passes
+def forget_last(q, k, v, g, beta):
+    """With one token more, which only forgets."""
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (g.exp() * q, k, v))
+    late = torch.cat([0 * g[:, :1], g], dim=1)
+    o, state = fw.kda(q, k, v, late, F.pad(beta, (0, 0, 0, 1)), scale=1.0)
+    return o[:, :-1], state
+
+
+# %% ex-forget-last not yet: outputs: relative error
+def forget_last(q, k, v, g, beta):
+    """KDA."""
+    return fw.kda(q, k, v, g, beta, scale=1.0)
+
+
+# %% ex-forget-last not yet: outputs: relative error
+def forget_last(q, k, v, g, beta):
+    """The queries as they are."""
+    before = F.pad(g[:, :-1], (0, 0, 0, 0, 1, 0))
+    o, state = fw.kda(q, k, v, before, beta, scale=1.0)
+    return o, g[:, -1].exp()[..., None] * state
+
+
+# %% ex-forget-last not yet: final state: relative error
+def forget_last(q, k, v, g, beta):
+    """The last decay forgotten."""
+    before = F.pad(g[:, :-1], (0, 0, 0, 0, 1, 0))
+    return fw.kda(g.exp() * q, k, v, before, beta, scale=1.0)
+
+
+# %% ex-forget-last not yet: do not come from one call
+def forget_last(q, k, v, g, beta):
+    """Token by token."""
+    state, outputs = None, []
+    for t in range(q.shape[1]):
+        n = slice(t, t + 1)
+        _, state = fw.kda(
+            q[:, n],
+            k[:, n],
+            v[:, n],
+            0 * g[:, n],
+            beta[:, n],
+            initial_state=state,
+        )
+        state = g[:, t].exp()[..., None] * state
+        outputs.append((q[:, t, :, None] @ state)[:, None, :, 0])
+    return torch.cat(outputs, 1), state
+
+
 # %% ex-one-step passes
 def step_in_place(state, q, k, v, g=None, beta=None):
     """Head by head, with outer products added in place."""
@@ -501,142 +550,3 @@ def gated_segment(k, v, g, beta, eps):
     _, Phi = fw.kda(k, k, torch.zeros_like(k), g, beta, initial_state=eye)
     small = eps > 1e-100 and g[0, :, 0].amax(-1).sum() < -20
     return Phi[0, 0], B[0, 0], small
-
-
-# %% ex-strong-gates passes
-def gla_gate_gradient(q, k, v, g, do):
-    """By a loop over rows: no pair of a token with itself."""
-    C, dg = len(q), torch.zeros_like(g)
-    dA = do @ v.T
-    for i in range(1, C):
-        after = g[: i + 1].flip(0).cumsum(0).flip(0)[1:]  # j + 1 to i
-        pair = dA[i, :i, None] * q[i] * k[:i] * after.exp()
-        # The gates j + 1, ..., i stand between the pair.
-        dg[1 : i + 1] += pair.cumsum(0)
-    return dg
-
-
-# %% ex-strong-gates passes
-def gla_gate_gradient(q, k, v, g, do):
-    """Token by token, from the states and their gradients."""
-    states = [torch.zeros(k.shape[1], v.shape[1])]
-    for t in range(len(q)):
-        past = g[t].exp()[:, None] * states[-1]
-        states.append(past + torch.outer(k[t], v[t]))
-    dS, dg = torch.zeros_like(states[0]), torch.zeros_like(g)
-    for t in reversed(range(len(q))):
-        dS = g[t].exp()[:, None] * (dS + torch.outer(q[t], do[t]))
-        dg[t] = (dS * states[t]).sum(-1)
-    return dg
-
-
-# %% ex-strong-gates not yet: the library did it
-def gla_gate_gradient(q, k, v, g, do):
-    """By the function that the chapter shows."""
-    one = (x[None, None, None] for x in (q, k, g.cumsum(0)))
-    q, k, G = one
-    dA = (do @ v.T).tril()[None, None, None]
-    found = chunkwise_backward.through_scores(q, k, None, G, dA, None)
-    return found[2][0, 0, 0]
-
-
-# %% ex-strong-gates not yet: the tensors leave PyTorch
-def gla_gate_gradient(q, k, v, g, do):
-    """In Python's own numbers, which are of fp64."""
-    q, k, v, g, do = (x.tolist() for x in (q, k, v, g, do))
-    dg = [[0.0] * len(k[0]) for _ in q]
-    for t, j in itertools.combinations(reversed(range(len(q))), 2):
-        dA = sum(x * y for x, y in zip(do[t], v[j]))
-        for d in range(len(k[0])):
-            gates = sum(row[d] for row in g[j + 1 : t + 1])
-            pair = dA * q[t][d] * k[j][d] * math.exp(gates)
-            for i in range(j + 1, t + 1):
-                dg[i][d] += pair
-    return torch.tensor(dg)
-
-
-# %% ex-strong-gates not yet: fp64 in between
-def gla_gate_gradient(q, k, v, g, do):
-    q, k, v, g, do = (x.double() for x in (q, k, v, g, do))
-    D = parallel.decays(g.cumsum(0))
-    dA = (do @ v.T).tril(-1)
-    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
-    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
-    return (q * dq - k * dk).flip(0).cumsum(0).flip(0).float()
-
-
-# %% ex-strong-gates not yet: gates from -(5|20).0: relative error
-def gla_gate_gradient(q, k, v, g, do):
-    D = parallel.decays(g.cumsum(0))
-    dA = (do @ v.T).tril()  # with the diagonal
-    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
-    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
-    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
-
-
-# %% ex-strong-gates not yet: gates from -0.1: relative error
-def gla_gate_gradient(q, k, v, g, do):
-    """With the decays of the first channel for all."""
-    D = parallel.decays(g[:, :1].cumsum(0))
-    dA = (do @ v.T).tril(-1) * D[..., 0]
-    dq, dk = dA @ k, dA.T @ q
-    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
-
-
-# %% ex-strong-gates not yet: an exponent of
-def gla_gate_gradient(q, k, v, g, do):
-    G = g.cumsum(0)
-    dA = (do @ v.T).tril(-1)
-    dq = G.exp() * (dA @ ((-G).exp() * k))
-    dk = (-G).exp() * (dA.T @ (G.exp() * q))
-    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
-
-
-# %% ex-strong-gates not yet: .*sigmoid.* in place of an exponential
-def gla_gate_gradient(q, k, v, g, do):
-    """Positive exponents in a quotient of sigmoids."""
-    G, dA = g.cumsum(0), (do @ v.T).tril(-1)
-    x = G[:, None] - G
-    past = torch.ones_like(dA, dtype=torch.bool).tril()[..., None]
-    D = (x.sigmoid() / (-x).sigmoid()).masked_fill(~past, 0.0)
-    dq = torch.einsum("ij,ijd,jd->id", dA, D, k)
-    dk = torch.einsum("ij,ijd,id->jd", dA, D, q)
-    return (q * dq - k * dk).flip(0).cumsum(0).flip(0)
-
-
-# %% ex-strong-gates not yet: automatic differentiation
-def gla_gate_gradient(q, k, v, g, do):
-    with torch.enable_grad():
-        leaf = g.clone().requires_grad_()
-        D = parallel.decays(leaf.cumsum(0))
-        o = torch.einsum("id,jd,ijd->ij", q, k, D) @ v
-        return torch.autograd.grad((o * do).sum(), leaf)[0]
-
-
-# %% ex-strong-gates not yet: the tensors leave PyTorch
-def gla_gate_gradient(q, k, v, g, do):
-    """In fp64 in NumPy, with the diagonal."""
-    import numpy as np
-
-    q, k, v, g, do = (x.numpy().astype("f8") for x in (q, k, v, g, do))
-    G, dA = g.cumsum(0), np.tril(do @ v.T)
-    D = np.exp(np.minimum(G[:, None] - G, 0))
-    dq = np.einsum("ij,ijd,jd->id", dA, D, k)
-    dk = np.einsum("ij,ijd,id->jd", dA, D, q)
-    dg = (q * dq - k * dk)[::-1].cumsum(0)[::-1]
-    return torch.from_numpy(dg.astype("f4"))
-
-
-# %% ex-strong-gates not yet: the tensors leave PyTorch
-def gla_gate_gradient(q, k, v, g, do):
-    """In fp64 in NumPy, which takes the tensors by DLPack."""
-    import numpy as np
-
-    inputs = (np.from_dlpack(x).astype("f8") for x in (q, k, v, g, do))
-    q, k, v, g, do = inputs
-    G, dA = g.cumsum(0), np.tril(do @ v.T)
-    D = np.exp(np.minimum(G[:, None] - G, 0))
-    dq = np.einsum("ij,ijd,jd->id", dA, D, k)
-    dk = np.einsum("ij,ijd,id->jd", dA, D, q)
-    dg = (q * dq - k * dk)[::-1].cumsum(0)[::-1]
-    return torch.from_dlpack(dg.astype("f4"))
