@@ -286,7 +286,7 @@ def test_loop(gate, rule, case, device, record_property):
     rule=RULES,
     seldom=["fixed"],
 )
-@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
+@on_devices(cpu=["float32", "float16"], cuda=["float32", "bfloat16"])
 def test_constant_gates(gate, rule, strength, device, dtype, record_property):
     T, HV = (130, 1) if device == "cpu" else (500, 2)
     x = member(gate, rule, T=T, K=64, V=64, HV=HV, strength=strength)

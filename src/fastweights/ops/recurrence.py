@@ -115,7 +115,7 @@ def linear_recurrence(
         "high" and "medium", else to fp32 accuracy (as always for K > 128).
         They add up in fp32, and gates, beta and the states handed over are
         fp32 throughout; with a gate per channel in half precision a step lets
-        at least 2^-14 of a channel through to the next 15 tokens, unless its
+        at least 2^-29 of a channel through to the next 7 tokens, unless its
         chunk decays by 2^-8192. Autocast rounds q, k and v on their way in and
         nothing else. Gradients flow to every input from both results, and
         two runs give the same bits; gradients of gradients only with backend

@@ -121,13 +121,16 @@ def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
 
 
 @triton.constexpr_function
-def fold_of(dtype):
+def fold_of(dtype, far):
     """How long blocks are folded at their middles, and what a step has there.
 
     The level of blocks of 2^level rows, and the bits by which each of their
     steps decays at most. Half a block of those stays in the range of fp32.
+    In half precision tiles with longer steps, far, have shorter blocks.
     """
-    return (2, 56.0) if dtype == tl.float32 else (4, 14.0)
+    if dtype == tl.float32:
+        return 2, 56.0
+    return (3, 29.0) if far else (4, 14.0)
 
 
 @triton.jit
@@ -169,21 +172,25 @@ def folded(b_high, b_low, shut, x, WIDE: tl.constexpr = False):
 
     A block of fold_of(x's dtype) is seen from its middle: the decay of a pair
     is a product of two factors, of which one may be large. So a step there
-    decays by no more than the bits of fold_of: in half precision what decays
-    further leaves 2^-14 of itself, far below its rounding. If the tile
-    ``shut``, blocks are single rows. And the level of what is left.
+    decays by no more than the bits of fold_of, and what decays further leaves
+    2^-29 of itself, or 2^-56 in fp32. If the tile ``shut``, blocks are single
+    rows. And the level of what is left.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     BT: tl.constexpr = b_high.shape[0]
-    LEVEL: tl.constexpr = min(fold_of(dtype)[0], num_levels(BT))
-    LEAST: tl.constexpr = -fold_of(dtype)[1]
+    ROOM: tl.constexpr = num_levels(BT)
+    NEAR: tl.constexpr = fold_of(dtype, False)
+    FAR: tl.constexpr = fold_of(dtype, True)
     EXACT: tl.constexpr = dtype == tl.float32
-    m_far = b_high < LEAST
-    b_high = tl.where(m_far, tl.cast(LEAST, tl.float16), b_high)
+    far = tl.min(b_high.to(tl.float32)) < -NEAR[1]
+    fold = tl.where(far, min(FAR[0], ROOM), min(NEAR[0], ROOM))
+    least = tl.where(far, -FAR[1], -NEAR[1])
+    m_far = b_high < least
+    b_high = tl.where(m_far, least.to(tl.float16), b_high)
     b_low = tl.where(m_far, tl.cast(0.0, tl.float16), b_low)
-    b_D, m_second = to_middle(b_high, b_low, LEVEL, EXACT, WIDE)
+    b_D, m_second = to_middle(b_high, b_low, fold, EXACT, WIDE)
     b_D = tl.where(m_second, b_D, -b_D)
-    level = tl.where(shut, 0, LEVEL)
+    level = tl.where(shut, 0, fold)
     o_b = tl.arange(0, BT) >> level
     m_A = o_b[:, None] == o_b[None, :]
     return tl.exp2(b_D), tl.exp2(-b_D), m_A, level + 1
