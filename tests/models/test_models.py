@@ -514,7 +514,7 @@ def test_one_step_of_decoding_compiles():
 
 @pytest.mark.gpu
 def test_a_compiled_model_writes_on_a_gpu():
-    m, prompt = model(HYBRID, device="cuda"), text(19)
+    m, prompt = model(HYBRID).cuda(), text(19)
     nn.init.normal_(m.embedding.weight)
     (ref,) = m.generate(prompt, 12)
     m.compile(fullgraph=True)

@@ -101,4 +101,4 @@ def check(gate, rule, edges, T, others, segment, sizes, **options) -> None:
         found.append(computed(x, calls, **options))
     for other in found:
         differ = [n for n in want if not torch.equal(other[n], want[n])]
-        assert not differ
+        assert not differ, differ
