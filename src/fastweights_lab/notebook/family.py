@@ -28,9 +28,9 @@ WIDTH = 4.5
 ACTS = {
     "nothing": "keep",
     "a number": "forget",
-    "a diagonal": "forget by\nchannel",
+    "a diagonal": "forget by channel",
     "a reflection": "correct",
-    "both": "forget,\ncorrect",
+    "both": "forget, then correct",
 }
 
 # Layer, its chapter, what acts on the old state, what is stored. A network is
@@ -73,10 +73,14 @@ def family_map() -> Figure:
     """Each layer a circle with its chapter's number."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(5.6, 5.2))
-    bottom, middles = 0.0, []
-    for acts in ACTS:
-        most = 1
+    fig, ax = plt.subplots(figsize=(4.6, 6.2))
+    edges = [left for left, _ in STORED.values()]
+    bottom = 0.0
+    for acts, does in ACTS.items():
+        title, most = f"{acts}: {does}", 1
+        ax.text(
+            0.03, bottom + 0.55, title, size=9, va="center", style="italic"
+        )
         for stored, (left, _) in STORED.items():
             here = [
                 (name, chapter)
@@ -85,25 +89,22 @@ def family_map() -> Figure:
             ]
             most = max(most, len(here))
             for place, (name, chapter) in enumerate(here):
-                x, y = left + 0.12, bottom + place + 0.75
+                x, y = left + 0.14, bottom + place + 1.5
                 colour = colour_of(chapter)
-                ax.plot(x, y, "o", mec=colour, mfc="none", ms=12, mew=1.5)
-                number = ax.text(x, y, str(chapter), size=7, color=colour)
+                ax.plot(x, y, "o", mec=colour, mfc="none", ms=13, mew=1.5)
+                number = ax.text(x, y, str(chapter), size=8, color=colour)
                 number.set(ha="center", va="center_baseline")
-                ax.text(x + 0.13, y, name, size=9, va="center_baseline")
-        middles.append(bottom + most / 2 + 0.25)
-        bottom += most + 0.5
+                ax.text(x + 0.14, y, name, size=9, va="center_baseline")
+        top, bottom = bottom + 1, bottom + most + 1.2
+        ax.vlines(edges[1:], top, bottom, color=GRID, lw=0.8)
         ax.axhline(bottom, color=GRID, lw=0.8)
-    edges = [left for left, _ in STORED.values()]
-    for edge in edges[1:]:
-        ax.axvline(edge, color=GRID, lw=0.8)
-    ax.set(xlim=(0, WIDTH), ylim=(bottom, 0))
+    ax.axhline(0, color=GRID, lw=0.8)
+    ax.set(xlim=(0, WIDTH), ylim=(bottom, 0), yticks=[])
     ax.set_xticks(
         [(x + y) / 2 for x, y in pairwise([*edges, WIDTH])],
         [shown for _, shown in STORED.values()],
     )
     ax.xaxis.tick_top()
-    ax.set_yticks(middles, [f"{acts}:\n{does}" for acts, does in ACTS.items()])
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
