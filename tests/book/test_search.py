@@ -31,8 +31,8 @@ FIRST = {
     "NaN": "appendix_a_floats"
     "#a-row-with-nothing-to-read-poisons-every-gradient",
     "Kimi": "09_gated_delta#two-of-four-orders-miss-the-line",
-    "state size": "11_memory#a-larger-state",
-    "needle": "11_memory#a-needle-in-a-long-text",
+    "state size": "11_memory#a-larger-state-beats-a-better-rule",
+    "needle": "11_memory#a-needle-lasts-while-its-key-is-left-alone",
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
     # a step's words, with a plural and a letter wrong
     "secondary chunk": "05_gates#a-border-keeps-every-factor-below-one",

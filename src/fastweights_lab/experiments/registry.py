@@ -119,6 +119,17 @@ def tracking(
 
 
 TRACKS = {"mlp_ratio": 2.0, "weight_decay": 0.0}
+TRACKERS = {
+    **REFLECTIONS,
+    "linear": recurrence(rule="additive", decay=None, **BARE),
+    "gated delta": recurrence(allow_neg_eigval=True, **SLOW, **BARE),
+    "GLA": recurrence(rule="additive", decay="channel", **SLOW, **BARE),
+    "KDA": recurrence(decay="channel", allow_neg_eigval=True, **SLOW, **BARE),
+    "softmax": layers("softmax", theta=None),
+    "softmax, rotary": layers("softmax", theta=1e4),
+}
+"""All kinds of layer; of those that correct, two more with beta up to two."""
+
 LENGTHS = (32, 64, 128, 256)
 LOW = (1e-3, 3e-3, 1e-2)
 LOWER = (3e-4, *LOW)
@@ -250,7 +261,7 @@ EXPERIMENTS: dict[str, Grid] = {
     ),
     "swaps-of-5": Grid(
         "Which order are five things in, after swaps?",
-        **tracking("S5", *LENGTHS, inputs="swaps"),
+        **tracking("S5", *LENGTHS, inputs="swaps") | {"variants": TRACKERS},
         settings={**TRACKS, "steps": 1200},
         lrs=LOW,
         quick=live("beta up to 2", "beta up to 1", "beta up to 2, SiLU"),
