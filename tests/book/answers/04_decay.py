@@ -304,3 +304,33 @@ def gated_chunkwise(q, k, v, g, S0, C):
 def half_life_decay(num_heads, shortest, longest):
     step = torch.linspace(0, 1, num_heads, **double)
     return -math.log(2) / (shortest * (longest / shortest) ** step).round()
+
+
+# %% ex-other-order passes
+def write_then_forget(q, k, v, g):
+    return fw.mamba2(q, g.exp().unsqueeze(-1) * k, v, g)
+
+
+# %% ex-other-order not yet: state: relative error
+def write_then_forget(q, k, v, g):
+    return fw.mamba2(q, k, v, g)
+
+
+# %% ex-other-order not yet: state: relative error
+def write_then_forget(q, k, v, g):
+    return fw.mamba2(q, k, v, F.pad(g[:, :-1], (0, 0, 1, 0)))
+
+
+# %% ex-other-order not yet: o: relative error
+def write_then_forget(q, k, v, g):
+    return fw.mamba2(q, k, g.exp()[..., None] * v, g, scale=1.0)
+
+
+# %% ex-other-order not yet: 0 calls of the library's operator
+def write_then_forget(q, k, v, g):
+    S, found = torch.zeros(2, 3, 5, 4, dtype=q.dtype), []
+    for t in range(15):
+        S = S + k[:, t, :, :, None] * v[:, t, :, None]
+        S = g[:, t].exp()[..., None, None] * S
+        found.append((q[:, t, :, :, None] * S).sum(-2) / math.sqrt(5))
+    return torch.stack(found, dim=1), S
