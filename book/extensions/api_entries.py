@@ -4,7 +4,7 @@ A page lists names, each with the sections of chapters that derive it:
 
     .. entries:: fastweights
 
-       kda  09_gated_delta#two-of-four-orders-miss-the-line
+       kda  09_gated_delta#in-kimi-delta-attention-only-one-order-is-left
 
 autodoc makes the entries. What it is told here is how docstrings are written:
 as plain text, with indented examples, and fields under ``Args:`` and so on.

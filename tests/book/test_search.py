@@ -30,7 +30,7 @@ FIRST = {
     "install": "index#how-to-read-it",
     "NaN": "appendix_a_floats"
     "#a-row-with-nothing-to-read-poisons-every-gradient",
-    "Kimi": "09_gated_delta#two-of-four-orders-miss-the-line",
+    "Kimi": "09_gated_delta#in-kimi-delta-attention-only-one-order-is-left",
     "state size": "11_memory#a-larger-state-beats-a-better-rule",
     "needle": "11_memory#a-needle-lasts-while-its-key-is-left-alone",
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
