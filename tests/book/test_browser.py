@@ -61,6 +61,10 @@ CUT = """[...document.querySelectorAll("article :is(svg.fw-figure, img)")]
 # Films that do not fit on the screen below the page's header.
 TALL = """[...document.querySelectorAll(".fw-film-live")]
   .map((x) => x.offsetHeight).filter((tall) => tall > innerHeight - 56)"""
+# Films that, where nothing moves, do not open at their first still's token.
+LATE = """[...document.querySelectorAll(".fw-film")]
+  .map((x) => [x.querySelector("output").textContent, x.dataset.opens])
+  .filter(([shown, opens]) => !shown.startsWith(`${opens} of `))"""
 # Stops of the keyboard whose focus cannot be seen.
 UNSEEN = """[...document.querySelectorAll(
   "a[href], button, input, summary, [tabindex='0']"
@@ -121,6 +125,7 @@ def test_a_page(page: Path, tab: Tab, subtests: pytest.Subtests) -> None:
         assert not tab.run(UNTOLD)
         assert not tab.run(CUT)
         assert not tab.run(TALL)
+        assert not tab.run(LATE)
     tab.run(f"({BARE})('svg.fw-figure')")
     tab.size(1300, 1000)
     with subtests.test("focus can be seen"):
