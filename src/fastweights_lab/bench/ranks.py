@@ -12,6 +12,7 @@ Without a GPU it runs small, with gloo.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -72,19 +73,16 @@ def operators(mesh: Any) -> Iterator[Row]:
             with fw.context_parallel(mesh):
                 found = both(member, x, do)
             errors = map(relative_error, found, want)
-            yield {
-                "what": member,
-                "gate": gate,
-                "error": slowest(max(errors)),
-                **pair(lambda m=member, x=x, do=do: both(m, x, do), mesh),
-            }
+            error = slowest(max(errors))
+            times = pair(functools.partial(both, member, x, do), mesh)
+            yield {"what": member, "gate": gate, "error": error, **times}
 
 
 def model(mesh: Any) -> Row:
     """A training step's forward and backward, blocks computed again."""
     torch.manual_seed(0)
     config = ModelConfig(pattern=("gated_deltanet",), **generate.SIZES)
-    m = LanguageModel(config, checkpoint=True, device=DEVICE).to(DTYPE)
+    m = LanguageModel(config, checkpoint=True).to(DEVICE, DTYPE)
     tokens = torch.randint(m.config.vocabulary, (1, SHAPE.T + 1)).to(DEVICE)
 
     def step() -> None:
