@@ -103,7 +103,6 @@ SMALL = Settings(
 """0.16 million parameters: some ten seconds of a laptop."""
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-SHORTER = 4  # times fewer steps of the runs that choose
 PROMPT = "def "
 PLANTED = (16, 64, 256, 1024, 4096)  # bytes back, at most LONG windows
 LONG = 4  # evaluated on windows this many times as long as those trained on
@@ -256,20 +255,18 @@ def chosen(
 ) -> tuple[str, float] | None:
     """The start of the gates and the rate that did best on development text.
 
-    Among the shortest of the runs; a rate with which a run diverged counts
-    only where there is no other. None if there are no runs.
+    Among the runs with seed 0; one that diverged counts only where there is
+    no other. None if there are no runs.
     """
     names = starts(variant)
-    found = [run for run in runs if run["variant"] in names]
-    short = min((run["settings"]["steps"] for run in found), default=0)
+    tried = [r for r in runs if r["variant"] in names and r["seed"] == 0]
+    if not tried:
+        return None
 
     def bits(run: dict[str, Any]) -> float:
         value = run["development"]  # nan is None in a file
         return math.inf if value is None or math.isnan(value) else value
 
-    tried = [run for run in found if run["settings"]["steps"] == short]
-    if not tried:
-        return None
     best = min(tried, key=bits)
     return best["variant"], best["settings"]["lr"]
 
@@ -308,5 +305,6 @@ def figures(
 
 def stages(job: Job, _: str, *, progress: Progress) -> Stages:
     """:func:`train` as one of several jobs; seed 0 writes text."""
+    torch.compiler.reset()  # which keeps few graphs of one class of models
     yield
     return train(*job, sample=job[1] == 0, progress=progress)
