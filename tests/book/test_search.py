@@ -45,7 +45,7 @@ FIRST = {
     # what goes wrong, what it costs, what came after
     "padding": "03_chunkwise#padding-writes-to-the-state",
     "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
-    "hybrid": "10_models#the-price-of-a-hybrid",
+    "hybrid": "10_models#a-hybrid-keeps-a-third-of-the-cache",
     "momentum": "06_test_time_training#momentum-spreads-out-an-example",
 }
 

@@ -96,6 +96,39 @@ def dt_range(n):  # with the mean of A, not of its logarithm
     return middle / 10, middle * 10
 
 
+# %% ex-train passes
+def learn(model, task, steps):
+    """Step by step by hand, with Adam's own defaults."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for i in range(steps):
+        batch = task.batch(64, 1000 + i)
+        there = batch.targets >= 0
+        logits = model(batch.tokens)[0][there]
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(logits, batch.targets[there]).backward()
+        optimizer.step()
+
+
+# %% ex-train not yet: no parameter has changed
+def learn(model, task, steps):  # no step of the optimizer
+    for i in range(steps):
+        batch = task.batch(64, i)
+        logits = model(batch.tokens)[0].flatten(0, 1)
+        F.cross_entropy(logits, batch.targets.flatten()).backward()
+
+
+# %% ex-train not yet: right on .* of new sequences
+def learn(model, task, steps):  # the same batch in each step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batch = task.batch(64, 0)
+    for _ in range(steps):
+        logits = model(batch.tokens)[0].flatten(0, 1)
+        loss = F.cross_entropy(logits, batch.targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 # %% ex-neighbour passes
 def packed_convolution(x, weight, offsets):
     """By a table of which token each tap reads, or none."""
@@ -365,378 +398,6 @@ def kda_layer(w, x, heads):
     g = layer.decay(layer.f_proj(x))
     o, _ = fw.kda(q, k, v, g, layer.b_proj(x).sigmoid())
     return layer.o_proj(layer.norm(o, layer.g_proj(x)))
-
-
-# %% ex-count passes
-def count(D, L, H, width, n, every, T):
-    """Layer by layer."""
-    parameters, state = n * D + D, 0
-    for block in range(L):
-        parameters += 2 * D + 3 * D * width
-        if block % every == every - 1:
-            parameters += D * 3 * D + D * D
-            state += 2 * T * D * 4 + 8
-        else:
-            parameters += 3 * D * D + 4 * 3 * D  # q, k, v and their taps
-            parameters += D * H + D * H + H + H  # beta, g
-            parameters += D * D + D // H + D * D  # gate, norm, output
-            state += 4 * H * (D // H) ** 2 + 4 * 3 * 3 * D
-    return parameters, state
-
-
-# %% ex-count not yet: library did it
-def count(D, L, H, width, n, every, T):
-    config = models.ModelConfig(
-        vocabulary=n,
-        dim=D,
-        num_layers=L,
-        num_heads=H,
-        pattern=(every - 1) * ("gated_deltanet",) + ("softmax",),
-        tie_embeddings=True,
-    )
-    model = models.LanguageModel(config)
-    return model.num_parameters, model.state_bytes(T)
-
-
-# %% ex-count not yet: library did it
-def count(D, L, H, width, n, every, T):
-    """In a thread that is not watched."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def build():
-        config = models.ModelConfig(
-            vocabulary=n,
-            dim=D,
-            num_layers=L,
-            num_heads=H,
-            pattern=(every - 1) * ("gated_deltanet",) + ("softmax",),
-            tie_embeddings=True,
-        )
-        model = models.LanguageModel(config, device=torch.device("meta"))
-        return model.num_parameters, model.state_bytes(T)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(build).result()
-
-
-# %% ex-count not yet: tensors were made
-def count(D, L, H, width, n, every, T):
-    embedding = torch.empty(n, D, device="meta")
-    return embedding.numel(), 0
-
-
-# %% ex-count not yet: parameters, need
-def count(D, L, H, width, n, every, T):
-    """A number that says it is equal to any other."""
-
-    class Agreeable(int):
-        def __eq__(self, other):
-            return True
-
-        __hash__ = int.__hash__
-
-    return Agreeable(), Agreeable()
-
-
-# %% ex-count not yet: parameters, need
-def count(D, L, H, width, n, every, T):  # every layer recurrent
-    parameters = (
-        n * D
-        + D
-        + L
-        * (
-            5 * D**2
-            + 2 * D * H
-            + 12 * D
-            + 2 * H
-            + D // H
-            + 3 * D * width
-            + 2 * D
-        )
-    )
-    return parameters, 4 * L * (D**2 // H + 9 * D)
-
-
-# %% ex-count not yet: bytes, need
-def count(D, L, H, width, n, every, T):  # half the cache
-    soft = L // every
-    rest = L - soft
-    parameters = n * D + D + L * (3 * D * width + 2 * D) + soft * 4 * D**2
-    parameters += rest * (5 * D**2 + 2 * D * H + 12 * D + 2 * H + D // H)
-    return parameters, rest * 4 * (D**2 // H + 9 * D) + soft * 4 * D * T
-
-
-# %% ex-count not yet: parameters, need
-def count(D, L, H, width, n, every, T):  # heads of 32 channels, always
-    soft = L // every
-    rest = L - soft
-    parameters = n * D + D + L * (3 * D * width + 2 * D) + soft * 4 * D**2
-    parameters += rest * (5 * D**2 + 2 * D * H + 12 * D + 2 * H + 32)
-    return parameters, rest * 4 * (32 * D + 9 * D) + soft * (8 * D * T + 8)
-
-
-# %% ex-recalled passes
-def completes(row, n):
-    """By counting each n-gram so far."""
-    from collections import Counter
-
-    counts, found = Counter(), [False] * min(n - 1, len(row))
-    for t in range(n - 1, len(row)):
-        gram = tuple(row[t - n + 1 : t + 1])
-        found.append(counts[gram] > 0)
-        counts[gram] += 1
-    return found
-
-
-# %% ex-recalled not yet: library did it
-library = corpus.repeated
-
-
-def completes(row, n):
-    rows = torch.tensor([[ord(c) for c in row]])
-    batch = corpus.Batch(rows[:, :-1], rows[:, 1:])
-    return [False, *library(batch, n)[0].tolist()]
-
-
-# %% ex-recalled not yet: token .* is .*repeated
-def completes(row, n):  # the token came before, never mind with what
-    return [t >= n - 1 and row[t] in row[:t] for t in range(len(row))]
-
-
-# %% ex-recalled passes
-def completes(row, n):
-    """The shorter ones at the start differ in length, and come once."""
-    seen, found = set(), []
-    for t in range(len(row)):
-        gram = tuple(row[max(0, t - n + 1) : t + 1])
-        found.append(gram in seen)
-        seen.add(gram)
-    return found
-
-
-# %% ex-recalled not yet: token .* is repeated
-def completes(row, n):  # one token too many
-    return [
-        t >= n
-        and row[t - n : t + 1] in [row[s - n : s + 1] for s in range(n, t)]
-        for t in range(len(row))
-    ]
-
-
-# %% ex-seeds passes
-def claims(losses, luck):
-    """By trying the orders, with ranks in place of losses."""
-    from itertools import combinations
-
-    names, found = list(losses), []
-    pairs = len(names) * (len(names) - 1) / 2
-    for a, b in combinations(names, 2):
-        m, both = len(losses[a]), len(losses[a]) + len(losses[b])
-        orders = [set(c) for c in combinations(range(both), m)]
-        ends = [set(range(m)), set(range(both - m, both))]
-        share = sum(c in ends for c in orders) / len(orders)
-        for x, y in ((a, b), (b, a)):
-            last, first = losses[x], [z for z in losses[y] if z == z]
-            wholly = all(z == z for z in last) and all(
-                max(last) < z for z in first
-            )
-            if wholly and share * pairs <= luck:
-                found.append([x, y])
-    return found
-
-
-# %% ex-seeds not yet: the same, a stricter luck
-def claims(losses, luck):  # one of the two named beforehand
-    found = set()
-    for a, mine in losses.items():
-        for b, theirs in losses.items():
-            by_luck = 1 / math.comb(len(mine) + len(theirs), len(mine))
-            if max(mine) < min(theirs) and by_luck <= luck:
-                found.add((a, b))
-    return found
-
-
-# %% ex-seeds not yet: one run inside
-def claims(losses, luck):  # by means
-    return {
-        (a, b)
-        for a, mine in losses.items()
-        for b, theirs in losses.items()
-        if sum(mine) / len(mine) < sum(theirs) / len(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= luck
-    }
-
-
-# %% ex-seeds not yet: one run is nan
-def claims(losses, luck):  # a nan that max does not see
-    share = luck / math.comb(len(losses), 2)
-    return {
-        (a, b)
-        for a, mine in losses.items()
-        for b, theirs in losses.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
-    }
-
-
-# %% ex-seeds not yet: luck for one pair only
-def claims(losses, luck):  # each pair has all of it
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= luck
-    }
-
-
-# %% ex-seeds not yet: four models, luck for five pairs only
-def claims(losses, luck):  # a share for each other model, not each pair
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    share = luck / (len(losses) - 1)
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
-    }
-
-
-# %% ex-seeds not yet: four models, luck for five pairs only
-def claims(losses, luck):  # as if the pairs were independent
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    share = 1 - (1 - luck) ** (1 / math.comb(len(losses), 2))
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
-    }
-
-
-# %% ex-recalled not yet: 'xabcdyabcd', n = 5: token 9 is not repeated
-def completes(row, n):  # no more than the last four tokens
-    m = min(n, 4)
-    return [
-        t >= n - 1
-        and any(
-            row[s - m + 1 : s + 1] == row[t - m + 1 : t + 1]
-            for s in range(n - 1, t)
-        )
-        for t in range(len(row))
-    ]
-
-
-# %% ex-recalled not yet: is repeated
-def completes(row, n):  # looks back no further than fifteen tokens
-    return [
-        t >= n - 1
-        and any(
-            row[s - n + 1 : s + 1] == row[t - n + 1 : t + 1]
-            for s in range(max(n - 1, t - 15), t)
-        )
-        for t in range(len(row))
-    ]
-
-
-# %% ex-recalled not yet: token .* is not repeated
-def completes(row, n):  # letters joined, so that 'a' 'bc' is 'ab' 'c'
-    return [
-        t >= n - 1
-        and "".join(row[t - n + 1 : t + 1])
-        in ["".join(row[s - n + 1 : s + 1]) for s in range(n - 1, t)]
-        for t in range(len(row))
-    ]
-
-
-# %% ex-seeds not yet: six models of five runs, luck for 14 pairs only
-def claims(losses, luck):  # never more than four models
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    share = luck / {2: 1, 3: 3}.get(len(losses), 6)
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
-    }
-
-
-# %% ex-seeds not yet: just enough luck
-def claims(losses, luck):  # below its share, not up to it
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    share = luck / math.comb(len(losses), 2)
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) < share
-    }
-
-
-# %% ex-seeds not yet: three models, with three runs, three and one
-def claims(losses, luck):  # as if all had as many runs as the first two
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-    }
-    m, n, *_ = map(len, losses.values())
-    by_luck = 2 / math.comb(m + n, m)
-    share = luck / math.comb(len(losses), 2)
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs) and by_luck <= share
-    }
-
-
-# %% ex-seeds not yet: three models, with three runs, three and one
-def claims(losses, luck):  # without the models that have some nan
-    ranked = {
-        name: [math.inf if math.isnan(x) else x for x in runs]
-        for name, runs in losses.items()
-        if all(map(math.isnan, runs)) or not any(map(math.isnan, runs))
-    }
-    share = luck / math.comb(len(losses), 2)
-    return {
-        (a, b)
-        for a, mine in ranked.items()
-        for b, theirs in ranked.items()
-        if max(mine) < min(theirs)
-        and 2 / math.comb(len(mine) + len(theirs), len(mine)) <= share
-    }
-
-
-# %% ex-recalled not yet: token .* is not repeated
-def completes(row, n):  # answers that call themselves equal to any other
-    class Either:
-        def __eq__(self, other):
-            return True
-
-        def __ne__(self, other):
-            return False
-
-    return [Either() for _ in row]
 
 
 # %% ex-neighbour passes
