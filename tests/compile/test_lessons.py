@@ -1,6 +1,8 @@
 """Chapter 3's kernels, compiled for each GPU without one; and the judges."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 from crossed import all_but, crossed, in_turn
 from offline import (
+    AS_RECORDED,
     DTYPES,
     LEADING,
     LEAVES_UNSET,
@@ -24,6 +27,7 @@ from offline import (
 
 from fastweights_lab.lessons import linear, prefix
 
+CHAPTERS = Path(__file__).resolve().parents[2] / "chapters"
 KERNELS = {
     "linear_scan": (linear.linear_scan_kernel, linear.scan_options),
     "chunk_states": (prefix.chunk_states_kernel, prefix.chunk_options),
@@ -111,6 +115,7 @@ def test_unset_registers_are_found(monkeypatch, tmp_path):
     """Value tiles with rows of 64 bytes bring ptxas's fault out.
 
     Another version than those named fails here: it is to be looked at.
+    Chapter 15 shows lines of this machine code, in their order.
     """
     narrow = {"BK": 64, "BV": 32, "num_warps": 4, "num_stages": 1}
     kernel = prefix.chunk_outputs_kernel, lambda K, dtype: narrow
@@ -119,6 +124,12 @@ def test_unset_registers_are_found(monkeypatch, tmp_path):
     sass = cuobjdump(compiled.asm["cubin"], "-sass", tmp_path)
     unset = unset_uniform_registers(sass)
     assert bool(unset) == LEAVES_UNSET[ptxas_version()]
+    if AS_RECORDED:
+        assert unset == {7}
+        chapter = (CHAPTERS / "15_fast_kernel.md").read_text("utf-8")
+        listing = chapter.split('listing = """\n')[1].split('"""')[0]
+        code = iter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?) ;", sass))
+        assert all(line in code for line in listing.splitlines())
 
 
 @triton.jit
