@@ -9,7 +9,7 @@ from fastweights.models import (
     ModelConfig,
     decoding,
 )
-from fastweights.models.decoding import Recording, is_recordable
+from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import stream
 
 GPU = pytest.mark.gpu

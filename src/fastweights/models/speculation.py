@@ -22,16 +22,10 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.models.decoding import (
-    NOT_FINITE,
-    Recording,
-    States,
-    fetch,
-    is_recordable,
-    send,
-)
+from fastweights.models.decoding import NOT_FINITE, fetch, send
 from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
+from fastweights.models.recording import Recording, States, is_recordable
 
 SIZES = (1, 8, 12, 16)
 """Tokens of each row that a pass reads: the fewest that are enough, for each

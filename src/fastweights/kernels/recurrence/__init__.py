@@ -1,1 +1,13 @@
-"""The kernels of linear_recurrence and its backward, and their host code."""
+"""The kernels of linear_recurrence and its backward, and their host code.
+
+One family: a member is a gate (none, one per head, one per channel) and a
+rule (additive; delta, which corrects; or with a key of its own that erases).
+Linear attention is none and additive, GLA a gate per channel, DeltaNet the
+delta rule, Gated DeltaNet that with a gate per head, KDA with one per channel.
+
+intra           inside a chunk: scores, the inverse, q and k with their decay
+scan            from chunk to chunk: the state, and the outputs
+compose         from segment to segment: the maps of the states
+intra_backward  the gradients inside a chunk; scan has the others
+backend         takes the arguments; stages and schedule launch the kernels
+"""

@@ -1,0 +1,128 @@
+"""A step of a model as a CUDA graph, which is one launch.
+
+A step is some hundred launches, which take Python twenty times as long as the
+GPU. Recorded once, they are one: all that a step reads and writes (states,
+the last token, what has come to its end) stays where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights import private
+from fastweights.arguments import PLAIN
+from fastweights.layers import LayerState
+from fastweights.models.model import LanguageModel
+
+ROOM = 256
+"""Tokens more than are there that a recording of attention has room for."""
+
+States = list[LayerState | None]
+
+
+class Recording:
+    """A step of a model as a CUDA graph, which is one launch.
+
+    The first call is the step in Python, which loads kernels. From the second
+    on it is recorded, and what it reads and writes stays where it is.
+
+    Args:
+        tokens: of each row that a step reads.
+        memory: a handle of what other recordings use too, of which no two
+            run at a time; None: it has its own.
+    """
+
+    def __init__(self, tokens: int = 1, memory: Any = None) -> None:
+        self.tokens, self.memory = tokens, memory
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.room, self.warm = 0, False
+
+    def __call__(
+        self, step: Callable[[States], States], states: States
+    ) -> States:
+        """The states after a step, which is the same one in each call."""
+        if not self.warm:
+            self.warm = True
+            return step(states)
+        grows = [s for s in states if s is not None and s.keys is not None]
+        used = max((s.used for s in grows), default=0) + self.tokens
+        if self.graph is None or (grows and used > self.room):
+            self._record(step, states, used)
+        assert self.graph is not None
+        self.graph.replay()
+        for state in grows:
+            state.used += self.tokens
+        return states
+
+    def _record(
+        self, step: Callable[[States], States], states: States, used: int
+    ) -> None:
+        """The step as a graph, on keys and values of ``used`` tokens or more.
+
+        Softmax attention in a graph reads all the room that it is given:
+        here an eighth more than is used, until that is used too.
+        """
+        room = used + max(ROOM, used // 8)
+        views = [None if s is None else _within(s, room) for s in states]
+        self.graph = None  # its memory is the next one's
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream()
+        beside = _stream(here.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            graph.capture_begin(self.memory, "thread_local")
+            try:
+                step(views)
+            finally:  # else CUDA's random numbers stay those of a capture
+                graph.capture_end()
+        here.wait_stream(beside)
+        self.graph, self.room = graph, room
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all recordings: cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)
+
+
+def _within(state: LayerState, room: int) -> LayerState:
+    """The same memory, of keys and values the first ``room`` tokens'."""
+    if state.keys is None or state.values is None:
+        return replace(state)
+    keys, values = state.keys[:, :room], state.values[:, :room]
+    return replace(state, keys=keys, values=values)
+
+
+def is_recordable(model: LanguageModel, token: Tensor) -> bool:
+    """Whether a step does the same whenever it runs, and on one GPU.
+
+    All modules are this library's or PyTorch's, without hooks, and parameters
+    plain tensors there; not under torch.compile, autocast, or a mode that
+    looks at operators. A recording that fails leaves CUDA's random numbers
+    broken, so that other modules are not tried.
+    """
+    return (
+        token.is_cuda
+        and not torch.cuda.is_current_stream_capturing()
+        and not torch.is_autocast_enabled("cuda")
+        and not private.is_traced()
+        and not private.hooked_globally()
+        and all(
+            type(module).__module__.split(".")[0] in ("fastweights", "torch")
+            and "forward" not in vars(module)
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+            and module._compiled_call_impl is None
+            for module in model.modules()
+        )
+        and all(
+            type(x) in PLAIN and x.device == token.device
+            for x in model.parameters()
+        )
+    )
