@@ -52,6 +52,7 @@ extensions = [
     "equations",
     "folds",
     "lists",
+    "parts",
     "run_links",
     "sections",
     "standing",

@@ -36,7 +36,7 @@ from to_markdown import (
 from fastweights.private import TESTED
 
 CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)
-CHAPTER = re.compile(r"(\d\d|appendix)_\w+")
+CHAPTER = re.compile(r"(\d\d|appendix|before)_\w+")
 FOLDED = {"hide-cell", "hide-input", "remove-input", "solution"}
 TAGS = FOLDED | {"exercise-stub", "gpu"}
 

@@ -203,6 +203,13 @@ def test_no_page_serves_from_any_address() -> None:
     assert base["href"] == conf.html_baseurl
 
 
+def test_chapters_are_numbered_through_the_parts() -> None:
+    numbers = [
+        x.select_one("h1 .section-number").text for x in map(soup, CHAPTERS)
+    ]
+    assert [*map(int, numbers)] == [int(page.name[:2]) for page in CHAPTERS]
+
+
 @each_page
 def test_every_internal_link_resolves(page: Path) -> None:
     broken = []

@@ -1,0 +1,1 @@
+"""Answers to the exercises before chapter 1: it has none."""
