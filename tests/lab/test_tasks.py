@@ -37,13 +37,13 @@ ALL = [
     Scope(segments=4, pairs=3, questions=3, keys=7, values=3),
     Sections(),
     Sections(segments=3, writes=3, keys=9, values=3, questions=1),
-    Reassignment(variables=4, questions=48),
-    Reassignment(variables=2, questions=36),
     StateTracking(),
     StateTracking("Z5", elements=9, parts=3),
     StateTracking("S3", "swaps", 17),
     StateTracking("S4", elements=8, parts=2),
     StateTracking("S5", "swaps", 33),
+    Reassignment(variables=4, questions=48),
+    Reassignment(variables=2, questions=36),
 ]
 IDS = [f"{i}-{type(task).__name__}" for i, task in enumerate(ALL)]
 EVERY = pytest.mark.parametrize("task", ALL, ids=IDS)
