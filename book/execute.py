@@ -121,9 +121,10 @@ def main() -> int:
         shutil.rmtree(arguments.cells, ignore_errors=True)
     folder = BOOK.parent / "chapters"
     # The last chapters take longest: they are not left for the end.
-    chapters = arguments.chapters or sorted(
-        folder.glob("*_*.md"), reverse=True
-    )
+    chapters = arguments.chapters or [
+        *sorted(folder.glob("*_*.md"), reverse=True),
+        folder / "index.md",
+    ]
     start = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as home:

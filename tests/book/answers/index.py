@@ -1,0 +1,1 @@
+"""Answers to the first page's exercises: it has none."""
