@@ -30,7 +30,7 @@ from fastweights.ops.members import (
 from fastweights.ops.mlstm import mlstm
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.selective import selective_scan
-from fastweights.parallel.ranks import context_parallel
+from fastweights.ranks.group import context_parallel
 
 __version__ = "0.1.0"
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fastweights as fw
 from fastweights.models import next_tokens
 from fastweights.ops.convolution import convolve_heads, short_convolution
-from fastweights.parallel.ranks import current
+from fastweights.ranks.group import current
 from fastweights_lab.text.training import Training
 
 FP64 = torch.float64

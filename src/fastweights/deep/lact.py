@@ -28,7 +28,7 @@ from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
-from fastweights.parallel.ranks import refuse_ranks
+from fastweights.ranks.group import refuse_ranks
 
 Weights = Sequence[Tensor]
 """W0, W1 and W2."""

@@ -28,7 +28,7 @@ from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
-from fastweights.parallel.ranks import refuse_ranks
+from fastweights.ranks.group import refuse_ranks
 from fastweights.reference.packing import outside
 
 

@@ -38,7 +38,7 @@ from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
 from fastweights.ops.registration import needs_gradient
 from fastweights.ops.ttt import TTT, kernel_takes
-from fastweights.parallel.ranks import refuse_ranks
+from fastweights.ranks.group import refuse_ranks
 
 
 def ttt(

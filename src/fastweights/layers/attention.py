@@ -22,8 +22,8 @@ from fastweights.layers.state import (
 from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
 from fastweights.ops.decode import rows_inside, rows_to_write
-from fastweights.parallel.ranks import current, place
-from fastweights.parallel.stretch import stretch_of
+from fastweights.ranks.group import current, place
+from fastweights.ranks.stretch import stretch_of
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
 

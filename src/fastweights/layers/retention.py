@@ -19,7 +19,7 @@ from fastweights.layers.state import (
     token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
-from fastweights.parallel.ranks import place
+from fastweights.ranks.group import place
 
 
 class MultiScaleRetention(Layer):

@@ -22,7 +22,7 @@ from fastweights import private
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.state import Offsets
-from fastweights.parallel.ranks import current
+from fastweights.ranks.group import current
 from fastweights.reference.packing import sequence_of
 
 Heads = Float[Tensor, "B T H K"]

@@ -18,7 +18,7 @@ from fastweights.ops.decode import (
     write_rows,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.parallel.ranks import current
+from fastweights.ranks.group import current
 from fastweights.reference.packing import sequence_of
 
 Offsets = Int[Tensor, " N+1"]

@@ -36,7 +36,7 @@ from fastweights.layers.plain_modules import (
 from fastweights.layers.state import LayerState
 from fastweights.layers.token_operators import Token
 from fastweights.ops.backends import choose_backend, record_run
-from fastweights.parallel.ranks import current
+from fastweights.ranks.group import current
 
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and BLAS's."""

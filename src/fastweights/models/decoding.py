@@ -12,7 +12,7 @@ from torch import Tensor
 from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
 from fastweights.models.recording import Recording, States, is_recordable
-from fastweights.parallel.ranks import refuse_ranks
+from fastweights.ranks.group import refuse_ranks
 
 LEAST_TOKENS = 4
 """Tokens for which a recording pays: it takes as long as two steps."""

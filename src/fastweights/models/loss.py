@@ -33,7 +33,7 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.ops.registration import registered
-from fastweights.parallel.ranks import current, place
+from fastweights.ranks.group import current, place
 from fastweights.reference.packing import sequence_of
 
 Hidden = Float[Tensor, "*rows D"]

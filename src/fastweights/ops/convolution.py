@@ -42,8 +42,8 @@ from fastweights.ops.backends import (
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator
-from fastweights.parallel.ranks import current
-from fastweights.parallel.stretch import over_ranks, stretch_of
+from fastweights.ranks.group import current
+from fastweights.ranks.stretch import over_ranks, stretch_of
 from fastweights.reference import convolution as pytorch
 
 BACKENDS = get_args(KernelOrTorch)

@@ -58,7 +58,7 @@ from fastweights.ops.mlstm import (
 from fastweights.ops.normaliser import StateAndNormaliser, check_normalised
 from fastweights.ops.registration import past_dispatcher
 from fastweights.ops.selective import check_scan
-from fastweights.parallel.ranks import refuse_ranks
+from fastweights.ranks.group import refuse_ranks
 from fastweights.reference.backend import advance, per_value_head, widen
 from fastweights.reference.chunkwise import CLEARS
 

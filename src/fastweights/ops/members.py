@@ -33,8 +33,8 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.parallel.ranks import current, fewest_tokens
-from fastweights.parallel.stretch import (
+from fastweights.ranks.group import current, fewest_tokens
+from fastweights.ranks.stretch import (
     additive_over_ranks,
     stretch_of,
     total_decay,

@@ -25,8 +25,8 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.registration import registered
-from fastweights.parallel.ranks import Ranks, current
-from fastweights.parallel.stretch import pick, stretch_of, with_a_token
+from fastweights.ranks.group import Ranks, current
+from fastweights.ranks.stretch import pick, stretch_of, with_a_token
 from fastweights.reference.backend import first_states
 from fastweights.reference.chunkwise import CLEARS
 from fastweights.reference.packing import outside, sequence_of

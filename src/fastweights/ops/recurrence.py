@@ -38,8 +38,8 @@ from fastweights.ops.backends import (
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
-from fastweights.parallel.ranks import Ranks, current
-from fastweights.parallel.stretch import (
+from fastweights.ranks.group import Ranks, current
+from fastweights.ranks.stretch import (
     additive_over_ranks,
     over_ranks,
     stretch_of,

@@ -42,8 +42,8 @@ from fastweights.ops.backends import (
     refuse_fp64,
 )
 from fastweights.ops.registration import Operator, needs_gradient
-from fastweights.parallel.ranks import current
-from fastweights.parallel.stretch import (
+from fastweights.ranks.group import current
+from fastweights.ranks.stretch import (
     additive_over_ranks,
     stretch_of,
     with_a_token,

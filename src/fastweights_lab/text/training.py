@@ -34,7 +34,7 @@ from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import write_whole
-from fastweights.parallel.ranks import context_parallel, current
+from fastweights.ranks.group import context_parallel, current
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
 

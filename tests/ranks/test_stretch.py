@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from fastweights.parallel.stretch import stretch_of_pack
+from fastweights.ranks.stretch import stretch_of_pack
 
 PACKINGS = 2000
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_offsets, is_readable
-from fastweights.parallel.ranks import Ranks
+from fastweights.ranks.group import Ranks
 
 
 class Stretch(NamedTuple):
