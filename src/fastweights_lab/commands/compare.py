@@ -1,6 +1,6 @@
 """Train one language model with other layers in it, on the same text.
 
-    fastweights compare kinds --json text.jsonl
+    fastweights compare all --json text.jsonl
 
 trains the model of 20 million parameters on CPython 3.12.3's library, with
 each variant, several runs side by side on one GPU. First, with seed 0, every
@@ -19,7 +19,7 @@ from typing import Any
 
 from fastweights.arguments import check_sizes
 from fastweights_lab.experiments.comparison import (
-    GROUPS,
+    KINDS,
     LARGE,
     RATES,
     SMALL,
@@ -37,7 +37,12 @@ from fastweights_lab.records import Record, append, matching, read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is trained, how often and for how long."""
     option = parser.add_argument
-    option("what", nargs="+", help=f"of {', '.join([*GROUPS, *VARIANTS])}")
+    option(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(VARIANTS)}; all: {', '.join(KINDS)}",
+    )
     option("--json", type=Path, help="file of the results, a line each")
     option("--seeds", type=int, default=5)
     option("--lr", type=float, nargs="+", default=RATES)
@@ -55,7 +60,7 @@ def run(asked: argparse.Namespace) -> None:
         WorkerDied: a run did.
     """
     base = SMALL if asked.small else LARGE
-    names = [name for what in asked.what for name in GROUPS.get(what, (what,))]
+    names = KINDS if asked.names == ["all"] else asked.names
     runs: list[Record] = []
 
     def go(wanted: list[Job]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -45,10 +45,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "KDA": _recurrence(decay="channel"),
     "softmax": (("softmax",), {}),
     "hybrid": (HYBRID, {}),
-    "no convolution": _recurrence(conv_size=None),
     "no unit keys": _recurrence(normalize=False),
-    "no output gate": _recurrence(gate=False),
-    "fast gate": _recurrence(dt_range=(1.0, 10.0)),
     "decay, slow": _recurrence(rule="additive", **SLOW),
     "gated delta, slow": _recurrence(**SLOW),
     "KDA, slow": _recurrence(decay="channel", **SLOW),
@@ -56,22 +53,20 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Each one's pattern of layers and their options.
 
-The first five are the same layer with another recurrence. The last four of
-one word or two are gated delta with one part taken away, or with gates that
-start by forgetting half within 0.7 tokens and less; "slow" are gates that
-start by keeping a hundred times as long as the published ones.
+The first five are the same layer with another recurrence. "slow" are gates
+that start by keeping a hundred times as long as the published ones.
 """
 
-GROUPS = {
-    "kinds": ("linear", "decay", "delta", "gated delta", "KDA", "softmax"),
-    "parts": (
-        "hybrid",
-        "no convolution",
-        "no unit keys",
-        "no output gate",
-        "fast gate",
-    ),
-}
+KINDS = (
+    "linear",
+    "decay",
+    "delta",
+    "gated delta",
+    "KDA",
+    "softmax",
+    "hybrid",
+)
+"""Those that are compared."""
 
 LARGE = Settings(
     length=2048,
@@ -286,21 +281,6 @@ def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
     most = max(map(len, found.values()), default=0)
     means = {lr: sum(x) / most for lr, x in found.items() if len(x) == most}
     return min(means, key=means.__getitem__) if means else None
-
-
-def figures(
-    runs: Sequence[dict[str, Any]],
-    variant: str,
-    what: str,
-    lr: float | None = None,
-) -> list[Any]:
-    """A variant's figure in its runs of one rate (its best), one per seed."""
-    lr = best_rate(runs, variant) if lr is None else lr
-    return [
-        run[what]
-        for run in sorted(runs, key=lambda run: run["seed"])
-        if run["variant"] == variant and run["settings"]["lr"] == lr
-    ]
 
 
 def stages(job: Job, _: str, *, progress: Progress) -> Stages:
