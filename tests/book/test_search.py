@@ -30,7 +30,7 @@ FIRST = {
     "install": "index#how-to-read-it",
     "NaN": "appendix_a_floats"
     "#a-row-with-nothing-to-read-poisons-every-gradient",
-    "Kimi": "09_gated_delta#in-kimi-delta-attention-only-one-order-is-left",
+    "Kimi": "09_gated_delta#in-kimi-delta-attention-only-one-order-survives",
     "state size": "11_memory#the-size-of-the-state-beats-the-rule",
     "needle": "11_memory#a-needle-lasts-while-its-key-is-left-alone",
     "log-sum-exp": "01_softmax#one-pass-is-enough-in-any-order",
