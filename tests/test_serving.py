@@ -8,7 +8,7 @@ import model_cases
 import pytest
 import torch
 
-from fastweights.models.draws import Sampling
+from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import READ
 

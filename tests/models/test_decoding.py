@@ -10,7 +10,7 @@ from fastweights.models import (
     decoding,
 )
 from fastweights.models.recording import Recording, is_recordable
-from fastweights.models.sampling import stream
+from fastweights.models.streaming import stream
 
 GPU = pytest.mark.gpu
 SIZES = {"vocabulary": 97, "dim": 64, "num_layers": 2, "num_heads": 2}

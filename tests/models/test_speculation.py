@@ -15,9 +15,8 @@ from fastweights.models import (
     decoding,
     speculation,
 )
-from fastweights.models.drafts import Lookup
-from fastweights.models.sampling import stream
-from fastweights.models.speculation import DRAFTS, Reader
+from fastweights.models.speculation import DRAFTS, Lookup, Reader
+from fastweights.models.streaming import stream
 
 V = 71
 PROMPTS = [torch.tensor([1, 2, 3, 1, 2, 3, 1]), text(4), text(1, seed=2)]

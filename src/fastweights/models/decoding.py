@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.models.draws import Sampling
 from fastweights.models.model import LanguageModel
 from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.sampling import Sampling
 from fastweights.ranks.group import refuse_ranks
 
 LEAST_TOKENS = 4

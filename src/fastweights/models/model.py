@@ -425,7 +425,7 @@ class LanguageModel(CheckedModule):
         ``model.compile(fullgraph=True)`` compiles these steps. What FSDP
         has sharded needs its ``register_fsdp_forward_method(model,
         "generate")`` before.
-        :func:`fastweights.models.sampling.stream` yields them as they come.
+        :func:`fastweights.models.streaming.stream` yields them as they come.
 
         Args:
             prompts: [T], [N, T], or a list of [T] of any lengths >= 1.
@@ -445,7 +445,7 @@ class LanguageModel(CheckedModule):
                 vocabulary; or a function that takes a row's tokens so far, a
                 list, and returns those that may follow.
         """
-        from fastweights.models.sampling import as_rows, as_stop, stream
+        from fastweights.models.streaming import as_rows, as_stop, stream
 
         rows = as_rows(prompts, self.config.vocabulary)
         ends = as_stop(stop, self.config.vocabulary)

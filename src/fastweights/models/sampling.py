@@ -1,187 +1,120 @@
-"""Continuing prompts, all of them together, one token at a time."""
+"""The next token of every row, drawn with noise that a row's seed tells.
+
+With p a row's probabilities and e independent and exponential, the largest
+of p / e is a draw from p. Here e is a function of the row's seed, of how many
+tokens it has drawn and of the token: what a row draws depends neither on who
+shares its batch nor on how many tokens one step of the model reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_integers, check_number, is_readable
-from fastweights.models.decoding import NOT_FINITE, Decoding, prefill
-from fastweights.models.draws import Sampling
-from fastweights.models.model import LanguageModel
-from fastweights.ops.decode import MAX_TOKENS
-
-STEPS_PER_LOOK = 16
-"""Tokens after which a GPU is asked whether to go on."""
-
-Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
-"""A LanguageModel too, which is not called but asked for what it draws."""
-
-Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
+LOW = 0xFFFFFFFF
 
 
-@torch.no_grad()
-def stream(
-    model: LanguageModel,
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-    stop: int | Iterable[int] | Tensor | None = None,
-    draft: Draft | None = None,
-) -> Iterator[Int[Tensor, " N"]]:
-    """Yield the next token of every prompt; see LanguageModel.generate.
+@dataclass
+class Sampling:
+    """How rows are sampled, on their device.
 
-    It ends when every row has come to a token of ``stop``. What a row gets
-    after its own has no meaning. A GPU is asked about that once in 16 tokens,
-    so that the host need not wait for each.
-
-    Raises:
-        ValueError: logits are not finite, but for -inf, which bans a token:
-            before a token of theirs is yielded, on a GPU up to 16 later.
+    Args:
+        temperature: [N], 0 takes the likeliest token.
+        top_p: [N]; a draw is from the fewest tokens that have at least this
+            probability together (Holtzman et al. 2020).
+        seed: [N], of a row's noise.
+        drawn: [N], how many tokens a row has drawn.
+        greedy: whether every temperature is 0.
+        whole: whether every top_p is 1.
     """
-    V = model.config.vocabulary
-    rows = as_rows(prompts, V)
-    check_sampling(max_new_tokens, temperature, top_p, generator)
-    ends = as_stop(stop, V)
-    # A pass that checks drafts reads beyond the last token.
-    logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
-    device = logits.device
-    sampling = _sampling(len(rows), temperature, top_p, generator, device)
-    if draft is not None and max_new_tokens:
-        from fastweights.models.drafts import proposals
-        from fastweights.models.speculation import Reader, Row, speculate
 
-        texts = [
-            Row(row.tolist(), len(row), max_new_tokens, ends) for row in rows
-        ]
-        propose = proposals(draft, model, texts, sampling)
-        reader = Reader(model, states, texts, sampling)
-        yield from speculate(reader, logits, propose)
-        return
-    decoding = Decoding(
-        model,
-        states,
-        logits,
-        sampling=sampling,
-        ends=ends,
-        tokens=max_new_tokens,
-    )
-    for step in range(max_new_tokens):
-        decoding.step()
-        looks = device.type == "cpu" or (step + 1) % STEPS_PER_LOOK == 0
-        if looks and decoding.spoiled.any():
-            break
-        yield decoding.token.clone()  # whoever gets it may change it
-        if ends and looks and decoding.done.all():
-            return
-    if decoding.spoiled.any():
-        raise ValueError(NOT_FINITE)
+    temperature: Float[Tensor, " N"]  # fp64, for the smallest
+    top_p: Float[Tensor, " N"]
+    seed: Int[Tensor, " N"]
+    drawn: Int[Tensor, " N"]
+    greedy: bool = False
+    whole: bool = False
 
+    def ahead(self, T: int, drawn: Int[Tensor, " N"]) -> Sampling:
+        """The same, for T draws of each row at once, next to each other.
 
-def _sampling(
-    N: int,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator | None,
-    device: torch.device,
-) -> Sampling:
-    """The same for all rows but for their seeds, which the generator draws."""
-    seed = torch.empty(N, dtype=torch.int64, device=device)
-    if temperature > 0:
-        where = device if generator is None else generator.device
-        seed = torch.randint(
-            2**63 - 1, (N,), generator=generator, device=where
-        ).to(device)
-    return Sampling(
-        torch.full((N,), temperature, dtype=torch.float64, device=device),
-        torch.full((N,), top_p, device=device),
-        seed,
-        torch.zeros(N, dtype=torch.int64, device=device),
-        greedy=temperature == 0,
-        whole=top_p == 1,
-    )
-
-
-def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
-    """One tensor per prompt."""
-    if isinstance(prompts, Tensor) and prompts.dim() < 2:
-        prompts = [prompts]
-    if not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts: got {type(prompts).__name__}, need a tensor or a list "
-            "of tensors"
+        The first of them has ``drawn`` before it.
+        """
+        place = torch.arange(T, device=drawn.device)
+        return replace(
+            self,
+            temperature=self.temperature.repeat_interleave(T),
+            top_p=self.top_p.repeat_interleave(T),
+            seed=self.seed.repeat_interleave(T),
+            drawn=(drawn[:, None] + place).flatten(),
         )
-    rows: list[Tensor] = list(prompts)
-    if not rows:
-        raise ValueError("prompts: got none, need one or more")
-    for row in rows:
-        if not isinstance(row, Tensor) or row.dim() != 1 or not len(row):
-            what = (
-                f"shape {list(row.shape)}"
-                if isinstance(row, Tensor)
-                else f"{type(row).__name__}"
-            )
-            raise ValueError(
-                f"prompts: got {what}, need tensors of one token or more, "
-                "[T] each"
-            )
-        if row.is_floating_point() or row.dtype == torch.bool:
-            raise ValueError(f"prompts: got {row.dtype}, need integers")
-        if is_readable(row):
-            check_ids("prompts", [int(row.min()), int(row.max())], vocabulary)
-    return [row.to(torch.int64) for row in rows]
+
+    def draw(
+        self,
+        logits: Float[Tensor, "N V"],
+        largest: Float[Tensor, " N"],
+        likeliest: Int[Tensor, " N"],
+    ) -> Int[Tensor, " N"]:
+        """Draw each row's next token, given its largest logit and whose it is.
+
+        Logits may be -inf, which bans a token; of others that are not finite
+        it is any token.
+        """
+        token = likeliest
+        if not self.greedy:
+            # Of the likeliest, so that no quotient is too large.
+            logits = logits.float() - largest.float()[:, None]
+            least = torch.finfo(torch.float32).tiny
+            heat = self.temperature.clamp(min=least).float()[:, None]
+            p = (logits / heat).softmax(-1)
+            if not self.whole:
+                ranked, order = p.sort(-1, descending=True)
+                before = ranked.cumsum(-1) - ranked
+                ranked = ranked.where(before < self.top_p[:, None], 0)
+                p = torch.zeros_like(p).scatter(-1, order, ranked)
+            noise = exponential(self.seed, self.drawn, p.shape[-1])
+            token = (p / noise).argmax(-1)
+            token = token.where(self.temperature > 0, likeliest)
+        self.drawn += 1
+        return token
 
 
-def as_stop(
-    stop: int | Iterable[int] | Tensor | None, vocabulary: int
-) -> list[int]:
-    """The tokens at which a row ends, of whatever type they were given in."""
-    if stop is None:
-        return []
-    plain: Any = getattr(stop, "tolist", lambda: stop)()  # PyTorch, numpy
-    some = isinstance(plain, Iterable) and not isinstance(plain, str)
-    tokens = list(plain) if some else [plain]
-    for token in tokens:
-        check_integers({"stop": token})
-    check_ids("stop", tokens, vocabulary)
-    return tokens
+def drawn_from(
+    logits: Float[Tensor, "N V"], sampling: Sampling
+) -> Int[Tensor, " N"]:
+    """A token for each row, -1 if its logits are not finite."""
+    largest, likeliest = logits.max(-1)
+    token = sampling.draw(logits, largest, likeliest)
+    return token.where(largest.isfinite(), -1)
 
 
-def check_ids(name: str, tokens: list[int], vocabulary: int) -> None:
-    """Raise unless they are in the vocabulary."""
-    for token in tokens:
-        if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"{name}: got {token}, need tokens of the vocabulary, 0 to "
-                f"{vocabulary - 1}"
-            )
+def exponential(
+    seed: Int[Tensor, " N"], drawn: Int[Tensor, " N"], V: int
+) -> Float[Tensor, "N V"]:
+    """Independent exponential numbers, one per token of each row.
+
+    Args:
+        seed: int64.
+        drawn: tokens that a row has drawn before.
+        V: tokens of the vocabulary.
+    """
+    key = _mixed(_mixed((seed ^ (seed >> 32)) & LOW) + drawn)
+    factor = _mixed(key + 1) | 1  # rows step by different ones
+    token = torch.arange(V, device=seed.device)
+    bits = _mixed(token * factor[:, None] + key[:, None])
+    # log1p, for which the smallest numbers are not 0: they decide.
+    return -torch.log1p(-(bits.float() + 0.5) / 2**32)
 
 
-def check_sampling(
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator | None,
-) -> None:
-    """Raise for what cannot be meant."""
-    check_integers({"max_new_tokens": max_new_tokens})
-    if max_new_tokens < 0:
-        raise ValueError(
-            f"max_new_tokens: got {max_new_tokens}, need 0 or more"
-        )
-    check_number("temperature", temperature, ">= 0")
-    check_number("top_p", top_p, "> 0")
-    if top_p > 1:
-        raise ValueError(f"top_p: got {top_p}, need 0 < top_p <= 1")
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(
-            f"generator: got {type(generator).__name__}, need a "
-            "torch.Generator or None"
-        )
+def _mixed(x: Tensor) -> Tensor:
+    """The low 32 bits of x mixed, as int64: each depends on all of them.
+
+    The constants are those of C. Wellons' lowbias32 (2018).
+    """
+    x = x & LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW
+    return x ^ (x >> 16)

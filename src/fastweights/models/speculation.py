@@ -9,7 +9,7 @@ ever rolled back: right drafts are read twice, which at few rows costs next to
 nothing, since a pass takes as long as reading the weights.
 
 A draw is a function of a row's seed, of the place and of the logits
-(:mod:`fastweights.models.draws`), so a draft is right if it is what plain
+(:mod:`fastweights.models.sampling`), so a draft is right if it is what plain
 decoding would draw there: tokens are the same ones, greedy or sampled.
 """
 
@@ -18,14 +18,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.models.decoding import NOT_FINITE, fetch, send
-from fastweights.models.draws import Sampling, drawn_from
+from fastweights.models.config import ModelConfig
+from fastweights.models.decoding import NOT_FINITE, fetch, prefill, send
 from fastweights.models.model import LanguageModel
 from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.sampling import Sampling, drawn_from
+from fastweights.models.streaming import Draft, check_ids
 
 SIZES = (1, 8, 12, 16)
 """Tokens of each row that a pass reads: the fewest that are enough, for each
@@ -81,7 +85,7 @@ def speculate(
     logits: Float[Tensor, "N V"],
     propose: Callable[[], list[Text]],
 ) -> Iterator[Int[Tensor, " N"]]:
-    """Yield what :func:`fastweights.models.sampling.stream` does.
+    """Yield what :func:`fastweights.models.streaming.stream` does.
 
     Args:
         reader: of the rows, which has read their prompts.
@@ -190,3 +194,80 @@ class Reader:
         token = drawn_from(logits.flatten(0, 1), sampling)
         self.draws[:, :T] = token.view(-1, T)
         return after
+
+
+def proposals(
+    draft: Draft, model: LanguageModel, rows: list[Row], sampling: Sampling
+) -> Callable[[], list[Text]]:
+    """A function that drafts up to DRAFTS tokens behind each row's text."""
+    V = model.config.vocabulary
+    if isinstance(getattr(draft, "config", None), ModelConfig):
+        small: Any = draft
+        if small.config.vocabulary != V:
+            raise ValueError(
+                f"draft: got a vocabulary of {small.config.vocabulary}, need "
+                f"the model's, {V}"
+            )
+        if small.embedding.weight.device != sampling.seed.device:
+            raise ValueError(
+                f"draft: got device {small.embedding.weight.device}, need the "
+                f"model's, {sampling.seed.device}"
+            )
+        prompts = [torch.tensor(row.text) for row in rows]
+        _, states = prefill(small, prompts, rows[0].tokens + TOKENS)
+        reader = Reader(small, states, rows, sampling)
+        return lambda: drafts_of_model(reader)
+    if draft != "lookup" and not callable(draft):
+        raise ValueError(
+            f'draft: got {draft!r}, need "lookup", a LanguageModel, a '
+            "function or None"
+        )
+    each: list[Any] = [
+        Lookup() if draft == "lookup" else lambda text: draft(text.copy())
+        for _ in rows
+    ]
+
+    def propose() -> list[Text]:
+        drafts: list[Text] = []
+        for guess, row in zip(each, rows, strict=True):
+            some = [] if row.done else guess(row.text)
+            drafts.append([int(token) for token in some][:DRAFTS])
+            check_ids("draft", drafts[-1], V)
+        return drafts
+
+    return propose
+
+
+def drafts_of_model(reader: Reader) -> list[Text]:
+    """What a second model draws, a pass for each draft."""
+    drafts: list[Text] = [[] for _ in reader.rows]
+    for _ in range(DRAFTS):
+        draws = reader(drafts)()  # none of a row that is done
+        for some, drawn in zip(drafts, draws, strict=True):
+            some += [max(token, 0) for token in drawn[-1:]]
+    return drafts
+
+
+class Lookup:
+    """What followed the last tokens where they stood in the text before.
+
+    Of the last three tokens, else two, else one, where they stood last
+    (prompt lookup, Saxena 2023). What reaches the end of the text goes on
+    from its beginning, as if the text had a period.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.after = 0, dict[tuple[int, ...], int]()
+
+    def __call__(self, text: Text) -> Text:
+        """Up to DRAFTS tokens; the text is the last call's and more."""
+        for end in range(max(self.seen, 1), len(text)):
+            for n in range(1, min(3, end) + 1):
+                self.after[tuple(text[end - n : end])] = end
+        self.seen = len(text)
+        for n in (3, 2, 1):
+            at = self.after.get(tuple(text[-n:]))
+            if at is not None:
+                period = len(text) - at
+                return [text[at + j % period] for j in range(DRAFTS)]
+        return []

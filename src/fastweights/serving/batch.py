@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from fastweights.models.decoding import fetch, send
-from fastweights.models.draws import Sampling, drawn_from
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.sampling import Sampling, drawn_from
 from fastweights.ops.backends import record_backends
 from fastweights.serving.request import Request
 

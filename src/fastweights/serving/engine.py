@@ -17,7 +17,7 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_sizes
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
-from fastweights.models.sampling import as_rows, as_stop, check_sampling
+from fastweights.models.streaming import as_rows, as_stop, check_sampling
 from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fastweights.models import LanguageModel
-from fastweights.models.drafts import Lookup
-from fastweights.models.sampling import stream
+from fastweights.models.speculation import Lookup
+from fastweights.models.streaming import stream
 from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, now
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training

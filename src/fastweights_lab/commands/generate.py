@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from fastweights.models import load
-from fastweights.models.sampling import stream
+from fastweights.models.streaming import stream
 from fastweights_lab.commands.train import TOKENIZER
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import chosen_device

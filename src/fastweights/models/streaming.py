@@ -1,0 +1,191 @@
+"""Continuing prompts, all of them together, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fastweights.arguments import check_integers, check_number, is_readable
+from fastweights.models.decoding import NOT_FINITE, Decoding, prefill
+from fastweights.models.model import LanguageModel
+from fastweights.models.sampling import Sampling
+from fastweights.ops.decode import MAX_TOKENS
+
+STEPS_PER_LOOK = 16
+"""Tokens after which a GPU is asked whether to go on."""
+
+Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
+"""A LanguageModel too, which is not called but asked for what it draws."""
+
+Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
+
+
+@torch.no_grad()
+def stream(
+    model: LanguageModel,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    stop: int | Iterable[int] | Tensor | None = None,
+    draft: Draft | None = None,
+) -> Iterator[Int[Tensor, " N"]]:
+    """Yield the next token of every prompt; see LanguageModel.generate.
+
+    It ends when every row has come to a token of ``stop``. What a row gets
+    after its own has no meaning. A GPU is asked about that once in 16 tokens,
+    so that the host need not wait for each.
+
+    Raises:
+        ValueError: logits are not finite, but for -inf, which bans a token:
+            before a token of theirs is yielded, on a GPU up to 16 later.
+    """
+    V = model.config.vocabulary
+    rows = as_rows(prompts, V)
+    check_sampling(max_new_tokens, temperature, top_p, generator)
+    ends = as_stop(stop, V)
+    # A pass that checks drafts reads beyond the last token.
+    logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
+    device = logits.device
+    sampling = _sampling(len(rows), temperature, top_p, generator, device)
+    if draft is not None and max_new_tokens:
+        from fastweights.models.speculation import (
+            Reader,
+            Row,
+            proposals,
+            speculate,
+        )
+
+        texts = [
+            Row(row.tolist(), len(row), max_new_tokens, ends) for row in rows
+        ]
+        propose = proposals(draft, model, texts, sampling)
+        reader = Reader(model, states, texts, sampling)
+        yield from speculate(reader, logits, propose)
+        return
+    decoding = Decoding(
+        model,
+        states,
+        logits,
+        sampling=sampling,
+        ends=ends,
+        tokens=max_new_tokens,
+    )
+    for step in range(max_new_tokens):
+        decoding.step()
+        looks = device.type == "cpu" or (step + 1) % STEPS_PER_LOOK == 0
+        if looks and decoding.spoiled.any():
+            break
+        yield decoding.token.clone()  # whoever gets it may change it
+        if ends and looks and decoding.done.all():
+            return
+    if decoding.spoiled.any():
+        raise ValueError(NOT_FINITE)
+
+
+def _sampling(
+    N: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> Sampling:
+    """The same for all rows but for their seeds, which the generator draws."""
+    seed = torch.empty(N, dtype=torch.int64, device=device)
+    if temperature > 0:
+        where = device if generator is None else generator.device
+        seed = torch.randint(
+            2**63 - 1, (N,), generator=generator, device=where
+        ).to(device)
+    return Sampling(
+        torch.full((N,), temperature, dtype=torch.float64, device=device),
+        torch.full((N,), top_p, device=device),
+        seed,
+        torch.zeros(N, dtype=torch.int64, device=device),
+        greedy=temperature == 0,
+        whole=top_p == 1,
+    )
+
+
+def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
+    """One tensor per prompt."""
+    if isinstance(prompts, Tensor) and prompts.dim() < 2:
+        prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts: got {type(prompts).__name__}, need a tensor or a list "
+            "of tensors"
+        )
+    rows: list[Tensor] = list(prompts)
+    if not rows:
+        raise ValueError("prompts: got none, need one or more")
+    for row in rows:
+        if not isinstance(row, Tensor) or row.dim() != 1 or not len(row):
+            what = (
+                f"shape {list(row.shape)}"
+                if isinstance(row, Tensor)
+                else f"{type(row).__name__}"
+            )
+            raise ValueError(
+                f"prompts: got {what}, need tensors of one token or more, "
+                "[T] each"
+            )
+        if row.is_floating_point() or row.dtype == torch.bool:
+            raise ValueError(f"prompts: got {row.dtype}, need integers")
+        if is_readable(row):
+            check_ids("prompts", [int(row.min()), int(row.max())], vocabulary)
+    return [row.to(torch.int64) for row in rows]
+
+
+def as_stop(
+    stop: int | Iterable[int] | Tensor | None, vocabulary: int
+) -> list[int]:
+    """The tokens at which a row ends, of whatever type they were given in."""
+    if stop is None:
+        return []
+    plain: Any = getattr(stop, "tolist", lambda: stop)()  # PyTorch, numpy
+    some = isinstance(plain, Iterable) and not isinstance(plain, str)
+    tokens = list(plain) if some else [plain]
+    for token in tokens:
+        check_integers({"stop": token})
+    check_ids("stop", tokens, vocabulary)
+    return tokens
+
+
+def check_ids(name: str, tokens: list[int], vocabulary: int) -> None:
+    """Raise unless they are in the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"{name}: got {token}, need tokens of the vocabulary, 0 to "
+                f"{vocabulary - 1}"
+            )
+
+
+def check_sampling(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+) -> None:
+    """Raise for what cannot be meant."""
+    check_integers({"max_new_tokens": max_new_tokens})
+    if max_new_tokens < 0:
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens}, need 0 or more"
+        )
+    check_number("temperature", temperature, ">= 0")
+    check_number("top_p", top_p, "> 0")
+    if top_p > 1:
+        raise ValueError(f"top_p: got {top_p}, need 0 < top_p <= 1")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(
+            f"generator: got {type(generator).__name__}, need a "
+            "torch.Generator or None"
+        )
