@@ -27,8 +27,11 @@ _REPEATED = {"proof-content", "exercise-content", "solution-content"}
 
 def _prompt(cell: nodes.container, labels: list[str]) -> str:
     """What a folded cell holds, in the reader's words."""
-    held = holds(cell[0].astext())
-    if (labels or cell["hide_mode"] == "all") and held != "exercise":
+    source = cell[0].astext()
+    held, whole = holds(source), cell["hide_mode"] == "all"
+    if whole and held == "figure":
+        return "Figure"
+    if (labels or (whole and "\nshow(" not in source)) and held != "exercise":
         return "Check"
     return PROMPTS[held]
 
