@@ -8,11 +8,9 @@ from inputs import member
 import fastweights as fw
 from fastweights import feature_maps
 from fastweights.checks import relative_error
-from fastweights.ops.decode import (
-    linear_attention_step,
-    mlstm_step,
-    selective_step,
-)
+from fastweights.ops.mlstm import mlstm_step
+from fastweights.ops.normaliser import linear_attention_step
+from fastweights.ops.selective import selective_step
 
 EXACT = 1e-12
 double = {"dtype": torch.float64}

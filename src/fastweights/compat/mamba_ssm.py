@@ -25,10 +25,10 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype
-from fastweights.ops.decode import decode_step, selective_step
+from fastweights.ops.decode import decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
-from fastweights.ops.selective import selective_scan
+from fastweights.ops.selective import selective_scan, selective_step
 
 __all__ = [
     "mamba_chunk_scan_combined",

@@ -21,7 +21,7 @@ from fastweights.layers.state import (
 )
 from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
-from fastweights.ops.decode import rows_inside, rows_to_write
+from fastweights.ops.rows import rows_inside, rows_to_write
 from fastweights.ranks.group import current, place
 from fastweights.ranks.stretch import stretch_of
 

@@ -19,8 +19,7 @@ from fastweights.layers.state import (
     field_of,
     state_to_step,
 )
-from fastweights.ops.decode import selective_step
-from fastweights.ops.selective import MAX_N, selective_scan
+from fastweights.ops.selective import MAX_N, selective_scan, selective_step
 
 
 class Mamba(Layer):

@@ -11,8 +11,7 @@ from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import scaled
 from fastweights.layers.parts import Factory, OutputNorm, split_heads
 from fastweights.layers.state import LayerState, Offsets, state_to_step
-from fastweights.ops.decode import mlstm_step
-from fastweights.ops.mlstm import mlstm
+from fastweights.ops.mlstm import mlstm, mlstm_step
 
 
 class MLSTM(Layer):

@@ -11,13 +11,9 @@ from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
-from fastweights.ops.decode import (
-    MAX_TOKENS,
-    decode_step,
-    rows_inside,
-    write_rows,
-)
+from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
+from fastweights.ops.rows import rows_inside, write_rows
 from fastweights.ranks.group import current
 from fastweights.reference.packing import sequence_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastweights.layers.convolution import unit
 from fastweights.layers.parts import upcast, write_strength
 from fastweights.layers.state import LayerState
-from fastweights.ops.decode import write_rows
+from fastweights.ops.rows import write_rows
 from fastweights.reference.backend import advance, widen
 
 Token = Float[Tensor, "B T D"]  # T = 1 here

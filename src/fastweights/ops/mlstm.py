@@ -22,10 +22,13 @@ from fastweights.ops.members import (
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
     check_normalised,
+    check_normalised_step,
+    normalised_step,
     recurrence_with_normaliser,
 )
 from fastweights.ops.registration import registered
-from fastweights.ranks.group import Ranks, current
+from fastweights.ops.rows import Rows, rows_inside, write_rows
+from fastweights.ranks.group import Ranks, current, refuse_ranks
 from fastweights.ranks.stretch import pick, stretch_of, with_a_token
 from fastweights.reference.backend import first_states
 from fastweights.reference.chunkwise import CLEARS
@@ -332,3 +335,57 @@ RUNNING_MAXIMUM = registered(
     _running_maximum,
     lambda a, b: torch.empty_like(b),
 )
+
+
+@torch.no_grad()
+def mlstm_step(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    i: PerHead,
+    *,
+    state: tuple[StateAndNormaliser, Float[Tensor, "N HV"]],
+    rows: Rows | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Values:
+    """:func:`fastweights.mlstm` for 1 to 16 new tokens of each sequence.
+
+    Args:
+        q, k, v, g, i, eps, scale, backend: as in mlstm.
+        state: the pair (state, m) that mlstm returned; both are updated in
+            place. An empty one is zeros and an m of -inf.
+        rows: which rows of the state are the sequences', as in
+            decode_step.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is).
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype, or state is no
+            pair.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
+    """
+    refuse_ranks("mlstm_step")
+    q, k, v = cast_for_autocast(q, k, v)
+    if state is None:
+        raise TypeError("state: got NoneType, need a pair of tensors")
+    check_dim("g", g, 3, "[B, T, HV]")
+    check_normalised_step(
+        q, k, v, g, memory_arguments(state, "state"), rows, scale
+    )
+    check_gate("i", i, q, v)
+    check_number("eps", eps, ">= 0")
+    S, m = state
+    dtype = compute_dtype(q.dtype)
+    first = m if rows is None else m[rows_inside(rows, m)]
+    decay, weight, least, last = gates_in_units(
+        g, i, first, None, dtype, of_empty=CLEARS
+    )
+    options = {"g": decay, "scale": scale, "backend": backend}
+    o, z = normalised_step(q, k, weight * v, weight, S, rows, **options)
+    write_rows(m, last, rows)
+    return divide_by_normaliser(o, z, least, eps).to(v.dtype)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_arguments, check_states
-from fastweights.dtypes import compute_dtype, without_autocast
+from fastweights.arguments import check_arguments, check_number, check_states
+from fastweights.dtypes import (
+    cast_for_autocast,
+    compute_dtype,
+    without_autocast,
+)
 from fastweights.ops.backends import Backend
+from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence import of_one_rank
+from fastweights.ops.rows import Rows, check_rows_of_states
+from fastweights.ranks.group import refuse_ranks
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -91,3 +99,90 @@ def check_normalised(
     HV, V = v.shape[2:]
     shapes = ((N, HV, q.shape[3], V + 1), (N, HV))
     check_states(q, states, dict(zip(states, shapes, strict=False)))
+
+
+@torch.no_grad()
+def linear_attention_step(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Values,
+    *,
+    state: StateAndNormaliser,
+    feature_map: Callable[[Tensor], Tensor] | None = None,
+    rows: Rows | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Values:
+    """Normalised linear attention for 1 to 16 new tokens of each sequence.
+
+    Continues ``fastweights.linear_attention(..., normalize=True)``, whose
+    state it takes. (Without normalize, decode_step continues it.)
+
+    Args:
+        q, k, v, feature_map, eps, scale: as in linear_attention, T <= 16.
+        state: [N, HV, K, V + 1] fp32 (fp64 if q is), or bf16; updated in
+            place.
+        rows, backend: as in decode_step.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is).
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
+    """
+    if feature_map is not None:
+        if not callable(feature_map):
+            raise TypeError(
+                f"feature_map: got {type(feature_map).__name__}, need a "
+                "function or None"
+            )
+        q, k = feature_map(q), feature_map(k)
+    check_number("eps", eps, ">= 0")
+    refuse_ranks("linear_attention_step")
+    q, k, v = cast_for_autocast(q, k, v)
+    check_normalised_step(q, k, v, None, {"state": state}, rows, scale)
+    one = torch.ones_like(v[..., :1])
+    options = {"scale": scale, "backend": backend}
+    o, z = normalised_step(q, k, v, one, state, rows, **options)
+    return (o / (z + eps)).to(v.dtype)
+
+
+def normalised_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    one: Tensor,
+    state: Tensor,
+    rows: Rows | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """A step of v and of ``one``, the state's last column: o and z.
+
+    As a sum that may cancel, and a divisor, in fp32 (fp64 if q is).
+    """
+    dtype = compute_dtype(q.dtype)
+    both = torch.cat([v.to(dtype), one.to(dtype)], -1)
+    with without_autocast(q):
+        o = decode_step(
+            q.to(dtype), k.to(dtype), both, state=state, rows=rows, **options
+        )
+    return o[..., :-1], o[..., -1:]
+
+
+def check_normalised_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    states: dict[str, Tensor],
+    rows: Rows | None,
+    scale: float | None,
+) -> None:
+    """Raise for the first argument that does not fit the others."""
+    check_normalised(q, k, v, g, {}, scale=scale)
+    HV, V = v.shape[2:]
+    shapes = (HV, q.shape[3], V + 1), (HV,)
+    check_rows_of_states(q, states, rows, *shapes, besides=narrow_dtypes(q))

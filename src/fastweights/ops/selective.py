@@ -41,8 +41,15 @@ from fastweights.ops.backends import (
     record_run,
     refuse_fp64,
 )
+from fastweights.ops.decode import MAX_TOKENS
 from fastweights.ops.registration import Operator, needs_gradient
-from fastweights.ranks.group import current
+from fastweights.ops.rows import (
+    Rows,
+    check_rows_of_states,
+    rows_inside,
+    write_rows,
+)
+from fastweights.ranks.group import current, refuse_ranks
 from fastweights.ranks.stretch import (
     additive_over_ranks,
     stretch_of,
@@ -374,3 +381,74 @@ SCAN = Operator(
     backward=_backward,
     instead='only backend="loop" has',
 )
+
+
+@torch.no_grad()
+def selective_step(
+    x: Float[Tensor, "B T D"],
+    dt: Float[Tensor, "B T D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "B T *G N"],
+    C: Float[Tensor, "B T *G N"],
+    D: Float[Tensor, " D"] | None = None,
+    *,
+    state: Float[Tensor, "S D N"],
+    z: Float[Tensor, "B T D"] | None = None,
+    dt_bias: Float[Tensor, " D"] | None = None,
+    dt_softplus: bool = False,
+    rows: Rows | None = None,
+) -> Float[Tensor, "B T D"]:
+    """:func:`fastweights.selective_scan` for a few new tokens, in place.
+
+    Args:
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus: as in selective_scan.
+        state: [S, D, N] fp32 (fp64 if x is), updated in place.
+        rows: which rows of the state are the sequences', as in
+            decode_step.
+
+    Returns:
+        y [B, T, D] in x's dtype, by PyTorch's operators: under torch.compile
+        a token is one kernel.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, value or device does not fit, there are more than
+            16 tokens, or a gradient is needed.
+    """
+    refuse_ranks("selective_step")
+    x, B, C = cast_for_autocast(x, B, C)
+    check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)
+    check_flags(dt_softplus=dt_softplus)
+    if x.shape[1] > MAX_TOKENS:
+        need = f"[B, T, D] with T <= {MAX_TOKENS}; for more tokens there is "
+        wrong_shape("x", x, f"{need}selective_scan")
+    check_rows_of_states(x, {"state": state}, rows, tuple(A.shape))
+    full = compute_dtype(x.dtype)
+    u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(full)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    G = B.shape[2] if B.dim() == 4 else 1
+    spread = x.shape[2] // G
+    B, C = (t.unflatten(-1, (1, -1)) if t.dim() == 3 else t for t in (B, C))
+    h = state if rows is None else state[rows_inside(rows, state)]
+    outputs = []
+    with without_autocast(x):
+        for t in range(x.shape[1]):
+            B_t, C_t = (
+                y[:, t].repeat_interleave(spread, 1) for y in (B, C)
+            )  # [B, D, N]
+            step = dt[:, t, :, None]
+            h = (step * A).exp() * h + step * u[:, t, :, None] * B_t
+            outputs.append((h * C_t).sum(-1))
+        y = torch.stack(outputs, 1)
+        if D is not None:
+            y = y + D.to(full) * u
+        if z is not None:
+            y = y * F.silu(z.to(full))
+    write_rows(state, h, rows)
+    if rows is not None:
+        there = (rows >= 0) & (rows < state.shape[0])
+        y = y.where(there[:, None, None], 0)
+    return y.to(x.dtype)

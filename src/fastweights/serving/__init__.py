@@ -16,12 +16,10 @@ from fastweights.models.pool import StatePool
 from fastweights.ops.decode import (
     NARROW as NARROW,
 )
-from fastweights.ops.decode import (
-    decode_step,
-    linear_attention_step,
-    mlstm_step,
-    selective_step,
-)
+from fastweights.ops.decode import decode_step
+from fastweights.ops.mlstm import mlstm_step
+from fastweights.ops.normaliser import linear_attention_step
+from fastweights.ops.selective import selective_step
 from fastweights.serving.engine import Engine
 from fastweights.serving.request import Request
 

@@ -1,0 +1,80 @@
+"""Rows of a pool of states: which of them a batch's sequences have."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fastweights.arguments import (
+    OFFSETS,
+    check_kinds,
+    check_rows,
+    check_states,
+    check_tensors,
+)
+
+Rows = Int[Tensor, " B"]
+
+
+def check_rows_of_states(
+    q: Tensor,
+    states: dict[str, Tensor],
+    rows: Rows | None,
+    *shapes: tuple[int, ...],
+    besides: tuple[torch.dtype, ...] = (),
+) -> None:
+    """Raise unless states have rows of these shapes.
+
+    The first may be in one of the dtypes ``besides``.
+    """
+    check_tensors(states)
+    N = q.shape[0]
+    if rows is not None:
+        first = next(iter(states.values()))
+        N = first.shape[0] if first.dim() else 0
+        check_rows(rows, q.shape[0], N, none=True)
+        check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS})
+    for (name, state), shape in zip(states.items(), shapes, strict=False):
+        check_states(q, {name: state}, {name: (N, *shape)}, besides)
+        besides = ()
+
+
+def rows_inside(rows: Rows, pool: Tensor) -> Rows:
+    """Rows that the pool has, for others some row of it."""
+    return rows.to(torch.int64).clamp(0, pool.shape[0] - 1)
+
+
+def rows_to_write(
+    rows: Rows, pool: Tensor
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"], Tensor]:
+    """Who writes where: rows of the pool, sequences, whether any has a row.
+
+    A sequence without a row writes what the first one that has a row does,
+    into the same place: nothing depends on which of the two comes last.
+    """
+    there = (rows >= 0) & (rows < pool.shape[0])
+    first = there.int().argmax()
+    source = torch.arange(rows.shape[0], device=rows.device)
+    source = source.where(there, first)
+    return rows_inside(rows, pool)[source], source, there.any()
+
+
+def write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
+    """Write ``new`` into these rows of the pool, those that it has.
+
+    A pool that comes from torch.inference_mode may change there only.
+    """
+    if not torch.compiler.is_compiling() and pool.is_inference():
+        with torch.inference_mode():
+            _write_rows(pool, new, rows)
+    else:
+        _write_rows(pool, new, rows)
+
+
+def _write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
+    if rows is None:
+        pool.copy_(new)
+        return
+    at, source, some = rows_to_write(rows, pool)
+    pool.index_put_((at,), new[source].where(some, pool[at]))
