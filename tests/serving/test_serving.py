@@ -10,7 +10,7 @@ import torch
 
 from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
-from fastweights.serving.engine import READ
+from fastweights.serving.engine import STEPS_PER_READ
 
 SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
@@ -336,7 +336,7 @@ def test_where_rows_are_scarce_prompts_are_read_together():
         e.add(prompt, 40)
     run(e)
     assert sizes == [[4] * 8, [4] * 4]
-    for others, steps in ([8], 8 * READ), ([], 1):
+    for others, steps in ([8], 8 * STEPS_PER_READ), ([], 1):
         e = engine(size=8)
         for prompt in some[:7]:
             e.add(prompt, 40)

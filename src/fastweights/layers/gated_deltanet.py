@@ -19,7 +19,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.layers.token import Token, recurrent_token
+from fastweights.layers.token import recurrent_token
 
 
 class GatedDeltaNet(Layer):
@@ -129,8 +129,8 @@ class GatedDeltaNet(Layer):
         return y, LayerState(S=S, convolution=inputs)
 
     def step(
-        self, x: Token, norm: nn.RMSNorm, state: LayerState
-    ) -> Token | None:
+        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
+    ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         if self.b_bias is not None:
             return None

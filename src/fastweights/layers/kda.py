@@ -20,7 +20,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.layers.token import Token, recurrent_token
+from fastweights.layers.token import recurrent_token
 
 
 class KimiDeltaAttention(Layer):
@@ -118,8 +118,8 @@ class KimiDeltaAttention(Layer):
         return y, LayerState(S=S, convolution=inputs)
 
     def step(
-        self, x: Token, norm: nn.RMSNorm, state: LayerState
-    ) -> Token | None:
+        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
+    ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         return recurrent_token(

@@ -25,7 +25,7 @@ from fastweights.arguments import PLAIN
 from fastweights.dtypes import under_autocast
 from fastweights.layers import token_operators
 from fastweights.layers.convolution import PLAIN_HEADS, PLAIN_TAPS
-from fastweights.layers.layer import Layer
+from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
 from fastweights.layers.plain_modules import (
@@ -34,7 +34,6 @@ from fastweights.layers.plain_modules import (
     source_of,
 )
 from fastweights.layers.state import LayerState
-from fastweights.layers.token_operators import Token
 from fastweights.ops.backends import choose_backend, record_run
 from fastweights.ranks.group import current
 
@@ -113,7 +112,7 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
 def is_own(
     layer: Layer,
     kind: type[Layer],
-    x: Token,
+    x: Tokens,
     modules: Sequence[nn.Module | None],
 ) -> bool:
     """Whether the layer is one of this class itself, and all of it plain."""
@@ -122,11 +121,11 @@ def is_own(
 
 
 def added(
-    x: Token,
+    x: Tokens,
     o: Float[Tensor, "B T C"],
     projection: Any,
     **options: Any,
-) -> Token:
+) -> Tokens:
     """x + projection(o), with what :func:`gemv` has before a product."""
     if not by_kernels(x):
         return token_operators.added(x, o, projection)
@@ -142,7 +141,7 @@ def added(
 
 
 def normed(
-    x: Token,
+    x: Tokens,
     norm: nn.RMSNorm,
     modules: Sequence[Any],
     **options: Any,
@@ -195,14 +194,14 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
 
 
 def recurrent_token(
-    x: Token,
+    x: Tokens,
     norm: nn.RMSNorm,
     layer: Any,
     kind: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
     gates: Any,
-) -> Token | None:
+) -> Tokens | None:
     """x + layer(norm(x)) of a layer of the family, its state in place.
 
     None where that is a matter for the modules themselves.

@@ -16,16 +16,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.layers.convolution import unit
+from fastweights.layers.layer import Tokens
 from fastweights.layers.parts import upcast, write_strength
 from fastweights.layers.state import LayerState
 from fastweights.ops.rows import write_rows
 from fastweights.reference.backend import advance, widen
 
-Token = Float[Tensor, "B T D"]  # T = 1 here
-
 
 def normed(
-    x: Token, norm: nn.RMSNorm, modules: Sequence[Any], *, swiglu: bool = False
+    x: Tokens,
+    norm: nn.RMSNorm,
+    modules: Sequence[Any],
+    *,
+    swiglu: bool = False,
 ) -> list[Any]:
     """What the modules make of norm(x), as :func:`.token.normed`."""
     y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
@@ -38,7 +41,7 @@ def normed(
     return [F.silu(gate).mul_(up)]
 
 
-def _product(module: Any, x: Token) -> Float[Tensor, "B 1 N"]:
+def _product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
     """The module's matrix times x, or its two matrices'."""
     parts: Any = module if isinstance(module, nn.Sequential) else [module]
     for part in parts:
@@ -46,7 +49,9 @@ def _product(module: Any, x: Token) -> Float[Tensor, "B 1 N"]:
     return x
 
 
-def added(x: Token, o: Float[Tensor, "B 1 C"], projection: nn.Linear) -> Token:
+def added(
+    x: Tokens, o: Float[Tensor, "B 1 C"], projection: nn.Linear
+) -> Tokens:
     """x + projection(o)."""
     return x + F.linear(o, projection.weight)
 
@@ -86,8 +91,8 @@ def recurrence(
 
 
 def output(
-    x: Token, o: Float[Tensor, "B 1 HV V"], gate: Tensor | None, layer: Any
-) -> Token:
+    x: Tokens, o: Float[Tensor, "B 1 HV V"], gate: Tensor | None, layer: Any
+) -> Tokens:
     """x + o_proj(norm(o, gate))."""
     norm = layer.norm
     y = F.rms_norm(o, o.shape[3:], upcast(norm.weight), norm.eps).flatten(2)

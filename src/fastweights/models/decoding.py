@@ -128,7 +128,11 @@ def send(numbers: list[Any], to: Tensor) -> Tensor:
 
 
 def fetch(x: Tensor) -> Callable[[], list[Any]]:
-    """What waits for the device, and gives the numbers that x has by now."""
+    """Start a copy to the host.
+
+    Returns:
+        a function that waits for it and gives its list.
+    """
     here = x.to("cpu", non_blocking=True, copy=True)
     if not x.is_cuda:
         return here.tolist

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
-from fastweights.layers.layer import CheckedModule, extrapolate
+from fastweights.layers.layer import CheckedModule, Tokens, extrapolate
 from fastweights.layers.layer_arguments import check_one_of
 from fastweights.layers.plain_modules import (
     is_plain,
@@ -25,7 +25,6 @@ from fastweights.layers.plain_modules import (
 )
 from fastweights.layers.token import (
     PLAIN_SEQUENTIAL,
-    Token,
     added,
     are_plain,
     by_kernels,
@@ -80,7 +79,7 @@ class SwiGLU(nn.Module):
 PLAIN_SWIGLU = source_of(SwiGLU)
 
 
-def swiglu_token(x: Token, mlp: Any) -> Token | None:
+def swiglu_token(x: Tokens, mlp: Any) -> Tokens | None:
     """x + mlp(x) in two launches; None where that is for its modules."""
     if not is_untouched(mlp, PLAIN_SEQUENTIAL):
         return None

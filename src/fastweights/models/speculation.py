@@ -148,8 +148,9 @@ class Reader:
         """Read what is new in each text, which the states take in, and drafts.
 
         Returns:
-            what waits for the device, and gives the draws after what is new
-            and after each draft: -1 from logits that are not finite.
+            a function that waits for the device and gives the draws after
+            what is new and after each draft: -1 from logits that are not
+            finite.
         """
         inputs, spans = [], []
         for row, n, some in zip(self.rows, self.read, drafts, strict=True):

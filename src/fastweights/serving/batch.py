@@ -60,7 +60,7 @@ class Batch:
         handle = torch.cuda.graph_pool_handle
         self.memory = handle() if self.recordable else None
         # By tokens and sequences.
-        self.reads: dict[tuple[int, int], Read] = {}
+        self.reads: dict[tuple[int, int], RecordedRead] = {}
 
     def read(self, pieces: list[tuple[Request, int]]) -> None:
         """Have requests read the next tokens of their texts, so many each."""
@@ -74,7 +74,7 @@ class Batch:
             T = power_of_2(max(len(tokens), LEAST_READ))
             N = min(power_of_2(len(rows)), len(self.pool.read))
             if (T, N) not in self.reads:
-                self.reads[T, N] = Read(self, T, N)
+                self.reads[T, N] = RecordedRead(self, T, N)
             self.reads[T, N](tokens, offsets, rows)
             for request, n in pieces:
                 self.pool.read[request.row] += n
@@ -102,8 +102,8 @@ class Batch:
         """Have those that take part read their last token; draw the next.
 
         Returns:
-            what waits for the device, and gives the tokens of all rows: -1
-            where logits were not finite.
+            a function that waits for the device and gives the tokens of all
+            rows: -1 where logits were not finite.
         """
         used = max(self.pool.read[x.row] for x in requests)
         # No matter whose text is the longest.
@@ -134,7 +134,7 @@ class Batch:
         return after
 
 
-class Read:
+class RecordedRead:
     """A call of the model that has rows read packed tokens, recorded.
 
     Args:

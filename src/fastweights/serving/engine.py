@@ -22,13 +22,13 @@ from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed
 
-READ = 2
+STEPS_PER_READ = 2
 """Steps that take as long as to read few tokens. While there are more requests
 than rows, prompts wait to be read with those of the next ones, until they
 have lost as many tokens as such steps draw: each loses one per step."""
 
 Launch = tuple[list[Request], list[int], Callable[[], list[int]]]
-"""Requests of a step, their rows, and what waits for the tokens of all."""
+"""Requests of a step, their rows, and a function that waits for all tokens."""
 
 
 class Engine:
@@ -202,7 +202,7 @@ class Engine:
                 pieces.append((request, n))
         self._lost += len(pieces)
         others = room and self.running and self.waiting
-        waits = others and self._lost < READ * len(self.pool.read)
+        waits = others and self._lost < STEPS_PER_READ * len(self.pool.read)
         if pieces and not waits:
             self._lost = 0
             for some in [[x] for x in pieces] if self.invariant else [pieces]:
