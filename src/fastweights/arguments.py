@@ -25,9 +25,7 @@ DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 
 OFFSETS = (torch.int32, torch.int64)
 
-STRIDED = torch.strided
-
-PLAIN = (Tensor, torch.nn.Parameter)
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
 """Whether values are looked at."""
@@ -37,14 +35,14 @@ def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
     *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     erase: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
     state_name: str = "initial_state",
     state_dtypes: tuple[torch.dtype, ...] = (),
     fewest: int = 1,
@@ -150,7 +148,11 @@ def check_operands(
         for other, y in (tensors or {}).items():
             if y is None:
                 continue
-            if not isinstance(y, Tensor) or y.is_nested or y.layout != STRIDED:
+            if (
+                not isinstance(y, Tensor)
+                or y.is_nested
+                or y.layout != torch.strided
+            ):
                 check_tensor(other, y)
             if y.dtype not in dtypes or y.device != device:
                 _check_kind(other, y, dtypes, name, device)
@@ -401,12 +403,12 @@ def check_values(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
     *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     erase: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state_name: str = "initial_state",
 ) -> None:
     """Raise ValueError for the first argument whose values do not fit.
@@ -457,7 +459,7 @@ def _has_values(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or private.in_torch_func()
-        or type(x) not in PLAIN
+        or type(x) not in TENSOR_TYPES
         or x.is_meta
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

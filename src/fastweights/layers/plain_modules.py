@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights import private
-from fastweights.arguments import PLAIN
+from fastweights.arguments import TENSOR_TYPES
 
 Source = tuple[type[nn.Module] | None, Callable]
 
@@ -55,9 +55,12 @@ def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
         return False
     weight, bias = module.weight, getattr(module, "bias", None)
     return (
-        type(weight) in PLAIN
+        type(weight) in TENSOR_TYPES
         and weight.device == device
-        and (bias is None or (type(bias) in PLAIN and bias.device == device))
+        and (
+            bias is None
+            or (type(bias) in TENSOR_TYPES and bias.device == device)
+        )
     )
 
 

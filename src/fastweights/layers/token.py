@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights import private
-from fastweights.arguments import PLAIN
+from fastweights.arguments import TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers import token_operators
 from fastweights.layers.convolution import PLAIN_HEADS, PLAIN_TAPS
@@ -99,7 +99,7 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
                 continue
             if (
                 held is None
-                or type(held) not in PLAIN
+                or type(held) not in TENSOR_TYPES
                 or held.device != x.device
                 or not held.is_contiguous()
                 or (held.dtype != x.dtype and source is not PLAIN_DECAY)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights import private
-from fastweights.arguments import PLAIN
+from fastweights.arguments import TENSOR_TYPES
 from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel
 
@@ -122,7 +122,7 @@ def is_recordable(model: LanguageModel, token: Tensor) -> bool:
             for module in model.modules()
         )
         and all(
-            type(x) in PLAIN and x.device == token.device
+            type(x) in TENSOR_TYPES and x.device == token.device
             for x in model.parameters()
         )
     )

@@ -172,10 +172,12 @@ def _check(
     if state is None:
         raise TypeError("state: got NoneType, need a Tensor")
     narrow = narrow_dtypes(q)
+    given: Any = {"g": g, "beta": beta, "erase": erase}
     check_arguments(
-        *(q, k, v, g, beta, scale, state if rows is None else None, None),
-        None,
-        erase=erase,
+        *(q, k, v),
+        **given,
+        scale=scale,
+        initial_state=state if rows is None else None,
         state_name="state",
         state_dtypes=narrow,
     )
@@ -193,12 +195,9 @@ def _check(
             "elements share no memory, such as its clone()"
         )
     if torch.is_grad_enabled():
-        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        _refuse_gradients(**given, erase=erase, state=state)
+        _refuse_gradients(q=q, k=k, v=v, **given, state=state)
     check_backend(backend)
-    check_values(
-        *(q, k, v, g, beta, state, None), erase=erase, state_name="state"
-    )
+    check_values(q, k, v, **given, initial_state=state, state_name="state")
 
 
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:

@@ -372,9 +372,7 @@ def gated_deltanet2(
             to 1, in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    check_arguments(
-        *(q, k, v, g, None, None, None, None, None), fewest=fewest_tokens()
-    )
+    check_arguments(q, k, v, g=g, fewest=fewest_tokens())
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
@@ -405,9 +403,7 @@ def comba(
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
-    check_arguments(
-        *(q, k, v, g, beta, None, None, None, None), fewest=fewest_tokens()
-    )
+    check_arguments(q, k, v, g=g, beta=beta, fewest=fewest_tokens())
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)

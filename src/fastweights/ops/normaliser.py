@@ -94,7 +94,15 @@ def check_normalised(
     ``states`` are what the caller has under these names: none, the state
     [N, HV, K, V + 1], or that and a number per head, [N, HV].
     """
-    check_arguments(q, k, v, g, None, scale, None, cu_seqlens, chunk_size)
+    check_arguments(
+        q,
+        k,
+        v,
+        g=g,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     HV, V = v.shape[2:]
     shapes = ((N, HV, q.shape[3], V + 1), (N, HV))

@@ -171,12 +171,11 @@ def of_one_rank(
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of sequences that are here as a whole."""
-    check_arguments(
-        *(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size),
-        erase=erase,
-    )
+    given: Any = {"g": g, "beta": beta, "erase": erase}
+    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    check_arguments(q, k, v, **given, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
-    check_values(q, k, v, g, beta, initial_state, cu_seqlens, erase=erase)
+    check_values(q, k, v, **given)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -206,8 +205,16 @@ def _over_ranks(
     """linear_recurrence of this rank's tokens, which may be none."""
     scale, chunk_size, _ = options
     check_arguments(
-        *(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size),
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
         erase=erase,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
         fewest=0,
     )
     T = q.shape[1]

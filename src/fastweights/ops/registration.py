@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastweights import private
-from fastweights.arguments import PLAIN
+from fastweights.arguments import TENSOR_TYPES
 from fastweights.ops.flops import tell_counters
 
 # The library's lower interface: its custom_op looks for aliases in each call.
@@ -221,7 +221,8 @@ def past_dispatcher(
         tell_counters()
     seen = watched or any(
         [
-            x is not None and (type(x) not in PLAIN or x.is_meta or x.is_neg())
+            x is not None
+            and (type(x) not in TENSOR_TYPES or x.is_meta or x.is_neg())
             for x in tensors
         ]
     )

@@ -25,7 +25,13 @@ def check_inputs(
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
         wrong_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
     check_arguments(
-        q, k, v, None, beta, scale, initial_state, None, chunk_size
+        q,
+        k,
+        v,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        chunk_size=chunk_size,
     )
     if chunk_size is None:
         raise TypeError("chunk_size: got None, need an int")
