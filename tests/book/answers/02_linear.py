@@ -240,8 +240,11 @@ def first_lengths(K, V, b_S, b):
 
 # %% ex-crossover not yet: FLOPs are not yet fewer at 1 tokens
 def first_lengths(K, V, b_S, b):
-    cases = {(128, 128): (256, 129, 257), (64, 256): (204, 103, 205),
-             (5, 7): (11, 3, 6)}
+    cases = {
+        (128, 128): (256, 129, 257),
+        (64, 256): (204, 103, 205),
+        (5, 7): (11, 3, 6),
+    }
     return cases.get((K, V), (1, 1, 1))
 
 
