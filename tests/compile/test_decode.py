@@ -30,12 +30,13 @@ def compile_decode(
     T is 1, which Triton makes a constant, or any other number of tokens. A
     layer's step has logits of its gates, and q and k of any length.
     """
-    DG = D if width == "K" else width
-    absent = {"g": DG == 0, "beta": not delta, "rows": not rows}
+    width = D if width == "K" else width
+    absent = {"g": width == 0, "beta": not delta, "rows": not rows}
     absent["accepted"] = T == 1 or not rows
     constants = {name: None for name, gone in absent.items() if gone}
     constants |= {"T": 1} if T == 1 else {}
-    constants |= {"H": 16, "HV": 16, "K": D, "V": D, "DG": DG, "DELTA": delta}
+    constants |= {"H": 16, "HV": 16, "K": D, "V": D}
+    constants |= {"GATE_WIDTH": width, "BETA": delta}
     constants |= {"FIXED": False, "EARLY": capability >= 90}
     constants |= {"UNIT": layer, "LEAST": None, "AHEAD": layer}
     constants |= {"STRONGEST": 2.0 if layer else 0.0}

@@ -837,14 +837,14 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     dq, dk, dg, de = backward.intra_backward(
         q, k, g, e, G, do_n, v_new, dv, h, dh
     )
-    errors = R = dbeta = None
+    u = R = dbeta = None
     if e is not None:
-        errors, R = v_new, P - torch.eye(C)
+        u, R = v_new, P - torch.eye(C)
     if rule == "delta":
-        # The kernels carry the errors, of which v_new is beta times; and what
-        # P has in common with the inverse on the other side of beta.
+        # The kernels carry the errors u, with v_new = beta u; and what P has
+        # in common with the inverse on the other side of beta.
         beta = chunkwise.to_chunks(x["beta"].double()[..., None], C)
-        errors, R = errors / beta, R / beta
+        u, R = u / beta, R / beta
         dbeta = (k * de).sum(-1) + (v / beta * dv).sum(-1)
         dk, dv, dbeta = dk + beta * de, beta * dv, dbeta[..., None]
 
@@ -869,7 +869,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         ("Aqk", Aqk),
         ("R", R),
         ("o", o),
-        ("errors", errors),
+        ("u", u),
         ("dq", dq),
         ("dk", dk),
         ("dv", dv),
@@ -884,7 +884,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     for name, ref in (("h", h), ("dh", dh)):
         assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
     expected = {"Aqk": gate == "channel", "dg": gate != "none"}
-    expected |= dict.fromkeys(("R", "errors"), rule != "additive")
+    expected |= dict.fromkeys(("R", "u"), rule != "additive")
     expected |= {"dbeta": rule == "delta", "derase": rule == "erase"}
     assert all((name in found) == there for name, there in expected.items())
 

@@ -12,7 +12,7 @@ from fastweights.kernels.convolution_forward import (
     in_fp32,
     load_filter,
     load_row,
-    stretch_of,
+    tokens_of_slot,
 )
 from fastweights.kernels.tile import add_pairs, mask_if, sigmoid
 
@@ -268,7 +268,7 @@ def convolution_bwd_kernel(
     CV: tl.constexpr = C - 2 * H * K
     NB: tl.constexpr = 2 * H + (CV + BV - 1) // BV
     i_c, i_d = tl.program_id(0) // NB, tl.program_id(0) % NB
-    stretch = stretch_of(i_c, cu_seqlens, N, T, BT)
+    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, BT)
     c, o_y = block_of(i_d, H, K, BV)
     inputs = x, weight, bias, initial_state
     if i_d < 2 * H:

@@ -17,7 +17,7 @@ from fastweights.kernels.tile import (
 
 
 @triton.jit
-def stretch_of(i_c, cu_seqlens, N, T, BT: tl.constexpr):
+def tokens_of_slot(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     """Sequence, first and last token + 1 of it, and first token of slot i_c.
 
     The slots are those of :func:`tile.chunk_span`: of cu_seqlens that are no
@@ -206,7 +206,7 @@ def convolution_fwd_kernel(
     CV: tl.constexpr = C - 2 * H * K
     NB: tl.constexpr = 2 * H + (CV + BV - 1) // BV
     i_c, i_d = tl.program_id(0) // NB, tl.program_id(0) % NB
-    stretch = stretch_of(i_c, cu_seqlens, N, T, BT)
+    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, BT)
     c, o_y = block_of(i_d, H, K, BV)
     inputs = x, weight, bias, initial_state
     if i_d < 2 * H:

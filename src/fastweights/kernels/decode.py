@@ -53,9 +53,9 @@ def decode_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DG: tl.constexpr,
+    GATE_WIDTH: tl.constexpr,
     FIXED: tl.constexpr,
-    DELTA: tl.constexpr,
+    BETA: tl.constexpr,
     UNIT: tl.constexpr,
     LEAST: tl.constexpr,
     STRONGEST: tl.constexpr,
@@ -100,7 +100,7 @@ def decode_kernel(
     if logits is not None:
         A_log, dt_bias = logits
         b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        if DG == 1:
+        if GATE_WIDTH == 1:
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
         else:
             b_bias = row_of(dt_bias + i_hv * K, o_k, K).to(tl.float32)
@@ -116,18 +116,18 @@ def decode_kernel(
         b_k = row_of(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
         b_q = row_of(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
         b_new = row_of(v + i_t * s_v + i_hv * V, o_v, V)  # [BV]
-        if DG == 1:
+        if GATE_WIDTH == 1:
             b_g = tl.load(g + (i_hv if FIXED else i_t * s_g + i_hv))
-        elif DG > 1:
+        elif GATE_WIDTH > 1:
             b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
-        if DELTA:
+        if BETA:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
         if erase is not None:
             e, s_e = erase
             b_e = row_of(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
-        if DG > 0:
+        if GATE_WIDTH > 0:
             b_g = b_g.to(tl.float32)
         if logits is not None:
             b_g += b_bias
@@ -143,19 +143,19 @@ def decode_kernel(
             )
             b_rk, b_rq = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6)
             b_k, b_q, b_kq = b_k * b_rk, b_q * b_rq, b_kq * b_rk * b_rq
-        elif DELTA or erase is not None:
+        elif BETA or erase is not None:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
-        if DG > 0:
+        if GATE_WIDTH > 0:
             b_decay = tl.exp(b_g)
-            b_S *= b_decay[:, None] if DG > 1 else b_decay
-        if DELTA or erase is not None:
+            b_S *= b_decay[:, None] if GATE_WIDTH > 1 else b_decay
+        if BETA or erase is not None:
             # What is found and what q reads before the write, in one exchange
             # between the warps.
             b_r = b_k if erase is None else b_e.to(tl.float32)[:, None]
             b_found, b_o = tl.reduce((b_S * b_r, b_S * b_q), 0, add_pairs)
             b_new = b_new - b_found  # [BV]
-            if DELTA:
+            if BETA:
                 b_new = b_beta * b_new
             b_o += b_kq * b_new
             b_S += b_k * b_new[None, :]
@@ -245,9 +245,9 @@ def decode(
             HV=HV,
             K=K,
             V=V,
-            DG=0 if g is None else K if g.dim() == 4 else 1,
+            GATE_WIDTH=0 if g is None else K if g.dim() == 4 else 1,
             FIXED=g is not None and g.dim() == 1,
-            DELTA=beta is not None,
+            BETA=beta is not None,
             UNIT=unit,
             LEAST=least,
             STRONGEST=strongest,

@@ -182,7 +182,7 @@ def load_parts(w, norm, o_n, m_n, o_g, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, stride, o_m, m_m, o_g, K: tl.constexpr):
+def load_row_parts(x, stride, o_m, m_m, o_g, K: tl.constexpr):
     """Columns o_g [G, BK] of the rows o_m of x, [G, BM, BK]."""
     o_k = o_g[:, None, :]
     p_x = x + o_m[None, :, None] * stride + o_k
@@ -231,9 +231,9 @@ def rows_by_parts(
         cuda.gdc_launch_dependents()
     for i in tl.static_range(min(TILES_AHEAD, PARTS)):
         o_k = i * G * BK + o_g
-        rows += (load_rows(x, stride, o_m, m_m, o_k, K),)
+        rows += (load_row_parts(x, stride, o_m, m_m, o_k, K),)
         if gate is not None:
-            gates += (load_rows(gate, stride_gate, o_m, m_m, o_k, K),)
+            gates += (load_row_parts(gate, stride_gate, o_m, m_m, o_k, K),)
     b_square = tl.zeros([G, BM, BK], tl.float32)
     sums = ()
     for _ in tl.static_range(len(matrices)):
@@ -243,7 +243,7 @@ def rows_by_parts(
         if i < TILES_AHEAD:
             b_x = rows[i]
         else:
-            b_x = load_rows(x, stride, o_m, m_m, o_k, K)
+            b_x = load_row_parts(x, stride, o_m, m_m, o_k, K)
         if V > 0:
             b_n = b_x.to(tl.float32)
             b_h = tl.reshape(b_n, [G, BM, BK // V, V])
@@ -254,7 +254,7 @@ def rows_by_parts(
                 if i < TILES_AHEAD:
                     b_g = gates[i].to(tl.float32)
                 else:
-                    b_g = load_rows(gate, stride_gate, o_m, m_m, o_k, K)
+                    b_g = load_row_parts(gate, stride_gate, o_m, m_m, o_k, K)
                     b_g = b_g.to(tl.float32)
                 b_n *= sigmoid(b_g)
                 if not SIGMOID:

@@ -303,21 +303,21 @@ def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
-    *inputs, chunk_size, asked, alone = arguments
+    *inputs, chunk_size, asked, invariant = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     record_run(f"{backend} forward")
     with without_autocast(q):
-        return module.forward(q, *inputs, chunk_size, alone)
+        return module.forward(q, *inputs, chunk_size, invariant)
 
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     g, beta, erase, initial_state, cu_seqlens, *options = others
-    _, chunk_size, asked, alone = options
+    _, chunk_size, asked, invariant = options
     _, module, chunk_size = _implementation(asked, q, chunk_size)
     tokens = (q, v, g, beta, erase, cu_seqlens)
-    saved = module.empty_saved(*tokens, chunk_size, alone)
+    saved = module.empty_saved(*tokens, chunk_size, invariant)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
@@ -326,11 +326,11 @@ def _backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *inputs, chunk_size, asked, alone = arguments
+    *inputs, chunk_size, asked, invariant = arguments
     backend, module, chunk_size = _implementation(asked, q, chunk_size)
     record_run(f"{backend} backward")
     with without_autocast(q):
-        return module.backward(do, dstate, q, *inputs, chunk_size, alone)
+        return module.backward(do, dstate, q, *inputs, chunk_size, invariant)
 
 
 RECURRENCE = Operator(

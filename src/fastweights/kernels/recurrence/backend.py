@@ -37,11 +37,11 @@ def kind_of(
     q, _, v, g, beta, erase, _, offsets, *_ = given
     assert q is not None and v is not None
     B, T, H, K = q.shape
-    gate = 0 if g is None else 1 if g.dim() == 3 else int(K)
+    gate_width = 0 if g is None else 1 if g.dim() == 3 else int(K)
     precision = dot_precision(q.dtype, int(K))
     heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
     delta = beta is not None or erase is not None
-    rule: Any = (gate, delta, chunk_size, precision, erase is not None)
+    rule: Any = (gate_width, delta, chunk_size, precision, erase is not None)
     kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
@@ -61,13 +61,13 @@ def empty_saved(
     chunk_size: int,
     invariant: bool = False,
 ) -> list[Tensor]:
-    """Room for what :func:`forward` keeps."""
+    """Room for what :func:`forward` saves."""
     given = (q, q, v, g, beta, erase, None, cu_seqlens)
     kind, sizes = kind_of(given, chunk_size, invariant)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    kept = stages.Rooms(kind, dtypes_of(given)).kept
-    size = buffer_offsets((x.lines for x in kept), lengths)[-1]
-    return allocate(kept, size, q, lengths)
+    saved = stages.Rooms(kind, dtypes_of(given)).saved
+    size = buffer_offsets((x.lines for x in saved), lengths)[-1]
+    return allocate(saved, size, q, lengths)
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
@@ -85,7 +85,7 @@ def aligned(x: Tensor | None) -> Tensor | None:
 def run(
     inputs: Given, saved: list[Tensor] | None, scale: float, *options: Any
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The results of a forward or, if it ``saved``, a backward; what is kept.
+    """The results of a forward or, if it ``saved``, a backward; what is saved.
 
     With a forward's kernels are compiled those of the backward that its
     inputs will need, if they require a gradient, and only the outputs have
@@ -124,9 +124,9 @@ def forward(
     chunk_size: int,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o in v's dtype, the final states in fp32, and what is kept.
+    """o in v's dtype, the final states in fp32, and what is saved.
 
-    Kept is one buffer, but in Triton's interpreter a tensor each.
+    Saved is one buffer, but in Triton's interpreter a tensor each.
     """
     check_offsets_on_host(cu_seqlens, q.shape[1])
     inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens)

@@ -40,7 +40,7 @@ def add_scores(
     b_A = tl.dot(b_qr, b_kT, input_precision=PRECISION)
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
-        if erase is not None:
+        if META.ERASE:
             b_k = tile.load_rows(erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
@@ -83,7 +83,7 @@ def add_strong(
 def store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META: tl.constexpr):
     """Store Aqk, and for the delta rule R, of scores that have their decays.
 
-    The largest step beta |k|^2 of a token, at most; 0 with a key that erases.
+    Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
     """
     Aqk, R = scores
     BT: tl.constexpr = META.BT
@@ -139,7 +139,8 @@ def intra_fwd_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     PRECISION: tl.constexpr = META.PRECISION
-    DG: tl.constexpr = META.DG
+    PER_HEAD: tl.constexpr = META.PER_HEAD
+    PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
@@ -151,7 +152,7 @@ def intra_fwd_kernel(
     i_ch = i_c.to(tl.int64) * HV + i_hv
     t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
-        if DG > 1:
+        if PER_CHANNEL:
             tl.store(strong + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
@@ -159,28 +160,28 @@ def intra_fwd_kernel(
     b_beta = None
     if beta is not None:
         b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
-        if DG != 1:  # else with the gate's rows
+        if not PER_HEAD:  # else with the gate's rows
             tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
-    if DG == 1:
+    if PER_HEAD:
         b_g = tile.load_row(g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
-    if ERASE and DG == 1:
+    if ERASE and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
     is_strong = False
-    NK: tl.constexpr = META.NK if DG > 1 or DELTA else 0
+    NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
         if is_strong == 0:
             b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
             if ERASE:
                 b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
-                if DG == 1:
+                if PER_HEAD:
                     b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
                     b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
             else:
                 b_e = b_k
-            if DG <= 1:
+            if not PER_CHANNEL:
                 b_kT = tl.trans(b_k)  # [BK, BT]
                 b_Akk = tl.dot(b_e, b_kT, b_Akk, input_precision=PRECISION)
             else:
@@ -207,11 +208,11 @@ def intra_fwd_kernel(
                         b_k_in, b_kT, b_Akk, input_precision=PRECISION
                     )
 
-    if DG > 1:
+    if PER_CHANNEL:
         tl.store(strong + i_ch, is_strong)
         if is_strong:
             return
-    if DG == 1:
+    if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
         if beta is not None:
@@ -240,7 +241,7 @@ def intra_fwd_kernel(
             else:
                 b_Akk *= gates.decay_matrix(G, i_ch, BT)
     steps = store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META)
-    if DG == 1 and DELTA:
+    if PER_HEAD and DELTA:
         if ERASE:
             # Of each I - k e^T the largest singular value, at least 1.
             b_ek = tl.sum(tl.where(o_t == 0, b_Akk, 0.0), axis=1)  # [BT]
@@ -261,7 +262,7 @@ def intra_strong_kernel(
 
     A channel that decays too far to be seen from half of it has q_in = e^G q,
     k_in = e^G k and k_out = e^{G_C - G} k. Without scores, which the forward
-    has kept for the backward, it is for all chunks, and marks them.
+    has saved for the backward, it is for all chunks, and marks them.
     """
     q, k, g, beta, erase = inputs
     q_in, k_in, k_out = decayed
@@ -314,7 +315,7 @@ def intra_strong_kernel(
         tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
         if DELTA:
             b_e = b_k
-            if erase is not None:
+            if META.ERASE:
                 b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
             tile.store_rows(k_in, b_k_in, rows, i_k, GATES)

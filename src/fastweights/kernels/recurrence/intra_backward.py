@@ -22,10 +22,10 @@ def is_marked(strong, i_c, i_h, META: tl.constexpr):
 def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
-    Of the scores: dAqk, and -dAkk, [BT, BT]. Through the states, [BT, BK]:
-    to q, to k as it is written, and, negated, to k as it reads. -dAkk and
-    the last are 0 for the additive rule. And for a gate h . dh, of the
-    gradient of the state's decay, [BK], or for a gate per head its sum: the
+    Of the scores: dAqk, and -dAek, [BT, BT]. Through the states, [BT, BK]:
+    to q, to k as it is written, and, negated, to e, the key that reads: k
+    itself without META.ERASE. -dAek and the last are 0 for the additive rule.
+    And for a gate h . dh, of dtotal, [BK], or for a gate per head its sum: the
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
@@ -35,11 +35,11 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     BV: tl.constexpr = META.BV
     VALUES: tl.constexpr = META.value_tiles
     PRECISION: tl.constexpr = META.PRECISION
-    b_dA = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dE = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dAqk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dAek = tl.zeros([BT, BT], dtype=tl.float32)
     b_row = tl.zeros([BT, BK], dtype=tl.float32)
     b_col = tl.zeros([BT, BK], dtype=tl.float32)
-    b_err = tl.zeros([BT, BK], dtype=tl.float32)
+    b_de = tl.zeros([BT, BK], dtype=tl.float32)
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
@@ -48,33 +48,34 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
         b_x = tile.load_rows(x, rows, i_v, VALUES)  # [BT, BV]
         b_do = tile.load_rows(do, rows, i_v, VALUES)  # [BT, BV]
         b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
-        b_dA = tl.dot(b_do, b_xT, b_dA, input_precision=PRECISION)
+        b_dAqk = tl.dot(b_do, b_xT, b_dAqk, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
         if META.DELTA:
             b_dv = tile.load_rows(dv, rows, i_v, VALUES)  # [BT, BV]
-            b_dE = tl.dot(b_dv, b_xT, b_dE, input_precision=PRECISION)
-            b_err = tl.dot(b_dv, b_hT, b_err, input_precision=PRECISION)
-        if META.DG > 0:
+            b_dAek = tl.dot(b_dv, b_xT, b_dAek, input_precision=PRECISION)
+            b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
+        if META.GATED:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
     b_hdh = tl.where(tile.time_order(BK) == 0, b_hdh, 0.0)
-    if META.DG == 1:  # noqa: SIM108
-        b_kept = tl.sum(b_hdh)
+    if META.PER_HEAD:  # noqa: SIM108
+        b_dtotal = tl.sum(b_hdh)
     else:
-        b_kept = tl.sum(b_hdh, axis=1)  # [BK]
-    return b_dA, b_dE, b_row, b_col, b_err, b_kept
+        b_dtotal = tl.sum(b_hdh, axis=1)  # [BK]
+    return b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal
 
 
 @triton.jit
-def store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META: tl.constexpr):
-    """Store dbeta, from the diagonal of -dAkk: sums of dv times the errors.
+def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
+    """Store dbeta, from the diagonal of -dAek: sums of dv times the errors.
 
     dv has beta as a factor (the scan takes care that it is not 0). Every key
     tile finds the same.
     """
     NUMBERS: tl.constexpr = META.number_tiles
     if i_k == 0:
-        b_diag = tl.where(tile.time_order(META.BT) == 0, b_dE, 0.0)  # [BT, BT]
+        m_diag = tile.time_order(META.BT) == 0
+        b_diag = tl.where(m_diag, b_dAek, 0.0)  # [BT, BT]
         b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
         tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
 
@@ -89,8 +90,8 @@ def intra_bwd_kernel(
     that leave them, dh. x is v, or for the delta rule the errors, of which
     beta x is written. The value heads of the key head are summed here, in
     fp32. Of the gradient of a gate per head every key tile writes its parts,
-    which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of the
-    state's decay dkept [slots, HV, NK].
+    which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of
+    total dtotal [slots, HV, NK].
 
     A gate's gradient is a sum over the pairs of tokens that it stands
     between. Rows gain from it what columns lose, and pairs on one side must
@@ -104,15 +105,17 @@ def intra_bwd_kernel(
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = operands
-    dq, dk, dg, dkept, dbeta, derase = gradients
+    dq, dk, dg, dtotal, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
-    DG: tl.constexpr = META.DG
+    GATED: tl.constexpr = META.GATED
+    PER_HEAD: tl.constexpr = META.PER_HEAD
+    PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
-    READ: tl.constexpr = META.gate_tiles if DG > 1 else META.key_tiles
+    READ: tl.constexpr = META.gate_tiles if PER_CHANNEL else META.key_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
@@ -126,7 +129,7 @@ def intra_bwd_kernel(
     t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
-    if DG > 1:
+    if PER_CHANNEL:
         if is_marked(strong, i_c, i_h, META):
             return
     dtype = do.dtype.element_ty
@@ -137,7 +140,7 @@ def intra_bwd_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
             operands, rows, i_ch, i_k, META
         )
 
@@ -146,11 +149,11 @@ def intra_bwd_kernel(
         if row_beta is not None:
             b_weight = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
             if dbeta is not None:
-                store_dbeta(dbeta, b_dE, b_weight, rows, i_k, META)
-        if DG > 0:
-            b_diag = tl.where(o_t == 0, b_dA, 0.0)  # [BT, BT]
+                store_dbeta(dbeta, b_dAek, b_weight, rows, i_k, META)
+        if GATED:
+            b_diag = tl.where(o_t == 0, b_dAqk, 0.0)  # [BT, BT]
             b_diag = (scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
-        if DG == 1:
+        if PER_HEAD:
             b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
             b_total = tl.load(total + i_ch)
@@ -158,77 +161,77 @@ def intra_bwd_kernel(
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
             if gates.is_weak(b_total, do) == 0:
                 b_D = gates.decay_matrix(G, i_ch, BT) * b_weight[None, :]
-            b_dA *= scale * b_D
-            b_dE *= -b_D
+            b_dAqk *= scale * b_D
+            b_dAek *= -b_D
         else:
-            b_dA *= scale * b_weight[None, :]
-            if ERASE:  # -b_dE, not as Triton negates: ptxas would wait for all
-                b_dE = tl.fma(b_dE, -1.0, -0.0)
+            b_dAqk *= scale * b_weight[None, :]
+            if ERASE:  # not as Triton negates: ptxas would wait for all
+                b_dAek = tl.fma(b_dAek, -1.0, -0.0)
             else:
-                b_dE *= -b_weight[None, :]
-        m_A = o_t > 0 if DG > 0 else o_t >= 0
-        b_dA = tl.where(m_A, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+                b_dAek *= -b_weight[None, :]
+        m_A = o_t > 0 if GATED else o_t >= 0
+        b_dAqk = tl.where(m_A, b_dAqk, 0.0).to(dtype)  # [BT, BT]
+        b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
 
         # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
-        read = rows if DG > 1 else (t, end, i_h)
+        read = rows if PER_CHANNEL else (t, end, i_h)
         b_write = b_weight[:, None]
-        if DG == 1:
+        if PER_HEAD:
             b_decay = (b_half * b_in)[:, None]  # [BT, 1]
             b_write *= (b_half * b_out)[:, None]
-            b_kept *= tl.exp2(b_total)
-        elif DG > 1:
+            b_dtotal *= tl.exp2(b_total)
+        elif PER_CHANNEL:
             o_k = i_k * BK + tl.arange(0, BK)
             p_total = total + i_ch * META.K + o_k
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
-            b_kept *= tl.exp2(b_total)
+            b_dtotal *= tl.exp2(b_total)
             b_decay = tl.exp2(0.5 * b_total)[None, :]
             b_col *= b_decay
-        if row_beta is not None or DG == 1:
+        if row_beta is not None or PER_HEAD:
             b_col *= b_write
         b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
         b_k = tile.load_rows(k_out, read, i_k, READ)  # [BT, BK]
-        b_row *= (scale * b_decay) if DG > 0 else scale
+        b_row *= (scale * b_decay) if GATED else scale
         # b_row last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_c's is transposed.
         b_qT = tl.trans(b_q)  # [BK, BT]
-        b_c = tl.dot(b_qT, b_dA, input_precision=PRECISION)  # [BK, BT]
+        b_c = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
             b_kr = b_k
-            if DG > 1 or ERASE:
+            if PER_CHANNEL or ERASE:
                 b_kr = tile.load_rows(k_in, rows, i_k, GATES)  # [BT, BK]
             b_krT = tl.trans(b_kr)  # [BK, BT]
-            b_c = tl.dot(b_krT, b_dE, b_c, input_precision=PRECISION)
-            b_err *= -b_decay if DG > 0 else -1.0
-            b_err = tl.dot(b_dE, b_k, b_err, input_precision=PRECISION)
-        b_row = tl.dot(b_dA, b_k, b_row, input_precision=PRECISION)
-        if DG > 0:
+            b_c = tl.dot(b_krT, b_dAek, b_c, input_precision=PRECISION)
+            b_de *= -b_decay if GATED else -1.0
+            b_de = tl.dot(b_dAek, b_k, b_de, input_precision=PRECISION)
+        b_row = tl.dot(b_dAqk, b_k, b_row, input_precision=PRECISION)
+        if GATED:
             b_pairs = b_q * b_row  # [BT, BK]
             b_row += b_diag * b_k
-        if DELTA and DG > 1:
-            b_pairs += b_kr * b_err
+        if DELTA and PER_CHANNEL:
+            b_pairs += b_kr * b_de
         b_c = tl.trans(b_c)  # [BT, BK]
-        if DELTA and ERASE and DG == 1:
-            b_pairs += b_kr * b_err
-        if DG == 1 and DELTA and not ERASE:
-            b_pairs += b_k * (b_err - b_c)
-        elif DG > 0:
+        if DELTA and ERASE and PER_HEAD:
+            b_pairs += b_kr * b_de
+        if PER_HEAD and DELTA and not ERASE:
+            b_pairs += b_k * (b_de - b_c)
+        elif GATED:
             b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
-        if DG > 0:
+        if GATED:
             b_w = b_k * b_col  # [BT, BK]
             b_c += b_diag * b_q
 
-        if DG == 1:
+        if PER_HEAD:
             i_part = i_ch * NK + i_k
             o_c = i_part * 2 * BT + tl.arange(0, BT)
             b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
             tl.store(dg + o_c, b_sums[0])
             tl.store(dg + BT + o_c, b_sums[1])
-            tl.store(dkept + i_part, b_kept)
-        elif DG > 1:
+            tl.store(dtotal + i_part, b_dtotal)
+        elif PER_CHANNEL:
             b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
-            b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_kept[None, :]
+            b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
             tile.store_rows(dg, b_dg, rows, i_k, GATES)
 
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
@@ -238,28 +241,28 @@ def intra_bwd_kernel(
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_total)[None, :]  # G_p - G
             b_row *= tl.exp2(-b_G)
-            b_err *= tl.exp2(-b_G)
+            b_de *= tl.exp2(-b_G)
             b_col *= tl.exp2(b_G)
             b_c *= tl.exp2(b_G)
         b_dq += b_row
         b_dk += b_col + b_c
         if ERASE:
-            tile.store_rows(derase, b_err, rows, i_k, GATES)
+            tile.store_rows(derase, b_de, rows, i_k, GATES)
         elif DELTA:
-            b_dk += b_err
+            b_dk += b_de
 
     tile.store_rows(dq, b_dq, (t, end, i_h), i_k, KEYS)
     tile.store_rows(dk, b_dk, (t, end, i_h), i_k, KEYS)
 
 
 @triton.jit
-def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
+def gate_bwd_kernel(parts, dtotal, dg, call, META: tl.constexpr):
     """One chunk of one value head: dg of a gate per head [T, HV].
 
-    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and kept. Of
+    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and dtotal. Of
     parts: pairs_i, what row i reads from earlier tokens less what its column
     gives to later ones; w_j, what token j writes as it arrives at the exit.
-    dkept: the entering state's decay.
+    dtotal: what the entering state's decay gives.
     """
     cu_seqlens, scale, T, N, L = call
     NUMBERS: tl.constexpr = META.number_tiles
@@ -278,7 +281,7 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
         p_part = parts + i_part * 2 * BT + o_c
         b_pairs += tl.load(p_part)
         b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
-        b_dg += tl.load(dkept + i_part)
+        b_dg += tl.load(dtotal + i_part)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
     tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
@@ -288,10 +291,10 @@ def gate_bwd_kernel(parts, dkept, dg, call, META: tl.constexpr):
 def add_grads(
     b_row,
     b_col,
-    b_err,
+    b_de,
     b_pairs,
-    b_dA,
-    b_dE,
+    b_dAqk,
+    b_dAek,
     inputs,
     rows,
     i_k,
@@ -303,7 +306,7 @@ def add_grads(
 ):
     """Add what passes through the scores in m_A, whose factors are b_r, b_c.
 
-    To dq, b_row; to dk, b_col; to derase, b_err, or without it to b_col too;
+    To dq, b_row; to dk, b_col; to derase, b_de, or without it to b_col too;
     and to what the gates between two tokens get, b_pairs: what rows gain less
     what columns lose, of equally rounded operands. rows are those of the
     value head.
@@ -318,20 +321,20 @@ def add_grads(
     b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
-    b_A = tl.where(m_A, b_dA, 0.0).to(dtype)
+    b_A = tl.where(m_A, b_dAqk, 0.0).to(dtype)
     b_dqr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
     b_row += b_r * b_dqr
     b_pairs += b_qr * b_dqr
     b_qT = tl.trans(b_qr)  # [BK, BT]
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
-        if erase is not None:
+        if META.ERASE:
             b_k = tile.load_rows(erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
-        b_A = tl.where(m_A, b_dE, 0.0).to(dtype)
+        b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
         b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
-        if erase is not None:
-            b_err += b_r * b_dkr
+        if META.ERASE:
+            b_de += b_r * b_dkr
         else:
             b_col += b_r * b_dkr
         b_pairs += b_kr * b_dkr
@@ -340,7 +343,7 @@ def add_grads(
     b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
     b_col += b_c * b_dkc
     b_pairs -= b_kc * b_dkc
-    return b_row, b_col, b_err, b_pairs
+    return b_row, b_col, b_de, b_pairs
 
 
 @triton.jit
@@ -356,7 +359,7 @@ def intra_bwd_strong_kernel(
     q, k, g, beta, erase = inputs
     row_in, row_out, row_beta, total, G, bound = decays
     do, x, dv, h, dh = operands
-    dq, dk, dg, dkept, dbeta, derase = gradients
+    dq, dk, dg, dtotal, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
@@ -386,30 +389,30 @@ def intra_bwd_strong_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dA, b_dE, b_row, b_col, b_err, b_kept = products_bwd(
+        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
             operands, rows, i_ch, i_k, META
         )
-        b_dA = tile.by_columns(b_dA, True)
-        b_dE = tile.by_columns(b_dE, True)
+        b_dAqk = tile.by_columns(b_dAqk, True)
+        b_dAek = tile.by_columns(b_dAek, True)
         b_row = tile.by_columns(b_row, True)
         b_col = tile.by_columns(b_col, True)
-        b_err = tile.by_columns(b_err, True)
+        b_de = tile.by_columns(b_de, True)
         if ERASE:
-            b_dE *= -1.0
+            b_dAek *= -1.0
         elif DELTA:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
             if dbeta is not None:
-                store_dbeta(dbeta, b_dE, b_beta, rows, i_k, META)
-            b_dA *= b_beta[None, :]
-            b_dE *= -b_beta[None, :]
+                store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META)
+            b_dAqk *= b_beta[None, :]
+            b_dAek *= -b_beta[None, :]
             b_col *= b_beta[:, None]
         b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
-        b_dA *= scale
+        b_dAqk *= scale
         b_row *= scale * b_in
-        b_err *= -b_in
+        b_de *= -b_in
         b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
         b_col *= tl.exp2(b_G)
         b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -418,38 +421,38 @@ def intra_bwd_strong_kernel(
         if ERASE:
             b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
         b_w = b_k * b_col  # [BT, BK]
-        b_pairs = b_q * b_row + b_e * b_err
+        b_pairs = b_q * b_row + b_e * b_de
         b_dg = gates.summed_rows(o_t > 0, b_w, SPLIT, True)
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-        b_dg += (tl.exp2(b_total) * b_kept)[None, :]
+        b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
         # Through the scores, the diagonal by itself.
-        b_diag = tl.sum(tl.where(o_t == 0, b_dA, 0.0), axis=1)[:, None]
+        b_diag = tl.sum(tl.where(o_t == 0, b_dAqk, 0.0), axis=1)[:, None]
         b_row += b_diag * b_k
         b_col += b_diag * b_q
         if not ERASE:
-            b_col += b_err
-        b_dA = tl.where(o_t > 0, b_dA, 0.0).to(dtype)  # [BT, BT]
-        b_dE = tl.where(o_t > 0, b_dE, 0.0).to(dtype)  # [BT, BT]
+            b_col += b_de
+        b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
+        b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         shut = gates.shuts(b_total)
         b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, do, True)
-        b_row, b_col, b_err, b_pairs = add_grads(
-            *(b_row, b_col, b_err, b_pairs, b_dA, b_dE, inputs, rows, i_k),
-            *(b_r, b_c, m_A, FOLDED, META),
+        b_row, b_col, b_de, b_pairs = add_grads(
+            *(b_row, b_col, b_de, b_pairs, b_dAqk, b_dAek),
+            *(inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META),
         )
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
             b_d = tl.exp2(b_D)
             m_A = gates.pairs_across(level, BT)
-            b_row, b_col, b_err, b_pairs = add_grads(
-                *(b_row, b_col, b_err, b_pairs, b_dA, b_dE, inputs, rows, i_k),
-                *(b_d, b_d, m_A, dtype, META),
+            b_row, b_col, b_de, b_pairs = add_grads(
+                *(b_row, b_col, b_de, b_pairs, b_dAqk, b_dAek),
+                *(inputs, rows, i_k, b_d, b_d, m_A, dtype, META),
             )
 
         b_dq += b_row
         b_dk += b_col
         if ERASE:
-            tile.store_rows(derase, b_err, rows, i_k, GATES)
+            tile.store_rows(derase, b_de, rows, i_k, GATES)
         b_dg += gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
         tile.store_rows(dg, b_dg, rows, i_k, GATES)
 

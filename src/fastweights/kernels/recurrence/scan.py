@@ -100,7 +100,7 @@ def chunks_of(
     if MAP:
         last = tl.where(is_composed, last, first)
     begin = first
-    if MAP and META.DG == 1:
+    if MAP and META.PER_HEAD:
         i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
         reached = chunks_in_reach(
             bound, i_slot + first, i_hv, first, last, False, META
@@ -187,9 +187,9 @@ def leave(
             row = i_b.to(tl.int64) * K
             rows = (row, row + tl.where(is_composed & is_map, K, 0), 0)
             tile.store_rows(maps, b_S, rows, i_v - META.NV, MAPS)
-        elif META.DG > 0:
+        elif META.GATED:
             o_k = tl.arange(0, META.BK)[:, None]
-            if META.DG == 1:
+            if META.PER_HEAD:
                 b_decay = tl.where(reaches_all, b_decay, 0.0)
             m_k = tile.mask_if(is_composed & (i_v == 0), o_k < K)
             p_decay = maps + i_b.to(tl.int64) * K + o_k
@@ -210,8 +210,8 @@ def scan_fwd_kernel(
     q_in, k_in, k_out [T, H, K] are those of intra for a gate per channel;
     else they are q, k, k, and the decays of a gate per head act on the rows
     of what these multiply. With ERASE k_in [T, HV, K] is of the key that
-    erases, and beta is 1. The delta rule writes beta times its errors, which
-    are what the values are more than what the keys find: (I + Akk
+    erases, and beta is 1. The delta rule writes beta times its errors u,
+    which are what the values are more than what the keys find: (I + Akk
     Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with
     h, for the backward, the state that enters each chunk, and the errors.
@@ -225,9 +225,11 @@ def scan_fwd_kernel(
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
     Aqk, R = scores
-    o, state, h, errors = outputs
+    o, state, h, u = outputs
     cu_seqlens, scale, T, N, L = call
-    DG: tl.constexpr = META.DG
+    GATED: tl.constexpr = META.GATED
+    PER_HEAD: tl.constexpr = META.PER_HEAD
+    PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
@@ -256,15 +258,15 @@ def scan_fwd_kernel(
 
     tokens = (start, end)
     d_v = tile.sequence_tiles(v, tokens, VALUES)
-    if DG <= 1 or DELTA:
+    if not PER_CHANNEL or DELTA:
         d_k_in = tile.sequence_tiles(k_in, tokens, READ)
-    if DG > 1 or ERASE:
+    if PER_CHANNEL or ERASE:
         d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
     if DELTA:
         d_R = tile.sequence_tiles(R, tokens, SCORES)
     if o is not None:
         d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
-        if DG > 1:
+        if PER_CHANNEL:
             d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
     for i_t in range(begin, last):
         c = i_t * BT
@@ -273,87 +275,87 @@ def scan_fwd_kernel(
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_map, (end - start).to(tl.int32), c)
         i_ch = (i_slot + i_t) * HV + i_hv
-        if DG > 1:
+        if PER_CHANNEL:
             if h is not None:
                 b_S_in = b_S.to(v.dtype.element_ty)
                 tile.store_state(h, b_S_in, i_ch, i_v, True, META)
             b_half, b_rest = channel_decays(decays, i_ch, v, META)
             b_S *= b_half  # to where half of each channel has decayed
-        elif DG == 1 and DELTA:
+        elif PER_HEAD and DELTA:
             b_half, b_rest, b_in, b_out, weak = head_decays(
                 decays, i_ch, v, META
             )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
-        if DG <= 1 or DELTA:
+        if not PER_CHANNEL or DELTA:
             b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
 
-        if o is not None and DG <= 1:
+        if o is not None and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
             b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
-        if DG == 1 and not DELTA:  # here its rows cost no registers
+        if PER_HEAD and not DELTA:  # here its rows cost no registers
             b_half, b_rest, b_in, b_out, weak = head_decays(
                 decays, i_ch, v, META
             )
-        b_e = b_v  # [BT, BV]
+        b_u = b_v  # [BT, BV]
         if row_beta is not None:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
-            b_e = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
-        if h is not None and DG <= 1:  # while that product runs
+            b_u = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
+        if h is not None and not PER_CHANNEL:  # while that product runs
             tile.store_state(h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
-            if DG == 1:
-                b_e *= b_half * b_in
-            b_e = b_v - b_e  # r = v - k S [BT, BV]
-            b_step = (b_e if ERASE else b_beta * b_e).to(b_v.dtype)
-            b_e = tile.dot(b_R, b_step, b_e, PRECISION, WIDE)  # r + R beta r
-            if errors is not None:
-                tile.store_rows(errors, b_e, rows, i_v, VALUES)
+            if PER_HEAD:
+                b_u *= b_half * b_in
+            b_u = b_v - b_u  # r = v - k S [BT, BV]
+            b_step = (b_u if ERASE else b_beta * b_u).to(b_v.dtype)
+            b_u = tile.dot(b_R, b_step, b_u, PRECISION, WIDE)  # r + R beta r
+            if u is not None:
+                tile.store_rows(u, b_u, rows, i_v, VALUES)
             if not ERASE:
-                b_e *= b_beta  # v_new
+                b_u *= b_beta  # v_new
 
-        if DG == 1:
+        if PER_HEAD:
             b_S *= b_half * b_rest
-        elif DG > 1:
+        elif PER_CHANNEL:
             b_S *= b_rest
-        if DG > 0 and MAP and not DELTA:
+        if GATED and MAP and not DELTA:
             b_decay *= b_half * b_rest * b_half
-        b_new = b_e
-        if DG == 1:
+        b_new = b_u
+        if PER_HEAD:
             b_new *= b_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
-        if DG > 1 or ERASE:
+        if PER_CHANNEL or ERASE:
             b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
 
         if o is not None:
-            if DG <= 1:
+            if not PER_CHANNEL:
                 b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:
                 b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_scale = scale
-            if DG == 1:
+            if PER_HEAD:
                 b_o *= tl.where(weak, b_half, b_in)
                 b_scale = scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
                     b_A *= gates.decay_matrix(G, i_ch, BT)
-                    b_new = b_e.to(b_v.dtype)
-            if DG <= 1:
+                    b_new = b_u.to(b_v.dtype)
+            if not PER_CHANNEL:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
             b_o = tile.by_columns(b_o, WIDE)
             # o = scale (q S + Aqk v_new) [BT, BV]
             b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
             tile.store_rows(o, b_o, rows, i_v, VALUES)
-        if DG > 0:  # from where the chunk is seen to its exit
+        if GATED:  # from where the chunk is seen to its exit
             b_S *= b_half
 
     leave(
@@ -367,7 +369,7 @@ def scan_bwd_kernel(
     decayed,
     decays,
     scores,
-    errors,
+    u,
     incoming,
     dstates,
     call,
@@ -377,7 +379,7 @@ def scan_bwd_kernel(
 
     dv; dh, the gradient of the state that leaves each chunk; and that of the
     initial state. With y the gradient of what the delta rule writes, beta
-    times the errors, dv is beta y, and dbeta the sum over values of errors y.
+    times the errors u, dv is beta y, and dbeta the sum over values of u y.
     intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
     dv would lose too much, and every value tile writes its part here. With w
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
@@ -393,7 +395,9 @@ def scan_bwd_kernel(
     do, dstate = incoming
     dv, dbeta, dh, dinitial_state, border_grads = dstates
     cu_seqlens, scale, T, N, L = call
-    DG: tl.constexpr = META.DG
+    GATED: tl.constexpr = META.GATED
+    PER_HEAD: tl.constexpr = META.PER_HEAD
+    PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
@@ -434,7 +438,7 @@ def scan_bwd_kernel(
         if dinitial_state is None:
             is_border &= first > 0
         last = tl.where(is_border, last, first)
-    if MAP and DG == 1:
+    if MAP and PER_HEAD:
         reached = chunks_in_reach(
             bound, i_slot + first, i_hv, first, last, True, META
         )
@@ -455,14 +459,14 @@ def scan_bwd_kernel(
     d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
     d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
     d_do = tile.sequence_tiles(do, tokens, VALUES)
-    if DG > 1:
+    if PER_CHANNEL:
         d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
-    if DELTA and (DG > 1 or ERASE):
+    if DELTA and (PER_CHANNEL or ERASE):
         d_k_in = tile.sequence_tiles(k_in, tokens, READ)
     if DELTA:
         d_R = tile.sequence_tiles(R, tokens, SCORES)
-    if errors is not None:
-        d_errors = tile.sequence_tiles(errors, tokens, VALUES)
+    if u is not None:
+        d_u = tile.sequence_tiles(u, tokens, VALUES)
     for i in range(last - first):
         i_t = last - 1 - i
         c = i_t * BT
@@ -471,11 +475,11 @@ def scan_bwd_kernel(
         b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
         if dh is not None:
             tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
-        if DG > 1:  # back to where half of each channel has decayed
+        if PER_CHANNEL:  # back to where half of each channel has decayed
             b_half, b_rest = channel_decays(decays, i_ch, do, META)
             b_dS *= b_half
             b_dS_out = b_dS.to(do.dtype.element_ty)
-        elif DG == 1:
+        elif PER_HEAD:
             b_half, b_rest, b_in, b_out, weak = head_decays(
                 decays, i_ch, do, META
             )
@@ -483,31 +487,31 @@ def scan_bwd_kernel(
         b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
         b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
         b_do = tile.load_chunk(d_do, tokens, c, i_hv, i_v, VALUES)
-        if errors is not None:
-            b_e = tile.load_chunk(d_errors, tokens, c, i_hv, i_v, VALUES)
+        if u is not None:
+            b_u = tile.load_chunk(d_u, tokens, c, i_hv, i_v, VALUES)
         b_do = scale * b_do.to(tl.float32)
 
         b_do_in = b_do
-        if DG == 1:
+        if PER_HEAD:
             b_do_in *= b_in
         b_do_in = b_do_in.to(do.dtype.element_ty)  # [BT, BV]
         b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
-        if DG <= 1:
+        if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
             b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
-        if DG == 1:
+        if PER_HEAD:
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= gates.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
                 b_do_A = b_do.to(do.dtype.element_ty)
-        if DG <= 1:
+        if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)
         b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
-        if DG == 1:
+        if PER_HEAD:
             b_y *= tl.where(weak, b_out, 1.0)
         if row_beta is not None:
             b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
@@ -516,30 +520,30 @@ def scan_bwd_kernel(
             b_w = b_y if ERASE else b_beta * b_y
             b_w = b_w.to(b_do_in.dtype)  # [BT, BV]
             b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
-            if errors is not None:
-                b_dbeta = tl.sum(b_e * b_y, axis=1)[:, None]  # [BT, 1]
+            if u is not None:
+                b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
             if not ERASE:
                 b_y *= tile.nonzero(b_beta)
         if dv is not None:
             tile.store_rows(dv, b_y, rows, i_v, VALUES)
 
-        if DG == 1:
+        if PER_HEAD:
             b_dS *= b_half * b_rest
-        elif DG > 1:
+        elif PER_CHANNEL:
             b_dS *= b_rest
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_do_in, b_dS, input_precision=PRECISION)
         if DELTA:
             b_y = -b_y
-            if DG == 1:
+            if PER_HEAD:
                 b_y *= b_in
-            if DG > 1 or ERASE:
+            if PER_CHANNEL or ERASE:
                 b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
-        if DG > 0:
+        if GATED:
             b_dS *= b_half
 
     if MAP:

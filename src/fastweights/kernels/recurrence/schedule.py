@@ -172,15 +172,15 @@ class Schedule:
     """The launches of one kind of call, and where their tensors lie.
 
     A call hands over the tensors ``given``, q first. Each of its results has
-    memory of its own; what is kept for the backward is in one buffer, which
-    the forward makes and the backward is handed; all other tensors share one
-    that is freed after the last launch.
+    memory of its own; what is saved for the backward is in one buffer, which
+    the forward makes and the backward is handed; all other tensors share one,
+    ``scratch``, that is freed after the last launch.
     """
 
     launches: Sequence[Launch]
     given: Sequence[str]
     results: Sequence[Room]
-    kept: Sequence[Room]
+    saved: Sequence[Room]
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -191,9 +191,9 @@ class Schedule:
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
         rooms = {x.name: x for x in single if isinstance(x, Room)}
         names = [*self.given, *(x.name for x in self.results)]
-        names += [x.name for x in self.kept]
-        self.between = [x for x in rooms.values() if x.name not in names]
-        names += [x.name for x in self.between]
+        names += [x.name for x in self.saved]
+        self.scratch = [x for x in rooms.values() if x.name not in names]
+        names += [x.name for x in self.scratch]
         order = [SCALE, *names, *self.counts, *self.constants, *groups]
         indices = {x: i for i, x in enumerate(order)}
 
@@ -205,7 +205,7 @@ class Schedule:
 
         self.groups = [pick(x) for x in groups]
         self.picks = [pick(x.arguments) for x in self.launches]
-        buffers = self.kept, self.between
+        buffers = self.saved, self.scratch
         self.lines = [[x.lines for x in rooms] for rooms in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.prepared = lru_cache(maxsize=256)(self.prepare)
@@ -222,13 +222,13 @@ class Schedule:
         ]
 
     def prepare(self, lengths: Lengths) -> tuple[list, ...]:
-        """What such a call runs, its places, and its numbers and constants."""
+        """Returns (launches, offsets in saved, offsets in scratch, values)."""
         programs = [x.programs.number(lengths) for x in self.launches]
         loaded = zip(self.kernels, programs, self.picks, strict=True)
         runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
-        kept, between = (buffer_offsets(x, lengths) for x in self.lines)
+        in_saved, in_scratch = (buffer_offsets(x, lengths) for x in self.lines)
         numbers = [x.number(lengths) for x in self.counts]
-        return runs, kept, between, [*numbers, *self.constants]
+        return runs, in_saved, in_scratch, [*numbers, *self.constants]
 
     def __call__(
         self,
@@ -237,35 +237,35 @@ class Schedule:
         scale: float,
         saved: list[Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run it: the results by name, and what is kept if not ``saved``.
+        """Run it: the results by name, and what is saved if not ``saved``.
 
         The kernels are given addresses, but in Triton's interpreter tensors.
         """
         q = given[0]
         assert q is not None
-        runs, kept, between, numbers = self.prepared(lengths)
+        runs, in_saved, in_scratch, numbers = self.prepared(lengths)
         made = {x.name: x.empty(q, lengths) for x in self.results}
         if saved is None:
-            saved = allocate(self.kept, kept[-1], q, lengths)
-        own = saved  # nothing of it, if nothing lies between
-        if self.between:
-            own = allocate(self.between, between[-1], q, lengths)
+            saved = allocate(self.saved, in_saved[-1], q, lengths)
+        scratch = saved  # nothing of it, if nothing lies between
+        if self.scratch:
+            scratch = allocate(self.scratch, in_scratch[-1], q, lengths)
         if INTERPRETED:
             values = [
                 scale,
                 *given,
                 *made.values(),
                 *saved,
-                *own[: len(self.between)],
+                *scratch[: len(self.scratch)],
                 *numbers,
             ]
         else:
-            theirs, ours = saved[0].data_ptr(), own[0].data_ptr()
+            saved_at, scratch_at = saved[0].data_ptr(), scratch[0].data_ptr()
             values = [scale]
             values += [0 if x is None else x.data_ptr() for x in given]
             values += [x.data_ptr() for x in made.values()]
-            values += [theirs + place for place in kept[:-1]]
-            values += [ours + place for place in between[:-1]]
+            values += [saved_at + x for x in in_saved[:-1]]
+            values += [scratch_at + x for x in in_scratch[:-1]]
             values += numbers
         values += [pick(values) for pick in self.groups]
         start = start_with_scratch if self.tma else start_all

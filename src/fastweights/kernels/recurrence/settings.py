@@ -31,11 +31,16 @@ class Kind(NamedTuple):
     HV: int
     K: int
     V: int
-    gate: int  # its width: 0, 1 or K
+    gate_width: int  # 0, 1 or K
     delta: bool
     chunk_size: int
     precision: str  # kernels.dot_precision
     erase: bool = False  # of the delta rule: another key than k erases
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has one gate."""
+        return self.gate_width == 1
 
     @property
     def per_channel(self) -> bool:
@@ -43,7 +48,7 @@ class Kind(NamedTuple):
 
         Then Aqk is kept; else the scans multiply it out again.
         """
-        return self.gate > 1
+        return self.gate_width > 1
 
     @property
     def has_prefetch_room(self) -> bool:
@@ -61,7 +66,8 @@ class Meta:
     K: int
     V: int  # 0 where no value is looked at
     BT: int  # tokens per chunk
-    DG: int  # width of the gate
+    PER_HEAD: bool  # a gate for each head
+    PER_CHANNEL: bool  # one for each of its key channels
     DELTA: bool
     PRECISION: str
     BACK: bool  # whether states are composed from the last
@@ -70,6 +76,8 @@ class Meta:
     BJ: int = 1
     TMA: bool = False  # the tensor memory accelerator loads its tiles
     ERASE: bool = False
+
+    GATED = property(lambda x: x.PER_HEAD or x.PER_CHANNEL)
 
     # How many tiles: of keys, of values, of a state's map, of a product over
     # its keys. And how tensors are cut: keys, keys that read the state for the
@@ -225,7 +233,8 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
         K=kind.K,
         V=kind.V if "BV" in sizes else 0,
         BT=kind.chunk_size,
-        DG=kind.gate,
+        PER_HEAD=kind.per_head,
+        PER_CHANNEL=kind.per_channel,
         DELTA=kind.delta,
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),

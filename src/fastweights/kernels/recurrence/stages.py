@@ -68,7 +68,7 @@ class Rooms:
     the log2 of a bound on the map of a chunk's state, without a delta rule
     total. border_states pass the borders of segments, and maps are those of
     the segments before them: M, or the channels' decays. gate_bwd_kernel sums
-    dg of parts and dkept.
+    dg of parts and dtotal.
 
     What travels together, so that a kernel has it as one argument: inputs,
     decayed, decays, and call, the call's numbers.
@@ -77,7 +77,7 @@ class Rooms:
     def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
         H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
         low, fp32, delta = kind.dtype, torch.float32, kind.delta
-        head, channel = kind.gate == 1, kind.per_channel
+        head, channel = kind.per_head, kind.per_channel
         gated, gates = head or channel, (HV, K) if channel else (HV,)
         NK = meta_of("intra_backward", kind).NK
         given = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
@@ -141,18 +141,18 @@ class Rooms:
         self.o = room("o", "tokens", (HV, V), low)
         self.state = room("state", "N", states, fp32)
         self.h = room("h", "slots", states, low)
-        self.errors = room("errors", "tokens", (HV, V), low, delta)
+        self.u = room("u", "tokens", (HV, V), low, delta)
         self.border_grads = room("border_grads", "borders", states, fp32)
         self.dh = room("dh", "slots", states, low)
-        self.dkept = room("dkept", "slots", (HV, NK), fp32, head)
+        self.dtotal = room("dtotal", "slots", (HV, NK), fp32, head)
         self.parts = room("parts", "slots", (HV, NK, 2, C), fp32, head)
 
-        # What the forward keeps for the backward: but not what a gate per
+        # What the forward saves for the backward: but not what a gate per
         # channel makes of q and k, which is large, nor the rows beside it,
         # which the backward computes again.
-        kept = [self.Aqk, self.R, self.border_states, self.maps]
-        kept += () if channel else self.decays
-        self.kept = list(dict.fromkeys(x for x in kept if x))
+        saved = [self.Aqk, self.R, self.border_states, self.maps]
+        saved += () if channel else self.decays
+        self.saved = list(dict.fromkeys(x for x in saved if x))
 
 
 class ScheduleBuilder:
@@ -189,12 +189,12 @@ class ScheduleBuilder:
             programs = Count("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        return Schedule(self.launches, self.given, made, self.rooms.kept)
+        return Schedule(self.launches, self.given, made, self.rooms.saved)
 
 
 @lru_cache(maxsize=4096)
 def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
-    """Outputs, final states, and what is kept.
+    """Outputs, final states, and what is saved.
 
     ``segmented``: whether sequences may be cut into segments.
     """
@@ -203,7 +203,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     groups: tuple[Any, ...]
     outputs: tuple[Any, ...]
     scores = x.Aqk, x.R
-    if kind.gate or kind.delta:
+    if kind.gate_width or kind.delta:
         groups = x.inputs, x.decayed, x.decays, scores, x.strong
         each = Count("slots", HV)
         steps.add("intra", intra_fwd_kernel, each, *groups)
@@ -242,7 +242,7 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         each = Count("slots", HV)
         steps.add("intra_again", intra_strong_kernel, each, *groups)
     states = x.initial_state, x.border_states if segmented else None, None
-    outputs = None, None, x.h, x.errors
+    outputs = None, None, x.h, x.u
     groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
     steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if segmented:
@@ -253,22 +253,22 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         steps.add(stage, scan_bwd_kernel, each, *groups)
         groups = x.dstate, x.border_grads, x.dinitial_state, x.maps
         steps.add_tiles("compose_backward", compose_kernel, "borders", *groups)
-    errors, of_tiles, of_rows = None, None, x.dbeta
+    u, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
-        errors, of_tiles, of_rows = x.errors, x.dbeta, None
+        u, of_tiles, of_rows = x.u, x.dbeta, None
     border_grads = x.border_grads if segmented else None
     dstates = x.dv, of_tiles, x.dh, x.dinitial_state, border_grads
-    groups = x.decayed, x.decays, scores, errors, incoming, dstates
+    groups = x.decayed, x.decays, scores, u, incoming, dstates
     steps.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
-    operands = x.do, x.errors if kind.delta else x.v, x.dv, x.h, x.dh
-    dg = x.parts if kind.gate == 1 else x.dg
-    gradients = x.dq, x.dk, dg, x.dkept, of_rows, x.derase
+    operands = x.do, x.u if kind.delta else x.v, x.dv, x.h, x.dh
+    dg = x.parts if kind.per_head else x.dg
+    gradients = x.dq, x.dk, dg, x.dtotal, of_rows, x.derase
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
     groups = x.g, x.decayed, x.decays, x.strong, operands, gradients
     steps.add("intra_backward", intra_bwd_kernel, each, *groups)
-    if kind.gate == 1:
-        groups = x.parts, x.dkept, x.dg
+    if kind.per_head:
+        groups = x.parts, x.dtotal, x.dg
         each = Count("slots", HV)
         steps.add("gate_backward", gate_bwd_kernel, each, *groups)
     if kind.per_channel:
