@@ -45,7 +45,6 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "KDA": _recurrence(decay="channel"),
     "softmax": (("softmax",), {}),
     "hybrid": (HYBRID, {}),
-    "no unit keys": _recurrence(normalize=False),
     "decay, slow": _recurrence(rule="additive", **SLOW),
     "gated delta, slow": _recurrence(**SLOW),
     "KDA, slow": _recurrence(decay="channel", **SLOW),
