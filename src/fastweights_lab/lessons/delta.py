@@ -313,15 +313,15 @@ def segments(
     shape = (B, number, HV, K, V + K)
     entering = None
     if number > 1:
-        # From zero to B, and from the identity, with no values, to M.
+        # From zero to B, and from the identity, with no values, to Phi.
         maps = q.new_zeros(shape, dtype=torch.float32)
         maps[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
         maps = maps.view(B * number, *shape[2:])
         launch([*parts[:5], None], maps, maps, scale, options)
-        b, M = maps.view(shape).split([V, K], dim=-1)
+        b, Phi = maps.view(shape).split([V, K], dim=-1)
         states = [torch.zeros_like(b[:, 0])]
         for i in range(number - 1):
-            states.append(M[:, i] @ states[i] + b[:, i])
+            states.append(Phi[:, i] @ states[i] + b[:, i])
         entering = torch.stack(states, dim=1).flatten(0, 1)
     state = q.new_empty(B * number, HV, K, V, dtype=torch.float32)
     launch(parts, entering, state, scale, options)
