@@ -31,8 +31,7 @@ from fastweights_lab.bench import generate, speed
 from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, timeit
 from fastweights_lab.records import machine
 
-T = 65536 if ON_GPU else 128
-SHAPE = speed.SHAPES["long"]._replace(T=T) if ON_GPU else speed.ON_CPU
+SHAPE = speed.SHAPES["long"] if ON_GPU else speed.ON_CPU
 MEMBERS = ("gated_deltanet", "kda")
 GATES = ("mild", "bounded")
 
