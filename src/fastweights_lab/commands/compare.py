@@ -3,11 +3,11 @@
     fastweights compare all --json text.jsonl
 
 trains the model of 20 million parameters on CPython 3.12.3's library, with
-each variant, several runs side by side on one GPU. First, with seed 0, every
-learning rate, and gates that start as published or slow: the second half of
-the held-out files chooses. Then the other seeds, as was chosen. All are judged
-on the first half. Stopped at any point it goes on from there. ``--dry`` says
-what would run.
+each variant, several runs side by side on one GPU. First, with seed 0, gates
+that start as published or slow, each with a higher and higher learning rate
+until one is worse than another below it: the second half of the held-out files
+chooses. Then the other seeds, as was chosen. All are judged on the first half.
+Stopped at any point it goes on from there. ``--dry`` says what would run first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fastweights_lab.experiments.comparison import (
     settings_of,
     stages,
     starts,
+    still_falls,
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.records import Record, append, matching, read
@@ -87,14 +88,15 @@ def run(asked: argparse.Namespace) -> None:
         base = replace(base, steps=asked.steps)
     if asked.json:
         runs += read(asked.json)
-    go(
-        [
-            (variant, 0, replace(base, lr=lr))
-            for lr in asked.lr
-            for name in names
-            for variant in starts(name)
-        ]
-    )
+    for lr in sorted(asked.lr):
+        go(
+            [
+                (variant, 0, replace(base, lr=lr))
+                for name in names
+                for variant in starts(name)
+                if still_falls(runs, variant)
+            ]
+        )
     best = [chosen(runs, name) for name in names]
     go(
         [

@@ -256,13 +256,22 @@ def chosen(
     tried = [r for r in runs if r["variant"] in names and r["seed"] == 0]
     if not tried:
         return None
-
-    def bits(run: dict[str, Any]) -> float:
-        value = run["development"]  # nan is None in a file
-        return math.inf if value is None or math.isnan(value) else value
-
-    best = min(tried, key=bits)
+    best = min(tried, key=_development_bits)
     return best["variant"], best["settings"]["lr"]
+
+
+def still_falls(runs: Iterable[dict[str, Any]], variant: str) -> bool:
+    """Whether the highest rate tried with seed 0 is the best one so far."""
+    tried = [r for r in runs if r["variant"] == variant and r["seed"] == 0]
+    if not tried:
+        return True
+    highest = max(tried, key=lambda run: run["settings"]["lr"])
+    return min(tried, key=_development_bits) is highest
+
+
+def _development_bits(run: dict[str, Any]) -> float:
+    value = run["development"]  # nan is None in a file
+    return math.inf if value is None or math.isnan(value) else value
 
 
 def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
