@@ -7,37 +7,54 @@ import torch
 from crossed import crossed
 from offline import DTYPES, OTHERS, SHARED, build, judge
 
-from fastweights.kernels.gemv import TILES_AHEAD, gemv_kernel, gemv_options
+from fastweights.kernels.gemv import (
+    SUMS_ROWS,
+    TILES_AHEAD,
+    Meta,
+    gemv_kernel,
+    gemv_options,
+)
 
-NOTHING = {"norm": None, "gate": None, "residual": None, "rows": None}
-NOTHING |= {"convolution": None, "V": 0, "SIGMOID": False, "SWIGLU": False}
-NOTHING |= {"W": 0, "SILU": True, "T": 1, "MANY": False, "accepted": None}
 D, WIDE = 1024, 2816
 # What a block of width 1,024 has, with heads of 128.
 CASES = {
-    "qkv": ((3072, 16, D), D, {"norm": ..., "convolution": ..., "W": 4}),
-    "out": ((D,), D, {"norm": ..., "gate": ..., "residual": ..., "V": 128}),
-    "up": ((WIDE,), D, {"norm": ..., "SWIGLU": True}),
-    "down": ((D,), WIDE, {"residual": ...}),
+    "qkv": ((3072, 16, D), D, ("norm", "convolution")),
+    "out": ((D,), D, ("norm", "gate", "residual")),
+    "up": ((WIDE,), D, ("norm", "swiglu")),
+    "down": ((D,), WIDE, ("residual",)),
 }
 
 
 def compile_kernel(name, M, capability, dtype="bf16"):
     sizes, K, given = CASES[name]
-    options = gemv_options(M, K, sum(sizes), DTYPES[dtype])
-    if not (
-        options["SUMS"] or options["G"]
-    ):  # norms of many rows are a launch of their own
-        given = given | {"norm": None, "gate": None, "V": 0}
-    constants = NOTHING | given | options
-    constants |= {"K": K, "TOTAL": sum(sizes), "SIZES": sizes}
-    constants |= {"SOURCES": (0,) * len(sizes), "EARLY": capability >= 90}
-    constants = {x: y for x, y in constants.items() if y is not ...}
-    if options["G"]:  # strides that 16 divides
-        constants |= {"stride": K, "stride_gate": K}
-    types = dict.fromkeys(("M", "R", "stride", "stride_gate"), "i32")
-    types |= {"eps": "fp32", "weights": (f"*{dtype}",) * len(sizes)}
-    types |= {"convolution": (f"*{dtype}",) * 3}
+    tile, settings = gemv_options(M, K, sum(sizes), DTYPES[dtype])
+    whole = M <= SUMS_ROWS or "G" in tile
+    if not whole:  # norms of many rows are a launch of their own
+        given = [x for x in given if x not in ("norm", "gate")]
+    x, stride = f"*{dtype}", K if "G" in tile else "i32"  # 16 divides K
+    norm, gate = (x if y in given else None for y in ("norm", "gate"))
+    groups = {
+        "x": (x, stride),
+        "norm": (norm, gate, stride, "fp32"),
+        "convolution": (x, x, x, None, None, 1),
+    }
+    absent = ("residual", "convolution")
+    constants = settings | {y: None for y in absent if y not in given}
+    constants["META"] = Meta(
+        K=K,
+        SIZES=sizes,
+        SOURCES=(0,) * len(sizes),
+        ROWS_NORMED=bool(norm) and not gate,
+        V=128 if gate else 0,
+        SIGMOID=False,
+        SWIGLU="swiglu" in given,
+        W=4 if "convolution" in given else 0,
+        SILU=True,
+        MANY=False,
+        EARLY=capability >= 90,
+        **tile,
+    )
+    types = groups | {"weights": (x,) * len(sizes), "M": "i32", "R": "i32"}
     return build(gemv_kernel, capability, dtype, constants, types)
 
 
@@ -58,10 +75,12 @@ def test_next_to_nothing_spills(name, M, capability, dtype, tmp_path):
 def test_one_row_reads_its_weights_before_it_waits(name):
     """All of them, 16 bytes a lane: after the wait there is x to read."""
     sizes, K, given = CASES[name]
-    tile = gemv_options(1, K, sum(sizes), torch.bfloat16)
+    tile, settings = gemv_options(1, K, sum(sizes), torch.bfloat16)
     assert -(-K // tile["BK"]) <= TILES_AHEAD
     elements = tile["BN"] * tile["BK"] * -(-K // tile["BK"])
-    wide = elements * (1 + given.get("SWIGLU", 0)) // (256 * tile["num_warps"])
+    wide = (
+        elements * (1 + ("swiglu" in given)) // (256 * settings["num_warps"])
+    )
     ptx = compile_kernel(name, 1, 90).asm["ptx"]
     before, _, _ = ptx.partition("griddepcontrol.wait")
     assert len(re.findall(r"ld\.global\.v4\.b32", before)) == wide

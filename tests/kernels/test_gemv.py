@@ -26,9 +26,10 @@ def tiles(monkeypatch):
     options = kernels.gemv_options
 
     def wider(*sizes):
-        given = options(*sizes)
-        parts = {"G": 2} if given["G"] else {}
-        return given | parts | {"BN": 64, "BK": 32 if given["BM"] > 16 else 16}
+        tile, settings = options(*sizes)
+        parts = {"G": 2} if "G" in tile else {}
+        BK = 32 if tile["BM"] > 16 else 16
+        return tile | parts | {"BN": 64, "BK": BK}, settings
 
     monkeypatch.setattr(kernels, "gemv_options", wider)
 

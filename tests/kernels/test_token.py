@@ -15,9 +15,12 @@ from fastweights.ops import record_backends
 def kernels(monkeypatch):
     """Kernels on a CPU too, of few programs: the interpreter's time."""
     choose, options = token.choose_backend, gemv.gemv_options
-    monkeypatch.setattr(
-        gemv, "gemv_options", lambda *sizes: options(*sizes) | {"BN": 128}
-    )
+
+    def wider(*sizes):
+        tile, settings = options(*sizes)
+        return tile | {"BN": 128}, settings
+
+    monkeypatch.setattr(gemv, "gemv_options", wider)
     monkeypatch.setattr(
         token, "choose_backend", lambda _, *on: choose("triton", *on)
     )

@@ -44,27 +44,30 @@ def build(kernel, capability, dtype, constants, types):
     """The kernel compiled, its launch settings among the constants.
 
     Arguments that are neither constants nor of a given type are aligned
-    pointers to ``dtype``; a tuple's have a tuple of types.
+    pointers to ``dtype``; a tuple's have a tuple of types, in which what is
+    no string is a constant.
     """
     settings = ("num_warps", "num_stages", "maxnreg")
     launch = {x: constants[x] for x in settings if x in constants}
-    names = kernel.arg_names
-    constants = {x: y for x, y in constants.items() if x in names}
-    signature = {
-        x: "constexpr" if x in constants else types.get(x, f"*{dtype}")
-        for x in names
-    }
-    aligned = {
-        place: [["tt.divisibility", 16]]
-        for i, kind in enumerate(signature.values())
-        for place, x in (
-            [((i,), kind)]
-            if isinstance(kind, str)
-            else [((i, j), x) for j, x in enumerate(kind)]
-        )
-        if x.startswith("*")
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
+    signature, fixed, aligned = {}, {}, {}
+
+    def kind(x, *path):
+        if type(x) is tuple:
+            return tuple(kind(y, *path, i) for i, y in enumerate(x))
+        if not isinstance(x, str):
+            fixed[path] = x
+            return "constexpr"
+        if x.startswith("*"):
+            aligned[path] = [["tt.divisibility", 16]]
+        return x
+
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            fixed[i,] = constants[name]
+            signature[name] = "constexpr"
+        else:
+            signature[name] = kind(types.get(name, f"*{dtype}"), i)
+    source = ASTSource(kernel, signature, fixed, aligned)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=launch)
 

@@ -17,7 +17,7 @@ run in one order, whatever stands in the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,357 +28,335 @@ from triton.language.extra import cuda
 
 from fastweights.kernels import output_norm
 from fastweights.kernels.gpu import starts_early
-from fastweights.kernels.tile import sigmoid
+from fastweights.kernels.tile import dot, sigmoid
 
 SUMS_ROWS = 2  # with more, a row costs more than weights read from memory
 TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
 
 
+class Meta(NamedTuple):
+    """What :func:`gemv_kernel` is compiled for: its argument META."""
+
+    K: int  # columns of each matrix
+    SIZES: tuple[int, ...]  # what each one has of y's columns
+    SOURCES: tuple[int, ...]  # the first of x's columns that each one reads
+    ROWS_NORMED: bool
+    V: int  # channels of a normed head; 0: heads are none
+    SIGMOID: bool  # whether that is a gate's activation, not SiLU
+    SWIGLU: bool
+    W: int  # taps of the convolution
+    SILU: bool  # whether it has that behind it
+    MANY: bool  # whether sequences have several tokens
+    EARLY: bool  # whether the kernel starts before the one before is done
+    BM: int
+    BN: int
+    BK: int
+    G: int = 0  # parts of a tile's columns, one per warp
+
+    @property
+    def TOTAL(self) -> int:
+        """Columns of y."""
+        return sum(self.SIZES)
+
+    @property
+    def SUMS(self) -> bool:
+        """Whether rows are so few that they go by plain sums."""
+        return self.BM <= SUMS_ROWS
+
+    @property
+    def TILES(self) -> int:
+        """Tiles of a program, one after the other."""
+        return -(-self.K // (self.BK * max(self.G, 1)))
+
+
 @triton.jit
-def matrix_of(
-    weights, SIZES: tl.constexpr, SOURCES: tl.constexpr, BN: tl.constexpr
-):
+def matrix_of(weights, META: tl.constexpr):
     """This program's matrix [N, K], its tile of N, N, and two columns.
 
     The first one of its x, and the first one of its y. Programs go through
     the matrices one after the other.
     """
     i_n, before = tl.program_id(0), 0
-    w, N, source, target = weights[0], SIZES[0], SOURCES[0], 0
-    for j in tl.static_range(1, len(SIZES)):
-        before += (SIZES[j - 1] + BN - 1) // BN
+    w, N, source, target = weights[0], META.SIZES[0], META.SOURCES[0], 0
+    for j in tl.static_range(1, len(META.SIZES)):
+        before += (META.SIZES[j - 1] + META.BN - 1) // META.BN
         is_later = tl.program_id(0) >= before
         if is_later:
             w = weights[j]
         i_n = tl.where(is_later, tl.program_id(0) - before, i_n)
-        N = tl.where(is_later, SIZES[j], N)
-        source = tl.where(is_later, SOURCES[j], source)
-        target = tl.where(is_later, target + SIZES[j - 1], target)
+        N = tl.where(is_later, META.SIZES[j], N)
+        source = tl.where(is_later, META.SOURCES[j], source)
+        target = tl.where(is_later, target + META.SIZES[j - 1], target)
     return w, i_n, N, source, target
 
 
 @triton.jit
-def load_tile(w, o_n, m_n, k, K: tl.constexpr, BK: tl.constexpr):
-    """Columns k to k + BK of the rows o_n of w [N, K], [BN, BK]."""
-    o_k = k + tl.arange(0, BK)
-    p_w = w + o_n.to(tl.int64)[:, None] * K + o_k[None, :]
-    return tl.load(p_w, mask=m_n[:, None] & (o_k < K)[None, :], other=0.0)
+def load_tile(w, outputs, k, META: tl.constexpr):
+    """Columns k to k + BK of the rows ``outputs`` of w [N, K], [BN, BK]."""
+    o_n, m_n = outputs
+    o_k = k + tl.arange(0, META.BK)
+    p_w = w + o_n.to(tl.int64)[:, None] * META.K + o_k[None, :]
+    return tl.load(p_w, mask=m_n[:, None] & (o_k < META.K)[None, :], other=0.0)
 
 
 @triton.jit
-def normed_heads(
-    b_x,
-    norm,
-    p_gate,
-    mask,
-    eps,
-    V: tl.constexpr,
-    SIGMOID: tl.constexpr,
-):
-    """Heads of V channels, side by side in b_x [BK], normed and gated.
-
-    By the sigmoid of the gate at p_gate [BK], or its SiLU.
-    """
+def normed_heads(b_x, norm, r, o_k, mask, META: tl.constexpr):
+    """Columns o_k of row r, b_x [BK]: heads side by side, normed and gated."""
+    weight, gate, stride_gate, eps = norm
+    V: tl.constexpr = META.V
     b_h = tl.reshape(b_x, [b_x.shape[0] // V, V])
     b_h *= tl.rsqrt(tl.sum(b_h * b_h, axis=1) / V + eps)[:, None]
-    b_h *= tl.load(norm + tl.arange(0, V)).to(tl.float32)[None, :]
+    b_h *= tl.load(weight + tl.arange(0, V)).to(tl.float32)[None, :]
     b_x = tl.reshape(b_h, [b_x.shape[0]])
-    if p_gate is not None:
+    if gate is not None:
+        p_gate = gate + r * stride_gate + o_k
         b_gate = tl.load(p_gate, mask=mask, other=0.0).to(tl.float32)
         b_x *= sigmoid(b_gate)
-        if not SIGMOID:
+        if not META.SIGMOID:
             b_x *= b_gate
     return tl.where(mask, b_x, 0.0)
 
 
 @triton.jit
-def rows_by_sums(
-    x,
-    matrices,
-    norm,
-    gate,
-    eps,
-    M,
-    stride,
-    stride_gate,
-    o_m,
-    o_n,
-    m_n,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """norm(x) times rows o_n of each of the matrices, as [BM, BN] each.
+def rows_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
+    """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
     The norm of a row is a factor of its whole product: it comes last. With
     V > 0 it is one for each head of V channels.
     """
-    BM: tl.constexpr = o_m.shape[0]
+    p_x, stride = x
+    weight, _, _, eps = norm
+    o_m, _, M = rows
+    K: tl.constexpr = META.K
+    BM: tl.constexpr = META.BM
+    BN: tl.constexpr = META.BN
+    BK: tl.constexpr = META.BK
     NM: tl.constexpr = len(matrices)
-    tiles = ()
-    for i in tl.static_range(min(TILES_AHEAD, (K + BK - 1) // BK)):
-        for j in tl.static_range(NM):
-            tiles += (load_tile(matrices[j], o_n, m_n, i * BK, K, BK),)
-    if EARLY:
+    TILES: tl.constexpr = META.TILES
+    tiles = []
+    for i in tl.static_range(min(TILES_AHEAD, TILES)):
+        tiles += [load_tile(w, outputs, i * BK, META) for w in matrices]
+    if META.EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    squares, sums = (), ()
+    squares, sums = [], []
     for _ in tl.static_range(BM):
-        squares += (tl.zeros([BK], tl.float32),)
-        for _ in tl.static_range(NM):
-            sums += (tl.zeros([o_n.shape[0], BK], tl.float32),)
-    for i in tl.static_range((K + BK - 1) // BK):
+        squares += [tl.zeros([BK], tl.float32)]
+        sums += [tl.zeros([BN, BK], tl.float32) for _ in matrices]
+    for i in tl.static_range(TILES):
         o_k = i * BK + tl.arange(0, BK)
-        more, after = (), ()
+        more, after = [], []
         for r in tl.static_range(BM):
             m_x = (o_k < K) & (r < M)
-            b_x = tl.load(x + r * stride + o_k, mask=m_x, other=0.0)
+            b_x = tl.load(p_x + r * stride + o_k, mask=m_x, other=0.0)
             b_x = b_x.to(tl.float32)
-            if V > 0:
-                p_gate = None if gate is None else gate + r * stride_gate + o_k
-                b_x = normed_heads(b_x, norm, p_gate, m_x, eps, V, SIGMOID)
-            elif norm is not None:
-                more += (squares[r] + b_x * b_x,)
-                b_n = tl.load(norm + o_k, mask=o_k < K, other=0.0)
+            if META.V > 0:
+                b_x = normed_heads(b_x, norm, r, o_k, m_x, META)
+            elif META.ROWS_NORMED:
+                more += [squares[r] + b_x * b_x]
+                b_n = tl.load(weight + o_k, mask=o_k < K, other=0.0)
                 b_x *= b_n.to(tl.float32)
             for j in tl.static_range(NM):
                 if i < TILES_AHEAD:
                     b_w = tiles[i * NM + j]
                 else:
-                    b_w = load_tile(matrices[j], o_n, m_n, i * BK, K, BK)
-                after += (
-                    sums[r * NM + j] + b_w.to(tl.float32) * b_x[None, :],
-                )
-        if norm is not None and V == 0:
-            squares = more
-        sums = after
-    products = ()
+                    b_w = load_tile(matrices[j], outputs, i * BK, META)
+                b_w = b_w.to(tl.float32)
+                after += [sums[r * NM + j] + b_w * b_x[None, :]]
+        squares, sums = more, after
+    products = []
     for j in tl.static_range(NM):
-        b_y = tl.zeros([BM, o_n.shape[0]], tl.float32)
+        b_y = tl.zeros([BM, BN], tl.float32)
         for r in tl.static_range(BM):
             b_r = tl.sum(sums[r * NM + j], axis=1)[None, :]
-            if norm is not None and V == 0:
+            if META.ROWS_NORMED:
                 b_r *= tl.rsqrt(tl.sum(squares[r]) / K + eps)
             b_y = b_r if BM == 1 else tl.where(o_m[:, None] == r, b_r, b_y)
-        products += (b_y,)
+        products += [b_y]
     return products
 
 
 @triton.jit
-def load_parts(w, norm, o_n, m_n, o_g, K: tl.constexpr, V: tl.constexpr):
-    """Columns o_g [G, BK] of the rows o_n of w [N, K], [G, BN, BK].
+def load_parts(w, weight, outputs, o_g, META: tl.constexpr):
+    """Columns o_g [G, BK] of the rows ``outputs`` of w, [G, BN, BK].
 
     Times what a row's norm would multiply its columns by.
     """
+    o_n, m_n = outputs
     o_k = o_g[:, None, :]
-    p_w = w + o_n.to(tl.int64)[None, :, None] * K + o_k
-    b_w = tl.load(p_w, mask=m_n[None, :, None] & (o_k < K), other=0.0)
-    if norm is not None and V == 0:
-        b_n = tl.load(norm + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-        b_w = (b_w.to(tl.float32) * b_n).to(b_w.dtype)
+    p_w = w + o_n.to(tl.int64)[None, :, None] * META.K + o_k
+    b_w = tl.load(p_w, mask=m_n[None, :, None] & (o_k < META.K), other=0.0)
+    if META.ROWS_NORMED:
+        b_n = tl.load(weight + o_k, mask=o_k < META.K, other=0.0)
+        b_w = (b_w.to(tl.float32) * b_n.to(tl.float32)).to(b_w.dtype)
     return b_w
 
 
 @triton.jit
-def load_row_parts(x, stride, o_m, m_m, o_g, K: tl.constexpr):
-    """Columns o_g [G, BK] of the rows o_m of x, [G, BM, BK]."""
+def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
+    """Columns o_g [G, BK] of the rows of x, [G, BM, BK]."""
+    o_m, m_m, _ = rows
     o_k = o_g[:, None, :]
     p_x = x + o_m[None, :, None] * stride + o_k
     return tl.load(p_x, mask=m_m[None, :, None] & (o_k < K), other=0.0)
 
 
 @triton.jit
-def rows_by_parts(
-    x,
-    matrices,
-    norm,
-    gate,
-    eps,
-    stride,
-    stride_gate,
-    o_m,
-    m_m,
-    o_n,
-    m_n,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    G: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """norm(x) times rows o_n of each of the matrices, as [BM, BN] each.
+def rows_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
+    """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
     Columns go in G parts of BK, one per warp, whose sums meet at the end: no
     tensor core waits for another's product.
     """
-    BM: tl.constexpr = o_m.shape[0]
-    PARTS: tl.constexpr = (K + G * BK - 1) // (G * BK)
+    p_x, stride = x
+    weight, gate, stride_gate, eps = norm
+    K: tl.constexpr = META.K
+    V: tl.constexpr = META.V
+    BM: tl.constexpr = META.BM
+    BN: tl.constexpr = META.BN
+    BK: tl.constexpr = META.BK
+    G: tl.constexpr = META.G
+    NM: tl.constexpr = len(matrices)
+    TILES: tl.constexpr = META.TILES
     o_g = tl.arange(0, G)[:, None] * BK + tl.arange(0, BK)[None, :]  # [G, BK]
-    tiles, rows, gates = (), (), ()
-    for i in tl.static_range(PARTS):
+    tiles, xs, gates = [], [], []
+    for i in tl.static_range(min(TILES_AHEAD, TILES)):
         o_k = i * G * BK + o_g
-        for j in tl.static_range(len(matrices)):
-            if i < TILES_AHEAD:
-                tiles += (load_parts(matrices[j], norm, o_n, m_n, o_k, K, V),)
+        tiles += [load_parts(w, weight, outputs, o_k, META) for w in matrices]
     if V > 0:
-        b_head = tl.load(norm + tl.arange(0, V)).to(tl.float32)
-    if EARLY:
+        b_head = tl.load(weight + tl.arange(0, V)).to(tl.float32)
+    if META.EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    for i in tl.static_range(min(TILES_AHEAD, PARTS)):
+    for i in tl.static_range(min(TILES_AHEAD, TILES)):
         o_k = i * G * BK + o_g
-        rows += (load_row_parts(x, stride, o_m, m_m, o_k, K),)
+        xs += [load_row_parts(p_x, stride, rows, o_k, K)]
         if gate is not None:
-            gates += (load_row_parts(gate, stride_gate, o_m, m_m, o_k, K),)
+            gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
     b_square = tl.zeros([G, BM, BK], tl.float32)
-    sums = ()
-    for _ in tl.static_range(len(matrices)):
-        sums += (tl.zeros([G, BM, o_n.shape[0]], tl.float32),)
-    for i in tl.static_range(PARTS):
+    sums = [tl.zeros([G, BM, BN], tl.float32) for _ in matrices]
+    for i in tl.static_range(TILES):
         o_k = i * G * BK + o_g
-        if i < TILES_AHEAD:
-            b_x = rows[i]
-        else:
-            b_x = load_row_parts(x, stride, o_m, m_m, o_k, K)
+        if i >= TILES_AHEAD:
+            xs += [load_row_parts(p_x, stride, rows, o_k, K)]
+        b_x = xs[i]
         if V > 0:
-            b_n = b_x.to(tl.float32)
-            b_h = tl.reshape(b_n, [G, BM, BK // V, V])
+            b_h = tl.reshape(b_x.to(tl.float32), [G, BM, BK // V, V])
             b_h *= tl.rsqrt(tl.sum(b_h * b_h, 3) / V + eps)[:, :, :, None]
             b_h *= b_head[None, None, None, :]
             b_n = tl.reshape(b_h, [G, BM, BK])
             if gate is not None:
-                if i < TILES_AHEAD:
-                    b_g = gates[i].to(tl.float32)
-                else:
-                    b_g = load_row_parts(gate, stride_gate, o_m, m_m, o_k, K)
-                    b_g = b_g.to(tl.float32)
+                if i >= TILES_AHEAD:
+                    gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
+                b_g = gates[i].to(tl.float32)
                 b_n *= sigmoid(b_g)
-                if not SIGMOID:
+                if not META.SIGMOID:
                     b_n *= b_g
             b_x = b_n.to(b_x.dtype)
-        elif norm is not None:
+        elif META.ROWS_NORMED:
             b_square += b_x.to(tl.float32) * b_x.to(tl.float32)
-        after = ()
-        for j in tl.static_range(len(matrices)):
-            if i < TILES_AHEAD:
-                b_w = tiles[i * len(matrices) + j]
-            else:
-                b_w = load_parts(matrices[j], norm, o_n, m_n, o_k, K, V)
-            b_w = tl.permute(b_w, [0, 2, 1])
-            after += (tl.dot(b_x, b_w, sums[j], input_precision=PRECISION),)
+        after = []
+        for j in tl.static_range(NM):
+            if i >= TILES_AHEAD:
+                tiles += [load_parts(matrices[j], weight, outputs, o_k, META)]
+            b_w = tl.permute(tiles[i * NM + j], [0, 2, 1])
+            after += [dot(b_x, b_w, sums[j], "ieee", False)]
         sums = after
     b_r = tl.full([BM], 1.0, tl.float32)
-    if norm is not None and V == 0:
+    if META.ROWS_NORMED:
         b_r = tl.rsqrt(tl.sum(tl.sum(b_square, 2), 0) / K + eps)
-    products = ()
-    for j in tl.static_range(len(matrices)):
-        products += (tl.sum(sums[j], axis=0) * b_r[:, None],)
-    return products
+    return [tl.sum(b_sum, axis=0) * b_r[:, None] for b_sum in sums]
 
 
 @triton.jit
-def rows_by_dots(
-    x,
-    matrices,
-    stride,
-    o_m,
-    m_m,
-    o_n,
-    m_n,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Rows o_m of x times rows o_n of each of the matrices, [BM, BN] each."""
-    if EARLY:
+def rows_by_dots(x, matrices, rows, outputs, META: tl.constexpr):
+    """x times the rows ``outputs`` of each matrix, as [BM, BN] each."""
+    p_x, stride = x
+    o_m, m_m, _ = rows
+    BM: tl.constexpr = META.BM
+    BN: tl.constexpr = META.BN
+    if META.EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    sums = ()
-    for _ in tl.static_range(len(matrices)):
-        sums += (tl.zeros([o_m.shape[0], o_n.shape[0]], tl.float32),)
-    p_x = x + o_m[:, None] * stride
-    for k in range(0, K, BK):
-        o_k = k + tl.arange(0, BK)
-        m_x = m_m[:, None] & (o_k < K)[None, :]
+    sums = [tl.zeros([BM, BN], tl.float32) for _ in matrices]
+    p_x += o_m[:, None] * stride
+    for k in range(0, META.K, META.BK):
+        o_k = k + tl.arange(0, META.BK)
+        m_x = m_m[:, None] & (o_k < META.K)[None, :]
         b_x = tl.load(p_x + o_k[None, :], mask=m_x, other=0.0)  # [BM, BK]
-        after = ()
+        after = []
         for j in tl.static_range(len(matrices)):
-            b_w = tl.trans(load_tile(matrices[j], o_n, m_n, k, K, BK))
-            after += (tl.dot(b_x, b_w, sums[j], input_precision=PRECISION),)
+            b_w = tl.trans(load_tile(matrices[j], outputs, k, META))
+            after += [dot(b_x, b_w, sums[j], "ieee", False)]
         sums = after
     return sums
 
 
 @triton.jit
-def inputs_before(
-    convolution, o_r, m_r, t, o_c, m_c, C: tl.constexpr, W: tl.constexpr
-):
-    """Taps, bias and the inputs before tokens t [BM] of channels o_c.
+def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
+    """What the convolution of a tile takes besides the tile's own inputs.
 
-    Of rows o_r of the last inputs [R, W - 1, C]: for each tap but the newest
-    [BM, BN] for the tokens that reach so far back, and, of each sequence's
-    first token, all W - 1 as they are, which may have to stay.
+    Returns:
+        (taps, bias): one per tap, and one, [BN] each.
+        (seen, kept): of the last inputs [R, W - 1, C], for each tap but the
+            newest, [BM, BN], those of the tokens that reach so far back; and
+            of a sequence's first token all as they are: some may have to stay.
+        places: pointers to a sequence's first one, mask, which token of its
+            sequence each is, and by how many the sequence's inputs move on.
     """
-    taps, bias, history = convolution
+    taps, bias, history, states, accepted, T = convolution
+    o_m, m_m, _ = rows
+    o_c, m_c = channels
+    C: tl.constexpr = META.SIZES[0]
+    W: tl.constexpr = META.W
+    i_b, t = o_m // T, (o_m % T).to(tl.int32)
+    o_r, m_r, n = i_b, m_m, tl.zeros_like(t) + T
+    if states is not None:
+        o_r = tl.load(states + i_b, mask=m_m, other=-1).to(tl.int64)
+        m_r = (o_r >= 0) & (o_r < R)
+    if accepted is not None:
+        n = tl.load(accepted + i_b, mask=m_m, other=0).to(tl.int32)
     m = m_r[:, None] & m_c[None, :]
     p_h = history + o_r[:, None] * ((W - 1) * C) + o_c[None, :]
-    weights, seen, kept = (), (), ()
+    weights, seen, kept = [], [], []
     for j in tl.static_range(W):
-        weights += (tl.load(taps + o_c * W + j, mask=m_c, other=0.0),)
+        weights += [tl.load(taps + o_c * W + j, mask=m_c, other=0.0)]
     for j in tl.static_range(W - 1):
         m_h = m & (j + t < W - 1)[:, None]
-        seen += (tl.load(p_h + (j + t)[:, None] * C, mask=m_h, other=0.0),)
+        seen += [tl.load(p_h + (j + t)[:, None] * C, mask=m_h, other=0.0)]
         m_h = m & (t == 0)[:, None]
-        kept += (tl.load(p_h + j * C, mask=m_h, other=0.0),)
+        kept += [tl.load(p_h + j * C, mask=m_h, other=0.0)]
     b_bias = tl.zeros([o_c.shape[0]], tl.float32)
     if bias is not None:
         b_bias += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
-    return weights, b_bias, seen, kept
+    return (weights, b_bias), (seen, kept), (p_h, m, t, n)
 
 
 @triton.jit
-def convolved(
-    b_x,
-    before,
-    history,
-    o_r,
-    m_r,
-    t,
-    n,
-    o_c,
-    m_c,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    MANY: tl.constexpr,
-):
-    """The short convolution of channels o_c of tokens t [BM], [BM, BN].
+def convolved(b_x, taps, inputs, places, META: tl.constexpr):
+    """The short convolution of tokens b_x and the inputs before, [BM, BN].
 
-    The last inputs, as :func:`inputs_before` found them, move on by n [BM]
-    tokens. If there are MANY of each sequence, its rows follow each other in
-    this tile.
+    Beside b_x it takes what :func:`inputs_before` has. The last inputs move
+    on. MANY tokens of a sequence follow each other in this tile.
     """
-    weights, b_bias, seen, kept = before
-    m = m_r[:, None] & m_c[None, :]
-    p_h = history + o_r[:, None] * ((W - 1) * C) + o_c[None, :]
-    b_x = b_x.to(history.dtype.element_ty)
+    weights, b_bias = taps
+    seen, kept = inputs
+    p_h, m, t, n = places
+    C: tl.constexpr = META.SIZES[0]
+    W: tl.constexpr = META.W
+    b_x = b_x.to(p_h.dtype.element_ty)
     b_y = b_x.to(tl.float32) * weights[W - 1].to(tl.float32)[None, :]
     b_y += b_bias[None, :]
     for j in tl.static_range(W - 1):
         lag = W - 1 - j
         b_h = seen[j].to(tl.float32)
-        if MANY:
+        if META.MANY:
             o_m = tl.arange(0, b_x.shape[0])
             is_lag = (o_m[:, None] == o_m[None, :] + lag) & (t >= lag)[:, None]
             b_l = tl.where(is_lag[:, :, None], b_x[None, :, :], 0.0)
             b_h += tl.sum(b_l.to(tl.float32), axis=1)
         b_y += b_h * weights[j].to(tl.float32)[None, :]
-    if MANY:
+    if META.MANY:
         tl.debug_barrier()  # nothing is written before all is read
     for j in tl.static_range(W - 1):
         slot = j - n
@@ -387,144 +365,49 @@ def convolved(
     slot = W - 1 + t - n
     m_k = m & ((slot >= 0) & (slot < W - 1))[:, None]
     tl.store(p_h + slot[:, None] * C, b_x, mask=m_k)
-    return b_y * sigmoid(b_y) if SILU else b_y
+    return b_y * sigmoid(b_y) if META.SILU else b_y
 
 
 @triton.jit(do_not_specialize=["M", "R"])
 def gemv_kernel(
-    x,
-    weights,
-    norm,
-    gate,
-    residual,
-    convolution,
-    rows,
-    accepted,
-    y,
-    eps,
-    M,
-    R,
-    T,
-    stride,
-    stride_gate,
-    K: tl.constexpr,
-    TOTAL: tl.constexpr,
-    SIZES: tl.constexpr,
-    SOURCES: tl.constexpr,
-    V: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    MANY: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    G: tl.constexpr,
-    SUMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, weights, norm, residual, convolution, y, M, R, META: tl.constexpr
 ):
-    """A tile of y [M, TOTAL], as :func:`gemv` says.
+    """A tile of y [M, all SIZES], as :func:`gemv` says.
 
+    x comes with its stride, the norm's weight with the gate, the gate's stride
+    and eps; the convolution is its taps, bias and last inputs [R, W - 1, N],
+    the sequences' rows of those, what is accepted, and tokens per sequence.
     EARLY, programs start while those of the kernel before end, and read
     weights, which are nobody's result, before they wait for it.
     """
-    w, i_n, N, source, target = matrix_of(weights, SIZES, SOURCES, BN)
-    o_m = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
-    o_n = i_n * BN + tl.arange(0, BN)
+    w, i_n, N, source, target = matrix_of(weights, META)
+    o_m = (tl.program_id(1) * META.BM + tl.arange(0, META.BM)).to(tl.int64)
+    o_n = i_n * META.BN + tl.arange(0, META.BN)
     m_m, m_n = o_m < M, o_n < N
+    rows, outputs = (o_m, m_m, M), (o_n, m_n)
     # Nothing that the kernel before writes: read before it ends.
     m_y = m_m[:, None] & m_n[None, :]
-    o_y = o_m[:, None] * TOTAL + target + o_n[None, :]
+    o_y = o_m[:, None] * META.TOTAL + target + o_n[None, :]
     if residual is not None:
         b_residual = tl.load(residual + o_y, mask=m_y, other=0.0)
-    if W > 0:
-        i_b, t = o_m // T, (o_m % T).to(tl.int32)
-        m_c, m_r = m_n & (target == 0), m_m
-        o_r, n = i_b, tl.zeros_like(t) + T
-        if rows is not None:
-            o_r = tl.load(rows + i_b, mask=m_m, other=-1).to(tl.int64)
-            m_r = (o_r >= 0) & (o_r < R)
-        if accepted is not None:
-            n = tl.load(accepted + i_b, mask=m_m, other=0).to(tl.int32)
-        before = inputs_before(convolution, o_r, m_r, t, o_n, m_c, SIZES[0], W)
+    if META.W > 0:
+        channels = o_n, m_n & (target == 0)
+        before = inputs_before(convolution, rows, R, channels, META)
     matrices = (w,)
-    if SWIGLU:
-        matrices = (w, w + SIZES[0] * K)
-    if SUMS:
-        products = rows_by_sums(
-            x + source,
-            matrices,
-            norm,
-            gate,
-            eps,
-            M,
-            stride,
-            stride_gate,
-            o_m,
-            o_n,
-            m_n,
-            K,
-            V,
-            SIGMOID,
-            BK,
-            EARLY,
-        )
-    elif G > 0:
-        products = rows_by_parts(
-            x + source,
-            matrices,
-            norm,
-            gate,
-            eps,
-            stride,
-            stride_gate,
-            o_m,
-            m_m,
-            o_n,
-            m_n,
-            K,
-            V,
-            SIGMOID,
-            G,
-            BK,
-            PRECISION,
-            EARLY,
-        )
+    if META.SWIGLU:
+        matrices = (w, w + META.SIZES[0] * META.K)
+    x = x[0] + source, x[1]
+    if META.SUMS:
+        products = rows_by_sums(x, matrices, norm, rows, outputs, META)
+    elif META.G > 0:
+        products = rows_by_parts(x, matrices, norm, rows, outputs, META)
     else:
-        products = rows_by_dots(
-            x + source,
-            matrices,
-            stride,
-            o_m,
-            m_m,
-            o_n,
-            m_n,
-            K,
-            BK,
-            PRECISION,
-            EARLY,
-        )
+        products = rows_by_dots(x, matrices, rows, outputs, META)
     b_y = products[0]
-    if SWIGLU:
+    if META.SWIGLU:
         b_y = b_y * sigmoid(b_y) * products[1]
-    if W > 0:
-        b_c = convolved(
-            b_y,
-            before,
-            convolution[2],
-            o_r,
-            m_r,
-            t,
-            n,
-            o_n,
-            m_c,
-            SIZES[0],
-            W,
-            SILU,
-            MANY,
-        )
+    if META.W > 0:
+        b_c = convolved(b_y, *before, META)
         b_y = tl.where(target == 0, b_c, b_y)
     if residual is not None:
         b_y += b_residual.to(tl.float32)
@@ -573,48 +456,43 @@ def gemv(
     """
     M, K = len(x), weights[0].shape[1]
     sizes = tuple([len(w) // (1 + swiglu) for w in weights])
-    options = gemv_options(M, K, sum(sizes), x.dtype)
+    tile, settings = gemv_options(M, K, sum(sizes), x.dtype)
     V = 0  # channels of a head; 0: the norm is that of a row
     if norm is not None and (gate is not None or len(norm) < K):
         V = len(norm)
-    whole = options["SUMS"] or options["G"] > 0
-    together = whole and (not V or options["BK"] % V == 0)
-    if norm is not None and not together:
+    whole = M <= SUMS_ROWS or "G" in tile
+    if norm is not None and (not whole or (V and tile["BK"] % V)):
         x = _normed(x, norm, gate, eps, activation)
         norm, gate, V = None, None, 0
-    y = x.new_empty(M, sum(sizes))
-    tiles = sum([triton.cdiv(N, options["BN"]) for N in sizes])
+    before = norm, gate, 0 if gate is None else gate.stride(0), eps
+    behind: Any = None
+    W = R = 0
+    if convolution is not None:
+        behind = (*convolution, rows, accepted, tokens)
+        W, R = convolution[0].shape[1], len(convolution[2])
     early = starts_early(x.device)
+    meta = Meta(
+        K=K,
+        SIZES=sizes,
+        SOURCES=tuple(sources) * (len(sizes) // len(sources)),
+        ROWS_NORMED=norm is not None and V == 0,
+        V=V,
+        SIGMOID=activation == "sigmoid",
+        SWIGLU=swiglu,
+        W=W,
+        SILU=silu,
+        MANY=tokens > 1,
+        EARLY=early,
+        **tile,
+    )
+    y = x.new_empty(M, sum(sizes))
+    tiles = sum([triton.cdiv(N, meta.BN) for N in sizes])
     with torch.cuda.device_of(x):
-        gemv_kernel[(tiles, triton.cdiv(M, options["BM"]))](
-            x,
-            weights,
-            norm,
-            gate,
-            residual,
-            convolution,
-            rows,
-            accepted,
-            y,
-            eps,
-            M,
-            0 if convolution is None else len(convolution[2]),
-            tokens,
-            x.stride(0),
-            0 if gate is None else gate.stride(0),
-            K=K,
-            TOTAL=sum(sizes),
-            SIZES=sizes,
-            SOURCES=tuple(sources) * (len(sizes) // len(sources)),
-            V=V,
-            SIGMOID=activation == "sigmoid",
-            SWIGLU=swiglu,
-            W=0 if convolution is None else convolution[0].shape[1],
-            SILU=silu,
-            MANY=tokens > 1,
-            EARLY=early,
+        gemv_kernel[(tiles, triton.cdiv(M, meta.BM))](
+            *((x, x.stride(0)), weights, before, residual, behind, y),
+            *(M, R, meta),
             launch_pdl=early,
-            **options,
+            **settings,
         )
     return y
 
@@ -635,26 +513,23 @@ def _normed(
     return output_norm.forward(heads, norm, by, silu, eps)[:, 0]
 
 
-def gemv_options(M: int, K: int, N: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tile sizes and launch settings, measured on an H200."""
-    least = triton.next_power_of_2(K)
-    ahead = {"PRECISION": "ieee", "num_stages": 1, "G": 0, "SUMS": False}
+def gemv_options(
+    M: int, K: int, N: int, dtype: torch.dtype
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles and launch settings, measured on an H200."""
+    BM, least = triton.next_power_of_2(M), triton.next_power_of_2(K)
+    half, warps, stages = dtype != torch.float32, 4, 1
     if M <= SUMS_ROWS:
         BN, BK, warps = (8, 512, 8) if N > 1024 else (4, 1024, 4)
-        tile = {"BM": triton.next_power_of_2(M), "BN": BN, "SUMS": True}
-        return ahead | tile | {"BK": min(BK, least), "num_warps": warps}
-    # Products in fp32 take no tensor core: small tiles, which do not spill.
-    half = dtype != torch.float32
-    if M <= 16 and half:
-        tile = {"BM": 16, "BN": 16, "BK": min(128, max(16, least // 4))}
-        return ahead | tile | {"G": 4, "num_warps": 4}
-    return {
-        "BM": min(triton.next_power_of_2(M), 64 if half else 16),
-        "BN": 16 if N <= 1024 or not half else 32,
-        "BK": min(128 if half else 32, max(16, least)),
-        "G": 0,
-        "SUMS": False,
-        "PRECISION": "tf32" if half else "ieee",
-        "num_warps": 4,
-        "num_stages": 4 if half else 3,
-    }
+        tile = {"BM": BM, "BN": BN, "BK": min(BK, least)}
+    elif M <= 16 and half:
+        BK = min(128, max(16, least // 4))
+        tile = {"BM": 16, "BN": 16, "BK": BK, "G": 4}
+    elif half:
+        BK = min(128, max(16, least))
+        tile = {"BM": min(BM, 64), "BN": 32 if N > 1024 else 16, "BK": BK}
+        stages = 4
+    else:  # products take no tensor core: small tiles, which do not spill
+        tile = {"BM": min(BM, 16), "BN": 16, "BK": min(32, max(16, least))}
+        stages = 3
+    return tile, {"num_warps": warps, "num_stages": stages}
