@@ -7,7 +7,7 @@ each variant, several runs side by side on one GPU. First, with seed 0, gates
 that start as published or slow, each with a higher and higher learning rate
 until one is worse than another below it: the second half of the held-out files
 chooses. Then the other seeds, as was chosen. All are judged on the first half.
-Stopped at any point it goes on from there. ``--dry`` says what would run first.
+Stopped at any point it goes on from there. ``--dry`` says what would run.
 """
 
 from __future__ import annotations
