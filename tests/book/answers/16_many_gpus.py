@@ -206,7 +206,7 @@ def zigzag(maps):
     return [(states[r], states[2 * P - 1 - r]) for r in range(P)]
 
 
-# %% ex-doubling passes
+# %% ex-hops passes
 def doubling(Phi, B, rank, size, swap):
     """Hand the maps on first, then double those of the ranks before."""
     own = torch.cat([Phi, B], -1)
@@ -223,13 +223,13 @@ def doubling(Phi, B, rank, size, swap):
     return before[:, len(B) :]
 
 
-# %% ex-doubling not yet: P = 3: not the state that enters rank 2
+# %% ex-hops not yet: P = 3: not the state that enters rank 2
 def doubling(Phi, B, rank, size, swap):
     before = swap(B, 1)
     return torch.zeros_like(B) if before is None else before
 
 
-# %% ex-doubling not yet: P = 5: 5 calls of swap, 4 are allowed
+# %% ex-hops not yet: P = 5: 5 calls of swap, 4 are allowed
 def doubling(Phi, B, rank, size, swap):
     S = torch.zeros_like(B)
     for step in range(size):
@@ -239,7 +239,7 @@ def doubling(Phi, B, rank, size, swap):
     return S
 
 
-# %% ex-doubling not yet: not the state that enters rank
+# %% ex-hops not yet: not the state that enters rank
 def doubling(Phi, B, rank, size, swap):
     distance = 1
     while distance < size:
@@ -252,7 +252,7 @@ def doubling(Phi, B, rank, size, swap):
     return torch.zeros_like(B) if before is None else before
 
 
-# %% ex-doubling not yet: P = 1: not the state that enters rank 0
+# %% ex-hops not yet: P = 1: not the state that enters rank 0
 def doubling(Phi, B, rank, size, swap):
     distance = 1
     while distance < size:
@@ -264,14 +264,14 @@ def doubling(Phi, B, rank, size, swap):
     return B
 
 
-# %% ex-doubling not yet: need equally many
+# %% ex-hops not yet: need equally many
 def doubling(Phi, B, rank, size, swap):
     if rank:
         return swap(B, 1)
     return torch.zeros_like(B)
 
 
-# %% ex-doubling not yet: a map has 2048
+# %% ex-hops not yet: a map has 2048
 def doubling(Phi, B, rank, size, swap):
     swap(torch.cat([Phi, B, B], -1), 1)
     return B
