@@ -5,18 +5,22 @@ import itertools
 import pytest
 import torch
 from company import EDGES, check
+from crossed import crossed
 from inputs import GATES, RULES
 
 from fastweights.kernels.recurrence import settings
 
 # A fixed gate, whose gradient is a sum over all sequences, is one per head.
-MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
+GATES_OF_TOKENS = [x for x in GATES if x != "fixed"]
+MEMBERS = list(itertools.product(GATES_OF_TOKENS, RULES))
 
 
-@pytest.mark.parametrize(
-    "T, edges", [(75, EDGES), (64, EDGES), (75, ()), (64, ())], ids=str
+@crossed(
+    T=[75, 64],
+    edges={"edges": EDGES, "no-edges": ()},
+    gate=GATES_OF_TOKENS,
+    rule=RULES,
 )
-@pytest.mark.parametrize("gate, rule", MEMBERS)
 def test_bits(gate, rule, T, edges, cut, monkeypatch):
     """Of two segments, with and without a tail, where others would be cut."""
     cut(2)
