@@ -25,7 +25,7 @@ def total(x, then=1):
     return y + then, dist.get_rank()
 
 def scaled(x):
-    return factor * (lambda y: y)(x)
+    return (lambda y: factor * y)(x)
 
 def counted(n):
     return 1 + counted(n - 1) if n else 0
