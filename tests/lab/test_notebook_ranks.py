@@ -19,13 +19,16 @@ import torch.distributed as dist
 
 factor = 3
 
-def total(x, then=1):
-    y = scaled(x)
+def total(x, then=1, *, less=0):
+    y = scaled(x) - less
     dist.all_reduce(y)
     return y + then, dist.get_rank()
 
 def scaled(x):
     return (lambda y: factor * y)(x)
+
+def inner(n):
+    return lambda: n
 
 def counted(n):
     return 1 + counted(n - 1) if n else 0
@@ -38,7 +41,6 @@ def one_raises(x):
 def one_ends(x):
     if dist.get_rank() == 1:
         os._exit(3)
-    dist.barrier()
 
 def one_waits(x):
     if dist.get_rank() == 1:
@@ -67,6 +69,8 @@ def test_a_function_travels_with_what_it_names(ranks, notebook):
     assert [rank for _, rank in found] == [0, 1]
     assert all(x.tolist() == [4, 4] for x, _ in found)
     assert ranks.run(notebook.counted, [2, 5]) == [2, 5]
+    with pytest.raises(TypeError, match="<lambda>: got a function with var"):
+        ranks.run(notebook.inner(3))
     assert ranks.run(os.path.join, "ab", "cd") == ["a/c", "b/d"]
 
 

@@ -87,10 +87,14 @@ class Ranks:
             RuntimeError: what a rank raised, or that it ended or waited too
                 long. New processes then take the place of all.
         """
+        messages = [
+            dumps((function, own))
+            for _, *own in zip(self.pipes, *arguments, strict=True)
+        ]
         results: dict[Any, Any] = {}
         try:
-            for pipe, *own in zip(self.pipes, *arguments, strict=True):
-                pipe.send_bytes(dumps((function, own)))
+            for pipe, message in zip(self.pipes, messages, strict=True):
+                pipe.send_bytes(message)
             while left := [x for x in self.pipes if x not in results]:
                 for pipe in wait(left, SECONDS) or left[:1]:
                     results[pipe], failed = answer_of(pipe)
@@ -145,13 +149,19 @@ class _Pickler(pickle.Pickler):
         if isinstance(thing, ModuleType):
             return importlib.import_module, (thing.__name__,)
         if isinstance(thing, FunctionType) and thing.__module__ == "__main__":
+            if thing.__closure__:
+                raise TypeError(
+                    f"{thing.__name__}: got a function with variables of one "
+                    "around it, need them as arguments"
+                )
             names = {
                 name: thing.__globals__[name]
                 for name in named(thing.__code__)
                 if name in thing.__globals__
             }
-            made = marshal.dumps(thing.__code__), thing.__defaults__
-            return new_function, made, names, None, None, set_globals
+            state = names, thing.__defaults__, thing.__kwdefaults__
+            code = marshal.dumps(thing.__code__)
+            return new_function, (code,), state, None, None, complete
         return NotImplemented
 
 
@@ -163,14 +173,15 @@ def named(code: CodeType) -> Iterator[str]:
             yield from named(constant)
 
 
-def new_function(code: bytes, defaults: Any) -> FunctionType:
-    """A function of this code, whose names are to be set."""
+def new_function(code: bytes) -> FunctionType:
+    """A function of this code, without what it names."""
     space = {"__builtins__": __builtins__, "__name__": "__main__"}
-    return FunctionType(marshal.loads(code), space, argdefs=defaults)
+    return FunctionType(marshal.loads(code), space)
 
 
-def set_globals(function: FunctionType, names: dict[str, Any]) -> None:
-    """Give a function what it names."""
+def complete(function: FunctionType, state: tuple[Any, ...]) -> None:
+    """Give a function what it names, and its defaults."""
+    names, function.__defaults__, function.__kwdefaults__ = state
     function.__globals__.update(names)
 
 
