@@ -91,15 +91,12 @@ def test_a_rank_that_fails_ends_the_others(
     with pytest.raises(RuntimeError, match=f"^{said}$"):
         ranks.run(getattr(notebook, name), [0, 0])
     assert all(process.poll() is not None for process in before)
-    monkeypatch.undo()
+    monkeypatch.undo()  # and new ones come
     assert ranks.run(notebook.counted, [1, 2]) == [1, 2]
 
 
-def test_they_end_with_the_notebook(notebook):
-    own = module.Ranks(2)
-    own.run(notebook.counted, [0, 0])
-    for pipe in own.pipes:
+def test_they_end_with_the_notebook(ranks, notebook):
+    ranks.run(notebook.counted, [0, 0])
+    for pipe in ranks.pipes:
         pipe.close()
-    for process in own.processes:
-        assert process.wait(20) == 0
-    own.folder.cleanup()
+    assert [process.wait(20) for process in ranks.processes] == [0, 0]
