@@ -46,7 +46,7 @@ FIRST = {
     "padding": "03_chunkwise#padding-writes-to-the-state",
     "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
     "hybrid": "10_models#a-hybrid-keeps-a-third-of-the-cache",
-    "momentum": "06_test_time_training#momentum-spreads-out-an-example",
+    "momentum": "12_deep_memory#momentum-answers-with-the-recent-past",
 }
 
 
