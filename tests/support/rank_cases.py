@@ -5,8 +5,10 @@ without the context; then the rank's own tokens are, in it.
 """
 
 import copy
+import functools
 from itertools import pairwise
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
 from fastweights.models import next_tokens
+from fastweights.ops.backends import record_backends
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.ranks.group import current
 from fastweights_lab.text.training import Training
@@ -432,3 +435,41 @@ def trained(rank, settings, path, save, steps):
     run.save(save)
     said = run.sample("1", 4) if run.settings.fsdp else None
     return losses, found, said
+
+
+def by_kernels(rank, name, spread, segments, compiled=False):
+    """In fp32 and chunks of 16, cut into segments; beside PyTorch in fp64.
+
+    Of half of the heads: the interpreter is slow.
+    """
+    from fastweights.kernels.recurrence import settings
+
+    tokens, shared = inputs(name, spread)
+    tokens = {n: x.float()[:, :, : x.shape[2] // 2] for n, x in tokens.items()}
+    some = slice(HV // 2)
+    half = {"g": some, "initial_state": (slice(None), some)}
+    shared = {n: x.float()[half[n]] for n, x in shared.items()}
+    kernels = functools.partial(
+        getattr(fw, name), chunk_size=16, backend="triton"
+    )
+    if compiled:
+        kernels = torch.compile(kernels, fullgraph=True, backend="aot_eager")
+
+    def call(**tensors):
+        if current() is not None:
+            with record_backends() as ran:
+                o, state = kernels(**tensors)
+            assert ran == ["triton forward"]
+            return o, state
+        cu_seqlens = tensors.pop("cu_seqlens")
+        tensors = {n: x.double() for n, x in tensors.items()}
+        o, state = getattr(fw, name)(**tensors, cu_seqlens=cu_seqlens)
+        return o.float(), state.float()
+
+    def cut(_, __, chunks):
+        return -(-chunks // segments)
+
+    settings.lengths_of.cache_clear()
+    with mock.patch.object(settings, "segment_chunks", cut):
+        compared(rank, call, spread, tokens, shared)
+    settings.lengths_of.cache_clear()

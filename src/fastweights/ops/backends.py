@@ -78,6 +78,18 @@ def backend_for(asked: str, q: Tensor) -> str:
     return "chunkwise"
 
 
+@private.constant_in_graphs
+def kernels_run(
+    asked: str, device: torch.device, dtype: torch.dtype, K: int
+) -> bool:
+    """Whether the recurrence's kernels do, where this backend is asked for."""
+    return (
+        asked != "loop"
+        and K <= MAX_K
+        and (choose_backend(asked, device, dtype) == "triton")
+    )
+
+
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
     """Raise ValueError unless the backend has one of these names."""
     if backend not in names:

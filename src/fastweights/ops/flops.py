@@ -85,6 +85,8 @@ def backward(
 FORMULAS: dict[str, Callable[..., int]] = {
     "linear_recurrence": forward,
     "linear_recurrence_backward": backward,
+    "linear_recurrence_on_ranks": forward,
+    "linear_recurrence_on_ranks_backward": backward,
 }
 
 

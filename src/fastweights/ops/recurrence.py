@@ -12,6 +12,7 @@ and in the third another key, ``erase``, reads what is erased.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +34,13 @@ from fastweights.ops.backends import (
     Backend,
     backend_for,
     check_backend,
+    kernels_run,
     record_run,
 )
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
+from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current
 from fastweights.ranks.stretch import (
     additive_over_ranks,
@@ -176,6 +179,25 @@ def of_one_rank(
     check_arguments(q, k, v, **given, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
     check_values(q, k, v, **given)
+    of, states = (q, k, v, g, beta, erase), (initial_state, cu_seqlens)
+    return _by(RECURRENCE, *of, *states, scale, chunk_size, backend)
+
+
+def _by(
+    operator: Operator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    chunk_size: int | None,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """What an operator makes of arguments that have been checked."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -187,7 +209,7 @@ def of_one_rank(
     inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, scale)
     if backend == "loop":
         return _loop(*inputs)
-    return RECURRENCE(*inputs, chunk_size, backend, is_invariant())
+    return operator(*inputs, chunk_size, backend, is_invariant())
 
 
 def _over_ranks(
@@ -203,7 +225,7 @@ def _over_ranks(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of this rank's tokens, which may be none."""
-    scale, chunk_size, _ = options
+    scale, chunk_size, backend = options
     check_arguments(
         q,
         k,
@@ -217,12 +239,25 @@ def _over_ranks(
         chunk_size=chunk_size,
         fewest=0,
     )
+    check_backend(backend)
     T = q.shape[1]
     q, k, v, g, beta, erase = with_a_token(q, k, v, g, beta, erase)
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
+    first = first_states(q, v, initial_state, cu_seqlens)
+    if kernels_run(backend, q.device, q.dtype, q.shape[-1]):
+        stretch: Any = None  # nothing is to be looked up in it
+        if initial_state is not None or cu_seqlens is not None:
+            stretch = stretch_of(ranks, q, T, cu_seqlens)
+            first = stretch.first(first)
+        check_values(q, k, v, g=g, beta=beta, erase=erase)
+        of, states = (q, k, v, g, beta, erase), (first, cu_seqlens)
+        o, state = _by(ON_RANKS, *of, *states, *options)
+        if cu_seqlens is not None:
+            state = stretch.finish(state, state)
+        return o[:, :T], state
     stretch = stretch_of(ranks, q, T, cu_seqlens)
-    first = stretch.first(first_states(q, v, initial_state, cu_seqlens))
+    first = stretch.first(first)
 
     def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
         return of_one_rank(q, k, v, g, beta, erase, first, offsets, *options)
@@ -333,17 +368,98 @@ def _backward(
         return module.backward(do, dstate, q, *inputs, chunk_size, invariant)
 
 
-RECURRENCE = Operator(
-    "linear_recurrence",
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? erase, "
-    "Tensor? initial_state, Tensor? cu_seqlens",
-    "float scale, int? chunk_size, str backend, bool invariant",
-    "Tensor o, Tensor state, Tensor[] saved",
-    hidden=1,
-    kept=1,
-    forward=_forward,
-    fake=_fake,
-    backward=_backward,
-    instead='only backend="loop" has',
+def _forward_of_a_rank(
+    q: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """As :func:`_forward`; a batch's final states are those of all ranks.
+
+    Of a pack they are what leaves the sequences here. Also kept are the maps
+    of all ranks and the states that enter this one.
+    """
+    *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
+    exchange = Exchange(_ranks(), q, cu_seqlens)
+    entering = first.clone(memory_format=torch.contiguous_format)
+    states = entering, exchange.cu_seqlens
+    _, module, chunk_size = _implementation("triton", q, chunk_size)
+    record_run("triton forward")
+    with without_autocast(q):
+        o, state, saved = module.forward(
+            *(q, *inputs, *states, scale, chunk_size, invariant),
+            exchange.forward,
+        )
+    if cu_seqlens is None:
+        state = exchange.last.to(state.dtype)
+    return o, state, [*saved, exchange.maps, entering]
+
+
+def _fake_of_a_rank(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    g, beta, erase, first, cu_seqlens, *options = others
+    _, chunk_size, _, invariant = options
+    _, module, chunk_size = _implementation("triton", q, chunk_size)
+    tokens = (q, v, g, beta, erase, cu_seqlens)
+    saved = module.empty_saved(*tokens, chunk_size, invariant, True)
+    rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
+    width = 1 if beta is None and erase is None else K
+    maps = first.new_empty(_ranks().size, rows, v.shape[2], K, width)
+    states = [torch.empty_like(first) for _ in range(2)]
+    return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
+
+
+def _backward_of_a_rank(
+    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """As :func:`_backward`."""
+    *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
+    *saved, maps, entering = saved
+    leaving = torch.zeros_like(entering)
+    if cu_seqlens is not None and dstate is not None:
+        leaving, dstate = leaving.copy_(dstate), None
+    exchange = Exchange(_ranks(), q, cu_seqlens, maps, dstate)
+    states = entering, exchange.cu_seqlens
+    _, module, chunk_size = _implementation("triton", q, chunk_size)
+    record_run("triton backward")
+    with without_autocast(q):
+        return module.backward(
+            *(do, leaving, q, *inputs, *states, saved),
+            *(scale, chunk_size, invariant, exchange.backward),
+        )
+
+
+def _ranks() -> Ranks:
+    """Those of the context that is open."""
+    ranks = current()
+    if ranks is None:
+        raise RuntimeError(
+            "context_parallel: got a backward outside of it, need it inside, "
+            "since ranks tell each other gradients"
+        )
+    return ranks
+
+
+def _operator(name: str, *functions: Callable) -> Operator:
+    forward, fake, backward = functions
+    return Operator(
+        name,
+        "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+        "Tensor? erase, Tensor? initial_state, Tensor? cu_seqlens",
+        "float scale, int? chunk_size, str backend, bool invariant",
+        "Tensor o, Tensor state, Tensor[] saved",
+        hidden=1,
+        kept=1,
+        forward=forward,
+        fake=fake,
+        backward=backward,
+        instead='only backend="loop" has',
+    )
+
+
+RECURRENCE = _operator("linear_recurrence", _forward, _fake, _backward)
+ON_RANKS = _operator(
+    "linear_recurrence_on_ranks",
+    _forward_of_a_rank,
+    _fake_of_a_rank,
+    _backward_of_a_rank,
 )
 tell_counters()

@@ -127,11 +127,13 @@ def context_parallel(
     convolution, layers of these, softmax attention, and a LanguageModel of
     such layers. TTT, Titans, LaCT, MesaNet, decoding and its states refuse.
 
-    What is computed twice: each stretch is first run for its map, by the
-    operator itself. Of the additive rule that is its final state, in a
-    second pass over k and v; of the delta rule it is a pass on V + K columns,
-    V for B and K for M. Softmax attention has the keys and values of all
-    ranks on each of them.
+    What is computed twice: the kernels of linear_recurrence find a stretch's
+    map as they find those of segments of a long sequence, and run each scan
+    once. Without kernels, and in mlstm and where outputs are normalised, each
+    stretch is first run for its map, by the operator itself. Of the additive
+    rule that is its final state, in a second pass over k and v; of the delta
+    rule it is a pass on V + K columns, V for B and K for M. Softmax attention
+    has the keys and values of all ranks on each of them.
 
     Args:
         mesh: a DeviceMesh of one dimension, or a process group; its ranks in

@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import fastweights as fw
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights_lab.bench import generate, speed
-from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, timeit
+from fastweights_lab.bench.timing import (
+    CACHE_BYTES,
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    Row,
+    timeit,
+)
 from fastweights_lab.records import machine
 
 SHAPE = speed.SHAPES["long"] if ON_GPU else speed.ON_CPU
@@ -67,13 +75,39 @@ def relative_error(x: Tensor, ref: Tensor) -> Tensor:
     return (x.float() - ref.float()).norm() / ref.float().norm()
 
 
+def timed(call: Callable[[], object], repeats: int = 7) -> float:
+    """Median seconds on the slowest rank, from when all ranks are there.
+
+    As timeit, but for that: a rank waits for the others in a call.
+    """
+    if not ON_GPU:
+        return slowest(timeit(call, repeats=repeats))
+    for _ in range(3):
+        call()
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=DEVICE)
+    here, pairs = torch.zeros(1, device=DEVICE), []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        for _ in range(100):  # while the host queues the call
+            cache.zero_()
+        dist.all_reduce(here)
+        begin.record()
+        call()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    seconds = [a.elapsed_time(b) / 1e3 for a, b in pairs]
+    return slowest(statistics.median(seconds))
+
+
 def pair(call: Callable[[], object], mesh: Any) -> Row:
     """Seconds of a call on each rank alone, and of all ranks together."""
-    row = {"alone": slowest(timeit(call, repeats=5))}
+    row = {"alone": timed(call)}
     say(f"alone {1e3 * row['alone']:.3f} ms")
     with fw.context_parallel(mesh):
-        row["ranks"] = slowest(timeit(call, repeats=5))
-    say(f"ranks {1e3 * row['ranks']:.3f} ms")
+        row["ranks"] = timed(call)
+    times = row["ranks"] / row["alone"]
+    say(f"ranks {1e3 * row['ranks']:.3f} ms, {times:.3f} times as long")
     return row
 
 

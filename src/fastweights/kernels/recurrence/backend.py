@@ -7,7 +7,7 @@ As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,14 @@ from fastweights.kernels.recurrence.schedule import (
 from fastweights.kernels.recurrence.settings import Kind, lengths_of
 
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
+Exchange = Callable[..., None] | None
 
 
 def kind_of(
-    given: Given, chunk_size: int, invariant: bool = False
+    given: Given,
+    chunk_size: int,
+    invariant: bool = False,
+    ranks: bool = False,
 ) -> tuple[Kind, tuple]:
     """What kind of call that is; and what lengths_of it takes.
 
@@ -43,6 +47,8 @@ def kind_of(
     delta = beta is not None or erase is not None
     rule: Any = (gate_width, delta, chunk_size, precision, erase is not None)
     kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
+    if ranks:
+        kind = kind._replace(ranks=True)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
 
@@ -60,10 +66,11 @@ def empty_saved(
     cu_seqlens: Tensor | None,
     chunk_size: int,
     invariant: bool = False,
+    ranks: bool = False,
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
     given = (q, q, v, g, beta, erase, None, cu_seqlens)
-    kind, sizes = kind_of(given, chunk_size, invariant)
+    kind, sizes = kind_of(given, chunk_size, invariant, ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.Rooms(kind, dtypes_of(given)).saved
     size = buffer_offsets((x.lines for x in saved), lengths)[-1]
@@ -83,17 +90,23 @@ def aligned(x: Tensor | None) -> Tensor | None:
 
 
 def run(
-    inputs: Given, saved: list[Tensor] | None, scale: float, *options: Any
+    inputs: Given,
+    saved: list[Tensor] | None,
+    scale: float,
+    chunk_size: int,
+    invariant: bool,
+    exchange: Exchange = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward or, if it ``saved``, a backward; what is saved.
 
     With a forward's kernels are compiled those of the backward that its
     inputs will need, if they require a gradient, and only the outputs have
-    one.
+    one. What a rank has to ``exchange`` is told in schedule.Schedule.
     """
     with torch.cuda.device_of(inputs[0]):
         given = [aligned(x) for x in inputs]
-        kind, sizes = kind_of(given, *options)
+        ranks = exchange is not None
+        kind, sizes = kind_of(given, chunk_size, invariant, ranks)
         lengths, of = lengths_of(kind, *sizes), dtypes_of(given)
         segmented, back = lengths.borders > 0, saved is not None
         whole = stages.backward_schedule if back else stages.forward_schedule
@@ -102,13 +115,13 @@ def run(
             together = [schedule]
             leaves = [x for x in given if x is not None and x.requires_grad]
             if leaves and not back:
-                needed = (*of, of[2], None)
+                needed = (*of, of[2], torch.float32 if ranks else None)
                 together.append(
                     stages.backward_schedule(kind, needed, segmented)
                 )
             compile_together(*together)
             schedule.load(kind.gpu.shared)
-        return schedule(given, lengths, scale, saved)
+        return schedule(given, lengths, scale, saved, exchange)
 
 
 def forward(
@@ -123,6 +136,7 @@ def forward(
     scale: float,
     chunk_size: int,
     invariant: bool = False,
+    exchange: Exchange = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
 
@@ -130,7 +144,8 @@ def forward(
     """
     check_offsets_on_host(cu_seqlens, q.shape[1])
     inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens)
-    made, saved = run(inputs, None, scale, chunk_size, invariant)
+    options = chunk_size, invariant, exchange
+    made, saved = run(inputs, None, scale, *options)
     return made["o"], made["state"], saved
 
 
@@ -149,6 +164,7 @@ def backward(
     scale: float,
     chunk_size: int,
     invariant: bool = False,
+    exchange: Exchange = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
@@ -158,7 +174,8 @@ def backward(
     if do is None:
         do = torch.zeros_like(v)
     inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, do, dstate)
-    made, _ = run(inputs, saved, scale, chunk_size, invariant)
+    options = chunk_size, invariant, exchange
+    made, _ = run(inputs, saved, scale, *options)
     if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
         made["dg"] = made["dg"].view_as(g)
     if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles

@@ -11,6 +11,12 @@ Whatever state enters a whole segment, also as a call's initial state, the one
 that leaves it is composed, also as a call's final state. So a sequence may be
 cut into calls at its borders, and the bits stay. Only what nothing enters is
 left as the scan leaves it: composed, it would be the same.
+
+META.RANKS: the tokens are those of one of the ranks of a group, and a sequence
+may go on at the next one. Then a segment is whole that goes up to the last
+token here, however short it is, and there is a border after it. A pack has one
+border more, at its first token, for the gradient of what enters a sequence
+without any whole segment.
 """
 
 import triton
@@ -34,24 +40,45 @@ def segment_at(i_s, cu_seqlens, N, T, L, BT: tl.constexpr):
 
 
 @triton.jit
-def border_of(i_n, start, first, cu_seqlens, T, L, BT: tl.constexpr):
-    """The border at the end of the segment that starts with chunk first."""
-    if cu_seqlens is None:
-        return i_n * (T // (L * BT)) + first // L
-    else:
-        return ((start + first * BT) // (L * BT)).to(tl.int32)
+def borders_of(T, L, META: tl.constexpr):
+    """How many borders a sequence of a batch has."""
+    borders = T // (L * META.BT)
+    if META.RANKS:
+        borders = tl.cdiv(T, L * META.BT)
+    return borders
 
 
 @triton.jit
-def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
+def border_of(i_n, start, first, cu_seqlens, T, L, META: tl.constexpr):
+    """The border at the end of the segment that starts with chunk first."""
+    if cu_seqlens is None:
+        return i_n * borders_of(T, L, META) + first // L
+    else:
+        return ((start + first * META.BT) // (L * META.BT)).to(tl.int32)
+
+
+@triton.jit
+def segment_before(i_b, cu_seqlens, N, T, L, META: tl.constexpr):
     """The segment before border i_b, as segment_at has it, if it is whole.
 
     Of packed sequences that with the last of the border's tokens.
     """
+    BT: tl.constexpr = META.BT
     if cu_seqlens is None:
-        borders = T // (L * BT)  # of each sequence
+        borders = borders_of(T, L, META)
         i_n, first = i_b // borders, i_b % borders * L
         start, end = tile.sequence_span(i_n, cu_seqlens, T)
+    elif META.RANKS:
+        last = (i_b + 1).to(tl.int64) * (L * BT) - 1
+        is_edge = i_b == borders_of(T, L, META)
+        last = tl.where(is_edge, 0, tl.minimum(last, T - 1))
+        i_n = tile.sequence_of(last, cu_seqlens, N, T, 1, True)
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        if is_edge:
+            first = -L
+        elif border_of(i_n, start, first, cu_seqlens, T, L, META) != i_b:
+            end = start
     else:
         i_n = tile.sequence_of(i_b, cu_seqlens, N, T, L * BT, True)
         start, end = tile.sequence_span(i_n, cu_seqlens, T)
@@ -63,9 +90,15 @@ def segment_before(i_b, cu_seqlens, N, T, L, BT: tl.constexpr):
 
 
 @triton.jit
-def is_whole(start, end, first, L, BT: tl.constexpr):
+def is_whole(start, end, first, cu_seqlens, T, L, META: tl.constexpr):
     """Whether the segment that starts with chunk first has all L chunks."""
-    return start + (first + L).to(tl.int64) * BT <= end
+    whole = start + (first + L).to(tl.int64) * META.BT <= end
+    if META.RANKS:
+        here = start + first.to(tl.int64) * META.BT < end
+        if cu_seqlens is not None:
+            here &= end == T
+        whole = (whole | here) & (first >= 0)
+    return whole
 
 
 @triton.jit
@@ -127,10 +160,15 @@ def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
     NJ: tl.constexpr = META.NJ
     i_v, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_b % HV, i_b // HV
-    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, BT)
+    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, META)
     o_k = tl.arange(0, BK)
     segments = ((end - start) // (L * BT)).to(tl.int32)
     has_tail = start + segments.to(tl.int64) * (L * BT) < end
+    if META.RANKS:
+        tail = segments * L
+        goes_on = is_whole(start, end, tail, cu_seqlens, T, L, META)
+        segments += goes_on.to(tl.int32)
+        has_tail &= goes_on == 0
     if first != 0:
         segments = 0
     begin, stop = 0, segments
@@ -140,8 +178,8 @@ def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
         stop -= 1
     for i in range(begin, stop):
         i_s = segments - 1 - i if BACK else i
-        i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, BT)
-        i_to = border_of(i_n, start, i_s * L - L, cu_seqlens, T, L, BT)
+        i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, META)
+        i_to = border_of(i_n, start, i_s * L - L, cu_seqlens, T, L, META)
         i_from, from_edge, to_edge = i_M, i == 0, i == segments - 1
         if BACK:
             from_edge &= has_tail == 0

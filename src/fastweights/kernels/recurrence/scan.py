@@ -86,7 +86,7 @@ def chunks_of(
     BT: tl.constexpr = META.BT
     reaches_all = True
     if MAP:
-        i_n, start, end, first = segment_before(i_x, cu_seqlens, N, T, L, BT)
+        i_n, start, end, first = segment_before(i_x, cu_seqlens, N, T, L, META)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
@@ -96,7 +96,7 @@ def chunks_of(
         enters = first >= 0
     if MAP:
         enters |= (last < NT) & (is_map == 0)
-    is_composed = enters & is_whole(start, end, first, L, BT)
+    is_composed = enters & is_whole(start, end, first, cu_seqlens, T, L, META)
     if MAP:
         last = tl.where(is_composed, last, first)
     begin = first
@@ -144,7 +144,7 @@ def enter(
         b_S = tile.load_state(initial_state, i_nh, i_v, first == 0, META)
     if border_states is not None and not MAP:
         NT = tl.cdiv(end - start, META.BT).to(tl.int32)
-        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META.BT)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
         has_before = (first > 0) & (first < NT)
         i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
         b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
@@ -419,10 +419,12 @@ def scan_bwd_kernel(
     i_r = i_hv if ERASE else i_h
     if MAP:
         i_n, start, end, first = segment_before(
-            i_x // 2, cu_seqlens, N, T, L, BT
+            i_x // 2, cu_seqlens, N, T, L, META
         )
-        is_border = is_whole(start, end, first, L, BT)
+        is_border = is_whole(start, end, first, cu_seqlens, T, L, META)
         is_tail = i_x % 2 == 1
+        if META.RANKS:
+            is_border |= is_tail & (first < 0)
         first = tl.where(is_tail, first + L, first)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
@@ -431,7 +433,7 @@ def scan_bwd_kernel(
     i_nh = i_n * HV + i_hv
     i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
     from_end = (last == NT) & ((first < NT) | (first == 0))
-    whole = is_whole(start, end, first, L, BT)
+    whole = is_whole(start, end, first, cu_seqlens, T, L, META)
     if MAP:
         from_end &= whole == 0
         is_border &= from_end == is_tail
@@ -450,7 +452,7 @@ def scan_bwd_kernel(
     else:
         b_dS = tile.load_state(dstate, i_nh, i_v, from_end, META)
     if border_grads is not None and not MAP:
-        i_b = border_of(i_n, start, first, cu_seqlens, T, L, BT)
+        i_b = border_of(i_n, start, first, cu_seqlens, T, L, META)
         has_after = last < NT
         i_b = tl.where(has_after, i_b, 0) * HV + i_hv
         b_dS += tile.load_state(border_grads, i_b, i_v, has_after, META)
@@ -547,7 +549,7 @@ def scan_bwd_kernel(
             b_dS *= b_half
 
     if MAP:
-        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, BT)
+        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
         p_dS, i_dS = state_passing(
             dinitial_state, border_grads, first == 0, i_n, i_b, i_hv, HV
         )

@@ -10,6 +10,7 @@ every tensor is :class:`Room` for so many rows, and every grid and number a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -53,11 +54,19 @@ class Room:
         """Triton takes it for a tensor as it compiles: 16 divides this."""
         return 0
 
+    def shape(self, lengths: Lengths) -> tuple[IntLike, ...]:
+        if self.length == "tokens":
+            return *lengths[:2], *self.row
+        return getattr(lengths, self.length), *self.row
+
     def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
-        first: tuple[IntLike, ...] = lengths[:2]
-        if self.length != "tokens":
-            first = (getattr(lengths, self.length),)
-        return q.new_empty(first + self.row, dtype=self.dtype)
+        return q.new_empty(self.shape(lengths), dtype=self.dtype)
+
+    def within(self, buffer: Tensor, start: int, lengths: Lengths) -> Tensor:
+        """The tensor whose first byte is this one of a buffer."""
+        shape = self.shape(lengths)
+        end = start + prod(shape) * self.dtype.itemsize
+        return buffer[start:end].view(self.dtype).view(shape)
 
 
 class Count(NamedTuple):
@@ -108,6 +117,20 @@ def allocate(
     if INTERPRETED:
         return [x.empty(q, lengths) for x in rooms]
     return [q.new_empty(size, dtype=torch.uint8)]
+
+
+def views(
+    rooms: Sequence[Room],
+    buffers: list[Tensor],
+    starts: Sequence[int],
+    lengths: Lengths,
+) -> dict[str, Tensor]:
+    """By name the tensors of what :func:`allocate` has made."""
+    names = [x.name for x in rooms]
+    if INTERPRETED:
+        return dict(zip(names, buffers, strict=False))
+    found = zip(rooms, starts, strict=False)
+    return {x.name: x.within(buffers[0], at, lengths) for x, at in found}
 
 
 class Launch(NamedTuple):
@@ -175,12 +198,17 @@ class Schedule:
     memory of its own; what is saved for the backward is in one buffer, which
     the forward makes and the backward is handed; all other tensors share one,
     ``scratch``, that is freed after the last launch.
+
+    Of a rank ``compose`` is which launch that is. Before it a call hands what
+    it works on to ``exchange``, which asks the other ranks (compose_kernel's
+    first four arguments, and a function that runs it).
     """
 
     launches: Sequence[Launch]
     given: Sequence[str]
     results: Sequence[Room]
     saved: Sequence[Room]
+    compose: int | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -236,6 +264,7 @@ class Schedule:
         lengths: Lengths,
         scale: float,
         saved: list[Tensor] | None = None,
+        exchange: Callable[..., None] | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run it: the results by name, and what is saved if not ``saved``.
 
@@ -269,7 +298,20 @@ class Schedule:
             values += numbers
         values += [pick(values) for pick in self.groups]
         start = start_with_scratch if self.tma else start_all
-        start(runs, values)
+        n = self.compose
+        if exchange is None or n is None:
+            start(runs, values)
+            return made, saved
+        tensors = dict(zip(self.given, given, strict=True)) | made
+        tensors |= views(self.saved, saved, in_saved, lengths)
+        tensors |= views(self.scratch, scratch, in_scratch, lengths)
+        passed = self.launches[n].arguments[:4]
+        start(runs[:n], values)
+        exchange(
+            *(x and tensors[x.name] for x in passed),
+            functools.partial(start, runs[n : n + 1], values),
+        )
+        start(runs[n:], values)
         return made, saved
 
 

@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     chunk_size: int
     precision: str  # kernels.dot_precision
     erase: bool = False  # of the delta rule: another key than k erases
+    ranks: bool = False  # other ranks have the tokens before and after
 
     @property
     def per_head(self) -> bool:
@@ -76,6 +77,7 @@ class Meta:
     BJ: int = 1
     TMA: bool = False  # the tensor memory accelerator loads its tiles
     ERASE: bool = False
+    RANKS: bool = False  # sequences may go on past the last token
 
     GATED = property(lambda x: x.PER_HEAD or x.PER_CHANNEL)
 
@@ -239,6 +241,7 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),
         ERASE=kind.erase,
+        RANKS=kind.ranks and stage not in INSIDE,
         **sizes,
     )
     return meta, options
@@ -280,7 +283,11 @@ def lengths_of(
     L = INVARIANT_SEGMENT // C
     if not invariant:
         L = segment_chunks(kind, rows, chunks)
-    segments = rows * -(-chunks // L) + (N if packed else 0)
+    segments = rows * -(-chunks // L)
+    borders = rows * (T // (L * C))
+    if kind.ranks:
+        borders = segments + packed
+    segments += N if packed else 0
     return Lengths(
         B,
         T,
@@ -289,7 +296,7 @@ def lengths_of(
         tokens=B * T,
         slots=chunks + N if packed else B * chunks,
         segments=segments,
-        borders=rows * (T // (L * C)),
+        borders=borders,
     )
 
 

@@ -189,7 +189,12 @@ class ScheduleBuilder:
             programs = Count("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        return Schedule(self.launches, self.given, made, self.rooms.saved)
+        compose = None
+        if self.kind.ranks:
+            kernels = [launch.kernel for launch in self.launches]
+            compose = kernels.index(compose_kernel)
+        saved = self.rooms.saved
+        return Schedule(self.launches, self.given, made, saved, compose)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,56 @@
+"""What ranks tell each other, found by the kernels that find segments'."""
+
+import pytest
+import rank_cases
+import torch.distributed as dist
+from process_group import ProcessGroup
+from rank_cases import Spread
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("no gloo", allow_module_level=True)
+
+SPREADS = {
+    "equal": Spread((70, 70), None, False),
+    "empty": Spread((0, 42), None),
+    "three": Spread((20, 37, 20), (0, 2, 75)),
+    "a pack": Spread((50, 50), (0, 3, 3, 40, 67, 100), False),
+    "one sequence": Spread((50, 50), (0, 97), False),
+    "an unequal pack": Spread((20, 45), (0, 0, 19, 19, 63, 65)),
+    "an empty first": Spread((0, 45), (0, 0, 3, 45)),
+}
+# Gates and rules of every sort, and borders of every sort.
+CASES = [
+    ("kda", "equal", 3),
+    ("deltanet", "equal", 3),
+    ("deltanet", "three", 2),
+    ("gla", "three", 2),
+    ("gla", "empty", 2),
+    ("gated_deltanet", "a pack", 3),
+    ("linear_attention", "a pack", 2),
+    ("mamba2", "one sequence", 2),
+    ("gated_deltanet", "an unequal pack", 1),
+    ("comba", "an empty first", 2),
+    ("retention", "an empty first", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Two processes, and three."""
+    made = {size: ProcessGroup(size) for size in (2, 3)}
+    yield made
+    for group in made.values():
+        group.stop()
+
+
+@pytest.mark.parametrize("name, spread, segments", CASES)
+def test_members(groups, name, spread, segments):
+    """Outputs, final states and all gradients."""
+    given = name, SPREADS[spread], segments
+    group = groups[len(SPREADS[spread].tokens)]
+    group.run(rank_cases.by_kernels, *given)
+
+
+@pytest.mark.parametrize("spread", ["empty", "an unequal pack"])
+def test_in_one_graph(groups, spread):
+    groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
