@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from crossed import all_but
 from offline import (
     AS_RECORDED,
@@ -252,3 +253,24 @@ def test_fp32(stage, width, rule, products, tmp_path):
         stage, width, rule, capability, dtype="fp32", precision=precision
     )
     judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)
+
+
+def test_of_a_rank(tmp_path):
+    """Packed, with a gate per channel: no more registers than of one GPU."""
+    gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
+    sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)
+    kind = Kind(gpu, low, *sizes, ranks=True)
+    given = (low, low, low, FP32, FP32, None, FP32, torch.int64)
+    schedules = (
+        stages.forward_schedule(kind, given, True),
+        stages.backward_schedule(kind, (*given, low, FP32), True),
+    )
+    launches = [
+        launch
+        for schedule in schedules
+        for launch in schedule.launches
+        if getattr(launch.arguments[-1], "RANKS", False)
+    ]
+    assert len(launches) == 7
+    for launch in launches:
+        judge(build_launch(launch, 90), 90, tmp_path, 200)
