@@ -31,7 +31,8 @@ def _prompt(cell: nodes.container, labels: list[str]) -> str:
     held, whole = holds(source), cell["hide_mode"] == "all"
     if whole and held == "figure":
         return "Figure"
-    if (labels or (whole and "\nshow(" not in source)) and held != "exercise":
+    listed = "\nshow(" in f"\n{source}"
+    if (labels or (whole and not listed)) and held != "exercise":
         return "Check"
     return PROMPTS[held]
 
