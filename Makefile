@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: book check clean help mutants notebooks pdf serve
-.PHONY: oldest test test-all types
+.PHONY: oldest site test test-all types
 PORT ?= 8000
 
 # Python: the one given as PYTHON=..., else the first with which it works:
@@ -108,14 +108,11 @@ test: $(READY) $(MODULES) ## check style, types, library, chapters, site
 	@$(SAY) "kernels: Triton's interpreter, in a process of its own"
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(UNIT) -m "not full" \
 		$(KERNEL_TESTS)
-	@$(MAKE) --no-print-directory -j2 oldest notebooks
 	@$(SAY) "chapters: run each, then the answers to its exercises"
 	@rm -rf build/test
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
 		--then tools/chapter_answers.py
-	@$(SAY) "site: every warning an error"
-	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
-		-d build/test/doctrees chapters build/test/html
+	@$(MAKE) --no-print-directory -j2 site oldest notebooks
 	@$(SAY) "site: answers, links, alt texts, in a browser; notebooks"
 	@$(PY) $(PYTEST) $(BUILT_TESTS)
 
@@ -164,6 +161,11 @@ $(OLD)/.made: $(READY)
 		"triton==3.6.*"
 	@touch $@
 
+site: ## part of test: the site, of the cells that it has run
+	@$(SAY) "site: every warning an error"
+	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
+		-d build/test/doctrees chapters build/test/html
+
 types: $(READY) ## part of check: mypy
 	@$(SAY) "types: mypy"
 	@$(PY) -m mypy
@@ -199,7 +201,8 @@ $(READY): pyproject.toml constraints.txt $(if $(filter-out .venv,$(ENV)),,.venv/
 	@.venv/bin/python -m pip install --disable-pip-version-check \
 		--no-compile -c constraints.txt \
 		-e '.[chapters,book,models,test]'
-	@.venv/bin/python -m compileall -qq -j 0 .venv/lib || true # quicker
+	@.venv/bin/python -m compileall -qq -j 0 -x '/(tests|transformers)/' \
+		.venv/lib || true # quicker
 	@touch $@
 
 $(MODULES): book/package.json book/package-lock.json

@@ -9,6 +9,7 @@ here, in some twenty seconds; ``tools/pairs.py oldest`` compiles to the end.
 
 import itertools
 import sys
+from operator import getitem
 from pathlib import Path
 
 import torch
@@ -23,8 +24,17 @@ from fastweights.kernels.recurrence.settings import Kind
 from fastweights.private import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+from crossed import pairwise
 from offline import SHARED, source_of
 
+RULES = (False, False), (True, False), (True, True)  # delta, erase
+# Each member of the family with each of the rest, and all pairs of these.
+AXES = (
+    [*itertools.product((0, 1, 128), RULES)],
+    (torch.bfloat16, torch.float16, torch.float32),
+    (None, torch.float32),
+    (None, torch.int64),
+)
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
 
@@ -50,13 +60,9 @@ def main() -> None:
     found = tuple(map(int, triton.__version__.split(".")[:2]))
     assert found == oldest, f"triton: got {found}, need {oldest}"
     number, failed = 0, []
-    for dtype, gate, (delta, erase), state, offsets in itertools.product(
-        (torch.bfloat16, torch.float16, torch.float32),
-        (0, 1, 128),
-        ((False, False), (True, False), (True, True)),
-        (None, torch.float32),
-        (None, torch.int64),
-    ):
+    for case in pairwise([range(len(axis)) for axis in AXES]):
+        member, dtype, state, offsets = map(getitem, AXES, case)
+        gate, (delta, erase) = member
         gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
         sizes, rule = (2, 4, 128, 128), (gate, delta, 64, "tf32", erase)
         kind = Kind(gpu, dtype, *sizes, *rule)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from crossed import all_but
 from deep_cases import CASES, B, C, H, K, drawn
 from graphs import in_one_graph
 from layer_cases import CASES as LAYERS
@@ -126,14 +127,13 @@ o64 = torch.float64
 
 KINDS = ["lact", "ttt-linear", "ttt-mlp", "titans", "mesanet", "softmax"]
 KINDS += ["gated-deltanet"]
-OFTEN = ["lact", "ttt-linear"]
-SOME = [
-    n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in KINDS
-]
+OFTEN = [("lact", None), ("ttt-linear", True)]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name, dynamic",
+    all_but(OFTEN, itertools.product(KINDS, (None, True))),
+)
 def test_two_graphs_for_all_lengths(name, dynamic):
     """The first is of its length, the second of any; and all numbers."""
     layer = made(name, torch.float64)

@@ -33,13 +33,6 @@ def test_palette_has_one_colour_a_symbol():
         assert len(set(colours)) == len(colours)
 
 
-@pytest.mark.parametrize("name", ["plotting", "film"])
-def test_import_does_not_load_matplotlib(name):
-    code = f"import sys, fastweights_lab.notebook.{name}; "
-    code += "sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 @pytest.fixture
 def figure():
     with mpl.rc_context():

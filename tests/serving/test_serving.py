@@ -507,7 +507,10 @@ def tensor_bytes():
     return sum(x.untyped_storage().nbytes() for x in some)
 
 
-def test_ten_thousand_requests_and_steps_in_any_order():
+@pytest.mark.parametrize(
+    "steps", [2_500, pytest.param(10_000, marks=pytest.mark.full)]
+)
+def test_thousands_of_requests_and_steps_in_any_order(steps):
     """Added, forked, cancelled: each right, nothing lost, memory as before."""
     m = model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
     e, draw = engine(m, prefix_bytes=3000), random.Random(0)
@@ -542,7 +545,7 @@ def test_ten_thousand_requests_and_steps_in_any_order():
                 assert len(tokens) == 10
             assert came.pop(request) == tokens == tokens[:shared] + ref
 
-    for _ in range(10_000):
+    for _ in range(steps):
         what, room = draw.random(), len(e.waiting) < 5
         if what < 0.2 and room:
             way = draw.choice(WAYS[:4])
@@ -558,7 +561,7 @@ def test_ten_thousand_requests_and_steps_in_any_order():
             step()
     while e.busy:
         step()
-    assert not begun and not came and ended > 1000
+    assert not begun and not came and ended > steps // 10
     assert sorted(e.pool.free) == [0, 1, 2]
     assert 0 < e.prefixes.nbytes <= 3000
     assert tensor_bytes() == before + e.prefixes.nbytes
