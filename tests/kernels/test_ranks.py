@@ -54,3 +54,9 @@ def test_members(groups, name, spread, segments):
 @pytest.mark.parametrize("spread", ["empty", "an unequal pack"])
 def test_in_one_graph(groups, spread):
     groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
+
+
+@pytest.mark.parametrize("name, size", [("gla", 2), ("deltanet", 3)])
+def test_the_bits_of_one_process(groups, name, size):
+    """In fw.invariant(), outputs, states and gradients."""
+    groups[size].run(rank_cases.same_bits, name)

@@ -473,3 +473,30 @@ def by_kernels(rank, name, spread, segments, compiled=False):
     with mock.patch.object(settings, "segment_chunks", cut):
         compared(rank, call, spread, tokens, shared)
     settings.lengths_of.cache_clear()
+
+
+def same_bits(rank, name):
+    """In segments of two chunks, of which each rank has two."""
+    from fastweights.kernels.recurrence import settings
+
+    spread = Spread((64,) * dist.get_world_size(), None, False)
+    tokens, _ = inputs(name, spread)
+    whole = leaves({n: x.float()[:1, :, :1] for n, x in tokens.items()})
+    own = leaves({n: spread.cut(x.detach(), rank) for n, x in whole.items()})
+    call = functools.partial(
+        getattr(fw, name), chunk_size=16, backend="triton"
+    )
+    settings.lengths_of.cache_clear()
+    segment = mock.patch.object(settings, "INVARIANT_SEGMENT", 32)
+    with segment, fw.invariant():
+        want, last = call(**whole)
+        weight = torch.randn_like(want)
+        (weight * want).sum().backward()
+        with spread.context():
+            found, state = call(**own)
+            (spread.cut(weight, rank) * found).sum().backward()
+    settings.lengths_of.cache_clear()
+    assert torch.equal(found, spread.cut(want, rank))
+    assert torch.equal(state, last)
+    for n, x in own.items():
+        assert torch.equal(x.grad, spread.cut(whole[n].grad, rank)), n

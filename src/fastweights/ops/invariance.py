@@ -21,17 +21,19 @@ def invariant() -> Iterator[None]:
     states and gradients of :func:`linear_recurrence` and of the members
     are the same bits whatever else is in the batch or in the pack; by the
     kernels also if a sequence is computed in several calls that end at
-    multiples of 8192 tokens, each from the state of the one before. The
-    backward of a call is as its forward was, wherever it runs.
+    multiples of 8192 tokens, each from the state of the one before, or a
+    batch by ranks of :func:`context_parallel` that have such a multiple each,
+    all the same: then the maps of all segments travel. The backward of a
+    call is as its forward was, wherever it runs.
 
     It holds for one device, version and chunk_size. It is not for gradients
-    that add up sequences (of g [HV]), nor for backend "loop", nor over the
-    ranks of :func:`context_parallel`. An output is not quite free of what
-    comes later: all tokens of a chunk are rounded as its gates say, so that a
-    sequence that ends inside of a chunk may differ there from the beginning
-    of a longer one. Of :func:`mlstm`, :func:`selective_scan`, the networks of
-    :mod:`fastweights.deep` and PyTorch's own products nothing is said. Many
-    sequences longer than 8192 tokens take longer, up to 1.8 times.
+    that add up sequences or ranks (of g [HV]), nor for backend "loop", nor
+    for other ranks of :func:`context_parallel`. An output is not quite free
+    of what comes later: all tokens of a chunk are rounded as its gates say,
+    so that a sequence that ends inside of a chunk may differ there from the
+    beginning of a longer one. Of :func:`mlstm`, :func:`selective_scan`, the
+    networks of :mod:`fastweights.deep` and PyTorch's own products nothing is
+    said. Many sequences longer than 8192 tokens take longer, up to 1.8 times.
 
     Yields:
         Nothing. The context is that of all threads.

@@ -377,7 +377,7 @@ def _forward_of_a_rank(
     of all ranks and the states that enter this one.
     """
     *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
-    exchange = Exchange(_ranks(), q, cu_seqlens)
+    exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
     entering = first.clone(memory_format=torch.contiguous_format)
     states = entering, exchange.cu_seqlens
     _, module, chunk_size = _implementation("triton", q, chunk_size)
@@ -416,7 +416,8 @@ def _backward_of_a_rank(
     leaving = torch.zeros_like(entering)
     if cu_seqlens is not None and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
-    exchange = Exchange(_ranks(), q, cu_seqlens, maps, dstate)
+    given = _ranks(), q, cu_seqlens, maps, dstate
+    exchange = Exchange(*given, invariant=invariant)
     states = entering, exchange.cu_seqlens
     _, module, chunk_size = _implementation("triton", q, chunk_size)
     record_run("triton backward")

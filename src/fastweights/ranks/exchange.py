@@ -39,7 +39,8 @@ class Exchange:
 
     ``maps`` are those of all ranks, [ranks, R, HV, K, K], or [.., K, 1] of the
     additive rule, and ``last`` is the state that leaves the last rank, which
-    a batch's ``dstate`` is the gradient of. Sums of ranks are in fp64.
+    a batch's ``dstate`` is the gradient of. Sums of ranks are in fp64. If it
+    is ``invariant``, equal ranks of a batch compose in_turn: see compose_all.
     """
 
     last: Tensor
@@ -51,6 +52,8 @@ class Exchange:
         cu_seqlens: Tensor | None,
         maps: Any = None,
         dstate: Tensor | None = None,
+        *,
+        invariant: bool = False,
     ) -> None:
         self.ranks, self.maps, self.dstate = ranks, maps, dstate
         own = ranks.tokens
@@ -58,6 +61,8 @@ class Exchange:
         self.stretch: Any = None
         if cu_seqlens is not None:
             self.stretch = stretch_of(ranks, q, self.T, cu_seqlens)
+        equal = len(set(ranks.counts(self.T))) == 1
+        self.in_turn = invariant and equal and cu_seqlens is None
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -85,6 +90,15 @@ class Exchange:
         compose: Callable[[], None],
     ) -> None:
         """Make of ``entering`` what enters this rank's sequences."""
+        if self.in_turn:
+            first = self.ranks.gather(entering)[0]
+            order = range(self.ranks.size)
+            given = entering, borders, leaving, maps
+            self.last = self.compose_all(*given, compose, first, order)
+            wide = 1 if maps is None else maps.shape[-1]
+            shape = self.ranks.size, *entering.shape[:-1], wide
+            self.maps = entering.new_zeros(shape)  # a backward asks again
+            return
         before = borders.clone(), leaving.clone()
         compose()
         s, B = self.stretch, leaving
@@ -117,6 +131,14 @@ class Exchange:
         compose: Callable[[], None],
     ) -> None:
         """Make of ``entering`` the gradient of what leaves the sequences."""
+        if self.in_turn:
+            grad = torch.zeros_like(entering)
+            if self.dstate is not None:
+                grad = self.ranks.gather(self.dstate).double().sum(0)
+            order = range(self.ranks.size)[::-1]
+            given = entering, borders, leaving, maps
+            self.compose_all(*given, compose, grad, order)
+            return
         before = borders.clone(), leaving.clone()
         compose()
         s, D = self.stretch, leaving
@@ -138,3 +160,34 @@ class Exchange:
             entering.copy_(grad)
         borders.copy_(before[0])
         leaving.copy_(before[1])
+
+    def compose_all(
+        self,
+        entering: Tensor,
+        borders: Tensor,
+        leaving: Tensor,
+        maps: Tensor | None,
+        compose: Callable[[], None],
+        state: Tensor,
+        order: range,
+    ) -> Tensor:
+        """The segments of all ranks, as one that has them all composes them.
+
+        In this order, with the same kernel, from this state on, for its bits:
+        what leaves the last; ``entering`` becomes what enters this rank.
+        """
+        tensors = [x for x in (borders, leaving, maps) if x is not None]
+        own = [x.clone() for x in tensors]
+        told = [self.ranks.gather(x) for x in own]
+        for r in order:
+            for x, all_ranks in zip(tensors, told, strict=True):
+                x.copy_(all_ranks[r])
+            entering.copy_(state)
+            if r == self.ranks.rank:
+                here = entering.clone()
+            compose()
+            state = leaving.clone()
+        entering.copy_(here)
+        for x, mine in zip(tensors, own, strict=True):
+            x.copy_(mine)
+        return state

@@ -113,8 +113,8 @@ def context_parallel(
     * ``initial_state`` is the same on all ranks. Row n is read by the rank
       that has the first token of sequence n: of a batch by the first.
     * The final state of every sequence is returned on all ranks. Nothing has
-      the bits that one process finds, under :func:`fastweights.invariant`
-      neither, since what ranks tell each other is added up in their order.
+      the bits that one process finds, since what ranks tell each other is
+      added up in their order; but see :func:`fastweights.invariant`.
     * What is differentiated is the sum of what the ranks differentiate. A
       gradient is therefore that of the rank's own tokens; those of weights,
       and of ``initial_state``, which all ranks share, are to be added up, as
