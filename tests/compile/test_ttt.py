@@ -7,7 +7,6 @@ from offline import SHARED, build, judge
 from fastweights.kernels import ttt
 
 KERNELS = {"fwd": ttt.ttt_fwd_kernel, "bwd": ttt.ttt_bwd_kernel}
-NARROW = ("q", "k", "v", "o", "X", "do", "dq", "dk", "dv")
 # Bytes that the backward spills, by the compute capability and K.
 SPILLED = {
     ("fwd", 90, 64): 0,
@@ -20,13 +19,15 @@ SPILLED = {
 
 
 def compile_kernel(name, capability, dtype, K, C=16):
-    kernel = KERNELS[name]
-    constants = {"H": 16, "K": K, "C": C} | ttt.options(K)
+    tile, settings = ttt.options(K)
     precision = "tf32x3" if dtype == "fp32" else "tf32"
-    constants["PRECISION"] = precision
-    wide = [x for x in kernel.arg_names if x not in NARROW]
-    types = dict.fromkeys(wide, "*fp32") | {"T": "i32"}
-    return build(kernel, capability, dtype, constants, types)
+    meta = ttt.Meta(H=16, K=K, C=C, PRECISION=precision, **tile)
+    x, y = f"*{dtype}", "*fp32"
+    types = {"tokens": (x, x, x, y), "memory": (y, y), "norm": (y, y)}
+    types |= {"factors": y, "results": (x, x, y, y), "T": "i32"}
+    types |= {"slopes": (x, y, y), "grads": (x, x, x, *[y] * 6)}
+    constants = settings | {"META": meta}
+    return build(KERNELS[name], capability, dtype, constants, types)
 
 
 @pytest.mark.parametrize(

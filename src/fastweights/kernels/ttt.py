@@ -14,7 +14,7 @@ BK wide, mini-batches of C <= 16 tokens in BC rows; past the end all is 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,16 +23,32 @@ from torch import Tensor
 
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tile import (
+    Tiles,
     add_pairs,
     load_row,
     load_rows,
     row_at,
     store_rows,
-    tiles,
 )
 
 EPS = tl.constexpr(1e-6)
 FP32 = torch.float32
+
+
+class Meta(NamedTuple):
+    """What a kernel is compiled for: its argument META."""
+
+    H: int
+    K: int
+    C: int  # tokens of a mini-batch
+    BC: int
+    BK: int
+    PRECISION: str
+
+    @property
+    def TILES(self) -> Tiles:
+        """How q, k and v are cut."""
+        return Tiles(self.H, self.K, self.BC, self.BK)
 
 
 @triton.jit
@@ -83,12 +99,10 @@ def through_norm(b_d, b_u, K: tl.constexpr):
 
 
 @triton.jit
-def tile_of(
-    K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
-):
-    """Offsets and mask of [BK, BN] in a contiguous [K, N]."""
-    o_k, o_n = tl.arange(0, BK)[:, None], tl.arange(0, BN)[None, :]
-    return o_k * N + o_n, (o_k < K) & (o_n < N)
+def square_at(K: tl.constexpr, BK: tl.constexpr):
+    """Offsets and mask of [BK, BK] in a contiguous [K, K]."""
+    o_k, o_n = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
+    return o_k * K + o_n, (o_k < K) & (o_n < K)
 
 
 @triton.jit
@@ -109,36 +123,25 @@ def scores(b_q, b_k, b_factors, TURNED: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def ttt_fwd_kernel(
-    q,
-    k,
-    v,
-    rate,
-    W,
-    b,
-    weight,
-    bias,
-    factors,
-    o,
-    X,
-    W_after,
-    b_after,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tokens, memory, norm, factors, results, T, META: tl.constexpr
 ):
     """Outputs and last weights of one head of one sequence.
 
     And, unless X is None, what the backward walks back by. T is a multiple
     of C.
     """
+    q, k, v, rate = tokens
+    W, b = memory
+    weight, bias = norm
+    o, X, W_after, b_after = results
+    K: tl.constexpr = META.K
+    C: tl.constexpr = META.C
+    PRECISION: tl.constexpr = META.PRECISION
+    TILES: tl.constexpr = META.TILES
     i_n = tl.program_id(0).to(tl.int64)
-    i_h, t, end = i_n % H, i_n // H * T, i_n // H * T + T
-    o_k, o_c = tl.arange(0, BK), tl.arange(0, BC)
-    o_W, m_W = tile_of(K, K, BK, BK)
+    i_h, t, end = i_n % META.H, i_n // META.H * T, i_n // META.H * T + T
+    o_k, o_c = tl.arange(0, META.BK), tl.arange(0, META.BC)
+    o_W, m_W = square_at(K, META.BK)
     b_W = tl.load(W + i_n * K * K + o_W, mask=m_W, other=0.0)  # [BK, BK]
     b_b = tl.load(b + i_n * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_Wm, b_bm = mean(b_W, K), mean(b_b, K)  # [BK, 1], [1, 1]
@@ -147,19 +150,20 @@ def ttt_fwd_kernel(
     b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_factors = tl.load(factors + o_c, mask=o_c < C, other=0.0)  # [BC]
     last = tl.load(factors + C - 1)
-    b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
-    b_q = load_rows(q, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
-    b_v = load_rows(v, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
-    b_r = load_row(rate, (t, t + C, i_h), H, BC)  # [BC]
+    first = t, t + C, i_h
+    b_k = load_rows(k, first, 0, TILES)  # [BC, BK]
+    b_q = load_rows(q, first, 0, TILES)
+    b_v = load_rows(v, first, 0, TILES)
+    b_r = load_row(rate, first, META.H, META.BC)  # [BC]
     for _ in range(T // C):
         # The next mini-batch's tokens are on their way while this one's
         # products wait for each other.
-        t_n = t + C
-        e_n = tl.minimum(t_n + C, end)
-        n_k = load_rows(k, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
-        n_q = load_rows(q, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
-        n_v = load_rows(v, (t_n, e_n, i_h), 0, tiles(H, K, BC, BK))
-        n_r = load_row(rate, (t_n, e_n, i_h), H, BC)
+        rows, t = (t, t + C, i_h), t + C
+        ahead = t, tl.minimum(t + C, end), i_h
+        n_k = load_rows(k, ahead, 0, TILES)
+        n_q = load_rows(q, ahead, 0, TILES)
+        n_v = load_rows(v, ahead, 0, TILES)
+        n_r = load_row(rate, ahead, META.H, META.BC)
 
         b_Wd = b_W.to(b_k.dtype)
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
@@ -174,14 +178,14 @@ def ttt_fwd_kernel(
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
         b_u, _ = standardise(b_z, K)
         b_o = b_q.to(tl.float32) + b_u * b_w + b_c
-        store_rows(o, b_o, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        store_rows(o, b_o, rows, 0, TILES)
         if X is not None:
-            store_rows(X, b_X, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+            store_rows(X, b_X, rows, 0, TILES)
 
         b_kT = tl.trans(b_k)  # [BK, BC]
         b_W -= last * tl.dot(b_kT, b_X, input_precision=PRECISION)
         b_b -= last * tl.sum(b_X.to(tl.float32), axis=0)[None, :]
-        b_k, b_q, b_v, b_r, t = n_k, n_q, n_v, n_r, t_n
+        b_k, b_q, b_v, b_r = n_k, n_q, n_v, n_r
     tl.store(W_after + i_n * K * K + o_W, b_W + b_Wm, mask=m_W)
     p_b = b_after + i_n * K + o_k[None, :]
     tl.store(p_b, b_b + b_bm, mask=o_k[None, :] < K)
@@ -189,46 +193,27 @@ def ttt_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def ttt_bwd_kernel(
-    q,
-    k,
-    v,
-    rate,
-    W_after,
-    b_after,
-    weight,
-    bias,
-    factors,
-    X,
-    do,
-    dW_after,
-    db_after,
-    dq,
-    dk,
-    dv,
-    drate,
-    dW,
-    db,
-    dweight,
-    dbias,
-    dfactors,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tokens, memory, norm, factors, X, slopes, grads, T, META: tl.constexpr
 ):
     """Gradients of one head of one sequence, last mini-batch first.
 
     dweight and dbias [B, H, K] and dfactors [B, H, C] are this program's
     share, in fp32: torch adds them up.
     """
+    q, k, v, rate = tokens
+    W_after, b_after = memory
+    weight, bias = norm
+    do, dW_after, db_after = slopes
+    dq, dk, dv, drate, dW, db, dweight, dbias, dfactors = grads
+    K: tl.constexpr = META.K
+    C: tl.constexpr = META.C
+    PRECISION: tl.constexpr = META.PRECISION
+    TILES: tl.constexpr = META.TILES
     i_n = tl.program_id(0).to(tl.int64)
-    i_h, end = i_n % H, i_n // H * T + T
-    o_k, o_c = tl.arange(0, BK), tl.arange(0, BC)
+    i_h, end = i_n % META.H, i_n // META.H * T + T
+    o_k, o_c = tl.arange(0, META.BK), tl.arange(0, META.BC)
     m_k = o_k < K
-    o_W, m_W = tile_of(K, K, BK, BK)
+    o_W, m_W = square_at(K, META.BK)
     b_W = tl.load(W_after + i_n * K * K + o_W, mask=m_W, other=0.0)
     b_b = tl.load(b_after + i_n * K + o_k, mask=m_k, other=0.0)[None, :]
     b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
@@ -242,14 +227,13 @@ def ttt_bwd_kernel(
     b_dfactors = tl.zeros_like(b_factors)
     for i in range(T // C):
         t = end - (i + 1) * C
-        b_k = load_rows(k, (t, t + C, i_h), 0, tiles(H, K, BC, BK))  # [BC, BK]
-        b_q = load_rows(q, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
-        b_X = load_rows(X, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
-        b_v = load_rows(v, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
-        b_do = load_rows(do, (t, t + C, i_h), 0, tiles(H, K, BC, BK)).to(
-            tl.float32
-        )
-        b_r = load_row(rate, (t, t + C, i_h), H, BC)[:, None]  # [BC, 1]
+        rows = t, t + C, i_h
+        b_k = load_rows(k, rows, 0, TILES)  # [BC, BK]
+        b_q = load_rows(q, rows, 0, TILES)
+        b_X = load_rows(X, rows, 0, TILES)
+        b_v = load_rows(v, rows, 0, TILES)
+        b_do = load_rows(do, rows, 0, TILES).to(tl.float32)
+        b_r = load_row(rate, rows, META.H, META.BC)[:, None]  # [BC, 1]
         b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
 
         # The weights with which the mini-batch began.
@@ -276,7 +260,7 @@ def ttt_bwd_kernel(
         b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
         b_dS = (b_dA * b_m).to(b_k.dtype)
         b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
-        store_rows(dq, b_dq, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        store_rows(dq, b_dq, rows, 0, TILES)
 
         # To X = rate E: from z, and from the step W - last k^T X.
         b_dWd = b_dW.to(b_k.dtype)
@@ -299,7 +283,7 @@ def ttt_bwd_kernel(
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
         b_h, b_hu = through_norm(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
-        p_r, m_r = row_at(drate, (t, t + C, i_h), H, BC)
+        p_r, m_r = row_at(drate, rows, META.H, META.BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]
@@ -308,14 +292,14 @@ def ttt_bwd_kernel(
         b_dy *= b_w
         b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
-        store_rows(dv, -b_dy, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        store_rows(dv, -b_dy, rows, 0, TILES)
         b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
         b_du, _ = through_norm(b_du, b_u, K)
         b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
         b_du_ = b_du.to(b_k.dtype)
         b_dk += b_dy + tl.dot(b_du_, b_WT, input_precision=PRECISION)
-        store_rows(dk, b_dk, (t, t + C, i_h), 0, tiles(H, K, BC, BK))
+        store_rows(dk, b_dk, rows, 0, TILES)
         b_dW += tl.dot(b_kT, b_du_, input_precision=PRECISION)
         b_qT = tl.trans(b_q)  # [BK, BC]
         b_dW += tl.dot(b_qT, b_dz, input_precision=PRECISION)
@@ -326,20 +310,20 @@ def ttt_bwd_kernel(
     tl.store(dfactors + i_n * C + o_c, b_dfactors, mask=o_c < C)
 
 
-def options(K: int) -> dict[str, int]:
+def options(K: int) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles, and warps by the size of the weights that they share."""
     BK = max(16, triton.next_power_of_2(K))
     warps = 8 if BK > 64 else 4
-    return {"BK": BK, "BC": 16, "num_warps": warps, "num_stages": 1}
+    return {"BC": 16, "BK": BK}, {"num_warps": warps, "num_stages": 1}
 
 
-def run_heads(kernel: Any, q: Tensor, C: int, *tensors: Tensor | None) -> None:
+def run_heads(kernel: Any, q: Tensor, C: int, *arguments: Any) -> None:
     """One program per sequence and head."""
     B, T, H, K = q.shape
-    precision = dot_precision(q.dtype, K)
-    sizes = {"H": H, "K": K, "C": C} | options(K)
+    tile, settings = options(K)
+    meta = Meta(H=H, K=K, C=C, PRECISION=dot_precision(q.dtype, K), **tile)
     with torch.cuda.device_of(q):
-        kernel[(B * H,)](*tensors, T, **sizes, PRECISION=precision)
+        kernel[(B * H,)](*arguments, T, meta, **settings)
 
 
 def forward(
@@ -360,10 +344,12 @@ def forward(
     b [B, H, K], weight and bias [H, K], factors [C], of which T is a multiple;
     all but q, k, v and X in fp32.
     """
-    o, after = torch.empty_like(q), (torch.empty_like(W), torch.empty_like(b))
-    inputs = (q, k, v, rate, W, b, weight, bias, factors)
-    run_heads(ttt_fwd_kernel, q, len(factors), *inputs, o, X, *after)
-    return o, *after
+    o, W_after, b_after = (torch.empty_like(x) for x in (q, W, b))
+    run_heads(
+        *(ttt_fwd_kernel, q, len(factors), (q, k, v, rate), (W, b)),
+        *((weight, bias), factors, (o, X, W_after, b_after)),
+    )
+    return o, W_after, b_after
 
 
 def backward(
@@ -387,9 +373,10 @@ def backward(
     drate, dW, db = (torch.empty_like(x) for x in (rate, W_after, b_after))
     dweight, dbias = (q.new_empty(B, H, K, dtype=FP32) for _ in "wb")
     dfactors = q.new_empty(B, H, len(factors), dtype=FP32)
-    last = (W_after, b_after, weight, bias, factors, X)
-    after = (do, dW_after, db_after)
-    found = (dq, dk, dv, drate, dW, db, dweight, dbias, dfactors)
-    inputs = (q, k, v, rate)
-    run_heads(ttt_bwd_kernel, q, len(factors), *inputs, *last, *after, *found)
-    return [*found[:6], dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]
+    own = (dq, dk, dv, drate, dW, db)
+    run_heads(
+        *(ttt_bwd_kernel, q, len(factors), (q, k, v, rate)),
+        *((W_after, b_after), (weight, bias), factors, X),
+        *((do, dW_after, db_after), (*own, dweight, dbias, dfactors)),
+    )
+    return [*own, dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]
