@@ -9,8 +9,6 @@ KERNELS = {
     "fwd": selective.selective_fwd_kernel,
     "bwd": selective.selective_bwd_kernel,
 }
-SINGLE = ("dt", "A", "skip", "initial_state", "state", "states", "dstate")
-SINGLE += ("ddt", "dA", "dB", "dC", "dskip", "dinitial")
 
 
 def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
@@ -18,11 +16,13 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
 
     Of packed sequences if it has G groups, else of a batch.
     """
-    groups = G or 1
-    constants = {"D": D, "N": N, "G": groups}
-    constants |= selective.options(D, N, groups)
-    types = dict.fromkeys(SINGLE, "*fp32")
-    types |= {"T": "i32", "num_tokens": "i32", "cu_seqlens": "*i32"}
+    meta = selective.meta_of(D, N, G or 1)
+    constants = selective.SETTINGS | {"META": meta}
+    x, y = f"*{dtype}", "*fp32"
+    types = {"inputs": (x, y, y, x, x, y), "initial_state": y, "states": y}
+    types |= {"results": (x, y, y), "slopes": (x, y)}
+    types |= {"grads": (x, *[y] * 6), "cu_seqlens": "*i32"}
+    types |= {"T": "i32", "num_tokens": "i32"}
     if G is None:
         constants["cu_seqlens"] = None
     return build(KERNELS[name], capability, dtype, constants, types)

@@ -39,10 +39,9 @@ def judge(x, *, use="both", **options):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 4 tokens and 2 channels: many of them, and quick ones."""
-    options = selective.options
-    sizes = {"BT": 4, "BD": 2}
+    meta_of = selective.meta_of
     monkeypatch.setattr(
-        selective, "options", lambda D, N, G: options(D, N, G) | sizes
+        selective, "meta_of", lambda *of: meta_of(*of)._replace(BT=4, BD=2)
     )
 
 

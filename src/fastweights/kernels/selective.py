@@ -13,7 +13,7 @@ sequence: a batch entry, or what cu_seqlens cuts from the only one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,23 @@ from fastweights.kernels.tail import clear_tail
 from fastweights.kernels.tile import first_slot, sequence_span
 
 FP32 = torch.float32
+SETTINGS = {"num_warps": 8, "num_stages": 1}
+
+
+class Meta(NamedTuple):
+    """What a kernel is compiled for: its argument META."""
+
+    D: int  # channels
+    N: int  # numbers in a channel's state
+    G: int  # groups of channels, that share B and C
+    BT: int
+    BD: int
+    BN: int
+
+    @property
+    def NP(self) -> int:
+        """Tiles of channels per group."""
+        return -(-(self.D // self.G) // self.BD)
 
 
 @triton.jit
@@ -54,12 +71,13 @@ def store(x, b_x, rows, columns, W: tl.constexpr):
 
 
 @triton.jit
-def own_channels(D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):
+def own_channels(META: tl.constexpr):
     """A program's sequence, tile of channels, group, and channels."""
-    P: tl.constexpr = D // G  # channels per group
-    NP: tl.constexpr = (P + BD - 1) // BD
-    i_s, i_d = tl.program_id(0) // (G * NP), tl.program_id(0) % (G * NP)
-    o_p = i_d % NP * BD + tl.arange(0, BD)
+    P: tl.constexpr = META.D // META.G  # channels per group
+    NP: tl.constexpr = META.NP
+    ND: tl.constexpr = META.G * NP
+    i_s, i_d = tl.program_id(0) // ND, tl.program_id(0) % ND
+    o_p = i_d % NP * META.BD + tl.arange(0, META.BD)
     return i_s.to(tl.int64), i_d, i_d // NP, i_d // NP * P + o_p, o_p < P
 
 
@@ -119,47 +137,35 @@ def states_after(b_x, b_dt, b_B, b_A, b_h):
 
 @triton.jit(do_not_specialize=["T"])
 def selective_fwd_kernel(
-    x,
-    A,
-    dt,
-    B,
-    C,
-    skip,
-    initial_state,
-    cu_seqlens,
-    y,
-    state,
-    states,
-    T,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
+    inputs, initial_state, cu_seqlens, results, T, META: tl.constexpr
 ):
     """Outputs and last state of BD channels of one sequence.
 
     And, unless states is None, the state that enters each tile of time:
     states [NT, D, N], fp32.
     """
-    i_s, _, i_g, o_d, m_d = own_channels(D, G, BD)
+    x, A, dt, B, C, skip = inputs
+    y, state, states = results
+    D: tl.constexpr = META.D
+    N: tl.constexpr = META.N
+    BT: tl.constexpr = META.BT
+    i_s, _, i_g, o_d, m_d = own_channels(META)
     start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
-    o_n = tl.arange(0, BN)
+    o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
     own = i_s * D + o_d, m_d
     b_A = load(A, channels, columns, N)  # [BD, BN]
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
     if initial_state is None:
-        b_h = tl.zeros([BD, BN], dtype=tl.float32)
+        b_h = tl.zeros(b_A.shape, tl.float32)
     else:
         b_h = load(initial_state, own, columns, N)
 
     for i_t in range(tl.cdiv(length, BT)):
         o_c = i_t * BT + tl.arange(0, BT)
         o_t, m_t = start + o_c, o_c < length
-        tokens, rows = (o_t, m_t), (o_t * G + i_g, m_t)
+        tokens, rows = (o_t, m_t), (o_t * META.G + i_g, m_t)
         if states is not None:
             enters = (first + i_t) * D + o_d, m_d
             store(states, b_h, enters, columns, N)
@@ -178,31 +184,14 @@ def selective_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "num_tokens"])
 def selective_bwd_kernel(
-    x,
-    A,
-    dt,
-    B,
-    C,
-    skip,
+    inputs,
     cu_seqlens,
     states,
-    dy,
-    dstate,
-    dx,
-    ddt,
-    dA,
-    dB,
-    dC,
-    dskip,
-    dinitial,
+    slopes,
+    grads,
     T,
     num_tokens,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
+    META: tl.constexpr,
 ):
     """Gradients of BD channels of one sequence, last tile of time first.
 
@@ -210,19 +199,25 @@ def selective_bwd_kernel(
     [ND, num_tokens, N] that of the channels, all fp32: torch adds them up.
     num_tokens is that of all sequences.
     """
-    i_s, i_d, i_g, o_d, m_d = own_channels(D, G, BD)
+    x, A, dt, B, C, skip = inputs
+    dy, dstate = slopes
+    dx, ddt, dA, dB, dC, dskip, dinitial = grads
+    D: tl.constexpr = META.D
+    N: tl.constexpr = META.N
+    BT: tl.constexpr = META.BT
+    i_s, i_d, i_g, o_d, m_d = own_channels(META)
     start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
-    o_n = tl.arange(0, BN)
+    o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
     own = i_s * D + o_d, m_d
     NT = tl.cdiv(length, BT)
     b_A = load(A, channels, columns, N)  # [BD, BN]
-    b_dA = tl.zeros([BD, BN], dtype=tl.float32)
+    b_dA = tl.zeros(b_A.shape, tl.float32)
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_dskip = tl.zeros([BD], dtype=tl.float32)
+        b_dskip = tl.zeros_like(b_skip)
     if dstate is None:
-        b_dh = tl.zeros([BD, BN], dtype=tl.float32)
+        b_dh = tl.zeros(b_A.shape, tl.float32)
     else:
         b_dh = load(dstate, own, columns, N)
 
@@ -230,7 +225,7 @@ def selective_bwd_kernel(
         i_t = NT - 1 - i
         o_c = i_t * BT + tl.arange(0, BT)
         o_t, m_t = start + o_c, o_c < length
-        tokens, rows = (o_t, m_t), (o_t * G + i_g, m_t)
+        tokens, rows = (o_t, m_t), (o_t * META.G + i_g, m_t)
         b_x = load(x, tokens, channels, D)  # [BT, BD]
         b_dt = load(dt, tokens, channels, D)  # [BT, BD]
         b_dy = load(dy, tokens, channels, D)  # [BT, BD]
@@ -249,7 +244,7 @@ def selective_bwd_kernel(
         b_hs = states_after(
             load(x, (o_t - 1, m_last), channels, D),
             load(dt, (o_t - 1, m_last), channels, D),
-            load(B, ((o_t - 1) * G + i_g, m_last), columns, N),
+            load(B, ((o_t - 1) * META.G + i_g, m_last), columns, N),
             b_A,
             load(states, ((first + i_t) * D + o_d, m_d), columns, N),
         )  # [BT, BD, BN]
@@ -280,8 +275,8 @@ def selective_bwd_kernel(
         store(dinitial, b_dh, own, columns, N)
 
 
-def options(D: int, N: int, G: int) -> dict[str, int]:
-    """Launch settings, and tiles of at most 4096 numbers, 16 a thread.
+def meta_of(D: int, N: int, G: int) -> Meta:
+    """Tiles of at most 4096 numbers, 16 a thread.
 
     The longer a tile, the fewer states go to memory; the more channels it
     has, the fewer shares of dB and dC. BT does not depend on D. Tiles of
@@ -290,22 +285,17 @@ def options(D: int, N: int, G: int) -> dict[str, int]:
     BN = max(4, triton.next_power_of_2(N))
     bits = 13 - BN.bit_length()  # log2 of 4096 / BN
     BD = min(2 ** (bits - bits // 2), triton.next_power_of_2(D // G))
-    sizes = {"BT": 2 ** (bits // 2), "BD": BD, "BN": BN}
-    return sizes | {"num_warps": 8, "num_stages": 1}
+    return Meta(D, N, G, BT=2 ** (bits // 2), BD=BD, BN=BN)
 
 
 def tile_length(D: int, N: int, G: int) -> int:
     """Tokens in a tile of time."""
-    return options(D, N, G)["BT"]
+    return meta_of(D, N, G).BT
 
 
-def run_channels(
-    kernel: Any, sequences: int, D: int, N: int, G: int, *arguments: Any
-) -> None:
+def run_channels(kernel: Any, S: int, meta: Meta, *arguments: Any) -> None:
     """One program per sequence and tile of channels of a group."""
-    constants = {"D": D, "N": N, "G": G} | options(D, N, G)
-    tiles = G * triton.cdiv(D // G, constants["BD"])
-    kernel[(sequences * tiles,)](*arguments, **constants)
+    kernel[(S * meta.G * meta.NP,)](*arguments, meta, **SETTINGS)
 
 
 def forward(
@@ -328,13 +318,11 @@ def forward(
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty_like(x, dtype=dtype)
     state = x.new_empty(S, *A.shape, dtype=FP32)
-    tensors = (x, A, dt, B, C, D, initial_state, cu_seqlens, y, state, states)
     with torch.cuda.device_of(x):
         run_channels(
-            selective_fwd_kernel,
-            *(S, *A.shape, B.shape[2]),
-            *tensors,
-            x.shape[1],
+            *(selective_fwd_kernel, S, meta_of(*A.shape, B.shape[2])),
+            *((x, A, dt, B, C, D), initial_state, cu_seqlens),
+            *((y, state, states), x.shape[1]),
         )
     clear_tail(cu_seqlens, y)
     return y, state
@@ -359,20 +347,17 @@ def backward(
     """
     (batch, T, channels), (G, N) = x.shape, B.shape[2:]
     S = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    NP = triton.cdiv(channels // G, options(channels, N, G)["BD"])
+    meta = meta_of(channels, N, G)
     dx, ddt = torch.empty_like(x), torch.empty_like(dt)
     dA = x.new_empty(S, channels, N, dtype=FP32)
-    dB, dC = x.new_empty(2, G, NP, batch, T, N, dtype=FP32)
+    dB, dC = x.new_empty(2, G, meta.NP, batch, T, N, dtype=FP32)
     dD = None if D is None else dA.new_empty(S, channels)
     dinitial = None if initial_state is None else torch.empty_like(dA)
-    tensors = (x, A, dt, B, C, D, cu_seqlens, states, dy, dstate)
-    shares = (dx, ddt, dA, dB, dC, dD, dinitial)
     with torch.cuda.device_of(x):
         run_channels(
-            selective_bwd_kernel,
-            *(S, channels, N, G),
-            *(*tensors, *shares),
-            *(T, batch * T),
+            *(selective_bwd_kernel, S, meta, (x, A, dt, B, C, D)),
+            *(cu_seqlens, states, (dy, dstate)),
+            *((dx, ddt, dA, dB, dC, dD, dinitial), T, batch * T),
         )
     dB, dC = dB.sum(1), dC.sum(1)  # [G, Bt, T, N]
     clear_tail(cu_seqlens, dx, ddt, *dB, *dC)
