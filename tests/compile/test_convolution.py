@@ -7,6 +7,7 @@ import pytest
 from offline import MORE_REGISTERS, SHARED, build, judge
 
 from fastweights.kernels import convolution
+from fastweights.kernels.convolution_forward import Meta
 
 KERNELS = {
     "fwd": convolution.convolution_fwd_kernel,
@@ -33,13 +34,19 @@ def compile_kernel(
     """
     H, K, HV, V = HEADS[heads]
     C = 2 * H * K + HV * V
-    constants = {"C": C, "H": H, "K": K, "W": W, "SILU": True, "NORM": H > 0}
-    back = name == "bwd"
+    back, given = name == "bwd", given or {}
     lean = back and given is TRAINED and dtype != "fp32" and capability == 90
-    options = convolution.options(C, H, K, 2**15, back, lean)
-    constants |= options | (given or {})
-    types = dict.fromkeys(("weight", "bias", "share"), "*fp32")
-    types |= {"T": "i32", "N": "i32", "eps": "fp32", "cu_seqlens": "*i32"}
+    tile, settings = convolution.options(C, H, K, 2**15, back, lean)
+    meta = Meta(C, H, K, W, SILU=True, NORM=H > 0, **tile)
+    x, w = f"*{dtype}", "*fp32"
+    bias, state, offsets, dstate, dinitial = (
+        given.get(name, y)
+        for name, y in zip(TRAINED, (w, x, "*i32", x, x), strict=True)
+    )
+    types = {"inputs": (x, w, bias, state), "cu_seqlens": offsets}
+    types |= {"outputs": (x, x, x), "slopes": (x, x, x, dstate)}
+    types |= {"grads": (x, w, dinitial), "T": "i32", "N": "i32", "eps": "fp32"}
+    constants = settings | {"META": meta}
     return build(KERNELS[name], capability, dtype, constants, types)
 
 

@@ -37,11 +37,12 @@ def judge(function, x, tolerance=1e-6, **options):
 def short(monkeypatch):
     """Stretches of 8 tokens and blocks of 4 channels: many of them."""
     options = convolution.options
-    monkeypatch.setattr(
-        convolution,
-        "options",
-        lambda *args, **kwargs: options(*args, **kwargs) | {"BT": 8, "BV": 4},
-    )
+
+    def shorter(*of, **how):
+        tile, settings = options(*of, **how)
+        return tile | {"BT": 8, "BV": 4}, settings
+
+    monkeypatch.setattr(convolution, "options", shorter)
 
 
 ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
@@ -128,7 +129,8 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     gets into a number.
     """
     (T, C, W, N), guard = (20, 3, 4, 3), 30
-    settings = convolution.options(C, 0, 0, T, back=False) | {"BT": 8}
+    tile, settings = convolution.options(C, 0, 0, T, back=False)
+    options = tile | {"BT": 8}, settings
     cu_seqlens = torch.tensor(offsets)
     made = []
 
@@ -143,15 +145,15 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     x, y, dy, dx = (rows(T, C)[None] for _ in range(4))
     last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
     share = rows(convolution.num_stretches(x, cu_seqlens, 8), W, C)
-    call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, settings)
-    inputs = (x, weight, None, state, cu_seqlens)
+    call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, *options)
+    inputs = ((x, weight, None, state), cu_seqlens)
     convolution.run_stretches(
         *(convolution.convolution_fwd_kernel, *call, *inputs),
-        *(y, y, y, last),
+        *((y, y, y), last),
     )
     convolution.run_stretches(
         *(convolution.convolution_bwd_kernel, *call, *inputs),
-        *(dy, dy, dy, dlast, dx, share, dstate),
+        *((dy, dy, dy, dlast), (dx, share, dstate)),
     )
     for t in made:
         assert t[:guard].isnan().all() and t[-guard:].isnan().all()

@@ -27,7 +27,10 @@ import triton
 from torch import Tensor
 
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
-from fastweights.kernels.convolution_forward import convolution_fwd_kernel
+from fastweights.kernels.convolution_forward import (
+    Meta,
+    convolution_fwd_kernel,
+)
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tail import clear_tail
 from fastweights.reference.convolution import new_outputs
@@ -38,8 +41,8 @@ LONG = 256  # tokens in a stretch of the backward, where there are many
 
 def options(
     C: int, H: int, K: int, rows: int, back: bool, lean: bool = False
-) -> dict[str, int]:
-    """Launch settings: a warp for up to 128 channels, four per thread.
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles and launch settings: a warp for up to 128 channels, 4 a thread.
 
     A long stretch has fewer shares of the filter's gradient, a short one
     more programs: the backward takes long ones where there are many tokens.
@@ -49,10 +52,9 @@ def options(
     BK = triton.next_power_of_2(max(K, 1))
     BV = min(max(128, BK), triton.next_power_of_2(C - 2 * H * K))
     BT = LONG if back and rows >= 16 * LONG else 64
-    warps = max(BK, BV, 128) // 128
-    sizes = {"BT": BT, "BK": BK, "BV": BV}
-    settings = sizes | {"num_warps": warps, "num_stages": 1}
-    return settings | {"maxnreg": 128} if lean else settings
+    settings = {"num_warps": max(BK, BV, 128) // 128, "num_stages": 1}
+    settings |= {"maxnreg": 128} if lean else {}
+    return {"BT": BT, "BK": BK, "BV": BV}, settings
 
 
 def run_stretches(
@@ -63,19 +65,17 @@ def run_stretches(
     heads: tuple[int, int, int, int],
     eps: float | None,
     silu: bool,
+    tile: dict[str, int],
     settings: dict[str, int],
     *arguments: Any,
 ) -> None:
     """One program per stretch of tokens and block of channels."""
-    B, T, C = x.shape
-    H, K, *_ = heads
+    (B, T, C), (H, K, *_), W = x.shape, heads, weight.shape[1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    constants = {"C": C, "H": H, "K": K, "W": weight.shape[1]}
-    constants |= {"SILU": silu, "NORM": eps is not None} | settings
-    blocks = 2 * H + triton.cdiv(C - 2 * H * K, settings["BV"])
-    programs = blocks * num_stretches(x, cu_seqlens, settings["BT"])
+    meta = Meta(C, H, K, W, SILU=silu, NORM=eps is not None, **tile)
+    programs = meta.NB * num_stretches(x, cu_seqlens, meta.BT)
     with torch.cuda.device_of(x):
-        kernel[(programs,)](*arguments, eps or 0.0, T, N, **constants)
+        kernel[(programs,)](*arguments, eps or 0.0, T, N, meta, **settings)
 
 
 def num_stretches(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
@@ -102,11 +102,11 @@ def forward(
     """
     (B, T, C), (H, K, *_) = x.shape, heads
     outputs = new_outputs(x, weight.shape[1], cu_seqlens, heads)
-    settings = options(C, H, K, B * T, back=False)
     run_stretches(
         *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
-        *(settings, x, weight, bias, initial_state, cu_seqlens),
-        *outputs,
+        *options(C, H, K, B * T, back=False),
+        *((x, weight, bias, initial_state), cu_seqlens),
+        *(outputs[:3], outputs[3]),
     )
     clear_tail(cu_seqlens, *outputs[:3])
     return outputs
@@ -135,9 +135,9 @@ def backward(
     few = bias is None and initial_state is None and dstate is None
     on_hopper = gpu_of(x.device).capability == (9, 0)
     lean = few and x.element_size() < 4 and on_hopper
-    settings = options(C, H, K, B * T, back=True, lean=lean)
+    tile, settings = options(C, H, K, B * T, back=True, lean=lean)
     taps = W if bias is None else W + 1
-    number = num_stretches(x, cu_seqlens, settings["BT"])
+    number = num_stretches(x, cu_seqlens, tile["BT"])
     share = x.new_empty(number, taps, C, dtype=FP32)
     dx = torch.empty_like(x)
     dinitial = None
@@ -145,8 +145,8 @@ def backward(
         dinitial = torch.empty_like(initial_state)
     run_stretches(
         *(convolution_bwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
-        *(settings, x, weight, bias, initial_state, cu_seqlens),
-        *(dq, dk, dv, dstate, dx, share, dinitial),
+        *(tile, settings, (x, weight, bias, initial_state), cu_seqlens),
+        *((dq, dk, dv, dstate), (dx, share, dinitial)),
     )
     clear_tail(cu_seqlens, dx)
     total = share.sum(0)  # [W or W + 1, C]

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.convolution_forward import (
-    block,
     block_of,
     filtered,
     in_fp32,
@@ -141,7 +140,9 @@ def group_before(
 
 
 @triton.jit
-def walk_back(inputs, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr):
+def walk_back(
+    inputs, slopes, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr
+):
     """The gradients of a stretch, from its last four tokens to its first.
 
     That of an input is the filter, turned round, over the sums' gradients of
@@ -150,7 +151,8 @@ def walk_back(inputs, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr):
     dzs, the sums' gradients, are those of the four tokens at hand.
     """
     x, weight, bias, initial_state = inputs
-    dy, dstate, dx, share, dinitial = grads
+    dy, dstate = slopes
+    dx, share, dinitial = grads
     i_n, start, end, t = stretch
     C: tl.constexpr = BLOCK.C
     R: tl.constexpr = BLOCK.R
@@ -235,50 +237,26 @@ def walk_back(inputs, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N"])
 def convolution_bwd_kernel(
-    x,
-    weight,
-    bias,
-    initial_state,
-    cu_seqlens,
-    dq,
-    dk,
-    dv,
-    dstate,
-    dx,
-    share,
-    dinitial,
-    eps,
-    T,
-    N,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    inputs, cu_seqlens, slopes, grads, eps, T, N, META: tl.constexpr
 ):
     """The gradients of one stretch of one block of channels.
 
-    share [slots, W, C], or W + 1 with a bias, fp32, is what the stretch has
-    of the taps' gradients: torch adds them up.
+    Of the ``grads`` dx, share and dinitial, share [slots, W, C], or W + 1
+    with a bias, fp32, is what the stretch has of the taps' gradients: torch
+    adds them up.
     """
-    CV: tl.constexpr = C - 2 * H * K
-    NB: tl.constexpr = 2 * H + (CV + BV - 1) // BV
-    i_c, i_d = tl.program_id(0) // NB, tl.program_id(0) % NB
-    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, BT)
-    c, o_y = block_of(i_d, H, K, BV)
-    inputs = x, weight, bias, initial_state
-    if i_d < 2 * H:
+    dq, dk, dv, dstate = slopes
+    i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
+    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    c, o_y = block_of(i_d, META.H, META.K, META.BV)
+    if i_d < 2 * META.H:
         dy = dq
-        if i_d >= H:
+        if i_d >= META.H:
             dy = dk
-        HEAD: tl.constexpr = block(C, H * K, W, SILU, NORM, BT, K, BK)
-        grads = dy, dstate, dx, share, dinitial
-        walk_back(inputs, grads, eps, i_c, stretch, c, o_y, HEAD)
+        walk_back(
+            inputs, (dy, dstate), grads, eps, i_c, stretch, c, o_y, META.HEAD
+        )
     else:
-        REST: tl.constexpr = block(C, CV, W, SILU, False, BT, BV, BV)
-        grads = dv, dstate, dx, share, dinitial
-        walk_back(inputs, grads, eps, i_c, stretch, c, o_y, REST)
+        walk_back(
+            inputs, (dv, dstate), grads, eps, i_c, stretch, c, o_y, META.REST
+        )

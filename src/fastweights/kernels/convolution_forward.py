@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -57,10 +58,35 @@ class Block:
     BD: int  # D, up to a power of two
 
 
-@triton.constexpr_function
-def block(*sizes):
-    """A :class:`Block`, from inside a kernel."""
-    return Block(*sizes)
+class Meta(NamedTuple):
+    """What a kernel is compiled for: its argument META."""
+
+    C: int  # channels of x
+    H: int
+    K: int
+    W: int  # taps
+    SILU: bool
+    NORM: bool  # whether q and k are brought to unit length
+    BT: int
+    BK: int
+    BV: int
+
+    @property
+    def NB(self) -> int:
+        """Blocks: heads of q and k, and BV of the other channels each."""
+        return 2 * self.H + triton.cdiv(self.REST.R, self.BV)
+
+    @property
+    def HEAD(self) -> Block:
+        """A head of q or k."""
+        R, D, BD = self.H * self.K, self.K, self.BK
+        return Block(self.C, R, self.W, self.SILU, self.NORM, self.BT, D, BD)
+
+    @property
+    def REST(self) -> Block:
+        """A block of v."""
+        R, D = self.C - 2 * self.H * self.K, self.BV
+        return Block(self.C, R, self.W, self.SILU, False, self.BT, D, D)
 
 
 @triton.jit
@@ -180,41 +206,17 @@ def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N"])
 def convolution_fwd_kernel(
-    x,
-    weight,
-    bias,
-    initial_state,
-    cu_seqlens,
-    q,
-    k,
-    v,
-    state,
-    eps,
-    T,
-    N,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    inputs, cu_seqlens, outputs, state, eps, T, N, META: tl.constexpr
 ):
     """One stretch of one block of channels."""
-    CV: tl.constexpr = C - 2 * H * K
-    NB: tl.constexpr = 2 * H + (CV + BV - 1) // BV
-    i_c, i_d = tl.program_id(0) // NB, tl.program_id(0) % NB
-    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, BT)
-    c, o_y = block_of(i_d, H, K, BV)
-    inputs = x, weight, bias, initial_state
-    if i_d < 2 * H:
+    q, k, v = outputs
+    i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
+    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    c, o_y = block_of(i_d, META.H, META.K, META.BV)
+    if i_d < 2 * META.H:
         y = q
-        if i_d >= H:
+        if i_d >= META.H:
             y = k
-        HEAD: tl.constexpr = block(C, H * K, W, SILU, NORM, BT, K, BK)
-        walk(inputs, y, state, eps, stretch, c, o_y, HEAD)
+        walk(inputs, y, state, eps, stretch, c, o_y, META.HEAD)
     else:
-        REST: tl.constexpr = block(C, CV, W, SILU, False, BT, BV, BV)
-        walk(inputs, v, state, eps, stretch, c, o_y, REST)
+        walk(inputs, v, state, eps, stretch, c, o_y, META.REST)
