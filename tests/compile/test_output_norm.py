@@ -33,10 +33,11 @@ def test_nothing_spills(name, dtype, HV, V, capability, tmp_path):
     gate's stride is a constant, since ``build`` tells of no divisor.
     """
     o = torch.empty(1, 1, HV, V, dtype=DTYPES[dtype])
-    settings = output_norm.options(o, back=name == "bwd")
-    constants = {"G": 1, "HV": HV, "V": V, "SILU": True} | settings
-    constants["stride"] = 2 * HV * V
-    types = {"weight": "*fp32", "share": "*fp32", "eps": "fp32", "rows": "i32"}
+    meta, settings = output_norm.options(o, o[0, 0, 0], True, name == "bwd")
+    constants = settings | {"META": meta, "stride": 2 * HV * V}
+    x, y = f"*{dtype}", "*fp32"
+    types = {"inputs": (x, y, x), "grads": (x, x, y)}
+    types |= {"eps": "fp32", "rows": "i32"}
     kernel = build(KERNELS[name], capability, dtype, constants, types)
     judge(kernel, capability, tmp_path, spilled=0)
     found = re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])

@@ -29,9 +29,12 @@ def judge(x, tolerance=1e-6, **options):
 def few(monkeypatch):
     """Four tiles of four rows at once, so that programs walk."""
     options = kernels.options
-    monkeypatch.setattr(
-        kernels, "options", lambda *x, **y: options(*x, **y) | {"BR": 4}
-    )
+
+    def lower(*of, **how):
+        meta, settings = options(*of, **how)
+        return meta._replace(BR=4), settings
+
+    monkeypatch.setattr(kernels, "options", lower)
     monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
 
 

@@ -10,7 +10,7 @@ backward (o, gate, dy, do, dgate), which computes the norm again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,28 +21,30 @@ from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tile import sigmoid
 
 
+class Meta(NamedTuple):
+    """What a kernel is compiled for: its argument META."""
+
+    G: int  # groups of heads, each with a weight of its own
+    HV: int
+    V: int
+    SILU: bool
+    BR: int
+    BV: int
+
+
 @triton.jit
-def row_pointers(
-    i,
-    rows,
-    i_g,
-    stride,
-    G: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    BR: tl.constexpr,
-    BV: tl.constexpr,
-):
+def row_pointers(i, rows, i_g, stride, META: tl.constexpr):
     """Where tile i of group i_g lies in o and in the gate, and its mask.
 
     Row n of a group is row n G + i_g of all. G is 1, all heads in one group,
     or HV. ``stride`` is what lies between two tokens of the gate.
     """
-    n = i * BR + tl.arange(0, BR)
-    o_v = tl.arange(0, BV)
-    r = n * G + i_g
+    V: tl.constexpr = META.V
+    n = i * META.BR + tl.arange(0, META.BR)
+    o_v = tl.arange(0, META.BV)
+    r = n * META.G + i_g
     p_o = r.to(tl.int64)[:, None] * V + o_v[None, :]  # [BR, BV]
-    p_g = (r // HV).to(tl.int64) * stride + r % HV * V
+    p_g = (r // META.HV).to(tl.int64) * stride + r % META.HV * V
     mask = (n < rows)[:, None] & (o_v < V)[None, :]
     return p_o, p_g[:, None] + o_v[None, :], mask
 
@@ -59,26 +61,13 @@ def normalised(b_o, mask, eps, V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_fwd_kernel(
-    o,
-    weight,
-    gate,
-    y,
-    eps,
-    rows,
-    stride,
-    G: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    SILU: tl.constexpr,
-    BR: tl.constexpr,
-    BV: tl.constexpr,
-):
+def norm_fwd_kernel(inputs, y, eps, rows, stride, META: tl.constexpr):
     """y of one tile."""
-    i_g, o_v = tl.program_id(0) % G, tl.arange(0, BV)
-    p_o, p_g, mask = row_pointers(
-        tl.program_id(0) // G, rows, i_g, stride, G, HV, V, BR, BV
-    )
+    o, weight, gate = inputs
+    V: tl.constexpr = META.V
+    i, i_g = tl.program_id(0) // META.G, tl.program_id(0) % META.G
+    o_v = tl.arange(0, META.BV)
+    p_o, p_g, mask = row_pointers(i, rows, i_g, stride, META)
     b_o = tl.load(o + p_o, mask=mask, other=0.0).to(tl.float32)  # [BR, BV]
     if gate is not None:
         b_g = tl.load(gate + p_g, mask=mask, other=0.0).to(tl.float32)
@@ -87,52 +76,37 @@ def norm_fwd_kernel(
     b_y *= b_w.to(tl.float32)[None, :]
     if gate is not None:
         b_y *= sigmoid(b_g)
-        if SILU:
+        if META.SILU:
             b_y *= b_g
     tl.store(y + p_o, b_y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_bwd_kernel(
-    o,
-    weight,
-    gate,
-    dy,
-    do,
-    dgate,
-    share,
-    eps,
-    rows,
-    stride,
-    G: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    SILU: tl.constexpr,
-    BR: tl.constexpr,
-    BV: tl.constexpr,
-):
+def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
     """The gradients of every step-th tile of a group.
 
     share [programs / G, G, V], fp32, is what the program has of the weight's
     gradient: torch adds them up.
     """
-    i_g, o_v = tl.program_id(0) % G, tl.arange(0, BV)
-    first, step = tl.program_id(0) // G, tl.num_programs(0) // G
+    o, weight, gate = inputs
+    do, dgate, share = grads
+    V: tl.constexpr = META.V
+    i_g, o_v = tl.program_id(0) % META.G, tl.arange(0, META.BV)
+    first = tl.program_id(0) // META.G
+    step = tl.num_programs(0) // META.G
     b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
     b_w = b_w.to(tl.float32)[None, :]
-    b_dw = tl.zeros([BR, BV], tl.float32)
-    p_o, p_g, mask = row_pointers(first, rows, i_g, stride, G, HV, V, BR, BV)
+    p_o, p_g, mask = row_pointers(first, rows, i_g, stride, META)
+    b_dw = tl.zeros(p_o.shape, tl.float32)
     n_o = tl.load(o + p_o, mask=mask, other=0.0)  # [BR, BV]
     n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
     n_g = n_o
     if gate is not None:
         n_g = tl.load(gate + p_g, mask=mask, other=0.0)
-    for i in range(first, tl.cdiv(rows, BR), step):
+    for i in range(first, tl.cdiv(rows, META.BR), step):
         b_o, b_dy = n_o.to(tl.float32), n_dy.to(tl.float32)
         b_g, p_y, m_y = n_g.to(tl.float32), p_o, mask
-        p_o, p_g, mask = row_pointers(
-            i + step, rows, i_g, stride, G, HV, V, BR, BV
-        )
+        p_o, p_g, mask = row_pointers(i + step, rows, i_g, stride, META)
         n_o = tl.load(o + p_o, mask=mask, other=0.0)
         n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
         if gate is not None:
@@ -142,7 +116,7 @@ def norm_bwd_kernel(
         if gate is not None:
             b_a = sigmoid(b_g)
             b_da = b_a * (1.0 - b_a)
-            if SILU:
+            if META.SILU:
                 b_da = b_a + b_g * b_da
                 b_a *= b_g
             b_dg = b_dy * b_y * b_w * b_da
@@ -156,19 +130,22 @@ def norm_bwd_kernel(
     tl.store(p_w, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-def options(o: Tensor, back: bool) -> dict[str, int]:
-    """Launch settings: a thread has 16 channels, in the backward 8.
+def options(
+    o: Tensor, weight: Tensor, silu: bool, back: bool
+) -> tuple[Meta, dict[str, int]]:
+    """META and launch settings: a thread has 16 channels, backward 8.
 
     Rows of more than 8192 or 4096 have more than that.
     """
-    BV, each = triton.next_power_of_2(o.shape[3]), 8 if back else 16
+    HV, V = o.shape[2:]
+    BV, each = triton.next_power_of_2(V), 8 if back else 16
     BR = max(128 * each // BV, 1)
     warps = min(max(BR * BV // (32 * each), 4), 16)
-    settings = {"BR": BR, "BV": BV, "num_warps": warps, "num_stages": 1}
+    settings = {"num_warps": warps, "num_stages": 1}
     if back:
         half = o.element_size() < 4 and warps < 16
         settings["maxnreg"] = 96 if half else 128
-    return settings
+    return Meta(weight.numel() // V, HV, V, silu, BR, BV), settings
 
 
 def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
@@ -183,20 +160,18 @@ def run_rows(
     programs: int,
     o: Tensor,
     gate: Tensor | None,
-    groups: int,
-    silu: bool,
+    meta: Meta,
     settings: dict[str, int],
     *arguments: Any,
 ) -> None:
     """Programs per group, unless there is nothing to do."""
-    _, _, HV, V = o.shape
-    rows, stride = o.numel() // (groups * V), 0
-    if gate is not None:
-        stride = gate.stride(0)
-    constants = {"G": groups, "HV": HV, "V": V, "SILU": silu} | settings
+    rows = o.numel() // (meta.G * meta.V)
+    stride = 0 if gate is None else gate.stride(0)
     if programs:
         with torch.cuda.device_of(o):
-            kernel[(programs * groups,)](*arguments, rows, stride, **constants)
+            kernel[(programs * meta.G,)](
+                *arguments, rows, stride, meta, **settings
+            )
 
 
 def gate_rows(gate: Tensor | None) -> Tensor | None:
@@ -212,12 +187,11 @@ def forward(
 ) -> Tensor:
     """y [B, T, HV * V]; o and weight are contiguous."""
     y, gate = torch.empty_like(o).flatten(2), gate_rows(gate)
-    settings = options(o, back=False)
-    groups = weight.numel() // o.shape[3]
-    tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
+    meta, settings = options(o, weight, silu, back=False)
+    tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
     run_rows(
-        *(norm_fwd_kernel, tiles, o, gate, groups, silu, settings),
-        *(o, weight, gate, y, eps),
+        *(norm_fwd_kernel, tiles, o, gate, meta, settings),
+        *((o, weight, gate), y, eps),
     )
     return y
 
@@ -234,18 +208,17 @@ def backward(
 
     dy, o and weight are contiguous. As many programs as run at once.
     """
-    grads = [torch.empty_like(o)]
+    do = torch.empty_like(o)
     dgate = None if gate is None else gate.new_empty(gate.shape)
     gate = gate_rows(gate)
-    settings = options(o, back=True)
-    groups = weight.numel() // o.shape[3]
-    tiles = triton.cdiv(o.numel() // weight.numel(), settings["BR"])
+    meta, settings = options(o, weight, silu, back=True)
+    tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
     at_once = programs_at_once(o, settings)
-    programs = min(tiles, max(at_once // groups, 1))
+    programs = min(tiles, max(at_once // meta.G, 1))
     share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
     run_rows(
-        *(norm_bwd_kernel, programs, o, gate, groups, silu, settings),
-        *(o, weight, gate, dy, grads[0], dgate, share, eps),
+        *(norm_bwd_kernel, programs, o, gate, meta, settings),
+        *((o, weight, gate), dy, (do, dgate, share), eps),
     )
-    grads.append(share.sum(0).to(weight.dtype))
+    grads = [do, share.sum(0).to(weight.dtype)]
     return grads if dgate is None else [*grads, dgate]
