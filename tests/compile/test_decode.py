@@ -7,10 +7,7 @@ import pytest
 from crossed import crossed
 from offline import SHARED
 
-from fastweights.kernels.decode import (
-    decode_kernel,
-    decode_options,
-)
+from fastweights.kernels.decode import Meta, decode_kernel, decode_options
 
 
 def compile_decode(
@@ -31,23 +28,33 @@ def compile_decode(
     layer's step has logits of its gates, and q and k of any length.
     """
     width = D if width == "K" else width
-    absent = {"g": width == 0, "beta": not delta, "rows": not rows}
-    absent["accepted"] = T == 1 or not rows
-    constants = {name: None for name, gone in absent.items() if gone}
-    constants |= {"T": 1} if T == 1 else {}
-    constants |= {"H": 16, "HV": 16, "K": D, "V": D}
-    constants |= {"GATE_WIDTH": width, "BETA": delta}
-    constants |= {"FIXED": False, "EARLY": capability >= 90}
-    constants |= {"UNIT": layer, "LEAST": None, "AHEAD": layer}
-    constants |= {"STRONGEST": 2.0 if layer else 0.0}
-    constants |= {} if layer else {"logits": None}
-    constants |= {} if erase else {"erase": None}
-    types = {"strides": ("i32",) * 5, "logits": ("*fp32", "*fp32")}
-    types |= {"erase": (f"*{dtype}", "i32")}
-    types |= dict.fromkeys(("g", "beta"), "*fp32") | {"state": f"*{state}"}
-    types |= {"scale": "fp32", "T": "i32", "N": "i32"}
-    types |= dict.fromkeys(("rows", "accepted"), "*i64")
-    constants |= decode_options(D, T)
+    BK, BV, num_warps = decode_options(D, T)
+    meta = Meta(
+        *(16, 16, D, D),
+        GATE_WIDTH=width,
+        FIXED=False,
+        UNIT=layer,
+        LEAST=None,
+        STRONGEST=2.0 if layer else 0.0,
+        AHEAD=layer,
+        EARLY=capability >= 90,
+        BK=BK,
+        BV=BV,
+    )
+    x, wide = f"*{dtype}", "*fp32"
+    g, beta = wide if width else None, wide if delta else None
+    offsets = "*i64" if rows else None
+    types = {
+        "tokens": (x, x, x, g, beta),
+        "erase": (x, "i32") if erase else None,
+        "pool": (f"*{state}", offsets, offsets if T > 1 else None),
+        "logits": (wide, wide) if layer else None,
+        "strides": ("i32",) * 5,
+        "scale": "fp32",
+        "T": 1 if T == 1 else "i32",
+        "N": "i32",
+    }
+    constants = {"META": meta, "num_warps": num_warps}
     return offline.build(decode_kernel, capability, dtype, constants, types)
 
 

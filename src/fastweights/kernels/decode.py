@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,46 +32,35 @@ def softplus(b_x):
     return tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x)))
 
 
+class Meta(NamedTuple):
+    """What :func:`decode_kernel` is compiled for: its argument META."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    GATE_WIDTH: int  # 0, 1 or K
+    FIXED: bool  # whether all tokens have the same g
+    UNIT: bool  # whether q and k are brought to unit length
+    LEAST: float | None  # the bound of g that logits make
+    STRONGEST: float  # that of beta, 0 for a beta that is one
+    AHEAD: bool  # whether the kernel before has not written to the state
+    EARLY: bool  # whether the kernel starts before the one before is done
+    BK: int
+    BV: int
+
+
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["T"])
 def decode_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    erase,
-    o,
-    state,
-    rows,
-    accepted,
-    logits,
-    strides,
-    scale,
-    T,
-    N,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GATE_WIDTH: tl.constexpr,
-    FIXED: tl.constexpr,
-    BETA: tl.constexpr,
-    UNIT: tl.constexpr,
-    LEAST: tl.constexpr,
-    STRONGEST: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    tokens, erase, o, pool, logits, strides, scale, T, N, META: tl.constexpr
 ):
     """T tokens of one value tile of one head, its state in registers.
 
-    Sequence i_b has row rows[i_b] of the N states, or i_b if rows is None,
-    and of its tokens the state takes in the first accepted[i_b], or all.
-    ``strides`` lie between the tokens of q, k, v, g and beta. A layer's step
-    has q and k brought to unit length (UNIT), g and beta from what its gates
-    are made of: ``logits`` is (A_log, dt_bias), LEAST the bound of g, and
-    STRONGEST that of beta, 0 for a beta that is one. ``erase`` is the key
+    ``pool`` is (state, rows, accepted): sequence i_b has row rows[i_b] of the
+    N states, or i_b if rows is None, and of its tokens the state takes in the
+    first accepted[i_b], or all.
+    ``strides`` lie between the ``tokens``, q, k, v, g and beta. A layer's
+    step makes g of ``logits``, (A_log, dt_bias). ``erase`` is the key
     [B, T, HV, K] that reads in place of k, and its stride.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
@@ -80,13 +71,20 @@ def decode_kernel(
     the kernel before this one still writes, and only its own wait, which
     other people's kernels may lack, would keep it from reading too early.
     """
-    if EARLY and not AHEAD:
+    q, k, v, g, beta = tokens
+    state, rows, accepted = pool
+    K: tl.constexpr = META.K
+    V: tl.constexpr = META.V
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    HV: tl.constexpr = META.HV
+    if META.EARLY and not META.AHEAD:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
     i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
     i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV
-    i_h = i_hv // (HV // H)
+    i_h = i_hv // (HV // META.H)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     i_n = i_b
     if rows is not None:
@@ -100,11 +98,11 @@ def decode_kernel(
     if logits is not None:
         A_log, dt_bias = logits
         b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        if GATE_WIDTH == 1:
+        if META.GATE_WIDTH == 1:
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
         else:
             b_bias = row_of(dt_bias + i_hv * K, o_k, K).to(tl.float32)
-    if EARLY and AHEAD:
+    if META.EARLY and META.AHEAD:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if accepted is not None:
@@ -116,46 +114,46 @@ def decode_kernel(
         b_k = row_of(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
         b_q = row_of(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
         b_new = row_of(v + i_t * s_v + i_hv * V, o_v, V)  # [BV]
-        if GATE_WIDTH == 1:
-            b_g = tl.load(g + (i_hv if FIXED else i_t * s_g + i_hv))
-        elif GATE_WIDTH > 1:
+        if META.GATE_WIDTH == 1:
+            b_g = tl.load(g + (i_hv if META.FIXED else i_t * s_g + i_hv))
+        elif META.GATE_WIDTH > 1:
             b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
-        if BETA:
+        if beta is not None:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
         if erase is not None:
             e, s_e = erase
             b_e = row_of(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
-        if GATE_WIDTH > 0:
+        if META.GATE_WIDTH > 0:
             b_g = b_g.to(tl.float32)
         if logits is not None:
             b_g += b_bias
-            if LEAST is None:
+            if META.LEAST is None:
                 b_g = -b_rate * softplus(b_g)
             else:
-                b_g = LEAST * sigmoid(b_rate * b_g)
-        if STRONGEST > 0:
-            b_beta = STRONGEST * sigmoid(b_beta)
-        if UNIT:
+                b_g = META.LEAST * sigmoid(b_rate * b_g)
+        if META.STRONGEST > 0:
+            b_beta = META.STRONGEST * sigmoid(b_beta)
+        if META.UNIT:
             b_kk, b_qq, b_kq = tl.reduce(
                 (b_k * b_k, b_q * b_q, b_k * b_q), 0, add_triples
             )
             b_rk, b_rq = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6)
             b_k, b_q, b_kq = b_k * b_rk, b_q * b_rq, b_kq * b_rk * b_rq
-        elif BETA or erase is not None:
+        elif beta is not None or erase is not None:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
-        if GATE_WIDTH > 0:
+        if META.GATE_WIDTH > 0:
             b_decay = tl.exp(b_g)
-            b_S *= b_decay[:, None] if GATE_WIDTH > 1 else b_decay
-        if BETA or erase is not None:
+            b_S *= b_decay[:, None] if META.GATE_WIDTH > 1 else b_decay
+        if beta is not None or erase is not None:
             # What is found and what q reads before the write, in one exchange
             # between the warps.
             b_r = b_k if erase is None else b_e.to(tl.float32)[:, None]
             b_found, b_o = tl.reduce((b_S * b_r, b_S * b_q), 0, add_pairs)
             b_new = b_new - b_found  # [BV]
-            if BETA:
+            if beta is not None:
                 b_new = b_beta * b_new
             b_o += b_kq * b_new
             b_S += b_k * b_new[None, :]
@@ -173,8 +171,8 @@ def decode_kernel(
         tl.store(state + o_S, b_S, mask=m_S)
 
 
-def decode_options(K: int, T: int = 1) -> dict[str, int]:
-    """Tile sizes and launch settings for T tokens and K key channels.
+def decode_options(K: int, T: int = 1) -> tuple[int, int, int]:
+    """BK, BV and the number of warps for T tokens and K key channels.
 
     One token is bound by the state's bytes: a row of a tile is 128 of them,
     one line of the cache, in eight lanes of 16, and there are as many threads
@@ -183,8 +181,8 @@ def decode_options(K: int, T: int = 1) -> dict[str, int]:
     """
     BK = max(32, triton.next_power_of_2(K))
     if T > 1:
-        return {"BK": BK, "BV": 16, "num_warps": max(1, BK // 128)}
-    return {"BK": BK, "BV": 32, "num_warps": BK // 32}
+        return BK, 16, max(1, BK // 128)
+    return BK, 32, BK // 32
 
 
 def decode(
@@ -222,39 +220,39 @@ def decode(
     )
     S = state.contiguous()
     o = v.new_empty(v.shape)
-    options = decode_options(K, T)
+    BK, BV, num_warps = decode_options(K, T)
     early = starts_early(q.device)
+    meta = Meta(
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        GATE_WIDTH=0 if g is None else K if g.dim() == 4 else 1,
+        FIXED=g is not None and g.dim() == 1,
+        UNIT=unit,
+        LEAST=least,
+        STRONGEST=strongest,
+        AHEAD=ahead,
+        EARLY=early,
+        BK=BK,
+        BV=BV,
+    )
+    rows = None if rows is None else rows.contiguous()
+    accepted = None if accepted is None else accepted.contiguous()
     with torch.cuda.device_of(q):
-        decode_kernel[(B * HV * triton.cdiv(V, options["BV"]),)](
-            q,
-            k,
-            v,
-            g,
-            beta,
+        decode_kernel[(B * HV * triton.cdiv(V, BV),)](
+            (q, k, v, g, beta),
             None if erase is None else (erase, _stride(erase)),
             o,
-            S,
-            None if rows is None else rows.contiguous(),
-            None if accepted is None else accepted.contiguous(),
+            (S, rows, accepted),
             logits,
             tuple([_stride(x) for x in (q, k, v, g, beta)]),
             scale,
             T,
             S.shape[0],
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            GATE_WIDTH=0 if g is None else K if g.dim() == 4 else 1,
-            FIXED=g is not None and g.dim() == 1,
-            BETA=beta is not None,
-            UNIT=unit,
-            LEAST=least,
-            STRONGEST=strongest,
-            AHEAD=ahead,
-            EARLY=early,
+            meta,
+            num_warps=num_warps,
             launch_pdl=early,
-            **options,
         )
     if S is not state:
         state.copy_(S)
