@@ -10,15 +10,13 @@ KERNELS = {"states": mesa.mesa_states_kernel, "solve": mesa.mesa_solve_kernel}
 
 
 def compile_kernel(name, capability, precision, K):
-    constants = {"H": 16, "K": K, "BT": mesa.CHUNK, "PRECISION": precision}
-    constants |= {"initial_state": None, "cu_seqlens": None}
-    constants |= mesa.options(K) | {"BN": mesa.columns_per_program(K)}
-    constants["WIDE"] = constants["num_warps"] == 8
-    if name == "states":
-        constants["num_warps"] = 4
-    kernel = KERNELS[name]
-    numbers = dict.fromkeys(("N", "T", "steps"), "i32")
-    return build(kernel, capability, "fp32", constants, numbers)
+    meta = mesa.meta_of(16, K, precision)
+    constants = {"META": meta, "initial_state": None, "cu_seqlens": None}
+    wide = name == "solve" and meta.WIDE
+    constants |= {"num_warps": 8 if wide else 4, "num_stages": 1}
+    types = dict.fromkeys(("N", "T", "steps"), "i32")
+    types |= {"equations": ("*fp32",) * 5}
+    return build(KERNELS[name], capability, "fp32", constants, types)
 
 
 @pytest.mark.parametrize("name", KERNELS)

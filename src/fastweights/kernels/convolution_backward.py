@@ -246,6 +246,8 @@ def convolution_bwd_kernel(
     adds them up.
     """
     dq, dk, dv, dstate = slopes
+    HEAD: tl.constexpr = META.HEAD
+    REST: tl.constexpr = META.REST
     i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
     stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
@@ -253,10 +255,6 @@ def convolution_bwd_kernel(
         dy = dq
         if i_d >= META.H:
             dy = dk
-        walk_back(
-            inputs, (dy, dstate), grads, eps, i_c, stretch, c, o_y, META.HEAD
-        )
+        walk_back(inputs, (dy, dstate), grads, eps, i_c, stretch, c, o_y, HEAD)
     else:
-        walk_back(
-            inputs, (dv, dstate), grads, eps, i_c, stretch, c, o_y, META.REST
-        )
+        walk_back(inputs, (dv, dstate), grads, eps, i_c, stretch, c, o_y, REST)

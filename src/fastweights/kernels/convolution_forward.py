@@ -210,6 +210,8 @@ def convolution_fwd_kernel(
 ):
     """One stretch of one block of channels."""
     q, k, v = outputs
+    HEAD: tl.constexpr = META.HEAD
+    REST: tl.constexpr = META.REST
     i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
     stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
@@ -217,6 +219,6 @@ def convolution_fwd_kernel(
         y = q
         if i_d >= META.H:
             y = k
-        walk(inputs, y, state, eps, stretch, c, o_y, META.HEAD)
+        walk(inputs, y, state, eps, stretch, c, o_y, HEAD)
     else:
-        walk(inputs, v, state, eps, stretch, c, o_y, META.REST)
+        walk(inputs, v, state, eps, stretch, c, o_y, REST)

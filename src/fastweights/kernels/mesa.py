@@ -17,6 +17,8 @@ of the chunk's tokens. Of a step nothing goes to memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ from torch import Tensor
 from fastweights.kernels import dot_precision
 from fastweights.kernels.tail import clear_tail
 from fastweights.kernels.tile import (
+    Tiles,
     chunk_span,
     dot,
     first_slot,
@@ -33,7 +36,6 @@ from fastweights.kernels.tile import (
     sequence_span,
     state_at,
     store_rows,
-    tiles,
 )
 
 CHUNK = 64
@@ -42,33 +44,50 @@ LEAST_GATE = tl.constexpr(-110.0)
 TINY = tl.constexpr(1e-37)
 
 
+class Meta(NamedTuple):
+    """What both kernels are compiled for: their argument META."""
+
+    H: int
+    K: int
+    BT: int
+    BK: int
+    BN: int  # columns of a matrix that one program of the states has
+    WIDE: bool  # whether a program of the solution has 8 warps
+    PRECISION: str
+
+    @property
+    def TILES(self) -> Tiles:
+        """How keys are cut."""
+        return Tiles(self.H, self.K, self.BT, self.BK)
+
+    @property
+    def COLUMNS(self) -> Tiles:
+        """How they are cut into a matrix's columns."""
+        return Tiles(self.H, self.K, self.BT, self.BN)
+
+
 @triton.jit
-def load_gates(g, beta, rows, H: tl.constexpr, BT: tl.constexpr):
+def load_gates(g, beta, rows, META: tl.constexpr):
     """The running sum of g [BT], and beta, 0 past the end."""
-    b_g = tl.maximum(load_row(g, rows, H, BT), LEAST_GATE)
-    return tl.cumsum(b_g, axis=0), load_row(beta, rows, H, BT)
+    b_g = tl.maximum(load_row(g, rows, META.H, META.BT), LEAST_GATE)
+    return tl.cumsum(b_g, axis=0), load_row(beta, rows, META.H, META.BT)
 
 
 @triton.jit(do_not_specialize=["T"])
 def mesa_states_kernel(
-    k,
-    g,
-    beta,
-    initial_state,
-    states,
-    cu_seqlens,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, g, beta, initial_state, states, cu_seqlens, T, META: tl.constexpr
 ):
     """The matrices [K, K] that enter a sequence's chunks, BN columns of them.
 
     states: [slots, H, K, K], of which empty slots are not written.
     """
+    H: tl.constexpr = META.H
+    K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    BN: tl.constexpr = META.BN
+    TILES: tl.constexpr = META.TILES
+    COLUMNS: tl.constexpr = META.COLUMNS
     NN: tl.constexpr = (K + BN - 1) // BN
     i_nh, i_d = tl.program_id(0) // NN, tl.program_id(0) % NN
     i_n, i_h = i_nh // H, i_nh % H
@@ -83,47 +102,40 @@ def mesa_states_kernel(
         o_S, m_S = state_at(i_c * H + i_h, i_d, K, K, BK, BN)
         tl.store(states + o_S, b_S, mask=m_S)
         rows = t, end, i_h
-        b_G, b_beta = load_gates(g, beta, rows, H, BT)
+        b_G, b_beta = load_gates(g, beta, rows, META)
         b_last = tl.min(b_G, axis=0)  # it never rises
-        b_k = load_rows(k, rows, 0, tiles(H, K, BT, BK))  # [BT, BK]
-        b_n = load_rows(k, rows, i_d, tiles(H, K, BT, BN))  # [BT, BN]
+        b_k = load_rows(k, rows, 0, TILES)  # [BT, BK]
+        b_n = load_rows(k, rows, i_d, COLUMNS)  # [BT, BN]
         b_w = b_k * (tl.exp(b_last - b_G) * b_beta)[:, None]
         b_S *= tl.exp(b_last)
-        b_S = tl.dot(tl.trans(b_w), b_n, b_S, input_precision=PRECISION)
+        b_S = tl.dot(tl.trans(b_w), b_n, b_S, input_precision=META.PRECISION)
         i_c += 1
 
 
 @triton.jit(do_not_specialize=["N", "T", "steps"])
 def mesa_solve_kernel(
-    b,
-    k,
-    g,
-    beta,
-    ridge,
-    states,
-    x,
-    cu_seqlens,
-    N,
-    T,
-    steps,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    equations, states, x, cu_seqlens, N, T, steps, META: tl.constexpr
 ):
-    """x of one chunk and head, in ``steps`` steps from 0."""
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    """x of one chunk and head, in ``steps`` steps from 0.
+
+    The equations are b, k, g, beta and ridge.
+    """
+    b, k, g, beta, ridge = equations
+    K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
+    BK: tl.constexpr = META.BK
+    WIDE: tl.constexpr = META.WIDE
+    TILES: tl.constexpr = META.TILES
+    PRECISION: tl.constexpr = META.PRECISION
+    i_c, i_h = tl.program_id(0) // META.H, tl.program_id(0) % META.H
     t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
     if t >= end:
         return
     o_S, m_S = state_at(tl.program_id(0), 0, K, K, BK, BK)
     b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BK]
-    TILES: tl.constexpr = tiles(H, K, BT, BK)
     rows = t, end, i_h
     b_k = load_rows(k, rows, 0, TILES)  # [BT, BK]
-    b_G, b_beta = load_gates(g, beta, rows, H, BT)
+    b_G, b_beta = load_gates(g, beta, rows, META)
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
     m_D = o_t[:, None] >= o_t[None, :]
     b_D = tl.exp(tl.where(m_D, b_G[:, None] - b_G[None, :], 0.0))
@@ -148,19 +160,14 @@ def mesa_solve_kernel(
     store_rows(x, b_x, rows, 0, TILES)
 
 
-def options(K: int) -> dict[str, int]:
+def meta_of(H: int, K: int, precision: str) -> Meta:
     """Tiles, and warps by the size of the matrix that they share.
 
     Heads of 64 spill 88 bytes with 4 warps, and still two such programs on a
     multiprocessor take 3.8 ms where one of 8 warps takes 7.0.
     """
     BK = max(16, triton.next_power_of_2(K))
-    return {"BK": BK, "num_warps": 8 if BK > 64 else 4, "num_stages": 1}
-
-
-def columns_per_program(K: int) -> int:
-    """Columns of a matrix that one program of the states has."""
-    return min(options(K)["BK"], 64)
+    return Meta(H, K, CHUNK, BK, min(BK, 64), BK > 64, precision)
 
 
 def solve(
@@ -188,35 +195,18 @@ def solve(
         slots = triton.cdiv(T, CHUNK) + N
     x = torch.empty_like(b)
     states = b.new_empty(slots, H, K, K)
-    sizes = {"H": H, "K": K, "BT": CHUNK, "PRECISION": dot_precision(dtype, K)}
-    how = options(K)
-    BN = columns_per_program(K)
+    meta = meta_of(H, K, dot_precision(dtype, K))
     with torch.cuda.device_of(b):
-        mesa_states_kernel[(N * H * triton.cdiv(K, BN),)](
-            k,
-            g,
-            beta,
-            initial_state,
-            states,
-            cu_seqlens,
-            T,
-            BN=BN,
-            **sizes | how | {"num_warps": 4},
+        mesa_states_kernel[(N * H * triton.cdiv(K, meta.BN),)](
+            *(k, g, beta, initial_state, states, cu_seqlens, T, meta),
+            num_warps=4,
+            num_stages=1,
         )
         mesa_solve_kernel[(slots * H,)](
-            b,
-            k,
-            g,
-            beta,
-            ridge,
-            states,
-            x,
-            cu_seqlens,
-            N,
-            T,
-            steps,
-            WIDE=how["num_warps"] == 8,
-            **sizes | how,
+            *((b, k, g, beta, ridge), states, x, cu_seqlens),
+            *(N, T, steps, meta),
+            num_warps=8 if meta.WIDE else 4,
+            num_stages=1,
         )
     clear_tail(cu_seqlens, x)
     return x

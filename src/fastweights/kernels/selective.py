@@ -317,10 +317,11 @@ def forward(
     check_offsets_on_host(cu_seqlens, x.shape[1])
     S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty_like(x, dtype=dtype)
-    state = x.new_empty(S, *A.shape, dtype=FP32)
+    channels, N = A.shape
+    state = x.new_empty(S, channels, N, dtype=FP32)
     with torch.cuda.device_of(x):
         run_channels(
-            *(selective_fwd_kernel, S, meta_of(*A.shape, B.shape[2])),
+            *(selective_fwd_kernel, S, meta_of(channels, N, B.shape[2])),
             *((x, A, dt, B, C, D), initial_state, cu_seqlens),
             *((y, state, states), x.shape[1]),
         )

@@ -143,12 +143,6 @@ class Tiles:
     TMA: bool = False
 
 
-@triton.constexpr_function
-def tiles(H, D, BT, BD):
-    """:class:`Tiles`, from inside a kernel."""
-    return Tiles(H, D, BT, BD)
-
-
 @triton.jit
 def rows_at(x, rows, i_d, TILES: tl.constexpr):
     """Pointers and mask of one tile of x, whose columns are those of i_d.
