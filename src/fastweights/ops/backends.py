@@ -21,8 +21,10 @@ from fastweights.arguments import MAX_K
 
 Backend = Literal["auto", "triton", "chunkwise", "loop"]
 BACKENDS = get_args(Backend)
+NETWORK_BACKENDS = ("auto", "triton", "chunkwise")
 KernelOrTorch = Literal["auto", "triton", "torch"]
 """Backends of what has one form in PyTorch, neither chunks nor a loop."""
+KERNEL_OR_TORCH = get_args(KernelOrTorch)
 NETWORK_GPUS = (9, 10)
 """Major compute capabilities whose registers suffice for networks' kernels."""
 
@@ -173,6 +175,22 @@ def _explain(lack: str) -> None:
 
 
 @private.constant_in_graphs
+def kernel_runs(
+    asked: str, device: torch.device, dtype: torch.dtype, tensors: str
+) -> bool:
+    """Whether Triton computes what has one form in PyTorch.
+
+    Raises:
+        ValueError: "triton" cannot run there, or not in the dtype of the
+            ``tensors`` of this name.
+    """
+    refuse_fp64(asked, dtype, tensors)
+    return (
+        asked != "torch" and choose_backend(asked, device, dtype) == "triton"
+    )
+
+
+@private.constant_in_graphs
 def network_kernel_runs(
     backend: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
@@ -197,18 +215,10 @@ def network_by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
         ValueError: backend is none, or "triton" where the kernel cannot run;
             ``need`` says what it needs.
     """
-    check_backend(backend)
-    if backend == "loop":
-        raise ValueError(
-            "backend: got 'loop', need 'auto', 'triton' or 'chunkwise'"
-        )
+    check_backend(backend, NETWORK_BACKENDS)
     if backend == "triton" and not fits:
         raise ValueError(f"backend: got 'triton', which needs {need}")
-    if backend == "chunkwise" or not fits:
-        return False
-    if backend == "auto" and q.device.type != "cuda":
-        return False
-    return network_kernel_runs(backend, q.device, q.dtype)
+    return fits and network_kernel_runs(backend, q.device, q.dtype)
 
 
 def widest_head(q: Tensor, K: int) -> int:

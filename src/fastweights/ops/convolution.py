@@ -17,7 +17,7 @@ while it traces.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -35,18 +35,17 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import without_autocast
 from fastweights.ops.backends import (
+    KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    choose_backend,
+    kernel_runs,
     record_run,
-    refuse_fp64,
 )
 from fastweights.ops.registration import Operator
 from fastweights.ranks.group import current
 from fastweights.ranks.stretch import over_ranks, stretch_of
 from fastweights.reference import convolution as pytorch
 
-BACKENDS = get_args(KernelOrTorch)
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)
 Activation = Literal["silu"] | None
@@ -237,7 +236,7 @@ def _check(
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
-    check_backend(backend, BACKENDS)
+    check_backend(backend, KERNEL_OR_TORCH)
 
 
 def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
@@ -257,11 +256,7 @@ def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
 
     Without a token PyTorch's, since there is nothing to launch.
     """
-    refuse_fp64(asked, x.dtype, "x")
-    runs = asked
-    if asked != "torch":
-        runs = choose_backend(asked, x.device, x.dtype)
-    if runs == "triton" and x.shape[1]:
+    if kernel_runs(asked, x.device, x.dtype, "x") and x.shape[1]:
         from fastweights.kernels import convolution as module
 
         return "triton", module

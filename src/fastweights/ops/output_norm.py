@@ -26,17 +26,16 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import DTYPES, upcast
 from fastweights.ops.backends import (
+    KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    choose_backend,
+    kernel_runs,
     record_run,
-    refuse_fp64,
 )
 from fastweights.ops.registration import Operator
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS = (*get_args(Activation), None)
-BACKENDS = get_args(KernelOrTorch)
 
 
 def gated_rms_norm(
@@ -78,22 +77,13 @@ def gated_rms_norm(
     """
     _check(o, weight, gate, activation, eps, backend)
     silu = activation == "silu"
-    if _backend_for(backend, o.device, o.dtype) == "torch":
+    if not kernel_runs(backend, o.device, o.dtype, "o"):
         return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()
     if backend == "auto" and not compiling and private.under_transform():
         return norm_by_formula(o, weight, gate, silu, eps)
     return NORM(*inputs, silu, float(eps))
-
-
-@private.constant_in_graphs
-def _backend_for(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that runs, which torch.compile asks for as it traces."""
-    refuse_fp64(asked, dtype, "o")
-    if asked != "torch" and choose_backend(asked, device, dtype) == "triton":
-        return "triton"
-    return "torch"
 
 
 def norm_by_formula(
@@ -136,7 +126,7 @@ def _check(
     if activation is None and gate is not None:
         raise ValueError("activation: got None, need the gate's")
     check_number("eps", eps, ">= 0")
-    check_backend(backend, BACKENDS)
+    check_backend(backend, KERNEL_OR_TORCH)
 
 
 def _forward(
