@@ -17,21 +17,6 @@ from fastweights.kernels.tile import add_pairs, mask_if, sigmoid
 
 
 @triton.jit
-def channels_inside(
-    o_b, o_y, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """Which of a block's channels there are: of D, and before the row's R.
-
-    Known when a kernel is compiled where all blocks are whole: then rows
-    need no mask per channel.
-    """
-    m_d = tl.full([BD], True, tl.int1)
-    if D < BD or R % BD > 0:
-        m_d = (o_b < D) & (o_y < R)
-    return m_d
-
-
-@triton.jit
 def load_four(p_x, masks, m_d, C: tl.constexpr):
     """Four rows from p_x [BD] on, C apart: at once, in x's dtype, or 0."""
     return [
@@ -159,7 +144,9 @@ def walk_back(
     W: tl.constexpr = BLOCK.W
     o_b = tl.arange(0, BLOCK.BD)
     o_d, o_y = c + o_b, o_y + o_b
-    m_d = channels_inside(o_b, o_y, R, BLOCK.D, BLOCK.BD)
+    m_d = tl.full(o_b.shape, True, tl.int1)
+    if BLOCK.D < BLOCK.BD or R % BLOCK.BD > 0:  # else all blocks are whole
+        m_d = (o_b < BLOCK.D) & (o_y < R)
     channels = o_d, m_d
     b_bias, taps = load_filter(weight, bias, o_d, m_d, W)
     zero = tl.zeros_like(b_bias)

@@ -203,7 +203,8 @@ def attend(
     if ranks is not None:
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)
-    alone = is_first_call(state, q)  # before the state is changed in place
+    # No sequence has read a token; asked before one is written in place.
+    alone = state is None or (state.used == 0 and not runs_again(q))
     o = None
     if alone:
         end = start + q.shape[1]
@@ -244,11 +245,6 @@ def runs_again(q: Heads) -> bool:
     return torch.compiler.is_compiling() or (
         q.is_cuda and torch.cuda.is_current_stream_capturing()
     )
-
-
-def is_first_call(state: LayerState | None, q: Heads) -> bool:
-    """Whether no sequence has read a token before."""
-    return state is None or (state.used == 0 and not runs_again(q))
 
 
 def remember(

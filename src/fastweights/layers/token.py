@@ -172,7 +172,9 @@ def normed(
         parts = list(y.split([len(m.weight) for m in first], -1))
     if second:
         weights = [there[i][1].weight for i in second]
-        y = gemv(y, *weights, sources=[_column(parts[i], y) for i in second])
+        before = y.storage_offset()
+        sources = [int(parts[i].storage_offset() - before) for i in second]
+        y = gemv(y, *weights, sources=sources)
         wide = y.split([len(w) for w in weights], -1)
         for i, part in zip(second, wide, strict=True):
             parts[i] = part
@@ -181,11 +183,6 @@ def normed(
         None if m is None else next(found).unflatten(0, x.shape[:2])
         for m in modules
     ]
-
-
-def _column(part: Tensor, y: Tensor) -> int:
-    """Where a slice of y's columns begins."""
-    return int(part.storage_offset() - y.storage_offset())
 
 
 def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
