@@ -76,15 +76,15 @@ def elapsed(call: Callable[..., object], *given: object) -> float:
     return now() - start
 
 
-def host_seconds(fn: Callable[[], object], repeats: int = 51) -> float | None:
-    """Median seconds until ``fn()`` returns, the GPU's work still queued.
+def host_seconds(fn: Callable[[], object]) -> float | None:
+    """Median of 51: seconds until ``fn()`` returns, the GPU's work queued.
 
     Each call finds the queue empty: the host never waits for the GPU.
     """
     if not ON_GPU:
         return None
     seconds = []
-    for _ in range(repeats):
+    for _ in range(51):
         torch.cuda.synchronize()
         start = time.perf_counter()
         fn()

@@ -91,7 +91,6 @@ def recalled(
     distance: int,
     rows: int = 64,
     *,
-    seed: int = 0,
     at_once: int = 8,
 ) -> dict[str, Any]:
     """What a model of bytes knows of a number that far back.
@@ -103,7 +102,7 @@ def recalled(
     """
     device = model.embedding.weight.device
     found = []
-    for texts in planted(stream, distance, rows, seed):
+    for texts in planted(stream, distance, rows):
         losses, hits = [], []
         for some in texts.split(at_once):
             x = model.hidden(some[:, :-1].to(device), last=True)[0]

@@ -17,6 +17,7 @@ from fastweights_lab.records import Record, machine
 from fastweights_lab.tasks import IGNORE, Batch, Task
 from fastweights_lab.text.training import chosen_device
 
+ROWS_AT_ONCE = 64
 VALIDATION, TESTS = 2**32 - 2**21, 2**32 - 2**20
 """The first seeds of sequences that no run trains on."""
 
@@ -122,24 +123,19 @@ def answers(model: LanguageModel, batch: Batch) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def accuracy(
-    model: LanguageModel,
-    task: Task,
-    rows: int,
-    seed: int,
-    *,
-    at_once: int = 64,
+    model: LanguageModel, task: Task, rows: int, seed: int
 ) -> dict[str, float]:
     """Share of right answers, by kind of question.
 
-    Of ``rows`` sequences, ``at_once`` of them in one pass, a seed for each
-    pass. Right is the one token with the largest logit; among logits that
-    are no numbers there is none.
+    Of ``rows`` sequences, ROWS_AT_ONCE in one pass, a seed for each pass.
+    Right is the one token with the largest logit; among logits that are no
+    numbers there is none.
     """
     device = model.embedding.weight.device
     right = torch.zeros(len(task.kinds), device=device)
     count = torch.zeros_like(right)
-    for i, done in enumerate(range(0, rows, at_once)):
-        number = min(at_once, rows - done)
+    for i, done in enumerate(range(0, rows, ROWS_AT_ONCE)):
+        number = min(ROWS_AT_ONCE, rows - done)
         batch = task.batch(number, seed + 1024 * i, device)
         logits, targets, groups = answers(model, batch)
         hits = (logits.argmax(-1) == targets) & ~logits.isnan().any(-1)

@@ -463,9 +463,7 @@ class Training:
             "share": hit.double().mean().item(),
         }
 
-    def sample(
-        self, prompt: str, tokens: int, *, temperature: float = 0.8
-    ) -> str:
+    def sample(self, prompt: str, tokens: int) -> str:
         """What the model makes of a beginning."""
         start = torch.tensor([self.tokenizer.separator])
         encoded = self.tokenizer.encode(prompt.encode())
@@ -474,7 +472,7 @@ class Training:
             (new,) = self.model.generate(
                 torch.cat([start, encoded]),
                 tokens,
-                temperature=temperature,
+                temperature=0.8,
                 top_p=0.95,
                 generator=seed,
                 stop=self.tokenizer.separator,
