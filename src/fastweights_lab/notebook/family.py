@@ -47,6 +47,7 @@ LAYERS = (
     ("Mamba-3", 13, "a number", "one matrix"),
     ("GLA", 5, "a diagonal", "one matrix"),
     ("DeltaNet", 7, "a reflection", "one matrix"),
+    ("TTT-Linear", 12, "a reflection", "one matrix"),
     ("DeltaProduct", 13, "a reflection", "one matrix"),
     ("Gated DeltaNet", 9, "both", "one matrix"),
     ("KDA", 9, "both", "one matrix"),
