@@ -4,27 +4,27 @@
 # %% ex-step-by-hand passes
 def by_hand():
     first = torch.tensor(2.2), 2.7, torch.tensor([2.4, 1.3]), 3.8
-    return first, [2.0, -1.0], [8.0, 6.0, 2.0, 8.0]
+    return first, [4.0, 1.0], [8.0, 6.0, 2.0, 8.0]
 
 
 # %% ex-step-by-hand not yet: 1: the answer after it is not 3.2
 def by_hand():
-    return (2.2, 3.2, (2.8, 1.6), 3.8), (2, -1), (8, 6, 2, 8)
+    return (2.2, 3.2, (2.8, 1.6), 3.8), (4, 1), (8, 6, 2, 8)
 
 
 # %% ex-step-by-hand not yet: 1: the inner product's answer is not 2.7
 def by_hand():
-    return (2.2, 2.7, (2.4, 1.3), 2.7), (2, -1), (8, 6, 2, 8)
+    return (2.2, 2.7, (2.4, 1.3), 2.7), (4, 1), (8, 6, 2, 8)
 
 
-# %% ex-step-by-hand not yet: 2: both at once does not give 2
+# %% ex-step-by-hand not yet: 2: both at once does not give 4
 def by_hand():
-    return (2.2, 2.7, (2.4, 1.3), 3.8), (2, 2), (8, 6, 2, 8)
+    return (2.2, 2.7, (2.4, 1.3), 3.8), (4, 4), (8, 6, 2, 8)
 
 
 # %% ex-step-by-hand not yet: 3: the sum's cold answer is not 8
 def by_hand():
-    return (2.2, 2.7, (2.4, 1.3), 3.8), (2, -1), (8, 6, 8, 10)
+    return (2.2, 2.7, (2.4, 1.3), 3.8), (4, 1), (8, 6, 8, 10)
 
 
 # %% ex-step-by-hand not yet: 1: the answer before the step is not nan
