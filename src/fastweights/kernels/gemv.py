@@ -39,34 +39,21 @@ class Meta(NamedTuple):
 
     K: int  # columns of each matrix
     SIZES: tuple[int, ...]  # what each one has of y's columns
+    TOTAL: int  # those of all
     SOURCES: tuple[int, ...]  # the first of x's columns that each one reads
     ROWS_NORMED: bool
-    V: int  # channels of a normed head; 0: heads are none
-    SIGMOID: bool  # whether that is a gate's activation, not SiLU
+    V: int  # channels of a normed head; 0: heads are not normed
+    SIGMOID: bool  # whether a gate has the sigmoid, not SiLU
     SWIGLU: bool
-    W: int  # taps of the convolution
-    SILU: bool  # whether it has that behind it
+    W: int  # taps of the convolution; 0: there is none
+    SILU: bool  # whether the convolution has it behind it
     MANY: bool  # whether sequences have several tokens
     EARLY: bool  # whether the kernel starts before the one before is done
     BM: int
     BN: int
     BK: int
     G: int = 0  # parts of a tile's columns, one per warp
-
-    @property
-    def TOTAL(self) -> int:
-        """Columns of y."""
-        return sum(self.SIZES)
-
-    @property
-    def SUMS(self) -> bool:
-        """Whether rows are so few that they go by plain sums."""
-        return self.BM <= SUMS_ROWS
-
-    @property
-    def TILES(self) -> int:
-        """Tiles of a program, one after the other."""
-        return -(-self.K // (self.BK * max(self.G, 1)))
+    SUMS: bool = False  # whether rows are few enough for plain sums
 
 
 @triton.jit
@@ -132,7 +119,7 @@ def rows_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
     BN: tl.constexpr = META.BN
     BK: tl.constexpr = META.BK
     NM: tl.constexpr = len(matrices)
-    TILES: tl.constexpr = META.TILES
+    TILES: tl.constexpr = (K + BK - 1) // BK
     tiles = []
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
         tiles += [load_tile(w, outputs, i * BK, META) for w in matrices]
@@ -217,7 +204,7 @@ def rows_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     BK: tl.constexpr = META.BK
     G: tl.constexpr = META.G
     NM: tl.constexpr = len(matrices)
-    TILES: tl.constexpr = META.TILES
+    TILES: tl.constexpr = (K + G * BK - 1) // (G * BK)
     o_g = tl.arange(0, G)[:, None] * BK + tl.arange(0, BK)[None, :]  # [G, BK]
     tiles, xs, gates = [], [], []
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
@@ -460,7 +447,7 @@ def gemv(
     V = 0  # channels of a head; 0: the norm is that of a row
     if norm is not None and (gate is not None or len(norm) < K):
         V = len(norm)
-    whole = M <= SUMS_ROWS or "G" in tile
+    whole = "SUMS" in tile or "G" in tile
     if norm is not None and (not whole or (V and tile["BK"] % V)):
         x = _normed(x, norm, gate, eps, activation)
         norm, gate, V = None, None, 0
@@ -474,6 +461,7 @@ def gemv(
     meta = Meta(
         K=K,
         SIZES=sizes,
+        TOTAL=sum(sizes),
         SOURCES=tuple(sources) * (len(sizes) // len(sources)),
         ROWS_NORMED=norm is not None and V == 0,
         V=V,
@@ -485,7 +473,7 @@ def gemv(
         EARLY=early,
         **tile,
     )
-    y = x.new_empty(M, sum(sizes))
+    y = x.new_empty(M, meta.TOTAL)
     tiles = sum([triton.cdiv(N, meta.BN) for N in sizes])
     with torch.cuda.device_of(x):
         gemv_kernel[(tiles, triton.cdiv(M, meta.BM))](
@@ -521,7 +509,7 @@ def gemv_options(
     half, warps, stages = dtype != torch.float32, 4, 1
     if M <= SUMS_ROWS:
         BN, BK, warps = (8, 512, 8) if N > 1024 else (4, 1024, 4)
-        tile = {"BM": BM, "BN": BN, "BK": min(BK, least)}
+        tile = {"BM": BM, "BN": BN, "BK": min(BK, least), "SUMS": True}
     elif M <= 16 and half:
         BK = min(128, max(16, least // 4))
         tile = {"BM": 16, "BN": 16, "BK": BK, "G": 4}
