@@ -503,7 +503,7 @@ def _normed(
 
 def gemv_options(
     M: int, K: int, N: int, dtype: torch.dtype
-) -> tuple[dict[str, int], dict[str, int]]:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Tiles and launch settings, measured on an H200."""
     BM, least = triton.next_power_of_2(M), triton.next_power_of_2(K)
     half, warps, stages = dtype != torch.float32, 4, 1
