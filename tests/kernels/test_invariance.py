@@ -25,7 +25,7 @@ def test_bits(gate, rule, T, edges, cut, monkeypatch):
     """Of two segments, with and without a tail, where others would be cut."""
     cut(2)
     monkeypatch.setattr(settings, "INVARIANT_SEGMENT", 32)
-    sizes = {"H": 1, "HV": 2, "K": 17, "V": 9}
+    sizes = {"H": 1, "HV": 1, "K": 17, "V": 9}
     sizes |= {"dtype": torch.float32, "device": "cpu"}
     options = {"backend": "triton", "chunk_size": 16}
     others = (1, 37), (1, 40)

@@ -609,7 +609,7 @@ def test_segments_that_forget(gate, rule, strength, cut):
     A map of nothing, and states that know nothing of what entered.
     """
     cut(3)
-    x = member(gate, rule, T=330, H=1, HV=2, K=24, V=24, strength=strength)
+    x = member(gate, rule, T=330, HV=1, K=24, V=24, strength=strength)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
@@ -655,7 +655,7 @@ def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
     several = [[181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]]
     # All of them where a program looks for the most: the others cost time.
     for sizes in several if gate == "head" else several[1:2]:
-        x = member(gate, rule, T=284, N=4, H=1, HV=2, K=33, V=33)
+        x = member(gate, rule, T=284, N=4, HV=1, K=33, V=33)
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
