@@ -5,8 +5,8 @@ The state starts at zero. Token t turns it into
     S <- Diag(e^g) S + k v^T                          (additive), or
     S <- (I - beta k k^T) Diag(e^g) S + beta k v^T    (delta rule),
 
-and the film shows S with the token's k and v, and below them, for each
-earlier token j, the share of v_j in the answer to its key, S^T k_j / |k_j|^2:
+and the film shows S with the token's k and v, and a bar for each earlier
+token j: the share of v_j in the answer to its key, S^T k_j / |k_j|^2, which is
 1 where the state still answers v_j alone. The reader may put one constant
 decay in the place of every gate. The arithmetic runs in the browser
 (data/film.js, with the looks of data/film.css; data/film_code.js writes the

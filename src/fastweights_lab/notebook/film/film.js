@@ -116,10 +116,36 @@ function film(root) {
   const symbol = (name, n = "") =>
     `<b class="${name.toLowerCase()}">${name}</b>${n && `<sub>${n}</sub>`}`;
 
-  // The picture: v above S, k to its left.
   live.textContent = "";
-  const formula = add(live, "p", { class: "fw-film-formula" });
-  formula.classList.toggle("long", Boolean(data.beta));
+
+  // The bars: one a token.
+  const under = add(live, "div", { class: "fw-film-answers" });
+  const unit = data.k.every((k) => Math.abs(dot(k, k) - 1) < 1e-3);
+  const answer = `${symbol("S")}<sup>\u22a4</sup>${symbol("k", "j")}` +
+    (unit ? "" : `/|${symbol("k", "j")}|<sup>2</sup>`);
+  const dash = '<span class="fw-film-rule" aria-hidden="true"></span>';
+  const line = data.beta ? "" : ` The line ${dash} is what decay alone has ` +
+    "left of it; other tokens with similar keys have added or taken the rest.";
+  const meaning = `A bar per token: how much of ${symbol("v", "j")} is in ` +
+    `what ${symbol("S")} answers to its key, ${answer}.${line}`;
+  add(under, "p", { class: "fw-film-note" }, meaning);
+  const chart = add(under, "div", { class: "fw-film-bars", role: "img" });
+  const height = (x) => `${(100 * (x - low)) / (high - low)}%`;
+  for (const x of [0, 1]) {
+    const level = add(chart, "i", { class: "fw-film-level" }, `${x}`);
+    level.style.bottom = height(x);
+  }
+  const every = Math.ceil(T / 16);
+  const bars = data.k.map((_, j) => {
+    const place = add(chart, "div", { "data-token": j });
+    const bar = add(place, "i", { class: "fw-film-bar" });
+    const tick = add(place, "i", { class: "fw-film-tick" });
+    const shown = j === 0 || (j + 1) % every === 0;
+    add(place, "span", {}, shown ? `${j + 1}` : "");
+    return { place, bar, tick };
+  });
+
+  // The picture: v above S, k to its left.
   const state = add(live, "div", { class: "fw-film-state" });
   const side = Math.min(36, 288 / V, 320 / K);
   const font = Math.min(12, 0.8 * side);
@@ -184,33 +210,6 @@ function film(root) {
     ${scale.join(", ")}; <span class="fw-film-swatch" aria-hidden="true"
     >\u2212</span> is negative.`);
 
-  // The bars: one a token.
-  const under = add(live, "div", { class: "fw-film-answers" });
-  const unit = data.k.every((k) => Math.abs(dot(k, k) - 1) < 1e-3);
-  const answer = `${symbol("S")}<sup>\u22a4</sup>${symbol("k", "j")}` +
-    (unit ? "" : `/|${symbol("k", "j")}|<sup>2</sup>`);
-  const dash = '<span class="fw-film-rule" aria-hidden="true"></span>';
-  const line = data.beta ? "" : ` The line ${dash} is what decay alone has ` +
-    "left of it; other tokens with similar keys have added or taken the rest.";
-  const meaning = `A bar per token: how much of ${symbol("v", "j")} is in ` +
-    `what ${symbol("S")} answers to its key, ${answer}.${line}`;
-  add(under, "p", { class: "fw-film-note" }, meaning);
-  const chart = add(under, "div", { class: "fw-film-bars", role: "img" });
-  const height = (x) => `${(100 * (x - low)) / (high - low)}%`;
-  for (const x of [0, 1]) {
-    const level = add(chart, "i", { class: "fw-film-level" }, `${x}`);
-    level.style.bottom = height(x);
-  }
-  const every = Math.ceil(T / 16);
-  const bars = data.k.map((_, j) => {
-    const place = add(chart, "div", { "data-token": j });
-    const bar = add(place, "i", { class: "fw-film-bar" });
-    const tick = add(place, "i", { class: "fw-film-tick" });
-    const shown = j === 0 || (j + 1) % every === 0;
-    add(place, "span", {}, shown ? `${j + 1}` : "");
-    return { place, bar, tick };
-  });
-
   // The controls.
   const panel = add(live, "div", { class: "fw-film-panel" });
   const range = (name, attributes) => {
@@ -237,7 +236,7 @@ function film(root) {
     keep = range("decay e<sup>g</sup>", { ...steps, value });
     given = button("As given", panel);
   }
-  const shows = button("Show the call", panel);
+  const shows = button("Show the formula", panel);
   shows.setAttribute("aria-expanded", "false");
   const said = add(panel, "p", { class: "fw-film-said" });
   const keys = "Keys: \u2190 \u2192 step, space plays, Home and End jump, " +
@@ -245,6 +244,7 @@ function film(root) {
   add(panel, "p", { class: "fw-film-note fw-film-keys" }, keys);
 
   const listing = add(live, "div", { class: "fw-film-code", hidden: "" });
+  const formula = add(listing, "p");
   const copies = button("Copy", listing);
   const python = add(add(listing, "pre", { tabindex: "0" }), "code");
 
@@ -313,7 +313,6 @@ function film(root) {
   }
 
   function draw() {
-    formula.innerHTML = rule();
     row.forEach((put, i) => put(t ? data.k[t - 1][i] : 0));
     column.forEach((put, j) => put(t ? data.v[t - 1][j] : 0));
     grid.forEach((puts, i) => puts.forEach((put, j) => put(states[t][i][j])));
@@ -352,7 +351,10 @@ function film(root) {
       given.setAttribute("aria-pressed", String(decay === null));
     }
     said.setAttribute("aria-live", playing || follows ? "off" : "polite");
-    if (!listing.hidden) python.textContent = code(data, decay, t);
+    if (!listing.hidden) {
+      formula.innerHTML = rule();
+      python.textContent = code(data, decay, t);
+    }
     tell();
   }
 
@@ -459,7 +461,7 @@ function film(root) {
   }
   shows.addEventListener("click", () => {
     listing.hidden = !listing.hidden;
-    shows.textContent = listing.hidden ? "Show the call" : "Hide the call";
+    shows.textContent = `${listing.hidden ? "Show" : "Hide"} the formula`;
     shows.setAttribute("aria-expanded", String(!listing.hidden));
     copies.textContent = "Copy";
     draw();

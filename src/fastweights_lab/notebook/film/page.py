@@ -52,7 +52,8 @@ def to_html(
     may put one constant decay in the place of g. The states after the tokens
     ``moments``, which count from 1, stand on paper, and wherever no script
     runs; with one the film opens at the first of them. A button shows the
-    call of the library that makes the state on screen.
+    formula of the last step, and the library's call that makes the state on
+    screen.
 
     Numbers are carried to 4 significant digits. The id of the element is
     made from its content: the same film twice on a page has the same id.
