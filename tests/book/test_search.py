@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 FIRST = {
-    "UT transform": "08_wy#one-triangular-system-gives-them-all",
+    "UT transform": "08_wy#one-triangular-system-gives-all-new-values",
     "WY representation": "08_wy#a-chain-of-reflections-becomes-one-product",
     "cu_seqlens": "api/operators#fastweights.linear_recurrence",
     "accelerate": "api/operators#fastweights.accelerate",
