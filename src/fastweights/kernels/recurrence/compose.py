@@ -69,9 +69,9 @@ def segment_before(i_b, cu_seqlens, N, T, L, META: tl.constexpr):
         i_n, first = i_b // borders, i_b % borders * L
         start, end = tile.sequence_span(i_n, cu_seqlens, T)
     elif META.RANKS:
-        last = (i_b + 1).to(tl.int64) * (L * BT) - 1
         is_edge = i_b == borders_of(T, L, META)
-        last = tl.where(is_edge, 0, tl.minimum(last, T - 1))
+        end = tl.minimum((i_b + 1).to(tl.int64) * (L * BT), T)
+        last = tl.where(is_edge, 0, end - 1)
         i_n = tile.sequence_of(last, cu_seqlens, N, T, 1, True)
         start, end = tile.sequence_span(i_n, cu_seqlens, T)
         first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
