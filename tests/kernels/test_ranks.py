@@ -20,7 +20,7 @@ SPREADS = {
 }
 # Gates and rules of every sort, and borders of every sort.
 CASES = [
-    ("kda", "equal", 3),
+    pytest.param("kda", "equal", 3, marks=pytest.mark.full),
     ("deltanet", "equal", 3),
     ("deltanet", "three", 2),
     ("gla", "three", 2),
@@ -51,7 +51,10 @@ def test_members(groups, name, spread, segments):
     group.run(rank_cases.by_kernels, *given)
 
 
-@pytest.mark.parametrize("spread", ["empty", "an unequal pack"])
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param("empty", marks=pytest.mark.full), "an unequal pack"],
+)
 def test_in_one_graph(groups, spread):
     groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
 
