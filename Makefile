@@ -112,7 +112,7 @@ test: $(READY) $(MODULES) ## check style, types, library, chapters, site
 	@rm -rf build/test
 	@$(PY) book/execute.py --fresh --cells build/test/cells \
 		--then tools/chapter_answers.py
-	@$(MAKE) --no-print-directory -j2 site oldest notebooks
+	@$(MAKE) --no-print-directory -j2 site oldest
 	@$(SAY) "site: answers, links, alt texts, in a browser; notebooks"
 	@$(PY) $(PYTEST) $(BUILT_TESTS)
 
@@ -161,7 +161,7 @@ $(OLD)/.made: $(READY)
 		"triton==3.6.*"
 	@touch $@
 
-site: ## part of test: the site, of the cells that it has run
+site: build/notebooks.made ## part of test: the site, of the cells it has run
 	@$(SAY) "site: every warning an error"
 	@$(SPHINX) -D nb_execution_cache_path="$(CURDIR)/build/test/cells" \
 		-d build/test/doctrees chapters build/test/html

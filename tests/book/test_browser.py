@@ -196,5 +196,6 @@ def test_the_search_opens_a_section_and_marks_its_words(tab: Tab) -> None:
     tab.open(tab.run(FOUND))
     assert {*tab.run(MARKED)} >= {"ut", "transform"}
     time.sleep(0.5)
-    section = "document.getElementById('one-triangular-system-gives-them-all')"
+    name = "one-triangular-system-gives-all-new-values"
+    section = f"document.getElementById('{name}')"
     assert 0 <= tab.run(f"{section}.getBoundingClientRect().top") < 200
