@@ -118,7 +118,7 @@ function film(root) {
 
   live.textContent = "";
 
-  // The bars: one a token.
+  // The bars: one per token.
   const under = add(live, "div", { class: "fw-film-answers" });
   const unit = data.k.every((k) => Math.abs(dot(k, k) - 1) < 1e-3);
   const answer = `${symbol("S")}<sup>\u22a4</sup>${symbol("k", "j")}` +
