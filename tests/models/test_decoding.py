@@ -8,6 +8,7 @@ from fastweights.models import (
     LanguageModel,
     ModelConfig,
     decoding,
+    recording,
 )
 from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.streaming import stream
@@ -55,7 +56,7 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["softmax", "gated_deltanet"])
 def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     m, some = made(kind), prompts(3, 30)
-    monkeypatch.setattr(decoding, "ROOM", 8)
+    monkeypatch.setattr(recording, "ROOM", 8)
     made_for, record = [], Recording._record
 
     def counted(self, step, states, used):

@@ -12,7 +12,7 @@ from fastweights.models import (
     LAYERS,
     LanguageModel,
     ModelConfig,
-    decoding,
+    recording,
     speculation,
 )
 from fastweights.models.speculation import DRAFTS, Lookup, Reader
@@ -310,7 +310,7 @@ def test_every_kind_of_layer_on_gpu(kind, how):
 def test_keys_of_a_recorded_pass_outgrow_it(monkeypatch):
     m = lively("softmax", device="cuda")
     plain = generated(m, tokens=100)
-    monkeypatch.setattr(decoding, "ROOM", 8)
+    monkeypatch.setattr(recording, "ROOM", 8)
     for right in (1, DRAFTS):
         draft = told(plain, right=lambda n=right: n)
         assert generated(m, tokens=100, draft=draft) == plain

@@ -211,7 +211,7 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     "pattern, recorded",
     [
         (("gated_deltanet", "kda"), True),
-        (("gated_deltanet", "comba"), False),
+        (("gated_deltanet", "comba"), True),
         (HYBRID, False),
     ],
 )
