@@ -127,7 +127,7 @@ def test_gates_as_models_start(member):
     elif member == "gla":
         assert torch.equal(g, mild)
     else:
-        n = 16 if member == "kda" else 1
+        n = 16 if speed.MEMBERS[member][0] == "channel" else 1
         layer = Decay(4096, n)
         theirs = layer(torch.randn(1, 64, 4096 * n))
         ours = speed.inputs(
@@ -152,7 +152,9 @@ def test_packed_calls_have_gradients():
     ]
 
 
-@pytest.mark.parametrize("member", speed.MEMBERS)
+@pytest.mark.parametrize(
+    "member", [m for m in speed.MEMBERS if m not in speed.ERASE]
+)
 def test_decoding_moves_each_state_there_and_back(member):
     """In one round every state takes one step, as decode_step would."""
     shape = speed.Shape(2, 1, 1, 2, 16, 8)
@@ -412,7 +414,7 @@ def test_how_long_the_readme_says_that_a_first_gradient_takes():
     first = [
         row["seconds"] for row in RECORD["rows"] if row["what"] == "first"
     ]
-    assert len(first) == len(speed.MEMBERS)
+    assert len(first) == len(speed.MEMBERS) - len(speed.ERASE)
     assert 5.5 < min(first) < 6.5 and 9.5 < max(first) < 10.5
     assert "after six to ten seconds of compiling" in README
 

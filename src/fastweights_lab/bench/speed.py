@@ -85,7 +85,11 @@ MEMBERS = {
     "deltanet": (None, True),
     "gated_deltanet": ("head", True),
     "kda": ("channel", True),
+    "comba": ("head", True),
+    "gated_deltanet2": ("channel", False),
 }
+ERASE = ("comba", "gated_deltanet2")
+"""Erase by a key of their own, which decode_step takes as ``erase``."""
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
 # published models start
@@ -131,6 +135,11 @@ def inputs(
             x["g"] = published(shape, width)
     if delta:
         x["beta"] = shape.most * torch.rand(B, T, HV, device=device)
+    if member == "comba":  # a fraction of k, one per head
+        x["p"] = make(H, 1).sigmoid().to(dtype) * x["k"]
+    if member == "gated_deltanet2":
+        x["b"] = torch.rand(B, T, H, K, device=device).to(dtype)
+        x["w"] = torch.rand(B, T, HV, V, device=device).to(dtype)
     if shape.sequences:
         lengths = torch.tensor((0, *shape.sequences), device=device)
         x["cu_seqlens"] = lengths.cumsum(0)
@@ -164,8 +173,11 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved = size * (2 * H * K + 2 * HV * V)
     moved += 4 * HV * {"head": 1, "channel": K}.get(width or "", 0)
     moved += 4 * HV * delta
+    moved += size * H * K * (member in ERASE)
+    moved += size * HV * V * (member == "gated_deltanet2")
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
-    flops = chunk_flops(q, q, v, None, beta, None, None, None, 1.0, CHUNK)
+    erase = q if member in ERASE else None
+    flops = chunk_flops(q, q, v, None, beta, erase, None, None, 1.0, CHUNK)
     return B * T * moved, flops
 
 
@@ -174,8 +186,9 @@ PEERS = {
     "fla": (
         "fla-core",
         "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
-        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA with "
-        f"safe_gate=True at {', '.join(BOUNDED)} gates, above its bound",
+        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA and "
+        "Gated DeltaNet-2 with safe_gate=True at "
+        f"{', '.join(BOUNDED)} gates, above its bound",
     ),
     "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
     "attn_gym": (
@@ -210,9 +223,11 @@ def peer_functions(
     found: dict[str, Callable[..., Any]] = {}
     try:
         if peer == "fla":
+            from fla.ops.comba import chunk_comba
             from fla.ops.common import chunk_o
             from fla.ops.delta_rule import chunk_delta_rule
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+            from fla.ops.gdn2 import chunk_gdn2
             from fla.ops.gla import chunk_gla
             from fla.ops.kda import chunk_kda
             from fla.ops.linear_attn import chunk_linear_attn
@@ -229,6 +244,8 @@ def peer_functions(
                 "deltanet": chunk_delta_rule,
                 "gated_deltanet": chunk_gated_delta_rule,
                 "kda": chunk_kda,
+                "comba": chunk_comba,
+                "gated_deltanet2": chunk_gdn2,
             }
         elif peer == "flash_qla":
             from flash_qla import chunk_gated_delta_rule
@@ -311,7 +328,8 @@ def peers_for(
         for peer, theirs in rivals.items()
         if member in theirs and peer_takes(peer, member, shape, gate)
     }
-    if member == "kda" and gate in BOUNDED and "fla" in found:
+    safe = member in ("kda", "gated_deltanet2") and gate in BOUNDED
+    if safe and "fla" in found:
         found["fla"] = functools.partial(found["fla"], safe_gate=True)
     return found
 
@@ -420,7 +438,7 @@ def members(
         if not no_first:
             seconds = first_seconds(name)
             yield {"member": name, "what": "first", "seconds": seconds}
-        if DECODE in shapes:
+        if DECODE in shapes and name not in ERASE:
             fn, moved = decode_round(
                 name, DECODED if ON_GPU else DECODED_ON_CPU
             )
