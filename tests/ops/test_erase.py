@@ -241,3 +241,14 @@ def test_comba_refuses(wrong, error):
     fw.comba(**x)
     with error():
         fw.comba(**x | eval(f"dict({wrong})"))
+
+
+def test_gradients_of_combas_gradients():
+    x = drawn(p=K, g=0, beta=0)
+    x = {name: t[:1, :3].requires_grad_() for name, t in x.items()}
+
+    def outputs(*values):
+        named = dict(zip(x, values, strict=True))
+        return fw.comba(**named, backend="loop")[0]
+
+    assert torch.autograd.gradgradcheck(outputs, (*x.values(),))
