@@ -2,12 +2,12 @@
 
     fastweights bench trained --json h200_trained.json
 
-trains chapter 10's models with a gate
-(``fastweights_lab.experiments.comparison.LARGE``, seed 0), each with its
-best rate, and times the operator on their queries, keys, values, gates and
-write strengths, beside the drawn ones of ``fastweights_lab.bench.speed``;
-with ``--peer``, whose rows name it, other people's operators too. KDA is
-trained twice, as "safe" with gates of at least -5, as Kimi Linear has them.
+trains chapter 10's models with a gate that starts as published
+(``fastweights_lab.experiments.comparison.LARGE``, seed 0), and times the
+operator on their queries, keys, values, gates and write strengths, beside the
+drawn ones of ``fastweights_lab.bench.speed``; with ``--peer``, whose rows name
+it, other people's operators too. KDA is trained twice, as "safe" with gates of
+at least -5, as Kimi Linear has them.
 A model has 24 heads: a sequence takes as many of them as the shape has, at
 random, each through one held-out window after the other.
 """
@@ -35,6 +35,7 @@ from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training
 
 MODELS = {"kda": "KDA", "gated_deltanet": "gated delta", "mamba2": "decay"}
+RATES = {"KDA": 4e-3, "gated delta": 8e-3, "decay": 4e-3}
 BASE = comparison.LARGE if ON_GPU else replace(comparison.SMALL, steps=20)
 SHAPES = ("train", "long")
 SMALL = speed.Shape(1, 512, 2, 2, 32, 32)  # without a GPU
@@ -50,8 +51,7 @@ def trained(
     q, k, v [windows, T, heads, D], g and beta, the heads of all layers; g is
     at least ``least``.
     """
-    rate = comparison.best_rate(comparison.load(), variant)
-    settings = replace(base, lr=rate or base.lr)
+    settings = replace(base, lr=RATES[variant])
     run = Training(comparison.settings_of(variant, 0, settings))
     for module in run.model.modules():
         if isinstance(module, Decay) and least is not None:

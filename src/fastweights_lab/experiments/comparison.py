@@ -227,15 +227,9 @@ def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
         return learned(run.model, batch.tokens)
 
 
-def load(name: str = "text") -> list[Record]:
-    """Recorded runs that ship with the laboratory.
-
-    Args:
-        name: ``text``; ``text_again``, twelve of these runs a second time,
-            from the same seeds, with ``planted``; or ``text_learned``,
-            fifteen a third time, with ``at the start`` and ``learned`` too.
-    """
-    return read(shipped() / f"{name}.jsonl")
+def load() -> list[Record]:
+    """The runs of ``fastweights compare all``, recorded on an H200."""
+    return read(shipped() / "text_plot.jsonl")
 
 
 def starts(variant: str) -> tuple[str, ...]:
@@ -260,6 +254,16 @@ def chosen(
     return best["variant"], best["settings"]["lr"]
 
 
+def judged(
+    runs: Iterable[dict[str, Any]], variant: str
+) -> list[dict[str, Any]]:
+    """A variant's runs with what was :func:`chosen`, by their seeds."""
+    runs = list(runs)
+    choice = chosen(runs, variant)
+    found = [r for r in runs if (r["variant"], r["settings"]["lr"]) == choice]
+    return sorted(found, key=lambda run: run["seed"])
+
+
 def still_falls(runs: Iterable[dict[str, Any]], variant: str) -> bool:
     """Whether the highest rate tried with seed 0 is the best one so far."""
     tried = [r for r in runs if r["variant"] == variant and r["seed"] == 0]
@@ -272,23 +276,6 @@ def still_falls(runs: Iterable[dict[str, Any]], variant: str) -> bool:
 def _development_bits(run: dict[str, Any]) -> float:
     value = run["development"]  # nan is None in a file
     return math.inf if value is None or math.isnan(value) else value
-
-
-def best_rate(runs: Iterable[dict[str, Any]], variant: str) -> float | None:
-    """The learning rate with which a variant came lowest.
-
-    By the mean over seeds, among the rates that have the most of them; a
-    rate with which a run diverged counts only where there is no other.
-    """
-    found: dict[float, list[float]] = {}
-    for run in runs:
-        if run["variant"] == variant:
-            bits = run["bits per byte"]  # nan is None in a file
-            bits = math.inf if bits is None or math.isnan(bits) else bits
-            found.setdefault(run["settings"]["lr"], []).append(bits)
-    most = max(map(len, found.values()), default=0)
-    means = {lr: sum(x) / most for lr, x in found.items() if len(x) == most}
-    return min(means, key=means.__getitem__) if means else None
 
 
 def stages(job: Job, _: str, *, progress: Progress) -> Stages:
