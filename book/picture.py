@@ -2,7 +2,7 @@
 
     python book/picture.py [build/html]
 
-writes book/_static/chunk.svg from the first figure of chapter 3.
+writes book/_static/chunk.svg from chapter 3.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ PICTURE = BOOK / "_static" / "chunk.svg"
 
 
 def picture(site: Path) -> str:
-    """The first figure of the page, as an SVG file of its own.
+    """The square of scores, cut into chunks, as an SVG file of its own.
 
     Its colours stay CSS variables with fallbacks that read on white and on
     black: outside the site the fallbacks are used.
     """
     page = (site / PAGE).read_text("utf-8")
-    found = re.search(r'<svg class="fw-figure".*?</svg>', page, re.S)
+    found = re.search(
+        r'<svg class="fw-figure"[^>]*aria-label="The lower triangle.*?</svg>',
+        page,
+        re.S,
+    )
     if found is None:
-        raise ValueError(f"site: {site / PAGE} has no figure")
+        raise ValueError(f"site: {site / PAGE} lacks the triangle")
     return found[0].replace(' class="fw-figure"', "", 1) + "\n"
 
 
