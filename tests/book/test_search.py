@@ -43,7 +43,7 @@ FIRST = {
     "GatedDeltaNet": "api/layers#fastweights.layers.GatedDeltaNet",
     "generate": "api/models#fastweights.models.LanguageModel.generate",
     # what goes wrong, what it costs, what came after
-    "padding": "03_chunkwise#padding-must-not-write-to-the-state",
+    "padding must not write": "03_chunkwise#two-lines-compute-a-chunk",
     "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
     "hybrid": "10_models#a-hybrid-keeps-a-third-of-the-cache",
     "momentum": "12_deep_memory#momentum-answers-with-the-recent-past",
