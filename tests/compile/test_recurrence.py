@@ -117,9 +117,10 @@ def compile_stage(
     names = ["intra"] * (delta or DG > 0) + ["intra_strong"] * (DG > 1)
     names += ["segment_maps", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
-    names = ["intra_again"] * (DG > 1) + ["chunk_states"]
-    names += [f"{x}_backward" for x in ("segment_maps", "compose", "scan")]
-    names += ["intra_backward"] + ["gate_backward"] * (DG == 1)
+    names = ["intra_again"] * (DG > 1)
+    names += ["segment_maps_backward", "compose_backward", "chunk_states"]
+    names += ["scan_backward", "intra_backward"]
+    names += ["gate_backward"] * (DG == 1)
     names += ["intra_backward_strong"] * (DG > 1)
     found |= dict(zip(names, backward, strict=True))
     return build_launch(found[stage], capability)
@@ -271,6 +272,6 @@ def test_of_a_rank(tmp_path):
         for launch in schedule.launches
         if getattr(launch.arguments[-1], "RANKS", False)
     ]
-    assert len(launches) == 7
+    assert len(launches) == 9
     for launch in launches:
         judge(build_launch(launch, 90), 90, tmp_path, 200)

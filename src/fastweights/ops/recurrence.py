@@ -373,8 +373,8 @@ def _forward_of_a_rank(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """As :func:`_forward`; a batch's final states are those of all ranks.
 
-    Of a pack they are what leaves the sequences here. Also kept are the maps
-    of all ranks and the states that enter this one.
+    Of a pack they are what leaves the sequences here. Also kept are what all
+    ranks told and the states that enter this one.
     """
     *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
@@ -389,7 +389,7 @@ def _forward_of_a_rank(
         )
     if cu_seqlens is None:
         state = exchange.last.to(state.dtype)
-    return o, state, [*saved, exchange.maps, entering]
+    return o, state, [*saved, exchange.told, entering]
 
 
 def _fake_of_a_rank(
@@ -402,9 +402,10 @@ def _fake_of_a_rank(
     saved = module.empty_saved(*tokens, chunk_size, invariant, True)
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
-    maps = first.new_empty(_ranks().size, rows, v.shape[2], K, width)
+    row = rows, v.shape[2], K, width + v.shape[3]
+    told = first.new_empty(_ranks().size, *row)
     states = [torch.empty_like(first) for _ in range(2)]
-    return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
+    return v.new_empty(v.shape), states[0], [*saved, told, states[1]]
 
 
 def _backward_of_a_rank(
@@ -412,11 +413,11 @@ def _backward_of_a_rank(
 ) -> list[Tensor]:
     """As :func:`_backward`."""
     *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
-    *saved, maps, entering = saved
+    *saved, told, entering = saved
     leaving = torch.zeros_like(entering)
     if cu_seqlens is not None and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
-    given = _ranks(), q, cu_seqlens, maps, dstate
+    given = _ranks(), q, cu_seqlens, told, dstate
     exchange = Exchange(*given, invariant=invariant)
     states = entering, exchange.cu_seqlens
     _, module, chunk_size = _implementation("triton", q, chunk_size)

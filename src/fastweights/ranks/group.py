@@ -6,7 +6,7 @@ and scattered backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,15 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]; every rank has to ask, and with a gradient."""
         return _Gather.apply(x, self.group, self.size)
+
+    def gather_meanwhile(self, x: Tensor, work: Callable[[], None]) -> Tensor:
+        """:meth:`gather`, without a gradient, while there is other work."""
+        y = x.new_empty(self.size, *x.shape)
+        sent = x.contiguous()[None]
+        pending = _all_gather(y, sent, group=self.group, async_op=True)
+        work()
+        pending.wait()
+        return y
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, on all of them."""

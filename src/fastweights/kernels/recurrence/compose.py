@@ -136,7 +136,87 @@ def state_passing(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
 
 
 @triton.jit
-def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
+def times_map(
+    maps,
+    i_M,
+    states,
+    i_from,
+    i_v,
+    p_to,
+    i_to,
+    V: tl.constexpr,
+    BACK: tl.constexpr,
+    META: tl.constexpr,
+):
+    """M S, or M^T S with BACK: value tile i_v of S [K, V], state i_from.
+
+    If there is a p_to, added to what state i_to has.
+    """
+    K: tl.constexpr = META.K
+    BJ: tl.constexpr = META.BJ
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    NJ: tl.constexpr = META.NJ
+    b_on = tl.zeros([BK, BV], dtype=tl.float32)
+    b_to = tl.zeros([BK, BV], dtype=tl.float32)
+    for i_j in tl.static_range(NJ):
+        o_from, m_from = tile.tile_at(i_from, i_j, 0, i_v, K, 1, V, BJ, BV)
+        b_from = tl.load(states + o_from, mask=m_from, other=0.0)
+        if BACK:
+            o_M, m_M = tile.tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
+        else:
+            o_M, m_M = tile.tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
+        b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
+        if p_to is not None and i_j == NJ - 1:  # with the last loads
+            b_to = tile.load_state(p_to, i_to, i_v, True, META)
+        if BACK:
+            b_M = tl.trans(b_M)  # [BK, BJ]
+        b_on = tl.dot(b_M, b_from, b_on, input_precision="tf32x3")
+    return b_to + b_on
+
+
+@triton.jit
+def compose_state(
+    maps,
+    i_M,
+    p_from,
+    i_from,
+    i_v,
+    p_to,
+    i_to,
+    BACK: tl.constexpr,
+    META: tl.constexpr,
+):
+    """The state at p_from, through the map, is added to that at p_to."""
+    of_state = maps, i_M, p_from, i_from, i_v, p_to, i_to
+    b_S = times_map(*of_state, META.V, BACK, META)
+    tile.store_state(p_to, b_S, i_to, i_v, True, META)
+
+
+@triton.jit
+def compose_map(maps, through, i_M, i_way, is_first, i_j, META: tl.constexpr):
+    """Column tile i_j of map i_M on top of what is through at i_way."""
+    K: tl.constexpr = META.K
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    BACK: tl.constexpr = META.BACK
+    o_S, m_S = tile.state_at(i_M, i_j, K, K, BK, BV)
+    if is_first:
+        o_M = o_S
+        if BACK:
+            o_j = i_j * BV + tl.arange(0, BV)[None, :]
+            o_M = (i_M.to(tl.int64) * K + o_j) * K + tl.arange(0, BK)[:, None]
+        b_S = tl.load(maps + o_M, mask=m_S, other=0.0)
+    else:
+        way = maps, i_M, through, i_way, i_j, None, 0
+        b_S = times_map(*way, K, BACK, META)
+    tl.store(through + o_S, b_S, mask=m_S)
+
+
+@triton.jit
+def compose_kernel(
+    entering, borders, leaving, maps, through, call, META: tl.constexpr
+):
     """Each state goes on from the one before it: one value tile of a head.
 
     In place, fp32. borders [borders, HV, K, V] has what leaves a segment that
@@ -146,19 +226,19 @@ def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
     gradient of the state that passes it, then that gradient. At a sequence's
     edges stand the states [N, HV, K, V] that enter a call and those that leave
     it; where an end is no border, neither is its edge. A program starts at the
-    border of a sequence's first segment.
+    border of a sequence's first segment. Of a rank, through gets the products
+    of maps, from the first that is composed up to each, for arrive_kernel:
+    programs of their own compose the columns of the identity, too.
     """
     cu_seqlens, scale, T, N, L = call
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
-    BJ: tl.constexpr = META.BJ
     BK: tl.constexpr = META.BK
-    BV: tl.constexpr = META.BV
     BACK: tl.constexpr = META.BACK
     NV: tl.constexpr = META.NV
-    NJ: tl.constexpr = META.NJ
-    i_v, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV
+    NM: tl.constexpr = META.NM if META.RANKS and META.DELTA else 0
+    i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
     i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, META)
     o_k = tl.arange(0, BK)
@@ -176,6 +256,8 @@ def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
         begin = tl.where(has_tail, 0, 1) if BACK else 1
     if leaving is None:
         stop -= 1
+    i_way = i_b
+    b_through = tl.full([BK], 1.0, dtype=tl.float32)
     for i in range(begin, stop):
         i_s = segments - 1 - i if BACK else i
         i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, META)
@@ -194,29 +276,68 @@ def compose_kernel(entering, borders, leaving, maps, call, META: tl.constexpr):
         )
         i_M = i_M * HV + i_hv
         if META.DELTA:
-            b_on = tl.zeros([BK, BV], dtype=tl.float32)
-            for i_j in tl.static_range(NJ):
-                o_from, m_from = tile.tile_at(
-                    i_from, i_j, 0, i_v, K, 1, META.V, BJ, BV
-                )
-                b_from = tl.load(p_from + o_from, mask=m_from, other=0.0)
-                if BACK:
-                    o_M, m_M = tile.tile_at(i_M, i_j, 0, 0, K, 1, K, BJ, BK)
+            of_state = maps, i_M, p_from, i_from, i_v, p_to, i_to
+            if NM > 0:
+                if i_v < NV:
+                    compose_state(*of_state, BACK, META)
                 else:
-                    o_M, m_M = tile.tile_at(i_M, 0, 0, i_j, K, 1, K, BK, BJ)
-                b_M = tl.load(maps + o_M, mask=m_M, other=0.0)
-                if i_j == NJ - 1:  # with the last loads, not before them
-                    b_S = tile.load_state(p_to, i_to, i_v, True, META)
-                if BACK:
-                    b_M = tl.trans(b_M)  # [BK, BJ]
-                b_on = tl.dot(b_M, b_from, b_on, input_precision="tf32x3")
-            b_S += b_on
+                    way = maps, through, i_M, i_way, i == 0, i_v - NV
+                    compose_map(*way, META)
+            else:
+                compose_state(*of_state, BACK, META)
         else:
             b_S = tile.load_state(p_to, i_to, i_v, True, META)  # [BK, BV]
             b_from = tile.load_state(p_from, i_from, i_v, True, META)
             if maps is not None:
-                p_M = maps + i_M.to(tl.int64) * K + o_k
-                b_from *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
+                o_M = i_M.to(tl.int64) * K + o_k
+                b_M = tl.load(maps + o_M, mask=o_k < K, other=0.0)
+                b_from *= b_M[:, None]
+                if through is not None:
+                    b_through *= b_M
+                    m_k = tile.mask_if(i_v == 0, o_k < K)
+                    tl.store(through + o_M, b_through, mask=m_k)
             b_S += b_from
-        tile.store_state(p_to, b_S, i_to, i_v, True, META)
+            tile.store_state(p_to, b_S, i_to, i_v, True, META)
+        i_way = i_M
         tl.debug_barrier()  # before other threads load what was stored
+
+
+@triton.jit
+def arrive_kernel(
+    arriving, borders, leaving, through, call, META: tl.constexpr
+):
+    """Add to all composed states what becomes there of one from a rank.
+
+    arriving [N, HV, K, V] enters with what compose_kernel had as entering;
+    each state has a program per value tile. The rest is compose_kernel's.
+    """
+    cu_seqlens, scale, T, N, L = call
+    HV: tl.constexpr = META.HV
+    K: tl.constexpr = META.K
+    BT: tl.constexpr = META.BT
+    NV: tl.constexpr = META.NV
+    i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
+    i_hv, i_b = i_M % HV, i_M // HV
+    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, META)
+    if is_whole(start, end, first, cu_seqlens, T, L, META):
+        i_to = i_b
+        if META.BACK:
+            to_edge = first == 0
+            i_to = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
+        else:
+            to_edge = start + (first + L).to(tl.int64) * BT >= end
+        p_to, i_to = state_passing(
+            leaving, borders, to_edge, i_n, i_to, i_hv, HV
+        )
+        i_n = i_n * HV + i_hv
+        if META.DELTA:
+            of_state = through, i_M, arriving, i_n, i_v, p_to, i_to
+            compose_state(*of_state, False, META)
+        else:
+            b_S = tile.load_state(arriving, i_n, i_v, True, META)
+            if through is not None:
+                o_k = tl.arange(0, META.BK)
+                p_M = through + i_M.to(tl.int64) * K + o_k
+                b_S *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
+            b_S += tile.load_state(p_to, i_to, i_v, True, META)
+            tile.store_state(p_to, b_S, i_to, i_v, True, META)

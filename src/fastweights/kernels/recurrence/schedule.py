@@ -199,16 +199,18 @@ class Schedule:
     the forward makes and the backward is handed; all other tensors share one,
     ``scratch``, that is freed after the last launch.
 
-    Of a rank ``compose`` is which launch that is. Before it a call hands what
-    it works on to ``exchange``, which asks the other ranks (compose_kernel's
-    first four arguments, and a function that runs it).
+    Of a rank ``exchange`` are the launches from compose_kernel's up to
+    arrive_kernel's, which a call leaves to what asks the other ranks: it is
+    given compose_kernel's first five arguments, and functions that run it, on
+    other tensors if it is given some; those after it; and arrive_kernel, on
+    what arrives.
     """
 
     launches: Sequence[Launch]
     given: Sequence[str]
     results: Sequence[Room]
     saved: Sequence[Room]
-    compose: int | None = None
+    exchange: slice | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -298,20 +300,28 @@ class Schedule:
             values += numbers
         values += [pick(values) for pick in self.groups]
         start = start_with_scratch if self.tma else start_all
-        n = self.compose
-        if exchange is None or n is None:
+        if exchange is None or self.exchange is None:
             start(runs, values)
             return made, saved
         tensors = dict(zip(self.given, given, strict=True)) | made
         tensors |= views(self.saved, saved, in_saved, lengths)
         tensors |= views(self.scratch, scratch, in_scratch, lengths)
-        passed = self.launches[n].arguments[:4]
-        start(runs[:n], values)
+        first, last = self.exchange.start, self.exchange.stop
+        passed = self.launches[first].arguments[:5]
+
+        def run_on(n: int, *others: Tensor) -> None:
+            run, pick = runs[n]
+            at = [x if INTERPRETED else x.data_ptr() for x in others]
+            run(*at, *pick(values)[len(at) :])
+
+        start(runs[:first], values)
         exchange(
-            *(x and tensors[x.name] for x in passed),
-            functools.partial(start, runs[n : n + 1], values),
+            [x and tensors[x.name] for x in passed],
+            functools.partial(run_on, first),
+            functools.partial(start, runs[first + 1 : last], values),
+            functools.partial(run_on, last),
         )
-        start(runs[n:], values)
+        start(runs[last + 1 :], values)
         return made, saved
 
 

@@ -205,10 +205,11 @@ INSIDE = (
     "gate_backward",
 )
 ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
+BETWEEN = ("compose", "compose_backward", "arrive", "arrive_backward")
 RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
     **dict.fromkeys(INSIDE, intra_options),
     **dict.fromkeys((*ALONG, "scan", "scan_backward"), scan_options),
-    **dict.fromkeys(("compose", "compose_backward"), compose_options),
+    **dict.fromkeys(BETWEEN, compose_options),
 }
 """What finds each stage's tiles and launch settings."""
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from fastweights.kernels.recurrence.compose import compose_kernel
+from fastweights.kernels.recurrence.compose import (
+    arrive_kernel,
+    compose_kernel,
+)
 from fastweights.kernels.recurrence.intra import (
     intra_fwd_kernel,
     intra_strong_kernel,
@@ -138,6 +141,8 @@ class Rooms:
         self.border_states = room("border_states", "borders", states, fp32)
         own = (HV, K, K if delta else 1)  # without decay, all ones: none
         self.maps = room("maps", "borders", own, fp32, gated or delta)
+        through = kind.ranks and (gated or delta)
+        self.through = room("through", "borders", own, fp32, through)
         self.o = room("o", "tokens", (HV, V), low)
         self.state = room("state", "N", states, fp32)
         self.h = room("h", "slots", states, low)
@@ -178,6 +183,14 @@ class ScheduleBuilder:
         NV = meta_of(stage, self.kind).NV
         self.add(stage, kernel, Count(of, self.kind.HV * NV), *groups)
 
+    def add_compose(self, stage: str, *states: Room | None) -> None:
+        """compose_kernel on its states; of ranks with programs of maps."""
+        kind, x = self.kind, self.rooms
+        meta = meta_of(stage, kind)
+        programs = meta.NV + (meta.NM if kind.ranks and kind.delta else 0)
+        each = Count("borders", kind.HV * programs)
+        self.add(stage, compose_kernel, each, *states, x.maps, x.through)
+
     def schedule(self, *results: Room | None) -> Schedule:
         """And zeros where a pack's results have tokens of no sequence."""
         made = [room for room in results if room]
@@ -189,12 +202,13 @@ class ScheduleBuilder:
             programs = Count("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        compose = None
+        exchange = None
         if self.kind.ranks:
             kernels = [launch.kernel for launch in self.launches]
-            compose = kernels.index(compose_kernel)
+            ends = compose_kernel, arrive_kernel
+            exchange = slice(*map(kernels.index, ends))
         saved = self.rooms.saved
-        return Schedule(self.launches, self.given, made, saved, compose)
+        return Schedule(self.launches, self.given, made, saved, exchange)
 
 
 @lru_cache(maxsize=4096)
@@ -222,8 +236,11 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
         each = Count("borders", HV * programs)
         steps.add("segment_maps", scan_fwd_kernel, each, *groups)
-        groups = x.initial_state, x.border_states, x.state, x.maps
-        steps.add_tiles("compose", compose_kernel, "borders", *groups)
+        groups = x.initial_state, x.border_states, x.state
+        steps.add_compose("compose", *groups)
+        if kind.ranks:
+            groups = *groups, x.through
+            steps.add_tiles("arrive", arrive_kernel, "borders", *groups)
     states = x.initial_state, x.border_states if segmented else None, None
     outputs = x.o, x.state, None, None
     groups = x.decayed, x.v, x.decays, scores, states, outputs
@@ -246,18 +263,23 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         groups = x.inputs, x.decayed, x.decays, (None, None), x.strong
         each = Count("slots", HV)
         steps.add("intra_again", intra_strong_kernel, each, *groups)
-    states = x.initial_state, x.border_states if segmented else None, None
-    outputs = None, None, x.h, x.u
-    groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
-    steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if segmented:
         stage = "segment_maps_backward"
         dstates = None, None, None, x.dinitial_state, x.border_grads
         groups = x.decayed, x.decays, scores, None, incoming, dstates
         each = Count("borders", 2 * HV * meta_of(stage, kind).NV)
         steps.add(stage, scan_bwd_kernel, each, *groups)
-        groups = x.dstate, x.border_grads, x.dinitial_state, x.maps
-        steps.add_tiles("compose_backward", compose_kernel, "borders", *groups)
+        groups = x.dstate, x.border_grads, x.dinitial_state
+        steps.add_compose("compose_backward", *groups)
+    # Needs nothing of other ranks, and runs while they are asked.
+    states = x.initial_state, x.border_states if segmented else None, None
+    outputs = None, None, x.h, x.u
+    groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
+    steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
+    if kind.ranks:
+        stage = "arrive_backward"
+        groups = x.dstate, x.border_grads, x.dinitial_state, x.through
+        steps.add_tiles(stage, arrive_kernel, "borders", *groups)
     u, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
         u, of_tiles, of_rows = x.u, x.dbeta, None
