@@ -189,7 +189,10 @@ def main() -> None:
         found.append(row)
         say(json.dumps(row))
     if dist.get_rank() == 0:
-        command = " ".join(["torchrun", *sys.argv])
+        given = [x for x in sys.argv[1:] if x != str(asked.path)]
+        module = "fastweights_lab.bench.ranks", asked.path.name
+        start = "torchrun", "--nproc-per-node", str(mesh.size()), "-m"
+        command = " ".join([*start, *module, *given])
         record = {**machine(), "ranks": mesh.size(), "command": command}
         text = json.dumps({**record, "rows": found}, indent=1)
         asked.path.write_text(text + "\n")
