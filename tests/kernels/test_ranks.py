@@ -59,6 +59,12 @@ def test_in_one_graph(groups, spread):
     groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
 
 
+@pytest.mark.parametrize("spread", ["an unequal pack", "empty"])
+def test_normalised(groups, spread):
+    given = "linear_attention", SPREADS[spread], 2
+    groups[2].run(rank_cases.by_kernels, *given, False, True)
+
+
 @pytest.mark.parametrize("name, size", [("gla", 2), ("deltanet", 3)])
 def test_the_bits_of_one_process(groups, name, size):
     """In fw.invariant(), outputs, states and gradients."""

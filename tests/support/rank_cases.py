@@ -437,7 +437,7 @@ def trained(rank, settings, path, save, steps):
     return losses, found, said
 
 
-def by_kernels(rank, name, spread, segments, compiled=False):
+def by_kernels(rank, name, spread, segments, compiled=False, normalize=False):
     """In fp32 and chunks of 16, cut into segments; beside PyTorch in fp64.
 
     Of half of the heads: the interpreter is slow.
@@ -449,9 +449,12 @@ def by_kernels(rank, name, spread, segments, compiled=False):
     some = slice(HV // 2)
     half = {"g": some, "initial_state": (slice(None), some)}
     shared = {n: x.float()[half[n]] for n, x in shared.items()}
-    kernels = functools.partial(
-        getattr(fw, name), chunk_size=16, backend="triton"
-    )
+    of = getattr(fw, name)
+    if normalize:
+        tokens |= {n: tokens[n].abs() for n in "qk"}
+        shared = {n: F.pad(x, (0, 1)).abs() for n, x in shared.items()}
+        of = functools.partial(of, normalize=True)
+    kernels = functools.partial(of, chunk_size=16, backend="triton")
     if compiled:
         kernels = torch.compile(kernels, fullgraph=True, backend="aot_eager")
 
@@ -463,7 +466,7 @@ def by_kernels(rank, name, spread, segments, compiled=False):
             return o, state
         cu_seqlens = tensors.pop("cu_seqlens")
         tensors = {n: x.double() for n, x in tensors.items()}
-        o, state = getattr(fw, name)(**tensors, cu_seqlens=cu_seqlens)
+        o, state = of(**tensors, cu_seqlens=cu_seqlens)
         return o.float(), state.float()
 
     def cut(_, __, chunks):

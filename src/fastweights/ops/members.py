@@ -34,13 +34,8 @@ from fastweights.ops.normaliser import (
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ranks.group import current, fewest_tokens
-from fastweights.ranks.stretch import (
-    additive_over_ranks,
-    stretch_of,
-    total_decay,
-    with_a_token,
-)
-from fastweights.reference.backend import first_states, per_value_head
+from fastweights.ranks.stretch import stretch_of
+from fastweights.reference.backend import per_value_head
 from fastweights.reference.packing import outside
 
 Member = TypeVar("Member", bound=Callable[..., Any])
@@ -139,28 +134,20 @@ def linear_attention(
     if not normalize:
         return linear_recurrence(q, k, v, None, None, **options)
     q, k, v = cast_for_autocast(q, k, v)
-    ranks, T = current(), q.shape[1]
-    if ranks is not None:
-        q, k, v = with_a_token(q, k, v)
     state, offsets = options.get("initial_state"), options.get("cu_seqlens")
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)
     one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
-
-    def run(state: Tensor | None, offsets: Tensor | None) -> Any:
-        more = options | {"initial_state": state, "cu_seqlens": offsets}
-        o, z, state = recurrence_with_normaliser(q, k, v, one, None, **more)
-        if offsets is not None:
-            z = z.masked_fill(outside(offsets, q.shape[1])[:, None, None], 1)
-        return (o / (z + eps)).to(v.dtype), state
-
-    if ranks is None:
-        return run(state, offsets)
-    stretch = stretch_of(ranks, q, T, offsets)
-    wide = torch.cat([v.to(one.dtype), one], -1)
-    first = stretch.first(first_states(q, wide, state, offsets))
-    o, state = additive_over_ranks(stretch, run, first, total_decay(None, q))
-    return o[:, :T], state
+    o, z, state = recurrence_with_normaliser(
+        *(q, k, v, one, None), recurrence=linear_recurrence, **options
+    )
+    if offsets is not None:
+        T, own = q.shape[1], offsets
+        if (ranks := current()) is not None:
+            stretch: Any = stretch_of(ranks, q, T, offsets)
+            own = stretch.cu_seqlens
+        z = z.masked_fill(outside(own, T)[:, None, None], 1)
+    return (o / (z + eps)).to(v.dtype), state
 
 
 def retnet_decay(

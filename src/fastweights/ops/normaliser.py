@@ -19,7 +19,7 @@ from fastweights.ops.backends import Backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence import of_one_rank
 from fastweights.ops.rows import Rows, check_rows_of_states
-from fastweights.ranks.group import refuse_ranks
+from fastweights.ranks.group import fewest_tokens, refuse_ranks
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -38,6 +38,7 @@ def recurrence_with_normaliser(
     scale: float | None = None,
     chunk_size: int | None = None,
     backend: Backend = "auto",
+    recurrence: Callable[..., Any] = of_one_rank,
 ) -> tuple[Values, Ones, StateAndNormaliser]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.
 
@@ -52,15 +53,17 @@ def recurrence_with_normaliser(
     backward keeps.
 
     q and k are as autocast has them, v is in q's dtype or fp32, and the
-    others are those of :func:`fastweights.linear_recurrence`. Sequences are
-    here as a whole.
+    others are those of :func:`fastweights.linear_recurrence`, which may be
+    the ``recurrence``; else sequences are here as a whole.
     """
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        options: Any = (scale, chunk_size, backend)
-        return of_one_rank(q, k, v, g, None, None, state, cu_seqlens, *options)
+        states = {"initial_state": state, "cu_seqlens": cu_seqlens}
+        options = {"chunk_size": chunk_size, "backend": backend}
+        given = {"beta": None, "erase": None, "scale": scale}
+        return recurrence(q, k, v, g, **given, **states, **options)
 
     kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
@@ -102,6 +105,7 @@ def check_normalised(
         scale=scale,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        fewest=fewest_tokens(),
     )
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     HV, V = v.shape[2:]

@@ -138,8 +138,8 @@ def context_parallel(
 
     What is computed twice: the kernels of linear_recurrence find a stretch's
     map as they find those of segments of a long sequence, and run each scan
-    once. Without kernels, and in mlstm and where outputs are normalised, each
-    stretch is first run for its map, by the operator itself. Of the additive
+    once. Without kernels, and in mlstm, each stretch is first run for its
+    map, by the operator itself. Of the additive
     rule that is its final state, in a second pass over k and v; of the delta
     rule it is a pass on V + K columns, V for B and K for M. Softmax attention
     has the keys and values of all ranks on each of them.
