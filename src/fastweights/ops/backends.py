@@ -81,7 +81,7 @@ def backend_for(asked: str, q: Tensor) -> str:
 
 
 @private.constant_in_graphs
-def kernels_run(
+def recurrence_kernels_run(
     asked: str, device: torch.device, dtype: torch.dtype, K: int
 ) -> bool:
     """Whether the recurrence's kernels do, where this backend is asked for."""
@@ -175,7 +175,7 @@ def _explain(lack: str) -> None:
 
 
 @private.constant_in_graphs
-def kernel_runs(
+def kernel_or_torch_runs(
     asked: str, device: torch.device, dtype: torch.dtype, tensors: str
 ) -> bool:
     """Whether Triton computes what has one form in PyTorch.

@@ -38,7 +38,7 @@ from fastweights.ops.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    kernel_runs,
+    kernel_or_torch_runs,
     record_run,
 )
 from fastweights.ops.registration import Operator
@@ -256,7 +256,7 @@ def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
 
     Without a token PyTorch's, since there is nothing to launch.
     """
-    if kernel_runs(asked, x.device, x.dtype, "x") and x.shape[1]:
+    if kernel_or_torch_runs(asked, x.device, x.dtype, "x") and x.shape[1]:
         from fastweights.kernels import convolution as module
 
         return "triton", module

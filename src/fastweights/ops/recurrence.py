@@ -34,8 +34,8 @@ from fastweights.ops.backends import (
     Backend,
     backend_for,
     check_backend,
-    kernels_run,
     record_run,
+    recurrence_kernels_run,
 )
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
@@ -245,7 +245,7 @@ def _over_ranks(
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
     first = first_states(q, v, initial_state, cu_seqlens)
-    if kernels_run(backend, q.device, q.dtype, q.shape[-1]):
+    if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
         stretch: Any = None  # nothing is to be looked up in it
         if initial_state is not None or cu_seqlens is not None:
             stretch = stretch_of(ranks, q, T, cu_seqlens)
