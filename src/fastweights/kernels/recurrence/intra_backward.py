@@ -84,7 +84,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 def intra_bwd_kernel(
     g, decayed, decays, strong, operands, gradients, call, META: tl.constexpr
 ):
-    """One chunk and key tile of one key head: gradients of q, k, g and beta.
+    """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
     From the states that enter the chunks, h, and the gradients of those
     that leave them, dh. x is v, or for the delta rule the errors, of which

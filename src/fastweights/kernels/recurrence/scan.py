@@ -207,10 +207,10 @@ def scan_fwd_kernel(
 ):
     """One value tile of one head of one segment, its state in registers.
 
-    q_in, k_in, k_out [T, H, K] are those of intra for a gate per channel;
-    else they are q, k, k, and the decays of a gate per head act on the rows
-    of what these multiply. With ERASE k_in [T, HV, K] is of the key that
-    erases, and beta is 1. The delta rule writes beta times its errors u,
+    q_in, k_in, k_out [T, HV, K] are those of intra for a gate per channel;
+    else they are q, k, k [T, H, K], and the decays of a gate per head act on
+    the rows of what these multiply. With ERASE k_in [T, HV, K] is of the key
+    that erases, and beta is 1. The delta rule writes beta times its errors u,
     which are what the values are more than what the keys find: (I + Akk
     Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with

@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 class Meta:
     """What one kernel is compiled for: its argument META."""
 
-    H: int
+    H: int  # key heads: of a gate per channel HV, but inside of chunks
     HV: int
     K: int
     V: int  # 0 where no value is looked at
@@ -230,7 +230,6 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
-        # Past intra a gate per channel has q and k of its own per value head.
         H=kind.HV if kind.per_channel and stage not in INSIDE else kind.H,
         HV=kind.HV,
         K=kind.K,
