@@ -28,8 +28,9 @@ WIDTH = 4.5
 ACTS = {
     "nothing": "keep",
     "a number": "forget",
+    "a turn": "forget and turn",
     "a diagonal": "forget by channel",
-    "a reflection": "correct",
+    "a reflection": "correct or swap",
     "both": "forget, then correct",
 }
 
@@ -44,7 +45,7 @@ LAYERS = (
     ("linear attention", 2, "nothing", "one matrix"),
     ("RetNet", 4, "a number", "one matrix"),
     ("Mamba-2", 4, "a number", "one matrix"),
-    ("Mamba-3", 13, "a number", "one matrix"),
+    ("Mamba-3", 13, "a turn", "one matrix"),
     ("GLA", 5, "a diagonal", "one matrix"),
     ("DeltaNet", 7, "a reflection", "one matrix"),
     ("TTT-Linear", 12, "a reflection", "one matrix"),
@@ -74,7 +75,7 @@ def family_map() -> Figure:
     """Each layer a circle with its chapter's number."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(4.6, 6.2))
+    fig, ax = plt.subplots(figsize=(4.6, 6.5))
     edges = [left for left, _ in STORED.values()]
     bottom = 0.0
     for acts, does in ACTS.items():
