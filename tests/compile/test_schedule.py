@@ -35,8 +35,8 @@ from fastweights.kernels.recurrence.schedule import (
 from fastweights.kernels.recurrence.settings import (
     Kind,
     Lengths,
-    constants,
     lengths_of,
+    settings_of,
 )
 from fastweights.kernels.recurrence.stages import GIVEN
 
@@ -371,7 +371,7 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     gpu, gate = gpu_of(torch.device("cpu")), 128
     sizes = (torch.bfloat16, 1, 1, 128, V, gate, rule != "additive")
     kind = Kind(gpu, *sizes, 64, "tf32", rule == "erase")
-    meta, _ = constants("scan_backward", kind)
+    meta, _ = settings_of("scan_backward", kind)
     assert (tma, BV) == (meta.TMA, meta.BV)
 
 

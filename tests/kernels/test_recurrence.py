@@ -33,9 +33,9 @@ from fastweights.kernels.recurrence import backend as kernels
 from fastweights.kernels.recurrence.schedule import Room
 from fastweights.kernels.recurrence.settings import (
     Kind,
-    constants,
     lengths_of,
     segment_chunks,
+    settings_of,
 )
 from fastweights.reference import backend, chunkwise
 from fastweights.reference import chunkwise_backward as backward
@@ -579,7 +579,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
         switch(where, value)
         inputs = (*(x[n] for n in names), None, None, None)
         kind, _ = kernels.kind_of(inputs, 16)
-        found.append(constants("scan", kind)[0].PRECISION)
+        found.append(settings_of("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
     assert found == ["tf32", "tf32x3"] * 2

@@ -23,7 +23,7 @@ class GPU(NamedTuple):
 
     @property
     def forbids_prefetch(self) -> bool:
-        """Whether nothing may be loaded ahead: ``settings.constants``."""
+        """Whether nothing may be loaded ahead: :func:`.settings_of`."""
         return self.capability[0] == 10
 
 

@@ -49,7 +49,7 @@ from fastweights.ranks.stretch import (
     total_decay,
     with_a_token,
 )
-from fastweights.reference import backend as chunkwise
+from fastweights.reference import backend as torch_backend
 from fastweights.reference.backend import (
     first_states,
     per_value_head,
@@ -285,7 +285,7 @@ def _implementation(
 ) -> tuple[str, ModuleType, int]:
     """A backend's name, where its functions stand, and tokens per chunk."""
     backend = backend_for(asked, q)
-    module: ModuleType = chunkwise
+    module: ModuleType = torch_backend
     if backend == "triton":
         from fastweights.kernels.recurrence import backend as module
     return backend, module, chunk_size or DEFAULT_CHUNK_SIZE

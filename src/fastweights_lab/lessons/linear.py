@@ -90,7 +90,7 @@ def scan_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch settings for one head size, dtype and GPU."""
     stages = 1 if K > 128 else 2 if K > 64 or dtype == torch.float32 else 3
-    if capability[0] == 10:  # nothing ahead, as settings.constants says
+    if capability[0] == 10:  # nothing ahead: see TUNING.md
         stages = 1
     return tile_sizes(K, dtype) | {"num_warps": 4, "num_stages": stages}
 

@@ -45,8 +45,8 @@ def kind_of(
     precision = dot_precision(q.dtype, int(K))
     heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
     delta = beta is not None or erase is not None
-    rule: Any = (gate_width, delta, chunk_size, precision, erase is not None)
-    kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
+    rest: Any = (gate_width, delta, chunk_size, precision, erase is not None)
+    kind = Kind(gpu_of(q.device), q.dtype, *heads, *rest)
     if ranks:
         kind = kind._replace(ranks=True)
     N = B if offsets is None else offsets.shape[0] - 1
@@ -109,8 +109,10 @@ def run(
         kind, sizes = kind_of(given, chunk_size, invariant, ranks)
         lengths, of = lengths_of(kind, *sizes), dtypes_of(given)
         segmented, back = lengths.borders > 0, saved is not None
-        whole = stages.backward_schedule if back else stages.forward_schedule
-        schedule = whole(kind, of, segmented)
+        make_schedule = (
+            stages.backward_schedule if back else stages.forward_schedule
+        )
+        schedule = make_schedule(kind, of, segmented)
         if not schedule.kernels:
             together = [schedule]
             leaves = [x for x in given if x is not None and x.requires_grad]

@@ -206,7 +206,7 @@ INSIDE = (
 )
 ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
 BETWEEN = ("compose", "compose_backward", "arrive", "arrive_backward")
-RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
+OPTIONS: dict[str, Callable[[str, Kind], dict[str, int]]] = {
     **dict.fromkeys(INSIDE, intra_options),
     **dict.fromkeys((*ALONG, "scan", "scan_backward"), scan_options),
     **dict.fromkeys(BETWEEN, compose_options),
@@ -214,7 +214,7 @@ RULES: dict[str, Callable[[str, Kind], dict[str, int]]] = {
 """What finds each stage's tiles and launch settings."""
 
 
-def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
+def settings_of(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     """What a stage's kernel is compiled for, and its launch settings.
 
     Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
@@ -226,7 +226,7 @@ def constants(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
     On capability 10.x nothing is loaded ahead: there Triton may start a
     product before that of the last iteration is done (TUNING.md).
     """
-    options = RULES[stage](stage, kind)
+    options = OPTIONS[stage](stage, kind)
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     meta = Meta(
@@ -331,6 +331,6 @@ def maps_at_once(kind: Kind) -> int:
     Three on a multiprocessor of those whose registers are bounded; else two,
     or one of twice as many values, and then two rounds of them.
     """
-    _, options = constants("segment_maps", kind)
+    _, options = settings_of("segment_maps", kind)
     bounded = "maxnreg" in options
     return kind.gpu.multiprocessors * (3 if bounded else 4)

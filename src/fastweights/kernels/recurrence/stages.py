@@ -3,7 +3,7 @@
 Those that a chunk has anyway are named as the functions of
 :mod:`fastweights.reference.chunkwise` and its backward. A launch's arguments
 stand in the order in which its kernel has them: tensors are those of
-:class:`Rooms`, numbers the call's lengths, META (``settings.constants``) last.
+:class:`Rooms`, numbers the call's lengths, and META, of ``settings_of``, last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastweights.kernels.recurrence.schedule import (
     Room,
     Schedule,
 )
-from fastweights.kernels.recurrence.settings import Kind, Meta, constants
+from fastweights.kernels.recurrence.settings import Kind, Meta, settings_of
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -49,7 +49,7 @@ T, N, L = Count("T"), Count("N"), Count("L")
 
 def meta_of(stage: str, kind: Kind) -> Meta:
     """What the stage's kernel is compiled for."""
-    return constants(stage, kind)[0]
+    return settings_of(stage, kind)[0]
 
 
 def sums_dbeta_by_tiles(kind: Kind) -> bool:
@@ -172,7 +172,7 @@ class ScheduleBuilder:
         self, stage: str, kernel: Any, programs: Count, *groups: Any
     ) -> None:
         """A stage's kernel and what it is given before call and META."""
-        meta, options = constants(stage, self.kind)
+        meta, options = settings_of(stage, self.kind)
         arguments = (*groups, self.rooms.call, meta)
         self.launches.append(Launch(kernel, programs, arguments, options))
 
@@ -217,17 +217,17 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
 
     ``segmented``: whether sequences may be cut into segments.
     """
-    steps = ScheduleBuilder(kind, dtypes)
-    x, HV = steps.rooms, kind.HV
+    builder = ScheduleBuilder(kind, dtypes)
+    x, HV = builder.rooms, kind.HV
     groups: tuple[Any, ...]
     outputs: tuple[Any, ...]
     scores = x.Aqk, x.R
     if kind.gate_width or kind.delta:
         groups = x.inputs, x.decayed, x.decays, scores, x.strong
         each = Count("slots", HV)
-        steps.add("intra", intra_fwd_kernel, each, *groups)
+        builder.add("intra", intra_fwd_kernel, each, *groups)
         if kind.per_channel:
-            steps.add("intra_strong", intra_strong_kernel, each, *groups)
+            builder.add("intra_strong", intra_strong_kernel, each, *groups)
     if segmented:
         meta = meta_of("segment_maps", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
@@ -235,17 +235,17 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         outputs = None, x.state, None, None
         groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
         each = Count("borders", HV * programs)
-        steps.add("segment_maps", scan_fwd_kernel, each, *groups)
+        builder.add("segment_maps", scan_fwd_kernel, each, *groups)
         groups = x.initial_state, x.border_states, x.state
-        steps.add_compose("compose", *groups)
+        builder.add_compose("compose", *groups)
         if kind.ranks:
             groups = *groups, x.through
-            steps.add_tiles("arrive", arrive_kernel, "borders", *groups)
+            builder.add_tiles("arrive", arrive_kernel, "borders", *groups)
     states = x.initial_state, x.border_states if segmented else None, None
     outputs = x.o, x.state, None, None
     groups = x.decayed, x.v, x.decays, scores, states, outputs
-    steps.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
-    return steps.schedule(x.o, x.state)
+    builder.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
+    return builder.schedule(x.o, x.state)
 
 
 @lru_cache(maxsize=4096)
@@ -254,53 +254,53 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
 
     That of beta in fp16 as what each value tile adds to it.
     """
-    steps = ScheduleBuilder(kind, dtypes)
-    x, H, HV = steps.rooms, kind.H, kind.HV
+    builder = ScheduleBuilder(kind, dtypes)
+    x, H, HV = builder.rooms, kind.H, kind.HV
     groups: tuple[Any, ...]
     dstates: tuple[Any, ...]
     scores, incoming = (x.Aqk, x.R), (x.do, x.dstate)
     if kind.per_channel:
         groups = x.inputs, x.decayed, x.decays, (None, None), x.strong
         each = Count("slots", HV)
-        steps.add("intra_again", intra_strong_kernel, each, *groups)
+        builder.add("intra_again", intra_strong_kernel, each, *groups)
     if segmented:
         stage = "segment_maps_backward"
         dstates = None, None, None, x.dinitial_state, x.border_grads
         groups = x.decayed, x.decays, scores, None, incoming, dstates
         each = Count("borders", 2 * HV * meta_of(stage, kind).NV)
-        steps.add(stage, scan_bwd_kernel, each, *groups)
+        builder.add(stage, scan_bwd_kernel, each, *groups)
         groups = x.dstate, x.border_grads, x.dinitial_state
-        steps.add_compose("compose_backward", *groups)
+        builder.add_compose("compose_backward", *groups)
     # Needs nothing of other ranks, and runs while they are asked.
     states = x.initial_state, x.border_states if segmented else None, None
     outputs = None, None, x.h, x.u
     groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
-    steps.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
+    builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.ranks:
         stage = "arrive_backward"
         groups = x.dstate, x.border_grads, x.dinitial_state, x.through
-        steps.add_tiles(stage, arrive_kernel, "borders", *groups)
+        builder.add_tiles(stage, arrive_kernel, "borders", *groups)
     u, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
         u, of_tiles, of_rows = x.u, x.dbeta, None
     border_grads = x.border_grads if segmented else None
     dstates = x.dv, of_tiles, x.dh, x.dinitial_state, border_grads
     groups = x.decayed, x.decays, scores, u, incoming, dstates
-    steps.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
+    builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
     operands = x.do, x.u if kind.delta else x.v, x.dv, x.h, x.dh
     dg = x.parts if kind.per_head else x.dg
     gradients = x.dq, x.dk, dg, x.dtotal, of_rows, x.derase
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
     groups = x.g, x.decayed, x.decays, x.strong, operands, gradients
-    steps.add("intra_backward", intra_bwd_kernel, each, *groups)
+    builder.add("intra_backward", intra_bwd_kernel, each, *groups)
     if kind.per_head:
         groups = x.parts, x.dtotal, x.dg
         each = Count("slots", HV)
-        steps.add("gate_backward", gate_bwd_kernel, each, *groups)
+        builder.add("gate_backward", gate_bwd_kernel, each, *groups)
     if kind.per_channel:
         groups = x.inputs, x.decays, x.strong, operands, gradients
         stage = "intra_backward_strong"
-        steps.add(stage, intra_bwd_strong_kernel, each, *groups)
+        builder.add(stage, intra_bwd_strong_kernel, each, *groups)
     firsts = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
-    return steps.schedule(*firsts, x.dinitial_state)
+    return builder.schedule(*firsts, x.dinitial_state)
