@@ -6,8 +6,13 @@ Linear attention is none and additive, GLA a gate per channel, DeltaNet the
 delta rule, Gated DeltaNet that with a gate per head, KDA with one per channel.
 
 intra           inside a chunk: scores, the inverse, q and k with their decay
+gates           decays within a chunk, which the kernels of intra and scan call
+inverse         the delta rule's inverse, which intra calls
 scan            from chunk to chunk: the state, and the outputs
 compose         from segment to segment: the maps of the states
 intra_backward  the gradients inside a chunk; scan has the others
-backend         takes the arguments; stages and schedule launch the kernels
+settings        what a kind of call and its lengths decide: tiles, segments
+stages          what is launched, in order, on which tensors
+schedule        launches it: addresses for compiled kernels
+backend         takes the arguments
 """
