@@ -10,7 +10,7 @@ from fastweights.kernels.recurrence import gates, inverse
 @triton.jit
 def add_scores(
     b_Aqk,
-    b_Akk,
+    b_Aek,
     q,
     k,
     erase,
@@ -22,10 +22,10 @@ def add_scores(
     dtype: tl.constexpr,
     META: tl.constexpr,
 ):
-    """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (k b_r) (k b_c)^T to b_Akk.
+    """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (e b_r) (k b_c)^T to b_Aek.
 
-    Of key tile i_k, and with ``erase`` that in the place of the first k;
-    Akk only for the delta rule. rows are those of the value head. The
+    Of key tile i_k. e, the key that reads, is ``erase``, or without it k; Aek
+    only for the delta rule. rows are those of the value head. The
     factors b_r and b_c are [BT, BK], the sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
@@ -44,13 +44,13 @@ def add_scores(
             b_k = tile.load_rows(erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
-        b_Akk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
-    return b_Aqk, b_Akk
+        b_Aek += tl.where(m_A, b_A, 0.0)  # [BT, BT]
+    return b_Aqk, b_Aek
 
 
 @triton.jit
 def add_strong(
-    b_Aqk, b_Akk, inputs, rows, i_k, b_high, b_low, shut, META: tl.constexpr
+    b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META: tl.constexpr
 ):
     """Add key tile i_k's scores [BT, BT] at any gates, level by level.
 
@@ -64,23 +64,23 @@ def add_strong(
     EXACT: tl.constexpr = dtype == tl.float32
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, k)
-    b_Aqk, b_Akk = add_scores(
-        *(b_Aqk, b_Akk, q, k, erase, rows, i_k),
+    b_Aqk, b_Aek = add_scores(
+        *(b_Aqk, b_Aek, q, k, erase, rows, i_k),
         *(b_r, b_c, m_A, FOLDED, META),
     )
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
         b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
-        b_Aqk, b_Akk = add_scores(
-            *(b_Aqk, b_Akk, q, k, erase, rows, i_k),
+        b_Aqk, b_Aek = add_scores(
+            *(b_Aqk, b_Aek, q, k, erase, rows, i_k),
             *(b_d, b_d, m_A, dtype, META),
         )
-    return b_Aqk, b_Akk
+    return b_Aqk, b_Aek
 
 
 @triton.jit
-def store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META: tl.constexpr):
+def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     """Store Aqk, and for the delta rule R, of scores that have their decays.
 
     Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
@@ -95,14 +95,14 @@ def store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META: tl.constexpr):
         tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
     steps = 0.0
     if R is not None:
-        b_Akk = tl.where(o_t >= 0, b_Akk, 0.0)  # [BT, BT]
+        b_Aek = tl.where(o_t >= 0, b_Aek, 0.0)  # [BT, BT]
         if META.ERASE:
-            b_R = inverse.checked_inverse(b_Akk, PRECISION)
+            b_R = inverse.checked_inverse(b_Aek, PRECISION)
         else:
-            largest = tl.max(tl.abs(b_Akk))
+            largest = tl.max(tl.abs(b_Aek))
             steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
             mild = (steps < 2.05) & (largest < 1e3)
-            b_R = inverse.bounded_inverse(b_Akk, b_beta, mild, PRECISION)
+            b_R = inverse.bounded_inverse(b_Aek, b_beta, mild, PRECISION)
         tile.store_rows(R, b_R, rows, 0, SCORES)
     return steps
 
@@ -113,10 +113,10 @@ def intra_fwd_kernel(
 ):
     """One chunk of one value head.
 
-    Delta rule: R, with which the inverse of I + Diag(beta) Akk is
-    I + Diag(beta) R, and that of I + Akk Diag(beta) is I + R Diag(beta); and
-    beta as a row in fp32, row_beta. With ``erase`` [T, HV, K] beta is 1, and
-    Akk and k_in are of that key.
+    Delta rule: R, with which the inverse of I + Diag(beta) Aek is
+    I + Diag(beta) R, and that of I + Aek Diag(beta) is I + R Diag(beta); and
+    beta as a row in fp32, row_beta. Aek and k_in are of the key that reads:
+    k, or ``erase`` [T, HV, K], with which beta is 1.
 
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
     chunk is seen from the point p where half of its decay is done, G_p =
@@ -165,7 +165,7 @@ def intra_fwd_kernel(
     if PER_HEAD:
         b_g = tile.load_row(g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
-    b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     if ERASE and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
@@ -183,7 +183,7 @@ def intra_fwd_kernel(
                 b_e = b_k
             if not PER_CHANNEL:
                 b_kT = tl.trans(b_k)  # [BK, BT]
-                b_Akk = tl.dot(b_e, b_kT, b_Akk, input_precision=PRECISION)
+                b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
             else:
                 b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
                 b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
@@ -204,8 +204,8 @@ def intra_fwd_kernel(
                 if DELTA:
                     b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
                     tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
-                    b_Akk = tl.dot(
-                        b_k_in, b_kT, b_Akk, input_precision=PRECISION
+                    b_Aek = tl.dot(
+                        b_k_in, b_kT, b_Aek, input_precision=PRECISION
                     )
 
     if PER_CHANNEL:
@@ -237,14 +237,14 @@ def intra_fwd_kernel(
         if DELTA:
             tl.debug_barrier()  # all of G is there
             if weak:
-                b_Akk *= b_in[:, None] * b_out[None, :]
+                b_Aek *= b_in[:, None] * b_out[None, :]
             else:
-                b_Akk *= gates.decay_matrix(G, i_ch, BT)
-    steps = store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META)
+                b_Aek *= gates.decay_matrix(G, i_ch, BT)
+    steps = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
         if ERASE:
             # Of each I - k e^T the largest singular value, at least 1.
-            b_ek = tl.sum(tl.where(o_t == 0, b_Akk, 0.0), axis=1)  # [BT]
+            b_ek = tl.sum(tl.where(o_t == 0, b_Aek, 0.0), axis=1)  # [BT]
             b_ee *= b_kk  # |e|^2 |k|^2
             b_most = tl.sqrt(tl.maximum(4.0 - 4.0 * b_ek + b_ee, 0.0))
             b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)
@@ -293,7 +293,7 @@ def intra_strong_kernel(
         b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
         tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
-    b_Akk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     is_strong = False
     for i_k in range(META.NK):
         b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -320,10 +320,10 @@ def intra_strong_kernel(
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
             tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
         if Aqk is not None:
-            b_Aqk, b_Akk = add_strong(
-                *(b_Aqk, b_Akk, inputs, rows, i_k),
+            b_Aqk, b_Aek = add_strong(
+                *(b_Aqk, b_Aek, inputs, rows, i_k),
                 *(b_high, b_low, gates.shuts(b_total), META),
             )
     if Aqk is None:
         tl.store(strong + i_ch, is_strong)
-    store_scores(b_Aqk, b_Akk, b_beta, scores, rows, META)
+    store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)

@@ -29,7 +29,7 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
-    do, x, dv, h, dh = operands
+    do, u, dv, h, dh = operands
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
@@ -45,15 +45,15 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
         b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_x = tile.load_rows(x, rows, i_v, VALUES)  # [BT, BV]
+        b_u = tile.load_rows(u, rows, i_v, VALUES)  # [BT, BV]
         b_do = tile.load_rows(do, rows, i_v, VALUES)  # [BT, BV]
-        b_xT, b_hT, b_dhT = tl.trans(b_x), tl.trans(b_h), tl.trans(b_dh)
-        b_dAqk = tl.dot(b_do, b_xT, b_dAqk, input_precision=PRECISION)
+        b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
+        b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
-        b_col = tl.dot(b_x, b_dhT, b_col, input_precision=PRECISION)
+        b_col = tl.dot(b_u, b_dhT, b_col, input_precision=PRECISION)
         if META.DELTA:
             b_dv = tile.load_rows(dv, rows, i_v, VALUES)  # [BT, BV]
-            b_dAek = tl.dot(b_dv, b_xT, b_dAek, input_precision=PRECISION)
+            b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
         if META.GATED:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
@@ -87,8 +87,8 @@ def intra_bwd_kernel(
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
     From the states that enter the chunks, h, and the gradients of those
-    that leave them, dh. x is v, or for the delta rule the errors, of which
-    beta x is written. The value heads of the key head are summed here, in
+    that leave them, dh. u is v, or for the delta rule the errors, of which
+    beta u is written. The value heads of the key head are summed here, in
     fp32. Of the gradient of a gate per head every key tile writes its parts,
     which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of
     total dtotal [slots, HV, NK].
@@ -104,7 +104,7 @@ def intra_bwd_kernel(
     """
     q_in, k_in, k_out = decayed
     row_in, row_out, row_beta, total, G, bound = decays
-    do, x, dv, h, dh = operands
+    do, u, dv, h, dh = operands
     dq, dk, dg, dtotal, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
@@ -358,7 +358,7 @@ def intra_bwd_strong_kernel(
     """
     q, k, g, beta, erase = inputs
     row_in, row_out, row_beta, total, G, bound = decays
-    do, x, dv, h, dh = operands
+    do, u, dv, h, dh = operands
     dq, dk, dg, dtotal, dbeta, derase = gradients
     cu_seqlens, scale, T, N, L = call
     DELTA: tl.constexpr = META.DELTA

@@ -211,7 +211,7 @@ def scan_fwd_kernel(
     else they are q, k, k [T, H, K], and the decays of a gate per head act on
     the rows of what these multiply. With ERASE k_in [T, HV, K] is of the key
     that erases, and beta is 1. The delta rule writes beta times its errors u,
-    which are what the values are more than what the keys find: (I + Akk
+    which are what the values are more than what the keys find: (I + Aek
     Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with
     h, for the backward, the state that enters each chunk, and the errors.
