@@ -34,7 +34,11 @@ from fastweights.arguments import (
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.ops.decode import MAX_TOKENS, decode_step
-from fastweights.ops.members import comba_operands, undoable
+from fastweights.ops.members import (
+    comba_operands,
+    gated_deltanet2_operands,
+    undoable,
+)
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
 from fastweights.reference.convolution import unit
@@ -217,7 +221,8 @@ def _erasing(
     """q, k, v, g, beta and erase, of as many steps for each token."""
     if name.endswith("gdn2"):
         b, w = x["b"].to(q.dtype), x["w"].to(q.dtype)
-        return [q, k, w * v, g, None, b * k], 1
+        v, erase = gated_deltanet2_operands(k, v, b, w)
+        return [q, k, v, g, None, erase], 1
     if name.endswith("comba"):
         p = x["p"].to(q.dtype)
         p = unit(p) if x["use_qk_l2norm_in_kernel"] else p

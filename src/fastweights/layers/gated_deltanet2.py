@@ -20,6 +20,7 @@ from fastweights.layers.parts import (
     write_strength,
 )
 from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.ops.members import gated_deltanet2_operands
 from fastweights.reference.backend import per_value_head
 
 
@@ -105,11 +106,10 @@ class GatedDeltaNet2(Layer):
         g = self.decay(self.f_proj(x)).view(k.shape)
         b = write_strength(self.b_proj(x), self.allow_neg_eigval).view(k.shape)
         w = write_strength(self.w_proj(x), False).view(v.shape)
+        v, erase = gated_deltanet2_operands(k, v, b, w)
+        g = per_value_head(g, v.shape[2])
         o, S = continue_recurrence(
-            *(q, k, (w * v).to(v.dtype), per_value_head(g, v.shape[2])),
-            erase=(b * k).to(k.dtype),
-            state=state,
-            cu_seqlens=cu_seqlens,
+            q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)

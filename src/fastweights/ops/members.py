@@ -363,9 +363,16 @@ def gated_deltanet2(
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
-    erase = (b * per_value_head(k, b.shape[2])).to(k.dtype)
-    written = (w * v).to(v.dtype)
+    written, erase = gated_deltanet2_operands(k, v, b, w)
     return linear_recurrence(q, k, written, g, erase=erase, **options)
+
+
+def gated_deltanet2_operands(
+    k: Keys, v: Values, b: Float[Tensor, "B T _ K"], w: Values
+) -> tuple[Values, Float[Tensor, "B T _ K"]]:
+    """The v and erase of Gated DeltaNet-2's recurrence."""
+    erase = (b * per_value_head(k, b.shape[2])).to(k.dtype)
+    return (w * v).to(v.dtype), erase
 
 
 @member
