@@ -65,7 +65,23 @@ def test_normalised(groups, spread):
     groups[2].run(rank_cases.by_kernels, *given, False, True)
 
 
+@pytest.mark.parametrize(
+    "name, spread",
+    [
+        ("kda", Spread((20, 37, 20), None)),
+        ("mamba2", Spread((20, 37, 0), (0, 2, 55))),
+        pytest.param(
+            *("kda", Spread((18,) * 3, (0, 50), False)), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_doubling(groups, name, spread):
+    """What more ranks do than an all-gather is for; additive in one graph."""
+    given = rank_cases.by_kernels, name, spread, 2, name == "mamba2"
+    groups[3].run(rank_cases.doubled, *given)
+
+
 @pytest.mark.parametrize("name, size", [("gla", 2), ("deltanet", 3)])
 def test_the_bits_of_one_process(groups, name, size):
-    """In fw.invariant(), outputs, states and gradients."""
-    groups[size].run(rank_cases.same_bits, name)
+    """In fw.invariant(), outputs, states and gradients, and of more ranks."""
+    groups[size].run(rank_cases.doubled, rank_cases.same_bits, name)

@@ -1,5 +1,7 @@
 """Ranks that share a sequence against one process, in fp64."""
 
+import functools
+
 import pytest
 import rank_cases
 import torch
@@ -26,8 +28,8 @@ MEMBERS = (
 
 @pytest.fixture(scope="module")
 def groups():
-    """Two processes, and four."""
-    made = {size: ProcessGroup(size) for size in (2, 4)}
+    """Two processes, three, and four."""
+    made = {size: ProcessGroup(size) for size in (2, 3, 4)}
     yield made
     for group in made.values():
         group.stop()
@@ -48,6 +50,22 @@ def test_members(groups, size, spread):
     for name in MEMBERS:
         groups[size].run(rank_cases.member, name, spread)
     groups[size].run(rank_cases.member, "kda", spread, "loop")
+
+
+@pytest.mark.parametrize(
+    "size, spread",
+    [
+        pytest.param(size, spread, id=f"{size}-{name.replace(' ', '-')}")
+        for size in (3, 4)
+        for name, spread in spreads(size).items()
+    ],
+)
+def test_doubling(groups, size, spread):
+    """What more ranks do than an all-gather is for."""
+    run = functools.partial(groups[size].run, rank_cases.doubled)
+    for name in ("kda", "mamba2"):
+        run(rank_cases.member, name, spread)
+    run(rank_cases.selective, spread, True)
 
 
 @every
@@ -84,6 +102,11 @@ def test_dtypes(groups, name):
 @pytest.mark.parametrize("spread", ["equal", "a pack"])
 def test_in_one_graph(groups, spread):
     groups[2].run(rank_cases.compiled, "gated_deltanet", spreads(2)[spread])
+
+
+def test_doubling_in_one_graph(groups):
+    given = rank_cases.compiled, "mamba2", spreads(3)["a pack"]
+    groups[3].run(rank_cases.doubled, *given)
 
 
 def test_checkpointing(groups):

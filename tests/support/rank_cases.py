@@ -24,6 +24,7 @@ import fastweights as fw
 from fastweights.models import next_tokens
 from fastweights.ops.backends import record_backends
 from fastweights.ops.convolution import convolve_heads, short_convolution
+from fastweights.ranks import group
 from fastweights.ranks.group import current
 from fastweights_lab.text.training import Training
 
@@ -68,8 +69,8 @@ class Spread(NamedTuple):
 
 def spreads(size):
     """By name: equal, unequal and empty ranks; borders in and at packs'."""
-    some = (3, 9) if size == 2 else (3, 9, 0, 5)
-    late = (0, 9) if size == 2 else (0, 0, 9, 2)
+    some = (3, 9, 0, 5)[:size]
+    late = (0, 9) if size == 2 else (0, 0, 9, 2)[:size]
     T, S = 7 * size, sum(some)
     return {
         "equal": Spread((7,) * size, None, False),
@@ -169,6 +170,12 @@ def member(rank, name, spread, backend="auto"):
         return getattr(fw, name)(**tensors, backend=backend)
 
     compared(rank, call, spread, *inputs(name, spread))
+
+
+def doubled(rank, case, *arguments):
+    """A case whose maps come by doubling."""
+    with mock.patch.object(group, "GATHERED", 1):
+        case(rank, *arguments)
 
 
 def narrow(rank, name, spread, dtype):

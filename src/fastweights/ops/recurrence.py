@@ -247,14 +247,15 @@ def _over_ranks(
     first = first_states(q, v, initial_state, cu_seqlens)
     if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
         stretch: Any = None  # nothing is to be looked up in it
-        if initial_state is not None or cu_seqlens is not None:
+        finish = cu_seqlens is not None or ranks.doubles(is_invariant())
+        if initial_state is not None or finish:
             stretch = stretch_of(ranks, q, T, cu_seqlens)
             first = stretch.first(first)
         check_values(q, k, v, g=g, beta=beta, erase=erase)
         of, states = (q, k, v, g, beta, erase), (first, cu_seqlens)
         o, state = _by(ON_RANKS, *of, *states, *options)
-        if cu_seqlens is not None:
-            state = stretch.finish(state, state)
+        if finish:
+            state = stretch.finish(state)
         return o[:, :T], state
     stretch = stretch_of(ranks, q, T, cu_seqlens)
     first = stretch.first(first)
@@ -373,7 +374,7 @@ def _forward_of_a_rank(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """As :func:`_forward`; a batch's final states are those of all ranks.
 
-    Of a pack they are what leaves the sequences here. Also kept are what all
+    Of a pack, or if maps double, they are what leaves here. Also kept are what
     ranks told and the states that enter this one.
     """
     *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
@@ -387,7 +388,7 @@ def _forward_of_a_rank(
             *(q, *inputs, *states, scale, chunk_size, invariant),
             exchange.forward,
         )
-    if cu_seqlens is None:
+    if cu_seqlens is None and not exchange.doubles:
         state = exchange.last.to(state.dtype)
     return o, state, [*saved, exchange.told, entering]
 
@@ -403,7 +404,8 @@ def _fake_of_a_rank(
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
-    told = first.new_empty(_ranks().size, *row)
+    size = 1 if _ranks().doubles(invariant) else _ranks().size
+    told = first.new_empty(size, *row)
     states = [torch.empty_like(first) for _ in range(2)]
     return v.new_empty(v.shape), states[0], [*saved, told, states[1]]
 
@@ -415,7 +417,8 @@ def _backward_of_a_rank(
     *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
     *saved, told, entering = saved
     leaving = torch.zeros_like(entering)
-    if cu_seqlens is not None and dstate is not None:
+    finish = cu_seqlens is not None or _ranks().doubles(invariant)
+    if finish and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
     given = _ranks(), q, cu_seqlens, told, dstate
     exchange = Exchange(*given, invariant=invariant)

@@ -3,8 +3,9 @@
 The kernels cut long sequences into segments, find a map of each, and compose
 these. A rank's tokens are a segment of segments: its own map is their product,
 and its own state what they make of none. The ranks gather both, and each
-composes the state that enters it, from where its kernels compose once more.
-The backward does the same from the other end, with the forward's maps.
+composes the state that enters it, from where its kernels compose once more; or
+many of them find it by doubling. The backward does the same from the other
+end, with the forward's maps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ranks.group import Ranks
-from fastweights.ranks.stretch import choose, stretch_of
+from fastweights.ranks.stretch import choose, double, stretch_of
 
 
 def onward(
@@ -42,7 +43,8 @@ class Exchange:
     [ranks, R, HV, K, K + V], or 1 + V of the additive rule. ``last`` is the
     state that leaves the last rank, which a batch's ``dstate`` is the gradient
     of. Sums of ranks are in fp64. If it is ``invariant``, equal ranks of a
-    batch compose in_turn: see compose_all.
+    batch compose in_turn: see compose_all. If it ``doubles``, told is what
+    this rank told, and there is neither last nor dstate.
     """
 
     last: Tensor
@@ -58,6 +60,7 @@ class Exchange:
         invariant: bool = False,
     ) -> None:
         self.ranks, self.told, self.dstate = ranks, told, dstate
+        self.doubles = ranks.doubles(invariant)
         own = ranks.tokens
         self.T = q.shape[1] if own is None else own[ranks.rank]
         self.stretch: Any = None
@@ -106,13 +109,18 @@ class Exchange:
             leaves = s.leaves & (self.T > 0)
             B = choose(leaves, B.index_select(0, s.leaving), 0)
         own = torch.cat([self.own_map(through, B), B], -1)
+        rows = s and (s.entering, s.enters)
+        if self.doubles:
+            self.told = own[None]
+            state = self.double(B, meanwhile)
+            self.add(state, entering, rows, arrive)
+            return
         self.told = self.ranks.gather_meanwhile(own, meanwhile)
         M, B = self.told.double().tensor_split([-B.shape[-1]], -1)
         states: list[Any] = [None]
         for r in range(size):
             states.append(onward(M[r], states[-1], B[r]))
         self.last = states[-1]
-        rows = s and (s.entering, s.enters)
         self.add(states[rank], entering, rows, arrive)
 
     def backward(
@@ -139,6 +147,11 @@ class Exchange:
         if s:
             enters = s.enters & (self.T > 0)
             D = choose(enters, D.index_select(0, s.entering), 0)
+        rows = s and (s.leaving, s.leaves)
+        if self.doubles:
+            grad = self.double(D, meanwhile, back=True)
+            self.add(grad, entering, rows, arrive)
+            return
         own = torch.stack([D] if self.dstate is None else [D, self.dstate])
         D, *lasts = (
             self.ranks.gather_meanwhile(own, meanwhile).double().unbind(1)
@@ -148,8 +161,18 @@ class Exchange:
         for r in range(size - 1, rank, -1):
             M = self.told[r, ..., : -D.shape[-1]]
             grad = onward(M, grad, D[r], back=True)
-        rows = s and (s.leaving, s.leaves)
         self.add(grad, entering, rows, arrive)
+
+    def double(
+        self, B: Tensor, work: Callable[[], None], *, back: bool = False
+    ) -> Tensor | None:
+        """What enters this rank of others, by stretch.double."""
+        M = self.told[0, ..., : -B.shape[-1]]
+        matrix = M.shape[-1] == M.shape[-2]
+        M, end = (M.mT if back and matrix else M), back * (self.ranks.size - 1)
+        options: Any = {"matrix": matrix, "back": back, "work": work}
+        state = double(self.ranks, M, B, **options)
+        return None if self.ranks.rank == end else state
 
     @staticmethod
     def add(

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_offsets, is_readable
+from fastweights.ops.invariance import is_invariant
 from fastweights.ranks.group import Ranks
 
 
@@ -72,15 +73,16 @@ class Stretch(NamedTuple):
         same = self.enters & self.leaves & (self.entering == self.leaving)
         return choose(same, x, empty)
 
-    def finish(self, state: Tensor, last: Tensor) -> Tensor:
-        """The final states: of a batch what leaves the ``last`` rank.
+    def finish(self, state: Tensor, last: Tensor | None = None) -> Tensor:
+        """The final states: of a batch ``last``, if what leaves is known.
 
-        Of a pack each is the ``state`` on the rank that has its last token.
+        Else each is the ``state`` on the rank that has its last token.
         """
-        if self.cu_seqlens is None:
+        pack = self.cu_seqlens is not None
+        if last is not None and not pack:
             return last.to(state.dtype)
         own = choose(self.ends, state, 0)
-        return self.ranks.sum(own) if self.ranks.states else own
+        return own if pack and not self.ranks.states else self.ranks.sum(own)
 
 
 def choose(rows: Bool[Tensor, " N"], x: Tensor, y: Tensor | float) -> Tensor:
@@ -143,6 +145,10 @@ def over_ranks(
     """
     ranks: Any = stretch.ranks
     M = M.to(B.dtype).expand(*B.shape[:-1], -1)
+    if ranks.doubles(is_invariant()):
+        entering = stretch.enter(first, double(ranks, M, B, matrix=matrix))
+        *results, state = run(entering, stretch.cu_seqlens)
+        return *results, stretch.finish(state)
     maps = ranks.gather(torch.cat([M, B], -1)).double()
     M, B = maps.split([M.shape[-1], B.shape[-1]], -1)
     states = [torch.zeros_like(B[0]), B[0]]
@@ -152,6 +158,38 @@ def over_ranks(
     entering = pick(states, ranks)
     *results, state = run(stretch.enter(first, entering), stretch.cu_seqlens)
     return *results, stretch.finish(state, states[-1])
+
+
+def double(
+    ranks: Ranks,
+    M: Tensor,
+    B: Tensor,
+    *,
+    matrix: bool = False,
+    back: bool = False,
+    work: Any = None,
+) -> Tensor:
+    """What the ranks before this one make of zero; back: those after it.
+
+    In round i each rank hands the map of 2^i ranks up to its own to the rank
+    2^i further on. What comes goes before its own, and before what it has of
+    the ranks before it: ceil(log2 ranks) rounds.
+    """
+    own: Any = M.double(), B.double()
+    before: Any = None
+
+    def compose(first: Any, then: Any) -> Any:
+        M, B = then
+        N, C = [M @ x if matrix else M * x for x in first]
+        return N, C + B
+
+    for i in range((ranks.size - 1).bit_length()):
+        told = torch.cat(own, -1).to(B.dtype)
+        told = ranks.hop(told, -(2**i) if back else 2**i, work)
+        got: Any = told.double().tensor_split([M.shape[-1]], -1)
+        before = compose(got, before) if before else got
+        own, work = compose(got, own), None
+    return before[1]
 
 
 def additive_over_ranks(
