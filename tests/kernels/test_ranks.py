@@ -68,10 +68,10 @@ def test_normalised(groups, spread):
 @pytest.mark.parametrize(
     "name, spread",
     [
-        ("kda", Spread((20, 37, 20), None)),
-        ("mamba2", Spread((20, 37, 0), (0, 2, 55))),
+        ("kda", Spread((3, 20, 4), None)),
+        ("mamba2", Spread((4, 20, 5), (0, 2, 29))),
         pytest.param(
-            *("kda", Spread((18,) * 3, (0, 50), False)), marks=pytest.mark.full
+            *("kda", Spread((6,) * 3, (0, 17), False)), marks=pytest.mark.full
         ),
     ],
 )

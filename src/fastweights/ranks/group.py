@@ -70,8 +70,8 @@ class Ranks:
         pending.wait()
         return y
 
-    def doubles(self, invariant: bool) -> bool:
-        """Whether maps come by doubling; in fw.invariant() never."""
+    def doubles(self, invariant: bool = False) -> bool:
+        """Whether maps come by doubling; never if kernels are invariant."""
         return self.size > GATHERED and not invariant
 
     def hop(self, x: Tensor, step: int, work: Any = None) -> Tensor:
@@ -141,8 +141,8 @@ def context_parallel(
       the bits that one process finds, since what ranks tell each other is
       added up in their order; but see :func:`fastweights.invariant`. From 9
       ranks on maps come by doubling, in ceil(log2 ranks) rounds instead of
-      one all-gather; not so in mlstm, nor in invariant(), since the bits
-      there are those of one tree.
+      one all-gather; not so in mlstm, nor by the kernels in invariant(),
+      whose bits are those of one tree.
     * What is differentiated is the sum of what the ranks differentiate. A
       gradient is therefore that of the rank's own tokens; those of weights,
       and of ``initial_state``, which all ranks share, are to be added up, as

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_offsets, is_readable
-from fastweights.ops.invariance import is_invariant
 from fastweights.ranks.group import Ranks
 
 
@@ -145,7 +144,7 @@ def over_ranks(
     """
     ranks: Any = stretch.ranks
     M = M.to(B.dtype).expand(*B.shape[:-1], -1)
-    if ranks.doubles(is_invariant()):
+    if ranks.doubles():
         entering = stretch.enter(first, double(ranks, M, B, matrix=matrix))
         *results, state = run(entering, stretch.cu_seqlens)
         return *results, stretch.finish(state)
