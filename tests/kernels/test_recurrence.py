@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
-from fastweights.kernels import dot_precision
-from fastweights.kernels.gpu import gpu_of
+from fastweights.kernels.gpu import dot_precision, gpu_of
 from fastweights.kernels.recurrence import backend as kernels
 from fastweights.kernels.recurrence.schedule import Room
 from fastweights.kernels.recurrence.settings import (

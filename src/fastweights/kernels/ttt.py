@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels import dot_precision
+from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.tile import (
     Tiles,
     add_pairs,

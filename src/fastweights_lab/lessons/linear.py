@@ -10,8 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.kernels import dot_precision
-from fastweights.kernels.gpu import gpu_of
+from fastweights.kernels.gpu import dot_precision, gpu_of
 from fastweights.kernels.tile import narrowest, state_at, tile_at
 from fastweights_lab.lessons import check_inputs
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.kernels import dot_precision
+from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.tile import state_at, tile_at
 from fastweights_lab.lessons import check_inputs
 from fastweights_lab.lessons.linear import chunk_output, tile_sizes

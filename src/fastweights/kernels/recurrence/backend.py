@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import check_offsets_on_host
-from fastweights.kernels import dot_precision
-from fastweights.kernels.gpu import gpu_of
+from fastweights.kernels.gpu import dot_precision, gpu_of
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.schedule import (
     allocate,

@@ -122,11 +122,11 @@ def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
 
 @triton.constexpr_function
 def fold_of(dtype, far):
-    """How long blocks are folded at their middles, and what a step has there.
+    """A level and a number of bits: of the blocks folded at their middles.
 
-    The level of blocks of 2^level rows, and the bits by which each of their
-    steps decays at most. Half a block of those stays in the range of fp32.
-    In half precision tiles with longer steps, far, have shorter blocks.
+    They have 2^level rows, and a step in them decays by at most so many bits:
+    half a block of those stays in the range of fp32. In half precision tiles
+    with longer steps, far, have shorter blocks.
     """
     if dtype == tl.float32:
         return 2, 56.0

@@ -96,7 +96,8 @@ def buffer_offsets(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
 def stand_in(x: Any) -> Any:
     """An argument as Triton takes it to compile a kernel.
 
-    In place of a number one that it makes no kernel of its own for.
+    A :class:`Count` is 2 there: of 1, and of what 16 divides, Triton makes
+    kernels of their own. The scale is 1.0.
     """
     if type(x) is tuple:
         return tuple(map(stand_in, x))

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     gate_width: int  # 0, 1 or K
     delta: bool
     chunk_size: int
-    precision: str  # kernels.dot_precision
+    precision: str  # gpu.dot_precision
     erase: bool = False  # of the delta rule: another key than k erases
     ranks: bool = False  # other ranks have the tokens before and after
 
@@ -82,23 +82,26 @@ class Meta:
     GATED = property(lambda x: x.PER_HEAD or x.PER_CHANNEL)
 
     # How many tiles: of keys, of values, of a state's map, of a product over
-    # its keys. And how tensors are cut: keys, keys that read the state for the
-    # delta rule, gates and values per token,
-    # scores, one number per token and head, or one per value tile; the maps
-    # of states.
+    # its keys.
     NK = property(lambda x: -(-x.K // x.BK))
     NV = property(lambda x: -(-x.V // x.BV))
     NM = property(lambda x: -(-x.K // x.BV))
     NJ = property(lambda x: -(-x.K // x.BJ))
+    # How tensors are cut: q, and k as it is written.
     key_tiles = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
+    # Keys that read the state for the delta rule.
     read_tiles = property(
         lambda x: Tiles(x.HV if x.ERASE else x.H, x.K, x.BT, x.BK, x.TMA)
     )
+    # Gates per key channel, and what has a row of K for each value head.
     gate_tiles = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
     value_tiles = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
+    # Aqk and R.
     score_tiles = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
+    # One number per token and head; one for each value tile of it.
     number_tiles = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
     part_tiles = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
+    # The maps of states.
     map_tiles = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
 
 

@@ -62,19 +62,21 @@ def sums_dbeta_by_tiles(kind: Kind) -> bool:
 
 
 class Rooms:
-    """Every tensor of a forward and backward, as :class:`Room` has it.
+    """Every tensor of a forward and backward is a :class:`Room` here.
 
-    What they hold is in README.md; ``dtypes`` are those of the GIVEN tensors.
-    None is what this kind of call does not have. row_beta is 0 past a
-    sequence's end. With a gate per channel strong marks the chunks in which
-    a channel decays too far (gates.is_weak). bound is
-    the log2 of a bound on the map of a chunk's state, without a delta rule
-    total. border_states pass the borders of segments, and maps are those of
-    the segments before them: M, or the channels' decays. gate_bwd_kernel sums
-    dg of parts and dtotal.
+    What they hold is in README.md. ``dtypes`` are those of the GIVEN tensors.
+    A tensor that this kind of call does not have is None. Beyond README:
 
-    What travels together, so that a kernel has it as one argument: inputs,
-    decayed, decays, and call, the call's numbers.
+    row_beta       0 past a sequence's end
+    strong         marks the chunks in which a channel decays too far
+                   (gates.is_weak), with a gate per channel
+    bound          total, without a delta rule
+    border_states  the states that pass the borders of segments
+    maps           those of the segments before them: M, or channels' decays
+    parts, dtotal  what gate_bwd_kernel sums to dg
+
+    What travels together is one argument of a kernel: inputs, decayed,
+    decays, and call, the call's numbers.
     """
 
     def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
