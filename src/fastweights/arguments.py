@@ -300,6 +300,39 @@ def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
 
 
+def check_dim(name: str, x: Tensor, dim: int, need: str) -> None:
+    """Refuse what is no tensor of ``dim`` dimensions."""
+    check_tensors({name: x})
+    if x.dim() != dim:
+        wrong_shape(name, x, need)
+
+
+def check_gate(
+    name: str, x: Tensor, q: Tensor, v: Tensor, *others: torch.dtype
+) -> None:
+    """Refuse what is not one number per head and step, in fp32 or q's dtype.
+
+    Or in one of the ``others``.
+    """
+    check_dim(name, x, 3, "[B, T, HV]")
+    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
+    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    if x.shape != v.shape[:3]:
+        wrong_shape(name, x, f"{list(v.shape[:3])}")
+
+
+def check_strength(
+    name: str, x: Tensor, q: Tensor, *shapes: tuple[int, ...]
+) -> None:
+    """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
+    check_tensors({name: x})
+    dtypes = (torch.float32, q.dtype)
+    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    if x.shape not in shapes:
+        shown = dict.fromkeys(str(list(shape)) for shape in shapes)
+        wrong_shape(name, x, " or ".join(shown))
+
+
 def count_sequences(
     name: str,
     x: Tensor,

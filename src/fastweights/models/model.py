@@ -132,13 +132,7 @@ class Block(nn.Module):
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
-        y = None
-        whole = state is not None and (state.accepted is None or by_kernels(x))
-        if few and whole and not self.post_norm:
-            step = getattr(self.layer, "step", None)
-            y = None if step is None else step(x, self.norm, state)
-            if y is not None and state is not None:
-                state.accepted = None
+        y = self._step(x, state) if few and state is not None else None
         if y is None:
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
@@ -148,6 +142,23 @@ class Block(nn.Module):
             y = swiglu_token(x, self.mlp) if few else None
             x = x + self.mlp(x) if y is None else y
         return x, state
+
+    def _step(
+        self, x: Float[Tensor, "B T D"], state: LayerState
+    ) -> Float[Tensor, "B T D"] | None:
+        """x + layer(norm(x)) by the layer's step; None if it has none for it.
+
+        The state is then the one after these tokens.
+        """
+        step = getattr(self.layer, "step", None)
+        if step is None or self.post_norm:
+            return None
+        if state.accepted is not None and not by_kernels(x):
+            return None
+        y: Tensor | None = step(x, self.norm, state)
+        if y is not None:
+            state.accepted = None
+        return y
 
 
 class LanguageModel(CheckedModule):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_arguments,
+    check_dim,
+    check_gate,
     check_integers,
-    check_kinds,
     check_number,
     check_sizes,
-    check_tensors,
-    wrong_shape,
+    check_strength,
 )
 from fastweights.dtypes import cast_for_autocast, compute_dtype, upcast
 from fastweights.ops.backends import Backend
@@ -432,36 +432,3 @@ class _Scaled(torch.autograd.Function):
 def undoable(g: Tensor, dtype: torch.dtype) -> Tensor:
     """g, where a decay of which ``dtype`` keeps nothing is one it can undo."""
     return upcast(g).clamp(min=-10.0 if dtype == torch.float16 else -40.0)
-
-
-def check_strength(
-    name: str, x: Tensor, q: Keys, *shapes: tuple[int, ...]
-) -> None:
-    """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
-    check_tensors({name: x})
-    dtypes = (torch.float32, q.dtype)
-    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
-    if x.shape not in shapes:
-        shown = dict.fromkeys(str(list(shape)) for shape in shapes)
-        wrong_shape(name, x, " or ".join(shown))
-
-
-def check_gate(
-    name: str, x: PerHead, q: Keys, v: Values, *others: torch.dtype
-) -> None:
-    """Refuse what is not one number per head and step, in fp32 or q's dtype.
-
-    Or in one of the ``others``.
-    """
-    check_dim(name, x, 3, "[B, T, HV]")
-    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
-    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
-    if x.shape != v.shape[:3]:
-        wrong_shape(name, x, f"{list(v.shape[:3])}")
-
-
-def check_dim(name: str, x: Tensor, dim: int, need: str) -> None:
-    """Refuse what is no tensor of ``dim`` dimensions."""
-    check_tensors({name: x})
-    if x.dim() != dim:
-        wrong_shape(name, x, need)

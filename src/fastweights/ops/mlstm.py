@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_number
+from fastweights.arguments import check_dim, check_gate, check_number
 from fastweights.dtypes import cast_for_autocast, compute_dtype
 from fastweights.ops.backends import Backend
 from fastweights.ops.members import (
     Keys,
     PerHead,
     Values,
-    check_dim,
-    check_gate,
 )
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
