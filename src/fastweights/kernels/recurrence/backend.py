@@ -24,7 +24,7 @@ from fastweights.kernels.recurrence.schedule import (
 from fastweights.kernels.recurrence.settings import Kind, lengths_of
 
 Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
-Exchange = Callable[..., None] | None
+Exchanging = Callable[..., None] | None  # a method of ranks.exchange
 
 
 def kind_of(
@@ -94,7 +94,7 @@ def run(
     scale: float,
     chunk_size: int,
     invariant: bool,
-    exchange: Exchange = None,
+    exchange: Exchanging = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward or, if it ``saved``, a backward; what is saved.
 
@@ -137,7 +137,7 @@ def forward(
     scale: float,
     chunk_size: int,
     invariant: bool = False,
-    exchange: Exchange = None,
+    exchange: Exchanging = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
 
@@ -165,7 +165,7 @@ def backward(
     scale: float,
     chunk_size: int,
     invariant: bool = False,
-    exchange: Exchange = None,
+    exchange: Exchanging = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
