@@ -9,7 +9,8 @@ intra           inside a chunk: scores, the inverse, q and k with their decay
 gates           decays within a chunk, which the kernels of intra and scan call
 inverse         the delta rule's inverse, which intra calls
 scan            from chunk to chunk: the state, and the outputs
-compose         from segment to segment: the maps of the states
+segments        what a sequence may be cut into, and where borders lie
+compose         from segment to segment: the states, through the maps
 intra_backward  the gradients inside a chunk; scan has the others
 settings        what a kind of call and its lengths decide: tiles, segments
 stages          what is launched, in order, on which tensors

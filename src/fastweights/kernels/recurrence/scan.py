@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastweights.kernels import tile
 from fastweights.kernels.recurrence import gates
-from fastweights.kernels.recurrence.compose import (
+from fastweights.kernels.recurrence.segments import (
     border_of,
     chunks_in_reach,
     is_whole,
@@ -385,7 +385,7 @@ def scan_bwd_kernel(
     what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
     w. If dh is None, only what a segment adds to the gradient of the state
     that enters it: two programs for each border, of the segment before it,
-    and of the tail that may come after it. To border_grads [borders, HV, K,
+    and of the rest that may come after it. To border_grads [borders, HV, K,
     V], or of a sequence's first segment to dinitial_state; otherwise
     border_grads is the gradient of the state that passes a border, composed.
     """
@@ -422,10 +422,10 @@ def scan_bwd_kernel(
             i_x // 2, cu_seqlens, N, T, L, META
         )
         is_border = is_whole(start, end, first, cu_seqlens, T, L, META)
-        is_tail = i_x % 2 == 1
+        is_rest = i_x % 2 == 1
         if META.RANKS:
-            is_border |= is_tail & (first < 0)
-        first = tl.where(is_tail, first + L, first)
+            is_border |= is_rest & (first < 0)
+        first = tl.where(is_rest, first + L, first)
     else:
         i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
@@ -436,7 +436,7 @@ def scan_bwd_kernel(
     whole = is_whole(start, end, first, cu_seqlens, T, L, META)
     if MAP:
         from_end &= whole == 0
-        is_border &= from_end == is_tail
+        is_border &= from_end == is_rest
         if dinitial_state is None:
             is_border &= first > 0
         last = tl.where(is_border, last, first)

@@ -265,7 +265,7 @@ class Lengths(NamedTuple):
     tokens: IntLike  # B T
     slots: IntLike  # one per chunk of a sequence: tile.first_slot
     segments: IntLike  # likewise one per segment
-    borders: IntLike  # at the ends of whole segments: compose.border_of
+    borders: IntLike  # at the ends of whole segments: segments.border_of
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,130 @@
+"""Segments of sequences, and the borders between them: where they lie.
+
+A sequence is cut into segments of L chunks, from its own first token on; what
+is left over at its end is its rest. They lie in slots as chunks do
+(tile.first_slot). A border lies at the end of every whole segment, and has the
+state that passes it and the segment's map. Among packed sequences two whole
+segments never start within the same L chunks of the pack, counted from its
+first token: that is what numbers the borders.
+
+META.RANKS: the tokens are those of one of the ranks of a group, and a sequence
+may go on at the next one. Then a segment is whole that goes up to the last
+token here, however short it is, and there is a border after it. A pack has one
+border more, at its first token, for the gradient of what enters a sequence
+without any whole segment.
+"""
+
+import triton
+import triton.language as tl
+
+from fastweights.kernels import tile
+
+FORGOTTEN = tl.constexpr(-100.0)  # log2 of what counts as nothing
+
+
+@triton.jit
+def segment_at(i_s, cu_seqlens, N, T, L, BT: tl.constexpr):
+    """Sequence, first token, end and first chunk of what slot i_s holds.
+
+    The first chunk of an empty slot is past the end.
+    """
+    i_n = tile.sequence_of(i_s, cu_seqlens, N, T, L * BT)
+    start, end = tile.sequence_span(i_n, cu_seqlens, T)
+    i_first = tile.first_slot(i_n, cu_seqlens, T, L * BT)
+    return i_n, start, end, ((i_s - i_first) * L).to(tl.int32)
+
+
+@triton.jit
+def borders_of(T, L, META: tl.constexpr):
+    """How many borders a sequence of a batch has."""
+    borders = T // (L * META.BT)
+    if META.RANKS:
+        borders = tl.cdiv(T, L * META.BT)
+    return borders
+
+
+@triton.jit
+def border_of(i_n, start, first, cu_seqlens, T, L, META: tl.constexpr):
+    """The border at the end of the segment that starts with chunk first."""
+    if cu_seqlens is None:
+        return i_n * borders_of(T, L, META) + first // L
+    else:
+        return ((start + first * META.BT) // (L * META.BT)).to(tl.int32)
+
+
+@triton.jit
+def segment_before(i_b, cu_seqlens, N, T, L, META: tl.constexpr):
+    """The segment before border i_b, as segment_at has it, if it is whole.
+
+    Of packed sequences that with the last of the border's tokens.
+    """
+    BT: tl.constexpr = META.BT
+    if cu_seqlens is None:
+        borders = borders_of(T, L, META)
+        i_n, first = i_b // borders, i_b % borders * L
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+    elif META.RANKS:
+        is_edge = i_b == borders_of(T, L, META)
+        end = tl.minimum((i_b + 1).to(tl.int64) * (L * BT), T)
+        last = tl.where(is_edge, 0, end - 1)
+        i_n = tile.sequence_of(last, cu_seqlens, N, T, 1, True)
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        if is_edge:
+            first = -L
+        elif border_of(i_n, start, first, cu_seqlens, T, L, META) != i_b:
+            end = start
+    else:
+        i_n = tile.sequence_of(i_b, cu_seqlens, N, T, L * BT, True)
+        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+        last = (i_b + 1).to(tl.int64) * (L * BT) - 1
+        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        if last < start:
+            end = start
+    return i_n, start, end, first
+
+
+@triton.jit
+def is_whole(start, end, first, cu_seqlens, T, L, META: tl.constexpr):
+    """Whether the segment that starts with chunk first has all L chunks."""
+    whole = start + (first + L).to(tl.int64) * META.BT <= end
+    if META.RANKS:
+        here = start + first.to(tl.int64) * META.BT < end
+        if cu_seqlens is not None:
+            here &= end == T
+        whole = (whole | here) & (first >= 0)
+    return whole
+
+
+@triton.jit
+def chunks_in_reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
+    """How many of the chunks first to last matter at the end of them.
+
+    Or with BACK at their beginning. What is farther away is FORGOTTEN: so
+    says the log2 of the bound on each chunk's map, bounds [slots, HV], of
+    which i_c is the slot of chunk first. Only LOOK chunks are looked at; if
+    all of them matter, so do the others.
+    """
+    LOOK: tl.constexpr = 64
+    o_c = tl.arange(0, LOOK)
+    i_t = first + o_c if BACK else last - 1 - o_c
+    m_t = (i_t >= first) & (i_t < last)
+    p_bound = bounds + (i_c + i_t - first) * META.HV + i_hv
+    b_bound = tl.load(p_bound, mask=m_t, other=0.0)  # [LOOK]
+    b_way = tl.cumsum(b_bound, axis=0) - b_bound  # on the way to the end
+    # NaN is not forgotten.
+    reached = tl.sum(tl.where(m_t & ((b_way < FORGOTTEN) == 0), 1, 0), axis=0)
+    if reached == LOOK:
+        reached = last - first
+    return reached
+
+
+@triton.jit
+def state_passing(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
+    """Where the state lies that passes border i_b, or sequence i_n's edge."""
+    if edge is None:
+        p_S, i_s = borders, i_b * HV + i_hv
+    else:
+        p_S = tl.where(at_edge, edge, borders)
+        i_s = tl.where(at_edge, i_n, i_b) * HV + i_hv
+    return p_S, i_s
