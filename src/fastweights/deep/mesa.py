@@ -27,7 +27,8 @@ from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
-from fastweights.ops.recurrence import RECURRENCE, linear_recurrence
+from fastweights.ops.recurrence import linear_recurrence
+from fastweights.ops.recurrence_operator import RECURRENCE
 from fastweights.ranks.group import refuse_ranks
 from fastweights.reference.packing import outside
 

@@ -17,7 +17,7 @@ from fastweights.dtypes import (
 )
 from fastweights.ops.backends import Backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
-from fastweights.ops.recurrence import of_one_rank
+from fastweights.ops.recurrence_operator import of_one_rank
 from fastweights.ops.rows import Rows, check_rows_of_states
 from fastweights.ranks.group import fewest_tokens, refuse_ranks
 

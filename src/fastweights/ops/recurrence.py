@@ -7,56 +7,34 @@
 
 The first line is the delta rule, the second the additive rule (beta None),
 and in the third another key, ``erase``, reads what is erased.
+
+A call goes this way, as far as the kernels:
+
+    linear_recurrence                    autocast; whether ranks share tokens
+    recurrence_operator.of_one_rank      checks
+    recurrence_operator.computed_by      layouts; "loop" goes no further
+    registration.Operator                what autograd and torch.compile see
+    recurrence_operator._forward         a backend; what is saved
+    kernels/recurrence/backend.run       the schedule for this kind of call
+    kernels/recurrence/schedule          sizes, memory; the launches
+
+PyTorch's chunks are ``reference/backend.forward`` in place of the last two,
+and a rank's tokens go through ``recurrence_on_ranks`` in place of the second.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import (
-    DEFAULT_CHUNK_SIZE,
-    check_arguments,
-    check_values,
-)
-from fastweights.dtypes import (
-    cast_for_autocast,
-    compute_dtype,
-    without_autocast,
-)
-from fastweights.ops.backends import (
-    Backend,
-    backend_for,
-    check_backend,
-    record_run,
-    recurrence_kernels_run,
-)
+from fastweights.dtypes import cast_for_autocast
+from fastweights.ops.backends import Backend
 from fastweights.ops.flops import tell_counters
-from fastweights.ops.invariance import is_invariant
-from fastweights.ops.registration import Operator
-from fastweights.ranks.exchange import Exchange
-from fastweights.ranks.group import Ranks, current
-from fastweights.ranks.stretch import (
-    additive_over_ranks,
-    over_ranks,
-    stretch_of,
-    total_decay,
-    with_a_token,
-)
-from fastweights.reference import backend as torch_backend
-from fastweights.reference.backend import (
-    first_states,
-    per_value_head,
-    widen,
-)
-from fastweights.reference.packing import sequences
-from fastweights.reference.steps import recurrence, scan
+from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
+from fastweights.ops.recurrence_operator import of_one_rank
+from fastweights.ranks.group import current
 
 
 def linear_recurrence(
@@ -157,314 +135,7 @@ def linear_recurrence(
     options: Any = (scale, chunk_size, backend)
     if (ranks := current()) is None:
         return of_one_rank(*of, *states, *options)
-    return _over_ranks(ranks, *of, *states, *options)
+    return recurrence_over_ranks(ranks, *of, *states, *options)
 
 
-def of_one_rank(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None = None,
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
-    """linear_recurrence of sequences that are here as a whole."""
-    given: Any = {"g": g, "beta": beta, "erase": erase}
-    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    check_arguments(q, k, v, **given, scale=scale, chunk_size=chunk_size)
-    check_backend(backend)
-    check_values(q, k, v, **given)
-    of, states = (q, k, v, g, beta, erase), (initial_state, cu_seqlens)
-    return _by(RECURRENCE, *of, *states, scale, chunk_size, backend)
-
-
-def _by(
-    operator: Operator,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    chunk_size: int | None,
-    backend: Backend,
-) -> tuple[Tensor, Tensor]:
-    """What an operator makes of arguments that have been checked."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    # Views of a wider tensor are copied once, not in forward and backward.
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if g is not None and g.dim() == 1:
-        # Widened before it is repeated, it gathers its gradient so.
-        g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
-    if erase is not None:
-        erase = per_value_head(erase, v.shape[2]).contiguous()
-    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, scale)
-    if backend == "loop":
-        return _loop(*inputs)
-    return operator(*inputs, chunk_size, backend, is_invariant())
-
-
-def _over_ranks(
-    ranks: Ranks,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    """linear_recurrence of this rank's tokens, which may be none."""
-    scale, chunk_size, backend = options
-    check_arguments(
-        q,
-        k,
-        v,
-        g=g,
-        beta=beta,
-        erase=erase,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        fewest=0,
-    )
-    check_backend(backend)
-    T = q.shape[1]
-    q, k, v, g, beta, erase = with_a_token(q, k, v, g, beta, erase)
-    if g is not None and g.dim() == 1:
-        g = (min(T, 1) * g).expand(v.shape[:3])
-    first = first_states(q, v, initial_state, cu_seqlens)
-    if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
-        stretch: Any = None  # nothing is to be looked up in it
-        finish = cu_seqlens is not None or ranks.doubles(is_invariant())
-        if initial_state is not None or finish:
-            stretch = stretch_of(ranks, q, T, cu_seqlens)
-            first = stretch.first(first)
-        check_values(q, k, v, g=g, beta=beta, erase=erase)
-        of, states = (q, k, v, g, beta, erase), (first, cu_seqlens)
-        o, state = _by(ON_RANKS, *of, *states, *options)
-        if finish:
-            state = stretch.finish(state)
-        return o[:, :T], state
-    stretch = stretch_of(ranks, q, T, cu_seqlens)
-    first = stretch.first(first)
-
-    def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
-        return of_one_rank(q, k, v, g, beta, erase, first, offsets, *options)
-
-    of_v = functools.partial(run, v)
-    if beta is None and erase is None:
-        decay = total_decay(g, q)
-        o, state = additive_over_ranks(stretch, of_v, first, decay)
-        return o[:, :T], state
-    # Each column of a state is a recurrence of its own. V of them give B, and
-    # K that begin as the identity and write nothing give M.
-    own = first.index_select(0, stretch.leaving)
-    R, HV, K, V = own.shape
-    one = torch.eye(K, dtype=own.dtype, device=own.device)
-    own = torch.cat([own, stretch.through(one.expand(R, HV, K, K))], -1)
-    wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
-    _, found = run(wide, stretch.map_start(own), stretch.map_offsets())
-    B, M = stretch.leave(found).split([V, K], -1)
-    o, state = over_ranks(stretch, of_v, first, M, B, matrix=True)
-    return o[:, :T], state
-
-
-def _implementation(
-    asked: str, q: Tensor, chunk_size: int | None
-) -> tuple[str, ModuleType, int]:
-    """A backend's name, where its functions stand, and tokens per chunk."""
-    backend = backend_for(asked, q)
-    module: ModuleType = torch_backend
-    if backend == "triton":
-        from fastweights.kernels.recurrence import backend as module
-    return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
-
-
-def _loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """One token at a time, with the gradients that autograd finds."""
-    record_run("loop forward")
-    if cu_seqlens is not None and cu_seqlens.is_meta:
-        raise ValueError(
-            "cu_seqlens: got a tensor on the device meta, need one with "
-            'values, which backend="loop" reads'
-        )
-    with without_autocast(q):
-        g = torch.zeros_like(v[..., 0]) if g is None else g
-        names = ("q", "k", "v", "g", "beta", "erase")
-        wide = zip(names, widen(q, k, v, g, beta, erase), strict=True)
-        tokens = {name: x for name, x in wide if x is not None}
-        tokens["q"] = scale * tokens["q"]
-
-        def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
-            return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
-
-        state = first_states(q, v, initial_state, cu_seqlens)
-        # Of no token, but o depends on the states, if nothing else does: under
-        # context_parallel every rank takes part in a backward.
-        outputs = [state[: len(v), :, :0].transpose(1, 2)]
-        states = list(state.split(1))
-        for n, t in sequences(cu_seqlens, q.shape[1]):
-            inputs = (x[:, t] for x in tokens.values())
-            o, last = scan(step, state[n], *inputs)
-            outputs.append(o)
-            states[n] = last.split(1)
-        rest = v.shape[1] - sum(o.shape[1] for o in outputs)
-        outputs.append(state.new_zeros(len(v), rest, *v.shape[2:]))
-        return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
-
-
-def _forward(
-    q: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """What a backend computes, and what its backward re-uses."""
-    *inputs, chunk_size, asked, invariant = arguments
-    backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    record_run(f"{backend} forward")
-    with without_autocast(q):
-        return module.forward(q, *inputs, chunk_size, invariant)
-
-
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, erase, initial_state, cu_seqlens, *options = others
-    _, chunk_size, asked, invariant = options
-    _, module, chunk_size = _implementation(asked, q, chunk_size)
-    tokens = (q, v, g, beta, erase, cu_seqlens)
-    saved = module.empty_saved(*tokens, chunk_size, invariant)
-    state = first_states(q, v, initial_state, cu_seqlens)
-    return v.new_empty(v.shape), state, saved
-
-
-def _backward(
-    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
-) -> list[Tensor]:
-    """Gradients of the inputs up to initial_state that are not None."""
-    *inputs, chunk_size, asked, invariant = arguments
-    backend, module, chunk_size = _implementation(asked, q, chunk_size)
-    record_run(f"{backend} backward")
-    with without_autocast(q):
-        return module.backward(do, dstate, q, *inputs, chunk_size, invariant)
-
-
-def _forward_of_a_rank(
-    q: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As :func:`_forward`; a batch's final states are those of all ranks.
-
-    Of a pack, or if maps double, they are what leaves here. Also kept are what
-    ranks told and the states that enter this one.
-    """
-    *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
-    exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
-    entering = first.clone(memory_format=torch.contiguous_format)
-    states = entering, exchange.cu_seqlens
-    _, module, chunk_size = _implementation("triton", q, chunk_size)
-    record_run("triton forward")
-    with without_autocast(q):
-        o, state, saved = module.forward(
-            *(q, *inputs, *states, scale, chunk_size, invariant),
-            exchange.forward,
-        )
-    if cu_seqlens is None and not exchange.doubles:
-        state = exchange.last.to(state.dtype)
-    return o, state, [*saved, exchange.told, entering]
-
-
-def _fake_of_a_rank(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, erase, first, cu_seqlens, *options = others
-    _, chunk_size, _, invariant = options
-    _, module, chunk_size = _implementation("triton", q, chunk_size)
-    tokens = (q, v, g, beta, erase, cu_seqlens)
-    saved = module.empty_saved(*tokens, chunk_size, invariant, True)
-    rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
-    width = 1 if beta is None and erase is None else K
-    row = rows, v.shape[2], K, width + v.shape[3]
-    size = 1 if _ranks().doubles(invariant) else _ranks().size
-    told = first.new_empty(size, *row)
-    states = [torch.empty_like(first) for _ in range(2)]
-    return v.new_empty(v.shape), states[0], [*saved, told, states[1]]
-
-
-def _backward_of_a_rank(
-    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
-) -> list[Tensor]:
-    """As :func:`_backward`."""
-    *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
-    *saved, told, entering = saved
-    leaving = torch.zeros_like(entering)
-    finish = cu_seqlens is not None or _ranks().doubles(invariant)
-    if finish and dstate is not None:
-        leaving, dstate = leaving.copy_(dstate), None
-    given = _ranks(), q, cu_seqlens, told, dstate
-    exchange = Exchange(*given, invariant=invariant)
-    states = entering, exchange.cu_seqlens
-    _, module, chunk_size = _implementation("triton", q, chunk_size)
-    record_run("triton backward")
-    with without_autocast(q):
-        return module.backward(
-            *(do, leaving, q, *inputs, *states, saved),
-            *(scale, chunk_size, invariant, exchange.backward),
-        )
-
-
-def _ranks() -> Ranks:
-    """Those of the context that is open."""
-    ranks = current()
-    if ranks is None:
-        raise RuntimeError(
-            "context_parallel: got a backward outside of it, need it inside, "
-            "since ranks tell each other gradients"
-        )
-    return ranks
-
-
-def _operator(name: str, *functions: Callable) -> Operator:
-    forward, fake, backward = functions
-    return Operator(
-        name,
-        "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-        "Tensor? erase, Tensor? initial_state, Tensor? cu_seqlens",
-        "float scale, int? chunk_size, str backend, bool invariant",
-        "Tensor o, Tensor state, Tensor[] saved",
-        hidden=1,
-        kept=1,
-        forward=forward,
-        fake=fake,
-        backward=backward,
-        instead='only backend="loop" has',
-    )
-
-
-RECURRENCE = _operator("linear_recurrence", _forward, _fake, _backward)
-ON_RANKS = _operator(
-    "linear_recurrence_on_ranks",
-    _forward_of_a_rank,
-    _fake_of_a_rank,
-    _backward_of_a_rank,
-)
 tell_counters()

@@ -22,6 +22,7 @@ from fastweights.reference.chunkwise import (
 )
 from fastweights.reference.chunkwise_backward import chunkwise_backward
 from fastweights.reference.packing import Offsets, Piece, buckets, sequences
+from fastweights.reference.steps import recurrence, scan
 
 States = Float[Tensor, "N HV K V"]
 
@@ -124,6 +125,47 @@ def first_states(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (N, v.shape[2], q.shape[3], v.shape[3])
     return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
+
+
+def loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, with the gradients that autograd finds."""
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        raise ValueError(
+            "cu_seqlens: got a tensor on the device meta, need one with "
+            'values, which backend="loop" reads'
+        )
+    g = torch.zeros_like(v[..., 0]) if g is None else g
+    names = ("q", "k", "v", "g", "beta", "erase")
+    wide = zip(names, widen(q, k, v, g, beta, erase), strict=True)
+    tokens = {name: x for name, x in wide if x is not None}
+    tokens["q"] = scale * tokens["q"]
+
+    def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
+
+    state = first_states(q, v, initial_state, cu_seqlens)
+    # Of no token, but o depends on the states, if nothing else does: under
+    # context_parallel every rank takes part in a backward.
+    outputs = [state[: len(v), :, :0].transpose(1, 2)]
+    states = list(state.split(1))
+    for n, t in sequences(cu_seqlens, q.shape[1]):
+        inputs = (x[:, t] for x in tokens.values())
+        o, last = scan(step, state[n], *inputs)
+        outputs.append(o)
+        states[n] = last.split(1)
+    rest = v.shape[1] - sum(o.shape[1] for o in outputs)
+    outputs.append(state.new_zeros(len(v), rest, *v.shape[2:]))
+    return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
 def empty_saved(
