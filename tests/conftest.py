@@ -22,6 +22,26 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     hasten()
 
 
+# So that -k finds a model's cases, where parameters are a gate and a rule.
+MODELS = {
+    ("none", "additive"): "linear_attention",
+    ("fixed", "additive"): "retention",
+    ("head", "additive"): "mamba2",
+    ("channel", "additive"): "gla",
+    ("none", "delta"): "deltanet",
+    ("head", "delta"): "gated_deltanet",
+    ("channel", "delta"): "kda",
+    ("head", "erase"): "comba",
+    ("channel", "erase"): "gdn2",
+}
+
+
+def pytest_itemcollected(item):
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    name = MODELS.get((given.get("gate"), given.get("rule")))
+    item.extra_keyword_matches.update([name] if name else [])
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
