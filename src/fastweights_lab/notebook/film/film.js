@@ -126,8 +126,8 @@ function film(root) {
   const dash = '<span class="fw-film-rule" aria-hidden="true"></span>';
   const line = data.beta ? "" : ` The line ${dash} is what decay alone has ` +
     "left of it; other tokens with similar keys have added or taken the rest.";
-  const meaning = `A bar per token: how much of ${symbol("v", "j")} is in ` +
-    `what ${symbol("S")} answers to its key, ${answer}.${line}`;
+  const meaning = `A bar per token: how much of ${symbol("v", "j")} ` +
+    `comes back to its key, in ${answer}.${line}`;
   add(under, "p", { class: "fw-film-note" }, meaning);
   const chart = add(under, "div", { class: "fw-film-bars", role: "img" });
   const height = (x) => `${(100 * (x - low)) / (high - low)}%`;
