@@ -98,6 +98,19 @@ GATHER = """(page, text, pages, published) => {
   if (exercise) article.append(end);
 }"""
 
+# What a closed fold holds is not printed: a link to it leads to the fold.
+FOLDS = """() => {
+  const shut = "details:not([open])";
+  for (const a of document.querySelectorAll('a[href^="#"]')) {
+    const place = decodeURIComponent(a.hash.slice(1));
+    let fold = document.getElementById(place)?.closest(shut);
+    for (let x = fold; x; x = x.parentElement.closest(shut)) fold = x;
+    if (!fold) continue;
+    fold.id ||= `fold-of-${place}`;
+    a.setAttribute("href", `#${fold.id}`);
+  }
+}"""
+
 # The title page says what the first page begins with; the contents are links,
 # whose numbers come later.
 FRONT = """(edition) => {
@@ -163,6 +176,7 @@ def book(site: Path, pages: Sequence[str] = ()) -> Pdf:
         for page in pages:
             text = (site / page).read_text("utf-8")
             call(tab, GATHER, page, text, pages, conf.html_baseurl)
+        call(tab, FOLDS)
         call(tab, FRONT, EDITION)
         places, told = tab.run(LISTED), []
         while True:
