@@ -73,7 +73,7 @@ def recurrence_over_ranks(
     first = first_states(q, v, initial_state, cu_seqlens)
     if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
         stretch: Any = None  # nothing is to be looked up in it
-        finish = cu_seqlens is not None or ranks.doubles(is_invariant())
+        finish = adds_up(ranks, cu_seqlens, is_invariant())
         if initial_state is not None or finish:
             stretch = stretch_of(ranks, q, T, cu_seqlens)
             first = stretch.first(first)
@@ -107,13 +107,20 @@ def recurrence_over_ranks(
     return o[:, :T], state
 
 
+def adds_up(ranks: Ranks, cu_seqlens: Tensor | None, invariant: bool) -> bool:
+    """Whether final states are what leaves each rank, to be added up.
+
+    So they are of a pack, or if maps double; else the exchange knows them.
+    """
+    return cu_seqlens is not None or ranks.doubles(invariant)
+
+
 def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As of one rank; a batch's final states are those of all ranks.
+    """As of one rank; final states are those of all, unless it adds_up.
 
-    Of a pack, or if maps double, they are what leaves here. Also kept are what
-    ranks told and the states that enter this one.
+    Also kept are what ranks told and the states that enter this one.
     """
     *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
@@ -126,7 +133,7 @@ def _forward(
             *(q, *inputs, *states, scale, chunk_size, invariant),
             exchange.forward,
         )
-    if cu_seqlens is None and not exchange.doubles:
+    if not adds_up(_ranks(), cu_seqlens, invariant):
         state = exchange.last.to(state.dtype)
     return o, state, [*saved, exchange.told, entering]
 
@@ -155,8 +162,8 @@ def _backward(
     *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
     *saved, told, entering = saved
     leaving = torch.zeros_like(entering)
-    finish = cu_seqlens is not None or _ranks().doubles(invariant)
-    if finish and dstate is not None:
+    added = adds_up(_ranks(), cu_seqlens, invariant)
+    if added and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
     given = _ranks(), q, cu_seqlens, told, dstate
     exchange = Exchange(*given, invariant=invariant)
