@@ -49,11 +49,17 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "gated delta, slow": _recurrence(**SLOW),
     "KDA, slow": _recurrence(decay="channel", **SLOW),
     "hybrid, slow": (HYBRID, {"recurrence": SLOW}),
+    "Gated DeltaNet-2": (("gated_deltanet2",), {}),
+    "Gated DeltaNet-2, slow": (
+        ("gated_deltanet2",),
+        {"gated_deltanet2": SLOW},
+    ),
 }
 """Each one's pattern of layers and their options.
 
-The first five are the same layer with another recurrence. "slow" are gates
-that start by keeping a hundred times as long as the published ones.
+The first five are the same layer with another recurrence, Gated DeltaNet-2 is
+its own. "slow" are gates that start by keeping a hundred times as long as the
+published ones.
 """
 
 KINDS = (
@@ -62,6 +68,7 @@ KINDS = (
     "delta",
     "gated delta",
     "KDA",
+    "Gated DeltaNet-2",
     "softmax",
     "hybrid",
 )

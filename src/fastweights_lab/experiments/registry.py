@@ -35,6 +35,7 @@ def family(**gate: Any) -> dict[str, Variant]:
         "gated delta": recurrence(**gate),
         "GLA": recurrence(rule="additive", decay="channel", **gate),
         "KDA": recurrence(decay="channel", **gate),
+        "Gated DeltaNet-2": layers("gated_deltanet2", **gate),
         "softmax": layers("convolved_softmax"),
         "softmax, rotary": layers("convolved_softmax", theta=1e4),
     }
@@ -54,7 +55,7 @@ PUBLISHED = {
 FAMILY = {**family(**SLOW), **PUBLISHED}
 
 
-MODELS = {name: FAMILY[name] for name in (*FOUR, "KDA")}
+MODELS = {name: FAMILY[name] for name in (*FOUR, "KDA", "Gated DeltaNet-2")}
 MODELS["softmax"] = FAMILY["softmax, rotary"]
 MODELS["hybrid"] = Variant(
     ("recurrence", "convolved_softmax"),
@@ -230,7 +231,7 @@ EXPERIMENTS: dict[str, Grid] = {
             "weight_decay": 0.0,
         },
         sizes=((2, 16),),
-        lrs=(1e-3, 3e-3, 1e-2, 2e-2),
+        lrs=(3e-4, 1e-3, 3e-3, 1e-2, 2e-2),
         seeds=(0, 1, 2, 3, 4),
         quick=live("decay", "gated delta", steps=200),
     ),
