@@ -190,6 +190,10 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     }
     if stage == "segment_maps" and chained and options["TMA"]:
         options |= {"num_stages": 2, "maxnreg": 168}  # three of them
+    if kind.dtype == torch.float32:
+        # Else a product and the sum after it become one instruction in one
+        # of two stages that have to find the same bits, and not in the other.
+        options["enable_fp_fusion"] = False
     return options
 
 
