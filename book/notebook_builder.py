@@ -33,7 +33,7 @@ from to_markdown import (
     is_cell,
 )
 
-from fastweights.private import TESTED
+from fastweights.torch_internals import TESTED
 
 CELL = re.compile(r"^[ >]*[`:~]{3,}\{code-cell\}", re.M)
 CHAPTER = re.compile(r"(\d\d|appendix|before)_\w+")

@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend
 from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.settings import Kind
-from fastweights.private import TESTED
+from fastweights.torch_internals import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 from crossed import pairwise

@@ -1,8 +1,9 @@
 """The tests that depend on PyTorch's and Triton's versions, on another pair.
 
-``python tools/pairs.py oldest``, or ``newest``: the ends of private.TESTED,
-as PyPI has them, in an environment of their own under build/pairs, which is
-made if it is not there. What follows goes to pytest: ``-k``, ``-n``, files.
+``python tools/pairs.py oldest``, or ``newest``: the ends of
+torch_internals.TESTED, as PyPI has them, in an environment of their own under
+build/pairs, which is made if it is not there. What follows goes to pytest:
+``-k``, ``-n``, files.
 """
 
 import os
@@ -11,7 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
-from fastweights.private import TESTED
+from fastweights.torch_internals import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDS = ("oldest", "newest")
@@ -26,7 +27,7 @@ COMPILED = (
     "deep/test_chunk_loop.py",
     "layers/test_sdpa.py",
     "ops/test_decode_step.py",
-    "test_private.py",
+    "test_torch_internals.py",
 )
 INTERPRETED = ("kernels",)
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.dtypes import DTYPES, compute_dtype
 
 MAX_K = 256  # of the kernels
@@ -45,12 +45,12 @@ def check_arguments(
     chunk_size: int | None = None,
     state_name: str = "initial_state",
     state_dtypes: tuple[torch.dtype, ...] = (),
-    fewest: int = 1,
+    min_tokens: int = 1,
 ) -> None:
     """Raise for the first argument that does not fit the others.
 
     ``state_name`` is what the caller calls ``initial_state``, which may have
-    ``state_dtypes`` besides its own; T is ``fewest`` or more. Only types,
+    ``state_dtypes`` besides its own; T is ``min_tokens`` or more. Only types,
     dtypes, layouts, shapes and devices count.
     """
     if k is None or v is None:
@@ -61,14 +61,14 @@ def check_arguments(
         either={"g": g, "beta": beta},
         states={state_name: initial_state},
         offsets={"cu_seqlens": cu_seqlens},
-        besides=state_dtypes,
+        extra_dtypes=state_dtypes,
     )
     if q.dim() != 4:
         wrong_shape("q", q, "[B, T, H, K]")
     B, T, H, K = shape = q.shape
     if k.shape != shape:
         wrong_shape("k", k, f"q's, {list(shape)}")
-    if B < 1 or fewest > T or H < 1 or K < 1:
+    if B < 1 or min_tokens > T or H < 1 or K < 1:
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     rows, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
     if rows != B or length != T or HV < 1 or V < 1:
@@ -124,13 +124,13 @@ def check_operands(
     either: Mapping[str, Tensor | None] | None = None,
     states: Mapping[str, Tensor | None] | None = None,
     offsets: Mapping[str, Tensor | None] | None = None,
-    besides: tuple[torch.dtype, ...] = (),
+    extra_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise for the first tensor of another type, dtype or device.
 
     All lie on the device of the ``first``, which has one of DTYPES. Others
     have the same dtype, either that or fp32, a state's (fp32, but fp64 if the
-    first is, or one of those ``besides``), or are offsets. None is not there.
+    first is, or an extra one), or are offsets. None is not there.
     """
     ((name, x),) = first.items()
     check_tensor(name, x)
@@ -142,7 +142,7 @@ def check_operands(
     for tensors, dtypes in (
         (same, (narrow,)),
         (either, (torch.float32, narrow)),
-        (states, (full, *besides)),
+        (states, (full, *extra_dtypes)),
         (offsets, OFFSETS),
     ):
         for other, y in (tensors or {}).items():
@@ -237,14 +237,14 @@ def check_states(
     q: Tensor,
     states: dict[str, Tensor],
     shapes: dict[str, tuple[int, ...]],
-    besides: tuple[torch.dtype, ...] = (),
+    extra_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise unless they have these shapes, and the dtype of q's states.
 
-    Or one of the dtypes ``besides``.
+    Or an extra one.
     """
     check_tensors(states)
-    check_operands({"q": q}, states=states, besides=besides)
+    check_operands({"q": q}, states=states, extra_dtypes=extra_dtypes)
     for name, shape in shapes.items():
         if states[name].shape != shape:
             wrong_shape(name, states[name], f"{list(shape)}")
@@ -429,7 +429,7 @@ def check_rows(
 
 def is_readable(x: Tensor) -> bool:
     """Whether reading x costs no synchronisation and no trace."""
-    return x.device.type == "cpu" and not private.is_traced()
+    return x.device.type == "cpu" and not torch_internals.is_traced()
 
 
 def check_values(
@@ -491,7 +491,7 @@ def _has_values(x: Tensor) -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
-        or private.in_torch_func()
+        or torch_internals.in_torch_func()
         or type(x) not in TENSOR_TYPES
         or x.is_meta
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())

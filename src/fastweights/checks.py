@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastweights import private
+from fastweights import torch_internals
 
 __all__ = [
     "Exercise",
@@ -373,7 +373,7 @@ def no_autograd() -> Iterator[None]:
             "as formulas"
         )
 
-    private.load_compiler()  # before two of its functions are one
+    torch_internals.load_compiler()  # before two of its functions are one
     engine = torch.autograd
     places = [(engine, "grad"), (engine, "backward")]
     places += [(engine.forward_ad, "make_dual")]  # torch.func.jvp's as well

@@ -6,7 +6,7 @@ from deep_cases import CASES, WEIGHTS, B, C, H, drawn
 from graphs import in_one_graph
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.checks import relative_error
 from fastweights.deep import chunk_loop
 from fastweights.deep.chunk_loop import GROUP, fold
@@ -69,7 +69,8 @@ def test_goes_on_after_whole_chunks(name):
 
 
 scanning = pytest.mark.skipif(
-    private.SCAN is None, reason="this PyTorch has no scan that is right"
+    torch_internals.SCAN is None,
+    reason="this PyTorch has no scan that is right",
 )
 
 
@@ -141,7 +142,7 @@ def test_compiled_once_on_gpu(name):
 
 def test_few_chunks_and_no_scan(monkeypatch):
     """Without a scan PyTorch writes down every step."""
-    monkeypatch.setattr(private, "SCAN", None)
+    monkeypatch.setattr(torch_internals, "SCAN", None)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     run = torch.compile(

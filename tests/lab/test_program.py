@@ -376,7 +376,7 @@ def test_a_gpus_backends(capability, dtype, name, runs, monkeypatch):
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(fw.private, "warn_untested", lambda: None)
+    monkeypatch.setattr(fw.torch_internals, "warn_untested", lambda: None)
     device = torch.device("cuda")
     found, why = info.backend(info.operators()[name], device, dtype)
     of._lack_of_triton.cache_clear()

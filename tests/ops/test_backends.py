@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastweights as fw
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.checks import relative_error
 from fastweights.ops.backends import _explain, _lack_of_triton
 
@@ -24,7 +24,7 @@ def gpu(monkeypatch):
     def forget():
         _explain.cache_clear()
         _lack_of_triton.cache_clear()
-        private.warn_untested.cache_clear()
+        torch_internals.warn_untested.cache_clear()
 
     def of(*capability):
         for name, value in (

@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.models import LanguageModel, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_what_is_cited_is_this_version() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_tested_versions_are_those_that_are_installed(name):
     """The oldest is what pyproject.toml asks for, the pin lies between."""
-    oldest, newest = private.TESTED[name]
+    oldest, newest = torch_internals.TESTED[name]
     pinned = tuple(int(x) for x in PINS[name].split(".")[:2])
     assert oldest <= pinned <= newest
     least = next(x for x in REQUIREMENTS if x.name == name).specifier

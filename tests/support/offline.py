@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastweights.kernels.recurrence.schedule import SCALE, Count, Room
-from fastweights.private import version_of
+from fastweights.torch_internals import version_of
 
 # Shared memory one program may have, in bytes, by compute capability.
 SHARED = {

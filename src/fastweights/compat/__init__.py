@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.compat.transformers import MODELS, one_document
 
 __all__ = [
@@ -103,7 +103,7 @@ class Acceleration:
     def _recompile(self) -> None:
         """Forget compiled models, which do not watch their classes."""
         if any(isinstance(x, type) for x, _, _ in self._before):
-            private.forget_graphs()
+            torch_internals.forget_graphs()
 
     def _replace(self, module: ModuleType) -> None:
         """Put ours into a modeling module, whose functions are checked."""

@@ -35,9 +35,9 @@ from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.members import (
+    clamp_gate,
     comba_operands,
     gated_deltanet2_operands,
-    undoable,
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
@@ -231,7 +231,7 @@ def _erasing(
     if name.endswith("rwkv7"):
         # Diag(e^w) S + b a^T S, and then what k writes.
         a, b = x["a"].to(q.dtype), x["b"].to(q.dtype)
-        g = undoable(x["w"], q.dtype)
+        g = clamp_gate(x["w"], q.dtype)
         e = (-g).exp().mul(-a).to(q.dtype)  # reads the state before the decay
         pairs = (q, q), (b, k), (0 * v, v), (g, 0 * g), (e, 0 * e)
         *both, e = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)

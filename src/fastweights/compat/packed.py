@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import check_packed, check_shapes, is_readable
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -90,7 +90,7 @@ def documents(
             return found
     new = first_tokens(seq_idx)
     starts = new.flatten().nonzero().flatten()
-    private.expect_at_least_one(starts.shape[0])
+    torch_internals.expect_at_least_one(starts.shape[0])
     offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
     found = offsets, new.sum(1).cumsum(0) - 1
     if cached:

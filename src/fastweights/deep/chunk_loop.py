@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastweights import private
+from fastweights import torch_internals
 
 GROUP = 16
 """Chunks between two whose weights a backward finds; of n, n / 16 + 16."""
@@ -48,7 +48,7 @@ def fold(
         x.unflatten(1, (count, size)).movedim(1, 0).transpose(2, 3)
         for x in tokens
     ]
-    if count > FEW and torch.compiler.is_compiling() and private.SCAN:
+    if count > FEW and torch.compiler.is_compiling() and torch_internals.SCAN:
         state, outputs = _scanned(step, state, chunks)
     elif torch.is_grad_enabled() and count > 2 * GROUP:
         state, outputs = _checkpointed(step, state, chunks)
@@ -63,8 +63,8 @@ def _scanned(
     """The outputs of one loop of a compiled graph, [N, B, H, C, V]."""
     first = [x.clone(memory_format=torch.contiguous_format) for x in state]
     given = [x.contiguous() for x in chunks]
-    assert private.SCAN is not None
-    state, outputs = private.SCAN(
+    assert torch_internals.SCAN is not None
+    state, outputs = torch_internals.SCAN(
         lambda state, xs: step(state, *xs), first, given
     )
     # Gradients of one memory, which a scan refuses, become several.

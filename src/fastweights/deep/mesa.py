@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import (
     check_kinds,
     check_packed,
@@ -180,7 +180,7 @@ def solve(
     gradients. A single token's matrices are written down; those of many are
     not, and a product with them is linear attention.
     """
-    if not torch.compiler.is_compiling() and private.is_watched():
+    if not torch.compiler.is_compiling() and torch_internals.is_watched():
         tell_counters()  # of FLOPs, past whom the operators go below
     H: Tensor | None = None
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:

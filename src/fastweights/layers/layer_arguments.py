@@ -19,8 +19,8 @@ from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
 from fastweights.ops.decode import NARROW, check_accepted
-from fastweights.private import is_traced
 from fastweights.ranks.group import current, place
+from fastweights.torch_internals import is_traced
 
 
 def whole_number(name: str, size: float) -> int:

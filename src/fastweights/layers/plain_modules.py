@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 
 Source = tuple[type[nn.Module] | None, Callable]
@@ -40,7 +40,7 @@ def is_untouched(module: nn.Module, source: Source) -> bool:
         or there["_forward_pre_hooks"]
         or there["_backward_hooks"]
         or there["_backward_pre_hooks"]
-        or private.hooked_globally()
+        or torch_internals.hooked_globally()
     )
 
 

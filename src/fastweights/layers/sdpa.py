@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.state import Offsets
@@ -33,7 +33,7 @@ PackedKeys = Float[Tensor, "1 T HK K"]
 TILE = 512  # queries per tile, where the mask is written
 
 # From PyTorch 2.12 on heads are shared only if one says so, before always.
-_ASKS = private.version_of(torch) >= (2, 12)
+_ASKS = torch_internals.version_of(torch) >= (2, 12)
 
 
 def attention(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
@@ -147,7 +147,7 @@ def in_tiles(q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None) -> Heads:
     return torch.cat(tiles, 1)
 
 
-@private.constant_in_graphs
+@torch_internals.constant_in_graphs
 def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
     """Whether PyTorch has kernels for packed sequences of such heads.
 

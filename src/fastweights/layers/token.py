@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers import token_operators
@@ -68,7 +68,7 @@ def is_token(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and current() is None
         and not under_autocast(x)
-        and not private.is_traced()
+        and not torch_internals.is_traced()
         and (T == 1 or by_kernels(x))
     )
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.layers.state import (
     LayerState,
     Offsets,
@@ -116,7 +116,7 @@ def groups_of_like_length(
 
     None where all may be taken together.
     """
-    if private.is_traced():
+    if torch_internals.is_traced():
         return []
     offsets = cu_seqlens.tolist()
     spans = [range(*span) for span in itertools.pairwise(offsets)]

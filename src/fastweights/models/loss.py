@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import (
     check_integers,
     check_packed,
@@ -68,7 +68,7 @@ def cross_entropy(
     Returns:
         the mean, [], fp32 (fp64 if x is).
     """
-    if private.under_transform():
+    if torch_internals.under_transform():
         logits = F.linear(*cast_for_autocast(x, weight))
         return losses_of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel
@@ -111,8 +111,8 @@ def is_recordable(model: LanguageModel, token: Tensor) -> bool:
         token.is_cuda
         and not torch.cuda.is_current_stream_capturing()
         and not torch.is_autocast_enabled("cuda")
-        and not private.is_traced()
-        and not private.hooked_globally()
+        and not torch_internals.is_traced()
+        and not torch_internals.hooked_globally()
         and all(
             type(module).__module__.split(".")[0] in ("fastweights", "torch")
             and "forward" not in vars(module)

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import MAX_K
 
 Backend = Literal["auto", "triton", "chunkwise", "loop"]
@@ -80,7 +80,7 @@ def backend_for(asked: str, q: Tensor) -> str:
     return "chunkwise"
 
 
-@private.constant_in_graphs
+@torch_internals.constant_in_graphs
 def recurrence_kernels_run(
     asked: str, device: torch.device, dtype: torch.dtype, K: int
 ) -> bool:
@@ -115,7 +115,7 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda":
         lack = _lack_of_gpu(device)
         if not lack:
-            private.warn_untested()
+            torch_internals.warn_untested()
         return lack
     from fastweights.kernels.tile import INTERPRETED
 
@@ -147,7 +147,7 @@ def _lack_of_gpu(device: torch.device) -> str:
         return f"a GPU of compute capability 8.0 or higher (Ampere); {has}"
     if found[0] == 10:
         triton = importlib.import_module("triton")
-        if private.version_of(triton) < (3, 8):
+        if torch_internals.version_of(triton) < (3, 8):
             return (
                 "Triton 3.8 or newer on a GPU of compute capability 10.x, "
                 f"where {triton.__version__} compiles a race; {has}"
@@ -174,7 +174,7 @@ def _explain(lack: str) -> None:
     )
 
 
-@private.constant_in_graphs
+@torch_internals.constant_in_graphs
 def kernel_or_torch_runs(
     asked: str, device: torch.device, dtype: torch.dtype, tensors: str
 ) -> bool:
@@ -190,7 +190,7 @@ def kernel_or_torch_runs(
     )
 
 
-@private.constant_in_graphs
+@torch_internals.constant_in_graphs
 def network_kernel_runs(
     backend: str, device: torch.device, dtype: torch.dtype
 ) -> bool:

@@ -183,7 +183,9 @@ def _check(
     )
     if rows is not None:
         shape = (v.shape[2], q.shape[3], v.shape[3])
-        check_rows_of_states(q, {"state": state}, rows, shape, besides=narrow)
+        check_rows_of_states(
+            q, {"state": state}, rows, shape, extra_dtypes=narrow
+        )
     if q.shape[1] > MAX_TOKENS:
         raise ValueError(
             f"q: got shape {list(q.shape)}, need [B, T, H, K] with "

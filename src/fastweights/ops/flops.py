@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from fastweights.arguments import DEFAULT_CHUNK_SIZE
-from fastweights.private import dispatch_modes
+from fastweights.torch_internals import dispatch_modes
 
 Shape = Any  # torch.Size, or None
 

@@ -33,7 +33,7 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.ranks.group import current, fewest_tokens
+from fastweights.ranks.group import current, min_tokens
 from fastweights.ranks.stretch import stretch_of
 from fastweights.reference.backend import per_value_head
 from fastweights.reference.packing import outside
@@ -359,7 +359,7 @@ def gated_deltanet2(
             to 1, in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    check_arguments(q, k, v, g=g, fewest=fewest_tokens())
+    check_arguments(q, k, v, g=g, min_tokens=min_tokens())
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
@@ -397,7 +397,7 @@ def comba(
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
-    check_arguments(q, k, v, g=g, beta=beta, fewest=fewest_tokens())
+    check_arguments(q, k, v, g=g, beta=beta, min_tokens=min_tokens())
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
@@ -409,7 +409,7 @@ def comba_operands(
     v: Values, p: Float[Tensor, "B T _ K"], g: PerHead, beta: PerHead
 ) -> tuple[Values, PerHead, PerChannel]:
     """The v, g and erase of Comba's recurrence."""
-    g, beta = undoable(g, v.dtype), beta.to(compute_dtype(v.dtype))
+    g, beta = clamp_gate(g, v.dtype), beta.to(compute_dtype(v.dtype))
     erase = _Scaled.apply(per_value_head(p, v.shape[2]), beta * (-g).exp())
     return _Scaled.apply(v, beta), g, erase
 
@@ -429,6 +429,6 @@ class _Scaled(torch.autograd.Function):
         return _Scaled.apply(grad, each), d_each
 
 
-def undoable(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """g, where a decay of which ``dtype`` keeps nothing is one it can undo."""
+def clamp_gate(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """g, clamped so that ``dtype`` can hold e^g and its inverse."""
     return upcast(g).clamp(min=-10.0 if dtype == torch.float16 else -40.0)

@@ -19,7 +19,7 @@ from fastweights.ops.backends import Backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence_operator import of_one_rank
 from fastweights.ops.rows import Rows, check_rows_of_states
-from fastweights.ranks.group import fewest_tokens, refuse_ranks
+from fastweights.ranks.group import min_tokens, refuse_ranks
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -105,7 +105,7 @@ def check_normalised(
         scale=scale,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
-        fewest=fewest_tokens(),
+        min_tokens=min_tokens(),
     )
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     HV, V = v.shape[2:]
@@ -197,4 +197,6 @@ def check_normalised_step(
     check_normalised(q, k, v, g, {}, scale=scale)
     HV, V = v.shape[2:]
     shapes = (HV, q.shape[3], V + 1), (HV,)
-    check_rows_of_states(q, states, rows, *shapes, besides=narrow_dtypes(q))
+    check_rows_of_states(
+        q, states, rows, *shapes, extra_dtypes=narrow_dtypes(q)
+    )

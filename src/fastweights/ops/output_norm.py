@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import (
     check_kinds,
     check_number,
@@ -81,7 +81,11 @@ def gated_rms_norm(
         return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()
-    if backend == "auto" and not compiling and private.under_transform():
+    if (
+        backend == "auto"
+        and not compiling
+        and torch_internals.under_transform()
+    ):
         return norm_by_formula(o, weight, gate, silu, eps)
     return NORM(*inputs, silu, float(eps))
 

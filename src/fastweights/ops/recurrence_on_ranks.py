@@ -63,7 +63,7 @@ def recurrence_over_ranks(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
-        fewest=0,
+        min_tokens=0,
     )
     check_backend(backend)
     T = q.shape[1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.ops.flops import tell_counters
 
@@ -114,7 +114,7 @@ class Operator:
         inputs = arguments[: len(self.names)]
         if torch.compiler.is_compiling():
             return self.results(self.forward(*arguments))
-        if private.under_transform():
+        if torch_internals.under_transform():
             self.refuse_transforms(*inputs)
         operator = past_dispatcher(self.forward, self.functions[0], inputs)
         # A trace takes the operator's own gradient.
@@ -171,7 +171,7 @@ class Operator:
         """Raise under torch.func, and where an input has a tangent."""
         duals = [forward_ad.unpack_dual(x) for x in inputs if x is not None]
         tangents = [x for x in duals if x.tangent is not None]
-        if tangents or private.in_torch_func():
+        if tangents or torch_internals.in_torch_func():
             raise NotImplementedError(
                 f"{self.name}: got a transform of torch.func, or "
                 f"forward-mode autograd, which {self.instead}; a layer's "
@@ -216,7 +216,7 @@ def past_dispatcher(
     the profiler, a tensor of a class of its own or without data, or a
     negative view, which the dispatcher resolves.
     """
-    watched = private.is_watched()
+    watched = torch_internals.is_watched()
     if watched:
         tell_counters()
     seen = watched or any(

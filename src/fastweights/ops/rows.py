@@ -22,11 +22,11 @@ def check_rows_of_states(
     states: dict[str, Tensor],
     rows: Rows | None,
     *shapes: tuple[int, ...],
-    besides: tuple[torch.dtype, ...] = (),
+    extra_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise unless states have rows of these shapes.
 
-    The first may be in one of the dtypes ``besides``.
+    The first may also have one of the ``extra_dtypes``.
     """
     check_tensors(states)
     N = q.shape[0]
@@ -36,8 +36,8 @@ def check_rows_of_states(
         check_rows(rows, q.shape[0], N, none=True)
         check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS})
     for (name, state), shape in zip(states.items(), shapes, strict=False):
-        check_states(q, {name: state}, {name: (N, *shape)}, besides)
-        besides = ()
+        check_states(q, {name: state}, {name: (N, *shape)}, extra_dtypes)
+        extra_dtypes = ()
 
 
 def rows_inside(rows: Rows, pool: Tensor) -> Rows:

@@ -113,7 +113,7 @@ def place(T: int) -> tuple[int, int]:
     return ranks.start(T), sum(ranks.counts(T))
 
 
-def fewest_tokens() -> int:
+def min_tokens() -> int:
     """How many an operator needs: a rank may have none."""
     return 1 if current() is None else 0
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
@@ -349,7 +349,7 @@ class Training:
             fsdp.register_fsdp_forward_method(self.model, "generate")
             return
         if self.settings.compile:
-            private.leave_graphs_whole()
+            torch_internals.leave_graphs_whole()
         self.run = DistributedDataParallel(self.model)
 
     @property

@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.kernels.recurrence.settings import IntLike, Lengths
 from fastweights.kernels.tile import INTERPRETED
 
@@ -166,10 +166,10 @@ class Launch(NamedTuple):
         """
         name, stages = self.kernel.__name__, self.options.get("num_stages", 1)
         try:
-            kernel = private.compiled(self.compile)
+            kernel = torch_internals.compiled(self.compile)
         except Exception as error:
             raise RuntimeError(f"{name} does not compile: {error}") from error
-        taken = private.shared_bytes(kernel)
+        taken = torch_internals.shared_bytes(kernel)
         if taken <= shared:
             return kernel
         if stages == 1:
@@ -188,7 +188,7 @@ def compile_together(*schedules: Schedule) -> None:
     cannot be compiled raises where it is loaded.
     """
     launches = [launch for x in schedules for launch in x.launches]
-    private.compile_each(Launch.compile, launches)
+    torch_internals.compile_each(Launch.compile, launches)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from inputs import member, results
 
 import fastweights as fw
-from fastweights import private
+from fastweights import torch_internals
 from fastweights.layers.plain_modules import is_product
 
 NAMES = (
@@ -23,15 +23,15 @@ NAMES = (
 
 @pytest.fixture
 def without(monkeypatch):
-    """private.py as it would be had a release dropped a name."""
+    """torch_internals.py as it would be had a release dropped a name."""
 
     def drop(module, name):
         with monkeypatch.context() as gone:  # PyTorch needs it again
             gone.delattr(f"{module}.{name}")
-            importlib.reload(private)
+            importlib.reload(torch_internals)
 
     yield drop
-    importlib.reload(private)
+    importlib.reload(torch_internals)
 
 
 def step():
@@ -42,9 +42,9 @@ def step():
 def test_a_name_may_be_gone(module, name, without):
     """Calls go by the dispatcher, since anything might be looking."""
     expected = step()
-    assert not private.is_watched()
+    assert not torch_internals.is_watched()
     without(module, name)
-    assert private.is_watched()
+    assert torch_internals.is_watched()
     found = step()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
@@ -52,8 +52,8 @@ def test_a_name_may_be_gone(module, name, without):
 def test_the_level_of_forward_mode_may_be_gone(monkeypatch):
     expected = step()
     without_level = SimpleNamespace()
-    monkeypatch.setattr(private, "forward_ad", without_level)
-    assert private.under_transform() and private.is_watched()
+    monkeypatch.setattr(torch_internals, "forward_ad", without_level)
+    assert torch_internals.under_transform() and torch_internals.is_watched()
     found = step()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
@@ -67,7 +67,7 @@ def test_hooks_of_all_modules_may_be_untold(without):
 
 
 def test_they_all_stand_in_one_file():
-    src = Path(private.__file__).parent
+    src = Path(torch_internals.__file__).parent
     names = [name for _, name in NAMES if name.startswith("_")]
     names += ["_has_any_global_hook"]
     names += ["_current_level", "_cdata", "AsyncCompileMode", "FutureKernel"]
@@ -78,7 +78,7 @@ def test_they_all_stand_in_one_file():
     found = [
         f"{file.relative_to(src)}: {line.strip()}"
         for file in src.rglob("*.py")
-        if file != Path(private.__file__)
+        if file != Path(torch_internals.__file__)
         for line in file.read_text().splitlines()
         if pattern.search(line)
     ]
@@ -87,8 +87,8 @@ def test_they_all_stand_in_one_file():
 
 def test_graphs_are_left_whole_where_there_is_such_a_setting(monkeypatch):
     config = SimpleNamespace(optimize_ddp=True)
-    monkeypatch.setattr(private, "_found", lambda *_: config)
-    private.leave_graphs_whole()
+    monkeypatch.setattr(torch_internals, "_found", lambda *_: config)
+    torch_internals.leave_graphs_whole()
     assert config.optimize_ddp is False
-    monkeypatch.setattr(private, "_found", lambda *_: None)
-    private.leave_graphs_whole()
+    monkeypatch.setattr(torch_internals, "_found", lambda *_: None)
+    torch_internals.leave_graphs_whole()
