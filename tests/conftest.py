@@ -32,7 +32,7 @@ MODELS = {
     ("head", "delta"): "gated_deltanet",
     ("channel", "delta"): "kda",
     ("head", "erase"): "comba",
-    ("channel", "erase"): "gdn2",
+    ("channel", "erase"): "gated_deltanet2",
 }
 
 

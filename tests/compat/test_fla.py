@@ -15,7 +15,7 @@ from fastweights.compat.causal_conv1d import (
     causal_conv1d_update,
 )
 from fastweights.ops.convolution import short_convolution
-from fastweights.reference import beyond, steps
+from fastweights.reference import steps
 
 FUNCTIONS = [
     f"{how}_{what}"
@@ -359,12 +359,11 @@ def stepped(name, x, scale):
             if torch.is_tensor(z) and key != "initial_state"
         }
         if name.endswith("gdn2"):
-            S, _ = beyond.gdn2(
-                S, *(y[key] for key in ("q", "k", "v", "g", "b", "w"))
-            )
+            named = (y[n] for n in ("q", "k", "v", "g", "b", "w"))
+            S, _ = steps.gated_deltanet2(S, *named)
         elif name.endswith("comba"):
-            new = y["beta"][..., None] * (y["v"] - read(S, y["p"]))
-            S = y["g"].exp()[..., None, None] * S + outer(y["k"], new)
+            named = (y[n] for n in ("q", "k", "v", "p", "g", "beta"))
+            S, _ = steps.comba(S, *named)
         elif name.endswith("rwkv7"):
             old = outer(y["b"], read(S, y["a"]))
             S = y["w"].exp()[..., None] * S + old + outer(y["k"], y["v"])

@@ -58,11 +58,6 @@ def scanned(step, **x):
     return steps.scan(step, torch.zeros(B, H, K, V, **DOUBLE), *x.values())
 
 
-def paper_comba(S, q, k, v, p, g, beta):
-    """Comba's own step: p reads before the decay."""
-    return beyond.comba(S, q, k, v, (-g).exp()[..., None] * p, g, beta)
-
-
 def two_delta_steps(S, q, k, v, g, kappa, a, beta):
     S, _ = steps.kda(S, q, kappa, 0 * v, g, a)
     return steps.deltanet(S, q, k, v, beta)
@@ -82,12 +77,12 @@ CASES = {
     "gated_deltanet2": (
         lambda: drawn(g=K, b=K, w=V),
         with_scale(fw.gated_deltanet2),
-        beyond.gdn2,
+        steps.gated_deltanet2,
     ),
     "comba": (
         lambda: drawn(p=K, g=0, beta=0),
         with_scale(fw.comba),
-        paper_comba,
+        steps.comba,
     ),
     "rwkv7": (lambda: drawn(g=K, kappa=K, a=K), None, beyond.rwkv7),
     "erase_then_delta": (

@@ -36,15 +36,6 @@ def start(*shape):
     return torch.randn(B, H, *(shape or (K, V)), **DOUBLE)
 
 
-def by_matrices(S, q, transitions, writes):
-    """S_t = A_t S_{t-1} + W_t with full matrices, read by q."""
-    outputs = []
-    for t in range(T):
-        S = transitions[:, t] @ S + writes[:, t]
-        outputs.append((q[:, t, :, None] @ S)[..., 0, :])
-    return torch.stack(outputs, 1), S
-
-
 def test_rwkv7():
     """The paper's matrices, which are the transposes of these."""
     q, k, v, g, kappa, a = drawn(K, K, V, K, K, K)
@@ -80,38 +71,6 @@ def test_delta_product_is_deltanet_with_more_tokens():
     )
     assert relative_error(o, want[:, n - 1 :: n]) < 1e-12
     assert relative_error(S, last) < 1e-12
-
-
-def test_gdn2():
-    q, k, v, g, b, w = drawn(K, K, V, K, K, V)
-    g, b, w, k = -g.square(), b.sigmoid(), w.sigmoid(), F.normalize(k, dim=-1)
-    S0 = start()
-    erase = torch.eye(K, **DOUBLE) - k[..., :, None] * (b * k)[..., None, :]
-    writes = k[..., :, None] * (w * v)[..., None, :]
-    want = by_matrices(S0, q, erase @ g.exp().diag_embed(), writes)
-    found = steps.scan(beyond.gdn2, S0, q, k, v, g, b, w)
-    torch.testing.assert_close(found, want)
-    beta = b[..., :1]
-    same = steps.scan(
-        beyond.gdn2, S0, q, k, v, g, beta.expand_as(k), beta.expand_as(v)
-    )
-    want = fw.kda(q, k, v, g, beta[..., 0], scale=1.0, initial_state=S0)
-    torch.testing.assert_close(same, want)
-
-
-def test_comba():
-    q, k, v, p, g, beta = drawn(K, K, V, K, 0, 0)
-    S0, eye = start(), torch.eye(K, **DOUBLE)
-    b = beta[..., None, None]
-    erase = eye - b * k[..., :, None] * p[..., None, :]
-    writes = b * k[..., :, None] * v[..., None, :]
-    decay = (-g).exp()[..., None, None]
-    want = by_matrices(S0, q, decay * erase, writes)
-    found = steps.scan(beyond.comba, S0, q, k, v, p, -g, beta)
-    torch.testing.assert_close(found, want)
-    same = steps.scan(beyond.comba, S0, q, k, v, k, -g, beta)
-    want = fw.gated_deltanet(q, k, v, -g, beta, scale=1.0, initial_state=S0)
-    torch.testing.assert_close(same, want)
 
 
 def test_mamba3_is_two_runs_of_mamba2():

@@ -51,6 +51,9 @@ MEMBERS = {
         BETA,
     ),
 }
+ARGUMENTS = {name: arguments for name, (arguments, *_) in MEMBERS.items()}
+ARGUMENTS["gated_deltanet2"] = [PER_CHANNEL, [0.9, 0.1, 0.5], [0.8, 0, 1, 0.3]]
+ARGUMENTS["comba"] = [[0.4, -0.3, 0.2], G, BETA]
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +77,9 @@ def test_step_is_its_equation(name):
     torch.testing.assert_close((new, o), state, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_step_treats_leading_dimensions_apart(name):
-    arguments = [torch.tensor(a) for a in MEMBERS[name][0]]
+    arguments = [torch.tensor(a) for a in ARGUMENTS[name]]
     heads = [one_head(seed) for seed in range(6)]
     S, q, k, v = (
         torch.stack(x).unflatten(0, (2, 3)) for x in zip(*heads, strict=True)
@@ -100,6 +103,32 @@ def test_recurrence_is_every_member(name):
     torch.testing.assert_close(
         steps.recurrence(*head, g, beta),
         getattr(steps, name)(*head, *arguments),
+    )
+
+
+def test_gated_deltanet2_erases_and_writes_by_channel():
+    S, q, k, v = one_head(5)
+    g, b, w = (torch.tensor(a) for a in ARGUMENTS["gated_deltanet2"])
+    want = g.exp().diag() @ S
+    want = want - torch.outer(k, b * k) @ want + torch.outer(k, w * v)
+    found = steps.gated_deltanet2(S, q, k, v, g, b, w)
+    torch.testing.assert_close(found, (want, q @ want))
+    beta = torch.tensor(BETA)
+    torch.testing.assert_close(
+        steps.gated_deltanet2(S, q, k, v, g, beta.expand(K), beta.expand(V)),
+        steps.kda(S, q, k, v, g, beta),
+    )
+
+
+def test_comba_reads_with_another_key_and_before_the_decay():
+    S, q, k, v = one_head(6)
+    p, g, beta = (torch.tensor(a) for a in ARGUMENTS["comba"])
+    want = g.exp() * S + beta * torch.outer(k, v - p @ S)
+    found = steps.comba(S, q, k, v, p, g, beta)
+    torch.testing.assert_close(found, (want, q @ want))
+    torch.testing.assert_close(
+        steps.comba(S, q, k, v, g.exp() * k, g, beta),
+        steps.gated_deltanet(S, q, k, v, g, beta),
     )
 
 

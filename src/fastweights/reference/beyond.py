@@ -59,33 +59,6 @@ def delta_product(
     return S, o
 
 
-def gdn2(
-    S: State, q: Key, k: Key, v: Value, g: Key, b: Key, w: Value
-) -> tuple[State, Value]:
-    """Gated DeltaNet-2 (2026): erase and write by strengths per channel.
-
-    b in [0, 1]^K and w in [0, 1]^V; with b = w = beta it is KDA. A second
-    key, b * k, reads what is erased.
-    """
-    S = g.exp()[..., None] * S
-    S = S + outer(k, w * v - read(S, b * k))
-    return S, read(S, q)
-
-
-def comba(
-    S: State, q: Key, k: Key, v: Value, p: Key, g: PerHead, beta: PerHead
-) -> tuple[State, Value]:
-    """Comba (Hu et al. 2025): what is erased is what another key reads.
-
-    p is a fraction of k in the paper, and reads the state before the decay.
-    Here it reads after the decay: to get the paper's recurrence, give
-    e^{-g} p as p.
-    """
-    S = g.exp()[..., None, None] * S
-    S = S + outer(k, beta[..., None] * (v - read(S, p)))
-    return S, read(S, q)
-
-
 def mamba3(
     state: tuple[State, Key, Value],
     q: Key,

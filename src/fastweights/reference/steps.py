@@ -117,6 +117,31 @@ def kda(
     return deltanet(S, q, k, v, beta)
 
 
+def gated_deltanet2(
+    S: State, q: Key, k: Key, v: Value, g: Key, b: Key, w: Value
+) -> tuple[State, Value]:
+    """Gated DeltaNet-2 (Hatamizadeh et al. 2026): strengths per channel.
+
+    b in [0, 1]^K erases and w in [0, 1]^V writes; with b = w = beta it is
+    KDA. A second key, b * k, reads what is erased.
+    """
+    S = g.exp()[..., :, None] * S
+    S = S + outer(k, w * v - read(S, b * k))
+    return S, read(S, q)
+
+
+def comba(
+    S: State, q: Key, k: Key, v: Value, p: Key, g: PerHead, beta: PerHead
+) -> tuple[State, Value]:
+    """Comba (Hu et al. 2025): what is erased is what another key reads.
+
+    p, a fraction of k in the paper, reads the state before the decay.
+    """
+    new = beta[..., None] * (v - read(S, p))
+    S = g.exp()[..., None, None] * S + outer(k, new)
+    return S, read(S, q)
+
+
 def recurrence(
     S: State,
     q: Key,
