@@ -53,5 +53,6 @@ def test_what_the_readme_says_of_a_token():
 def test_a_token_of_one_sequence_is_near_its_floor(kind, B):
     """Three times, which thirty launches per block are far from."""
     for row in fused():
+        assert row["seconds"] > row["floor"]
         if (row["kind"], row["B"]) == (kind, B):
             assert row["seconds"] < 3.1 * row["floor"]

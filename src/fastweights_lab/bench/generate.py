@@ -113,16 +113,15 @@ def _never(*_: object) -> bool:
 def _row(model: LanguageModel, B: int, T: int) -> Row:
     prompts = torch.randint(model.config.vocabulary, (B, T), device=DEVICE)
     elapsed(model.generate, prompts, TOKENS)  # kernels are compiled, once
-    few, many = (
-        min(elapsed(model.generate, prompts, n) for _ in range(3))
-        for n in (FEW, FEW + TOKENS)
-    )
-    reading = torch.no_grad()(model.hidden)
+    reading, write = torch.no_grad()(model.hidden), model.generate
     turns = [
-        (elapsed(model.generate, prompts, 1), elapsed(reading, prompts))
+        (
+            *(elapsed(write, prompts, n) for n in (1, FEW, FEW + TOKENS)),
+            elapsed(reading, prompts),
+        )
         for _ in range(10)
     ]
-    first, read = (min(seconds) for seconds in zip(*turns, strict=True))
+    first, few, many, read = map(min, zip(*turns, strict=True))
     weights = sum(p.nbytes for p in model.parameters())
     weights -= model.embedding.weight.nbytes
     return {
