@@ -32,7 +32,7 @@ def test_states_in_bf16(kind):
     pools = [StatePool(m, 2, 40, dtype=x) for x in (None, torch.bfloat16)]
     found = []
     for pool in pools:
-        row = pool.take()
+        row = pool.acquire()
         with torch.no_grad():
             for part in text.split([20, 3, 4]):
                 logits, _ = m(part[None], pool.at([row], len(part)))
@@ -97,7 +97,7 @@ def test_fifty_requests_through_one_pool(pattern):
             coming = min(len(waiting), len(pool.free), draw.randint(1, 2))
             if coming:
                 new = [waiting.pop() for _ in range(coming)]
-                rows = [pool.take() for _ in new]
+                rows = [pool.acquire() for _ in new]
                 sizes = [len(prompt) for prompt, _ in new]
                 states = pool.at(rows, max(sizes))
                 if coming == 1:
@@ -135,7 +135,7 @@ def test_fifty_requests_through_one_pool(pattern):
                     error = torch.cat(found) - alone(m, prompt, rest)
                     assert error.abs().max() < 1e-10
                     del running[r]
-                    pool.give(r)
+                    pool.release(r)
                     done += 1
     assert done == 50 and len(pool.free) == 5
     assert where == [
@@ -165,11 +165,11 @@ def test_a_row_that_decodes_beside_prompts(told):
     """Each row has room up to its own last token; a refusal counts nothing."""
     m, text = model(HYBRID), drawn(40)
     pool = StatePool(m, size=2, capacity=10)
-    a = pool.take()
+    a = pool.acquire()
     m(text[None, :5], pool.at([a], 5))
     offsets = torch.tensor([0, 1, 6])
     for n in range(5, 10):
-        b, packed = pool.take(), torch.cat([text[n : n + 1], text[:5]])
+        b, packed = pool.acquire(), torch.cat([text[n : n + 1], text[:5]])
         if isinstance(told, int) and n > 6:
             # Of a row with 7 tokens, 5 more than there is room for.
             with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
@@ -180,7 +180,7 @@ def test_a_row_that_decodes_beside_prompts(told):
         ref = m(text[None, : n + 1])[0]
         assert (logits[0, 0] - ref[0, n]).abs().max() < 1e-10
         assert (logits[0, 1:] - ref[0, :5]).abs().max() < 1e-10
-        pool.give(b)
+        pool.release(b)
     with pytest.raises(ValueError, match="which has read 10, need at most 10"):
         pool.at([a], 1)
 
@@ -189,13 +189,13 @@ def test_a_row_that_decodes_beside_prompts(told):
 def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
     m, text = model(HYBRID), drawn(40)
     pool = StatePool(m, size=2, capacity=10)
-    a, offsets = pool.take(), torch.tensor([0, 1, 5])
+    a, offsets = pool.acquire(), torch.tensor([0, 1, 5])
     for n in range(7):
-        b, packed = pool.take(), torch.cat([text[n : n + 1], text[:4]])
+        b, packed = pool.acquire(), torch.cat([text[n : n + 1], text[:4]])
         logits, _ = m(packed[None], pool.at([a, b], 4), offsets)
         ref = m(text[None, : n + 1])[0][0, n]
         assert (logits[0, 0] - ref).abs().max() < 1e-10
-        pool.give(b)
+        pool.release(b)
     states = pool.at([a], 3)
     _, states = m(text[None, 7:9], states)
     assert m(text[None, 9:10], states)[0].shape == (1, 1, 31)
@@ -206,7 +206,7 @@ def test_calls_with_more_tokens_than_was_said():
     """And states that go on: what a row has read is asked of the device."""
     m, (text, new) = model(HYBRID), drawn(2, 9)
     pool = StatePool(m, size=1, capacity=20)
-    row = pool.take()
+    row = pool.acquire()
     m(text[None, :6], pool.at([row], 2))
     assert goes_on(m, pool, row, text[:6], text[6:])
     states = pool.at([row], 1)
@@ -220,7 +220,7 @@ def test_calls_with_more_tokens_than_was_said():
 def test_a_call_without_any_row_beside_a_full_one():
     m, text = model(HYBRID), drawn(8)
     pool = StatePool(m, size=1, capacity=8)
-    row = pool.take()
+    row = pool.acquire()
     m(text[None], pool.at([row], 8))
     before = [state.clone() for state in pool.states]
     m(text[None, :2], pool.at([-1], 2))
@@ -246,7 +246,7 @@ def test_made_in_one_mode_and_used_in_another(made, used):
     plain = [s.tensors() for s in StatePool(m, 1, 20).states]
     with made():
         pool = StatePool(m, size=2, capacity=20)
-        row = pool.take()
+        row = pool.acquire()
     kinds = [
         {name: x.dtype for name, x in state.tensors().items()}
         for state in pool.states
@@ -266,21 +266,21 @@ def test_made_in_one_mode_and_used_in_another(made, used):
 
 def test_what_a_pool_refuses():
     pool = StatePool(model(("softmax",)), size=2, capacity=8)
-    first = pool.take()
+    first = pool.acquire()
     for rows in ([1 - first], torch.tensor([1 - first])):
         with pytest.raises(ValueError, match="need one that is taken"):
             pool.at(rows, 1)
-    second = pool.take()
+    second = pool.acquire()
     with pytest.raises(RuntimeError, match="more than its 2 rows"):
-        pool.take()
+        pool.acquire()
     for rows in ([first, first], torch.tensor([first, first])):
         with pytest.raises(ValueError, match="each row once"):
             pool.at(rows, 1)
     with pytest.raises(ValueError, match=r"row: got \[7\], need rows of"):
-        pool.give(7)
-    pool.give(second)
+        pool.release(7)
+    pool.release(second)
     with pytest.raises(ValueError, match="row: got"):
-        pool.give(second)
+        pool.release(second)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_pool_of_no_size(size, capacity):
 def test_a_full_row_is_named_and_gradients_are_refused():
     m = model(("softmax",))
     pool = StatePool(m, size=1, capacity=4)
-    row = pool.take()
+    row = pool.acquire()
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with torch.no_grad():
         m(tokens, pool.at([row], 2))
@@ -349,9 +349,9 @@ def test_a_rows_ways_cost_the_same_in_any_pool():
                 return super().__iter__()
 
         pool.free = Counted(pool.free)
-        row = pool.take()
+        row = pool.acquire()
         pool.at([row], 1)
-        pool.give(row)
+        pool.release(row)
         return seen
 
     assert steps(4) == steps(64) == 0

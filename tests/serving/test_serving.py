@@ -379,7 +379,7 @@ def test_prefixes_are_bounded_and_the_least_used_goes():
     run(e)
     assert len(e.prefixes) == e.prefixes.nbytes == 0
     e = engine(prefix_bytes=10**6)
-    one = e.pool.keep(e.pool.take())
+    one = e.pool.keep(e.pool.acquire())
     size = sum(state.nbytes for state in one)
     few = type(e.prefixes)(2 * size)
     few.add([1], one)

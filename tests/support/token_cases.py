@@ -49,7 +49,7 @@ def check_rows_of_a_pool(case, device, budget):
     """Tokens of rows 2, 1, none and 0 are one pass's; row 3 stays as it is."""
     m = made(case, device)
     pool = StatePool(m, 4, capacity=8)
-    rows = [pool.take() for _ in range(3)][::-1]
+    rows = [pool.acquire() for _ in range(3)][::-1]
     tokens = torch.randint(V, (3, 3), device=device)
     before = [
         {name: x[3].clone() for name, x in state.tensors().items()}

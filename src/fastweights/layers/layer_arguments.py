@@ -18,7 +18,7 @@ from fastweights.arguments import (
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.plain_modules import is_product
 from fastweights.layers.state import LayerState, Offsets, leave_inference
-from fastweights.ops.decode import NARROW, check_accepted
+from fastweights.ops.decode import NARROW_STATE_DTYPES, check_accepted
 from fastweights.ranks.group import current, place
 from fastweights.torch_internals import is_traced
 
@@ -186,7 +186,10 @@ def _check_state(
             )
         needs: tuple[torch.dtype, ...] = DTYPES
         if name in ("S", "m"):
-            needs = (compute_dtype(x.dtype), *(NARROW if name == "S" else ()))
+            needs = (
+                compute_dtype(x.dtype),
+                *(NARROW_STATE_DTYPES if name == "S" else ()),
+            )
         elif name == "position":
             needs = (torch.int64,)
         if tensor.dtype not in needs:

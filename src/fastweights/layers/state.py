@@ -64,8 +64,8 @@ class LayerState:
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; see :meth:`at`."""
 
-    every: bool | None = None
-    """True where the pool has all of ``rows``, none of which is -1."""
+    all_rows: bool = False
+    """Whether the pool is known to have all of ``rows``: none is -1."""
 
     accepted: Int[Tensor, " B"] | None = None
     """Of the next call's tokens of each sequence, how many the state takes
@@ -92,13 +92,14 @@ class LayerState:
         if used < 0:
             raise ValueError(f"used: got {used}, need an integer >= 0")
         check_rows(rows, None, self.size, none=True)
-        return self.view(rows, used)
+        return self.at_unchecked(rows, used)
 
-    def view(
-        self, rows: Int[Tensor, " B"], used: int, every: bool | None = None
+    def at_unchecked(
+        self, rows: Int[Tensor, " B"], used: int, all_rows: bool = False
     ) -> LayerState:
-        """The pool that :meth:`at` returns, for rows known to be right."""
-        return LayerState(**self.tensors(), used=used, rows=rows, every=every)
+        """Return what :meth:`at` does, for rows known to be right."""
+        own = self.tensors()
+        return LayerState(**own, used=used, rows=rows, all_rows=all_rows)
 
     def get(self, name: str) -> Tensor:
         """The field of this name, the rows of a pool copied out.
@@ -109,7 +110,7 @@ class LayerState:
         found = self.field(name)
         if self.rows is None:
             return found
-        rows = self.rows if self.every else rows_inside(self.rows, found)
+        rows = self.rows if self.all_rows else rows_inside(self.rows, found)
         return found.index_select(0, rows)
 
     def field(self, name: str) -> Tensor:
@@ -203,7 +204,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("used", "rows", "every", "accepted")
+    if f.name not in ("used", "rows", "all_rows", "accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -219,7 +220,7 @@ def state_after_call(state: LayerState, after: LayerState) -> LayerState:
             new = getattr(after, name)
             if x is new:
                 continue
-            if state.every:  # one launch in place of a dozen
+            if state.all_rows:  # one launch in place of a dozen
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)

@@ -92,7 +92,7 @@ def read_by_length(
     for n, at in groups:
         own = state
         if state is not None and state.rows is not None:
-            own = state.view(state.rows[n], state.used)
+            own = state.at_unchecked(state.rows[n], state.used)
         elif state is not None:
             own = state.select(n)
         offsets = F.pad(sequence_lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))

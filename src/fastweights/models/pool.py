@@ -13,7 +13,7 @@ from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
 from fastweights.models.config import LAYERS
 from fastweights.models.model import LanguageModel
-from fastweights.ops.decode import NARROW
+from fastweights.ops.decode import NARROW_STATE_DTYPES
 
 Rows = Sequence[int] | Int[Tensor, " B"]
 
@@ -22,17 +22,17 @@ class StatePool:
     """The states of up to ``size`` sequences, one row of each tensor per row.
 
         pool = StatePool(model, size=64, capacity=4096)
-        row = pool.take()                                 # a request comes
+        row = pool.acquire()                              # a request comes
         with torch.no_grad():
             logits, _ = model(prompt[None], pool.at([row], len(prompt)))
             tokens = logits[:, -1:].argmax(-1)            # [rows, 1]
             logits, _ = model(tokens, pool.at([row], 1))  # rows go on together
-        pool.give(row)                                    # and is done
+        pool.release(row)                                 # and is done
 
     The tensors stay where they are from the first request to the last, and
     have the model's dtype, S and m fp32, whatever mode (autocast, inference)
     the pool is made or used in. Rows of a step are any of those that are
-    taken, in any order, each once; -1 fills a batch up. Packed prompts go in
+    taken, in any order, each once; -1 pads a batch. Packed prompts go in
     together, beside rows that go on by a token: ``model(packed,
     pool.at(rows, lengths), cu_seqlens)``.
 
@@ -42,7 +42,7 @@ class StatePool:
         capacity: tokens per row that softmax attention has room for.
         dtype: of the recurrences' states S; None is theirs, fp32. bf16 is
             half the memory, for layers of the family, at an error that
-            :data:`fastweights.serving.NARROW` states.
+            :data:`fastweights.serving.NARROW_STATE_DTYPES` states.
 
     Raises:
         ValueError: S of some layer cannot have that dtype.
@@ -76,12 +76,12 @@ class StatePool:
             if dtype is not None:
                 self._keep_in(dtype, {*model.config.kinds})
         self.device, self.capacity = device, capacity
-        # The last is the next to be taken.
+        # The last is the next to be acquired.
         self.free = dict.fromkeys(reversed(range(size)))
         self.read = [0] * size
         """Tokens that each row has read, at most."""
-        # The last call's states, and the most that a row then has, as told.
-        self._told: tuple[list[LayerState], int] = [], 0
+        # The last call's states, and the tokens that a row then has at most.
+        self._last_call: tuple[list[LayerState], int] = [], 0
         self.grows = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
@@ -96,7 +96,7 @@ class StatePool:
                 f"dtype: got {dtype} for a model with {', '.join(other)}, "
                 f"need None, or layers of {', '.join(sorted(narrow))}"
             )
-        if dtype not in (torch.float32, *NARROW):
+        if dtype not in (torch.float32, *NARROW_STATE_DTYPES):
             raise ValueError(
                 f"dtype: got {dtype}, need torch.float32 or torch.bfloat16"
             )
@@ -109,8 +109,8 @@ class StatePool:
             for name, x in state.tensors().items():
                 x[rows] = -torch.inf if name == "m" else 0
 
-    def take(self) -> int:
-        """A row for a new sequence, empty.
+    def acquire(self) -> int:
+        """Take an empty row for a new sequence.
 
         Raises:
             RuntimeError: all of them are taken.
@@ -122,27 +122,27 @@ class StatePool:
         row, _ = self.free.popitem()
         return row
 
-    def give(self, row: int) -> None:
-        """A row back: what it held is gone."""
+    def release(self, row: int) -> None:
+        """Clear a row and give it back."""
         (row,) = self._taken("row", [row])
         self._clear(row)
         self.read[row] = 0
         self.free[row] = None
 
     def keep(self, row: int) -> list[LayerState]:
-        """A copy of a row's states, of keys and values what it has read."""
+        """Copy a row's states; of keys and values, those that it has read."""
         (row,) = self._taken("row", [row])
         return [state.clone() for state in self._row(row)]
 
     def restore(self, row: int, kept: list[LayerState]) -> None:
-        """Have a row go on from what was kept, of whichever row it was."""
+        """Let a row go on from what was kept, of whichever row it was."""
         (row,) = self._taken("row", [row])
         self.read[row] = kept[0].used
         for state, own in zip(self._row(row), kept, strict=True):
             state.copy_(own)
 
     def _row(self, row: int) -> list[LayerState]:
-        """A row's states in the memory of the pool."""
+        """Return a row's states, in the memory of the pool."""
         used, found = self.read[row], []
         for state in self.states:
             tensors: dict[str, Any] = state.tensors()
@@ -153,7 +153,7 @@ class StatePool:
         return found
 
     def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
-        """States for one call of the model with these rows.
+        """Return the states for one call of the model with these rows.
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
@@ -167,21 +167,21 @@ class StatePool:
                 attention has no room for its tokens.
         """
         index = self._taken("rows", rows, none=True)
-        told = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        if isinstance(told, Sequence):
-            each = list(told)
-            for n in each:
+        given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if isinstance(given, Sequence):
+            counts = list(given)
+            for n in counts:
                 check_integers({"tokens": n})
-            if len(each) != len(index) or min(each) < 0:
+            if len(counts) != len(index) or min(counts) < 0:
                 raise ValueError(
-                    f"tokens: got {each}, need one number per row, "
+                    f"tokens: got {counts}, need one number per row, "
                     f"{len(index)}, each 0 or more"
                 )
         else:
-            check_sizes(tokens=told)
-            each = [told] * len(index)
-        some = {row: n for row, n in zip(index, each, strict=True) if row >= 0}
-        self._settle()
+            check_sizes(tokens=given)
+            counts = [given] * len(index)
+        some = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
+        self._recount_if_exceeded()
         if self._full(some):
             self._recount()
         if full := self._full(some):
@@ -194,32 +194,38 @@ class StatePool:
         for row, n in some.items():
             self.read[row] += n
         on_device = torch.tensor(index, device=self.device)
-        every = -1 not in index or None
-        states = [state.view(on_device, used, every) for state in self.states]
-        self._told = states, used + max(each)
+        all_rows = -1 not in index
+        states = [
+            state.at_unchecked(on_device, used, all_rows)
+            for state in self.states
+        ]
+        self._last_call = states, used + max(counts)
         return states
 
     def _full(self, some: dict[int, int]) -> list[int]:
-        """Rows that may not have room for so many more tokens."""
+        """Return the rows that may lack room for so many more tokens."""
         if not self.grows:
             return []
         return [r for r, n in some.items() if self.read[r] + n > self.capacity]
 
-    def _settle(self) -> None:
-        """Count again if the last call had more tokens than was told."""
-        told, most = self._told
-        if any(state.used > most for state in told):
+    def _recount_if_exceeded(self) -> None:
+        """Count again if the last call had more tokens than announced."""
+        states, announced = self._last_call
+        if any(state.used > announced for state in states):
             self._recount()
-        self._told = [], 0
+        self._last_call = [], 0
 
     def _recount(self) -> None:
-        """Tokens that each row has read, as the layers know them."""
+        """Read from the layers how many tokens each row has read."""
         known = [s.position for s in self.states if s.keys is not None]
         counts = torch.stack([x for x in known if x is not None])
         self.read = counts.amax(0).tolist()
 
     def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
-        """The rows as numbers: of taken ones, each once; or -1, for none."""
+        """Return rows as a list of ints; raise unless taken, each once.
+
+        ``none``: whether -1, no row, may be among them.
+        """
         given = rows.tolist() if isinstance(rows, Tensor) else rows
         if not isinstance(given, Iterable):
             kind = type(rows).__name__

@@ -49,7 +49,7 @@ from fastweights.reference.backend import advance, per_value_head, widen
 
 MAX_TOKENS = 16
 
-NARROW = (torch.bfloat16,)
+NARROW_STATE_DTYPES = (torch.bfloat16,)
 """What else a state may be kept in than fp32.
 
 A call rounds it once, to 8 bits, and that adds up over what a state holds.
@@ -103,7 +103,8 @@ def decode_step(
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous, and may come from
             torch.inference_mode. In bf16 it has half the bytes, and is
-            rounded once per call: :data:`NARROW` says what that costs.
+            rounded once per call, at the cost that
+            :data:`NARROW_STATE_DTYPES` states.
         rows: [B] int32 or int64, for a state [N, HV, K, V] that is a pool:
             sequence b has row rows[b] of it, and the other rows stay as they
             are. No two sequences may have the same row, which is checked
@@ -205,7 +206,7 @@ def _check(
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     """What else a state of q may be kept in."""
     fp64 = isinstance(q, Tensor) and q.dtype == torch.float64
-    return () if fp64 else NARROW
+    return () if fp64 else NARROW_STATE_DTYPES
 
 
 def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:

@@ -13,10 +13,7 @@ and Mamba's selective scan have steps of their own.
 """
 
 from fastweights.models.pool import StatePool
-from fastweights.ops.decode import (
-    NARROW as NARROW,
-)
-from fastweights.ops.decode import decode_step
+from fastweights.ops.decode import NARROW_STATE_DTYPES, decode_step
 from fastweights.ops.mlstm import mlstm_step
 from fastweights.ops.normaliser import linear_attention_step
 from fastweights.ops.selective import selective_step
@@ -24,6 +21,7 @@ from fastweights.serving.engine import Engine
 from fastweights.serving.request import Request
 
 __all__ = [
+    "NARROW_STATE_DTYPES",
     "Engine",
     "Request",
     "StatePool",

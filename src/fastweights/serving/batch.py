@@ -1,8 +1,8 @@
-"""What an engine has the device do: prompts that are read, steps of all rows.
+"""An engine's calls of the model: prompts that are read, steps of all rows.
 
 On a GPU both are recorded (:class:`.Recording`). A step always has all rows.
-Prompts are packed in one of a few sizes, filled up with tokens and sequences
-that are none: a recording can run again with whatever fits its size.
+Prompts are packed in one of a few sizes, and padded to it: a recording runs
+again with whatever fits its size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastweights.serving.request import Request
 BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
 
-LEAST_READ = 256
+MIN_READ = 256
 """Tokens of the smallest recorded read: fewer would take as long."""
 
 
 class Batch:
-    """What the device does for requests, on the rows of a pool.
+    """The requests that take part in steps, on the rows of a pool.
 
     A step has all rows, each at its own number, whether they take part or
     not: what one of them computes, and the order in which it is added up,
@@ -37,8 +37,8 @@ class Batch:
     so that on a GPU it can be a recording.
 
     Args:
-        model: that reads the tokens.
-        pool: of its states.
+        model: reads the tokens.
+        pool: has the model's states.
     """
 
     def __init__(self, model: LanguageModel, pool: StatePool) -> None:
@@ -51,19 +51,21 @@ class Batch:
         self.sampling = Sampling(
             zeros(dtype=torch.float64), zeros(), whole(), whole()
         )
-        self.states: States = [x.view(self.rows, 0) for x in pool.states]
+        self.states: States = [
+            x.at_unchecked(self.rows, 0) for x in pool.states
+        ]
         self.recordable = is_recordable(model, self.token)
-        # By whether all rows are greedy, and draw from all tokens.
+        # By two answers: are all rows greedy, do all draw from all tokens?
         self.recordings: dict[tuple[bool, bool], Recording] = {}
         self.reads_recordable = self.recordable and reads_by_kernels(model)
         # Recordings run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
         self.memory = handle() if self.recordable else None
-        # By tokens and sequences.
+        # By the numbers of tokens and of sequences.
         self.reads: dict[tuple[int, int], RecordedRead] = {}
 
     def read(self, pieces: list[tuple[Request, int]]) -> None:
-        """Have requests read the next tokens of their texts, so many each."""
+        """Read the next tokens of requests' texts, so many of each."""
         tokens, offsets = [], [0]
         for request, n in pieces:
             at = self.pool.read[request.row]
@@ -71,7 +73,7 @@ class Batch:
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         if self.reads_recordable:
-            T = power_of_2(max(len(tokens), LEAST_READ))
+            T = power_of_2(max(len(tokens), MIN_READ))
             N = min(power_of_2(len(rows)), len(self.pool.read))
             if (T, N) not in self.reads:
                 self.reads[T, N] = RecordedRead(self, T, N)
@@ -85,7 +87,7 @@ class Batch:
         self.model.hidden(packed, states, cu_seqlens)
 
     def enter(self, request: Request) -> None:
-        """A request takes part, which has read all but its last token."""
+        """Add a request, which has read all but its last token, to steps."""
         row, draws = request.row, self.sampling
         request.drawn = len(request.tokens)
         self.rows[row], self.token[row] = row, request.text[-1]
@@ -95,15 +97,15 @@ class Batch:
         draws.top_p[row] = 2 if request.top_p == 1 else request.top_p
 
     def leave(self, row: int) -> None:
-        """A row takes no part from now on."""
+        """Take a row out of steps."""
         self.rows[row] = -1
 
     def step(self, requests: list[Request]) -> Callable[[], list[int]]:
-        """Have those that take part read their last token; draw the next.
+        """Read the last token of the rows that take part; draw the next.
 
         Returns:
-            a function that waits for the device and gives the tokens of all
-            rows: -1 where logits were not finite.
+            a function that waits for the device and returns the tokens of
+            all rows: -1 where logits were not finite.
         """
         used = max(self.pool.read[x.row] for x in requests)
         # No matter whose text is the longest.
@@ -135,12 +137,12 @@ class Batch:
 
 
 class RecordedRead:
-    """A call of the model that has rows read packed tokens, recorded.
+    """A recorded call of the model that reads packed tokens.
 
     Args:
-        batch: whose model reads them, with the states of its pool.
-        T: tokens, filled up with some after all sequences.
-        N: sequences, filled up with other rows, which read nothing.
+        batch: has the model and the pool.
+        T: tokens, padded after all sequences.
+        N: sequences, padded by other rows, which read nothing.
     """
 
     def __init__(self, batch: Batch, T: int, N: int) -> None:
@@ -148,7 +150,7 @@ class RecordedRead:
         self.inputs = batch.token.new_zeros(sum(self.sizes))
         self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
         self.states: States = [
-            x.view(rows, 0, every=True) for x in batch.pool.states
+            x.at_unchecked(rows, 0, all_rows=True) for x in batch.pool.states
         ]
         self.others = range(len(batch.pool.read))
         self.recording = Recording(memory=batch.memory)
@@ -156,7 +158,7 @@ class RecordedRead:
     def __call__(
         self, tokens: list[int], offsets: list[int], rows: list[int]
     ) -> None:
-        """Have rows read the tokens between their offsets."""
+        """Read into each row the tokens between its offsets."""
         T, ends, N = self.sizes
         others = [row for row in self.others if row not in rows]
         inputs = tokens + [0] * (T - len(tokens))
@@ -173,15 +175,15 @@ class RecordedRead:
 
 
 def power_of_2(n: int) -> int:
-    """The least one that is not less."""
+    """Return the smallest power of 2 that is n or more."""
     return 1 << (n - 1).bit_length()
 
 
 def reads_by_kernels(model: LanguageModel) -> bool:
-    """Whether packed prompts are read with nothing asked of the device.
+    """Whether the model reads packed prompts without waiting for the device.
 
-    So do the family's layers, where kernels compute all that they ask for.
-    Attention, networks and PyTorch's backends ask how long sequences are.
+    The family's layers do, where kernels compute all of them. Attention,
+    networks and PyTorch's backends read how long sequences are.
     """
     token = torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad(), record_backends() as ran:

@@ -105,7 +105,7 @@ class Engine:
         stop: int | Iterable[int] | Tensor | None = None,
         seed: int | None = None,
     ) -> Request:
-        """A request to answer a prompt, which waits for its turn.
+        """Make a request to answer a prompt, which waits for its turn.
 
         Args:
             prompt: tokens, one or more.
@@ -123,8 +123,8 @@ class Engine:
         vocabulary = self.model.config.vocabulary
         (tokens,) = as_rows([prompt], vocabulary)
         check_sampling(max_new_tokens, temperature, top_p, None)
-        most = len(tokens) + max_new_tokens
-        if self.pool.grows and most > self.pool.capacity:
+        length = len(tokens) + max_new_tokens
+        if self.pool.grows and length > self.pool.capacity:
             raise ValueError(
                 f"prompt: got {len(tokens)} tokens and max_new_tokens="
                 f"{max_new_tokens}, need at most {self.pool.capacity} "
@@ -151,12 +151,12 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
-        """Move requests on by a token; the tokens of the step before.
+        """Move requests on by a token and return those of the step before.
 
-        Those are fetched while the device is at work on this one's. If the
-        model raises, so does this: requests whose states may be half changed
-        wait again, before all others, and read their text anew. Logits that
-        are not finite end the request that they belong to.
+        They are fetched while the device computes this step's. If the model
+        raises, so does this: requests whose states may be half changed wait
+        again, before all others, and read their text anew. Logits that are
+        not finite end the request that they belong to.
         """
         self._admit()
         self._read()
@@ -167,7 +167,7 @@ class Engine:
         return new
 
     def queue(self, requests: list[Request]) -> None:
-        """Have them wait, but for those that have all their tokens."""
+        """Let requests wait for a row; end those that have all tokens."""
         for request in requests:
             if len(request.tokens) < request.max_new_tokens:
                 self.waiting.append(request)
@@ -175,21 +175,21 @@ class Engine:
                 request.reason = "length"
 
     def _admit(self) -> None:
-        """Give free rows to those that wait, and what begins their text."""
+        """Give waiting requests free rows, and states kept of a prefix."""
         while self.waiting and self.pool.free:
             request = self.waiting.popleft()
-            request.row = self.pool.take()
+            request.row = self.pool.acquire()
             self.reading.append(request)
             start, request.start = request.start, None
             if start is None:
-                every = self.prefill_tokens if self.invariant else 1
-                start = self.prefixes.longest(request.text[:-1], every)
+                step = self.prefill_tokens if self.invariant else 1
+                start = self.prefixes.longest(request.text[:-1], step)
             if start is not None:
                 with self._or_again([request]):
                     self.pool.restore(request.row, start)
 
     def _read(self) -> None:
-        """Have texts read a piece, unless they wait for others."""
+        """Read the next tokens of prompts, unless more are worth a wait."""
         pieces, room = [], self.prefill_tokens
         for request in self.reading:
             place = self.pool.read[request.row] % self.prefill_tokens
@@ -211,11 +211,11 @@ class Engine:
             self._run(request)
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> None:
-        """Have requests read so many tokens each, packed."""
+        """Read so many tokens of each request, packed in one call."""
         requests = [request for request, _ in pieces]
         with self._or_again(requests):
             self.batch.read(pieces)
-        if not self.prefixes.most_bytes:
+        if not self.prefixes.max_bytes:
             return
         for request in requests:
             read = self.pool.read[request.row]
@@ -224,7 +224,7 @@ class Engine:
                 self.prefixes.add(request.text[:read], states)
 
     def _run(self, request: Request) -> None:
-        """Have a request take part in steps, and its forks begin as it."""
+        """Let a request take part in steps, and queue its forks."""
         self.reading.remove(request)
         self.running.append(request)
         self.batch.enter(request)
@@ -236,7 +236,7 @@ class Engine:
                 self.waiting.appendleft(fork)
 
     def _draw(self) -> Launch | None:
-        """Have the next token of all that take part be drawn."""
+        """Draw the next token of all requests that take part."""
         if not self.running:
             return None
         requests = [*self.running]
@@ -249,7 +249,7 @@ class Engine:
         return requests, rows, tokens
 
     def collect(self) -> None:
-        """Give requests what the last step drew for them."""
+        """Give requests the tokens that the last step drew."""
         if self._last is None:
             return
         (requests, rows, drawn), self._last = self._last, None
@@ -269,7 +269,7 @@ class Engine:
                     self.end(request, "length")
 
     def end(self, request: Request, reason: str) -> None:
-        """It goes no further; of those that wait for it one reads for all."""
+        """End a request; the first of its forks reads on for the others."""
         request.reason, request.start = reason, None
         if request in self.waiting:
             self.waiting.remove(request)
@@ -280,11 +280,11 @@ class Engine:
             self.waiting.appendleft(forks[0])
 
     def _leave(self, request: Request) -> None:
-        """Its row, if it has one, is free again."""
+        """Free the request's row, if it has one."""
         if request.row < 0:
             return
         self.batch.leave(request.row)
-        self.pool.give(request.row)
+        self.pool.release(request.row)
         for some in (self.reading, self.running):
             if request in some:
                 some.remove(request)
@@ -292,7 +292,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _or_again(self, requests: Iterable[Request]) -> Iterator[None]:
-        """If this raises, they wait again, as their states are half new."""
+        """Let requests wait again if this raises: states may be half new."""
         try:
             yield
         except BaseException:

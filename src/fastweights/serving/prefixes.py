@@ -10,51 +10,49 @@ from fastweights.layers import LayerState
 
 
 class Prefixes:
-    """States by the tokens that they have read, of so many bytes at most.
+    """States by the tokens that they have read.
 
     Args:
-        most_bytes: of all states together; those that were not asked for
+        max_bytes: of all states together; those that were not asked for
             the longest go first.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        check_integers({"prefix_bytes": most_bytes})
-        if most_bytes < 0:
+    def __init__(self, max_bytes: int) -> None:
+        check_integers({"prefix_bytes": max_bytes})
+        if max_bytes < 0:
             raise ValueError(
-                f"prefix_bytes: got {most_bytes}, need an integer >= 0"
+                f"prefix_bytes: got {max_bytes}, need an integer >= 0"
             )
-        self.most_bytes, self.nbytes = most_bytes, 0
+        self.max_bytes, self.nbytes = max_bytes, 0
         self._kept: OrderedDict[bytes, list[LayerState]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def add(self, tokens: list[int], states: list[LayerState]) -> None:
-        """Keep the states after these tokens, if that many bytes may be."""
+        """Keep the states after these tokens, unless they are too large."""
         key = _bytes(tokens)
-        if key in self._kept or _size(states) > self.most_bytes:
+        if key in self._kept or _size(states) > self.max_bytes:
             return
         self._kept[key] = states
         self.nbytes += _size(states)
-        while self.nbytes > self.most_bytes:
+        while self.nbytes > self.max_bytes:
             _, gone = self._kept.popitem(last=False)
             self.nbytes -= _size(gone)
 
     def longest(
-        self, tokens: list[int], every: int = 1
+        self, tokens: list[int], multiple_of: int = 1
     ) -> list[LayerState] | None:
-        """The states after most of these tokens from the first on, if any.
+        """Return the states after the longest prefix that is kept, if any.
 
-        Args:
-            every: only those after all of the tokens, or after a multiple
-                of so many.
+        It is all of the tokens, or a multiple of ``multiple_of`` of them.
         """
         text = _bytes(tokens)
+        size = multiple_of * len(_bytes([0]))
         fit = [
             key
             for key in self._kept
-            if text.startswith(key)
-            and (len(key) % (8 * every) == 0 or key == text)
+            if text.startswith(key) and (len(key) % size == 0 or key == text)
         ]
         if not fit:
             return None

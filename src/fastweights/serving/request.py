@@ -32,17 +32,17 @@ class Request:
     "stop" (a token of ``stop`` came next), "cancelled", or "not finite" (the
     logits of its next token)."""
     row: int = field(default=-1, repr=False)
-    """Its row of the engine's pool, -1 for none."""
+    """The row of the engine's pool that it has; -1: none."""
     start: list[LayerState] | None = field(default=None, repr=False)
-    """What that row is to begin with."""
+    """States that its row is to begin with."""
     drawn: int = field(default=0, repr=False)
-    """Tokens that the device was told to draw for it."""
+    """Tokens that steps have drawn for it, fetched or not."""
     forks: list[Request] = field(default_factory=list, repr=False)
     """Requests that wait for it to read the prompt that they share."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self.reason is not None
 
     @property
@@ -52,14 +52,14 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Tokens that it reads before it takes part in steps."""
+        """Tokens that are still to be read before it takes part in steps."""
         whole = len(self.prompt) + len(self.tokens)
         return whole - 1 - self.engine.pool.read[self.row]
 
     def fork(self, n: int, seed: int | None = None) -> list[Request]:
-        """n requests with this one's prompt, options and tokens so far.
+        """Make n requests with this one's prompt, options and tokens so far.
 
-        They begin with copies of its state: what it has read, nobody reads
+        They begin with copies of its state: what it has read is not read
         again. While it reads its prompt they wait for it.
 
         Args:
@@ -91,13 +91,13 @@ class Request:
         return forks
 
     def cancel(self) -> None:
-        """End it, if it has not ended: its row is free at once."""
+        """End the request, if it has not ended, and free its row at once."""
         if not self.done:
             self.engine.end(self, "cancelled")
 
 
 def as_seed(seed: int | None) -> int:
-    """The seed, or one that PyTorch's generator draws."""
+    """Return the seed, or one that PyTorch's generator draws."""
     if seed is None:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
     check_integers({"seed": seed})
