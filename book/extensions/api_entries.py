@@ -36,7 +36,7 @@ from sphinx.util.nodes import make_refnode
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = "api/"
 KINDS = ("class", "data", "function")  # not methods and modules
-FIELDS = ("Args:", "Returns:", "Raises:", "Yields:")
+FIELDS = ("Args:", "Returns:", "Raises:", "Yields:", "Numerics:", "Stability:")
 MARKUP = re.compile(r"(``.+?``|:\w+:`[^`]+`|(?<!\S)\*\w+\*(?!\w))", re.S)
 # What a chapter may mean by a name: it has a module, an underscore or both
 # kinds of letters. `retention` alone may be any of several, or a variable.

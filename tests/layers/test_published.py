@@ -370,7 +370,7 @@ EQUATIONS = {
 }
 
 
-NETWORKS = ("ttt", "titans", "lact", "mesanet")  # tests/test_deep_published
+NETWORKS = ("ttt", "titans", "lact", "mesanet")  # tests/deep/test_published.py
 
 
 def test_every_case_has_its_equations():

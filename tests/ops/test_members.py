@@ -56,12 +56,14 @@ def test_help_says_how_to_call_a_member(name):
     text = inspect.getdoc(function)
     assert "as\n        :func:`fastweights.linear_recurrence`" in text
     given = inspect.signature(function).parameters
-    assert ("    g: natural log of the decay" in text) == ("g" in given)
+    gate = f"    g: {NEED.get(name)} natural log of the decay"
+    assert (gate in text) == ("g" in given)
     assert "    scale: factor on o; K**-0.5 if None" in text
+    scale = 1.0 if name == "mamba2" else None
     shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
     for name, shape in {"q": "B T H K", "v": "B T HV V"}.items():
         assert f"{name}: jaxtyping.Float[Tensor, '{shape}']" in shown
-    assert "scale: " in shown and "= None, initial_state: " in shown
+    assert f"scale: float | None = {scale}, initial_state: " in shown
     assert "options" not in inspect.signature(function).parameters
     margins = {len(x) - len(x.lstrip()) for x in text.splitlines()}
     assert margins <= {0, 4, 8}
@@ -78,7 +80,7 @@ def test_an_unknown_keyword_is_named(name):
             getattr(fw, name)(**x, **{other: x["q"]})
 
 
-def test_mamba2_in_its_own_terms():
+def test_mamba2_in_its_own_terms_and_with_its_own_scale():
     x = inputs("mamba2")
     dt = torch.rand(B, T, H, dtype=torch.float64)
     A = -torch.rand(H, dtype=torch.float64)
@@ -92,7 +94,6 @@ def test_mamba2_in_its_own_terms():
         x["k"],
         dt[..., None] * x["v"],
         dt * A,
-        scale=1.0,
         initial_state=x["initial_state"],
     )
     torch.testing.assert_close(got, ref)
@@ -140,7 +141,7 @@ def test_gated_retention_takes_a_root_of_a_sigmoid(temperature):
     x = inputs("mamba2")
     logits = torch.randn(B, T, H, dtype=torch.float64)
     x["g"] = torch.sigmoid(logits).pow(1 / temperature).log()
-    want = fw.mamba2(**x, backend="loop")
+    want = fw.mamba2(**x, scale=None, backend="loop")
     del x["g"]
     got = fw.gated_retention(**x, logits=logits, temperature=temperature)
     torch.testing.assert_close(got, want)
@@ -149,7 +150,7 @@ def test_gated_retention_takes_a_root_of_a_sigmoid(temperature):
 def test_the_default_temperature_keeps_an_untrained_gate_near_one():
     x = inputs("mamba2")
     x["g"] = torch.full_like(x["g"], math.log(0.5) / 16)
-    want = fw.mamba2(**x)
+    want = fw.mamba2(**x, scale=None)
     del x["g"]
     got = fw.gated_retention(**x, logits=torch.zeros(B, T, H).double())
     torch.testing.assert_close(got, want)
@@ -250,6 +251,8 @@ NEED = {
     "gla": "[B, T, HV, K]",
     "gated_deltanet": "[B, T, HV]",
     "kda": "[B, T, HV, K]",
+    "gated_deltanet2": "[B, T, HV, K]",
+    "comba": "[B, T, HV]",
 }
 
 
@@ -259,7 +262,7 @@ NEED = {
         (name, gate)
         for name in NEED
         for gate in ("fixed", "head", "channel")
-        if gate != MEMBERS[name][0]
+        if name in MEMBERS and gate != MEMBERS[name][0]
     ],
 )
 def test_member_refuses_a_gate_of_another_width(name, gate):

@@ -37,10 +37,10 @@ class Mamba2(Layer):
         dt = softplus(W_dt x + dt_bias),  g = -exp(A_log) dt
         y = W_o norm((o + D u) * silu(W_z x))
 
-    with o by fastweights.mamba2 for q, k, v = C, B, dt u and scale 1. So dt
-    is the step of the decay and of the write in one, and the norm, over all
-    heads of a group together, comes after the gate: in Gated DeltaNet the
-    gate comes after the norm.
+    with o by fastweights.mamba2 for q, k, v = C, B, dt u. So dt is the step
+    of the decay and of the write in one, and the norm, over all heads of a
+    group together, comes after the gate: in Gated DeltaNet the gate comes
+    after the norm.
 
     Public implementations differ: A starts at 1, 2, .. H in transformers and
     is drawn in mamba_ssm and flash-linear-attention, as here; with several

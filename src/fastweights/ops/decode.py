@@ -77,16 +77,18 @@ def decode_step(
 ) -> Float[Tensor, "B T HV V"]:
     """:func:`linear_recurrence` for 1 to 16 new tokens of each sequence.
 
-    What continues a member, with the scale that it was called with (phi is
-    its feature map, if it has one; logits are fp32; retnet_decay is what
-    retention takes unless it is given a g, with dtype=torch.float64 if q is
-    that). g, beta and erase go by name: members differ in which of them they
-    have. beta_ is beta[..., None], and g_ likewise.
+    What continues a member that was called without a scale; with one, pass
+    the same. phi is its feature map, if it has one; logits are fp32;
+    retnet_decay is what retention takes unless it is given a g, with
+    dtype=torch.float64 if q is that. g, beta and erase go by name: members
+    differ in which of them they have. beta_ is beta[..., None], and g_
+    likewise.
 
         linear_attention     phi(q), phi(k), v
         retention            q, k, v, g=retnet_decay(HV)
         gated_retention      q, k, v, g=logsigmoid(logits) / temperature
-        mamba2, gla          q, k, v, g=g
+        mamba2               q, k, v, g=g, scale=1.0
+        gla                  q, k, v, g=g
         deltanet             q, k, v, beta=beta
         gated_deltanet, kda  q, k, v, g=g, beta=beta
         gated_deltanet2      q, k, w * v, g=g, erase=b * k

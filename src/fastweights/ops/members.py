@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -49,22 +49,27 @@ PerHead = Float[Tensor, "B T HV"]
 PerChannel = Float[Tensor, "B T HV K"]
 
 
-class Options(TypedDict, total=False):
+class WithoutScale(TypedDict, total=False):
     """Keywords that every member shares, as in linear_recurrence."""
 
-    scale: float | None
     initial_state: State | None
     cu_seqlens: Int[Tensor, " N+1"] | None
     chunk_size: int | None
     backend: Backend
 
 
+class Options(WithoutScale, total=False):
+    """Those of every member whose scale is K**-0.5 by default."""
+
+    scale: float | None
+
+
 ARGS = {
-    "q": "[B, T, H, K], of one dtype with k and v.",
-    "k": "[B, T, H, K].",
-    "v": "[B, T, HV, V]; HV is a multiple of H.",
-    "g": "natural log of the decay, <= 0, in fp32 or q's dtype.",
-    "beta": "[B, T, HV] write strength, in fp32 or q's dtype.",
+    "q": ", of one dtype with k and v.",
+    "k": ".",
+    "v": "; HV is a multiple of H.",
+    "g": " natural log of the decay, <= 0, in fp32 or q's dtype.",
+    "beta": " write strength, in fp32 or q's dtype.",
 }
 SHARED = """\
     scale: factor on o; K**-0.5 if None.
@@ -81,6 +86,12 @@ Raises:
 """
 
 
+def shape_of(annotation: Any) -> str:
+    """[B, T, HV] for Float[Tensor, "B T HV"], also where None may stand."""
+    tensor, *_ = get_args(annotation) or (annotation,)
+    return f"[{', '.join(tensor.dim_str.split())}]"
+
+
 def member(function: Member) -> Member:
     """Have help() show what is behind ``options``, and say what all share.
 
@@ -89,11 +100,16 @@ def member(function: Member) -> Member:
     every = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
     *own, _ = signature.parameters.values()
-    names = [x.name for x in own]
-    own += [every[n] for n in Options.__annotations__ if n not in names]
+    named = {x.name: x.annotation for x in own}
+    shared = Options.__annotations__.keys() - named
+    own += [x for name, x in every.items() if name in shared]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore
     said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    lines = [f"    {name}: {ARGS[name]}" for name in names if name in ARGS]
+    lines = [
+        f"    {name}: {shape_of(annotation)}{ARGS[name]}"
+        for name, annotation in named.items()
+        if name in ARGS
+    ]
     lines += [more] if more else []
     given = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
     call = f"    o, state = fw.{function.__name__}({', '.join(given)})"
@@ -242,16 +258,22 @@ def retention(
 
 @member
 def mamba2(
-    q: Keys, k: Keys, v: Values, g: PerHead, **options: Unpack[Options]
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: PerHead,
+    *,
+    scale: float | None = 1.0,
+    **options: Unpack[WithoutScale],
 ) -> tuple[Values, State]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g per head and step.
 
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
-    v its dt * x, and g its dt * A. Its own scale is 1: pass scale=1.0,
-    which is not the default.
+    v its dt * x, and g its dt * A. Its scale is 1 by default, as Mamba-2's
+    is, and not K**-0.5 as that of the other members.
     """
     check_dim("g", g, 3, "[B, T, HV]")
-    return linear_recurrence(q, k, v, g, None, **options)
+    return linear_recurrence(q, k, v, g, None, scale=scale, **options)
 
 
 @member

@@ -67,7 +67,7 @@ def linear_recurrence(
         erase: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that reads
             what is erased, with its strength, while k writes, and v has the
             strength of the writing. beta k with beta v is the delta rule of
-            beta, which is then not given. See below for what may grow.
+            beta, which is then not given. Stability says what may grow.
         scale: factor on the outputs; K**-0.5 if None.
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the
             number of packed sequences; zeros if None.
@@ -87,20 +87,9 @@ def linear_recurrence(
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the state after the last token of
-        each sequence, [N, HV, K, V] in fp32 (fp64 if q is fp64). PyTorch's
-        backends compute in fp32 (fp64 if q is). The kernels multiply in q's
-        dtype, which in fp16 the state's entries must fit (and with a gate per
-        channel 256 times k's), and fp32 as PyTorch multiplies it on CUDA: in
-        TF32 where ``torch.backends.cuda.matmul.fp32_precision`` is "tf32",
-        which is also what ``torch.set_float32_matmul_precision`` makes of
-        "high" and "medium", else to fp32 accuracy (as always for K > 128).
-        They add up in fp32, and gates, beta and the states handed over are
-        fp32 throughout; with a gate per channel in half precision a step lets
-        at least 2^-29 of a channel through to the next 7 tokens, unless its
-        chunk decays by 2^-8192. Autocast rounds q, k and v on their way in and
-        nothing else. Gradients flow to every input from both results, and
-        two runs give the same bits; gradients of gradients only with backend
-        "loop".
+        each sequence, [N, HV, K, V] in fp32 (fp64 if q is). Gradients flow
+        to every input from both results; gradients of gradients only with
+        backend "loop".
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -110,16 +99,33 @@ def linear_recurrence(
             of torch.func, or in forward-mode autograd, unless backend is
             "loop".
 
-    What ``erase`` may be. I - k e^T has the eigenvalue 1 - e.k, and with e
-    parallel to k and e.k from 0 to 2 lengthens nothing. With e = b k, |k| = 1
-    and a strength b from 0 to 1 per channel the eigenvalue is between 0 and
-    1, but the matrix may lengthen a state: by a factor of 2 / sqrt(3) = 1.155
-    at most, where b is 1 in channels that have a third of |k|^2, and 0 in the
-    others. Under strengths that are the same for all tokens that does not
-    add up; under others it may, token by token, unless decays are below
-    sqrt(3) / 2. Where a state grows, the inverse of its chunks does, and so
-    do rounding errors; no backend bounds them. The kernels compute an inverse
-    that fp16 cannot hold in TF32, but keep it in q's dtype: it must fit.
+    Numerics:
+        PyTorch's backends compute in fp32 (fp64 if q is). The kernels add up
+        in fp32, and take gates, beta and states as fp32. They multiply in q's
+        dtype, which in fp16 the state's entries must fit (and with a gate per
+        channel 256 times k's), and fp32 as PyTorch multiplies it on CUDA: in
+        TF32 where ``torch.backends.cuda.matmul.fp32_precision`` is "tf32",
+        which is also what ``torch.set_float32_matmul_precision`` makes of
+        "high" and "medium", else to fp32 accuracy (as always for K > 128).
+        With a gate per channel in half precision a step lets at least 2^-29
+        of a channel through to the next 7 tokens, unless its chunk decays by
+        2^-8192. Autocast rounds q, k, v and erase on their way in and nothing
+        else. Two runs give the same bits.
+
+    Stability:
+        Where 0 <= beta |k|^2 <= 2 no step of the delta rule amplifies what is
+        in the state. With ``erase`` a step multiplies it by I - k e^T, which
+        has the eigenvalue 1 - e.k, and with e parallel to k and e.k from 0 to
+        2 lengthens nothing. With e = b k, |k| = 1 and a strength b from 0 to
+        1 per channel the eigenvalue is between 0 and 1, but the matrix may
+        lengthen a state: by a factor of 2 / sqrt(3) = 1.155 at most, where b
+        is 1 in channels that have a third of |k|^2, and 0 in the others.
+        Under strengths that are the same for all tokens that does not add up;
+        under others it may, token by token, unless decays are below
+        sqrt(3) / 2. Where a state grows, the inverse of its chunks does, and
+        so do rounding errors; no backend bounds them. The kernels compute an
+        inverse that fp16 cannot hold in TF32, but keep it in q's dtype: it
+        must fit.
 
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
     imported, values are checked too: see

@@ -1,6 +1,7 @@
 """The delta rule's inverse of a chunk, by joining neighbours.
 
-(I + Diag(beta) A)^{-1} = I + Diag(beta) R, and R is what is found.
+(I + Diag(beta) A)^{-1} = I + Diag(beta) R, and R is what is found. intra.py
+calls it; its backward is the product with R transposed in scan_bwd_kernel.
 """
 
 import triton
