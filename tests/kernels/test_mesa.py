@@ -59,7 +59,7 @@ def judge(x, tolerance=None, **options):
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = state_results(call, exact, "chunkwise", **options)
+        want = state_results(call, exact, "torch", **options)
     assert not any("triton" in what for what in ran)
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -93,11 +93,11 @@ def test_gates_that_end_everything():
     """A log decay of -inf, after which the kernel's sums go on."""
     x = drawn(B=1, T=70, H=1, K=16, N=1)
     with torch.no_grad():
-        want, state = call(x, "chunkwise")
+        want, state = call(x, "torch")
         x["g"][:, [0, 40, 66]] = -torch.inf
         rest = {n: t for n, t in x.items() if n != "initial_state"}
         parts = [
-            call({n: cut(n, t, *ends) for n, t in rest.items()}, "chunkwise")
+            call({n: cut(n, t, *ends) for n, t in rest.items()}, "torch")
             for ends in ((0, 40), (40, 66), (66, 70))
         ]
         o, last = call(x, "triton")
@@ -132,7 +132,7 @@ def test_one_token_goes_on_without_the_kernel():
     with ops.record_backends() as ran:
         found = state_results(call, x, "triton")
     assert "triton solve" not in ran
-    same(found, state_results(call, x, "chunkwise"), 1e-5)
+    same(found, state_results(call, x, "torch"), 1e-5)
 
 
 def test_rows_that_are_solved_stay():

@@ -54,7 +54,7 @@ def judge(x, use="both", tolerance=None):
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = state_results(call, exact, "chunkwise", use)
+        want = state_results(call, exact, "torch", use)
     assert not ran
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -123,7 +123,7 @@ def test_kept_for_a_backward_only():
     (dq,) = torch.autograd.grad(
         call(x, "triton")[0].sum(), x["q"], create_graph=True
     )
-    with pytest.raises(NotImplementedError, match='backend="chunkwise"'):
+    with pytest.raises(NotImplementedError, match='backend="torch"'):
         dq.sum().backward()
 
 

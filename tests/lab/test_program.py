@@ -343,7 +343,7 @@ def test_info_says_what_is_here(capsys):
     assert re.search(r"^commit +[0-9a-f]{40}$|^commit +none$", head, re.M)
     assert len(groups) == 2 and "deep.lact, deep.titans" in groups[1]
     assert "kda, linear_attention, linear_recurrence, mamba2" in groups[0]
-    assert "chunkwise in float64: triton needs q, k and v" in groups[0]
+    assert "torch in float64: triton needs q, k and v" in groups[0]
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "mlstm"])
@@ -363,10 +363,10 @@ def test_a_backend_is_the_one_that_runs(name):
     [
         ((9, 0), torch.bfloat16, "kda", "triton"),
         ((9, 0), torch.bfloat16, "deep.ttt", "triton"),
-        ((9, 0), torch.float32, "deep.ttt", "chunkwise"),
-        ((9, 0), torch.float64, "kda", "chunkwise"),
-        ((8, 0), torch.float16, "deep.mesa", "chunkwise"),
-        ((7, 5), torch.float16, "kda", "chunkwise"),
+        ((9, 0), torch.float32, "deep.ttt", "torch"),
+        ((9, 0), torch.float64, "kda", "torch"),
+        ((8, 0), torch.float16, "deep.mesa", "torch"),
+        ((7, 5), torch.float16, "kda", "torch"),
     ],
 )
 def test_a_gpus_backends(capability, dtype, name, runs, monkeypatch):

@@ -12,8 +12,8 @@ from fastweights.checks import relative_error
 from fastweights.ops.backends import _explain, _lack_of_triton
 
 
-def test_auto_is_chunkwise_on_a_cpu():
-    assert fw.choose_backend() == fw.choose_backend("auto") == "chunkwise"
+def test_auto_is_torch_on_a_cpu():
+    assert fw.choose_backend() == fw.choose_backend("auto") == "torch"
     assert fw.choose_backend("loop") == "loop"
 
 
@@ -56,8 +56,8 @@ def test_auto_is_triton_from_ampere_on(gpu, monkeypatch, capability, version):
     with warnings.catch_warnings(action="error"):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             assert fw.choose_backend("auto", "cuda", dtype) == "triton"
-        assert fw.choose_backend("auto", "cuda", torch.float64) == "chunkwise"
-        assert fw.choose_backend("chunkwise", "cuda") == "chunkwise"
+        assert fw.choose_backend("auto", "cuda", torch.float64) == "torch"
+        assert fw.choose_backend("torch", "cuda") == "torch"
 
 
 # A GPU, what is different there, and what the kernels need instead.
@@ -93,18 +93,18 @@ def test_without_kernels_why_is_told_once(
     for name, value in changes.items():
         monkeypatch.setattr(name, value)
     with pytest.warns(UserWarning, match=needs) as told:
-        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+        assert fw.choose_backend("auto", "cuda") == "torch"
     assert len(told) == 1
     assert str(told[0].message).startswith("fastweights runs as PyTorch here:")
     with warnings.catch_warnings(action="error"):
-        assert fw.choose_backend("auto", "cuda") == "chunkwise"
+        assert fw.choose_backend("auto", "cuda") == "torch"
     needs = needs.removeprefix("kernels need ")
     with pytest.raises(ValueError, match=f"'triton', which needs .*{needs}"):
         fw.choose_backend("triton", "cuda")
 
 
 @pytest.mark.parametrize("function", ["linear_recurrence", "decode_step"])
-def test_keys_wider_than_the_kernels_get_chunkwise_and_are_told_once(
+def test_keys_wider_than_the_kernels_get_torch_and_are_told_once(
     gpu, monkeypatch, function
 ):
     pytest.importorskip("triton")

@@ -266,8 +266,8 @@ cu_seqlens=OFFSETS
     given
 activation="relu"
     ValueError: activation: got 'relu', need one of ('silu', None)
-backend="chunkwise"
-    ValueError: backend: got 'chunkwise', need one of ('auto', 'triton',
+backend="loop"
+    ValueError: backend: got 'loop', need one of ('auto', 'triton',
     'torch')
 """)
 @pytest.mark.parametrize("function", [short_convolution, flat])

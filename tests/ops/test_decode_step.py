@@ -52,7 +52,7 @@ def part(x, tokens):
 
 @members
 @pytest.mark.parametrize("T", [1, 3, 16])
-@pytest.mark.parametrize("backend", ["auto", "loop", "chunkwise"])
+@pytest.mark.parametrize("backend", ["auto", "loop", "torch"])
 def test_every_member_and_length(gate, rule, T, backend):
     x = call(gate, rule, B=2, T=T, H=2, HV=6)
     o_ref, state_ref = expected(x)

@@ -21,7 +21,7 @@ MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
 def test_chunks_of_a_sequence_alone(gate, rule, T, others):
     sizes = {"H": 1, "HV": 2, "K": 33, "V": 17}
     sizes |= {"dtype": torch.float32, "device": "cpu"}
-    others, options = [(1, n) for n in others], {"backend": "chunkwise"}
+    others, options = [(1, n) for n in others], {"backend": "torch"}
     check(gate, rule, EDGES, T, others, None, sizes, **options)
 
 

@@ -31,7 +31,7 @@ def inputs(name):
     return member(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
 
 
-@pytest.mark.parametrize("backend", ["loop", "chunkwise"])
+@pytest.mark.parametrize("backend", ["loop", "torch"])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_member_is_its_step_in_a_loop(name, backend):
     x = inputs(name)

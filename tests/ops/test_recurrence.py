@@ -19,7 +19,7 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import relative_error
 
-BACKENDS = ("loop", "chunkwise")
+BACKENDS = ("loop", "torch")
 EXACT = 1e-11  # fp64, sums in another order
 FORWARD = torch.ops.fastweights.linear_recurrence.default
 BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default
@@ -143,7 +143,7 @@ def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
     wide = {name: t.double() for name, t in x.items()}
     ref = results(fw.linear_recurrence, wide, backend="loop")
     tolerance = EXACT if dtype == torch.float64 else 1e-4
-    for backend in BACKENDS if dtype == torch.float32 else ("chunkwise",):
+    for backend in BACKENDS if dtype == torch.float32 else ("torch",):
         o = results(fw.linear_recurrence, x, backend=backend)
         same(o, ref, tolerance)
         for chunk in (slice(0, 64), slice(64, 128), slice(128, 135)):
@@ -277,7 +277,7 @@ def test_operator_passes_opcheck(gate, rule):
     x = member(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
-    arguments = (*map(x.get, names), None, 0.5, 16, "chunkwise", False)
+    arguments = (*map(x.get, names), None, 0.5, 16, "torch", False)
     torch.library.opcheck(FORWARD, arguments)
     arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
     o, state, saved = FORWARD(*arguments)
@@ -407,12 +407,12 @@ def test_tests_can_ask_which_backend_ran():
     x = member("channel", "delta", T=20)
     with ops.record_backends() as ran:
         results(fw.linear_recurrence, x)
-        assert ran == ["chunkwise forward", "chunkwise backward"]
+        assert ran == ["torch forward", "torch backward"]
         with ops.record_backends() as inner:
             fw.linear_recurrence(**x, backend="loop")
     fw.linear_recurrence(**x)
     assert inner == ["loop forward"]
-    assert ran == ["chunkwise forward", "chunkwise backward", "loop forward"]
+    assert ran == ["torch forward", "torch backward", "loop forward"]
 
 
 def test_second_derivatives_are_refused_but_by_the_loop():
@@ -444,7 +444,7 @@ def test_activation_checkpointing(use_reentrant):
     ref = results(fw.linear_recurrence, x)
     with ops.record_backends() as ran:
         same(results(again, x), ref, 0.0)
-    forward, backward = "chunkwise forward", "chunkwise backward"
+    forward, backward = "torch forward", "torch backward"
     assert ran == [forward, forward, backward]
 
 
@@ -530,7 +530,7 @@ offsets(0, 6) | {n: ones(2, 6, 2, 3) for n in ("q", "k")} | {"v": ones(2, 6, 4,
     is given
 backend="cuda"
     ValueError: backend: got 'cuda', need one of ('auto', 'triton',
-    'chunkwise', 'loop')
+    'torch', 'loop')
 backend="triton"
     ValueError: backend: got 'triton', which needs tensors on a CUDA device,
     not cpu, or Triton's interpreter (TRITON_INTERPRET=1 before Triton's first

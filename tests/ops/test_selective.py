@@ -15,7 +15,7 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import Exponentials, Footprint
 from fastweights.ops.selective import SCAN
-from fastweights.reference import selective as chunkwise
+from fastweights.reference import selective as torch_backend
 from fastweights.reference import steps
 
 
@@ -58,7 +58,7 @@ def of_steps(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 4 tokens, so that a few are many."""
-    monkeypatch.setattr(chunkwise, "tile_length", lambda D, N, G: 4)
+    monkeypatch.setattr(torch_backend, "tile_length", lambda D, N, G: 4)
 
 
 def test_step():
@@ -79,7 +79,7 @@ def test_step_in_a_scan():
     torch.testing.assert_close(found, ref, rtol=0, atol=0)
 
 
-PYTORCH = ("chunkwise", "loop")
+PYTORCH = ("torch", "loop")
 OFFSETS = {
     "empty": [0, 0, 5, 5, 6, 20, 20],
     "chunks": [0, 4, 12, 20],
@@ -190,8 +190,8 @@ def test_a_chunk_at_a_time():
     chunks = T // 64
     states = torch.empty(chunks * D * N)
     with Footprint() as footprint, Exponentials() as exponentials:
-        y, state = chunkwise.forward(*inputs, states, torch.float32)
-        chunkwise.backward(y, state, *inputs, states)
+        y, state = torch_backend.forward(*inputs, states, torch.float32)
+        torch_backend.backward(y, state, *inputs, states)
     assert footprint.largest == T * N < T * D * N
     assert exponentials.count == 2 * (T + 2 * chunks) * D * N
     assert exponentials.largest <= 0
@@ -206,7 +206,7 @@ def test_states_are_kept_for_a_backward_only():
     for cu_seqlens, chunks in ((None, 3), (packed, 3)):
         for keep in (False, True):
             *_, states = SCAN.forward(
-                *inputs, cu_seqlens, keep, False, "chunkwise"
+                *inputs, cu_seqlens, keep, False, "torch"
             )
             assert states.shape == (chunks * keep * 2 * 3,)
         assert torch.equal(states[:6].view(1, 2, 3), x["initial_state"])
@@ -273,11 +273,11 @@ def test_dtypes(dtype, single):
     same(found, results(explicit, exact), max(full, torch.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("backend", ["auto", "chunkwise", "loop"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "loop"])
 def test_record_says_what_ran(backend):
     with ops.record_backends() as ran:
         results(fw.selective_scan, tokens(), backend=backend)
-    ref = ["chunkwise forward", "chunkwise backward"]
+    ref = ["torch forward", "torch backward"]
     assert ran == (["loop forward"] if backend == "loop" else ref)
 
 
@@ -340,7 +340,7 @@ def test_refuses_a_batch_of_packed_sequences():
 
 @pytest.mark.parametrize("backend", ["cuda", None])
 def test_refuses_other_backends(backend):
-    with pytest.raises(ValueError, match=r"backend: got .* 'triton', 'chunk"):
+    with pytest.raises(ValueError, match=r"backend: got .* 'triton', 'torch"):
         fw.selective_scan(**tokens(), backend=backend)
 
 

@@ -23,7 +23,7 @@ from fastweights.deep.network_arguments import (
     check_state,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
-from fastweights.ops.backends import Backend
+from fastweights.ops.backends import KernelOrTorch
 from fastweights.ops.flops import tell_counters
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
@@ -44,7 +44,7 @@ def mesa(
     steps: int = 30,
     initial_state: Float[Tensor, "N H K K+V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
-    backend: Backend = "auto",
+    backend: KernelOrTorch = "auto",
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K K+V"]]:
     """The matrix that fits all decayed tokens best, read by q.
 
@@ -71,7 +71,7 @@ def mesa(
         cu_seqlens: where packed sequences begin and end; B is 1 then. Tokens
             after the last one have outputs and gradients of 0.
         backend: "triton" (a kernel for all steps, and products in q's dtype:
-            K <= 128, 64 in fp32, CUDA), "chunkwise" (PyTorch) or "auto" (on
+            K <= 128, 64 in fp32, CUDA), "torch" (PyTorch) or "auto" (on
             compute capability 9.x and 10.x the kernel in half precision,
             else steps of PyTorch).
 
@@ -140,7 +140,7 @@ class Solver(NamedTuple):
     """A solve's number of steps, and what takes them."""
 
     steps: int
-    backend: Backend
+    backend: KernelOrTorch
     by_kernel: bool
     half: bool  # whether tokens came in half precision
 

@@ -36,6 +36,7 @@ from fastweights.deep.network_arguments import (
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops import any_length
+from fastweights.ops.backends import KernelOrTorch
 from fastweights.ops.registration import needs_gradient
 from fastweights.ops.ttt import TTT, kernel_takes
 from fastweights.ranks.group import refuse_ranks
@@ -53,7 +54,7 @@ def ttt(
     initial_state: Float[Tensor, "B H 2 P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
-    backend: str = "auto",
+    backend: KernelOrTorch = "auto",
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B H 2 P"]]:
     """Weights that learn v from k by mini-batches, read by q.
 
@@ -81,7 +82,7 @@ def ttt(
         lengths: tokens of each row; None: T.
         backend: "triton" (a kernel for whole mini-batches of one layer,
             without position and lengths, whose products are in q's dtype:
-            K <= 128, 64 in fp32, C <= 16, CUDA), "chunkwise" (PyTorch) or
+            K <= 128, 64 in fp32, C <= 16, CUDA), "torch" (PyTorch) or
             "auto" (on compute capability 9.x and 10.x the kernel in half
             precision, else PyTorch).
 
@@ -158,7 +159,7 @@ def ttt(
 
 
 def _call_from_lists(
-    tensors: list[Any], _: list[int], backend: str
+    tensors: list[Any], _: list[int], backend: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, norm, rows, *places = tensors[:4], tensors[4:6], *tensors[6:10]
     given = dict(zip(any_length.PLACES, places, strict=True))

@@ -19,11 +19,10 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.arguments import MAX_K
 
-Backend = Literal["auto", "triton", "chunkwise", "loop"]
+Backend = Literal["auto", "triton", "torch", "loop"]
 BACKENDS = get_args(Backend)
-NETWORK_BACKENDS = ("auto", "triton", "chunkwise")
 KernelOrTorch = Literal["auto", "triton", "torch"]
-"""Backends of what has one form in PyTorch, neither chunks nor a loop."""
+"""Backends of what is no loop in PyTorch."""
 KERNEL_OR_TORCH = get_args(KernelOrTorch)
 NETWORK_GPUS = (9, 10)
 """Major compute capabilities whose registers suffice for networks' kernels."""
@@ -37,14 +36,14 @@ def choose_backend(
     """The backend that runs when ``backend`` is asked for.
 
     "auto" is "triton" where its kernels run on tensors of this device and
-    dtype, else "chunkwise", which says why if the GPU is the reason.
+    dtype, else "torch", which says why if the GPU is the reason.
 
     Args:
-        backend: "auto", "triton", "chunkwise" or "loop".
+        backend: "auto", "triton", "torch" or "loop".
         device, dtype: of q, k and v.
 
     Returns:
-        "triton", "chunkwise" or "loop".
+        "triton", "torch" or "loop".
 
     Raises:
         ValueError: there is no such backend or GPU, or "triton" cannot run
@@ -52,18 +51,18 @@ def choose_backend(
     """
     device = torch.device(device)
     if backend == "auto" and device.type != "cuda":
-        return "chunkwise"
+        return "torch"
     if backend in ("auto", "triton"):
         refuse_fp64(backend, dtype, "q, k and v")
         if dtype == torch.float64:
-            return "chunkwise"
+            return "torch"
         lack = _lack_of_triton(device, dtype)
         if not lack:
             return "triton"
         if backend == "triton":
             raise ValueError(f"backend: got 'triton', which needs {lack}")
         _explain(lack)
-        return "chunkwise"
+        return "torch"
     check_backend(backend)
     return backend
 
@@ -77,7 +76,7 @@ def backend_for(asked: str, q: Tensor) -> str:
     if asked == "triton":
         raise ValueError(f"backend: got 'triton', which needs {lack}")
     _explain(lack)
-    return "chunkwise"
+    return "torch"
 
 
 @torch_internals.constant_in_graphs
@@ -185,9 +184,7 @@ def kernel_or_torch_runs(
             ``tensors`` of this name.
     """
     refuse_fp64(asked, dtype, tensors)
-    return (
-        asked != "torch" and choose_backend(asked, device, dtype) == "triton"
-    )
+    return choose_backend(asked, device, dtype) == "triton"
 
 
 @torch_internals.constant_in_graphs
@@ -215,7 +212,7 @@ def network_by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
         ValueError: backend is none, or "triton" where the kernel cannot run;
             ``need`` says what it needs.
     """
-    check_backend(backend, NETWORK_BACKENDS)
+    check_backend(backend, KERNEL_OR_TORCH)
     if backend == "triton" and not fits:
         raise ValueError(f"backend: got 'triton', which needs {need}")
     return fits and network_kernel_runs(backend, q.device, q.dtype)
@@ -235,10 +232,10 @@ def record_backends() -> Iterator[list[str]]:
 
         with record_backends() as ran:
             o, state = fw.mamba2(q, k, v, g)
-        print(ran)                              # ["chunkwise forward"], say
+        print(ran)                              # ["torch forward"], say
 
     Yields:
-        backend and pass of each operator, such as "chunkwise backward".
+        backend and pass of each operator, such as "torch backward".
     """
     _records.append([])
     try:

@@ -44,7 +44,7 @@ from fastweights.ops.backends import (
 from fastweights.ops.registration import Operator
 from fastweights.ranks.group import current
 from fastweights.ranks.stretch import over_ranks, stretch_of
-from fastweights.reference import convolution as pytorch
+from fastweights.reference import convolution as torch_backend
 
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)
@@ -260,7 +260,7 @@ def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
         from fastweights.kernels import convolution as module
 
         return "triton", module
-    return "torch", pytorch
+    return "torch", torch_backend
 
 
 def _forward(
@@ -279,7 +279,7 @@ def _fake(
     x: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, cu_seqlens, heads, *_ = others
-    return pytorch.new_outputs(x, weight.shape[1], cu_seqlens, heads)
+    return torch_backend.new_outputs(x, weight.shape[1], cu_seqlens, heads)
 
 
 def _backward(
@@ -300,7 +300,7 @@ def _backward(
     record_run(f"{backend} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
-        *empty, _ = pytorch.new_outputs(x, 1, None, heads)
+        *empty, _ = torch_backend.new_outputs(x, 1, None, heads)
         outputs = [
             room.zero_() if dy is None else dy
             for dy, room in zip(outputs, empty, strict=True)

@@ -118,7 +118,7 @@ def decode_step(
             model reads what was only guessed to come next, and takes in what
             turned out to be right.
         backend: as in linear_recurrence. "triton" is one kernel that reads
-            and writes the state once; "chunkwise" and "loop" are both the
+            and writes the state once; "torch" and "loop" are both the
             loop over tokens in PyTorch.
 
     Returns:

@@ -81,7 +81,7 @@ def linear_recurrence(
             and checked on the host.
         chunk_size: tokens per chunk, 16, 32 or 64; None chooses.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
-            K <= 256, not fp64), "chunkwise" (the same matrix products in
+            K <= 256, not fp64), "torch" (the same matrix products in
             PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
             first that runs on q's device, dtype and K).
 

@@ -36,6 +36,7 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.ops.backends import (
+    Backend,
     check_backend,
     choose_backend,
     record_run,
@@ -55,7 +56,7 @@ from fastweights.ranks.stretch import (
     stretch_of,
     with_a_token,
 )
-from fastweights.reference import selective as chunkwise
+from fastweights.reference import selective as torch_backend
 from fastweights.reference.packing import outside, sequences
 from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
@@ -76,7 +77,7 @@ def selective_scan(
     dt_softplus: bool = False,
     initial_state: Float[Tensor, "S D N"] | None = None,
     cu_seqlens: Int[Tensor, " S+1"] | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
     """Mamba's selective scan (Gu and Dao 2023, algorithm 2).
 
@@ -112,7 +113,7 @@ def selective_scan(
             kernels read it on the device, unchecked; PyTorch's backends
             read and check it on the host.
         backend: "triton" (a prefix scan in tiles of time: CUDA, compute
-            capability 8.0 or higher, not fp64), "chunkwise" (the same in
+            capability 8.0 or higher, not fp64), "torch" (the same in
             PyTorch), "loop" (one token at a time, PyTorch) or "auto" (the
             first that runs on x's device and dtype).
 
@@ -284,7 +285,7 @@ def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
     """A backend's name, and where its functions stand."""
     refuse_fp64(asked, x.dtype, "x, B and C")
     backend = choose_backend(asked, x.device, x.dtype)
-    module: ModuleType = chunkwise
+    module: ModuleType = torch_backend
     if backend == "triton":
         from fastweights.kernels import selective as module
     return backend, module

@@ -92,6 +92,6 @@ TTT = Operator(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    instead='only backend="chunkwise" has',
+    instead='only backend="torch" has',
     function="ttt",
 )

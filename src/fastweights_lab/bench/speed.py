@@ -515,7 +515,7 @@ def _forms(
             q_h, k_h, v_h, is_causal=True
         ),
         "chunkwise": lambda: fw.linear_attention(
-            q, k, v, backend="chunkwise", chunk_size=chunk_size
+            q, k, v, backend="torch", chunk_size=chunk_size
         ),
     }
     if ON_GPU:

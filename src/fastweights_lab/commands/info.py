@@ -76,10 +76,10 @@ def backend(
     try:
         fw.choose_backend("triton", device, dtype)
     except ValueError as error:
-        return "chunkwise", f"triton {str(error).partition('which ')[2]}"
+        return "torch", f"triton {str(error).partition('which ')[2]}"
     if device.type != "cuda":
-        return "chunkwise", "Triton's interpreter runs if asked for by name"
+        return "torch", "Triton's interpreter runs if asked for by name"
     of_networks = operator in (deep.ttt, deep.mesa)
     if of_networks and not network_kernel_runs("auto", device, dtype):
-        return "chunkwise", "its kernel would not be faster here"
+        return "torch", "its kernel would not be faster here"
     return "triton", ""

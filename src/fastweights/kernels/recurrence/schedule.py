@@ -175,7 +175,7 @@ class Launch(NamedTuple):
         if stages == 1:
             raise RuntimeError(
                 f"{name} takes {taken} bytes of shared memory, and the GPU "
-                f'has {shared}; backend="chunkwise" needs none'
+                f'has {shared}; backend="torch" needs none'
             )
         fewer = self.options | {"num_stages": stages - 1}
         return self._replace(options=fewer).fitting_kernel(shared)
