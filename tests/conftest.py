@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if find_spec("beartype"):  # a borrowed GPU's machine may lack it
-    import shapes
+    from support import shapes
 
     shapes.check()
 
@@ -17,7 +17,7 @@ _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from interpreter import hasten
+    from support.interpreter import hasten
 
     hasten()
 

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from inputs import member
-from refused import refused
+from support.inputs import member
+from support.refused import refused
 from torch._subclasses import FakeTensorMode
 
 import fastweights as fw

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import member
+from support.inputs import member
 
 import fastweights as fw
 from fastweights.fast_weights import (

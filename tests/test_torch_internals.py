@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from inputs import member, results
+from support.inputs import member, results
 
 import fastweights as fw
 from fastweights import torch_internals

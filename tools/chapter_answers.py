@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from chapter_rules import Chapter  # noqa: E402
+from support.chapter_rules import Chapter  # noqa: E402
 
 ANSWERS = ROOT / "tests" / "book" / "answers"
 REPORTS = ROOT / "build" / "test" / "answers"

@@ -23,9 +23,9 @@ from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.settings import Kind
 from fastweights.torch_internals import TESTED
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
-from crossed import pairwise
-from offline import SHARED, source_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support.crossed import pairwise
+from support.offline import SHARED, source_of
 
 RULES = (False, False), (True, False), (True, True)  # delta, erase
 # Each member of the family with each of the rest, and all pairs of these.

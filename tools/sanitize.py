@@ -25,8 +25,8 @@ from fastweights.kernels.recurrence import settings
 from fastweights.ops.convolution import convolve_heads
 from fastweights_lab.lessons import delta, linear, prefix
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
-from inputs import GATES, RULES, member
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support.inputs import GATES, RULES, member
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]

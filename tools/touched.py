@@ -75,7 +75,7 @@ def found_for(path: str) -> Iterator[Path]:
                 yield test
     elif file.parts[0] == "tests" and file.suffix == ".py":
         for test in TESTS.rglob("test_*.py"):
-            if test == ROOT / file or file.stem in imported(test):
+            if test == ROOT / file or f"support.{file.stem}" in imported(test):
                 yield test
 
 

@@ -8,7 +8,7 @@ import json
 
 import chapter_answers as exercises
 import pytest
-from chapter_rules import Chapter
+from support.chapter_rules import Chapter
 
 CHAPTERS = sorted((exercises.ROOT / "chapters").glob("*_*.md"))
 

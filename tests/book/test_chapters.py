@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import chapter_answers as exercises
-import chapter_rules as rules
 import pytest
 import reading_time
+from support import chapter_rules as rules
 
 from fastweights import checks
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup, Tag
-from colours import contrast
+from support.colours import contrast
 
 from fastweights_lab.notebook.plotting import PALETTE
 

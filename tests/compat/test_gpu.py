@@ -20,7 +20,7 @@ from fastweights.compat import transformers as ours
 from fastweights.ops.backends import record_backends
 
 pytest.importorskip("transformers")
-from compat_cases import (
+from support.compat_cases import (
     GDN,
     LAYERS,
     MODELS,

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from crossed import crossed
-from scan_inputs import selective_scan_fn as mambas
+from support.crossed import crossed
+from support.scan_inputs import selective_scan_fn as mambas
 
 from fastweights.checks import relative_error
 from fastweights.compat.mamba_ssm import (

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compat_cases import (
+from support.compat_cases import (
     LAYERS,
     MODELS,
     OWN_LAYERS,

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from offline import MORE_REGISTERS, SHARED, build, judge
+from support.offline import MORE_REGISTERS, SHARED, build, judge
 
 from fastweights.kernels import convolution
 from fastweights.kernels.convolution_forward import Meta

@@ -2,10 +2,10 @@
 
 import re
 
-import offline
 import pytest
-from crossed import crossed
-from offline import SHARED
+from support import offline
+from support.crossed import crossed
+from support.offline import SHARED
 
 from fastweights.kernels.decode import Meta, decode_kernel, decode_options
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from crossed import crossed
-from offline import DTYPES, OTHERS, SHARED, build, judge
+from support.crossed import crossed
+from support.offline import DTYPES, OTHERS, SHARED, build, judge
 
 from fastweights.kernels.gemv import (
     TILES_AHEAD,

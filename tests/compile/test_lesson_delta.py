@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from offline import SHARED, build, judge
+from support.offline import SHARED, build, judge
 
 from fastweights_lab.lessons import delta
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from crossed import all_but, crossed, in_turn
-from offline import (
+from support.crossed import all_but, crossed, in_turn
+from support.offline import (
     AS_RECORDED,
     DTYPES,
     LEADING,

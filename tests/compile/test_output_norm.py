@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from offline import DTYPES, build, judge
+from support.offline import DTYPES, build, judge
 
 from fastweights.kernels import output_norm
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from crossed import all_but
-from offline import (
+from support.crossed import all_but
+from support.offline import (
     AS_RECORDED,
     DTYPES,
     SHARED,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
-from inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, _async_compile

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from deep_cases import CASES, WEIGHTS, B, C, H, drawn
-from graphs import in_one_graph
+from support.deep_cases import CASES, WEIGHTS, B, C, H, drawn
+from support.graphs import in_one_graph
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastweights import torch_internals

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from crossed import all_but
-from deep_cases import CASES, B, C, H, K, drawn
-from graphs import in_one_graph
-from layer_cases import CASES as LAYERS
-from layer_cases import contents, made, tokens
+from support.crossed import all_but
+from support.deep_cases import CASES, B, C, H, K, drawn
+from support.graphs import in_one_graph
+from support.layer_cases import CASES as LAYERS
+from support.layer_cases import contents, made, tokens
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.checks import relative_error

@@ -9,10 +9,10 @@ judged by a loop of the paper's equations.
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded import recorded
+from support.recorded import recorded
+from support.written_out import Memory
+from support.written_out import normed as rms
 from torch.utils._pytree import tree_map
-from written_out import Memory
-from written_out import normed as rms
 
 from fastweights import deep
 from fastweights.checks import relative_error

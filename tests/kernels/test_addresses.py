@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from crossed import all_but
-from inputs import GATES, RULES, member, results
+from support.crossed import all_but
+from support.inputs import GATES, RULES, member, results
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages

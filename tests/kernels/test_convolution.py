@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from convolution_inputs import HEADS, flat, tokens
-from crossed import pairs
-from inputs import results, same
-from kernel_judge import needs_memory
+from support.convolution_inputs import HEADS, flat, tokens
+from support.crossed import pairs
+from support.inputs import results, same
+from support.kernel_judge import needs_memory
 
 from fastweights import ops
 from fastweights.checks import relative_error

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from crossed import crossed
-from inputs import GATES, RULES, member
-from kernel_judge import DEVICES, needs_memory, on_devices
+from support.crossed import crossed
+from support.inputs import GATES, RULES, member
+from support.kernel_judge import DEVICES, needs_memory, on_devices
 
 import fastweights as fw
 from fastweights import ops

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_judge import DEVICES
-from operator_cases import (
+from support.kernel_judge import DEVICES
+from support.operator_cases import (
     OPERATORS,
     OpChecks,
     check_one_graph,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_judge import on_devices
+from support.kernel_judge import on_devices
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv as kernels

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from inputs import member, results
+from support.inputs import member, results
 
 import fastweights as fw
 from fastweights.kernels.selective import compose
@@ -14,7 +14,7 @@ from fastweights.kernels.tile import add_pairs
 @pytest.fixture
 def own(monkeypatch):
     """Calls a function with Triton's own interpreter."""
-    from interpreter import OWN
+    from support.interpreter import OWN
 
     def call(function):
         with monkeypatch.context() as patch:
@@ -28,7 +28,7 @@ def own(monkeypatch):
 @pytest.fixture
 def launched():
     """What the interpreter replaces during a launch is replaced."""
-    from interpreter import own_patch
+    from support.interpreter import own_patch
 
     scope = own_patch(compose.fn)
     yield

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from company import EDGES, check
-from crossed import crossed
-from inputs import GATES, RULES
+from support.company import EDGES, check
+from support.crossed import crossed
+from support.inputs import GATES, RULES
 
 from fastweights.kernels.recurrence import settings
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import pairs
-from kernel_judge import BUDGET
-from refused import refused
+from support.crossed import pairs
+from support.kernel_judge import BUDGET
+from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 
 import fastweights as fw

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import pairs
-from kernel_judge import BUDGET, DEVICES, PRODUCTS, needs_memory
-from refused import refused
+from support.crossed import pairs
+from support.kernel_judge import BUDGET, DEVICES, PRODUCTS, needs_memory
+from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 
 import fastweights as fw

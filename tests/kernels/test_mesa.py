@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from inputs import same
-from kernel_judge import on_devices, state_results
+from support.inputs import same
+from support.kernel_judge import on_devices, state_results
 
 from fastweights import ops
 from fastweights.deep import mesa

@@ -7,7 +7,7 @@ them.
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_judge import on_devices
+from support.kernel_judge import on_devices
 
 import fastweights as fw
 from fastweights import feature_maps, ops

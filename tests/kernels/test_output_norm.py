@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from graphs import in_one_graph
-from inputs import same
-from norm_inputs import heads, results
-from operator_cases import OpChecks
+from support.graphs import in_one_graph
+from support.inputs import same
+from support.norm_inputs import heads, results
+from support.operator_cases import OpChecks
 
 from fastweights import ops
 from fastweights.kernels import output_norm as kernels

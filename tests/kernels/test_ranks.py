@@ -1,10 +1,10 @@
 """What ranks tell each other, found by the kernels that find segments'."""
 
 import pytest
-import rank_cases
 import torch.distributed as dist
-from process_group import ProcessGroup
-from rank_cases import Spread
+from support import rank_cases
+from support.process_group import ProcessGroup
+from support.rank_cases import Spread
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("no gloo", allow_module_level=True)

@@ -9,12 +9,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import all_but, crossed
-from graphs import in_one_graph
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from inputs import GATES, RULES, member, results
-from kernel_judge import (
+from support.crossed import all_but, crossed
+from support.graphs import in_one_graph
+from support.inputs import GATES, RULES, member, results
+from support.kernel_judge import (
     BUDGET,
     DEVICES,
     HALF,

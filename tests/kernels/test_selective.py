@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from crossed import pairs
-from inputs import results, same
-from kernel_judge import needs_memory
-from scan_inputs import tokens
+from support.crossed import pairs
+from support.inputs import results, same
+from support.kernel_judge import needs_memory
+from support.scan_inputs import tokens
 
 import fastweights as fw
 from fastweights import ops

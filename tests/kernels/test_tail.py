@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import OPERATORS, check_tail
+from support.operator_cases import OPERATORS, check_tail
 
 from fastweights.kernels.tail import clear_tail
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_judge import DEVICES
-from token_cases import CASES, V, check_rows_of_a_pool, made, steps
+from support.kernel_judge import DEVICES
+from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv

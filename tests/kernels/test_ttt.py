@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from graphs import in_one_graph
-from inputs import same
-from kernel_judge import DEVICES, on_devices, state_results
-from operator_cases import OpChecks
+from support.graphs import in_one_graph
+from support.inputs import same
+from support.kernel_judge import DEVICES, on_devices, state_results
+from support.operator_cases import OpChecks
 
 from fastweights import ops
 from fastweights.deep import ttt

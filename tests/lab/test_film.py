@@ -12,7 +12,7 @@ import matplotlib as mpl
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from inputs import RULES as ALL_RULES
+from support.inputs import RULES as ALL_RULES
 
 from fastweights.reference import steps
 from fastweights_lab.notebook import film

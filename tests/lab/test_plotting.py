@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import matplotlib as mpl
 import pytest
-from colours import contrast
+from support.colours import contrast
 
 from fastweights_lab import records
 from fastweights_lab.notebook import plotting

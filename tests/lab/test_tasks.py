@@ -4,10 +4,10 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import literal_tasks
 import numpy as np
 import pytest
 import torch
+from support import literal_tasks
 
 from fastweights_lab import tasks
 from fastweights_lab.tasks import (

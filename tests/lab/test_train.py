@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import Largest
+from support.inputs import Largest
 
 from fastweights import models
 from fastweights_lab import records

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layer_cases import CASES, contents, made, tokens
-from refused import refused
+from support.layer_cases import CASES, contents, made, tokens
+from support.refused import refused
 
 from fastweights.layers import GatedDeltaNet, LayerState, Mamba
 from fastweights.layers.layer import Layer

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from layer_cases import CASES, made, tokens
-from refused import refused
+from support.layer_cases import CASES, made, tokens
+from support.refused import refused
 from torch import zeros
 
 from fastweights import layers

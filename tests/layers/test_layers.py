@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from crossed import crossed
-from layer_cases import CASES, contents, made, tokens
+from support.crossed import crossed
+from support.layer_cases import CASES, contents, made, tokens
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState, SoftmaxAttention

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_cases import CASES, tokens
+from support.layer_cases import CASES, tokens
 
 from fastweights.checks import relative_error
 from fastweights.layers import (

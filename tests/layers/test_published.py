@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from layer_cases import CASES, made, tokens
-from recorded import recorded
-from written_out import turned
+from support.layer_cases import CASES, made, tokens
+from support.recorded import recorded
+from support.written_out import turned
 
 from fastweights.checks import relative_error
 from fastweights.layers import (

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from crossed import crossed
-from layer_cases import made, tokens
+from support.crossed import crossed
+from support.layer_cases import made, tokens
 from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error

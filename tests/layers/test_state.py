@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
-from layer_cases import CASES, contents, made, tokens
-from refused import refused
+from support.crossed import crossed
+from support.layer_cases import CASES, contents, made, tokens
+from support.refused import refused
 
 from fastweights.layers import (
     MLSTM,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from token_cases import CASES, V, check_rows_of_a_pool, made, steps
+from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
 from fastweights.layers import token

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compat_cases import (
+from support.compat_cases import (
     LAYERS,
     MODELS,
     SIZES,

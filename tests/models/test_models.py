@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import in_one_graph
-from inputs import Largest
-from model_cases import HYBRID, KINDS, config, model, text
-from refused import refused
+from support.graphs import in_one_graph
+from support.inputs import Largest
+from support.model_cases import HYBRID, KINDS, config, model, text
+from support.refused import refused
 from torch import nn
 
 from fastweights import models

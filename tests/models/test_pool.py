@@ -3,10 +3,10 @@
 import contextlib
 import random
 
-import model_cases
 import pytest
 import torch
-from crossed import crossed
+from support import model_cases
+from support.crossed import crossed
 
 from fastweights.models import LAYERS, StatePool
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from layer_cases import contents
-from model_cases import KINDS, config, model, text
+from support.layer_cases import contents
+from support.model_cases import KINDS, config, model, text
 
 from fastweights.layers import GatedDeltaNet, attention
 from fastweights.models import (

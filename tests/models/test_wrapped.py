@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from model_cases import KINDS, model, text
+from support.model_cases import KINDS, model, text
 from torch import nn
 from torch.nn.utils import prune
 

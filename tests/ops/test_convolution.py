@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from convolution_inputs import HEADS, flat, tokens
-from crossed import pairs
-from inputs import results, same
-from refused import refused
+from support.convolution_inputs import HEADS, flat, tokens
+from support.crossed import pairs
+from support.inputs import results, same
+from support.refused import refused
 
 from fastweights import ops
 from fastweights.ops.convolution import (

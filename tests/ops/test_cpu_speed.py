@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import Largest
+from support.inputs import Largest
 
 import fastweights as fw
 from fastweights.checks import Footprint, relative_error

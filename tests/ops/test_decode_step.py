@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import in_one_graph
-from inputs import GATES, RULES, explicit, member
-from refused import refused
+from support.graphs import in_one_graph
+from support.inputs import GATES, RULES, explicit, member
+from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fastweights as fw

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import member
+from support.inputs import member
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import local_map

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import results, same
-from refused import refused
+from support.inputs import results, same
+from support.refused import refused
 
 import fastweights as fw
 from fastweights.checks import relative_error

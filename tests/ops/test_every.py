@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from crossed import all_but
-from operator_cases import (
+from support.crossed import all_but
+from support.operator_cases import (
     OPERATORS,
     OpChecks,
     check_one_graph,

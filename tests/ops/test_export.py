@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from crossed import all_but
-from layer_cases import CASES, contents, made, tokens
+from support.crossed import all_but
+from support.layer_cases import CASES, contents, made, tokens
 from torch.export import Dim, export
 
 from fastweights.layers import LayerState

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from company import EDGES, check
-from graphs import in_one_graph
-from inputs import GATES, RULES, member
+from support.company import EDGES, check
+from support.graphs import in_one_graph
+from support.inputs import GATES, RULES, member
 
 import fastweights as fw
 from fastweights.reference import backend

@@ -6,8 +6,8 @@ import pydoc
 
 import pytest
 import torch
-from inputs import member
-from refused import refused
+from support.inputs import member
+from support.refused import refused
 
 import fastweights as fw
 from fastweights import feature_maps

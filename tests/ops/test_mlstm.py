@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from refused import refused
+from support.refused import refused
 
 import fastweights as fw
 from fastweights.checks import relative_error

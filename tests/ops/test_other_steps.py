@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import member
+from support.inputs import member
 
 import fastweights as fw
 from fastweights import feature_maps

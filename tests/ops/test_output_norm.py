@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from graphs import in_one_graph
-from inputs import same
-from norm_inputs import heads, results
-from refused import refused
+from support.graphs import in_one_graph
+from support.inputs import same
+from support.norm_inputs import heads, results
+from support.refused import refused
 
 from fastweights.layers import OutputNorm
 from fastweights.ops.output_norm import gated_rms_norm

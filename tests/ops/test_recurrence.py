@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed, pairs
-from inputs import GATES, RULES, explicit, member, results, same
-from refused import refused
+from support.crossed import crossed, pairs
+from support.inputs import GATES, RULES, explicit, member, results, same
+from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode

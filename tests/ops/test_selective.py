@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import pairs
-from graphs import in_one_graph
-from inputs import results, same
-from scan_inputs import selective_scan_fn, tokens
+from support.crossed import pairs
+from support.graphs import in_one_graph
+from support.inputs import results, same
+from support.scan_inputs import selective_scan_fn, tokens
 
 import fastweights as fw
 from fastweights import ops

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layer_cases import CASES, contents, made, tokens
-from operator_cases import OPERATORS, check_tail
+from support.layer_cases import CASES, contents, made, tokens
+from support.operator_cases import OPERATORS, check_tail
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import in_one_graph
-from inputs import member, results, same
+from support.graphs import in_one_graph
+from support.inputs import member, results, same
 from torch import nn
 
 import fastweights as fw

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastweights.reference import steps
 
-shapes = pytest.importorskip("shapes", exc_type=ImportError)
+shapes = pytest.importorskip("support.shapes", exc_type=ImportError)
 
 
 def total(x: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:

@@ -1,10 +1,10 @@
 """Layers and models on ranks that share a sequence, in fp64."""
 
 import pytest
-import rank_cases
 import torch.distributed as dist
-from process_group import ProcessGroup
-from rank_cases import SPREAD_MODELS
+from support import rank_cases
+from support.process_group import ProcessGroup
+from support.rank_cases import SPREAD_MODELS
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("no gloo", allow_module_level=True)

@@ -3,11 +3,11 @@
 import functools
 
 import pytest
-import rank_cases
 import torch
 import torch.distributed as dist
-from process_group import ProcessGroup
-from rank_cases import spreads
+from support import rank_cases
+from support.process_group import ProcessGroup
+from support.rank_cases import spreads
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("no gloo", allow_module_level=True)

@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 
 import pytest
-import rank_cases
 import torch.distributed as dist
-from process_group import ProcessGroup
+from support import rank_cases
+from support.process_group import ProcessGroup
 
 from fastweights_lab.text.training import Settings, Training
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member
 
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise, steps

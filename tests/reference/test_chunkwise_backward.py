@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import RULES, member
+from support.inputs import RULES, member
 
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise, chunkwise_backward, steps

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import explicit, member, results, same
+from support.inputs import explicit, member, results, same
 
 from fastweights.checks import relative_error
 from fastweights.reference import parallel

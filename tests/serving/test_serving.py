@@ -4,9 +4,9 @@ import functools
 import gc
 import random
 
-import model_cases
 import pytest
 import torch
+from support import model_cases
 
 from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch

@@ -3,10 +3,10 @@
 import itertools
 
 import torch
-from inputs import member
 from torch import Tensor
 
 import fastweights as fw
+from support.inputs import member
 
 EDGES = "initial_state", "dstate"
 Tensors = dict[str, Tensor]

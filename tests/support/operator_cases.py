@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from graphs import in_one_graph
-from inputs import member
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
 from fastweights.deep import mesa
 from fastweights.ops.convolution import convolve_heads, short_convolution
+from support.graphs import in_one_graph
+from support.inputs import member
 
 K, V = 4, 3
 Inputs = dict[str, Tensor]

@@ -30,7 +30,7 @@ class ProcessGroup:
 
     def start(self):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_cases"])
+        context.set_forkserver_preload(["support.rank_cases"])
         # Python 3.11's server has a path of its own, and imports in vain.
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with patch.dict(os.environ, path):

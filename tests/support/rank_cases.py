@@ -16,7 +16,6 @@ import torch._dynamo  # here, not once in each of the processes
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from model_cases import KINDS, model, text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +26,7 @@ from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.ranks import group
 from fastweights.ranks.group import current
 from fastweights_lab.text.training import Training
+from support.model_cases import KINDS, model, text
 
 FP64 = torch.float64
 BUDGETS = {

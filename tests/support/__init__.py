@@ -1,0 +1,1 @@
+"""What tests share: cases, inputs, and what judges them."""
