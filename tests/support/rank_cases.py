@@ -23,7 +23,7 @@ import fastweights as fw
 from fastweights.models import next_tokens
 from fastweights.ops.backends import record_backends
 from fastweights.ops.convolution import convolve_heads, short_convolution
-from fastweights.ranks import group
+from fastweights.ranks import prefix
 from fastweights.ranks.group import current
 from fastweights_lab.text.training import Training
 from support.model_cases import KINDS, model, text
@@ -174,7 +174,7 @@ def member(rank, name, spread, backend="auto"):
 
 def doubled(rank, case, *arguments):
     """A case whose maps come by doubling."""
-    with mock.patch.object(group, "GATHERED", 1):
+    with mock.patch.object(prefix, "MAX_GATHERED", 1):
         case(rank, *arguments)
 
 

@@ -23,7 +23,7 @@ from fastweights.layers.token import added, is_own, normed
 from fastweights.layers.unpacked_rows import UnpackedRows
 from fastweights.ops.rows import rows_inside, rows_to_write
 from fastweights.ranks.group import current, place
-from fastweights.ranks.stretch import stretch_of
+from fastweights.ranks.shard import shard_of
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
 
@@ -222,8 +222,8 @@ def attend(
     at = token_positions(k.shape[1], q.device, state, cu_seqlens)
     mine, own = rows, at  # those of q
     if ranks is not None:
-        stretch = stretch_of(ranks, q, q.shape[1], cu_seqlens)
-        mine = UnpackedRows(q, state, stretch.cu_seqlens)
+        shard = shard_of(ranks, q, q.shape[1], cu_seqlens)
+        mine = UnpackedRows(q, state, shard.cu_seqlens)
         own = token_positions(q.shape[1], q.device, state, cu_seqlens, start)
     after = remember(k, v, state, at, rows)
     if o is not None:

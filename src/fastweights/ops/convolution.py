@@ -43,7 +43,7 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.registration import Operator
 from fastweights.ranks.group import current
-from fastweights.ranks.stretch import over_ranks, stretch_of
+from fastweights.ranks.shard import over_ranks, shard_of
 from fastweights.reference import convolution as torch_backend
 
 WIDTHS = (2, 3, 4)
@@ -175,14 +175,14 @@ def _convolution(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator, of the tokens here or of this rank's.
 
-    A stretch of T tokens moves a state up by T rows, and what it leaves in an
+    A rank of T tokens moves a state up by T rows, and what it leaves in an
     empty one is decided by its last W - 1 tokens.
     """
     if (ranks := current()) is None:
         states = initial_state, cu_seqlens
         return CONVOLUTION(x, weight, bias, *states, *options)
     T, rows = x.shape[1], weight.shape[1] - 1
-    stretch = stretch_of(ranks, x, T, cu_seqlens)
+    shard = shard_of(ranks, x, T, cu_seqlens)
     if initial_state is None:
         N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
         initial_state = x.new_zeros(N, rows, x.shape[2])
@@ -190,17 +190,17 @@ def _convolution(
     def run(state: Tensor, offsets: Tensor | None, x: Tensor = x) -> Any:
         return CONVOLUTION(x, weight, bias, state, offsets, *options)
 
-    first = stretch.first(initial_state)
-    own = stretch.map_start(first.index_select(0, stretch.leaving))
-    offsets, before = stretch.map_offsets(), max(T - rows, 0)
+    first = shard.initial_states(initial_state)
+    own = shard.map_initial_states(first.index_select(0, shard.outgoing))
+    offsets, before = shard.map_offsets(), max(T - rows, 0)
     if offsets is not None:
         offsets = (offsets - before).clamp(min=0)
     *_, state = run(own, offsets, x[:, before:].contiguous())
     at = torch.arange(rows, device=x.device)
     M = (at[:, None] + T == at).to(x.dtype)
-    M = stretch.through(M.expand(len(stretch.leaving), rows, rows))
-    B = stretch.leave(state)
-    return over_ranks(stretch, run, first, M, B, matrix=True)
+    M = shard.passing(M.expand(len(shard.outgoing), rows, rows))
+    B = shard.map_outgoing(state)
+    return over_ranks(shard, run, first, M, B, matrix=True)
 
 
 def _check(

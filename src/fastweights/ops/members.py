@@ -34,7 +34,7 @@ from fastweights.ops.normaliser import (
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ranks.group import current, min_tokens
-from fastweights.ranks.stretch import stretch_of
+from fastweights.ranks.shard import shard_of
 from fastweights.reference.backend import per_value_head
 from fastweights.reference.packing import outside
 
@@ -160,8 +160,8 @@ def linear_attention(
     if offsets is not None:
         T, own = q.shape[1], offsets
         if (ranks := current()) is not None:
-            stretch: Any = stretch_of(ranks, q, T, offsets)
-            own = stretch.cu_seqlens
+            shard: Any = shard_of(ranks, q, T, offsets)
+            own = shard.cu_seqlens
         z = z.masked_fill(outside(own, T)[:, None, None], 1)
     return (o / (z + eps)).to(v.dtype), state
 

@@ -27,7 +27,7 @@ from fastweights.ops.normaliser import (
 from fastweights.ops.registration import registered
 from fastweights.ops.rows import Rows, rows_inside, write_rows
 from fastweights.ranks.group import Ranks, current, refuse_ranks
-from fastweights.ranks.stretch import pick, stretch_of, with_a_token
+from fastweights.ranks.shard import shard_of, with_a_token
 from fastweights.reference.backend import first_states
 from fastweights.reference.chunkwise import CLEARS
 from fastweights.reference.packing import outside, sequence_of
@@ -162,7 +162,7 @@ def _over_ranks(
 ) -> tuple[Values, Memory]:
     """mlstm of this rank's tokens, which may be none.
 
-    A stretch maps (S, m) to e^{a + m - m'} S + e^{b - m'} B with
+    A rank maps (S, m) to e^{a + m - m'} S + e^{b - m'} B with
     m' = max(a + m, b), where a is the sum of g, and (B, b) what it makes of
     an empty memory. As within a rank, no gradient goes through m, a and b in
     m', and m' is rounded up to the dtype that it is handed over in.
@@ -175,23 +175,29 @@ def _over_ranks(
     check_normalised(
         *(q, k, v, g, memory_arguments(initial_state)), cu_seqlens=cu_seqlens
     )
-    stretch = stretch_of(ranks, q, T, cu_seqlens)
+    shard = shard_of(ranks, q, T, cu_seqlens)
     if initial_state is None:
         wide = F.pad(v, (0, 1))
         state = first_states(q, wide, None, cu_seqlens)
         m = state.new_full(state.shape[:2], -torch.inf)
     else:
         state, m = initial_state
-    first, first_m = stretch.first(state), stretch.first(m, -torch.inf)
+    first, first_m = (
+        shard.initial_states(state),
+        shard.initial_states(m, -torch.inf),
+    )
 
     def run(state: Tensor, m: Tensor, offsets: Tensor | None) -> Any:
         return of_one_rank(q, k, v, g, i, (state, m), offsets, *options)
 
-    own = [x.index_select(0, stretch.leaving) for x in (first, first_m)]
-    start = stretch.map_start(own[0]), stretch.map_start(own[1], -torch.inf)
-    _, (B, b) = run(*start, stretch.map_offsets())
-    B, b = stretch.leave(B), stretch.leave(b, -torch.inf)
-    a = stretch.through(g.sum(1, dtype=torch.float64), -torch.inf)
+    own = [x.index_select(0, shard.outgoing) for x in (first, first_m)]
+    start = (
+        shard.map_initial_states(own[0]),
+        shard.map_initial_states(own[1], -torch.inf),
+    )
+    _, (B, b) = run(*start, shard.map_offsets())
+    B, b = shard.map_outgoing(B), shard.map_outgoing(b, -torch.inf)
+    a = shard.passing(g.sum(1, dtype=torch.float64), -torch.inf)
     B = ranks.gather(B).double()
     a, b = ranks.gather(torch.stack([a, b.double()])).unbind(1)
     states, ms = [torch.zeros_like(B[0])], [torch.full_like(b[0], -torch.inf)]
@@ -201,10 +207,12 @@ def _over_ranks(
         unit = ms[-1].masked_fill(ms[-1].isneginf(), 0)
         parts = ((a_r + m - unit, S), (b_r - unit, B_r))
         states.append(sum(x.exp()[..., None, None] * y for x, y in parts))
-    entering = stretch.enter(first, pick(states, ranks))
-    m = stretch.enter(first_m, ms[ranks.rank])
-    o, (state, m) = run(entering, m, stretch.cu_seqlens)
-    last = stretch.finish(state, states[-1]), stretch.finish(m, ms[-1])
+    # As a part of all states: a backward asks each rank for its gradient.
+    incoming = torch.stack(states)[ranks.rank]
+    entering = shard.with_incoming(first, incoming)
+    m = shard.with_incoming(first_m, ms[ranks.rank])
+    o, (state, m) = run(entering, m, shard.cu_seqlens)
+    last = shard.final_states(state, states[-1]), shard.final_states(m, ms[-1])
     return o[:, :T], last
 
 

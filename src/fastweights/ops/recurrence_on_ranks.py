@@ -28,10 +28,11 @@ from fastweights.ops.recurrence_operator import (
 )
 from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current
-from fastweights.ranks.stretch import (
+from fastweights.ranks.prefix import gathers
+from fastweights.ranks.shard import (
     additive_over_ranks,
     over_ranks,
-    stretch_of,
+    shard_of,
     total_decay,
     with_a_token,
 )
@@ -72,19 +73,19 @@ def recurrence_over_ranks(
         g = (min(T, 1) * g).expand(v.shape[:3])
     first = first_states(q, v, initial_state, cu_seqlens)
     if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
-        stretch: Any = None  # nothing is to be looked up in it
-        finish = adds_up(ranks, cu_seqlens, is_invariant())
+        shard: Any = None  # nothing is to be looked up in it
+        finish = sums_final_states(ranks, cu_seqlens, is_invariant())
         if initial_state is not None or finish:
-            stretch = stretch_of(ranks, q, T, cu_seqlens)
-            first = stretch.first(first)
+            shard = shard_of(ranks, q, T, cu_seqlens)
+            first = shard.initial_states(first)
         check_values(q, k, v, g=g, beta=beta, erase=erase)
         of, states = (q, k, v, g, beta, erase), (first, cu_seqlens)
         o, state = computed_by(ON_RANKS, *of, *states, *options)
         if finish:
-            state = stretch.finish(state)
+            state = shard.final_states(state)
         return o[:, :T], state
-    stretch = stretch_of(ranks, q, T, cu_seqlens)
-    first = stretch.first(first)
+    shard = shard_of(ranks, q, T, cu_seqlens)
+    first = shard.initial_states(first)
 
     def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
         return of_one_rank(q, k, v, g, beta, erase, first, offsets, *options)
@@ -92,35 +93,37 @@ def recurrence_over_ranks(
     of_v = functools.partial(run, v)
     if beta is None and erase is None:
         decay = total_decay(g, q)
-        o, state = additive_over_ranks(stretch, of_v, first, decay)
+        o, state = additive_over_ranks(shard, of_v, first, decay)
         return o[:, :T], state
     # Each column of a state is a recurrence of its own. V of them give B, and
     # K that begin as the identity and write nothing give M.
-    own = first.index_select(0, stretch.leaving)
+    own = first.index_select(0, shard.outgoing)
     R, HV, K, V = own.shape
     one = torch.eye(K, dtype=own.dtype, device=own.device)
-    own = torch.cat([own, stretch.through(one.expand(R, HV, K, K))], -1)
+    own = torch.cat([own, shard.passing(one.expand(R, HV, K, K))], -1)
     wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
-    _, found = run(wide, stretch.map_start(own), stretch.map_offsets())
-    B, M = stretch.leave(found).split([V, K], -1)
-    o, state = over_ranks(stretch, of_v, first, M, B, matrix=True)
+    _, found = run(wide, shard.map_initial_states(own), shard.map_offsets())
+    B, M = shard.map_outgoing(found).split([V, K], -1)
+    o, state = over_ranks(shard, of_v, first, M, B, matrix=True)
     return o[:, :T], state
 
 
-def adds_up(ranks: Ranks, cu_seqlens: Tensor | None, invariant: bool) -> bool:
-    """Whether final states are what leaves each rank, to be added up.
+def sums_final_states(
+    ranks: Ranks, cu_seqlens: Tensor | None, invariant: bool
+) -> bool:
+    """Whether final states are to be summed over ranks, each from one of them.
 
-    So they are of a pack, or if maps double; else the exchange knows them.
+    They are of a pack, or if maps are not gathered: no rank knows all then.
     """
-    return cu_seqlens is not None or ranks.doubles(invariant)
+    return cu_seqlens is not None or not gathers(ranks, invariant)
 
 
 def _forward(
     q: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As of one rank; final states are those of all, unless it adds_up.
+    """As of one rank; final states are those of all, unless to be summed.
 
-    Also kept are what ranks told and the states that enter this one.
+    Also kept are the ranks' maps and the states that enter this one.
     """
     *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
@@ -133,9 +136,9 @@ def _forward(
             *(q, *inputs, *states, scale, chunk_size, invariant),
             exchange.forward,
         )
-    if not adds_up(_ranks(), cu_seqlens, invariant):
+    if not sums_final_states(_ranks(), cu_seqlens, invariant):
         state = exchange.last.to(state.dtype)
-    return o, state, [*saved, exchange.told, entering]
+    return o, state, [*saved, exchange.maps, entering]
 
 
 def _fake(
@@ -149,10 +152,10 @@ def _fake(
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
-    size = 1 if _ranks().doubles(invariant) else _ranks().size
-    told = first.new_empty(size, *row)
+    size = _ranks().size if gathers(_ranks(), invariant) else 1
+    maps = first.new_empty(size, *row)
     states = [torch.empty_like(first) for _ in range(2)]
-    return v.new_empty(v.shape), states[0], [*saved, told, states[1]]
+    return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
 
 
 def _backward(
@@ -160,12 +163,12 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the inputs, as of one rank."""
     *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
-    *saved, told, entering = saved
+    *saved, maps, entering = saved
     leaving = torch.zeros_like(entering)
-    added = adds_up(_ranks(), cu_seqlens, invariant)
-    if added and dstate is not None:
+    summed = sums_final_states(_ranks(), cu_seqlens, invariant)
+    if summed and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
-    given = _ranks(), q, cu_seqlens, told, dstate
+    given = _ranks(), q, cu_seqlens, maps, dstate
     exchange = Exchange(*given, invariant=invariant)
     states = entering, exchange.cu_seqlens
     _, module, chunk_size = implementation("triton", q, chunk_size)
@@ -183,7 +186,7 @@ def _ranks() -> Ranks:
     if ranks is None:
         raise RuntimeError(
             "context_parallel: got a backward outside of it, need it inside, "
-            "since ranks tell each other gradients"
+            "since ranks send each other gradients"
         )
     return ranks
 

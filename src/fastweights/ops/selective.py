@@ -51,9 +51,9 @@ from fastweights.ops.rows import (
     write_rows,
 )
 from fastweights.ranks.group import current, refuse_ranks
-from fastweights.ranks.stretch import (
+from fastweights.ranks.shard import (
     additive_over_ranks,
-    stretch_of,
+    shard_of,
     with_a_token,
 )
 from fastweights.reference import selective as torch_backend
@@ -142,8 +142,8 @@ def selective_scan(
     check_backend(backend)
     full, offsets = compute_dtype(x.dtype), cu_seqlens
     if ranks is not None:
-        stretch = stretch_of(ranks, x, T, cu_seqlens)
-        offsets = stretch.cu_seqlens
+        shard = shard_of(ranks, x, T, cu_seqlens)
+        offsets = shard.cu_seqlens
     if offsets is not None:
         after = outside(offsets, x.shape[1])[:, None]
         dt = dt.masked_fill(after, 0)
@@ -161,10 +161,10 @@ def selective_scan(
     if ranks is None:
         return run(initial_state, offsets)
     dt = min(T, 1) * dt  # a token in the place of none decays nothing
-    first = stretch.first(first_states(x, A, initial_state, cu_seqlens))
+    first = shard.initial_states(first_states(x, A, initial_state, cu_seqlens))
     steps = dt.sum(1, dtype=torch.float64)
     decay = (steps[..., None] * A).exp()
-    y, state = additive_over_ranks(stretch, run, first, decay)
+    y, state = additive_over_ranks(shard, run, first, decay)
     return y[:, :T], state
 
 

@@ -1,1 +1,1 @@
-"""One sequence on many processes, each with a stretch of its tokens."""
+"""One sequence on many processes, each with a shard of its tokens."""

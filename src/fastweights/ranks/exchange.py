@@ -1,11 +1,11 @@
-"""What ranks tell each other while the kernels of a call run.
+"""What ranks send each other while the kernels of a call run.
 
 The kernels cut long sequences into segments, find a map of each, and compose
 these. A rank's tokens are a segment of segments: its own map is their product,
-and its own state what they make of none. The ranks gather both, and each
-composes the state that enters it, from where its kernels compose once more; or
-many of them find it by doubling. The backward does the same from the other
-end, with the forward's maps.
+and its own state what they make of none. From the maps of all ranks each
+composes the state that enters it (:mod:`fastweights.ranks.prefix`), from where
+its kernels compose once more. The backward does the same from the other end,
+with the forward's maps.
 """
 
 from __future__ import annotations
@@ -17,173 +17,149 @@ import torch
 from torch import Tensor
 
 from fastweights.ranks.group import Ranks
-from fastweights.ranks.stretch import choose, double, stretch_of
-
-
-def onward(
-    M: Tensor, S: Tensor | None, B: Tensor, *, back: bool = False
-) -> Tensor:
-    """M S + B, or M^T S + B; M is a matrix, or the factors of S's rows.
-
-    In fp64, which TF32 does not round; B is, and S if there is one.
-    """
-    if S is None:
-        return B
-    M = M.double()
-    if M.shape[-1] != M.shape[-2]:
-        return M * S + B
-    return (M.mT if back else M) @ S + B
+from fastweights.ranks.prefix import prefix_over_ranks, suffix_over_ranks
+from fastweights.ranks.shard import choose, shard_of
 
 
 class Exchange:
-    """Of one call. ``forward`` and ``backward`` have compose_kernel's tensors.
+    """The exchange of one call, forward or backward.
 
-    And the launches that are left to them, as schedule.Schedule says. ``told``
-    is what all ranks told forward, each its map and the state that it leaves,
-    [ranks, R, HV, K, K + V], or 1 + V of the additive rule. ``last`` is the
-    state that leaves the last rank, which a batch's ``dstate`` is the gradient
-    of. Sums of ranks are in fp64. If it is ``invariant``, equal ranks of a
-    batch compose in_turn: see compose_all. If it ``doubles``, told is what
-    this rank told, and there is neither last nor dstate.
+    Both methods take compose_kernel's tensors and what is left to launch, as
+    schedule.Schedule says: ``compose`` runs that kernel, ``overlap`` what does
+    not wait for other ranks, and ``arrive`` the kernels that take what has
+    come. Sums over ranks are in fp64.
+
+    Args:
+        ranks: they share the sequences.
+        q: of this rank.
+        cu_seqlens: of the whole pack, if it is one.
+        maps: for a backward, what forward left as ``maps``.
+        dstate: for a backward, this rank's part in the gradient of ``last``.
+        invariant: whether kernels are; then equal ranks of a batch compose
+            in turn, for the bits of one process (``compose_all``).
+
+    Attributes:
+        maps: of all ranks, or of this one: see prefix_over_ranks.
+        last: the state that leaves the last rank, if maps are gathered.
     """
 
-    last: Tensor
+    last: Any
 
     def __init__(
         self,
         ranks: Ranks,
         q: Tensor,
         cu_seqlens: Tensor | None,
-        told: Any = None,
+        maps: Any = None,
         dstate: Tensor | None = None,
         *,
         invariant: bool = False,
     ) -> None:
-        self.ranks, self.told, self.dstate = ranks, told, dstate
-        self.doubles = ranks.doubles(invariant)
-        own = ranks.tokens
+        self.ranks, self.maps, self.dstate = ranks, maps, dstate
+        self.invariant, own = invariant, ranks.tokens
         self.T = q.shape[1] if own is None else own[ranks.rank]
-        self.stretch: Any = None
+        self.shard: Any = None
         if cu_seqlens is not None:
-            self.stretch = stretch_of(ranks, q, self.T, cu_seqlens)
+            self.shard = shard_of(ranks, q, self.T, cu_seqlens)
         equal = len(set(ranks.counts(self.T))) == 1
         self.in_turn = invariant and equal and cu_seqlens is None
 
     @property
     def cu_seqlens(self) -> Tensor | None:
         """Offsets of the rank's own tokens."""
-        return self.stretch and self.stretch.cu_seqlens
+        return self.shard and self.shard.cu_seqlens
 
     def own_map(self, through: Tensor | None, B: Tensor) -> Tensor:
-        """This rank's, the last of those through its segments, beside B."""
+        """Return this rank's M: that through the last of its segments."""
         K, wide = B.shape[-2], 1 if through is None else through.shape[-1]
         if through is None or self.T == 0:
             one = torch.eye(K) if wide == K else torch.ones(K, 1)
             M = one.to(B).expand(*B.shape[:-1], -1)
         else:
-            through = through[:-1] if self.stretch else through
+            through = through[:-1] if self.shard else through
             M = through.unflatten(0, (len(B), -1))[:, -1]
-        return self.stretch.through(M) if self.stretch else M
+        return self.shard.passing(M) if self.shard else M
 
     def forward(
         self,
         tensors: list[Any],
         compose: Callable[..., None],
-        meanwhile: Callable[[], None],
+        overlap: Callable[[], None],
         arrive: Callable[[Tensor], None],
     ) -> None:
         """Make of ``entering`` what enters this rank's sequences."""
         entering, _, leaving, maps, through = tensors
-        rank, size, s = self.ranks.rank, self.ranks.size, self.stretch
+        rank, size, s = self.ranks.rank, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
             given = tensors, compose, first, range(size)
             self.last = self.compose_all(*given)
             wide = 1 if maps is None else maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
-            self.told = entering.new_zeros(size, *shape)  # a backward asks
+            self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
         compose()
         B = leaving
         if s:
-            leaves = s.leaves & (self.T > 0)
-            B = choose(leaves, B.index_select(0, s.leaving), 0)
-        own = torch.cat([self.own_map(through, B), B], -1)
-        rows = s and (s.entering, s.enters)
-        if self.doubles:
-            self.told = own[None]
-            state = self.double(B, meanwhile)
+            sends = s.sends & (self.T > 0)
+            B = choose(sends, B.index_select(0, s.outgoing), 0)
+        M = self.own_map(through, B)
+        state, self.last, self.maps = prefix_over_ranks(
+            self.ranks,
+            M,
+            B,
+            matrix=M.shape[-1] == M.shape[-2],
+            invariant=self.invariant,
+            overlap=overlap,
+        )
+        if rank > 0:
+            rows = s and (s.incoming, s.receives)
             self.add(state, entering, rows, arrive)
-            return
-        self.told = self.ranks.gather_meanwhile(own, meanwhile)
-        M, B = self.told.double().tensor_split([-B.shape[-1]], -1)
-        states: list[Any] = [None]
-        for r in range(size):
-            states.append(onward(M[r], states[-1], B[r]))
-        self.last = states[-1]
-        self.add(states[rank], entering, rows, arrive)
 
     def backward(
         self,
         tensors: list[Any],
         compose: Callable[..., None],
-        meanwhile: Callable[[], None],
+        overlap: Callable[[], None],
         arrive: Callable[[Tensor], None],
     ) -> None:
         """Make of ``entering`` the gradient of what leaves the sequences."""
         entering, _, leaving, *_ = tensors
-        rank, size, s = self.ranks.rank, self.ranks.size, self.stretch
-        grad = None
+        size, s = self.ranks.size, self.shard
         if self.in_turn:
             grad = torch.zeros_like(entering)
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
             self.compose_all(tensors, compose, grad, order)
-            meanwhile()
+            overlap()
             return
         compose()
         D = leaving
         if s:
-            enters = s.enters & (self.T > 0)
-            D = choose(enters, D.index_select(0, s.entering), 0)
-        rows = s and (s.leaving, s.leaves)
-        if self.doubles:
-            grad = self.double(D, meanwhile, back=True)
-            self.add(grad, entering, rows, arrive)
-            return
-        own = torch.stack([D] if self.dstate is None else [D, self.dstate])
-        D, *lasts = (
-            self.ranks.gather_meanwhile(own, meanwhile).double().unbind(1)
+            receives = s.receives & (self.T > 0)
+            D = choose(receives, D.index_select(0, s.incoming), 0)
+        state = suffix_over_ranks(
+            self.ranks,
+            self.maps,
+            D,
+            self.dstate,
+            matrix=self.maps.shape[-1] - D.shape[-1] == D.shape[-2],
+            invariant=self.invariant,
+            overlap=overlap,
         )
-        for x in lasts:  # of each rank's part in it
-            grad = x.sum(0)
-        for r in range(size - 1, rank, -1):
-            M = self.told[r, ..., : -D.shape[-1]]
-            grad = onward(M, grad, D[r], back=True)
-        self.add(grad, entering, rows, arrive)
-
-    def double(
-        self, B: Tensor, work: Callable[[], None], *, back: bool = False
-    ) -> Tensor | None:
-        """What enters this rank of others, by stretch.double."""
-        M = self.told[0, ..., : -B.shape[-1]]
-        matrix = M.shape[-1] == M.shape[-2]
-        M, end = (M.mT if back and matrix else M), back * (self.ranks.size - 1)
-        options: Any = {"matrix": matrix, "back": back, "work": work}
-        state = double(self.ranks, M, B, **options)
-        return None if self.ranks.rank == end else state
+        if state is not None:
+            rows = s and (s.outgoing, s.sends)
+            self.add(state, entering, rows, arrive)
 
     @staticmethod
     def add(
-        state: Tensor | None,
+        state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
         arrive: Callable[[Tensor], None],
     ) -> None:
-        """What arrives, to what enters: of a pack in one row, if in any."""
-        if state is None:
-            return
+        """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
             row, passes = rows
             state = choose(passes, state.to(entering.dtype), 0)
@@ -200,17 +176,17 @@ class Exchange:
         state: Tensor,
         order: range,
     ) -> Tensor:
-        """The segments of all ranks, as one that has them all composes them.
+        """Compose the segments of all ranks, for the bits of one process.
 
-        In this order, with the same kernel, from this state on, for its bits:
-        what leaves the last; ``entering`` becomes what enters this rank.
+        In this order, with the same kernel, from this state on. ``entering``
+        becomes what enters this rank; what leaves the last is returned.
         """
         entering, *given = tensors[:4]
-        told = [self.ranks.gather(x) for x in given if x is not None]
+        gathered = [self.ranks.gather(x) for x in given if x is not None]
         for r in order:
             if r == self.ranks.rank:
                 entering.copy_(state)
-            theirs = [x[r].clone() for x in told]
+            theirs = [x[r].clone() for x in gathered]
             compose(state, *theirs)
             _, state, *_ = theirs
         compose()

@@ -18,6 +18,8 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_integers
 from fastweights.dtypes import upcast
 
+Overlap = Callable[[], None] | None
+
 # What PyTorch before 2.13 calls them; None without torch.distributed.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
@@ -26,15 +28,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
     dist, "reduce_scatter_tensor", None
 )
 
-# Maps of more ranks come by doubling. An all-gather costs one call, but P - 1
-# hops and maps, doubling log2 P of each. By the constants of chapter 16 that
-# is 101 us against 121 in a box of 8, and 734 against 308 on 16 ranks.
-GATHERED = 8
-
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a sequence, and this one's place."""
+    """The processes that share a sequence, and this one's rank."""
 
     group: Any
     rank: int
@@ -43,7 +40,7 @@ class Ranks:
     states: bool
 
     def counts(self, T: int) -> tuple[int, ...]:
-        """Tokens of each rank, where this one has T."""
+        """Return how many tokens each rank has, where this one has T."""
         if self.tokens is None:
             return (T,) * self.size
         if self.tokens[self.rank] != T:
@@ -54,39 +51,26 @@ class Ranks:
         return self.tokens
 
     def start(self, T: int) -> int:
-        """Tokens of the ranks before this one."""
+        """Return how many tokens the ranks before this one have."""
         return sum(self.counts(T)[: self.rank])
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]; every rank has to ask, and with a gradient."""
-        return _Gather.apply(x, self.group, self.size)
+    # The next four have gradients; every rank has to call them. ``overlap``
+    # is called while x travels.
 
-    def gather_meanwhile(self, x: Tensor, work: Callable[[], None]) -> Tensor:
-        """:meth:`gather`, without a gradient, while there is other work."""
-        y = x.new_empty(self.size, *x.shape)
-        sent = x.contiguous()[None]
-        pending = _all_gather(y, sent, group=self.group, async_op=True)
-        work()
-        pending.wait()
-        return y
+    def gather(self, x: Tensor, overlap: Overlap = None) -> Tensor:
+        """Return x of all ranks, [ranks, *x.shape]."""
+        return _Gather.apply(x, self.group, self.size, overlap)
 
-    def doubles(self, invariant: bool = False) -> bool:
-        """Whether maps come by doubling; never if kernels are invariant."""
-        return self.size > GATHERED and not invariant
-
-    def hop(self, x: Tensor, step: int, work: Any = None) -> Tensor:
-        """The x of the rank ``step`` before this one, or zeros.
-
-        Every rank has to ask; with a gradient, and while there is other work.
-        """
-        return _Hop.apply(x, self, step, work)
+    def shift(self, x: Tensor, step: int, overlap: Overlap = None) -> Tensor:
+        """Return x of the rank ``step`` before this one, or zeros."""
+        return _Shift.apply(x, self, step, overlap)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on all of them."""
+        """Return the sum of x over ranks, on all of them."""
         return _Sum.apply(x, self.group)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """[B, T, ...] of each rank, one after the other."""
+        """Return x [B, T, ...] of all ranks, one after the other in time."""
         counts = self.counts(x.shape[1])
         if self.tokens is None:
             return self.gather(x).transpose(0, 1).flatten(1, 2)
@@ -101,12 +85,12 @@ _contexts: list[Ranks] = []
 
 
 def current() -> Ranks | None:
-    """The ranks that share a sequence now; None: this process has it whole."""
+    """Return the ranks that share sequences now; None: each is whole here."""
     return _contexts[-1] if _contexts else None
 
 
 def place(T: int) -> tuple[int, int]:
-    """Where T tokens here begin, among all ranks' tokens, and their number."""
+    """Return the first of T tokens here among all ranks', and their number."""
     ranks = current()
     if ranks is None:
         return 0, T
@@ -114,7 +98,7 @@ def place(T: int) -> tuple[int, int]:
 
 
 def min_tokens() -> int:
-    """How many an operator needs: a rank may have none."""
+    """Return how many tokens an operator needs: a rank may have none."""
     return 1 if current() is None else 0
 
 
@@ -138,11 +122,11 @@ def context_parallel(
     * ``initial_state`` is the same on all ranks. Row n is read by the rank
       that has the first token of sequence n: of a batch by the first.
     * The final state of every sequence is returned on all ranks. Nothing has
-      the bits that one process finds, since what ranks tell each other is
+      the bits that one process finds, since what ranks send each other is
       added up in their order; but see :func:`fastweights.invariant`. From 9
-      ranks on maps come by doubling, in ceil(log2 ranks) rounds instead of
-      one all-gather; not so in mlstm, nor by the kernels in invariant(),
-      whose bits are those of one tree.
+      ranks on maps are composed by doubling, in ceil(log2 ranks) rounds
+      instead of one all-gather; not so in mlstm, nor by the kernels in
+      invariant(), whose bits are those of one tree.
     * What is differentiated is the sum of what the ranks differentiate. A
       gradient is therefore that of the rank's own tokens; those of weights,
       and of ``initial_state``, which all ranks share, are to be added up, as
@@ -155,13 +139,13 @@ def context_parallel(
     convolution, layers of these, softmax attention, and a LanguageModel of
     such layers. TTT, Titans, LaCT, MesaNet, decoding and its states refuse.
 
-    What is computed twice: the kernels of linear_recurrence find a stretch's
-    map as they find those of segments of a long sequence, and run each scan
-    once. Without kernels, and in mlstm, each stretch is first run for its
-    map, by the operator itself. Of the additive
-    rule that is its final state, in a second pass over k and v; of the delta
-    rule it is a pass on V + K columns, V for B and K for M. Softmax attention
-    has the keys and values of all ranks on each of them.
+    What is computed twice: the kernels of linear_recurrence find a rank's map
+    as they find those of segments of a long sequence, and run each scan once.
+    Without kernels, and in mlstm, each rank's tokens are first run for their
+    map, by the operator itself. Of the additive rule that is their final
+    state, in a second pass over k and v; of the delta rule it is a pass on
+    V + K columns, V for B and K for M. Softmax attention has the keys and
+    values of all ranks on each of them.
 
     Args:
         mesh: a DeviceMesh of one dimension, or a process group; its ranks in
@@ -221,16 +205,23 @@ class _Gather(torch.autograd.Function):
     """[ranks, *x.shape]; the gradient is the sum over ranks, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: Any, size: int, overlap: Overlap
+    ) -> Tensor:
         ctx.group, ctx.size = group, size
-        y = x.new_empty(size, *x.shape)
-        _all_gather(y, x.contiguous()[None], group=group)
+        y, given = x.new_empty(size, *x.shape), x.contiguous()[None]
+        if overlap is None:
+            _all_gather(y, given, group=group)
+        else:
+            pending = _all_gather(y, given, group=group, async_op=True)
+            overlap()
+            pending.wait()
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         dx = _Scatter.apply(upcast(dy), ctx.group, ctx.size)
-        return dx.to(dy.dtype), None, None
+        return dx.to(dy.dtype), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -245,30 +236,30 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(dx, ctx.group, ctx.size), None, None
+        return _Gather.apply(dx, ctx.group, ctx.size, None), None, None
 
 
-class _Hop(torch.autograd.Function):
-    """Round a ring, but what passes its end is dropped; back, the gradient."""
+class _Shift(torch.autograd.Function):
+    """Sent round a ring, zeros past its end; the gradient, the other way."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ranks: Ranks, step: int, work: Any
+        ctx: Any, x: Tensor, ranks: Ranks, step: int, overlap: Overlap
     ) -> Tensor:
         from torch.distributed import _functional_collectives as collectives
 
         ctx.ranks, ctx.step = ranks, step
         to = [(r + step) % ranks.size for r in range(ranks.size)]
         y = collectives.permute_tensor(x.flatten(), to, ranks.group)
-        if work is not None:
-            work()
+        if overlap is not None:
+            overlap()
         y = collectives.wait_tensor(y).view(x.shape)
         here = 0 <= ranks.rank - step < ranks.size
         return y if here else torch.zeros_like(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Hop.apply(dy, ctx.ranks, -ctx.step, None), None, None, None
+        return _Shift.apply(dy, ctx.ranks, -ctx.step, None), None, None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from fastweights.ranks.stretch import stretch_of_pack
+from fastweights.ranks.shard import shard_of_pack
 
 PACKINGS = 2000
 
@@ -31,7 +31,7 @@ def test_what_enters_a_rank_is_what_its_sequence_had_before():
         state = None  # of the sequence that passes a border
         for rank, (start, end) in enumerate(itertools.pairwise(borders)):
             last = rank == len(tokens) - 1
-            s = stretch_of_pack(cu, start, end, last)
+            s = shard_of_pack(cu, start, end, last)
             own = s.cu_seqlens.tolist()
             found = [
                 list(range(start + a, start + b))
@@ -52,16 +52,16 @@ def test_what_enters_a_rank_is_what_its_sequence_had_before():
                 else:
                     assert begins[n] == ends[n]  # if at all, an empty one
             # What enters is the same sequence that left the rank before.
-            n, enters = s.entering.item(), s.enters.item()
+            n, enters = s.incoming.item(), s.receives.item()
             assert enters == (state is not None)
             if enters:
                 assert state == list(range(offsets[n], start))
             # The map: all before the sequence that leaves, then its tokens.
             zero, a, b = s.map_offsets().tolist()
-            n, leaves = s.leaving.item(), s.leaves.item()
+            n, leaves = s.outgoing.item(), s.sends.item()
             assert zero == 0 and a <= b <= end - start
             added = list(range(start + a, start + b))
-            through = s.through(torch.ones(1)).item() == 1
+            through = s.passing(torch.ones(1)).item() == 1
             if not leaves:
                 assert not added and not through
                 state = None
