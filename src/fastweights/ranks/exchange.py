@@ -22,28 +22,16 @@ from fastweights.ranks.shard import choose, shard_of
 
 
 class Exchange:
-    """The exchange of one call, forward or backward.
+    """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both methods take compose_kernel's tensors and what is left to launch, as
-    schedule.Schedule says: ``compose`` runs that kernel, ``overlap`` what does
-    not wait for other ranks, and ``arrive`` the kernels that take what has
-    come. Sums over ranks are in fp64.
-
-    Args:
-        ranks: they share the sequences.
-        q: of this rank.
-        cu_seqlens: of the whole pack, if it is one.
-        maps: for a backward, what forward left as ``maps``.
-        dstate: for a backward, this rank's part in the gradient of ``last``.
-        invariant: whether kernels are; then equal ranks of a batch compose
-            in turn, for the bits of one process (``compose_all``).
-
-    Attributes:
-        maps: of all ranks, or of this one: see prefix_over_ranks.
-        last: the state that leaves the last rank, if maps are gathered.
+    Both take compose_kernel's tensors, and the launches that are left to them
+    as schedule.Schedule says. ``maps`` are those that prefix_over_ranks
+    returns, ``last`` is the state that leaves the last rank if maps are
+    gathered, and ``dstate`` this rank's part in its gradient. If it is
+    ``invariant``, equal ranks of a batch compose in turn: see compose_all.
     """
 
-    last: Any
+    last: Any  # a Tensor, or None
 
     def __init__(
         self,
@@ -89,7 +77,7 @@ class Exchange:
     ) -> None:
         """Make of ``entering`` what enters this rank's sequences."""
         entering, _, leaving, maps, through = tensors
-        rank, size, s = self.ranks.rank, self.ranks.size, self.shard
+        size, s = self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
             given = tensors, compose, first, range(size)
@@ -104,15 +92,11 @@ class Exchange:
             sends = s.sends & (self.T > 0)
             B = choose(sends, B.index_select(0, s.outgoing), 0)
         M = self.own_map(through, B)
+        matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks,
-            M,
-            B,
-            matrix=M.shape[-1] == M.shape[-2],
-            invariant=self.invariant,
-            overlap=overlap,
+            self.ranks, M, B, matrix, self.invariant, overlap
         )
-        if rank > 0:
+        if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
             self.add(state, entering, rows, arrive)
 
@@ -139,14 +123,9 @@ class Exchange:
         if s:
             receives = s.receives & (self.T > 0)
             D = choose(receives, D.index_select(0, s.incoming), 0)
+        M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks,
-            self.maps,
-            D,
-            self.dstate,
-            matrix=self.maps.shape[-1] - D.shape[-1] == D.shape[-2],
-            invariant=self.invariant,
-            overlap=overlap,
+            self.ranks, M, D, dlast, self.invariant, overlap
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)

@@ -7,13 +7,12 @@ and B side by side, and are composed in fp64, which TF32 does not round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.ranks.group import Ranks
+from fastweights.ranks.group import Overlap, Ranks
 
 # An all-gather costs one call, but P - 1 hops and maps, doubling log2 P of
 # each. By the constants of chapter 16 that is 101 us against 121 in a box of
@@ -30,19 +29,16 @@ def prefix_over_ranks(
     ranks: Ranks,
     M: Tensor,
     B: Tensor,
-    *,
     matrix: bool,
     invariant: bool = False,
-    overlap: Callable[[], None] | None = None,
+    overlap: Overlap = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Compose the maps of the ranks before this one, of which it has M and B.
-
-    ``overlap`` is called while maps travel.
+    """Compose the maps of ranks, of which this one's is M, B.
 
     Returns:
-        the state that enters this rank; that which leaves the last rank, or
-        None if maps are not gathered; and the maps of all ranks, or this
-        one's, [ranks or 1, ...], for :func:`suffix_over_ranks`.
+        the state that enters this rank; that which leaves the last one, None
+        if maps are not gathered; and all ranks' maps, or only this one's,
+        [ranks or 1, ...].
     """
     own = torch.cat([M.to(B.dtype).expand(*B.shape[:-1], -1), B], -1)
     V = B.shape[-1]
@@ -54,54 +50,42 @@ def prefix_over_ranks(
     M, B = maps.double().tensor_split([-V], -1)
     states = _states(M, B, None, matrix)
     # A part of what was gathered: a backward asks each rank for its gradient.
-    nothing = B[:0].sum(0)
-    return [nothing, *states][ranks.rank], states[-1], maps
+    states[0] = B[:0].sum(0)
+    return states[ranks.rank], states[-1], maps
 
 
 def suffix_over_ranks(
     ranks: Ranks,
-    maps: Tensor,
+    M: Tensor,
     D: Tensor,
     dlast: Tensor | None,
-    *,
-    matrix: bool,
     invariant: bool,
-    overlap: Callable[[], None],
+    overlap: Overlap,
 ) -> Tensor | None:
-    """Compose gradients, each M^T dS + D, of the ranks after this one.
+    """Compose gradients from the last rank on: M^T dS + D enters a rank.
 
-    Args:
-        ranks, matrix, invariant: as in :func:`prefix_over_ranks`.
-        maps: what that returned.
-        D: the gradient of the state that enters this rank, by its tokens.
-        dlast: this rank's part in that of the state that leaves the last.
-        overlap: is called while gradients travel.
+    M are those of all maps that prefix_over_ranks returned, D is this rank's,
+    and dlast its part in the gradient of the state that leaves the last rank.
 
     Returns:
         the gradient of the state that leaves this rank; None for zeros.
     """
-    M = maps[..., : -D.shape[-1]].double()
+    matrix, M = M.shape[-1] == M.shape[-2], M.double()
     M = M.mT if matrix else M
-    last = ranks.rank == ranks.size - 1
     if not gathers(ranks, invariant):
         given = (M[0], D.double()), D.dtype, matrix, overlap
         state = _prefix_by_doubling(ranks, *given, back=True)
-        return None if last else state
+        return None if ranks.rank == ranks.size - 1 else state
     own = torch.stack([D] if dlast is None else [D, dlast])
     D, *parts = ranks.gather(own, overlap).double().unbind(1)
     dS = parts[0].sum(0) if parts else None
     after = slice(None, ranks.rank, -1)  # from the last rank on
-    return [dS, *_states(M.unbind()[after], D.unbind()[after], dS, matrix)][-1]
+    return _states(M.unbind()[after], D.unbind()[after], dS, matrix)[-1]
 
 
-def _states(
-    M: Iterable[Tensor],
-    B: Iterable[Tensor],
-    state: Tensor | None,
-    matrix: bool,
-) -> list[Any]:
-    """Return the state after each map in turn; None for one of zeros."""
-    states = []
+def _states(M: Any, B: Any, state: Any, matrix: bool) -> list[Any]:
+    """Return ``state``, None for zeros, and those after each map in turn."""
+    states = [state]
     for M_r, B_r in zip(M, B, strict=True):
         if state is not None:
             B_r = (M_r @ state if matrix else M_r * state) + B_r
@@ -115,8 +99,7 @@ def _prefix_by_doubling(
     own: Any,
     dtype: torch.dtype,
     matrix: bool,
-    overlap: Callable[[], None] | None,
-    *,
+    overlap: Overlap,
     back: bool = False,
 ) -> Tensor:
     """Compose the maps of the ranks before this one; back: after it.

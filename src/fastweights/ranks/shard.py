@@ -150,7 +150,7 @@ def over_ranks(
 
     This rank's map is M, a matrix or factors of a state's rows, and B.
     """
-    incoming, last, _ = prefix_over_ranks(shard.ranks, M, B, matrix=matrix)
+    incoming, last, _ = prefix_over_ranks(shard.ranks, M, B, matrix)
     states = shard.with_incoming(first, incoming)
     *results, state = run(states, shard.cu_seqlens)
     return *results, shard.final_states(state, last)
