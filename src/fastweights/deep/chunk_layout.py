@@ -14,21 +14,21 @@ class Part(NamedTuple):
     """Tokens of every row that lie in one chunk of it."""
 
     tokens: slice | Int[Tensor, "B C"]
-    """Their numbers in the call."""
+    """Where they stand in the call."""
 
     place: Int[Tensor, "B C"]
-    """Their numbers in the chunk."""
+    """Where they stand in the chunk."""
 
     valid: Bool[Tensor, "B C"] | None
-    """Mask of the tokens that there are; None: all."""
+    """Whether the token exists; None: all do."""
 
     ends: bool | Bool[Tensor, " B"]
-    """Whether the chunk is complete after them."""
+    """Whether these tokens complete the chunk."""
 
     def take(self, x: Tensor, empty: float | None = None) -> Tensor:
-        """x [B, T, ...] at these tokens, [B, C, ...].
+        """Return x [B, T, ...] at these tokens, [B, C, ...].
 
-        ``empty`` stands in place of tokens that there are not.
+        ``empty`` stands in place of tokens that do not exist.
         """
         if isinstance(self.tokens, slice):
             y = x[:, self.tokens]
@@ -37,13 +37,13 @@ class Part(NamedTuple):
         return y if empty is None else self.only(y, empty)
 
     def only(self, y: Tensor, empty: Tensor | float) -> Tensor:
-        """y [B, C, ...] of these tokens, ``empty`` where there are none."""
+        """Return y [B, C, ...], with ``empty`` where no token exists."""
         return (
             y if self.valid is None else y.where(_like(self.valid, y), empty)
         )
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
-        """``then`` [B, ...] where the chunk is complete, else ``other``."""
+        """Return ``then`` [B, ...] where the chunk ends, else ``other``."""
         return where_rows(self.ends, then, other)
 
 
@@ -105,7 +105,7 @@ class Layout:
                 )
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """The outputs [B, C, ...] of the parts as [B, T, ...]."""
+        """Return the outputs [B, C, ...] of all parts as one [B, T, ...]."""
         y = torch.cat(outputs, 1)
         if self.regular or self.T == 1:
             return y
@@ -117,12 +117,12 @@ class Layout:
 def where_rows(
     rows: bool | Bool[Tensor, " B"], then: Tensor, other: Tensor
 ) -> Tensor:
-    """``then`` [B, ...] in these rows, in all or in none; else ``other``."""
+    """Return ``then`` [B, ...] in these rows (True: all), else ``other``."""
     if isinstance(rows, bool):
         return then if rows else other
     return then.where(_like(rows, then), other)
 
 
 def _like(x: Tensor, y: Tensor) -> Tensor:
-    """x with dimensions of 1 behind its own, as many as y has."""
+    """Append dimensions of 1 to x until it has as many as y."""
     return x.reshape(*x.shape, *[1] * (y.dim() - x.dim()))

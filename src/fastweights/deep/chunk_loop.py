@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from fastweights import torch_internals
 
 GROUP = 16
-"""Chunks between two whose weights a backward finds; of n, n / 16 + 16."""
+"""Chunks per checkpoint: a backward of n holds the weights of n / 16 + 16."""
 
 FEW = 2
-"""The number of chunks that torch.compile writes down one by one."""
+"""The most chunks that torch.compile unrolls."""
 
 State = Sequence[Tensor]
 Step = Callable[..., tuple[State, Tensor]]
@@ -33,7 +33,7 @@ def fold(
     tokens: Sequence[Float[Tensor, "B T H *rest"]],
     size: int,
 ) -> tuple[State, Float[Tensor, "B T H V"]]:
-    """The state after all chunks, and what they put out.
+    """Run ``step`` over all chunks; return the last state and all outputs.
 
     Args:
         step: (state, *tokens of a chunk [B, H, C, ...]) -> state, output
@@ -60,7 +60,7 @@ def fold(
 def _scanned(
     step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
-    """The outputs of one loop of a compiled graph, [N, B, H, C, V]."""
+    """Fold chunks [N, B, H, C, ...] by one loop in a compiled graph."""
     first = [x.clone(memory_format=torch.contiguous_format) for x in state]
     given = [x.contiguous() for x in chunks]
     assert torch_internals.SCAN is not None
@@ -74,7 +74,7 @@ def _scanned(
 def _looped(
     step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
-    """The outputs one behind the other, [N, B, H, C, V]."""
+    """Fold chunks [N, B, H, C, ...] by a loop in Python."""
     outputs = []
     for xs in zip(*chunks, strict=True):
         state, output = step(state, *xs)
@@ -85,7 +85,7 @@ def _looped(
 def _checkpointed(
     step: Step, state: State, chunks: Sequence[Tensor]
 ) -> tuple[State, Tensor]:
-    """Fold chunks, keeping for a backward what enters each group of them."""
+    """Fold chunks, keeping for a backward the state before each group."""
     collected = []
     groups = ([*x.split(GROUP)] for x in chunks)
     for group in zip(*groups, strict=True):

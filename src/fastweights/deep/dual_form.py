@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
 
 
 def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
-    """What every layer puts out, before any activation."""
+    """Return every layer's output, before any activation."""
     outputs: list[Tensor] = []
     for W, b in layers:
         x = gelu(outputs[-1]) if outputs else x
@@ -50,7 +50,7 @@ def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
 
 
 def gelu_slope(z: Tensor) -> Tensor:
-    """The derivative of the GELU with tanh."""
+    """Return the derivative of the GELU with tanh."""
     root, cubic, square = math.sqrt(2 / math.pi), 0.044715, z.square()
     t = (root * z * (1 + cubic * square)).tanh()
     change = root * (1 + 3 * cubic * square)
@@ -58,7 +58,7 @@ def gelu_slope(z: Tensor) -> Tensor:
 
 
 def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """LN(z), z without mean and in units of its spread, and 1 / spread."""
+    """Return LN(z), z at mean 0 and variance 1, and 1 / its deviation."""
     z = z - z.mean(-1, keepdim=True)
     scale = (z.square().mean(-1, keepdim=True) + EPS).rsqrt()
     weight, bias = norm
@@ -67,7 +67,7 @@ def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
-    """The gradient of |y - target|^2 / 2 at z; y is z or its LayerNorm."""
+    """Return d/dz of |y - target|^2 / 2, where y is z or its LayerNorm."""
     if norm is None:
         return z - target
     y, unit, scale = layer_norm(z, norm)
@@ -79,7 +79,7 @@ def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
 def gradients(
     layers: Layers, k: Tensor, target: Tensor, norm: Norm | None = None
 ) -> Gradients:
-    """The chunk's gradients, all at the same weights."""
+    """Return the gradients of a chunk's tokens, all at the same weights."""
     outputs = layer_outputs(layers, k)
     errors = [output_error(outputs[-1], target, norm)]
     for (W, _), z in zip(layers[:0:-1], outputs[-2::-1], strict=True):
@@ -96,7 +96,7 @@ def answer_queries(
     carry: Float[Tensor, "#B #H C"],
     share: Float[Tensor, "B H C C"],
 ) -> Tensor:
-    """Each query's answer by its own token's weights.
+    """Return each query's answer by the weights of its own token.
 
     keep None is 1, S None is 0.
     """
@@ -115,7 +115,7 @@ def answer_queries(
 
 
 def sum_gradients(found: Gradients, share: Rows) -> Layers:
-    """The sum of the chunk's gradients, each times its share, written down."""
+    """Return the sum of a chunk's gradients, each times its share."""
     sums = []
     for inputs, errors in zip(*found, strict=True):
         weighted = share[..., None] * errors
@@ -124,28 +124,28 @@ def sum_gradients(found: Gradients, share: Rows) -> Layers:
 
 
 def map_layers(function: Callable[..., Tensor], *layers: Layers) -> Layers:
-    """A function of the weights at the same place, place by place."""
+    """Apply a function to the weights at the same place of each network."""
     pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
     return [(function(*W), function(*b)) for W, b in pairs]
 
 
 def tensors_of(layers: Layers) -> list[Tensor]:
-    """The weights one by one."""
+    """Return the weights and biases in one list."""
     return [x for layer in layers for x in layer]
 
 
 def as_layers(tensors: Sequence[Tensor]) -> Layers:
-    """Inverse of :func:`tensors_of`."""
+    """Undo :func:`tensors_of`."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
-    """All the weights of a head as one row of numbers."""
+    """Return all weights of a head as one row of numbers."""
     return torch.cat([x.flatten(2) for x in tensors_of(layers)], -1)
 
 
 def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
-    """:func:`flatten`'s inverse; like has weights [H, ...] of these shapes."""
+    """Undo :func:`flatten`; ``like`` has weights [H, ...] of these shapes."""
     shapes = [w.shape[1:] for w in tensors_of(like)]
     parts = x.split([s.numel() for s in shapes], -1)
     return as_layers(
