@@ -68,7 +68,7 @@ FUNCTIONS = {
     packed=[False, True],
 )
 def test_it_is_pytorchs(function, T, W, without, activation, use, packed):
-    """Packed: empty ones, ones shorter than a state, one of two stretches."""
+    """Packed: empty ones, ones shorter than a state, one of two chunks."""
     call, C, given = function
     if call is short_convolution:
         given = {"activation": activation}
@@ -82,7 +82,7 @@ def test_it_is_pytorchs(function, T, W, without, activation, use, packed):
     judge(call, x, use=use, **given)
 
 
-def test_stretches_as_they_ship():
+def test_chunks_as_they_ship():
     judge(short_convolution, tokens(B=1, T=67, C=5, dtype=torch.float32))
 
 
@@ -144,14 +144,14 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     weight, state = torch.randn(C, W), rows(N, W - 1, C)
     x, y, dy, dx = (rows(T, C)[None] for _ in range(4))
     last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
-    share = rows(convolution.num_stretches(x, cu_seqlens, 8), W, C)
+    share = rows(convolution.num_chunks(x, cu_seqlens, 8), W, C)
     call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, *options)
     inputs = ((x, weight, None, state), cu_seqlens)
-    convolution.run_stretches(
+    convolution.run_chunks(
         *(convolution.convolution_fwd_kernel, *call, *inputs),
         *((y, y, y), last),
     )
-    convolution.run_stretches(
+    convolution.run_chunks(
         *(convolution.convolution_bwd_kernel, *call, *inputs),
         *((dy, dy, dy, dlast), (dx, share, dstate)),
     )
@@ -217,7 +217,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
 @pytest.mark.parametrize("T", [1, 3, 16, 64, 65, 5000])
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_a_batch_on_gpu(dtype, T):
-    """5000 tokens have long stretches in the backward."""
+    """5000 tokens have long chunks in the backward."""
     x = tokens(B=2, T=T, C=200, dtype=dtype, device="cuda")
     first = judge(short_convolution, x, BUDGETS[dtype])
     same(results(short_convolution, x), first, 0.0)

@@ -1,17 +1,17 @@
 """The short convolution, its activation and the norm of q and k: one pass.
 
-A program walks along a stretch of BT tokens of one sequence with one block of
+A program walks along a chunk of BT tokens of one sequence with one block of
 channels: a head of q or k, so that its norm is a sum over the row, or up to
 BV of the others. The backward walks from the last token to the first, since
 the gradient of an input waits for the tokens after it. A program holds three
 neighbouring rows in registers and reads four rows at a time, those of the
 next four tokens while it computes these, so that memory has something to do.
-A row is read once, and three rows twice: the three before the stretch, and in
+A row is read once, and three rows twice: the three before the chunk, and in
 the backward the three behind it.
 
 Bytes per channel and token in half precision: 4 forward (x, y), 6 backward
 (x, dy, dx). The backward computes the sums again and keeps nothing; its
-shares of the weights' gradient are 16 bytes per channel and stretch, written
+shares of the weights' gradient are 16 bytes per channel and chunk, written
 once and read once.
 
 Filters shorter than four have no oldest taps: W is known when a kernel is
@@ -36,7 +36,7 @@ from fastweights.kernels.tail import clear_tail
 from fastweights.reference.convolution import new_outputs
 
 FP32 = torch.float32
-LONG = 256  # tokens in a stretch of the backward, where there are many
+LONG = 256  # tokens in a chunk of the backward, where there are many
 
 
 def options(
@@ -44,7 +44,7 @@ def options(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles and launch settings: a warp for up to 128 channels, 4 a thread.
 
-    A long stretch has fewer shares of the filter's gradient, a short one
+    A long chunk has fewer shares of the filter's gradient, a short one
     more programs: the backward takes long ones where there are many tokens.
     ``lean``: 128 registers do, for 16 programs per multiprocessor, which is
     known of Hopper alone.
@@ -57,7 +57,7 @@ def options(
     return {"BT": BT, "BK": BK, "BV": BV}, settings
 
 
-def run_stretches(
+def run_chunks(
     kernel: Any,
     x: Tensor,
     weight: Tensor,
@@ -69,17 +69,17 @@ def run_stretches(
     settings: dict[str, int],
     *arguments: Any,
 ) -> None:
-    """One program per stretch of tokens and block of channels."""
+    """One program per chunk of tokens and block of channels."""
     (B, T, C), (H, K, *_), W = x.shape, heads, weight.shape[1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     meta = Meta(C, H, K, W, SILU=silu, NORM=eps is not None, **tile)
-    programs = meta.NB * num_stretches(x, cu_seqlens, meta.BT)
+    programs = meta.NB * num_chunks(x, cu_seqlens, meta.BT)
     with torch.cuda.device_of(x):
         kernel[(programs,)](*arguments, eps or 0.0, T, N, meta, **settings)
 
 
-def num_stretches(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
-    """Stretches of BT tokens there can be: see ``tile.first_slot``."""
+def num_chunks(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
+    """Chunks of BT tokens there can be: see ``tile.first_slot``."""
     B, T, _ = x.shape
     if cu_seqlens is None:
         return B * triton.cdiv(T, BT)
@@ -102,7 +102,7 @@ def forward(
     """
     (B, T, C), (H, K, *_) = x.shape, heads
     outputs = new_outputs(x, weight.shape[1], cu_seqlens, heads)
-    run_stretches(
+    run_chunks(
         *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *options(C, H, K, B * T, back=False),
         *((x, weight, bias, initial_state), cu_seqlens),
@@ -137,13 +137,13 @@ def backward(
     lean = few and x.element_size() < 4 and on_hopper
     tile, settings = options(C, H, K, B * T, back=True, lean=lean)
     taps = W if bias is None else W + 1
-    number = num_stretches(x, cu_seqlens, tile["BT"])
+    number = num_chunks(x, cu_seqlens, tile["BT"])
     share = x.new_empty(number, taps, C, dtype=FP32)
     dx = torch.empty_like(x)
     dinitial = None
     if initial_state is not None:
         dinitial = torch.empty_like(initial_state)
-    run_stretches(
+    run_chunks(
         *(convolution_bwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *(tile, settings, (x, weight, bias, initial_state), cu_seqlens),
         *((dq, dk, dv, dstate), (dx, share, dinitial)),

@@ -79,13 +79,13 @@ def add_to_taps(dtaps, dzs, rows, W: tl.constexpr):
 
 @triton.jit
 def gradient_of_input(
-    dzs, taps, s, dstate, stretch, channels, BLOCK: tl.constexpr
+    dzs, taps, s, dstate, chunk, channels, BLOCK: tl.constexpr
 ):
     """The gradient of input s, from the sums' of its token and three more.
 
     The filter turned round, and what s has as one of the last inputs.
     """
-    i_n, _, end, _ = stretch
+    i_n, _, end, _ = chunk
     W: tl.constexpr = BLOCK.W
     b_dx = filtered(tl.zeros_like(taps[0]), taps, dzs[::-1], W)
     if dstate is not None:
@@ -98,14 +98,14 @@ def gradient_of_input(
 
 @triton.jit
 def group_before(
-    p_x, initial_state, left, stretch, channels, BLOCK: tl.constexpr
+    p_x, initial_state, left, chunk, channels, BLOCK: tl.constexpr
 ):
-    """Four whole rows of x, ``left`` groups after the stretch's first token.
+    """Four whole rows of x, ``left`` groups after the chunk's first token.
 
-    One group before it (left = -1) stand the inputs of the stretch before,
+    One group before it (left = -1) stand the inputs of the chunk before,
     or the initial state; nobody asks for more.
     """
-    i_n, start, _, t = stretch
+    i_n, start, _, t = chunk
     o_d, m_d = channels
     C: tl.constexpr = BLOCK.C
     W: tl.constexpr = BLOCK.W
@@ -126,19 +126,19 @@ def group_before(
 
 @triton.jit
 def walk_back(
-    inputs, slopes, grads, eps, i_c, stretch, c, o_y, BLOCK: tl.constexpr
+    inputs, slopes, grads, eps, i_c, chunk, c, o_y, BLOCK: tl.constexpr
 ):
-    """The gradients of a stretch, from its last four tokens to its first.
+    """The gradients of a chunk, from its last four tokens to its first.
 
     That of an input is the filter, turned round, over the sums' gradients of
     its token and of the W - 1 after it. So the walk begins with the tokens
-    behind the stretch, whose inputs are the next stretch's. rows, dys and
+    behind the chunk, whose inputs are the next chunk's. rows, dys and
     dzs, the sums' gradients, are those of the four tokens at hand.
     """
     x, weight, bias, initial_state = inputs
     dy, dstate = slopes
     dx, share, dinitial = grads
-    i_n, start, end, t = stretch
+    i_n, start, end, t = chunk
     C: tl.constexpr = BLOCK.C
     R: tl.constexpr = BLOCK.R
     W: tl.constexpr = BLOCK.W
@@ -165,7 +165,7 @@ def walk_back(
     dys_before = first_rows(p_y - 4 * R, left, m_d, R)
     p_x, p_y, p_dx = p_x - 8 * C, p_y - 4 * R, p_dx - 4 * C
     before = group_before(
-        p_x, initial_state, groups - 2, stretch, channels, BLOCK
+        p_x, initial_state, groups - 2, chunk, channels, BLOCK
     )
     rows_behind, dys_behind = in_fp32(rows_behind), in_fp32(dys_behind)
     rows = in_fp32(rows)
@@ -178,7 +178,7 @@ def walk_back(
         dys = in_fp32(dys_before)
         p_x -= 4 * C
         before = group_before(
-            p_x, initial_state, i - 2, stretch, channels, BLOCK
+            p_x, initial_state, i - 2, chunk, channels, BLOCK
         )
         p_y -= 4 * R
         m = i > 0
@@ -193,7 +193,7 @@ def walk_back(
         for j in tl.static_range(3, -1, -1):
             s = t + 4 * i + j
             b_dx = gradient_of_input(
-                dzs[j : j + 4], taps, s, dstate, stretch, channels, BLOCK
+                dzs[j : j + 4], taps, s, dstate, chunk, channels, BLOCK
             )
             m_dx = m_d
             if j > 0:
@@ -210,7 +210,7 @@ def walk_back(
         for j in tl.static_range(1, W):
             s = start - j
             b_dx = gradient_of_input(
-                dzs[3 - j : 7 - j], taps, s, dstate, stretch, channels, BLOCK
+                dzs[3 - j : 7 - j], taps, s, dstate, chunk, channels, BLOCK
             )
             tl.store(p_s - j * C, b_dx, mask=mask_if(t == start, m_d))
 
@@ -226,22 +226,22 @@ def walk_back(
 def convolution_bwd_kernel(
     inputs, cu_seqlens, slopes, grads, eps, T, N, META: tl.constexpr
 ):
-    """The gradients of one stretch of one block of channels.
+    """The gradients of one chunk of one block of channels.
 
     Of the ``grads`` dx, share and dinitial, share [slots, W, C], or W + 1
-    with a bias, fp32, is what the stretch has of the taps' gradients: torch
+    with a bias, fp32, is what the chunk has of the taps' gradients: torch
     adds them up.
     """
     dq, dk, dv, dstate = slopes
     HEAD: tl.constexpr = META.HEAD
     REST: tl.constexpr = META.REST
     i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
-    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    chunk = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
     if i_d < 2 * META.H:
         dy = dq
         if i_d >= META.H:
             dy = dk
-        walk_back(inputs, (dy, dstate), grads, eps, i_c, stretch, c, o_y, HEAD)
+        walk_back(inputs, (dy, dstate), grads, eps, i_c, chunk, c, o_y, HEAD)
     else:
-        walk_back(inputs, (dv, dstate), grads, eps, i_c, stretch, c, o_y, REST)
+        walk_back(inputs, (dv, dstate), grads, eps, i_c, chunk, c, o_y, REST)

@@ -22,7 +22,7 @@ def tokens_of_slot(i_c, cu_seqlens, N, T, BT: tl.constexpr):
     """Sequence, first and last token + 1 of it, and first token of slot i_c.
 
     The slots are those of :func:`tile.chunk_span`: of cu_seqlens that are no
-    offsets a stretch may begin before its sequence, but not before token 0.
+    offsets a chunk may begin before its sequence, but not before token 0.
     """
     i_n = sequence_of(i_c, cu_seqlens, N, T, BT)
     start, end = sequence_span(i_n, cu_seqlens, T)
@@ -53,7 +53,7 @@ class Block:
     W: int  # taps
     SILU: bool
     NORM: bool
-    BT: int  # tokens in a stretch
+    BT: int  # tokens in a chunk
     D: int  # channels of the block
     BD: int  # D, up to a power of two
 
@@ -111,9 +111,9 @@ def in_fp32(rows):
 
 
 @triton.jit
-def input_at(x, initial_state, t, stretch, channels, BLOCK: tl.constexpr):
+def input_at(x, initial_state, t, chunk, channels, BLOCK: tl.constexpr):
     """The input of token t, or of the W - 1 before ``start``; else 0. fp32."""
-    i_n, start, end, _ = stretch
+    i_n, start, end, _ = chunk
     m_t = (t >= start) & (t < end)
     b_x = load_row(x, t, m_t, channels, BLOCK.C)
     if initial_state is not None:
@@ -166,14 +166,14 @@ def store_output(p_y, t, end, b_z, eps, outputs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
-    """The outputs of a stretch: of channels c to c + BD, before c + D.
+def walk(inputs, y, state, eps, chunk, c, o_y, BLOCK: tl.constexpr):
+    """The outputs of a chunk: of channels c to c + BD, before c + D.
 
     And the sequence's last W - 1 inputs, if they are the last of this
-    stretch.
+    chunk.
     """
     x, weight, bias, initial_state = inputs
-    i_n, start, end, t = stretch
+    i_n, start, end, t = chunk
     C: tl.constexpr = BLOCK.C
     W: tl.constexpr = BLOCK.W
     o_b = tl.arange(0, BLOCK.BD)
@@ -182,7 +182,7 @@ def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
     channels, outputs = (o_d, m_d), (o_y, m_d)
     b_bias, taps = load_filter(weight, bias, o_d, m_d, W)
     before = [
-        input_at(x, initial_state, t - j, stretch, channels, BLOCK)
+        input_at(x, initial_state, t - j, chunk, channels, BLOCK)
         for j in (3, 2, 1)
     ]
     stop = tl.minimum(t + BLOCK.BT, end)
@@ -195,11 +195,11 @@ def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
             b_z = filtered(b_bias, taps, rows[j : j + 4], W)
             store_output(y, s + j, stop, b_z, eps, outputs, BLOCK)
         before = rows[4:]
-    # Of an empty sequence the only stretch is the last one, too.
+    # Of an empty sequence the only chunk is the last one, too.
     is_last = (t + BLOCK.BT >= end) & ((t < end) | (t == start))
     for i in tl.static_range(W - 1):
         s = end - (W - 1) + i
-        b_x = input_at(x, initial_state, s, stretch, channels, BLOCK)
+        b_x = input_at(x, initial_state, s, chunk, channels, BLOCK)
         p_s = state + (i_n * (W - 1) + i) * C + o_d
         tl.store(p_s, b_x, mask=mask_if(is_last, m_d))
 
@@ -208,17 +208,17 @@ def walk(inputs, y, state, eps, stretch, c, o_y, BLOCK: tl.constexpr):
 def convolution_fwd_kernel(
     inputs, cu_seqlens, outputs, state, eps, T, N, META: tl.constexpr
 ):
-    """One stretch of one block of channels."""
+    """One chunk of one block of channels."""
     q, k, v = outputs
     HEAD: tl.constexpr = META.HEAD
     REST: tl.constexpr = META.REST
     i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
-    stretch = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    chunk = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
     if i_d < 2 * META.H:
         y = q
         if i_d >= META.H:
             y = k
-        walk(inputs, y, state, eps, stretch, c, o_y, HEAD)
+        walk(inputs, y, state, eps, chunk, c, o_y, HEAD)
     else:
-        walk(inputs, v, state, eps, stretch, c, o_y, REST)
+        walk(inputs, v, state, eps, chunk, c, o_y, REST)
