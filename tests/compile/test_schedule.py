@@ -4,9 +4,9 @@ import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from copy import copy
+from dataclasses import dataclass
 from inspect import signature
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from fastweights.kernels.recurrence.schedule import (
     buffer_offsets,
     compile_together,
     flatten,
+    regroup,
     stand_in,
 )
 from fastweights.kernels.recurrence.settings import (
@@ -67,8 +68,8 @@ def is_room(x):
 
 def as_called(x, q, lengths):
     """An argument of a launch, with the tensors of a call of these lengths."""
-    if type(x) is tuple:
-        return tuple(as_called(y, q, lengths) for y in x)
+    if isinstance(x, tuple):
+        return regroup(x, (as_called(y, q, lengths) for y in x))
     if is_room(x):
         return x.empty(q, lengths)
     return stand_in(x)  # numbers: of the stand-in Triton takes the type only
@@ -176,7 +177,8 @@ SHARED = 1000  # bytes of shared memory, plenty
 LENGTHS = Lengths(*[2] * 8)._replace(T=3, tokens=6, slots=7)
 
 
-class Constants(NamedTuple):
+@dataclass(frozen=True)
+class Constants:
     TMA: bool
 
 

@@ -10,7 +10,11 @@ from support.inputs import GATES, RULES, member, results
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages
-from fastweights.kernels.recurrence.schedule import Room, Schedule
+from fastweights.kernels.recurrence.schedule import (
+    Room,
+    Schedule,
+    regroup,
+)
 
 
 class ByAddress:
@@ -28,8 +32,8 @@ class ByAddress:
 
 
 def at_address(x, value):
-    if type(x) is tuple:
-        return tuple(map(at_address, x, value))
+    if isinstance(x, tuple):
+        return regroup(x, map(at_address, x, value))
     return start_of(x.dtype, value) if isinstance(x, Room) else value
 
 

@@ -10,7 +10,12 @@ from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastweights.kernels.recurrence.schedule import SCALE, Count, Room
+from fastweights.kernels.recurrence.schedule import (
+    SCALE,
+    Count,
+    Room,
+    regroup,
+)
 from fastweights.torch_internals import version_of
 
 # Shared memory one program may have, in bytes, by compute capability.
@@ -52,8 +57,8 @@ def build(kernel, capability, dtype, constants, types):
     signature, fixed, aligned = {}, {}, {}
 
     def kind(x, *path):
-        if type(x) is tuple:
-            return tuple(kind(y, *path, i) for i, y in enumerate(x))
+        if isinstance(x, tuple):
+            return regroup(x, (kind(y, *path, i) for i, y in enumerate(x)))
         if not isinstance(x, str):
             fixed[path] = x
             return "constexpr"
@@ -77,8 +82,8 @@ def source_of(launch):
     signature, constants, aligned = {}, {}, {}
 
     def kind(x, *path):
-        if type(x) is tuple:
-            return tuple(kind(y, *path, i) for i, y in enumerate(x))
+        if isinstance(x, tuple):
+            return regroup(x, (kind(y, *path, i) for i, y in enumerate(x)))
         if isinstance(x, Room):
             aligned[path] = [["tt.divisibility", 16]]
             return "*" + canonicalize_dtype(x.dtype)

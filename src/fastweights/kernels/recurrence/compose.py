@@ -114,7 +114,6 @@ def compose_kernel(
     of maps, from the first that is composed up to each, for arrive_kernel:
     programs of their own compose the columns of the identity, too.
     """
-    cu_seqlens, scale, T, N, L = call
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
@@ -124,13 +123,13 @@ def compose_kernel(
     NM: tl.constexpr = META.NM if META.RANKS and META.DELTA else 0
     i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
-    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, META)
+    i_n, start, end, first = segment_before(i_b, call, META)
     o_k = tl.arange(0, BK)
-    segments = ((end - start) // (L * BT)).to(tl.int32)
-    has_rest = start + segments.to(tl.int64) * (L * BT) < end
+    segments = ((end - start) // (call.L * BT)).to(tl.int32)
+    has_rest = start + segments.to(tl.int64) * (call.L * BT) < end
     if META.RANKS:
-        rest = segments * L
-        goes_on = is_whole(start, end, rest, cu_seqlens, T, L, META)
+        rest = segments * call.L
+        goes_on = is_whole(start, end, rest, call, META)
         segments += goes_on.to(tl.int32)
         has_rest &= goes_on == 0
     if first != 0:
@@ -144,8 +143,8 @@ def compose_kernel(
     b_through = tl.full([BK], 1.0, dtype=tl.float32)
     for i in range(begin, stop):
         i_s = segments - 1 - i if BACK else i
-        i_M = border_of(i_n, start, i_s * L, cu_seqlens, T, L, META)
-        i_to = border_of(i_n, start, i_s * L - L, cu_seqlens, T, L, META)
+        i_M = border_of(i_n, start, i_s * call.L, call, META)
+        i_to = border_of(i_n, start, i_s * call.L - call.L, call, META)
         i_from, from_edge, to_edge = i_M, i == 0, i == segments - 1
         if BACK:
             from_edge &= has_rest == 0
@@ -195,21 +194,20 @@ def arrive_kernel(
     arriving [N, HV, K, V] enters with what compose_kernel had as entering;
     each state has a program per value tile. The rest is compose_kernel's.
     """
-    cu_seqlens, scale, T, N, L = call
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     NV: tl.constexpr = META.NV
     i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_M % HV, i_M // HV
-    i_n, start, end, first = segment_before(i_b, cu_seqlens, N, T, L, META)
-    if is_whole(start, end, first, cu_seqlens, T, L, META):
+    i_n, start, end, first = segment_before(i_b, call, META)
+    if is_whole(start, end, first, call, META):
         i_to = i_b
         if META.BACK:
             to_edge = first == 0
-            i_to = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
+            i_to = border_of(i_n, start, first - call.L, call, META)
         else:
-            to_edge = start + (first + L).to(tl.int64) * BT >= end
+            to_edge = start + (first + call.L).to(tl.int64) * BT >= end
         p_to, i_to = state_passing(
             leaving, borders, to_edge, i_n, i_to, i_hv, HV
         )

@@ -11,9 +11,7 @@ from fastweights.kernels.recurrence import gates, inverse
 def add_scores(
     b_Aqk,
     b_Aek,
-    q,
-    k,
-    erase,
+    inputs,
     rows,
     i_k,
     b_r,
@@ -24,7 +22,7 @@ def add_scores(
 ):
     """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (e b_r) (k b_c)^T to b_Aek.
 
-    Of key tile i_k. e, the key that reads, is ``erase``, or without it k; Aek
+    Of key tile i_k. e, the key that reads, is erase, or without it k; Aek
     only for the delta rule. rows are those of the value head. The
     factors b_r and b_c are [BT, BK], the sums [BT, BT].
     """
@@ -33,15 +31,15 @@ def add_scores(
     GATES: tl.constexpr = META.gate_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
-    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
-    b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_A = tl.dot(b_qr, b_kT, input_precision=PRECISION)
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
         if META.ERASE:
-            b_k = tile.load_rows(erase, rows, i_k, GATES)
+            b_k = tile.load_rows(inputs.erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
         b_Aek += tl.where(m_A, b_A, 0.0)  # [BT, BT]
@@ -58,14 +56,13 @@ def add_strong(
     block of twice as many rows, and so on. These are seen from the border of
     the halves, where no factor is above 1.
     """
-    q, k, g, beta, erase = inputs
     BT: tl.constexpr = META.BT
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, k)
+    b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, inputs.k)
     b_Aqk, b_Aek = add_scores(
-        *(b_Aqk, b_Aek, q, k, erase, rows, i_k),
+        *(b_Aqk, b_Aek, inputs, rows, i_k),
         *(b_r, b_c, m_A, FOLDED, META),
     )
     for level in range(first, gates.num_levels(BT) + 1):
@@ -73,7 +70,7 @@ def add_strong(
         b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
         b_Aqk, b_Aek = add_scores(
-            *(b_Aqk, b_Aek, q, k, erase, rows, i_k),
+            *(b_Aqk, b_Aek, inputs, rows, i_k),
             *(b_d, b_d, m_A, dtype, META),
         )
     return b_Aqk, b_Aek
@@ -85,16 +82,15 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
 
     Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
     """
-    Aqk, R = scores
     BT: tl.constexpr = META.BT
     SCORES: tl.constexpr = META.score_tiles
     PRECISION: tl.constexpr = META.PRECISION
     o_t = tile.time_order(BT)
-    if Aqk is not None:
+    if scores.Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
-        tile.store_rows(Aqk, b_Aqk, rows, 0, SCORES)
+        tile.store_rows(scores.Aqk, b_Aqk, rows, 0, SCORES)
     steps = 0.0
-    if R is not None:
+    if scores.R is not None:
         b_Aek = tl.where(o_t >= 0, b_Aek, 0.0)  # [BT, BT]
         if META.ERASE:
             b_R = inverse.checked_inverse(b_Aek, PRECISION)
@@ -103,7 +99,7 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
             steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
             mild = (steps < 2.05) & (largest < 1e3)
             b_R = inverse.bounded_inverse(b_Aek, b_beta, mild, PRECISION)
-        tile.store_rows(R, b_R, rows, 0, SCORES)
+        tile.store_rows(scores.R, b_R, rows, 0, SCORES)
     return steps
 
 
@@ -131,12 +127,7 @@ def intra_fwd_kernel(
     scores. A chunk with a channel that decays too far is marked in strong,
     and left to intra_strong_kernel.
     """
-    q, k, g, beta, erase = inputs
-    q_in, k_in, k_out = decayed
-    row_in, row_out, row_beta, total, G, bound = decays
-    Aqk, R = scores
-    cu_seqlens, scale, T, N, L = call
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     PRECISION: tl.constexpr = META.PRECISION
     PER_HEAD: tl.constexpr = META.PER_HEAD
@@ -150,7 +141,7 @@ def intra_fwd_kernel(
     BT: tl.constexpr = META.BT
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_ch = i_c.to(tl.int64) * HV + i_hv
-    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         if PER_CHANNEL:
             tl.store(strong + i_ch, 0)
@@ -158,12 +149,13 @@ def intra_fwd_kernel(
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
     b_beta = None
-    if beta is not None:
-        b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
+    if inputs.beta is not None:
+        b_beta = tile.load_row(inputs.beta, rows, HV, BT)  # [BT]
+        b_beta = b_beta.to(tl.float32)
         if not PER_HEAD:  # else with the gate's rows
-            tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+            tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     if PER_HEAD:
-        b_g = tile.load_row(g, rows, HV, BT)  # [BT]
+        b_g = tile.load_row(inputs.g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     if ERASE and PER_HEAD:
@@ -173,9 +165,9 @@ def intra_fwd_kernel(
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
         if is_strong == 0:
-            b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
+            b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
             if ERASE:
-                b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+                b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
                 if PER_HEAD:
                     b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
                     b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
@@ -185,25 +177,25 @@ def intra_fwd_kernel(
                 b_kT = tl.trans(b_k)  # [BK, BT]
                 b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
             else:
-                b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
-                b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+                b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)
+                b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
                 b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
                 b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-                is_strong = gates.is_weak(tl.min(b_total), k) == 0
+                is_strong = gates.is_weak(tl.min(b_total), inputs.k) == 0
                 o_k = i_k * META.BK + tl.arange(0, META.BK)
-                tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
+                tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
                 b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
                 b_G -= (0.5 * b_total)[None, :]
                 b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
-                tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
+                tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
                 b_kT = tl.trans(b_k_out)  # [BK, BT]
                 b_r = tl.exp2(b_G)
                 b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
-                tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
+                tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
                 if DELTA:
                     b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
-                    tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
+                    tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
                     b_Aek = tl.dot(
                         b_k_in, b_kT, b_Aek, input_precision=PRECISION
                     )
@@ -215,31 +207,31 @@ def intra_fwd_kernel(
     if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
-        if beta is not None:
-            tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+        if inputs.beta is not None:
+            tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
         b_g = gates.clamp_below(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
-        tl.store(tile.slot_row(G, i_ch, BT), b_G)
+        tl.store(tile.slot_row(decays.G, i_ch, BT), b_G)
         b_total = tl.sum(
             tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
         )
-        weak = gates.is_weak(b_total, k)
+        weak = gates.is_weak(b_total, inputs.k)
         b_in = b_G - tl.where(weak, 0.5 * b_total, 0.0)
         b_out = tl.where(weak, 0.5, 1.0) * b_total - b_G
         b_in, b_out = (
             tl.exp2(b_in.to(tl.float32)),
             tl.exp2(b_out.to(tl.float32)),
         )
-        tl.store(tile.slot_row(row_in, i_ch, BT), b_in)
-        tl.store(tile.slot_row(row_out, i_ch, BT), b_out)
+        tl.store(tile.slot_row(decays.row_in, i_ch, BT), b_in)
+        tl.store(tile.slot_row(decays.row_out, i_ch, BT), b_out)
         b_total = b_total.to(tl.float32)
-        tl.store(total + i_ch, b_total)
+        tl.store(decays.total + i_ch, b_total)
         if DELTA:
             tl.debug_barrier()  # all of G is there
             if weak:
                 b_Aek *= b_in[:, None] * b_out[None, :]
             else:
-                b_Aek *= gates.decay_matrix(G, i_ch, BT)
+                b_Aek *= gates.decay_matrix(decays.G, i_ch, BT)
     steps = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
         if ERASE:
@@ -251,7 +243,7 @@ def intra_fwd_kernel(
             b_total += tl.sum(tl.log2(b_most))
         else:  # a map grows with steps over 2
             b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-        tl.store(bound + i_ch, b_total)
+        tl.store(decays.bound + i_ch, b_total)
 
 
 @triton.jit
@@ -264,13 +256,9 @@ def intra_strong_kernel(
     k_in = e^G k and k_out = e^{G_C - G} k. Without scores, which the forward
     has saved for the backward, it is for all chunks, and marks them.
     """
-    q, k, g, beta, erase = inputs
-    q_in, k_in, k_out = decayed
-    row_in, row_out, row_beta, total, G, bound = decays
-    Aqk, R = scores
-    cu_seqlens, scale, T, N, L = call
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
+    AGAIN: tl.constexpr = scores.Aqk is None
     DELTA: tl.constexpr = META.DELTA
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
@@ -279,51 +267,52 @@ def intra_strong_kernel(
     BT: tl.constexpr = META.BT
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_ch = i_c.to(tl.int64) * HV + i_hv
-    if Aqk is not None:
+    if not AGAIN:
         if tl.load(strong + i_ch) == 0:
             return
-    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         tl.store(strong + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
     b_beta = None
-    if beta is not None:
-        b_beta = tile.load_row(beta, rows, HV, BT).to(tl.float32)  # [BT]
-        tl.store(tile.slot_row(row_beta, i_ch, BT), b_beta)
+    if inputs.beta is not None:
+        b_beta = tile.load_row(inputs.beta, rows, HV, BT)  # [BT]
+        b_beta = b_beta.to(tl.float32)
+        tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     is_strong = False
     for i_k in range(META.NK):
-        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         o_k = i_k * META.BK + tl.arange(0, META.BK)
-        tl.store(total + i_ch * K + o_k, b_total, mask=o_k < K)
-        m_weak = gates.is_weak(b_total, k)  # [BK]
-        is_strong |= gates.is_weak(tl.min(b_total), k) == 0
+        tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
+        m_weak = gates.is_weak(b_total, inputs.k)  # [BK]
+        is_strong |= gates.is_weak(tl.min(b_total), inputs.k) == 0
         b_half = tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
         b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
         b_k_out = (b_k * tl.exp2(b_G - b_half)).to(dtype)  # [BT, BK]
-        tile.store_rows(k_out, b_k_out, rows, i_k, GATES)
+        tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
         b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
         b_in = tl.exp2(b_G - b_half)
         b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
-        tile.store_rows(q_in, b_q_in, rows, i_k, GATES)
+        tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
         if DELTA:
             b_e = b_k
             if META.ERASE:
-                b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+                b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
-            tile.store_rows(k_in, b_k_in, rows, i_k, GATES)
-        if Aqk is not None:
+            tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
+        if not AGAIN:
             b_Aqk, b_Aek = add_strong(
                 *(b_Aqk, b_Aek, inputs, rows, i_k),
                 *(b_high, b_low, gates.shuts(b_total), META),
             )
-    if Aqk is None:
+    if AGAIN:
         tl.store(strong + i_ch, is_strong)
     store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)

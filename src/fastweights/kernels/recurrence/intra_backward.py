@@ -29,7 +29,6 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     diagonal of a product, since a tile that a product and a sum read has one
     buffer, which Triton fills again before the product is done.
     """
-    do, u, dv, h, dh = operands
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
@@ -43,16 +42,16 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
-        b_h = tl.load(h + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_dh = tl.load(dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_u = tile.load_rows(u, rows, i_v, VALUES)  # [BT, BV]
-        b_do = tile.load_rows(do, rows, i_v, VALUES)  # [BT, BV]
+        b_h = tl.load(operands.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(operands.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_u = tile.load_rows(operands.u, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(operands.do, rows, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_u, b_dhT, b_col, input_precision=PRECISION)
         if META.DELTA:
-            b_dv = tile.load_rows(dv, rows, i_v, VALUES)  # [BT, BV]
+            b_dv = tile.load_rows(operands.dv, rows, i_v, VALUES)  # [BT, BV]
             b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
         if META.GATED:
@@ -82,7 +81,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, strong, operands, gradients, call, META: tl.constexpr
+    g, decayed, decays, strong, operands, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
@@ -102,11 +101,6 @@ def intra_bwd_kernel(
     until the end. intra_bwd_strong_kernel has the chunks with channels that
     cannot be seen so.
     """
-    q_in, k_in, k_out = decayed
-    row_in, row_out, row_beta, total, G, bound = decays
-    do, u, dv, h, dh = operands
-    dq, dk, dg, dtotal, dbeta, derase = gradients
-    cu_seqlens, scale, T, N, L = call
     PRECISION: tl.constexpr = META.PRECISION
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
@@ -115,24 +109,24 @@ def intra_bwd_kernel(
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
-    READ: tl.constexpr = META.gate_tiles if PER_CHANNEL else META.key_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    READ: tl.constexpr = GATES if PER_CHANNEL else KEYS
+    EXACT: tl.constexpr = operands.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = operands.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
-    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         return
     if PER_CHANNEL:
         if is_marked(strong, i_c, i_h, META):
             return
-    dtype = do.dtype.element_ty
+    dtype = operands.do.dtype.element_ty
     o_t = tile.time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -146,25 +140,26 @@ def intra_bwd_kernel(
 
         # Through the scores: the diagonal, which no gate is in, by itself.
         b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
-        if row_beta is not None:
-            b_weight = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
-            if dbeta is not None:
-                store_dbeta(dbeta, b_dAek, b_weight, rows, i_k, META)
+        if decays.row_beta is not None:
+            b_weight = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))
+            if grads.dbeta is not None:
+                store_dbeta(grads.dbeta, b_dAek, b_weight, rows, i_k, META)
         if GATED:
             b_diag = tl.where(o_t == 0, b_dAqk, 0.0)  # [BT, BT]
-            b_diag = (scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
+            b_diag = (call.scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
         if PER_HEAD:
-            b_in = tl.load(tile.slot_row(row_in, i_ch, BT))  # [BT]
-            b_out = tl.load(tile.slot_row(row_out, i_ch, BT))  # [BT]
-            b_total = tl.load(total + i_ch)
-            b_half, b_rest = gates.decay_in_parts(b_total, do)
+            b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
+            b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
+            b_total = tl.load(decays.total + i_ch)
+            b_half, b_rest = gates.decay_in_parts(b_total, operands.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if gates.is_weak(b_total, do) == 0:
-                b_D = gates.decay_matrix(G, i_ch, BT) * b_weight[None, :]
-            b_dAqk *= scale * b_D
+            if gates.is_weak(b_total, operands.do) == 0:
+                b_D = gates.decay_matrix(decays.G, i_ch, BT)
+                b_D *= b_weight[None, :]
+            b_dAqk *= call.scale * b_D
             b_dAek *= -b_D
         else:
-            b_dAqk *= scale * b_weight[None, :]
+            b_dAqk *= call.scale * b_weight[None, :]
             if ERASE:  # not as Triton negates: ptxas would wait for all
                 b_dAek = tl.fma(b_dAek, -1.0, -0.0)
             else:
@@ -183,16 +178,16 @@ def intra_bwd_kernel(
             b_dtotal *= tl.exp2(b_total)
         elif PER_CHANNEL:
             o_k = i_k * BK + tl.arange(0, BK)
-            p_total = total + i_ch * META.K + o_k
+            p_total = decays.total + i_ch * META.K + o_k
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_dtotal *= tl.exp2(b_total)
             b_decay = tl.exp2(0.5 * b_total)[None, :]
             b_col *= b_decay
-        if row_beta is not None or PER_HEAD:
+        if decays.row_beta is not None or PER_HEAD:
             b_col *= b_write
-        b_q = tile.load_rows(q_in, read, i_k, READ)  # [BT, BK]
-        b_k = tile.load_rows(k_out, read, i_k, READ)  # [BT, BK]
-        b_row *= (scale * b_decay) if GATED else scale
+        b_q = tile.load_rows(decayed.q_in, read, i_k, READ)  # [BT, BK]
+        b_k = tile.load_rows(decayed.k_out, read, i_k, READ)  # [BT, BK]
+        b_row *= (call.scale * b_decay) if GATED else call.scale
         # b_row last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_c's is transposed.
         b_qT = tl.trans(b_q)  # [BK, BT]
@@ -200,7 +195,7 @@ def intra_bwd_kernel(
         if DELTA:
             b_kr = b_k
             if PER_CHANNEL or ERASE:
-                b_kr = tile.load_rows(k_in, rows, i_k, GATES)  # [BT, BK]
+                b_kr = tile.load_rows(decayed.k_in, rows, i_k, GATES)
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dAek, b_c, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
@@ -226,13 +221,13 @@ def intra_bwd_kernel(
             i_part = i_ch * NK + i_k
             o_c = i_part * 2 * BT + tl.arange(0, BT)
             b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
-            tl.store(dg + o_c, b_sums[0])
-            tl.store(dg + BT + o_c, b_sums[1])
-            tl.store(dtotal + i_part, b_dtotal)
+            tl.store(grads.dg + o_c, b_sums[0])
+            tl.store(grads.dg + BT + o_c, b_sums[1])
+            tl.store(grads.dtotal + i_part, b_dtotal)
         elif PER_CHANNEL:
             b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
             b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
-            tile.store_rows(dg, b_dg, rows, i_k, GATES)
+            tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
 
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
@@ -247,12 +242,12 @@ def intra_bwd_kernel(
         b_dq += b_row
         b_dk += b_col + b_c
         if ERASE:
-            tile.store_rows(derase, b_de, rows, i_k, GATES)
+            tile.store_rows(grads.derase, b_de, rows, i_k, GATES)
         elif DELTA:
             b_dk += b_de
 
-    tile.store_rows(dq, b_dq, (t, end, i_h), i_k, KEYS)
-    tile.store_rows(dk, b_dk, (t, end, i_h), i_k, KEYS)
+    tile.store_rows(grads.dq, b_dq, (t, end, i_h), i_k, KEYS)
+    tile.store_rows(grads.dk, b_dk, (t, end, i_h), i_k, KEYS)
 
 
 @triton.jit
@@ -264,12 +259,11 @@ def gate_bwd_kernel(parts, dtotal, dg, call, META: tl.constexpr):
     gives to later ones; w_j, what token j writes as it arrives at the exit.
     dtotal: what the entering state's decay gives.
     """
-    cu_seqlens, scale, T, N, L = call
     NUMBERS: tl.constexpr = META.number_tiles
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
     i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
-    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         return
     o_c = tl.arange(0, BT)
@@ -311,14 +305,13 @@ def add_grads(
     what columns lose, of equally rounded operands. rows are those of the
     value head.
     """
-    q, k, g, beta, erase = inputs
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
-    b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-    b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_A = tl.where(m_A, b_dAqk, 0.0).to(dtype)
@@ -329,7 +322,7 @@ def add_grads(
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
         if META.ERASE:
-            b_k = tile.load_rows(erase, rows, i_k, GATES)
+            b_k = tile.load_rows(inputs.erase, rows, i_k, GATES)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
         b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
@@ -348,7 +341,7 @@ def add_grads(
 
 @triton.jit
 def intra_bwd_strong_kernel(
-    inputs, decays, strong, operands, gradients, call, META: tl.constexpr
+    inputs, decays, strong, operands, grads, call, META: tl.constexpr
 ):
     """intra_bwd_kernel for a gate per channel, and the chunks it leaves out.
 
@@ -356,11 +349,6 @@ def intra_bwd_strong_kernel(
     level, as the scores did (intra.add_strong). With 8 warps: whatever leads
     to a product is by_columns, or it would be computed twice.
     """
-    q, k, g, beta, erase = inputs
-    row_in, row_out, row_beta, total, G, bound = decays
-    do, u, dv, h, dh = operands
-    dq, dk, dg, dtotal, dbeta, derase = gradients
-    cu_seqlens, scale, T, N, L = call
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
@@ -370,17 +358,17 @@ def intra_bwd_strong_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = operands.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = operands.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
-    dtype: tl.constexpr = do.dtype.element_ty
+    dtype: tl.constexpr = operands.do.dtype.element_ty
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
     if is_marked(strong, i_c, i_h, META) == 0:
         return
-    t, end = tile.chunk_span(i_c, cu_seqlens, N, T, BT)
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     o_t = tile.time_order(BT)
     rows_of_key = (t, end, i_h)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
@@ -400,26 +388,26 @@ def intra_bwd_strong_kernel(
         if ERASE:
             b_dAek *= -1.0
         elif DELTA:
-            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))  # [BT]
-            if dbeta is not None:
-                store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META)
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
+            if grads.dbeta is not None:
+                store_dbeta(grads.dbeta, b_dAek, b_beta, rows, i_k, META)
             b_dAqk *= b_beta[None, :]
             b_dAek *= -b_beta[None, :]
             b_col *= b_beta[:, None]
-        b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
-        b_dAqk *= scale
-        b_row *= scale * b_in
+        b_dAqk *= call.scale
+        b_row *= call.scale * b_in
         b_de *= -b_in
         b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
         b_col *= tl.exp2(b_G)
-        b_k = tile.load_rows(k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_q = tile.load_rows(q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if ERASE:
-            b_e = tile.load_rows(erase, rows, i_k, GATES)  # [BT, BK]
+            b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)  # [BT, BK]
         b_w = b_k * b_col  # [BT, BK]
         b_pairs = b_q * b_row + b_e * b_de
         b_dg = gates.summed_rows(o_t > 0, b_w, SPLIT, True)
@@ -435,7 +423,9 @@ def intra_bwd_strong_kernel(
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         shut = gates.shuts(b_total)
-        b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, do, True)
+        b_r, b_c, m_A, first = gates.folded(
+            b_high, b_low, shut, operands.do, True
+        )
         b_row, b_col, b_de, b_pairs = add_grads(
             *(b_row, b_col, b_de, b_pairs, b_dAqk, b_dAek),
             *(inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META),
@@ -452,9 +442,9 @@ def intra_bwd_strong_kernel(
         b_dq += b_row
         b_dk += b_col
         if ERASE:
-            tile.store_rows(derase, b_de, rows, i_k, GATES)
+            tile.store_rows(grads.derase, b_de, rows, i_k, GATES)
         b_dg += gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
-        tile.store_rows(dg, b_dg, rows, i_k, GATES)
+        tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
 
-    tile.store_rows(dq, b_dq, rows_of_key, i_k, KEYS)
-    tile.store_rows(dk, b_dk, rows_of_key, i_k, KEYS)
+    tile.store_rows(grads.dq, b_dq, rows_of_key, i_k, KEYS)
+    tile.store_rows(grads.dk, b_dk, rows_of_key, i_k, KEYS)

@@ -8,6 +8,8 @@ pass starts each segment from the state that enters it. Where gates forget, B
 depends on a segment's last chunks only, and M is nothing.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,11 @@ from fastweights.kernels.recurrence.segments import (
     segment_at,
     segment_before,
     state_passing,
+)
+
+# A program's chunks, begin to last, and the segment that they are of.
+Chunks = namedtuple(
+    "Chunks", "i_n start end first begin last is_composed reaches_all"
 )
 
 
@@ -36,9 +43,8 @@ def channel_decays(decays, i_ch, x, META: tl.constexpr):
 
     See gates.decay_in_parts, for which x has the dtype.
     """
-    row_in, row_out, row_beta, total, G, bound = decays
     o_k = tl.arange(0, META.BK)
-    p_total = total + i_ch * META.K + o_k
+    p_total = decays.total + i_ch * META.K + o_k
     b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
     return gates.decay_in_parts(b_total, x)
 
@@ -50,15 +56,14 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     And whether the chunk is seen from half of its decay: then the rows are
     inverses, and only one is loaded.
     """
-    row_in, row_out, row_beta, total, G, bound = decays
-    b_total = tl.load(total + i_ch)
+    b_total = tl.load(decays.total + i_ch)
     b_half, b_rest = gates.decay_in_parts(b_total, x)
-    b_out = tl.load(tile.slot_row(row_out, i_ch, META.BT))[:, None]
+    b_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
     weak = gates.is_weak(b_total, x)
     if weak:
         b_in = 1.0 / b_out
     else:
-        b_in = tl.load(tile.slot_row(row_in, i_ch, META.BT))[:, None]
+        b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
     return b_half, b_rest, b_in, b_out, weak
 
 
@@ -73,7 +78,7 @@ def chunks_of(
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
-    """A program's sequence, its tokens, and its chunks: begin to last.
+    """Chunks: a program's sequence, its tokens, and its chunks.
 
     Of segment i_x, whose first chunk is first, or with MAP of the one before
     border i_x. The state that leaves it is_composed if it is whole and a state
@@ -82,26 +87,25 @@ def chunks_of(
     a map is that of the chunks which matter at the segment's end; whether it
     reaches_all of them.
     """
-    cu_seqlens, scale, T, N, L = call
     BT: tl.constexpr = META.BT
     reaches_all = True
     if MAP:
-        i_n, start, end, first = segment_before(i_x, cu_seqlens, N, T, L, META)
+        i_n, start, end, first = segment_before(i_x, call, META)
     else:
-        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+        i_n, start, end, first = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    last = tl.minimum(first + L, NT)
+    last = tl.minimum(first + call.L, NT)
     enters = first > 0
     if initial_state is not None:
         enters = first >= 0
     if MAP:
         enters |= (last < NT) & (is_map == 0)
-    is_composed = enters & is_whole(start, end, first, cu_seqlens, T, L, META)
+    is_composed = enters & is_whole(start, end, first, call, META)
     if MAP:
         last = tl.where(is_composed, last, first)
     begin = first
     if MAP and META.PER_HEAD:
-        i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+        i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
         reached = chunks_in_reach(
             bound, i_slot + first, i_hv, first, last, False, META
         )
@@ -109,7 +113,9 @@ def chunks_of(
         if is_map & (reaches_all == 0):
             reached = 0
         begin = last - reached
-    return i_n, start, end, first, begin, last, is_composed, reaches_all
+    return Chunks(
+        i_n, start, end, first, begin, last, is_composed, reaches_all
+    )
 
 
 @triton.jit
@@ -128,26 +134,27 @@ def enter(
     A sequence's own, or of a later segment the composed one; of B none, of M
     its unit vectors, or 0 where it does not reach all of its chunks.
     """
-    initial_state, border_states, maps = states
-    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
-    cu_seqlens, scale, T, N, L = call
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if MAP:
         if META.DELTA:
             if is_map:  # and no values
-                i_j = tl.where(reaches_all, i_v - META.NV, -1)  # else 0
+                i_j = tl.where(chunks.reaches_all, i_v - META.NV, -1)  # else 0
                 b_S = unit_columns(i_j, BK, BV)
-    elif initial_state is not None:
-        i_nh = i_n * META.HV + i_hv
-        b_S = tile.load_state(initial_state, i_nh, i_v, first == 0, META)
-    if border_states is not None and not MAP:
-        NT = tl.cdiv(end - start, META.BT).to(tl.int32)
-        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
-        has_before = (first > 0) & (first < NT)
+    elif states.initial_state is not None:
+        i_nh = chunks.i_n * META.HV + i_hv
+        is_first = chunks.first == 0
+        b_S = tile.load_state(states.initial_state, i_nh, i_v, is_first, META)
+    if states.border_states is not None and not MAP:
+        NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
+        before = chunks.first - call.L
+        i_b = border_of(chunks.i_n, chunks.start, before, call, META)
+        has_before = (chunks.first > 0) & (chunks.first < NT)
         i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
-        b_S += tile.load_state(border_states, i_b, i_v, has_before, META)
+        b_S += tile.load_state(
+            states.border_states, i_b, i_v, has_before, META
+        )
     return b_S
 
 
@@ -170,34 +177,35 @@ def leave(
     MAP: B to border_states, or to state at a sequence's end; M or the
     channels' decay to maps. Else the final state, if it is not composed.
     """
-    initial_state, border_states, maps = states
-    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
     K: tl.constexpr = META.K
-    NT = tl.cdiv(end - start, META.BT).to(tl.int32)
+    NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
     if MAP:
         i_b = i_x * META.HV + i_hv
         p_S, i_S = state_passing(
-            state, border_states, last == NT, i_n, i_x, i_hv, META.HV
+            *(state, states.border_states, chunks.last == NT),
+            *(chunks.i_n, i_x, i_hv, META.HV),
         )
-        has_state = is_composed & (is_map == 0)
+        has_state = chunks.is_composed & (is_map == 0)
         tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
         if META.DELTA:
             # Of a program of B no rows.
-            MAPS: tl.constexpr = META.map_tiles
             row = i_b.to(tl.int64) * K
-            rows = (row, row + tl.where(is_composed & is_map, K, 0), 0)
-            tile.store_rows(maps, b_S, rows, i_v - META.NV, MAPS)
+            rows = (row, row + tl.where(chunks.is_composed & is_map, K, 0), 0)
+            MAPS: tl.constexpr = META.map_tiles
+            tile.store_rows(states.maps, b_S, rows, i_v - META.NV, MAPS)
         elif META.GATED:
             o_k = tl.arange(0, META.BK)[:, None]
             if META.PER_HEAD:
-                b_decay = tl.where(reaches_all, b_decay, 0.0)
-            m_k = tile.mask_if(is_composed & (i_v == 0), o_k < K)
-            p_decay = maps + i_b.to(tl.int64) * K + o_k
+                b_decay = tl.where(chunks.reaches_all, b_decay, 0.0)
+            m_k = tile.mask_if(chunks.is_composed & (i_v == 0), o_k < K)
+            p_decay = states.maps + i_b.to(tl.int64) * K + o_k
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
-        is_last = (last == NT) & ((first < NT) | (first == 0))
-        i_nh, own = i_n * META.HV + i_hv, is_last & (is_composed == 0)
+        is_last = chunks.last == NT
+        is_last &= (chunks.first < NT) | (chunks.first == 0)
+        i_nh = chunks.i_n * META.HV + i_hv
+        own = is_last & (chunks.is_composed == 0)
         tile.store_state(state, b_S, i_nh, i_v, own, META)
 
 
@@ -222,11 +230,6 @@ def scan_fwd_kernel(
     segment that no state enters needs no M. Otherwise border_states is the
     state that passes each border, composed.
     """
-    q_in, k_in, k_out = decayed
-    row_in, row_out, row_beta, total, G, bound = decays
-    Aqk, R = scores
-    o, state, h, u = outputs
-    cu_seqlens, scale, T, N, L = call
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
@@ -241,44 +244,48 @@ def scan_fwd_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    MAP: tl.constexpr = o is None and h is None
-    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
+    READS: tl.constexpr = outputs.o is not None
+    KEEPS: tl.constexpr = outputs.h is not None
+    MAP: tl.constexpr = not READS and not KEEPS
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     i_r = i_hv if ERASE else i_h
     is_map = i_v >= NV  # a program of M
-    chunks = chunks_of(i_x, i_hv, is_map, states[0], bound, call, MAP, META)
-    i_n, start, end, first, begin, last, is_composed, reaches_all = chunks
-    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    chunks = chunks_of(
+        *(i_x, i_hv, is_map, states.initial_state, decays.bound),
+        *(call, MAP, META),
+    )
+    i_slot = tile.first_slot(chunks.i_n, call.cu_seqlens, call.T, BT)
     b_S = enter(states, chunks, i_hv, i_v, is_map, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
 
-    tokens = (start, end)
-    d_v = tile.sequence_tiles(v, tokens, VALUES)
+    tokens = (chunks.start, chunks.end)
+    t_v = tile.sequence_tiles(v, tokens, VALUES)
     if not PER_CHANNEL or DELTA:
-        d_k_in = tile.sequence_tiles(k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(decayed.k_in, tokens, READ)
     if PER_CHANNEL or ERASE:
-        d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
+        t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
     if DELTA:
-        d_R = tile.sequence_tiles(R, tokens, SCORES)
-    if o is not None:
-        d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
+        t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
+    if READS:
+        t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
         if PER_CHANNEL:
-            d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
-    for i_t in range(begin, last):
+            t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
+    for i_t in range(chunks.begin, chunks.last):
         c = i_t * BT
-        rows = (start + c, end, i_hv)
+        rows = (chunks.start + c, chunks.end, i_hv)
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
-            c_v = tl.where(is_map, (end - start).to(tl.int32), c)
+            c_v = tl.where(is_map, (chunks.end - chunks.start).to(tl.int32), c)
         i_ch = (i_slot + i_t) * HV + i_hv
         if PER_CHANNEL:
-            if h is not None:
+            if KEEPS:
                 b_S_in = b_S.to(v.dtype.element_ty)
-                tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+                tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
             b_half, b_rest = channel_decays(decays, i_ch, v, META)
             b_S *= b_half  # to where half of each channel has decayed
         elif PER_HEAD and DELTA:
@@ -286,13 +293,13 @@ def scan_fwd_kernel(
                 decays, i_ch, v, META
             )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
-        b_v = tile.load_chunk(d_v, tokens, c_v, i_hv, i_v, VALUES)
+        b_v = tile.load_chunk(t_v, tokens, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
-            b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
+            b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ)
 
-        if o is not None and not PER_CHANNEL:
+        if READS and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
-            b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+            b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
@@ -300,21 +307,21 @@ def scan_fwd_kernel(
                 decays, i_ch, v, META
             )
         b_u = b_v  # [BT, BV]
-        if row_beta is not None:
-            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+        if decays.row_beta is not None:
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
-            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
+            b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
             b_u = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
-        if h is not None and not PER_CHANNEL:  # while that product runs
-            tile.store_state(h, b_S_in, i_ch, i_v, True, META)
+        if KEEPS and not PER_CHANNEL:  # while that product runs
+            tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if PER_HEAD:
                 b_u *= b_half * b_in
             b_u = b_v - b_u  # r = v - k S [BT, BV]
             b_step = (b_u if ERASE else b_beta * b_u).to(b_v.dtype)
             b_u = tile.dot(b_R, b_step, b_u, PRECISION, WIDE)  # r + R beta r
-            if u is not None:
-                tile.store_rows(u, b_u, rows, i_v, VALUES)
+            if KEEPS:
+                tile.store_rows(outputs.u, b_u, rows, i_v, VALUES)
             if not ERASE:
                 b_u *= b_beta  # v_new
 
@@ -329,24 +336,24 @@ def scan_fwd_kernel(
             b_new *= b_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
         if PER_CHANNEL or ERASE:
-            b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
+            b_k = tile.load_chunk(t_k_out, tokens, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
 
-        if o is not None:
+        if READS:
             if not PER_CHANNEL:
                 b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:
-                b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
-                b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
+                b_A = tile.load_chunk(t_Aqk, tokens, c, i_hv, 0, SCORES)
+                b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
-            b_scale = scale
+            b_scale = call.scale
             if PER_HEAD:
                 b_o *= tl.where(weak, b_half, b_in)
-                b_scale = scale * tl.where(weak, b_in, 1.0)
+                b_scale = call.scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
-                    b_A *= gates.decay_matrix(G, i_ch, BT)
+                    b_A *= gates.decay_matrix(decays.G, i_ch, BT)
                     b_new = b_u.to(b_v.dtype)
             if not PER_CHANNEL:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
@@ -354,12 +361,12 @@ def scan_fwd_kernel(
             b_o = tile.by_columns(b_o, WIDE)
             # o = scale (q S + Aqk v_new) [BT, BV]
             b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
-            tile.store_rows(o, b_o, rows, i_v, VALUES)
+            tile.store_rows(outputs.o, b_o, rows, i_v, VALUES)
         if GATED:  # from where the chunk is seen to its exit
             b_S *= b_half
 
     leave(
-        *(states, state, b_S, b_decay, chunks, i_x, i_hv, i_v, is_map),
+        *(states, outputs.state, b_S, b_decay, chunks, i_x, i_hv, i_v, is_map),
         *(MAP, META),
     )
 
@@ -371,7 +378,7 @@ def scan_bwd_kernel(
     scores,
     u,
     incoming,
-    dstates,
+    grads,
     call,
     META: tl.constexpr,
 ):
@@ -389,12 +396,6 @@ def scan_bwd_kernel(
     V], or of a sequence's first segment to dinitial_state; otherwise
     border_grads is the gradient of the state that passes a border, composed.
     """
-    q_in, k_in, k_out = decayed
-    row_in, row_out, row_beta, total, G, bound = decays
-    Aqk, R = scores
-    do, dstate = incoming
-    dv, dbeta, dh, dinitial_state, border_grads = dstates
-    cu_seqlens, scale, T, N, L = call
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
@@ -410,125 +411,124 @@ def scan_bwd_kernel(
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
     PARTS: tl.constexpr = META.part_tiles
-    MAP: tl.constexpr = dh is None
-    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NV: tl.constexpr = META.NV
+    MAP: tl.constexpr = grads.dh is None
+    SUMS_DBETA: tl.constexpr = u is not None
+    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     i_r = i_hv if ERASE else i_h
     if MAP:
-        i_n, start, end, first = segment_before(
-            i_x // 2, cu_seqlens, N, T, L, META
-        )
-        is_border = is_whole(start, end, first, cu_seqlens, T, L, META)
+        i_n, start, end, first = segment_before(i_x // 2, call, META)
+        is_border = is_whole(start, end, first, call, META)
         is_rest = i_x % 2 == 1
         if META.RANKS:
             is_border |= is_rest & (first < 0)
-        first = tl.where(is_rest, first + L, first)
+        first = tl.where(is_rest, first + call.L, first)
     else:
-        i_n, start, end, first = segment_at(i_x, cu_seqlens, N, T, L, BT)
+        i_n, start, end, first = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    last = tl.minimum(first + L, NT)
+    last = tl.minimum(first + call.L, NT)
     i_nh = i_n * HV + i_hv
-    i_slot = tile.first_slot(i_n, cu_seqlens, T, BT)
+    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     from_end = (last == NT) & ((first < NT) | (first == 0))
-    whole = is_whole(start, end, first, cu_seqlens, T, L, META)
+    whole = is_whole(start, end, first, call, META)
     if MAP:
         from_end &= whole == 0
         is_border &= from_end == is_rest
-        if dinitial_state is None:
+        if grads.dinitial_state is None:
             is_border &= first > 0
         last = tl.where(is_border, last, first)
     if MAP and PER_HEAD:
         reached = chunks_in_reach(
-            bound, i_slot + first, i_hv, first, last, True, META
+            decays.bound, i_slot + first, i_hv, first, last, True, META
         )
         from_end &= reached == last - first
         last = first + reached
 
-    if dstate is None:
+    if incoming.dstate is None:
         b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_dS = tile.load_state(dstate, i_nh, i_v, from_end, META)
-    if border_grads is not None and not MAP:
-        i_b = border_of(i_n, start, first, cu_seqlens, T, L, META)
+        b_dS = tile.load_state(incoming.dstate, i_nh, i_v, from_end, META)
+    if grads.border_grads is not None and not MAP:
+        i_b = border_of(i_n, start, first, call, META)
         has_after = last < NT
         i_b = tl.where(has_after, i_b, 0) * HV + i_hv
-        b_dS += tile.load_state(border_grads, i_b, i_v, has_after, META)
+        b_dS += tile.load_state(grads.border_grads, i_b, i_v, has_after, META)
 
     tokens = (start, end)
-    d_k_out = tile.sequence_tiles(k_out, tokens, KEYS)
-    d_q_in = tile.sequence_tiles(q_in, tokens, KEYS)
-    d_do = tile.sequence_tiles(do, tokens, VALUES)
+    t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
+    t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
+    t_do = tile.sequence_tiles(incoming.do, tokens, VALUES)
     if PER_CHANNEL:
-        d_Aqk = tile.sequence_tiles(Aqk, tokens, SCORES)
+        t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
     if DELTA and (PER_CHANNEL or ERASE):
-        d_k_in = tile.sequence_tiles(k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(decayed.k_in, tokens, READ)
     if DELTA:
-        d_R = tile.sequence_tiles(R, tokens, SCORES)
-    if u is not None:
-        d_u = tile.sequence_tiles(u, tokens, VALUES)
+        t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
+    if SUMS_DBETA:
+        t_u = tile.sequence_tiles(u, tokens, VALUES)
     for i in range(last - first):
         i_t = last - 1 - i
         c = i_t * BT
         rows = (start + c, end, i_hv)
         i_ch = (i_slot + i_t) * HV + i_hv
-        b_dS_out = b_dS.to(do.dtype.element_ty)  # [BK, BV]
-        if dh is not None:
-            tile.store_state(dh, b_dS_out, i_ch, i_v, True, META)
+        b_dS_out = b_dS.to(incoming.do.dtype.element_ty)  # [BK, BV]
+        if not MAP:
+            tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
         if PER_CHANNEL:  # back to where half of each channel has decayed
-            b_half, b_rest = channel_decays(decays, i_ch, do, META)
+            b_half, b_rest = channel_decays(decays, i_ch, incoming.do, META)
             b_dS *= b_half
-            b_dS_out = b_dS.to(do.dtype.element_ty)
+            b_dS_out = b_dS.to(incoming.do.dtype.element_ty)
         elif PER_HEAD:
             b_half, b_rest, b_in, b_out, weak = head_decays(
-                decays, i_ch, do, META
+                decays, i_ch, incoming.do, META
             )
 
-        b_k = tile.load_chunk(d_k_out, tokens, c, i_h, 0, KEYS)
-        b_q = tile.load_chunk(d_q_in, tokens, c, i_h, 0, KEYS)
-        b_do = tile.load_chunk(d_do, tokens, c, i_hv, i_v, VALUES)
-        if u is not None:
-            b_u = tile.load_chunk(d_u, tokens, c, i_hv, i_v, VALUES)
-        b_do = scale * b_do.to(tl.float32)
+        b_k = tile.load_chunk(t_k_out, tokens, c, i_h, 0, KEYS)
+        b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
+        b_do = tile.load_chunk(t_do, tokens, c, i_hv, i_v, VALUES)
+        if SUMS_DBETA:
+            b_u = tile.load_chunk(t_u, tokens, c, i_hv, i_v, VALUES)
+        b_do = call.scale * b_do.to(tl.float32)
 
         b_do_in = b_do
         if PER_HEAD:
             b_do_in *= b_in
-        b_do_in = b_do_in.to(do.dtype.element_ty)  # [BT, BV]
+        b_do_in = b_do_in.to(incoming.do.dtype.element_ty)  # [BT, BV]
         b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
-            b_A = tile.load_chunk(d_Aqk, tokens, c, i_hv, 0, SCORES)
+            b_A = tile.load_chunk(t_Aqk, tokens, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
-                b_A *= gates.decay_matrix(G, i_ch, BT, TRANSPOSED=True)
-                b_do_A = b_do.to(do.dtype.element_ty)
+                b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
+                b_do_A = b_do.to(incoming.do.dtype.element_ty)
         if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)
         b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
         if PER_HEAD:
             b_y *= tl.where(weak, b_out, 1.0)
-        if row_beta is not None:
-            b_beta = tl.load(tile.slot_row(row_beta, i_ch, BT))[:, None]
+        if decays.row_beta is not None:
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
-            b_R = tile.load_chunk(d_R, tokens, c, i_hv, 0, SCORES)
+            b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
             b_w = b_y if ERASE else b_beta * b_y
             b_w = b_w.to(b_do_in.dtype)  # [BT, BV]
             b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
-            if u is not None:
+            if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
-                tile.store_rows(dbeta, b_dbeta, rows, i_v, PARTS)
+                tile.store_rows(grads.dbeta, b_dbeta, rows, i_v, PARTS)
             if not ERASE:
                 b_y *= tile.nonzero(b_beta)
-        if dv is not None:
-            tile.store_rows(dv, b_y, rows, i_v, VALUES)
+        if not MAP:
+            tile.store_rows(grads.dv, b_y, rows, i_v, VALUES)
 
         if PER_HEAD:
             b_dS *= b_half * b_rest
@@ -541,7 +541,7 @@ def scan_bwd_kernel(
             if PER_HEAD:
                 b_y *= b_in
             if PER_CHANNEL or ERASE:
-                b_k = tile.load_chunk(d_k_in, tokens, c, i_r, 0, READ)
+                b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
@@ -549,11 +549,12 @@ def scan_bwd_kernel(
             b_dS *= b_half
 
     if MAP:
-        i_b = border_of(i_n, start, first - L, cu_seqlens, T, L, META)
+        i_b = border_of(i_n, start, first - call.L, call, META)
         p_dS, i_dS = state_passing(
-            dinitial_state, border_grads, first == 0, i_n, i_b, i_hv, HV
+            *(grads.dinitial_state, grads.border_grads, first == 0),
+            *(i_n, i_b, i_hv, HV),
         )
         tile.store_state(p_dS, b_dS, i_dS, i_v, is_border, META)
-    elif dinitial_state is not None:
+    elif grads.dinitial_state is not None:
         own = (first == 0) & (whole == 0)
-        tile.store_state(dinitial_state, b_dS, i_nh, i_v, own, META)
+        tile.store_state(grads.dinitial_state, b_dS, i_nh, i_v, own, META)

@@ -69,7 +69,8 @@ class Room:
         return buffer[start:end].view(self.dtype).view(shape)
 
 
-class Count(NamedTuple):
+@dataclass(frozen=True)
+class Count:
     """A number: ``times`` one of the call's lengths, over ``per``, up."""
 
     length: str
@@ -93,22 +94,37 @@ def buffer_offsets(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
 
+def regroup(group: tuple, members: Iterable[Any]) -> tuple:
+    """The members as a group with the names that this one has, if any."""
+    return getattr(type(group), "_make", tuple)(members)
+
+
 def stand_in(x: Any) -> Any:
     """An argument as Triton takes it to compile a kernel.
 
     A :class:`Count` is 2 there: of 1, and of what 16 divides, Triton makes
     kernels of their own. The scale is 1.0.
     """
-    if type(x) is tuple:
-        return tuple(map(stand_in, x))
+    if isinstance(x, tuple):
+        return regroup(x, map(stand_in, x))
     if isinstance(x, Count):
         return 1.0 if x == SCALE else 2
     return x
 
 
 def flatten(arguments: Iterable[Any]) -> list[Any]:
-    """The arguments, and instead of tuples what is in them."""
-    return [y for x in arguments for y in (x if type(x) is tuple else (x,))]
+    """The arguments, and instead of groups what is in them."""
+    groups = (x if isinstance(x, tuple) else (x,) for x in arguments)
+    return [x for group in groups for x in group]
+
+
+def key(x: Any) -> tuple[type, Any]:
+    """By what a schedule finds an argument: a tensor by its name.
+
+    With its type: equal groups may have other names, and 1 is True.
+    """
+    x = getattr(x, "name", x)
+    return type(x), x
 
 
 def allocate(
@@ -216,8 +232,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         arguments = [x for launch in self.launches for x in launch.arguments]
-        groups = [x for x in dict.fromkeys(arguments) if type(x) is tuple]
-        single = dict.fromkeys(flatten(arguments))
+        arguments = [*{key(x): x for x in arguments}.values()]
+        groups = [x for x in arguments if isinstance(x, tuple)]
+        single = {key(x): x for x in flatten(arguments)}.values()
         self.counts = [x for x in single if type(x) is Count and x != SCALE]
         self.constants = [x for x in single if not isinstance(x, Room | Count)]
         rooms = {x.name: x for x in single if isinstance(x, Room)}
@@ -226,12 +243,14 @@ class Schedule:
         self.scratch = [x for x in rooms.values() if x.name not in names]
         names += [x.name for x in self.scratch]
         order = [SCALE, *names, *self.counts, *self.constants, *groups]
-        indices = {x: i for i, x in enumerate(order)}
+        indices = {key(x): i for i, x in enumerate(order)}
 
-        def pick(arguments: tuple[Any, ...]) -> Callable[[list], tuple]:
-            at = [indices[getattr(x, "name", x)] for x in arguments]
-            if len(at) == 1:  # of one itemgetter makes no tuple
-                return lambda values: (values[at[0]],)
+        def pick(group: tuple[Any, ...]) -> Callable[[list], tuple]:
+            at = [indices[key(x)] for x in group]
+            # The interpreter finds members by name, compiled code by place,
+            # and of one itemgetter makes no tuple.
+            if INTERPRETED or len(at) == 1:
+                return lambda values: regroup(group, [values[i] for i in at])
             return itemgetter(*at)
 
         self.groups = [pick(x) for x in groups]

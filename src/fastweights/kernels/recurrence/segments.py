@@ -23,75 +23,76 @@ FORGOTTEN = tl.constexpr(-100.0)  # log2 of what counts as nothing
 
 
 @triton.jit
-def segment_at(i_s, cu_seqlens, N, T, L, BT: tl.constexpr):
+def segment_at(i_s, call, BT: tl.constexpr):
     """Sequence, first token, end and first chunk of what slot i_s holds.
 
     The first chunk of an empty slot is past the end.
     """
-    i_n = tile.sequence_of(i_s, cu_seqlens, N, T, L * BT)
-    start, end = tile.sequence_span(i_n, cu_seqlens, T)
-    i_first = tile.first_slot(i_n, cu_seqlens, T, L * BT)
-    return i_n, start, end, ((i_s - i_first) * L).to(tl.int32)
+    BL = call.L * BT
+    i_n = tile.sequence_of(i_s, call.cu_seqlens, call.N, call.T, BL)
+    start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
+    i_first = tile.first_slot(i_n, call.cu_seqlens, call.T, BL)
+    return i_n, start, end, ((i_s - i_first) * call.L).to(tl.int32)
 
 
 @triton.jit
-def borders_of(T, L, META: tl.constexpr):
+def borders_of(call, META: tl.constexpr):
     """How many borders a sequence of a batch has."""
-    borders = T // (L * META.BT)
+    borders = call.T // (call.L * META.BT)
     if META.RANKS:
-        borders = tl.cdiv(T, L * META.BT)
+        borders = tl.cdiv(call.T, call.L * META.BT)
     return borders
 
 
 @triton.jit
-def border_of(i_n, start, first, cu_seqlens, T, L, META: tl.constexpr):
+def border_of(i_n, start, first, call, META: tl.constexpr):
     """The border at the end of the segment that starts with chunk first."""
-    if cu_seqlens is None:
-        return i_n * borders_of(T, L, META) + first // L
+    if call.cu_seqlens is None:
+        return i_n * borders_of(call, META) + first // call.L
     else:
-        return ((start + first * META.BT) // (L * META.BT)).to(tl.int32)
+        return ((start + first * META.BT) // (call.L * META.BT)).to(tl.int32)
 
 
 @triton.jit
-def segment_before(i_b, cu_seqlens, N, T, L, META: tl.constexpr):
+def segment_before(i_b, call, META: tl.constexpr):
     """The segment before border i_b, as segment_at has it, if it is whole.
 
     Of packed sequences that with the last of the border's tokens.
     """
-    BT: tl.constexpr = META.BT
-    if cu_seqlens is None:
-        borders = borders_of(T, L, META)
-        i_n, first = i_b // borders, i_b % borders * L
-        start, end = tile.sequence_span(i_n, cu_seqlens, T)
+    BL = call.L * META.BT
+    if call.cu_seqlens is None:
+        borders = borders_of(call, META)
+        i_n, first = i_b // borders, i_b % borders * call.L
+        start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
     elif META.RANKS:
-        is_edge = i_b == borders_of(T, L, META)
-        end = tl.minimum((i_b + 1).to(tl.int64) * (L * BT), T)
+        is_edge = i_b == borders_of(call, META)
+        end = tl.minimum((i_b + 1).to(tl.int64) * BL, call.T)
         last = tl.where(is_edge, 0, end - 1)
-        i_n = tile.sequence_of(last, cu_seqlens, N, T, 1, True)
-        start, end = tile.sequence_span(i_n, cu_seqlens, T)
-        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        i_n = tile.sequence_of(last, call.cu_seqlens, call.N, call.T, 1, True)
+        start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
+        first = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
         if is_edge:
-            first = -L
-        elif border_of(i_n, start, first, cu_seqlens, T, L, META) != i_b:
+            first = -call.L
+        elif border_of(i_n, start, first, call, META) != i_b:
             end = start
     else:
-        i_n = tile.sequence_of(i_b, cu_seqlens, N, T, L * BT, True)
-        start, end = tile.sequence_span(i_n, cu_seqlens, T)
-        last = (i_b + 1).to(tl.int64) * (L * BT) - 1
-        first = (tl.maximum(last - start, 0) // (L * BT) * L).to(tl.int32)
+        i_n = tile.sequence_of(i_b, call.cu_seqlens, call.N, call.T, BL, True)
+        start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
+        last = (i_b + 1).to(tl.int64) * BL - 1
+        first = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
         if last < start:
             end = start
     return i_n, start, end, first
 
 
 @triton.jit
-def is_whole(start, end, first, cu_seqlens, T, L, META: tl.constexpr):
+def is_whole(start, end, first, call, META: tl.constexpr):
     """Whether the segment that starts with chunk first has all L chunks."""
-    whole = start + (first + L).to(tl.int64) * META.BT <= end
+    whole = start + (first + call.L).to(tl.int64) * META.BT <= end
     if META.RANKS:
         here = start + first.to(tl.int64) * META.BT < end
-        if cu_seqlens is not None:
-            here &= end == T
+        if call.cu_seqlens is not None:
+            here &= end == call.T
         whole = (whole | here) & (first >= 0)
     return whole
 

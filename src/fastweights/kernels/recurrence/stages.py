@@ -8,6 +8,7 @@ stand in the order in which its kernel has them: tensors are those of
 
 from __future__ import annotations
 
+from collections import namedtuple
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -46,6 +47,24 @@ INPUTS = ("q", "k", "v", "g", "beta", "erase", "initial_state")
 GIVEN = (*INPUTS, "cu_seqlens", "do", "dstate")  # the last two to a backward
 T, N, L = Count("T"), Count("N"), Count("L")
 
+# What travels together is one argument of a kernel. What a launch does not
+# have, or is not to write, is None.
+Inputs = namedtuple("Inputs", "q k g beta erase")
+Decayed = namedtuple("Decayed", "q_in k_in k_out")
+Decays = namedtuple("Decays", "row_in row_out row_beta total G bound")
+Scores = namedtuple("Scores", "Aqk R", defaults=(None, None))
+Call = namedtuple("Call", "cu_seqlens scale T N L")
+# What enters a scan, and what it writes; and the same of a scan back.
+States = namedtuple("States", "initial_state border_states maps")
+Outputs = namedtuple(
+    "Outputs", "o state h u", defaults=(None, None, None, None)
+)
+Incoming = namedtuple("Incoming", "do dstate")
+ScanGrads = namedtuple("ScanGrads", "dv dbeta dh dinitial_state border_grads")
+# What intra_backward multiplies, and what it writes.
+Operands = namedtuple("Operands", "do u dv h dh")
+IntraGrads = namedtuple("IntraGrads", "dq dk dg dtotal dbeta derase")
+
 
 def meta_of(stage: str, kind: Kind) -> Meta:
     """What the stage's kernel is compiled for."""
@@ -75,8 +94,7 @@ class Rooms:
     maps           those of the segments before them: M, or channels' decays
     parts, dtotal  what gate_bwd_kernel sums to dg
 
-    What travels together is one argument of a kernel: inputs, decayed,
-    decays, and call, the call's numbers.
+    inputs, decayed, decays and call are groups.
     """
 
     def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
@@ -131,11 +149,12 @@ class Rooms:
         G = room("G", "slots", scores, torch.float64, head)
         row_out = room("row_out", "slots", scores, fp32, head)
         bound = room("bound", "slots", (HV,), fp32, head and delta)
-        self.inputs = self.q, self.k, self.g, self.beta, self.erase
+        self.inputs = Inputs(self.q, self.k, self.g, self.beta, self.erase)
         reads = k_in or self.erase or self.k
-        self.decayed = q_in or self.q, reads, k_out or self.k
-        self.decays = row_in, row_out, row_beta, total, G, bound or total
-        self.call = self.cu_seqlens, SCALE, T, N, L
+        self.decayed = Decayed(q_in or self.q, reads, k_out or self.k)
+        bound = bound or total
+        self.decays = Decays(row_in, row_out, row_beta, total, G, bound)
+        self.call = Call(self.cu_seqlens, SCALE, T, N, L)
 
         self.strong = room("strong", "slots", (HV,), torch.int32, channel)
         self.Aqk = room("Aqk", "tokens", scores, low, channel)
@@ -222,8 +241,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     builder = ScheduleBuilder(kind, dtypes)
     x, HV = builder.rooms, kind.HV
     groups: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    scores = x.Aqk, x.R
+    scores = Scores(x.Aqk, x.R)
     if kind.gate_width or kind.delta:
         groups = x.inputs, x.decayed, x.decays, scores, x.strong
         each = Count("slots", HV)
@@ -233,9 +251,9 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     if segmented:
         meta = meta_of("segment_maps", kind)
         programs = meta.NV + (meta.NM if kind.delta else 0)
-        states = x.initial_state, x.border_states, x.maps
-        outputs = None, x.state, None, None
-        groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
+        states = States(x.initial_state, x.border_states, x.maps)
+        outputs = Outputs(state=x.state)
+        groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
         each = Count("borders", HV * programs)
         builder.add("segment_maps", scan_fwd_kernel, each, *groups)
         groups = x.initial_state, x.border_states, x.state
@@ -243,8 +261,9 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         if kind.ranks:
             groups = *groups, x.through
             builder.add_tiles("arrive", arrive_kernel, "borders", *groups)
-    states = x.initial_state, x.border_states if segmented else None, None
-    outputs = x.o, x.state, None, None
+    border_states = x.border_states if segmented else None
+    states = States(x.initial_state, border_states, None)
+    outputs = Outputs(o=x.o, state=x.state)
     groups = x.decayed, x.v, x.decays, scores, states, outputs
     builder.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
     return builder.schedule(x.o, x.state)
@@ -259,24 +278,25 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     builder = ScheduleBuilder(kind, dtypes)
     x, H, HV = builder.rooms, kind.H, kind.HV
     groups: tuple[Any, ...]
-    dstates: tuple[Any, ...]
-    scores, incoming = (x.Aqk, x.R), (x.do, x.dstate)
+    grads: tuple[Any, ...]
+    scores, incoming = Scores(x.Aqk, x.R), Incoming(x.do, x.dstate)
     if kind.per_channel:
-        groups = x.inputs, x.decayed, x.decays, (None, None), x.strong
+        groups = x.inputs, x.decayed, x.decays, Scores(), x.strong
         each = Count("slots", HV)
         builder.add("intra_again", intra_strong_kernel, each, *groups)
     if segmented:
         stage = "segment_maps_backward"
-        dstates = None, None, None, x.dinitial_state, x.border_grads
-        groups = x.decayed, x.decays, scores, None, incoming, dstates
+        grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
+        groups = x.decayed, x.decays, scores, None, incoming, grads
         each = Count("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, each, *groups)
         groups = x.dstate, x.border_grads, x.dinitial_state
         builder.add_compose("compose_backward", *groups)
     # Needs nothing of other ranks, and runs while they are asked.
-    states = x.initial_state, x.border_states if segmented else None, None
-    outputs = None, None, x.h, x.u
-    groups = x.decayed, x.v, x.decays, (None, x.R), states, outputs
+    border_states = x.border_states if segmented else None
+    states = States(x.initial_state, border_states, None)
+    outputs = Outputs(h=x.h, u=x.u)
+    groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.ranks:
         stage = "arrive_backward"
@@ -286,22 +306,24 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     if sums_dbeta_by_tiles(kind):
         u, of_tiles, of_rows = x.u, x.dbeta, None
     border_grads = x.border_grads if segmented else None
-    dstates = x.dv, of_tiles, x.dh, x.dinitial_state, border_grads
-    groups = x.decayed, x.decays, scores, u, incoming, dstates
+    dfirst = x.dinitial_state
+    grads = ScanGrads(x.dv, of_tiles, x.dh, dfirst, border_grads)
+    groups = x.decayed, x.decays, scores, u, incoming, grads
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
-    operands = x.do, x.u if kind.delta else x.v, x.dv, x.h, x.dh
+    u = x.u if kind.delta else x.v
+    operands = Operands(x.do, u, x.dv, x.h, x.dh)
     dg = x.parts if kind.per_head else x.dg
-    gradients = x.dq, x.dk, dg, x.dtotal, of_rows, x.derase
+    grads = IntraGrads(x.dq, x.dk, dg, x.dtotal, of_rows, x.derase)
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, x.strong, operands, gradients
+    groups = x.g, x.decayed, x.decays, x.strong, operands, grads
     builder.add("intra_backward", intra_bwd_kernel, each, *groups)
     if kind.per_head:
         groups = x.parts, x.dtotal, x.dg
         each = Count("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, each, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.strong, operands, gradients
+        groups = x.inputs, x.decays, x.strong, operands, grads
         stage = "intra_backward_strong"
         builder.add(stage, intra_bwd_strong_kernel, each, *groups)
     firsts = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
