@@ -10,7 +10,7 @@ from fastweights.kernels.convolution_forward import (
     filtered,
     in_fp32,
     load_filter,
-    load_row,
+    load_input,
     tokens_of_slot,
 )
 from fastweights.kernels.tile import add_pairs, mask_if, sigmoid
@@ -92,7 +92,7 @@ def gradient_of_input(
         left = s - (end - (W - 1))  # its row of the last state
         m_s = (left >= 0) & (left < W - 1)
         i_s = i_n * (W - 1) + left
-        b_dx += load_row(dstate, i_s, m_s, channels, BLOCK.C).to(tl.float32)
+        b_dx += load_input(dstate, i_s, m_s, channels, BLOCK.C).to(tl.float32)
     return b_dx
 
 

@@ -90,17 +90,17 @@ class Meta(NamedTuple):
 
 
 @triton.jit
-def load_row(p_x, t, m_t, channels, C: tl.constexpr):
+def load_input(p_x, t, m_t, channels, C: tl.constexpr):
     """Row t of x [rows, C], of channels (o_d, m_d), if m_t; else 0."""
     o_d, m_d = channels
     return tl.load(p_x + t * C + o_d, mask=mask_if(m_t, m_d), other=0.0)
 
 
 @triton.jit
-def load_rows(p_x, t, end, channels, C: tl.constexpr):
+def load_inputs(p_x, t, end, channels, C: tl.constexpr):
     """Rows t to t + 3, those before ``end``: at once, and in x's dtype."""
     return [
-        load_row(p_x, t + j, t + j < end, channels, C) for j in (0, 1, 2, 3)
+        load_input(p_x, t + j, t + j < end, channels, C) for j in (0, 1, 2, 3)
     ]
 
 
@@ -115,11 +115,11 @@ def input_at(x, initial_state, t, chunk, channels, BLOCK: tl.constexpr):
     """The input of token t, or of the W - 1 before ``start``; else 0. fp32."""
     i_n, start, end, _ = chunk
     m_t = (t >= start) & (t < end)
-    b_x = load_row(x, t, m_t, channels, BLOCK.C)
+    b_x = load_input(x, t, m_t, channels, BLOCK.C)
     if initial_state is not None:
         m_s = (t < start) & (t + BLOCK.W > start)
         i_s = (i_n + 1) * (BLOCK.W - 1) + t - start
-        b_s = load_row(initial_state, i_s, m_s, channels, BLOCK.C)
+        b_s = load_input(initial_state, i_s, m_s, channels, BLOCK.C)
         b_x = tl.where(t < start, b_s, b_x)
     return b_x.to(tl.float32)
 
@@ -186,11 +186,11 @@ def walk(inputs, y, state, eps, chunk, c, o_y, BLOCK: tl.constexpr):
         for j in (3, 2, 1)
     ]
     stop = tl.minimum(t + BLOCK.BT, end)
-    ahead = load_rows(x, t, stop, channels, C)
+    ahead = load_inputs(x, t, stop, channels, C)
     for i in range(0, (stop - t).to(tl.int32), 4):
         s = t + i
         rows = before + in_fp32(ahead)
-        ahead = load_rows(x, s + 4, stop, channels, C)
+        ahead = load_inputs(x, s + 4, stop, channels, C)
         for j in tl.static_range(4):
             b_z = filtered(b_bias, taps, rows[j : j + 4], W)
             store_output(y, s + j, stop, b_z, eps, outputs, BLOCK)

@@ -33,7 +33,7 @@ class Meta(NamedTuple):
 
 
 @triton.jit
-def row_pointers(i, rows, i_g, stride, META: tl.constexpr):
+def row_offsets(i, rows, i_g, stride, META: tl.constexpr):
     """Where tile i of group i_g lies in o and in the gate, and its mask.
 
     Row n of a group is row n G + i_g of all. G is 1, all heads in one group,
@@ -43,10 +43,10 @@ def row_pointers(i, rows, i_g, stride, META: tl.constexpr):
     n = i * META.BR + tl.arange(0, META.BR)
     o_v = tl.arange(0, META.BV)
     r = n * META.G + i_g
-    p_o = r.to(tl.int64)[:, None] * V + o_v[None, :]  # [BR, BV]
-    p_g = (r // META.HV).to(tl.int64) * stride + r % META.HV * V
+    o_x = r.to(tl.int64)[:, None] * V + o_v[None, :]  # [BR, BV]
+    o_g = (r // META.HV).to(tl.int64) * stride + r % META.HV * V
     mask = (n < rows)[:, None] & (o_v < V)[None, :]
-    return p_o, p_g[:, None] + o_v[None, :], mask
+    return o_x, o_g[:, None] + o_v[None, :], mask
 
 
 @triton.jit
@@ -67,10 +67,10 @@ def norm_fwd_kernel(inputs, y, eps, rows, stride, META: tl.constexpr):
     V: tl.constexpr = META.V
     i, i_g = tl.program_id(0) // META.G, tl.program_id(0) % META.G
     o_v = tl.arange(0, META.BV)
-    p_o, p_g, mask = row_pointers(i, rows, i_g, stride, META)
-    b_o = tl.load(o + p_o, mask=mask, other=0.0).to(tl.float32)  # [BR, BV]
+    o_x, o_g, mask = row_offsets(i, rows, i_g, stride, META)
+    b_o = tl.load(o + o_x, mask=mask, other=0.0).to(tl.float32)  # [BR, BV]
     if gate is not None:
-        b_g = tl.load(gate + p_g, mask=mask, other=0.0).to(tl.float32)
+        b_g = tl.load(gate + o_g, mask=mask, other=0.0).to(tl.float32)
     b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
     b_y, _ = normalised(b_o, mask, eps, V)
     b_y *= b_w.to(tl.float32)[None, :]
@@ -78,7 +78,7 @@ def norm_fwd_kernel(inputs, y, eps, rows, stride, META: tl.constexpr):
         b_y *= sigmoid(b_g)
         if META.SILU:
             b_y *= b_g
-    tl.store(y + p_o, b_y, mask=mask)
+    tl.store(y + o_x, b_y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,21 +96,21 @@ def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
     step = tl.num_programs(0) // META.G
     b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
     b_w = b_w.to(tl.float32)[None, :]
-    p_o, p_g, mask = row_pointers(first, rows, i_g, stride, META)
-    b_dw = tl.zeros(p_o.shape, tl.float32)
-    n_o = tl.load(o + p_o, mask=mask, other=0.0)  # [BR, BV]
-    n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
+    o_x, o_g, mask = row_offsets(first, rows, i_g, stride, META)
+    b_dw = tl.zeros(o_x.shape, tl.float32)
+    n_o = tl.load(o + o_x, mask=mask, other=0.0)  # [BR, BV]
+    n_dy = tl.load(dy + o_x, mask=mask, other=0.0)
     n_g = n_o
     if gate is not None:
-        n_g = tl.load(gate + p_g, mask=mask, other=0.0)
+        n_g = tl.load(gate + o_g, mask=mask, other=0.0)
     for i in range(first, tl.cdiv(rows, META.BR), step):
         b_o, b_dy = n_o.to(tl.float32), n_dy.to(tl.float32)
-        b_g, p_y, m_y = n_g.to(tl.float32), p_o, mask
-        p_o, p_g, mask = row_pointers(i + step, rows, i_g, stride, META)
-        n_o = tl.load(o + p_o, mask=mask, other=0.0)
-        n_dy = tl.load(dy + p_o, mask=mask, other=0.0)
+        b_g, o_y, m_y = n_g.to(tl.float32), o_x, mask
+        o_x, o_g, mask = row_offsets(i + step, rows, i_g, stride, META)
+        n_o = tl.load(o + o_x, mask=mask, other=0.0)
+        n_dy = tl.load(dy + o_x, mask=mask, other=0.0)
         if gate is not None:
-            n_g = tl.load(gate + p_g, mask=mask, other=0.0)
+            n_g = tl.load(gate + o_g, mask=mask, other=0.0)
 
         b_y, b_r = normalised(b_o, m_y, eps, V)
         if gate is not None:
@@ -120,12 +120,12 @@ def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
                 b_da = b_a + b_g * b_da
                 b_a *= b_g
             b_dg = b_dy * b_y * b_w * b_da
-            tl.store(dgate + p_y, b_dg, mask=m_y)
+            tl.store(dgate + o_y, b_dg, mask=m_y)
             b_dy *= b_a
         b_dw += b_dy * b_y
         b_dy *= b_w
         b_m = tl.sum(b_dy * b_y, axis=1, keep_dims=True) / V  # [BR, 1]
-        tl.store(do + p_y, b_r * (b_dy - b_m * b_y), mask=m_y)
+        tl.store(do + o_y, b_r * (b_dy - b_m * b_y), mask=m_y)
     p_w = share + tl.program_id(0) * V + o_v
     tl.store(p_w, tl.sum(b_dw, axis=0), mask=o_v < V)
 
