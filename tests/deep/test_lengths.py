@@ -6,11 +6,13 @@ import pytest
 import torch
 from support.crossed import all_but
 from support.deep_cases import CASES, B, C, H, K, drawn
+from support.deep_cases import layers as weights
 from support.graphs import in_one_graph
 from support.layer_cases import CASES as LAYERS
 from support.layer_cases import contents, made, tokens
 from torch.utils.checkpoint import checkpoint
 
+from fastweights import deep
 from fastweights.checks import relative_error
 from fastweights.layers import lact, titans, ttt, unpacked_rows
 from fastweights.ops import any_length
@@ -99,9 +101,9 @@ def _once(case, x, options, monkeypatch):
     """The operator's own call of the function is not another operator."""
     call = any_length.call
 
-    def closed(*arguments):
+    def closed(*arguments, **options):
         monkeypatch.setattr(any_length, "is_open", lambda _: False)
-        return call(*arguments)
+        return call(*arguments, **options)
 
     monkeypatch.setattr(any_length, "call", closed)
     found = case.chunked(x, **options)
@@ -111,19 +113,35 @@ def _once(case, x, options, monkeypatch):
 
 def test_a_gradients_gradient_of_the_operator_is_refused():
     x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
-    names = ("q", "k", "v", "rate", "gamma", "bias", "rows")
-    given = [*(x[n] for n in names), None, None, None, x["W1"], x["b1"]]
+    given = [x[n] for n in ("q", "k", "v", "rate")]
+    given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["rows"]]
     sizes = [B, H, 2, K * K + K]
-    o, _ = any_length.call("ttt", given, [1], sizes, o64, "auto")
+    name = "fastweights.deep.ttt:ttt"
+    o, _ = any_length.call(name, sizes, torch.float64, *given)
     message = "ttt: got a gradient of its gradient"
     with pytest.raises(NotImplementedError, match=message):
         torch.autograd.grad(o.sum(), x["W1"], create_graph=True)
 
 
-o64 = torch.float64
-
-
 # By a compiler.
+
+
+def test_a_chunk_size_that_a_compiler_leaves_open():
+    """It is a constant of the operator, and of its graph."""
+    torch._dynamo.reset()
+
+    def run(x, size):
+        names = ("q", "k", "v", "rate", "momentum", "g")
+        tokens = (x[name] for name in names)
+        return deep.titans(*tokens, weights(x), chunk_size=size)[0]
+
+    compiled = torch.compile(
+        run, backend="eager", fullgraph=True, dynamic=True
+    )
+    for T, size in ((9, 4), (11, 4), (12, 5)):
+        x = drawn("titans-linear", T)
+        torch.testing.assert_close(compiled(x, size), run(x, size))
+
 
 KINDS = ["lact", "ttt-linear", "ttt-mlp", "titans", "mesanet", "softmax"]
 KINDS += ["gated-deltanet"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -163,11 +162,16 @@ def lact(
     )
     check_state(q, initial_state, B, H, 3 * numbers + 1, after=position)
     if any_length.is_open(T):
-        tensors = [q, k, v, rates, *start, momentum, initial_state]
-        tensors += [position, lengths]
-        options = [chunk_size, int(muon), int(prenorm)]
-        sizes = [B, H, 3 * numbers + 1]
-        return any_length.call("lact", tensors, options, sizes, full)
+        return any_length.call(
+            *(f"{__name__}:lact", [B, H, 3 * numbers + 1], full),
+            *(q, k, v, rates, start, momentum),
+            chunk_size=chunk_size,
+            muon=muon,
+            prenorm=prenorm,
+            initial_state=initial_state,
+            position=position,
+            lengths=lengths,
+        )
     with without_autocast(q):
         rates = rates.to(full)
         if momentum is None:
@@ -221,19 +225,6 @@ def lact(
             stepped = stepped | part.ends
         flat = [x.flatten(2) for x in (*since, *memory, *total)]
         return layout.join(outputs), torch.cat([*flat, mean], -1)
-
-
-def _call_from_lists(
-    tensors: list[Any], numbers: list[int], _: str
-) -> tuple[Tensor, Tensor]:
-    size, muon, prenorm = numbers
-    given = dict(zip(any_length.PLACES, tensors[8:], strict=True))
-    given |= {"muon": bool(muon), "prenorm": bool(prenorm)}
-    arguments = *tensors[:4], tensors[4:7], tensors[7]
-    return lact(*arguments, **given, chunk_size=size)
-
-
-any_length.FUNCTIONS["lact"] = _call_from_lists
 
 
 def _unpack(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -123,10 +122,14 @@ def titans(
     if norm is not None:
         check_pair("norm", norm, (H, v.shape[-1]))
     if any_length.is_open(T):
-        tensors = [q, k, v, rate, momentum, g, *(norm or (None, None))]
-        tensors += [initial_state, position, lengths, *tensors_of(start)]
-        numbers, sizes = [chunk_size], [B, H, 3, P]
-        return any_length.call("titans", tensors, numbers, sizes, full)
+        return any_length.call(
+            *(f"{__name__}:titans", [B, H, 3, P], full),
+            *(q, k, v, rate, momentum, g, start, norm),
+            chunk_size=chunk_size,
+            initial_state=initial_state,
+            position=position,
+            lengths=lengths,
+        )
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
         momentum, decay = momentum.to(full), g.to(full).exp()
@@ -161,19 +164,6 @@ def titans(
         if rest:
             outputs.append(layout.join(rest))
         return torch.cat(outputs, 1).to(dtype), pack_state(M, S, base, start)
-
-
-def _call_from_lists(
-    tensors: list[Any], numbers: list[int], _: str
-) -> tuple[Tensor, Tensor]:
-    weight, bias, *places = tensors[6:11]
-    norm = None if weight is None else (weight, bias)
-    given = dict(zip(any_length.PLACES, places, strict=True))
-    arguments = *tensors[:6], as_layers(tensors[11:]), norm
-    return titans(*arguments, **given, chunk_size=numbers[0])
-
-
-any_length.FUNCTIONS["titans"] = _call_from_lists
 
 
 def unpack_state(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -108,10 +107,14 @@ def ttt(
     check_pair("norm", norm, (H, K))
     check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_open(T):
-        tensors = [q, k, v, rate, *norm, rows, initial_state, position]
-        tensors += [lengths, *tensors_of(start)]
-        numbers, sizes = [len(start)], [B, H, 2, P]
-        return any_length.call("ttt", tensors, numbers, sizes, full, backend)
+        return any_length.call(
+            *(f"{__name__}:ttt", [B, H, 2, P], full),
+            *(q, k, v, rate, start, norm, rows),
+            initial_state=initial_state,
+            position=position,
+            lengths=lengths,
+            backend=backend,
+        )
     with without_autocast(q):
         tokens = (q, k, v)
         start = [(W.to(full), b.to(full)) for W, b in start]
@@ -156,18 +159,6 @@ def ttt(
         since = map_layers(torch.sub, weights, start)
         after = flatten([*since, *total]).unflatten(-1, (2, -1))
         return torch.cat(outputs, 1), after
-
-
-def _call_from_lists(
-    tensors: list[Any], _: list[int], backend: Any
-) -> tuple[Tensor, Tensor]:
-    tokens, norm, rows, *places = tensors[:4], tensors[4:6], *tensors[6:10]
-    given = dict(zip(any_length.PLACES, places, strict=True))
-    arguments = *tokens, as_layers(tensors[10:]), norm, rows
-    return ttt(*arguments, **given, backend=backend)
-
-
-any_length.FUNCTIONS["ttt"] = _call_from_lists
 
 
 def _stepped(row: Tensor, W: Tensor, G: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -39,9 +37,10 @@ def window_attention(
     N, L, H, K = q.shape
     before = window - 1
     if any_length.is_open(L):
-        tensors = [q, k, v, past, position, lengths]
-        sizes = [N, before, 2 * H * K]
-        return any_length.call("window", tensors, [window], sizes, k.dtype)
+        return any_length.call(
+            *(f"{__name__}:window_attention", [N, before, 2 * H * K], k.dtype),
+            *(q, k, v, window, past, position, lengths),
+        )
     both = torch.cat([k.flatten(2), v.flatten(2)], -1)
     if past is None:
         past = both.new_zeros(N, before, 2 * H * K)
@@ -73,13 +72,3 @@ def window_attention(
         return o, both[:, L:]
     at = lengths[:, None] + torch.arange(before, device=q.device)
     return o, torch.take_along_dim(both, at[..., None], 1)
-
-
-def _call_from_lists(
-    tensors: list[Any], numbers: list[int], _: str
-) -> tuple[Tensor, Tensor]:
-    q, k, v, *rest = tensors
-    return window_attention(q, k, v, numbers[0], *rest)
-
-
-any_length.FUNCTIONS["window"] = _call_from_lists

@@ -9,24 +9,24 @@ computes it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+import operator
+import pkgutil
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastweights.ops.registration import LIBRARY, registered
 
 Both = tuple[Tensor, Tensor]
-FUNCTIONS: dict[str, Callable[..., Both]] = {}
-"""Functions by name: (tensors, numbers, backend) -> output as v, state."""
 
-PLACES = ("initial_state", "position", "lengths")
-"""Tensors that functions of chunks take by name."""
+GIVEN = "a tensor"
+"""What stands in the text of a call's arguments for each tensor."""
 
-ARGUMENTS = (
-    "str name, Tensor[] given, bool[] there, int[] numbers, str backend"
-)
+SCHEMA = "str function, Tensor[] given, str arguments"
 
 
 def is_open(T: int) -> bool:
@@ -39,46 +39,53 @@ def is_open(T: int) -> bool:
 
 
 def call(
-    name: str,
-    tensors: Sequence[Tensor | None],
-    numbers: list[int],
-    state: list[int],
+    function: str,
+    state: Sequence[int],
     dtype: torch.dtype,
-    backend: str = "",
+    *args: Any,
+    **options: Any,
 ) -> Both:
-    """The function of this name, as one operator.
+    """function(*args, **options), which are output and state, as one operator.
 
-    The third of the tensors has the shape and dtype of the output; the
-    state's are ``state`` and ``dtype``. There is at least one number.
+    ``function`` is "module:name". The third of the tensors in its arguments
+    has the shape and dtype of the output; the state's are ``state`` and
+    ``dtype``. Arguments without tensors are constants.
     """
-    given = [x for x in tensors if x is not None]
-    there = [x is not None for x in tensors]
-    return FORWARD(name, given, there, numbers, backend, state, dtype)
+    arguments = args, options
+    given = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    text = repr(tree_map(_constant, arguments))
+    return FORWARD(function, given, text, state, dtype)
 
 
-def _tensors(
-    given: Sequence[Tensor], there: Sequence[bool]
-) -> list[Tensor | None]:
-    """The tensors, with None in the places of those that are not there."""
-    more = iter(given)
-    return [next(more) if x else None for x in there]
+def _constant(x: Any) -> Any:
+    """What a graph keeps of an argument: of an open number its value."""
+    if isinstance(x, Tensor):
+        return GIVEN
+    whole = isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+    return operator.index(x) if whole else x
+
+
+def _called(function: str, given: Sequence[Tensor], arguments: str) -> Both:
+    tensors = iter(given)
+    args, options = tree_map(
+        lambda x: next(tensors) if x == GIVEN else x,
+        ast.literal_eval(arguments),
+    )
+    return pkgutil.resolve_name(function)(*args, **options)
 
 
 def _forward(
-    name: str,
+    function: str,
     given: list[Tensor],
-    there: list[bool],
-    numbers: list[int],
-    backend: str,
+    arguments: str,
     state: list[int],
     dtype: torch.dtype,
 ) -> Both:
-    tensors = _tensors(given, there)
-    o, after = FUNCTIONS[name](tensors, numbers, backend)
+    o, after = _called(function, given, arguments)
     return o.contiguous(), after.contiguous()
 
 
-def _fake(name, given, there, numbers, backend, state, dtype):
+def _fake(function, given, arguments, state, dtype):
     v = given[2]
     return v.new_empty(v.shape), v.new_empty(state, dtype=dtype)
 
@@ -86,11 +93,9 @@ def _fake(name, given, there, numbers, backend, state, dtype):
 def _backward(
     do: Tensor,
     dstate: Tensor,
-    name: str,
+    function: str,
     given: list[Tensor],
-    there: list[bool],
-    numbers: list[int],
-    backend: str,
+    arguments: str,
 ) -> list[Tensor]:
     """Gradients of all that are no integers, in order."""
     with torch.enable_grad():
@@ -98,7 +103,7 @@ def _backward(
             x.detach().requires_grad_(x.is_floating_point()) for x in given
         ]
         found = torch.autograd.grad(
-            FUNCTIONS[name](_tensors(given, there), numbers, backend),
+            _called(function, given, arguments),
             [x for x in given if x.requires_grad],
             (do, dstate),
             allow_unused=True,
@@ -107,34 +112,35 @@ def _backward(
     return [x.contiguous() for x in found]
 
 
-def _empty(do, dstate, name, given, there, numbers, backend):
+def _empty(do, dstate, function, given, arguments):
     return [x.new_empty(x.shape) for x in given if x.is_floating_point()]
 
 
 def _save(ctx: Any, inputs: tuple, output: Both) -> None:
-    ctx.name, given, *ctx.rest = inputs[:5]
+    ctx.function, given, ctx.arguments = inputs[:3]
     ctx.save_for_backward(*given)
 
 
 def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        name = ctx.function.split(":")[1]
         raise NotImplementedError(
-            f"{ctx.name}: got a gradient of its gradient, which a graph for "
+            f"{name}: got a gradient of its gradient, which a graph for "
             "any length has not"
         )
     given = ctx.saved_tensors  # checkpointing lets them be read once
-    found = iter(BACKWARD(do, dstate, ctx.name, given, *ctx.rest))
+    found = iter(BACKWARD(do, dstate, ctx.function, given, ctx.arguments))
     grads = [next(found) if x.is_floating_point() else None for x in given]
-    return None, grads, None, None, None, None, None
+    return None, grads, None, None, None
 
 
 FORWARD = registered(
-    f"any_length({ARGUMENTS}, SymInt[] state, ScalarType dtype)"
+    f"any_length({SCHEMA}, SymInt[] state, ScalarType dtype)"
     " -> (Tensor o, Tensor state_after)",
     *(_forward, _fake, _differentiate, _save),
 )
 BACKWARD = registered(
-    f"any_length_backward(Tensor do, Tensor dstate, {ARGUMENTS}) -> Tensor[]",
+    f"any_length_backward(Tensor do, Tensor dstate, {SCHEMA}) -> Tensor[]",
     *(_backward, _empty),
 )
 # Past autograd, not through it, where nothing inside could have gradients.
