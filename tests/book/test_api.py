@@ -131,7 +131,7 @@ def given(name: str) -> dict[str, object]:
     more, packed, offsets = x, x, torch.tensor([0, 5, T])
     tokens = torch.randint(257, (B, T))
     prompt = tokens[0]
-    sizes = {"vocabulary": 257, "dim": 16, "num_layers": 1, "num_heads": 2}
+    sizes = {"vocab_size": 257, "dim": 16, "num_layers": 1, "num_heads": 2}
     model = LanguageModel(ModelConfig(**sizes))
     library = {"torch": torch, "fw": fw, "close": close}
     return locals() | dict(zip("BC", maps, strict=True)) | library

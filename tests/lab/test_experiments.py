@@ -181,7 +181,7 @@ def test_accuracy_is_the_share_of_right_answers_per_kind():
     }
     assert len({*found.values()}) == 2
     plain = Needles(level=1, segments=1)
-    model = LanguageModel(replace(trial.model_config, vocabulary=103))
+    model = LanguageModel(replace(trial.model_config, vocab_size=103))
     assert [*accuracy(model, plain, 4, 0)] == ["needle"]
 
 
@@ -206,7 +206,7 @@ def test_the_model_has_an_mlp_if_one_is_asked_for():
     assert [block.mlp is None for block in model.blocks] == [False, False]
     assert two.model_config.mlp_width == 64
     assert LanguageModel(TRIAL.model_config).blocks[0].mlp is None
-    assert TRIAL.model_config.vocabulary == TASK.vocabulary
+    assert TRIAL.model_config.vocab_size == TASK.vocabulary
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def model_of(*pattern, **options):
     torch.manual_seed(0)
     return LanguageModel(
         ModelConfig(
-            vocabulary=11,
+            vocab_size=11,
             dim=12,
             num_layers=len(pattern),
             num_heads=2,

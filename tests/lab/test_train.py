@@ -155,7 +155,7 @@ def test_a_tokenizer_of_ones_own(tokenizer_file, settings):
     tokens = tokenizer.encode(b"1 and 2 are 3\n")
     assert len(tokens) < 10 and tokens.max() < 40
     run = Training(replace(settings, tokenizer=str(tokenizer_file)))
-    assert run.model.config.vocabulary == 41
+    assert run.model.config.vocab_size == 41
     assert run.step() == pytest.approx(math.log(41), abs=0.3)
     per_byte = math.log2(41) * run.held_out.tokens_per_byte
     assert run.evaluate()["bits per byte"] == pytest.approx(per_byte, 0.1)

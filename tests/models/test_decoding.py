@@ -14,7 +14,7 @@ from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.streaming import stream
 
 GPU = pytest.mark.gpu
-SIZES = {"vocabulary": 97, "dim": 64, "num_layers": 2, "num_heads": 2}
+SIZES = {"vocab_size": 97, "dim": 64, "num_layers": 2, "num_heads": 2}
 
 
 def made(kind="gated_deltanet", **to):

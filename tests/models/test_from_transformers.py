@@ -51,7 +51,7 @@ THEIRS = {
     ),
 }
 HYBRID = {
-    "vocabulary": 64,
+    "vocab_size": 64,
     "dim": 32,
     "num_layers": 2,
     "pattern": ("gated_deltanet", "softmax"),

@@ -34,6 +34,8 @@ def agree(found, expected, atol=1e-6):
 def test_a_config_survives_json():
     c = config(3 * ("kda",) + ("softmax",), num_layers=9, head_dim=8)
     assert ModelConfig.from_json(c.to_json()) == c
+    older = c.to_json().replace("vocab_size", "vocabulary")
+    assert ModelConfig.from_json(older) == c
     assert c.kinds == 2 * (3 * ("kda",) + ("softmax",)) + ("kda",)
 
 
@@ -51,7 +53,10 @@ def test_the_mlp_is_rounded_up_as_published():
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        ("vocabulary", 0, "vocabulary: got 0, need an integer >= 1"),
+        ("vocab_size", 0, "vocab_size: got 0, need an integer >= 1"),
+        ("vocabulary", 9, "vocabulary: got 9, need it as vocab_size"),
+        ("hidden_size", 9, "hidden_size: got 9, need it as dim"),
+        ("rnn", 9, "rnn: got 9, which ModelConfig has not, need one of voc"),
         ("dim", 32.0, "dim: got float, need an int"),
         ("num_heads", 5, "num_heads: got 5, need a divisor of dim = 32"),
         ("num_layers", "2", "num_layers: got str, need an int"),
@@ -624,7 +629,7 @@ def test_a_folder_that_does_not_fit(tmp_path):
     for changes, said in (
         ({"tie_embeddings": False}, "lacks head.weight"),
         ({"num_layers": 2}, r"has blocks.2.*\(and \d+ more\)"),
-        ({"vocabulary": 70}, r"embedding.weight of shape \[71, 32\], need"),
+        ({"vocab_size": 70}, r"embedding.weight of shape \[71, 32\], need"),
         ({"width": 3}, "config.json: config: got the field 'width'"),
         ({"dim": 0}, "config.json: dim: got 0"),
     ):

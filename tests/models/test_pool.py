@@ -10,7 +10,7 @@ from support.crossed import crossed
 
 from fastweights.models import LAYERS, StatePool
 
-SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
+SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 
 
 def model(pattern):

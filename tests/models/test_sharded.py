@@ -25,7 +25,7 @@ from fastweights.models import (
 )
 
 CONFIG = ModelConfig(
-    vocabulary=70,
+    vocab_size=70,
     dim=32,
     num_layers=3,
     pattern=("gated_deltanet", "mamba", "softmax"),

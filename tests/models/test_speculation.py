@@ -147,7 +147,7 @@ def test_rows_stop_at_tokens_of_their_own(how):
 def test_samples_have_the_models_distribution():
     """Chi-square of pairs of tokens; drafts are drawn evenly."""
     torch.manual_seed(0)
-    shape = {"vocabulary": 5, "dim": 8, "num_layers": 1, "num_heads": 1}
+    shape = {"vocab_size": 5, "dim": 8, "num_layers": 1, "num_heads": 1}
     m = LanguageModel(ModelConfig(**shape, pattern=("gated_deltanet",)))
     torch.nn.init.normal_(m.head.weight)
     prompt, N, numbers = torch.tensor([1, 2]), 4000, random.Random(0)
@@ -241,7 +241,7 @@ def test_one_token_that_is_not_taken_in():
 
 
 def test_what_a_draft_may_be():
-    m, other = model(), LanguageModel(config(vocabulary=70))
+    m, other = model(), LanguageModel(config(vocab_size=70))
     bad = {
         'need "lookup"': "look",
         "need .* a function": 3,

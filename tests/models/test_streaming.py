@@ -15,7 +15,7 @@ V = 16
 
 def model(kind="gla", **to):
     torch.manual_seed(0)
-    shape = {"vocabulary": V, "dim": 8, "num_layers": 1, "num_heads": 1}
+    shape = {"vocab_size": V, "dim": 8, "num_layers": 1, "num_heads": 1}
     m = LanguageModel(ModelConfig(pattern=(kind,), **shape), **to)
     torch.nn.init.normal_(m.embedding.weight)
     return m

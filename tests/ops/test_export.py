@@ -53,7 +53,7 @@ PATTERNS = [
 def test_one_program_for_every_step_of_decoding(pattern):
     """The states go in and come out, by their fields."""
     torch.manual_seed(0)
-    config = {"vocabulary": 31, "dim": 16, "num_heads": 2, "head_dim": 8}
+    config = {"vocab_size": 31, "dim": 16, "num_heads": 2, "head_dim": 8}
     kinds = tuple(pattern.split("*"))
     m = LanguageModel(ModelConfig(**config, num_layers=2, pattern=kinds))
     text = torch.randint(31, (3, 20))

@@ -12,7 +12,7 @@ from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import STEPS_PER_READ
 
-SIZES = {"vocabulary": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
+SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
 
 

@@ -16,7 +16,7 @@ HYBRID = ("gated_deltanet", "gla", "softmax")
 
 def config(pattern=HYBRID, **changes):
     fields = {
-        "vocabulary": 71,
+        "vocab_size": 71,
         "dim": 32,
         "num_layers": max(2, len(pattern)),
         "num_heads": 2,

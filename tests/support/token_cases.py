@@ -6,8 +6,8 @@ from fastweights.checks import relative_error
 from fastweights.models import LanguageModel, ModelConfig, StatePool
 from fastweights.ops import record_backends
 
-SIZES = {"vocabulary": 20, "dim": 32, "num_layers": 2, "num_heads": 2}
-V = SIZES["vocabulary"]
+SIZES = {"vocab_size": 20, "dim": 32, "num_layers": 2, "num_heads": 2}
+V = SIZES["vocab_size"]
 CASES = {
     "gated_deltanet": {},
     "gated_deltanet-wide": {

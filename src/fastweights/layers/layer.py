@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -52,16 +52,20 @@ PEERS = {
     "ngroups": "num_groups",
     "num_key_value_heads": "num_kv_heads",
     "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
     "qk_dim_factor": "qk_factor",
+    "rms_norm_eps": "norm_eps",
     "rope_theta": "theta",
+    "tie_word_embeddings": "tie_embeddings",
     "use_beta_bias": "beta_bias",
     "use_gate": "gate",
     "use_output_gate": "gate",
     "use_short_conv": "conv_size (None: no convolution)",
     "v_dim_factor": "v_factor",
+    "vocabulary": "vocab_size",
     "window_size": "window",
 }
-"""What public implementations call an argument, and its name here."""
+"""What an argument is called elsewhere, or was here: its name now."""
 
 
 NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
@@ -254,9 +258,8 @@ def _checked(make: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
-        for name, x in options.items():
-            if name not in taken and not others:
-                _refuse(type(self).__name__, name, x, [*taken][1:])
+        if not others:
+            check_names(type(self).__name__, options, [*taken][1:])
         given = dict(zip([*taken][1:], args, strict=False)) | options
         for name in given.keys() & taken.keys():
             _check(name, given[name], str(taken[name].annotation))
@@ -269,15 +272,18 @@ def _checked(make: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _refuse(cls: str, name: str, x: object, taken: list[str]) -> NoReturn:
-    """Raise TypeError for an argument that there is not."""
-    ours = PEERS.get(name, "")
-    if ours and ours.split()[0] in taken:
-        raise TypeError(f"{name}: got {x!r}, need it as {ours}")
-    raise TypeError(
-        f"{name}: got {x!r}, which {cls} has not, need one of "
-        f"{', '.join(taken)}"
-    )
+def check_names(cls: str, given: dict[str, Any], taken: list[str]) -> None:
+    """Raise TypeError for the first argument by a name that cls has not."""
+    for name, x in given.items():
+        if name in taken:
+            continue
+        ours = PEERS.get(name, "")
+        if ours and ours.split()[0] in taken:
+            raise TypeError(f"{name}: got {x!r}, need it as {ours}")
+        raise TypeError(
+            f"{name}: got {x!r}, which {cls} has not, need one of "
+            f"{', '.join(taken)}"
+        )
 
 
 def _check(name: str, x: Any, annotation: str) -> None:

@@ -3,7 +3,7 @@
     from fastweights.models import LanguageModel, ModelConfig, load
 
     config = ModelConfig(
-        vocabulary=257,
+        vocab_size=257,
         dim=128,
         num_layers=4,
         pattern=3 * ("gated_deltanet",) + ("softmax",),

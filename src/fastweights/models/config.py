@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -13,6 +14,7 @@ from torch import nn
 
 from fastweights import layers
 from fastweights.arguments import check_flags, check_number, check_sizes
+from fastweights.layers.layer import check_names
 
 LAYERS: dict[str, type[nn.Module]] = {
     "comba": layers.Comba,
@@ -48,8 +50,8 @@ class ModelConfig:
             field, what it got and what it needs.
     """
 
-    vocabulary: int
-    """Tokens that there are; a token is 0 to vocabulary - 1."""
+    vocab_size: int
+    """Tokens that there are; a token is 0 to vocab_size - 1."""
 
     dim: int
     """Width D of the residual stream."""
@@ -101,7 +103,7 @@ class ModelConfig:
             object.__setattr__(self, name, tuple(names))
             for kind in names:
                 _known(name, kind)
-        sizes = ("vocabulary", "dim", "num_layers", "num_heads")
+        sizes = ("vocab_size", "dim", "num_layers", "num_heads")
         check_sizes(**{name: getattr(self, name) for name in sizes})
         check_sizes(mlp_multiple=self.mlp_multiple)
         if self.head_dim is not None:
@@ -188,16 +190,32 @@ class ModelConfig:
             ) from None
         if not isinstance(found, dict):
             raise ValueError(f"config: got {found!r}, need a JSON object")
+        if "vocabulary" in found:  # in files of an earlier edition
+            found["vocab_size"] = found.pop("vocabulary")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(found.keys() - known):
             raise ValueError(
                 f"config: got the field {unknown[0]!r}, need one of "
                 f"{', '.join(sorted(known))}"
             )
-        for name in ("vocabulary", "dim", "num_layers"):
+        for name in ("vocab_size", "dim", "num_layers"):
             if name not in found:
                 raise ValueError(f"{name}: got nothing, need an integer")
         return cls(**found)
+
+
+_made = ModelConfig.__init__
+
+
+@functools.wraps(_made)
+def _named(self: Any, *args: Any, **options: Any) -> None:
+    """Say what ModelConfig calls an argument by another library's name."""
+    taken = [of.name for of in fields(ModelConfig)]
+    check_names("ModelConfig", options, taken)
+    _made(self, *args, **options)
+
+
+ModelConfig.__init__ = _named  # type: ignore[method-assign]
 
 
 def arguments(kind: str) -> list[str]:

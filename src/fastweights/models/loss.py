@@ -125,11 +125,11 @@ def losses_of_logits(
 def check_tokens(
     name: str,
     tokens: Tensor,
-    vocabulary: int,
+    vocab_size: int,
     shape: Sequence[int] | None = None,
     ignore_index: int | None = None,
 ) -> None:
-    """Raise unless they are integers of this shape, 0 to vocabulary - 1.
+    """Raise unless they are integers of this shape, 0 to vocab_size - 1.
 
     Or ``ignore_index``. Values are read where that costs no synchronisation:
     on a CPU, where nothing is traced.
@@ -148,11 +148,11 @@ def check_tokens(
     if ignore_index is not None:
         tokens = tokens.where(tokens != ignore_index, 0)
     low, high = map(int, tokens.aminmax())
-    if low < 0 or high >= vocabulary:
+    if low < 0 or high >= vocab_size:
         besides = "" if ignore_index is None else f" or {ignore_index}"
         raise ValueError(
             f"{name}: got {low if low < 0 else high}, need 0 to "
-            f"{vocabulary - 1}{besides}"
+            f"{vocab_size - 1}{besides}"
         )
 
 

@@ -192,7 +192,7 @@ class LanguageModel(CheckedModule):
                 f"config: got {type(config).__name__}, need a ModelConfig"
             )
         self.config, self.checkpoint = config, checkpoint
-        V, D = config.vocabulary, config.dim
+        V, D = config.vocab_size, config.dim
         self.embedding = nn.Embedding(V, D, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
             Block(config, i, device=device, dtype=dtype)
@@ -264,7 +264,7 @@ class LanguageModel(CheckedModule):
         DistributedDataParallel and FSDP wrap is this function.
 
         Args:
-            tokens: 0 to vocabulary - 1.
+            tokens: 0 to vocab_size - 1.
             states: one per layer, of the tokens before these. Without
                 gradients they are changed in place.
             cu_seqlens: where packed sequences begin and end; B is 1 then.
@@ -341,7 +341,7 @@ class LanguageModel(CheckedModule):
         ``last`` says that nothing follows these tokens: no states are
         returned then.
         """
-        check_tokens("tokens", tokens, self.config.vocabulary)
+        check_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.dim() != 2 or not tokens.numel():
             wrong_shape("tokens", tokens, "[B, T] with B, T >= 1")
         if states is None:
@@ -390,7 +390,7 @@ class LanguageModel(CheckedModule):
             return self.head.weight if is_product(self.head, x) else None
         if is_plain(self.embedding, PLAIN_EMBEDDING, x.device):
             return self.embedding.weight
-        every = torch.arange(self.config.vocabulary, device=x.device)
+        every = torch.arange(self.config.vocab_size, device=x.device)
         return self.embedding(every[None])[0]
 
     def new_states(
@@ -457,8 +457,8 @@ class LanguageModel(CheckedModule):
         """
         from fastweights.models.streaming import as_rows, as_stop, stream
 
-        rows = as_rows(prompts, self.config.vocabulary)
-        ends = as_stop(stop, self.config.vocabulary)
+        rows = as_rows(prompts, self.config.vocab_size)
+        ends = as_stop(stop, self.config.vocab_size)
         found = stream(
             self,
             rows,

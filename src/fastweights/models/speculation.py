@@ -201,12 +201,12 @@ def proposals(
     draft: Draft, model: LanguageModel, rows: list[Row], sampling: Sampling
 ) -> Callable[[], list[Text]]:
     """A function that drafts up to DRAFTS tokens behind each row's text."""
-    V = model.config.vocabulary
+    V = model.config.vocab_size
     if isinstance(getattr(draft, "config", None), ModelConfig):
         small: Any = draft
-        if small.config.vocabulary != V:
+        if small.config.vocab_size != V:
             raise ValueError(
-                f"draft: got a vocabulary of {small.config.vocabulary}, need "
+                f"draft: got a vocabulary of {small.config.vocab_size}, need "
                 f"the model's, {V}"
             )
         if small.embedding.weight.device != sampling.seed.device:

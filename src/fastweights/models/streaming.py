@@ -46,7 +46,7 @@ def stream(
         ValueError: logits are not finite, but for -inf, which bans a token:
             before a token of theirs is yielded, on a GPU up to 16 later.
     """
-    V = model.config.vocabulary
+    V = model.config.vocab_size
     rows = as_rows(prompts, V)
     check_sampling(max_new_tokens, temperature, top_p, generator)
     ends = as_stop(stop, V)
@@ -113,7 +113,7 @@ def _sampling(
     )
 
 
-def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
+def as_rows(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
     """One tensor per prompt."""
     if isinstance(prompts, Tensor) and prompts.dim() < 2:
         prompts = [prompts]
@@ -139,12 +139,12 @@ def as_rows(prompts: Prompts, vocabulary: int) -> list[Int[Tensor, " _"]]:
         if row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(f"prompts: got {row.dtype}, need integers")
         if is_readable(row):
-            check_ids("prompts", [int(row.min()), int(row.max())], vocabulary)
+            check_ids("prompts", [int(row.min()), int(row.max())], vocab_size)
     return [row.to(torch.int64) for row in rows]
 
 
 def as_stop(
-    stop: int | Iterable[int] | Tensor | None, vocabulary: int
+    stop: int | Iterable[int] | Tensor | None, vocab_size: int
 ) -> list[int]:
     """The tokens at which a row ends, of whatever type they were given in."""
     if stop is None:
@@ -154,17 +154,17 @@ def as_stop(
     tokens = list(plain) if some else [plain]
     for token in tokens:
         check_integers({"stop": token})
-    check_ids("stop", tokens, vocabulary)
+    check_ids("stop", tokens, vocab_size)
     return tokens
 
 
-def check_ids(name: str, tokens: list[int], vocabulary: int) -> None:
+def check_ids(name: str, tokens: list[int], vocab_size: int) -> None:
     """Raise unless they are in the vocabulary."""
     for token in tokens:
-        if not 0 <= token < vocabulary:
+        if not 0 <= token < vocab_size:
             raise ValueError(
                 f"{name}: got {token}, need tokens of the vocabulary, 0 to "
-                f"{vocabulary - 1}"
+                f"{vocab_size - 1}"
             )
 
 

@@ -19,7 +19,7 @@ KINDS = {"gated_deltanet": "linear_attention", "softmax": "full_attention"}
 """Kinds of layer here, and in ``layer_types`` of a config there."""
 
 FIELDS = {
-    "vocabulary": "vocab_size",
+    "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "num_layers": "num_hidden_layers",
     "norm_eps": "rms_norm_eps",

@@ -120,8 +120,8 @@ class Engine:
             ValueError: an argument cannot be meant, or softmax attention has
                 no room for so many tokens.
         """
-        vocabulary = self.model.config.vocabulary
-        (tokens,) = as_rows([prompt], vocabulary)
+        vocab_size = self.model.config.vocab_size
+        (tokens,) = as_rows([prompt], vocab_size)
         check_sampling(max_new_tokens, temperature, top_p, None)
         length = len(tokens) + max_new_tokens
         if self.pool.grows and length > self.pool.capacity:
@@ -130,7 +130,7 @@ class Engine:
                 f"{max_new_tokens}, need at most {self.pool.capacity} "
                 "together, the capacity"
             )
-        ends = frozenset(as_stop(stop, vocabulary))
+        ends = frozenset(as_stop(stop, vocab_size))
         request = Request(
             self,
             tokens.tolist(),

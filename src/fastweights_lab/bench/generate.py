@@ -56,9 +56,9 @@ BEFORE = {
     "recorded": [(models, "is_token")],
 }
 SIZES: dict[str, Any] = (
-    {"vocabulary": 32000, "dim": 1024, "num_layers": 24, "num_heads": 8}
+    {"vocab_size": 32000, "dim": 1024, "num_layers": 24, "num_heads": 8}
     if ON_GPU
-    else {"vocabulary": 257, "dim": 128, "num_layers": 2, "num_heads": 2}
+    else {"vocab_size": 257, "dim": 128, "num_layers": 2, "num_heads": 2}
 )
 
 
@@ -111,7 +111,7 @@ def _never(*_: object) -> bool:
 
 
 def _row(model: LanguageModel, B: int, T: int) -> Row:
-    prompts = torch.randint(model.config.vocabulary, (B, T), device=DEVICE)
+    prompts = torch.randint(model.config.vocab_size, (B, T), device=DEVICE)
     elapsed(model.generate, prompts, TOKENS)  # kernels are compiled, once
     reading, write = torch.no_grad()(model.hidden), model.generate
     turns = [

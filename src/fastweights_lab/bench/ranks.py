@@ -138,7 +138,7 @@ def model(mesh: Any, T: int) -> Row:
     torch.manual_seed(0)
     config = ModelConfig(pattern=("gated_deltanet",), **generate.SIZES)
     m = LanguageModel(config, checkpoint=True).to(DEVICE, DTYPE)
-    tokens = torch.randint(m.config.vocabulary, (1, T + 1)).to(DEVICE)
+    tokens = torch.randint(m.config.vocab_size, (1, T + 1)).to(DEVICE)
 
     def step() -> None:
         m(tokens[:, :-1], targets=tokens[:, 1:]).backward()

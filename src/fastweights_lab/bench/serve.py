@@ -31,7 +31,7 @@ def rows(names: list[str]) -> Iterator[Row]:
     T = PROMPT[1] + ANSWER[1]
     for name in names or PATTERNS:
         model = made(name)
-        V = model.config.vocabulary
+        V = model.config.vocab_size
         prompts = [torch.randint(V, (n,)) for n in lengths]
         engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)
         asked = list(zip(prompts, answers, strict=True))

@@ -54,9 +54,9 @@ def run(asked: argparse.Namespace) -> int:
     device = chosen_device(asked.device)
     model = load(asked.folder, device=device)
     tokenizer = tokenizer_of(asked.folder)
-    if tokenizer.vocabulary > model.config.vocabulary:
+    if tokenizer.vocabulary > model.config.vocab_size:
         raise ValueError(
-            f"folder: got a model of {model.config.vocabulary} tokens, need "
+            f"folder: got a model of {model.config.vocab_size} tokens, need "
             f"the {tokenizer.vocabulary} of its tokenizer or more"
         )
     prompt = asked.prompt

@@ -85,7 +85,7 @@ class Trial(Schedule):
         """The model's settings, with room for the tokens of all the tasks."""
         every = [*self.train, *self.tests.values()]
         return ModelConfig(
-            vocabulary=max(task.vocabulary for task in every),
+            vocab_size=max(task.vocabulary for task in every),
             dim=self.dim,
             num_layers=self.num_layers,
             pattern=self.pattern,

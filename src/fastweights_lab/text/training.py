@@ -196,7 +196,7 @@ class Settings(Schedule):
                 f"options: got {self.options!r}, need JSON: {error}"
             ) from None
         return ModelConfig(
-            vocabulary=room,
+            vocab_size=room,
             dim=self.dim,
             num_layers=self.num_layers,
             pattern=self.pattern,
