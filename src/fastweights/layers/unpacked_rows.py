@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from fastweights.layers.state import (
     field_of,
     sequence_lengths,
 )
-from fastweights.reference.packing import sequence_of
+from fastweights.reference.packing import group_by_length, sequence_of
 
 Read = Callable[..., tuple[Tensor, LayerState]]
 
@@ -120,19 +119,13 @@ def groups_of_like_length(
         return []
     offsets = cu_seqlens.tolist()
     spans = [range(*span) for span in itertools.pairwise(offsets)]
-    longest, whole = max(map(len, spans)), offsets[-1]
-    if longest * len(spans) <= 2 * whole:
+    lengths = [*map(len, spans)]
+    if max(lengths) * len(spans) <= 2 * offsets[-1]:
         return []
-    groups = defaultdict(list)
-    for n, span in enumerate(spans):
-        groups[(len(span) - 1).bit_length() if span else -1].append(n)
-    if -1 in groups:  # what is empty goes with the shortest of the others
-        empty = groups.pop(-1)
-        groups[min(groups)] += empty
     return [
         (
             torch.tensor(some, device=x.device),
             torch.tensor([t for n in some for t in spans[n]], device=x.device),
         )
-        for some in groups.values()
+        for some in group_by_length(lengths)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,18 @@ def sequence_of(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Int[Tensor, " T"]:
     """
     token = torch.arange(T, device=cu_seqlens.device)
     return torch.bucketize(token, cu_seqlens[1:].to(token.dtype), right=True)
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Which sequences to fill up to one length, none to twice its own.
+
+    An empty one goes with the shortest of the others.
+    """
+    least = min(filter(None, lengths), default=1)
+    groups = defaultdict(list)
+    for n, length in enumerate(lengths):
+        groups[(max(length, least) - 1).bit_length()].append(n)
+    return [*groups.values()]
 
 
 class Piece(NamedTuple):
@@ -87,14 +99,14 @@ def buckets(
     Those are rows with some of like length: none is filled up to twice its
     own. ``rows`` says how many of a length are computed together.
     """
-    T, found, short = x.shape[1], [], defaultdict(list)
+    T, found, short = x.shape[1], [], []
     for n, t in sequences(cu_seqlens, T):
-        length = t.stop - t.start
-        if length > chunk_size:
+        if t.stop - t.start > chunk_size:
             found.append(Piece(n, (slice(None), t), chunk_size))
         else:
-            short[(length - 1).bit_length()].append((n.start, t))
-    for like in short.values():
+            short.append((n.start, t))
+    for some in group_by_length([t.stop - t.start for _, t in short]):
+        like = [short[i] for i in some]
         number = max(1, rows(max(t.stop - t.start for _, t in like)))
         for i in range(0, len(like), number):
             ns, ts = zip(*like[i : i + number], strict=True)
