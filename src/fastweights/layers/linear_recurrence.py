@@ -40,9 +40,10 @@ class LinearRecurrence(Layer):
     attention and GLA came without a convolution and without unit keys, for
     one. A comparison of recurrences has to hold everything else fixed, and
     this layer does. With ``decay="head"`` and ``rule="delta"`` it is
-    :class:`fastweights.layers.GatedDeltaNet`, parameter for parameter; with
-    ``decay="channel"`` it has :class:`KimiDeltaAttention`'s gate, and the
-    output gate of the others. The additive rule writes with strength one.
+    :class:`fastweights.layers.GatedDeltaNet`, whose ab_proj is a_proj and
+    b_proj one below the other; with ``decay="channel"`` it has
+    :class:`KimiDeltaAttention`'s gate, and the output gate of the others. The
+    additive rule writes with strength one.
 
     Differs from the published one in: its surroundings, which are Gated
     DeltaNet's for every recurrence.
