@@ -18,6 +18,7 @@ from fastweights.layers import (
     Mamba2,
     SoftmaxAttention,
 )
+from fastweights.layers.layer import CheckedModule
 
 REFUSED = """
 DeltaNet(8, 3)
@@ -156,6 +157,29 @@ def test_flags_and_numbers_are_what_annotations_say(layer):
                 (TypeError, ValueError), match=f"^{name}: got {said}"
             ):
                 layer(8, 2, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "annotation", ["int | float", "Optional[bool]", "None | int", int | str]
+)
+def test_an_annotation_that_would_not_be_checked(annotation):
+    def make(self, size):
+        pass
+
+    make.__annotations__["size"] = annotation
+    said = r"^size: got the annotation .*, need one of bool, float, int, "
+    with pytest.raises(TypeError, match=said):
+        type("Mine", (CheckedModule,), {"__init__": make})
+
+
+def test_annotations_that_are_no_strings_are_read():
+    class Mine(CheckedModule):
+        def __init__(self, size: int | None, by: dict[str, int] | str = ""):
+            super().__init__()
+
+    assert Mine(None, {}) and Mine(3)
+    with pytest.raises(ValueError, match="size: got 0, need an integer >= 1"):
+        Mine(0)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)

@@ -72,16 +72,20 @@ NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
 NEEDS |= {"correction": "any"}
 """What numbers by these names have to be; all others are above 0."""
 
+KINDS = {"bool", "int", "float", "torch.device", "torch.dtype"}
+"""Annotations of arguments that are checked, alone or with | None."""
+
 
 class CheckedModule(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
     What an argument has to be is read off its annotation: True or False, an
-    integer >= 1, a number, a device, a floating point dtype. Names of public
-    implementations are answered by the one they have here. Parameters
-    that weight decay should spare carry ``_no_weight_decay``, for optimisers
-    that look for it; a copy loses such marks, and
-    :func:`fastweights.layers.parameter_groups` goes by names.
+    integer >= 1, a number, a device, a floating point dtype; other arguments
+    are for the class itself to check. Names of public implementations are
+    answered by the one they have here. Parameters that weight decay should
+    spare carry ``_no_weight_decay``, for optimisers that look for it; a copy
+    loses such marks, and :func:`fastweights.layers.parameter_groups` goes by
+    names.
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -254,6 +258,7 @@ def parameter_groups(
 def _checked(make: Callable[..., None]) -> Callable[..., None]:
     """A constructor that looks at its arguments first."""
     taken = inspect.signature(make).parameters
+    kinds = {name: _kind(name, p.annotation) for name, p in taken.items()}
     others = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     @functools.wraps(make)
@@ -261,8 +266,9 @@ def _checked(make: Callable[..., None]) -> Callable[..., None]:
         if not others:
             check_names(type(self).__name__, options, [*taken][1:])
         given = dict(zip([*taken][1:], args, strict=False)) | options
-        for name in given.keys() & taken.keys():
-            _check(name, given[name], str(taken[name].annotation))
+        for name, kind in kinds.items():
+            if name in given:
+                _check(name, given[name], kind)
         make(self, *args, **options)
         self._made_with = args, options
         for name, parameter in self.named_parameters():
@@ -284,6 +290,25 @@ def check_names(cls: str, given: dict[str, Any], taken: list[str]) -> None:
             f"{name}: got {x!r}, which {cls} has not, need one of "
             f"{', '.join(taken)}"
         )
+
+
+def _kind(name: str, annotation: Any) -> str:
+    """An annotation, as :func:`_check` reads it.
+
+    Raises:
+        TypeError: it names a kind that is checked in a way that is not read,
+            such as Optional[int] or int | float.
+    """
+    if not isinstance(annotation, str):
+        annotation = inspect.formatannotation(annotation)
+    kind = annotation.removesuffix(" | None")
+    union = re.match(r"(typing\.)?(Optional|Union)\[|[^[]*\|", kind)
+    if union and KINDS & {*re.findall(r"[\w.]+", kind)}:
+        raise TypeError(
+            f"{name}: got the annotation {annotation}, need one of "
+            f"{', '.join(sorted(KINDS))}, alone or with | None"
+        )
+    return annotation
 
 
 def _check(name: str, x: Any, annotation: str) -> None:
