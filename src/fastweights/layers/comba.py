@@ -54,7 +54,7 @@ class Comba(Layer):
         num_v_heads: value heads HV, a multiple of H; H if None. Consecutive
             value heads share a head of q and k.
         expand_v: V / K.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         correction: D at the start.
         unit_p: whether p is brought to unit length.
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.

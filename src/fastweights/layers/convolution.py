@@ -32,7 +32,7 @@ class ShortConvolution(CheckedModule):
 
     Args:
         channels: channels C of x and y.
-        conv_size: taps W, 2 to 4.
+        conv_size: width W, 2 to 4.
         bias: whether there is one (Mamba has, others have not).
         activation: whether SiLU follows.
     """
@@ -81,7 +81,7 @@ class ShortConvolution(CheckedModule):
         return y, accepted_inputs(inputs, x, state)
 
 
-PLAIN_TAPS = source_of(ShortConvolution)
+PLAIN_CONVOLUTION = source_of(ShortConvolution)
 
 
 class HeadsConvolution(CheckedModule):
@@ -89,13 +89,13 @@ class HeadsConvolution(CheckedModule):
 
     A short convolution with SiLU over all channels, then q and k divided by
     sqrt(|.|^2 + 1e-6): unit keys keep the delta rule from diverging. One
-    convolution over all channels is the same function as one for each of q,
-    k and v; its weight is theirs one after the other.
+    convolution over all channels, the module ``taps``, is the same function
+    as one for each of q, k and v; its weight is theirs one after the other.
 
     Args:
         heads: heads H of q and k, value heads HV.
         sizes: size K of a head of q and of k, size V of a head of v.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         normalize: whether q and k are brought to unit length.
         activation: whether SiLU follows the convolution, or where there is
             none the projection.
@@ -149,7 +149,7 @@ class HeadsConvolution(CheckedModule):
         inputs = None
         if self.taps is None:
             x = F.silu(x) if self.activation else x
-        elif is_plain(self.taps, PLAIN_TAPS, x.device):
+        elif is_plain(self.taps, PLAIN_CONVOLUTION, x.device):
             q, k, v, inputs = convolve_heads(
                 x,
                 self.taps.weight,

@@ -53,7 +53,7 @@ class DeltaNet(Layer):
         num_heads: heads H of q, k and v.
         head_dim: size K of a head of q and k; dim / num_heads if None.
         expand_v: V / K.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         qk_activation: of q and k, after the convolution: "silu", "relu",
             "elu" (plus 1) or "identity".
         qk_norm: "l2": q and k are divided by their length; "sum": by the sum

@@ -58,7 +58,7 @@ class GatedDeltaNet(Layer):
         num_v_heads: value heads HV, a multiple of H; H if None. Consecutive
             value heads share a head of q and k.
         expand_v: V / K.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         beta_bias: whether W_b has a bias, 0 at the start.
         gate: whether the output is multiplied by silu(W_g x).

@@ -48,7 +48,7 @@ class GatedDeltaNet2(Layer):
         head_dim: their size K; dim / num_heads if None.
         num_v_heads: value heads HV, a multiple of H; H if None.
         expand_v: V / K.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         allow_neg_eigval: b in (0, 2), not (0, 1) (Grazzi et al. 2025).
         A_range, dt_range, lower_bound: as in
             :class:`fastweights.layers.Decay`.

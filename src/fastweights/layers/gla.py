@@ -37,7 +37,7 @@ class GatedLinearAttention(Layer):
         expand_v: width of v over dim.
         gate_rank: rank of W_2 W_1.
         temperature: by which logsigmoid is divided, > 0.
-        conv_size: taps of a convolution, 2 to 4; None, as published: there
+        conv_size: width of a convolution, 2 to 4; None, as published: there
             is none.
         norm_eps: of the output norm.
     """

@@ -57,7 +57,7 @@ class LinearRecurrence(Layer):
         decay: None keeps everything; "head" or "channel" decays the state
             by one factor per head, or by one per head and key channel.
         expand_v: V / K.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         activation: whether q, k and v have SiLU. Without it keys may point
             anywhere, where SiLU all but keeps them among the positive.
         normalize: whether q and k are brought to unit length.

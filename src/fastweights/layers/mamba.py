@@ -42,7 +42,7 @@ class Mamba(Layer):
         state_size: entries N of the state per channel of u.
         expand: width of u over dim.
         dt_rank: rank of dt; dim / 16, rounded up, if None.
-        conv_size: taps of the convolution, 2 to 4; it has a bias.
+        conv_size: width of the convolution, 2 to 4; it has a bias.
         dt_range: bounds of dt at the start.
     """
 

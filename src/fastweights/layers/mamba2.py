@@ -59,7 +59,7 @@ class Mamba2(Layer):
         state_size: size of a row of B and C.
         expand: width of u over dim.
         num_groups: groups of heads that share B and C.
-        conv_size: taps of the convolution, 2 to 4; it has a bias.
+        conv_size: width of the convolution, 2 to 4; it has a bias.
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the norm.
     """

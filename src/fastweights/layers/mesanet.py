@@ -41,7 +41,7 @@ class MesaNet(Layer):
         dim: width D of x and y.
         num_heads: heads H.
         head_dim: their size K, that of v too; dim / num_heads if None.
-        conv_size: taps of the convolution of q and k, 2 to 4.
+        conv_size: width of the convolution of q and k, 2 to 4.
         min_ridge: lower bound of the ridge, > 0; it starts at 0.75 more.
         steps: of conjugate gradients.
         norm_eps: of the output norm.

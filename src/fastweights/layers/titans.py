@@ -105,7 +105,7 @@ class TitansMemory(Layer):
         expansion: width of the memory's hidden layers over head_dim.
         chunk_size: tokens whose gradients are taken at the same weights.
         max_rate: the bound of theta.
-        conv_size: taps of the convolution, 2 to 4; None: there is none.
+        conv_size: width of the convolution, 2 to 4; None: there is none.
         norm_eps: of the output norm.
     """
 

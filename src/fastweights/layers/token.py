@@ -24,7 +24,7 @@ from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers import token_operators
-from fastweights.layers.convolution import PLAIN_HEADS, PLAIN_TAPS
+from fastweights.layers.convolution import PLAIN_CONVOLUTION, PLAIN_HEADS
 from fastweights.layers.layer import Layer, Tokens
 from fastweights.layers.layer_arguments import check_input
 from fastweights.layers.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
@@ -52,7 +52,7 @@ SOURCES = {
         PLAIN_LINEAR,
         PLAIN_OUTPUT_NORM,
         PLAIN_SEQUENTIAL,
-        PLAIN_TAPS,
+        PLAIN_CONVOLUTION,
         source_of(nn.RMSNorm),
     )
 }
@@ -103,7 +103,7 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
                 or held.device != x.device
                 or not held.is_contiguous()
                 or (held.dtype != x.dtype and source is not PLAIN_DECAY)
-                or (name == "bias" and source is not PLAIN_TAPS)
+                or (name == "bias" and source is not PLAIN_CONVOLUTION)
             ):
                 return False
     return True
