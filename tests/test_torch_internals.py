@@ -11,7 +11,7 @@ from support.inputs import member, results
 
 import fastweights as fw
 from fastweights import torch_internals
-from fastweights.layers.plain_modules import is_product
+from fastweights.layers.common.plain_modules import is_product
 
 NAMES = (
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights import deep
 from fastweights.checks import relative_error
-from fastweights.layers import lact, titans, ttt, unpacked_rows
+from fastweights.layers import lact, titans, ttt
+from fastweights.layers.common import unpacked_rows
 from fastweights.ops import any_length
 
 DOUBLE = {"dtype": torch.float64}

@@ -7,7 +7,7 @@ from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv
-from fastweights.layers import token
+from fastweights.layers.common import token
 from fastweights.ops import record_backends
 
 

@@ -6,7 +6,7 @@ from support.layer_cases import CASES, contents, made, tokens
 from support.refused import refused
 
 from fastweights.layers import GatedDeltaNet, LayerState, Mamba
-from fastweights.layers.layer import Layer
+from fastweights.layers.common.layer import Layer
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 ACCEPTED = torch.tensor([0, 3, 6])

@@ -18,7 +18,7 @@ from fastweights.layers import (
     Mamba2,
     SoftmaxAttention,
 )
-from fastweights.layers.layer import CheckedModule
+from fastweights.layers.common.layer import CheckedModule
 
 REFUSED = """
 DeltaNet(8, 3)

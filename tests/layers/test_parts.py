@@ -25,7 +25,7 @@ from fastweights.layers import (
     SoftmaxAttention,
     parameter_groups,
 )
-from fastweights.layers.rotary import rotary
+from fastweights.layers.common.rotary import rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 LOOSE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float64: 1e-6}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights.layers.plain_modules import is_product
+from fastweights.layers.common.plain_modules import is_product
 
 
 class Doubled(nn.Linear):

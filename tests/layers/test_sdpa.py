@@ -9,8 +9,13 @@ from support.layer_cases import made, tokens
 from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error
-from fastweights.layers import SoftmaxAttention, sdpa
-from fastweights.layers.sdpa import attention, in_tiles, packed_attention
+from fastweights.layers import SoftmaxAttention
+from fastweights.layers.common import sdpa
+from fastweights.layers.common.sdpa import (
+    attention,
+    in_tiles,
+    packed_attention,
+)
 
 LENGTHS = [5, 0, 1, 18, 3]
 T = sum(LENGTHS)

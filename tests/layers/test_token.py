@@ -5,7 +5,7 @@ import torch
 from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
-from fastweights.layers import token
+from fastweights.layers.common import token
 from fastweights.ops import record_backends
 
 BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}

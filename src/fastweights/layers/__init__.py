@@ -16,33 +16,36 @@ Where a layer has q, k and v, one matrix W_qkv makes them: its rows are those
 of q for all heads, then of k, then of v. Each class says how the weights of
 public implementations map to it, and in what it differs from the published
 layer. Arguments have one order, (dim, num_heads, head_dim) where a layer has
-all three, and the rest go by name; :data:`fastweights.layers.layer.PEERS` has
-the names of other libraries (hidden_size, d_model, use_short_conv, ...), each
-of which is answered by the one that it has here. ``layer.state_bytes(T)`` is
+all three, and the rest go by name; the names of other libraries (hidden_size,
+d_model, use_short_conv, ...) are answered by the one that each has here
+(:data:`fastweights.layers.common.layer.PEERS`). ``layer.state_bytes(T)`` is
 the size of a state.
 """
 
 from fastweights.layers.attention import SoftmaxAttention
 from fastweights.layers.comba import Comba
-from fastweights.layers.convolution import HeadsConvolution, ShortConvolution
+from fastweights.layers.common.convolution import (
+    HeadsConvolution,
+    ShortConvolution,
+)
+from fastweights.layers.common.layer import Layer, parameter_groups
+from fastweights.layers.common.parts import Decay, OutputNorm
+from fastweights.layers.common.state import LayerState
 from fastweights.layers.deltanet import DeltaNet
 from fastweights.layers.gated_deltanet import GatedDeltaNet
 from fastweights.layers.gated_deltanet2 import GatedDeltaNet2
 from fastweights.layers.gla import GatedLinearAttention
 from fastweights.layers.kda import KimiDeltaAttention
 from fastweights.layers.lact import LaCT
-from fastweights.layers.layer import parameter_groups
 from fastweights.layers.linear_recurrence import LinearRecurrence
 from fastweights.layers.mamba import Mamba
 from fastweights.layers.mamba2 import Mamba2
 from fastweights.layers.mesanet import MesaNet
 from fastweights.layers.mlstm import MLSTM
-from fastweights.layers.parts import Decay, OutputNorm
 from fastweights.layers.retention import (
     LightningAttention,
     MultiScaleRetention,
 )
-from fastweights.layers.state import LayerState
 from fastweights.layers.titans import TitansMemory
 from fastweights.layers.ttt import TTTMLP, TTTLinear
 
@@ -58,6 +61,7 @@ __all__ = [
     "HeadsConvolution",
     "KimiDeltaAttention",
     "LaCT",
+    "Layer",
     "LayerState",
     "LightningAttention",
     "LinearRecurrence",

@@ -8,19 +8,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_sizes
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_input, head_size
-from fastweights.layers.parts import Factory, OutputNorm
-from fastweights.layers.rotary import rotary
-from fastweights.layers.sdpa import Heads, attend_causally, attention
-from fastweights.layers.state import (
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import check_input, head_size
+from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.rotary import rotary
+from fastweights.layers.common.sdpa import Heads, attend_causally, attention
+from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     state_after_call,
     token_positions,
 )
-from fastweights.layers.token import added, is_own, normed
-from fastweights.layers.unpacked_rows import UnpackedRows
+from fastweights.layers.common.token import added, is_own, normed
+from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.rows import rows_inside, rows_to_write
 from fastweights.ranks.group import current, place
 from fastweights.ranks.shard import shard_of
@@ -140,7 +140,7 @@ class SoftmaxAttention(Layer):
         small. With gradients, packed sequences and no state, as in training,
         none is made, which would wait for the device: None is returned in
         its place, and memory grows with T
-        (:func:`fastweights.layers.sdpa.packed_attention`).
+        (:func:`fastweights.layers.common.sdpa.packed_attention`).
         """
         o, after = self._attend(self.qkv_proj(x), state, cu_seqlens)
         if self.g_proj is not None:

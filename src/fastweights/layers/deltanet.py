@@ -9,15 +9,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
     scaled,
 )
-from fastweights.layers.parts import Factory, OutputNorm, write_strength
-from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.layers.common.parts import Factory, OutputNorm, write_strength
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    continue_recurrence,
+)
 from fastweights.reference.convolution import unit
 
 Heads = Float[Tensor, "B T H K"]

@@ -5,21 +5,25 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled,
     value_heads,
 )
-from fastweights.layers.parts import (
+from fastweights.layers.common.parts import (
     Decay,
     Factory,
     OutputNorm,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.layers.token import recurrent_token
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    continue_recurrence,
+)
+from fastweights.layers.common.token import recurrent_token
 
 
 class GatedDeltaNet(Layer):

@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import upcast
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import scaled
-from fastweights.layers.parts import Factory, OutputNorm, low_rank
-from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import scaled
+from fastweights.layers.common.parts import Factory, OutputNorm, low_rank
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    continue_recurrence,
+)
 
 
 class GatedLinearAttention(Layer):

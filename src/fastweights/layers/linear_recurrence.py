@@ -7,22 +7,26 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
     scaled,
 )
-from fastweights.layers.parts import (
+from fastweights.layers.common.parts import (
     Decay,
     Factory,
     OutputNorm,
     low_rank,
     write_strength,
 )
-from fastweights.layers.state import LayerState, Offsets, continue_recurrence
-from fastweights.layers.token import recurrent_token
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    continue_recurrence,
+)
+from fastweights.layers.common.token import recurrent_token
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel"]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fastweights.dtypes import upcast
-from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_range, scaled
-from fastweights.layers.parts import Factory, draw_dt_bias_
-from fastweights.layers.state import (
+from fastweights.layers.common.convolution import ShortConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import check_range, scaled
+from fastweights.layers.common.parts import Factory, draw_dt_bias_
+from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     field_of,

@@ -8,14 +8,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import upcast
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
     scaled,
     whole_number,
 )
-from fastweights.layers.parts import Decay, Factory, OutputNorm
-from fastweights.layers.state import LayerState, Offsets, continue_recurrence
+from fastweights.layers.common.parts import Decay, Factory, OutputNorm
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    continue_recurrence,
+)
 
 Steps = Float[Tensor, "B T H"]
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from fastweights.deep import mesa
 from fastweights.dtypes import upcast
-from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import head_size
-from fastweights.layers.parts import Factory, OutputNorm
-from fastweights.layers.state import LayerState, Offsets, field_of
+from fastweights.layers.common.convolution import ShortConvolution
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import head_size
+from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.state import LayerState, Offsets, field_of
 from fastweights.reference.convolution import unit
 
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import upcast
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import scaled
-from fastweights.layers.parts import Factory, OutputNorm, split_heads
-from fastweights.layers.state import LayerState, Offsets, state_to_step
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import scaled
+from fastweights.layers.common.parts import Factory, OutputNorm, split_heads
+from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
 
 

@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import compute_dtype
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_even, head_size, scaled
-from fastweights.layers.parts import Factory, OutputNorm, split_heads
-from fastweights.layers.rotary import rotary
-from fastweights.layers.state import (
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
+    check_even,
+    head_size,
+    scaled,
+)
+from fastweights.layers.common.parts import Factory, OutputNorm, split_heads
+from fastweights.layers.common.rotary import rotary
+from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     continue_recurrence,

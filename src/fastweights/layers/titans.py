@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from fastweights.deep import titans
 from fastweights.deep.dual_form import Layers, Norm
 from fastweights.dtypes import upcast
-from fastweights.layers.convolution import HeadsConvolution
-from fastweights.layers.layer import CheckedModule, Layer, Tokens
-from fastweights.layers.layer_arguments import head_size, scaled
-from fastweights.layers.parts import Factory, OutputNorm
-from fastweights.layers.plain_modules import is_untouched, source_of
-from fastweights.layers.state import LayerState, Offsets, field_of
-from fastweights.layers.unpacked_rows import UnpackedRows
+from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
+from fastweights.layers.common.layer_arguments import head_size, scaled
+from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.plain_modules import is_untouched, source_of
+from fastweights.layers.common.state import LayerState, Offsets, field_of
+from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
 class Start(CheckedModule):

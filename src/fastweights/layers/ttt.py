@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
 )
-from fastweights.layers.parts import Factory, split_heads
-from fastweights.layers.rotary import rotary
-from fastweights.layers.state import (
+from fastweights.layers.common.parts import Factory, split_heads
+from fastweights.layers.common.rotary import rotary
+from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     field_of,
     token_positions,
 )
-from fastweights.layers.unpacked_rows import UnpackedRows
+from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
 class TTTLinear(Layer):

@@ -14,7 +14,7 @@ from torch import nn
 
 from fastweights import layers
 from fastweights.arguments import check_flags, check_number, check_sizes
-from fastweights.layers.layer import check_names
+from fastweights.layers.common.layer import check_names
 
 LAYERS: dict[str, type[nn.Module]] = {
     "comba": layers.Comba,

@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
-from fastweights.layers.layer import CheckedModule, Tokens, extrapolate
-from fastweights.layers.layer_arguments import check_one_of
-from fastweights.layers.plain_modules import (
+from fastweights.layers.common.layer import CheckedModule, Tokens, extrapolate
+from fastweights.layers.common.layer_arguments import check_one_of
+from fastweights.layers.common.plain_modules import (
     is_plain,
     is_product,
     is_untouched,
     source_of,
 )
-from fastweights.layers.token import (
+from fastweights.layers.common.token import (
     PLAIN_SEQUENTIAL,
     added,
     are_plain,

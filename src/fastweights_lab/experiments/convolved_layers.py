@@ -17,9 +17,9 @@ from fastweights.layers import (
     LinearRecurrence,
     TTTLinear,
 )
-from fastweights.layers.convolution import ShortConvolution
-from fastweights.layers.rotary import rotary
-from fastweights.layers.state import Offsets, token_positions
+from fastweights.layers.common.convolution import ShortConvolution
+from fastweights.layers.common.rotary import rotary
+from fastweights.layers.common.state import Offsets, token_positions
 from fastweights.models import LAYERS
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_sizes
-from fastweights.layers.layer_arguments import check_one_of
+from fastweights.layers.common.layer_arguments import check_one_of
 
 IGNORE = -100
 """The target and the group of a position at which nothing is asked."""

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.convolution import unit
-from fastweights.layers.layer import Tokens
-from fastweights.layers.parts import upcast, write_strength
-from fastweights.layers.state import LayerState
+from fastweights.layers.common.convolution import unit
+from fastweights.layers.common.layer import Tokens
+from fastweights.layers.common.parts import upcast, write_strength
+from fastweights.layers.common.state import LayerState
 from fastweights.ops.rows import write_rows
 from fastweights.reference.backend import advance, widen
 

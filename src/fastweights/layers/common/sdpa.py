@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights import torch_internals
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
-from fastweights.layers.state import Offsets
+from fastweights.layers.common.state import Offsets
 from fastweights.ranks.group import current
 from fastweights.reference.packing import sequence_of
 

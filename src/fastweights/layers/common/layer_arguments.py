@@ -16,8 +16,12 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
-from fastweights.layers.plain_modules import is_product
-from fastweights.layers.state import LayerState, Offsets, leave_inference
+from fastweights.layers.common.plain_modules import is_product
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    leave_inference,
+)
 from fastweights.ops.decode import NARROW_STATE_DTYPES, check_accepted
 from fastweights.ranks.group import current, place
 from fastweights.torch_internals import is_traced

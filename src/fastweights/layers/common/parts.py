@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import compute_dtype, upcast
-from fastweights.layers.layer import CheckedModule
-from fastweights.layers.layer_arguments import (
+from fastweights.layers.common.layer import CheckedModule
+from fastweights.layers.common.layer_arguments import (
     check_one_of,
     check_range,
 )
-from fastweights.layers.plain_modules import source_of
+from fastweights.layers.common.plain_modules import source_of
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
     Activation,

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
-from fastweights.layers.layer import CheckedModule
-from fastweights.layers.layer_arguments import check_one_of
-from fastweights.layers.parts import Factory, split_heads
-from fastweights.layers.plain_modules import is_plain, source_of
-from fastweights.layers.state import LayerState, Offsets, field_of
+from fastweights.layers.common.layer import CheckedModule
+from fastweights.layers.common.layer_arguments import check_one_of
+from fastweights.layers.common.parts import Factory, split_heads
+from fastweights.layers.common.plain_modules import is_plain, source_of
+from fastweights.layers.common.state import LayerState, Offsets, field_of
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,

@@ -23,17 +23,20 @@ from torch import Tensor, nn
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.dtypes import under_autocast
-from fastweights.layers import token_operators
-from fastweights.layers.convolution import PLAIN_CONVOLUTION, PLAIN_HEADS
-from fastweights.layers.layer import Layer, Tokens
-from fastweights.layers.layer_arguments import check_input
-from fastweights.layers.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
-from fastweights.layers.plain_modules import (
+from fastweights.layers.common import token_operators
+from fastweights.layers.common.convolution import (
+    PLAIN_CONVOLUTION,
+    PLAIN_HEADS,
+)
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import check_input
+from fastweights.layers.common.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
+from fastweights.layers.common.plain_modules import (
     PLAIN_LINEAR,
     is_untouched,
     source_of,
 )
-from fastweights.layers.state import LayerState
+from fastweights.layers.common.state import LayerState
 from fastweights.ops.backends import choose_backend, record_run
 from fastweights.ranks.group import current
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights import torch_internals
-from fastweights.layers.state import (
+from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     field_of,

@@ -19,9 +19,13 @@ from fastweights.arguments import (
     check_number,
     check_sizes,
 )
-from fastweights.layers.layer_arguments import check_input
-from fastweights.layers.state import LayerState, Offsets, state_after_call
-from fastweights.layers.unpacked_rows import read_by_length
+from fastweights.layers.common.layer_arguments import check_input
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    state_after_call,
+)
+from fastweights.layers.common.unpacked_rows import read_by_length
 
 Tokens = Float[Tensor, "B T D"]
 
@@ -154,7 +158,8 @@ class Layer(CheckedModule):
         """x + layer(norm(x)) of one token per sequence, the state in place.
 
         In fewer launches than the modules make, which only some layers have
-        a way for (:mod:`fastweights.layers.token`); None where there is none.
+        a way for (:mod:`fastweights.layers.common.token`); None where there
+        is none.
         """
         return None
 

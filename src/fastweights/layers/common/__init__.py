@@ -1,0 +1,1 @@
+"""What layers are made of: gates, norms, convolutions, states, a token."""
