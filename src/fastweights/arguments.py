@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,17 +31,23 @@ CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
 """Whether values are looked at."""
 
 
+class Operands(NamedTuple):
+    """The tensors of a call, as linear_recurrence describes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+    erase: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
 def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Operands,
     *,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    erase: Tensor | None = None,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
     state_name: str = "initial_state",
     state_dtypes: tuple[torch.dtype, ...] = (),
@@ -53,6 +59,7 @@ def check_arguments(
     ``state_dtypes`` besides its own; T is ``min_tokens`` or more. Only types,
     dtypes, layouts, shapes and devices count.
     """
+    q, k, v, g, beta, erase, initial_state, cu_seqlens = operands
     if k is None or v is None:
         check_tensors({"k": k, "v": v})
     check_operands(
@@ -433,16 +440,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    erase: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state_name: str = "initial_state",
+    operands: Operands, state_name: str = "initial_state"
 ) -> None:
     """Raise ValueError for the first argument whose values do not fit.
 
@@ -458,9 +456,13 @@ def check_values(
     """
     if not CHECKED:
         return
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "erase": erase}
-    named[state_name] = initial_state
-    given = {name: x for name, x in named.items() if x is not None}
+    _, k, v, g, beta, *_, cu_seqlens = operands
+    named = {"initial_state": state_name}
+    given = {
+        named.get(name, name): x
+        for name, x in operands._asdict().items()
+        if x is not None and name != "cu_seqlens"
+    }
     if not all(_has_values(x) for x in given.values()):
         return
     wrong = [(name, x.isnan(), "numbers") for name, x in given.items()]
@@ -483,7 +485,7 @@ def check_values(
                 f"need {need}"
             )
     if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), q.shape[1])
+        check_offsets(cu_seqlens.tolist(), v.shape[1])
 
 
 def _has_values(x: Tensor) -> bool:

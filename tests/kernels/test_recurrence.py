@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
 from fastweights import ops
+from fastweights.arguments import Operands
 from fastweights.checks import relative_error
 from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.recurrence import backend as kernels
@@ -186,10 +187,10 @@ class RoundedChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        ctx.inputs = (*inputs, None)
+        ctx.inputs = Operands(*inputs)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
-            o, state, ctx.saved = backend.forward(*ctx.inputs, 0.3, 64)
+            o, state, ctx.saved = backend.forward(ctx.inputs, 0.3, 64)
         return o, state
 
     @staticmethod
@@ -197,7 +198,7 @@ class RoundedChunks(torch.autograd.Function):
         patch = pytest.MonkeyPatch.context
         with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
             grads = backend.backward(
-                do, dstate, *ctx.inputs, ctx.saved, 0.3, 64
+                do, dstate, ctx.inputs, ctx.saved, 0.3, 64
             )
         found = iter(grads)
         return tuple(x if x is None else next(found) for x in ctx.inputs[:7])
@@ -521,11 +522,11 @@ def test_offsets_that_lie_reach_no_other_memory(
     x = member(gate, rule, **sizes, dtype=torch.float32)
     x = {name: guarded.like(t) for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
-    inputs = [x.get(name) for name in names] + [guarded.like(offsets)]
+    inputs = Operands(*map(x.get, names), guarded.like(offsets))
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
-    o, state, saved = kernels.forward(*inputs, 1.0, 16)
+    o, state, saved = kernels.forward(inputs, 1.0, 16)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
-    grads = kernels.backward(do, dstate, *inputs, saved, 1.0, 16)
+    grads = kernels.backward(do, dstate, inputs, saved, 1.0, 16)
     assert all(t.isfinite().all() for t in (o, state, *grads))
     guarded.hold()
 
@@ -817,9 +818,9 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         return found[room.name]
 
     monkeypatch.setattr(Room, "empty", remembered)
-    inputs = (*(x.get(n) for n in names), None)
-    *_, saved = kernels.forward(*inputs, scale, C)
-    kernels.backward(do, dstate, *inputs, saved, scale, C)
+    inputs = Operands(*map(x.get, names))
+    *_, saved = kernels.forward(inputs, scale, C)
+    kernels.backward(do, dstate, inputs, saved, scale, C)
     for name, ref in (
         ("Aqk", Aqk),
         ("R", R),

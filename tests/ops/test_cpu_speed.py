@@ -5,6 +5,7 @@ import torch
 from support.inputs import Largest
 
 import fastweights as fw
+from fastweights.arguments import Operands
 from fastweights.checks import Footprint, relative_error
 from fastweights.ops import decode
 from fastweights.reference import backend, chunkwise
@@ -31,7 +32,7 @@ def test_one_token_is_one_step(member):
     """Nothing is larger than the state: one token is not padded to 64."""
     x = arguments(member, 1, 1, 2, 8)
     with Footprint() as seen:
-        _, _, saved = backend.forward(*x, None, None, 0.3, 64)
+        _, _, saved = backend.forward(Operands(*x), 0.3, 64)
     assert seen.largest == 2 * 8 * 8
     assert not any(x.numel() for x in saved)
     assert seen.calls <= 26
@@ -51,7 +52,7 @@ def test_a_decoded_token_takes_few_operations(member):
 def test_no_chunk_is_longer_than_its_sequence(T):
     x = arguments("gated_deltanet", 1, T, 2, 8)
     with Footprint() as seen:
-        backend.forward(*x, None, None, 0.3, 64)
+        backend.forward(Operands(*x), 0.3, 64)
     # Scores of queries and of keys; both side by side; the state
     assert seen.largest == max(2 * 2 * T * T, 2 * 2 * T * 8, 2 * 8 * 8)
 
@@ -79,9 +80,8 @@ def test_a_training_step_of_one_chunk(member):
     """No product reads a state that is empty, or passes its gradient on."""
     x = arguments(member, 2, 32, 2, 8)
     with Largest() as seen:
-        o, _, saved = backend.forward(*x, None, None, 0.3, 64)
-        nothing = (None, *x, None, None)
-        backend.backward(o, *nothing, saved, 0.3, 64)
+        o, _, saved = backend.forward(Operands(*x), 0.3, 64)
+        backend.backward(o, None, Operands(*x), saved, 0.3, 64)
     gate, delta = speed.MEMBERS[member]
     products = 11 if delta else 7
     products += 3 * (gate == "channel")  # two strips of rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import (
+    Operands,
     check_kinds,
     check_packed,
     check_sizes,
@@ -196,9 +197,9 @@ def solve(
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
+        operands = Operands(x, weighted, k, g, None, None, H0, cu_seqlens)
         options = (1.0, None, solver.backend, is_invariant())
-        arguments = (None, None, H0, cu_seqlens, *options)
-        return RECURRENCE.forward(x, weighted, k, g, *arguments)[0]
+        return RECURRENCE.forward(*operands, *options)[0]
 
     x, r, p = torch.zeros_like(b), b, b
     size = (r * r).sum(-1, keepdim=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     OFFSETS,
+    Operands,
     check_arguments,
     check_kinds,
     check_tensors,
@@ -37,7 +38,7 @@ from fastweights.ops.backends import (
     check_backend,
     record_run,
 )
-from fastweights.ops.registration import past_dispatcher
+from fastweights.ops.registration import past_dispatcher, registered
 from fastweights.ops.rows import (
     Rows,
     check_rows_of_states,
@@ -137,7 +138,8 @@ def decode_step(
     q, k, v = cast_for_autocast(q, k, v)
     if erase is not None:
         (erase,) = cast_for_autocast(erase)
-    _check(q, k, v, g, beta, erase, state, rows, scale, backend)
+    operands = Operands(q, k, v, g, beta, erase, state)
+    _check(operands, rows, scale, backend)
     if erase is not None:
         erase = per_value_head(erase, v.shape[2])
     if accepted is not None:
@@ -153,34 +155,25 @@ def decode_step(
             o = step(*tensors, scale, backend)
         return o if torch.is_inference_mode_enabled() else o.clone()
     o = step(*tensors, scale, backend)
-    if step is _decode:
-        # As the operator does: a graph that has saved it must notice.
-        torch.autograd.graph.increment_version(state)
+    # A graph that has saved it must notice.
+    torch.autograd.graph.increment_version(state)
     return o
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    state: Tensor,
+    operands: Operands,
     rows: Tensor | None,
     scale: float | None,
     backend: Backend,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
+    q, _, v, *_, state, _ = operands
     if state is None:
         raise TypeError("state: got NoneType, need a Tensor")
     narrow = narrow_dtypes(q)
-    given: Any = {"g": g, "beta": beta, "erase": erase}
     check_arguments(
-        *(q, k, v),
-        **given,
+        operands if rows is None else Operands(*operands[:6]),
         scale=scale,
-        initial_state=state if rows is None else None,
         state_name="state",
         state_dtypes=narrow,
     )
@@ -200,9 +193,9 @@ def _check(
             "elements share no memory, such as its clone()"
         )
     if torch.is_grad_enabled():
-        _refuse_gradients(q=q, k=k, v=v, **given, state=state)
+        _refuse_gradients(operands)
     check_backend(backend)
-    check_values(q, k, v, **given, initial_state=state, state_name="state")
+    check_values(operands, "state")
 
 
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
@@ -232,9 +225,10 @@ def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:
         raise ValueError(f"{name}: got {values}, need 0 to {T}")
 
 
-def _refuse_gradients(**tensors: Tensor | None) -> None:
+def _refuse_gradients(operands: Operands) -> None:
     """Raise for the first tensor that a gradient is asked for."""
-    for name, x in tensors.items():
+    names = *Operands._fields[:6], "state"
+    for name, x in zip(names, operands, strict=False):
         if x is not None and x.requires_grad:
             raise ValueError(
                 f"{name}: got a tensor that requires a gradient, need one "
@@ -317,16 +311,10 @@ def _advance(
     return o
 
 
-DECODE = torch.library.custom_op(
-    "fastweights::decode_step",
-    _decode,
-    mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
+DECODE = registered(
+    "decode_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
     "Tensor? erase, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
     "float scale, str backend) -> Tensor",
+    _decode,
+    lambda q, k, v, *_: v.new_empty(v.shape),
 )
-
-
-@DECODE.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return v.new_empty(v.shape)

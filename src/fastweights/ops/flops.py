@@ -27,67 +27,39 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fastweights.arguments import DEFAULT_CHUNK_SIZE
 from fastweights.torch_internals import dispatch_modes
 
 Shape = Any  # torch.Size, or None
 
 
-def forward(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    g: Shape,
-    beta: Shape,
-    erase: Shape,
-    initial_state: Shape,
-    cu_seqlens: Shape,
-    scale: float,
-    chunk_size: int | None,
-    *others: Any,
-    **named: Any,
-) -> int:
-    """FLOPs of the operator fastweights::linear_recurrence."""
+def _sizes(*arguments: Any) -> tuple[tuple[int, ...], bool]:
+    """B, T, HV, K, V and C of operands' shapes, and whether a rule erases."""
+    q, _, v, _, beta, erase, _, _, _, chunk_size, *_ = arguments
     (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
+    return (B, T, HV, K, V, C), beta is not None or erase is not None
+
+
+def forward(*arguments: Any, **named: Any) -> int:
+    """FLOPs of the operator fastweights::linear_recurrence."""
+    (B, T, HV, K, V, C), delta = _sizes(*arguments)
     flops = 2 * (C * K + C * V + 2 * K * V)
-    if beta is not None or erase is not None:
+    if delta:
         flops += 2 * (C * K + C * V + K * V) + C * C // 3
     return B * T * HV * flops
 
 
-def backward(
-    do: Shape,
-    dstate: Shape,
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    g: Shape,
-    beta: Shape,
-    erase: Shape,
-    initial_state: Shape,
-    cu_seqlens: Shape,
-    saved: Any,
-    scale: float,
-    chunk_size: int | None,
-    *others: Any,
-    **named: Any,
-) -> int:
+def backward(do: Shape, dstate: Shape, *arguments: Any, **named: Any) -> int:
     """FLOPs of the operator fastweights::linear_recurrence_backward."""
-    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
+    *shapes, _, scale, chunk_size, _, _ = arguments
+    (B, T, HV, K, V, C), delta = _sizes(*shapes, scale, chunk_size)
     products = 5 * K * V + 2 * C * V + 2 * C * K
-    if beta is not None or erase is not None:
+    if delta:
         products += 3 * K * V + 3 * C * V + 2 * C * K
     return B * T * HV * 2 * products
 
 
-FORMULAS: dict[str, Callable[..., int]] = {
-    "linear_recurrence": forward,
-    "linear_recurrence_backward": backward,
-    "linear_recurrence_on_ranks": forward,
-    "linear_recurrence_on_ranks_backward": backward,
-}
+FORMULAS: dict[Any, Callable[..., int]] = {}  # of operators that have one
 
 
 def tell_counters() -> None:
@@ -99,10 +71,8 @@ def tell_counters() -> None:
     module: Any = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return
-    operators = torch.ops.fastweights
-    formulas = {getattr(operators, name): f for name, f in FORMULAS.items()}
     counters = [getattr(x, "counter", None) for x in dispatch_modes()]
-    for operator, formula in formulas.items():
+    for operator, formula in FORMULAS.items():
         if operator not in module.flop_registry:
             module.register_flop_formula(operator)(formula)
         for counter in counters:

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    Operands,
     check_arguments,
     check_dim,
     check_gate,
@@ -154,12 +155,13 @@ def linear_attention(
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)
     one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
+    ranks = current()
     o, z, state = recurrence_with_normaliser(
-        *(q, k, v, one, None), recurrence=linear_recurrence, **options
+        *(q, k, v, one, None), ranks=ranks, **options
     )
     if offsets is not None:
         T, own = q.shape[1], offsets
-        if (ranks := current()) is not None:
+        if ranks is not None:
             shard: Any = shard_of(ranks, q, T, offsets)
             own = shard.cu_seqlens
         z = z.masked_fill(outside(own, T)[:, None, None], 1)
@@ -381,7 +383,7 @@ def gated_deltanet2(
             to 1, in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    check_arguments(q, k, v, g=g, min_tokens=min_tokens())
+    check_arguments(Operands(q, k, v, g), min_tokens=min_tokens())
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
@@ -419,7 +421,7 @@ def comba(
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
-    check_arguments(q, k, v, g=g, beta=beta, min_tokens=min_tokens())
+    check_arguments(Operands(q, k, v, g, beta), min_tokens=min_tokens())
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)

@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_arguments, check_number, check_states
+from fastweights.arguments import (
+    Operands,
+    check_arguments,
+    check_number,
+    check_states,
+)
 from fastweights.dtypes import (
     cast_for_autocast,
     compute_dtype,
@@ -17,9 +22,10 @@ from fastweights.dtypes import (
 )
 from fastweights.ops.backends import Backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
+from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import of_one_rank
 from fastweights.ops.rows import Rows, check_rows_of_states
-from fastweights.ranks.group import min_tokens, refuse_ranks
+from fastweights.ranks.group import Ranks, min_tokens, refuse_ranks
 
 Values = Float[Tensor, "B T HV V"]
 Ones = Float[Tensor, "B T HV 1"]
@@ -38,7 +44,7 @@ def recurrence_with_normaliser(
     scale: float | None = None,
     chunk_size: int | None = None,
     backend: Backend = "auto",
-    recurrence: Callable[..., Any] = of_one_rank,
+    ranks: Ranks | None = None,
 ) -> tuple[Values, Ones, StateAndNormaliser]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.
 
@@ -53,17 +59,18 @@ def recurrence_with_normaliser(
     backward keeps.
 
     q and k are as autocast has them, v is in q's dtype or fp32, and the
-    others are those of :func:`fastweights.linear_recurrence`, which may be
-    the ``recurrence``; else sequences are here as a whole.
+    others are those of :func:`fastweights.linear_recurrence`. Sequences are
+    here as a whole, unless ``ranks`` share them.
     """
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        states = {"initial_state": state, "cu_seqlens": cu_seqlens}
-        options = {"chunk_size": chunk_size, "backend": backend}
-        given = {"beta": None, "erase": None, "scale": scale}
-        return recurrence(q, k, v, g, **given, **states, **options)
+        operands = Operands(q, k, v, g, None, None, state, cu_seqlens)
+        if ranks is None:
+            return of_one_rank(operands, scale, chunk_size, backend)
+        options: Any = (scale, chunk_size, backend)
+        return recurrence_over_ranks(ranks, operands, *options)
 
     kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
@@ -98,12 +105,8 @@ def check_normalised(
     [N, HV, K, V + 1], or that and a number per head, [N, HV].
     """
     check_arguments(
-        q,
-        k,
-        v,
-        g=g,
+        Operands(q, k, v, g, cu_seqlens=cu_seqlens),
         scale=scale,
-        cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         min_tokens=min_tokens(),
     )

@@ -11,8 +11,7 @@ and in the third another key, ``erase``, reads what is erased.
 A call goes this way, as far as the kernels:
 
     linear_recurrence                    autocast; whether ranks share tokens
-    recurrence_operator.of_one_rank      checks
-    recurrence_operator.computed_by      layouts; "loop" goes no further
+    recurrence_operator.of_one_rank      checks; layouts; "loop" ends here
     registration.Operator                what autograd and torch.compile see
     recurrence_operator._forward         a backend; what is saved
     kernels/recurrence/backend.run       the schedule for this kind of call
@@ -24,14 +23,12 @@ and a rank's tokens go through ``recurrence_on_ranks`` in place of the second.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.arguments import Operands
 from fastweights.dtypes import cast_for_autocast
 from fastweights.ops.backends import Backend
-from fastweights.ops.flops import tell_counters
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import of_one_rank
 from fastweights.ranks.group import current
@@ -137,11 +134,7 @@ def linear_recurrence(
     q, k, v = cast_for_autocast(q, k, v)
     if erase is not None:
         (erase,) = cast_for_autocast(erase)
-    of, states = (q, k, v, g, beta, erase), (initial_state, cu_seqlens)
-    options: Any = (scale, chunk_size, backend)
+    operands = Operands(q, k, v, g, beta, erase, initial_state, cu_seqlens)
     if (ranks := current()) is None:
-        return of_one_rank(*of, *states, *options)
-    return recurrence_over_ranks(ranks, *of, *states, *options)
-
-
-tell_counters()
+        return of_one_rank(operands, scale, chunk_size, backend)
+    return recurrence_over_ranks(ranks, operands, scale, chunk_size, backend)

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.arguments import check_arguments, check_values
+from fastweights.arguments import Operands, check_arguments, check_values
 from fastweights.dtypes import without_autocast
 from fastweights.ops.backends import (
+    Backend,
     check_backend,
     record_run,
     recurrence_kernels_run,
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
-    computed_by,
     implementation,
+    laid_out,
     make_operator,
     of_one_rank,
 )
@@ -41,46 +42,32 @@ from fastweights.reference.backend import first_states
 
 def recurrence_over_ranks(
     ranks: Ranks,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *options: Any,
+    operands: Operands,
+    scale: float | None,
+    chunk_size: int | None,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of this rank's tokens, which may be none."""
-    scale, chunk_size, backend = options
-    check_arguments(
-        q,
-        k,
-        v,
-        g=g,
-        beta=beta,
-        erase=erase,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        min_tokens=0,
-    )
+    check_arguments(operands, scale=scale, chunk_size=chunk_size, min_tokens=0)
     check_backend(backend)
-    T = q.shape[1]
-    q, k, v, g, beta, erase = with_a_token(q, k, v, g, beta, erase)
+    T = operands.q.shape[1]
+    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_a_token(
+        *operands
+    )
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
+    tokens = q, k, v, g, beta, erase
     first = first_states(q, v, initial_state, cu_seqlens)
     if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
         shard: Any = None  # nothing is to be looked up in it
-        finish = sums_final_states(ranks, cu_seqlens, is_invariant())
+        invariant = is_invariant()
+        finish = sums_final_states(ranks, cu_seqlens, invariant)
         if initial_state is not None or finish:
             shard = shard_of(ranks, q, T, cu_seqlens)
             first = shard.initial_states(first)
-        check_values(q, k, v, g=g, beta=beta, erase=erase)
-        of, states = (q, k, v, g, beta, erase), (first, cu_seqlens)
-        o, state = computed_by(ON_RANKS, *of, *states, *options)
+        check_values(Operands(*tokens))
+        inputs = laid_out(Operands(*tokens, first, cu_seqlens), scale)
+        o, state = ON_RANKS(*inputs, chunk_size, backend, invariant)
         if finish:
             state = shard.final_states(state)
         return o[:, :T], state
@@ -88,7 +75,8 @@ def recurrence_over_ranks(
     first = shard.initial_states(first)
 
     def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
-        return of_one_rank(q, k, v, g, beta, erase, first, offsets, *options)
+        operands = Operands(q, k, v, g, beta, erase, first, offsets)
+        return of_one_rank(operands, scale, chunk_size, backend)
 
     of_v = functools.partial(run, v)
     if beta is None and erase is None:
@@ -118,37 +106,34 @@ def sums_final_states(
     return cu_seqlens is not None or not gathers(ranks, invariant)
 
 
-def _forward(
-    q: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """As of one rank; final states are those of all, unless to be summed.
 
     Also kept are the ranks' maps and the states that enter this one.
     """
-    *inputs, first, cu_seqlens, scale, chunk_size, _, invariant = arguments
+    *tensors, scale, chunk_size, _, invariant = arguments
+    q, *_, first, cu_seqlens = tensors
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
     entering = first.clone(memory_format=torch.contiguous_format)
-    states = entering, exchange.cu_seqlens
+    tensors[6:] = entering, exchange.cu_seqlens
+    operands = Operands(*tensors)
     _, module, chunk_size = implementation("triton", q, chunk_size)
+    options = scale, chunk_size, invariant
     record_run("triton forward")
     with without_autocast(q):
-        o, state, saved = module.forward(
-            *(q, *inputs, *states, scale, chunk_size, invariant),
-            exchange.forward,
-        )
+        o, state, saved = module.forward(operands, *options, exchange.forward)
     if not sums_final_states(_ranks(), cu_seqlens, invariant):
         state = exchange.last.to(state.dtype)
     return o, state, [*saved, exchange.maps, entering]
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, erase, first, cu_seqlens, *options = others
-    _, chunk_size, _, invariant = options
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *tensors, _, chunk_size, _, invariant = arguments
+    operands = Operands(*tensors)
+    q, _, v, _, beta, erase, first, cu_seqlens = operands
+    assert first is not None
     _, module, chunk_size = implementation("triton", q, chunk_size)
-    tokens = (q, v, g, beta, erase, cu_seqlens)
-    saved = module.empty_saved(*tokens, chunk_size, invariant, True)
+    saved = module.empty_saved(operands, chunk_size, invariant, True)
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
@@ -159,10 +144,11 @@ def _fake(
 
 
 def _backward(
-    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
+    do: Tensor | None, dstate: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs, as of one rank."""
-    *inputs, _, cu_seqlens, saved, scale, chunk_size, _, invariant = arguments
+    *tensors, saved, scale, chunk_size, _, invariant = arguments
+    q, *_, cu_seqlens = tensors
     *saved, maps, entering = saved
     leaving = torch.zeros_like(entering)
     summed = sums_final_states(_ranks(), cu_seqlens, invariant)
@@ -170,14 +156,13 @@ def _backward(
         leaving, dstate = leaving.copy_(dstate), None
     given = _ranks(), q, cu_seqlens, maps, dstate
     exchange = Exchange(*given, invariant=invariant)
-    states = entering, exchange.cu_seqlens
+    tensors[6:] = entering, exchange.cu_seqlens
+    operands = Operands(*tensors)
     _, module, chunk_size = implementation("triton", q, chunk_size)
+    options = scale, chunk_size, invariant, exchange.backward
     record_run("triton backward")
     with without_autocast(q):
-        return module.backward(
-            *(do, leaving, q, *inputs, *states, saved),
-            *(scale, chunk_size, invariant, exchange.backward),
-        )
+        return module.backward(do, leaving, operands, saved, *options)
 
 
 def _ranks() -> Ranks:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
+    Operands,
     check_arguments,
     check_values,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
+from fastweights.ops import flops
 from fastweights.ops.backends import (
     Backend,
     backend_for,
@@ -30,43 +32,26 @@ from fastweights.reference.backend import first_states, per_value_head
 
 
 def of_one_rank(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    operands: Operands,
     scale: float | None = None,
     chunk_size: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of sequences that are here as a whole."""
-    given: Any = {"g": g, "beta": beta, "erase": erase}
-    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    check_arguments(q, k, v, **given, scale=scale, chunk_size=chunk_size)
+    check_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
-    check_values(q, k, v, **given)
-    of, states = (q, k, v, g, beta, erase), (initial_state, cu_seqlens)
-    return computed_by(RECURRENCE, *of, *states, scale, chunk_size, backend)
+    check_values(operands)
+    *inputs, scale = laid_out(operands, scale)
+    if backend == "loop":
+        record_run("loop forward")
+        with without_autocast(operands.q):
+            return torch_backend.loop(Operands(*inputs), scale)
+    return RECURRENCE(*inputs, scale, chunk_size, backend, is_invariant())
 
 
-def computed_by(
-    operator: Operator,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    chunk_size: int | None,
-    backend: Backend,
-) -> tuple[Tensor, Tensor]:
-    """What an operator makes of arguments that have been checked."""
+def laid_out(operands: Operands, scale: float | None) -> tuple[Any, ...]:
+    """The operands as an operator takes them, and the scale as a number."""
+    q, k, v, g, beta, erase, *states = operands
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -75,12 +60,7 @@ def computed_by(
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
     if erase is not None:
         erase = per_value_head(erase, v.shape[2]).contiguous()
-    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, scale)
-    if backend == "loop":
-        record_run("loop forward")
-        with without_autocast(q):
-            return torch_backend.loop(*inputs)
-    return operator(*inputs, chunk_size, backend, is_invariant())
+    return q, k, v, g, beta, erase, *states, scale
 
 
 def implementation(
@@ -94,38 +74,38 @@ def implementation(
     return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
 
 
-def _forward(
-    q: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
-    *inputs, chunk_size, asked, invariant = arguments
-    backend, module, chunk_size = implementation(asked, q, chunk_size)
+    *tensors, scale, chunk_size, asked, invariant = arguments
+    operands = Operands(*tensors)
+    backend, module, chunk_size = implementation(asked, operands.q, chunk_size)
     record_run(f"{backend} forward")
-    with without_autocast(q):
-        return module.forward(q, *inputs, chunk_size, invariant)
+    with without_autocast(operands.q):
+        return module.forward(operands, scale, chunk_size, invariant)
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    g, beta, erase, initial_state, cu_seqlens, *options = others
-    _, chunk_size, asked, invariant = options
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *tensors, _, chunk_size, asked, invariant = arguments
+    operands = Operands(*tensors)
+    q, _, v, *_, initial_state, cu_seqlens = operands
     _, module, chunk_size = implementation(asked, q, chunk_size)
-    tokens = (q, v, g, beta, erase, cu_seqlens)
-    saved = module.empty_saved(*tokens, chunk_size, invariant)
+    saved = module.empty_saved(operands, chunk_size, invariant)
     state = first_states(q, v, initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
 
 def _backward(
-    do: Tensor | None, dstate: Tensor | None, q: Tensor, *arguments: Any
+    do: Tensor | None, dstate: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *inputs, chunk_size, asked, invariant = arguments
-    backend, module, chunk_size = implementation(asked, q, chunk_size)
+    *tensors, saved, scale, chunk_size, asked, invariant = arguments
+    operands = Operands(*tensors)
+    backend, module, chunk_size = implementation(asked, operands.q, chunk_size)
     record_run(f"{backend} backward")
-    with without_autocast(q):
-        return module.backward(do, dstate, q, *inputs, chunk_size, invariant)
+    with without_autocast(operands.q):
+        return module.backward(
+            *(do, dstate, operands, saved), scale, chunk_size, invariant
+        )
 
 
 def make_operator(name: str, *functions: Callable) -> Operator:
@@ -142,6 +122,7 @@ def make_operator(name: str, *functions: Callable) -> Operator:
         fake=fake,
         backward=backward,
         instead='only backend="loop" has',
+        flops=(flops.forward, flops.backward),
     )
 
 

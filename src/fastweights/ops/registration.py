@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
-from fastweights.ops.flops import tell_counters
+from fastweights.ops.flops import FORMULAS, tell_counters
 
 # The library's lower interface: its custom_op looks for aliases in each call.
 LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
@@ -69,6 +69,7 @@ class Operator:
             may be a list.
         instead: who has gradients of gradients and transforms, as the end of
             a refusal.
+        flops: formulas of its FLOPs and of its backward's, if they count.
         function: what a refusal calls the operator; ``name`` if empty.
 
     Raises, when called:
@@ -91,6 +92,7 @@ class Operator:
         hidden: int = 0,
         kept: int = 0,
         instead: str,
+        flops: tuple[Callable, ...] = (),
         function: str = "",
     ) -> None:
         self.name, self.instead = function or name, instead
@@ -109,6 +111,9 @@ class Operator:
         self.forward = registered(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
         self.backward = registered(schema, backward, self.empty, self.refuse)
+        both = self.forward.overloadpacket, self.backward.overloadpacket
+        FORMULAS.update(zip(both, flops, strict=False))
+        tell_counters()
 
     def __call__(self, *arguments: Any) -> Any:
         inputs = arguments[: len(self.names)]

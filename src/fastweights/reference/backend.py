@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights.arguments import Operands
 from fastweights.dtypes import compute_dtype
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
@@ -127,18 +128,9 @@ def first_states(
     return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
 
 
-def loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
+    q, k, v, g, beta, erase, initial_state, cu_seqlens = operands
     if cu_seqlens is not None and cu_seqlens.is_meta:
         raise ValueError(
             "cu_seqlens: got a tensor on the device meta, need one with "
@@ -169,14 +161,7 @@ def loop(
 
 
 def empty_saved(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    cu_seqlens: Offsets,
-    chunk_size: int,
-    invariant: bool = False,
+    operands: Operands, chunk_size: int, invariant: bool = False
 ) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
@@ -184,6 +169,7 @@ def empty_saved(
     which are empty, so that a graph for any T is one for T = 1. Another
     backend may keep more, of a size that g and cu_seqlens decide.
     """
+    q, _, v, _, beta, erase, *_ = operands
     B, T, HV = v.shape[:3]
     at_once = T == 1 and not invariant
     width = 0 if at_once else torch.sym_min(chunk_size, T)
@@ -195,23 +181,16 @@ def empty_saved(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: States | None,
-    cu_seqlens: Offsets,
+    operands: Operands,
     scale: float,
     chunk_size: int,
     invariant: bool = False,
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
-    tokens = widen(q, k, v, g, beta, erase)
+    q, _, v, *_, initial_state, cu_seqlens = operands
+    tokens = widen(*operands[:6])
     state = first_states(q, v, initial_state, cu_seqlens)
-    options = chunk_size, invariant
-    saved = empty_saved(q, v, g, beta, erase, cu_seqlens, *options)
+    saved = empty_saved(operands, chunk_size, invariant)
     at_once = v.shape[1] == 1 and not invariant
     if at_once and (found := sequences(cu_seqlens, 1)):
         [(n, _)] = found
@@ -241,14 +220,7 @@ def forward(
 def backward(
     do: Tensor | None,
     dstate: States | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: States | None,
-    cu_seqlens: Offsets,
+    operands: Operands,
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
@@ -259,7 +231,8 @@ def backward(
     Each has its input's shape and dtype. do or dstate is None where nothing
     depends on that output.
     """
-    tokens = widen(q, k, v, g, beta, erase)
+    q, _, v, *_, initial_state, cu_seqlens = operands
+    tokens = widen(*operands[:6])
     do = torch.zeros_like(v) if do is None else do
     do = do.to(compute_dtype(q.dtype))
     dS = None
@@ -297,8 +270,7 @@ def backward(
         grads[:2] = (
             x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
         )
-    given = (q, k, v, g, beta, erase, initial_state)
-    inputs = [x for x in given if x is not None]
+    inputs = [x for x in operands[:7] if x is not None]
     if dS is not None:
         grads.append(dS)
     return [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.arguments import check_offsets_on_host
+from fastweights.arguments import Operands, check_offsets_on_host
 from fastweights.kernels.gpu import dot_precision, gpu_of
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.schedule import (
@@ -57,23 +57,17 @@ def dtypes_of(given: Given) -> stages.Dtypes:
 
 
 def empty_saved(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    cu_seqlens: Tensor | None,
+    operands: Operands,
     chunk_size: int,
     invariant: bool = False,
     ranks: bool = False,
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
-    given = (q, q, v, g, beta, erase, None, cu_seqlens)
-    kind, sizes = kind_of(given, chunk_size, invariant, ranks)
+    kind, sizes = kind_of(operands, chunk_size, invariant, ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    saved = stages.Rooms(kind, dtypes_of(given)).saved
+    saved = stages.Rooms(kind, dtypes_of(operands)).saved
     size = buffer_offsets((x.lines for x in saved), lengths)[-1]
-    return allocate(saved, size, q, lengths)
+    return allocate(saved, size, operands.q, lengths)
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
@@ -126,14 +120,7 @@ def run(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    operands: Operands,
     scale: float,
     chunk_size: int,
     invariant: bool = False,
@@ -143,24 +130,16 @@ def forward(
 
     Saved is one buffer, but in Triton's interpreter a tensor each.
     """
-    check_offsets_on_host(cu_seqlens, q.shape[1])
-    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens)
+    check_offsets_on_host(operands.cu_seqlens, operands.q.shape[1])
     options = chunk_size, invariant, exchange
-    made, saved = run(inputs, None, scale, *options)
+    made, saved = run(operands, None, scale, *options)
     return made["o"], made["state"], saved
 
 
 def backward(
     do: Tensor | None,
     dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    operands: Operands,
     saved: list[Tensor],
     scale: float,
     chunk_size: int,
@@ -172,11 +151,11 @@ def backward(
     Each has its input's dtype. do or dstate is None where nothing depends on
     that output.
     """
+    _, _, v, g, beta, *_ = operands
     if do is None:
         do = torch.zeros_like(v)
-    inputs = (q, k, v, g, beta, erase, initial_state, cu_seqlens, do, dstate)
     options = chunk_size, invariant, exchange
-    made, _ = run(inputs, saved, scale, *options)
+    made, _ = run((*operands, do, dstate), saved, scale, *options)
     if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
         made["dg"] = made["dg"].view_as(g)
     if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles
