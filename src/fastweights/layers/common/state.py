@@ -64,7 +64,7 @@ class LayerState:
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; see :meth:`at`."""
 
-    all_rows: bool = False
+    all_rows: bool | None = None  # what is None is no part of a pytree
     """Whether the pool is known to have all of ``rows``: none is -1."""
 
     accepted: Int[Tensor, " B"] | None = None
@@ -95,7 +95,7 @@ class LayerState:
         return self.at_unchecked(rows, used)
 
     def at_unchecked(
-        self, rows: Int[Tensor, " B"], used: int, all_rows: bool = False
+        self, rows: Int[Tensor, " B"], used: int, all_rows: bool | None = None
     ) -> LayerState:
         """Return what :meth:`at` does, for rows known to be right."""
         own = self.tensors()
