@@ -169,17 +169,30 @@ def test_an_annotation_that_would_not_be_checked(annotation):
     make.__annotations__["size"] = annotation
     said = r"^size: got the annotation .*, need one of bool, float, int, "
     with pytest.raises(TypeError, match=said):
-        type("Mine", (CheckedModule,), {"__init__": make})
+        inside = {"__init__": make, "__module__": "fastweights.layers"}
+        type("Mine", (CheckedModule,), inside)
 
 
 def test_annotations_that_are_no_strings_are_read():
     class Mine(CheckedModule):
+        __module__ = "fastweights.layers"
+
         def __init__(self, size: int | None, by: dict[str, int] | str = ""):
             super().__init__()
 
     assert Mine(None, {}) and Mine(3)
     with pytest.raises(ValueError, match="size: got 0, need an integer >= 1"):
         Mine(0)
+
+
+def test_a_subclass_elsewhere_checks_its_own_arguments():
+    class Mine(layers.GatedDeltaNet):
+        def __init__(self, dim, heads, skip: int = 1, p: float | int = 0.1):
+            super().__init__(dim, heads)
+
+    assert Mine(8, 2, skip=0, p=0.0)
+    with pytest.raises(ValueError, match="num_heads: got 0, need"):
+        Mine(8, 0)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)

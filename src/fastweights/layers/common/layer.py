@@ -86,7 +86,8 @@ class CheckedModule(nn.Module):
     What an argument has to be is read off its annotation: True or False, an
     integer >= 1, a number, a device, a floating point dtype; other arguments
     are for the class itself to check. Names of public implementations are
-    answered by the one they have here. Parameters that weight decay should
+    answered by the one they have here. What a subclass outside of this
+    project takes is its own to check. Parameters that weight decay should
     spare carry ``_no_weight_decay``, for optimisers that look for it; a copy
     loses such marks, and :func:`fastweights.layers.parameter_groups` goes by
     names.
@@ -98,7 +99,8 @@ class CheckedModule(nn.Module):
         super().__init_subclass__(**options)
         make = vars(cls).get("__init__")
         if make is not None:
-            cls.__init__ = _checked(make)  # type: ignore[method-assign]
+            ours = cls.__module__.startswith("fastweights")
+            cls.__init__ = _checked(make, ours)  # type: ignore[method-assign]
 
 
 class Layer(CheckedModule):
@@ -260,10 +262,12 @@ def parameter_groups(
     ]
 
 
-def _checked(make: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that looks at its arguments first."""
+def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
+    """A constructor that looks at its arguments first, if they are ours."""
     taken = inspect.signature(make).parameters
-    kinds = {name: _kind(name, p.annotation) for name, p in taken.items()}
+    kinds = {}
+    if ours:
+        kinds = {name: _kind(name, p.annotation) for name, p in taken.items()}
     others = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     @functools.wraps(make)
