@@ -67,7 +67,7 @@ def of_operators() -> Iterator[tuple[str, ...]]:
 
 def of_layers() -> Iterator[tuple[str, ...]]:
     """A row of each kind of layer that a model may have."""
-    sizes = {"vocabulary": 2, "dim": 16, "num_layers": 1, "num_heads": 2}
+    sizes = {"vocab_size": 2, "dim": 16, "num_layers": 1, "num_heads": 2}
     for kind, layer in LAYERS.items():
         model = LanguageModel(ModelConfig(pattern=(kind,), **sizes))
         (this,) = (x for x in model.modules() if type(x) is layer)
