@@ -172,7 +172,7 @@ def _check(
         raise TypeError("state: got NoneType, need a Tensor")
     narrow = narrow_dtypes(q)
     check_arguments(
-        operands if rows is None else Operands(*operands[:6]),
+        operands if rows is None else operands._replace(initial_state=None),
         scale=scale,
         state_name="state",
         state_dtypes=narrow,

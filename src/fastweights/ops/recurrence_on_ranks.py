@@ -115,8 +115,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     q, *_, first, cu_seqlens = tensors
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
     entering = first.clone(memory_format=torch.contiguous_format)
-    tensors[6:] = entering, exchange.cu_seqlens
-    operands = Operands(*tensors)
+    own = {"initial_state": entering, "cu_seqlens": exchange.cu_seqlens}
+    operands = Operands(*tensors)._replace(**own)
     _, module, chunk_size = implementation("triton", q, chunk_size)
     options = scale, chunk_size, invariant
     record_run("triton forward")
@@ -156,8 +156,8 @@ def _backward(
         leaving, dstate = leaving.copy_(dstate), None
     given = _ranks(), q, cu_seqlens, maps, dstate
     exchange = Exchange(*given, invariant=invariant)
-    tensors[6:] = entering, exchange.cu_seqlens
-    operands = Operands(*tensors)
+    own = {"initial_state": entering, "cu_seqlens": exchange.cu_seqlens}
+    operands = Operands(*tensors)._replace(**own)
     _, module, chunk_size = implementation("triton", q, chunk_size)
     options = scale, chunk_size, invariant, exchange.backward
     record_run("triton backward")
