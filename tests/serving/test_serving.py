@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support import model_cases
 from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import STEPS_PER_READ
+from fastweights.serving.prefixes import Hasher, Prefixes
 
 SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
@@ -380,14 +382,41 @@ def test_prefixes_are_bounded_and_the_least_used_goes():
     assert len(e.prefixes) == e.prefixes.nbytes == 0
     e = engine(prefix_bytes=10**6)
     one = e.pool.keep(e.pool.acquire())
-    size = sum(state.nbytes for state in one)
-    few = type(e.prefixes)(2 * size)
-    few.add([1], one)
-    few.add([2], one)
-    assert few.longest([1, 5]) is one
-    few.add([3], one)
+    first, second, third = (Hasher().key([n], 1) for n in range(3))
+    size = len(first.digest) + sum(state.nbytes for state in one)
+    few = Prefixes(2 * size)
+    few.add(first, one)
+    few.add(second, one)
+    assert few.longest([0, 5]) is one
+    few.add(third, one)
     assert few.nbytes == 2 * size
-    assert few.longest([2]) is None and few.longest([1]) is one
+    assert few.longest([1]) is None and few.longest([0]) is one
+
+
+def test_a_key_is_the_same_whatever_was_hashed_before():
+    text, hasher = list(range(9)), Hasher()
+    for n in (2, 7, 7, 3, 9):
+        assert hasher.key(text, n) == Hasher().key(text, n)
+    assert Hasher().key(text[1:], 2) != Hasher().key(text, 2)
+
+
+def test_a_long_prompts_keys_take_memory_by_its_length_alone():
+    """One of 131,072 tokens, read 2,048 at a time: 64 keys, all counted."""
+    e = engine(
+        fresh(("gated_deltanet",), num_layers=1, dim=8, head_dim=4),
+        prefill_tokens=2048,
+        prefix_bytes=10**6,
+    )
+    (prompt,) = prompts(2**17)
+    e.add(prompt, 1)
+    tracemalloc.start()
+    run(e)
+    host, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(e.prefixes) == 64
+    one = e.prefixes.longest(prompt.tolist()[:4096])
+    assert e.prefixes.nbytes == 64 * (32 + sum(x.nbytes for x in one))
+    assert host < 2**20  # a single copy of the prompt has as many
 
 
 def test_a_full_pool_has_requests_wait_in_turn():
@@ -507,6 +536,11 @@ def tensor_bytes():
     return sum(x.untyped_storage().nbytes() for x in some)
 
 
+def bytes_of_states(prefixes):
+    """What prefixes take without their keys, of 32 bytes each."""
+    return prefixes.nbytes - 32 * len(prefixes)
+
+
 @pytest.mark.parametrize(
     "steps", [2_500, pytest.param(10_000, marks=pytest.mark.full)]
 )
@@ -519,7 +553,7 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     begun, came, ended = {}, {}, 0
     e.add(torch.arange(3), 3)
     run(e)
-    before = tensor_bytes() - e.prefixes.nbytes
+    before = tensor_bytes() - bytes_of_states(e.prefixes)
 
     def begin(request):
         begun[request] = len(request.tokens)
@@ -564,4 +598,4 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     assert not begun and not came and ended > steps // 10
     assert sorted(e.pool.free) == [0, 1, 2]
     assert 0 < e.prefixes.nbytes <= 3000
-    assert tensor_bytes() == before + e.prefixes.nbytes
+    assert tensor_bytes() == before + bytes_of_states(e.prefixes)

@@ -61,7 +61,8 @@ class Engine:
         prefill_tokens: of prompts, at most, that a step reads.
         prefix_bytes: of states that are kept after prompts and after each
             multiple of ``prefill_tokens`` in one, for prompts that begin
-            alike; what was not used for longest goes first.
+            alike, and of their keys; what was not used for longest goes
+            first.
         dtype: of the recurrences' states, as of :class:`StatePool`.
         invariant: whether bits are the same whoever else is there.
 
@@ -220,8 +221,8 @@ class Engine:
         for request in requests:
             read = self.pool.read[request.row]
             if read % self.prefill_tokens == 0 or not request.left:
-                states = self.pool.keep(request.row)
-                self.prefixes.add(request.text[:read], states)
+                key = request.hasher.key(request.text, read)
+                self.prefixes.add(key, self.pool.keep(request.row))
 
     def _run(self, request: Request) -> None:
         """Let a request take part in steps, and queue its forks."""

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import OrderedDict
+from typing import NamedTuple
 
 from fastweights.arguments import check_integers
 from fastweights.layers import LayerState
+
+
+class Key(NamedTuple):
+    """What stands for the first tokens of a text: how many, and their hash."""
+
+    length: int
+    digest: bytes
+
+
+class Hasher:
+    """Hashes the beginnings of one text, each from the one before it."""
+
+    def __init__(self) -> None:
+        self._length, self._hash = 0, hashlib.sha256()
+
+    def key(self, text: list[int], length: int) -> Key:
+        """Return the key of so many of the text's first tokens."""
+        if length < self._length:
+            self._length, self._hash = 0, hashlib.sha256()
+        self._hash.update(array("q", text[self._length : length]))
+        self._length = length
+        return Key(length, self._hash.digest())
 
 
 class Prefixes:
     """States by the tokens that they have read.
 
     Args:
-        max_bytes: of all states together; those that were not asked for
-            the longest go first.
+        max_bytes: of all states and keys together; those that were not asked
+            for the longest go first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -24,21 +48,20 @@ class Prefixes:
                 f"prefix_bytes: got {max_bytes}, need an integer >= 0"
             )
         self.max_bytes, self.nbytes = max_bytes, 0
-        self._kept: OrderedDict[bytes, list[LayerState]] = OrderedDict()
+        self._kept: OrderedDict[Key, list[LayerState]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, tokens: list[int], states: list[LayerState]) -> None:
+    def add(self, key: Key, states: list[LayerState]) -> None:
         """Keep the states after these tokens, unless they are too large."""
-        key = _bytes(tokens)
-        if key in self._kept or _size(states) > self.max_bytes:
+        size = _size(key, states)
+        if key in self._kept or size > self.max_bytes:
             return
         self._kept[key] = states
-        self.nbytes += _size(states)
+        self.nbytes += size
         while self.nbytes > self.max_bytes:
-            _, gone = self._kept.popitem(last=False)
-            self.nbytes -= _size(gone)
+            self.nbytes -= _size(*self._kept.popitem(last=False))
 
     def longest(
         self, tokens: list[int], multiple_of: int = 1
@@ -47,23 +70,19 @@ class Prefixes:
 
         It is all of the tokens, or a multiple of ``multiple_of`` of them.
         """
-        text = _bytes(tokens)
-        size = multiple_of * len(_bytes([0]))
-        fit = [
-            key
-            for key in self._kept
-            if text.startswith(key) and (len(key) % size == 0 or key == text)
+        hasher, most = Hasher(), len(tokens)
+        lengths = {key.length for key in self._kept if key.length <= most}
+        keys = [
+            hasher.key(tokens, length)
+            for length in sorted(lengths)
+            if length % multiple_of == 0 or length == most
         ]
-        if not fit:
-            return None
-        key = max(fit, key=len)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        for key in reversed(keys):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        return None
 
 
-def _bytes(tokens: list[int]) -> bytes:
-    return array("q", tokens).tobytes()
-
-
-def _size(states: list[LayerState]) -> int:
-    return sum(state.nbytes for state in states)
+def _size(key: Key, states: list[LayerState]) -> int:
+    return len(key.digest) + sum(state.nbytes for state in states)

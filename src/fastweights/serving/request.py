@@ -9,6 +9,7 @@ import torch
 
 from fastweights.arguments import check_integers, check_sizes
 from fastweights.layers import LayerState
+from fastweights.serving.prefixes import Hasher
 
 if TYPE_CHECKING:
     from fastweights.serving.engine import Engine
@@ -39,6 +40,8 @@ class Request:
     """Tokens that steps have drawn for it, fetched or not."""
     forks: list[Request] = field(default_factory=list, repr=False)
     """Requests that wait for it to read the prompt that they share."""
+    hasher: Hasher = field(default_factory=Hasher, init=False, repr=False)
+    """Finds the keys of what it has read, for the engine's prefixes."""
 
     @property
     def done(self) -> bool:
