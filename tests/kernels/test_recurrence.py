@@ -35,8 +35,9 @@ from fastweights.kernels.recurrence.settings import (
     lengths_of,
     settings_of,
 )
-from fastweights.reference import backend, chunkwise
+from fastweights.reference import chunkwise
 from fastweights.reference import chunkwise_backward as backward
+from fastweights.torch_backend import recurrence as torch_backend
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
@@ -190,14 +191,14 @@ class RoundedChunks(torch.autograd.Function):
         ctx.inputs = Operands(*inputs)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
-            o, state, ctx.saved = backend.forward(ctx.inputs, 0.3, 64)
+            o, state, ctx.saved = torch_backend.forward(ctx.inputs, 0.3, 64)
         return o, state
 
     @staticmethod
     def backward(ctx, do, dstate):
         patch = pytest.MonkeyPatch.context
         with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
-            grads = backend.backward(
+            grads = torch_backend.backward(
                 do, dstate, ctx.inputs, ctx.saved, 0.3, 64
             )
         found = iter(grads)
@@ -781,7 +782,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
-    wide = backend.widen(*(x.get(n) for n in names[:6]))
+    wide = torch_backend.widen(*(x.get(n) for n in names[:6]))
     wide = [None if t is None else t.double() for t in wide]
     q, k, v, g, e = chunkwise.erasing_chunks(*wide, C)
     S = x["initial_state"].double()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import fastweights as fw
 from fastweights.layers import Decay
-from fastweights.reference import backend
+from fastweights.torch_backend import recurrence as torch_backend
 from fastweights_lab import records
 from fastweights_lab.bench import nvidia_kda, speed, timing
 from fastweights_lab.commands import bench
@@ -257,13 +257,13 @@ def test_gates_with_a_lower_bound(gate, middle):
 
 def test_invariance_is_timed_as_a_peer(monkeypatch, capsys):
     """Its backward too is one of such a call."""
-    seen, forward = [], backend.forward
+    seen, forward = [], torch_backend.forward
 
     def noted(*arguments):
         seen.append(arguments[-1])
         return forward(*arguments)
 
-    monkeypatch.setattr(backend, "forward", noted)
+    monkeypatch.setattr(torch_backend, "forward", noted)
     arguments = "--members kda --gates bounded --peer invariant"
     lines = bench_lines(arguments, monkeypatch, capsys)
     assert ["who=invariant" in x for x in lines] == [False, False, True, True]

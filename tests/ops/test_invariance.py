@@ -9,7 +9,7 @@ from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member
 
 import fastweights as fw
-from fastweights.reference import backend
+from fastweights.torch_backend import recurrence as torch_backend
 
 MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
 
@@ -28,7 +28,7 @@ def test_chunks_of_a_sequence_alone(gate, rule, T, others):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_knows_it(inside, monkeypatch):
     """Of a context around the call, or around the compiled function."""
-    seen, forward = [], backend.forward
+    seen, forward = [], torch_backend.forward
 
     def noted(*arguments):
         seen.append(arguments[-1])
@@ -40,7 +40,7 @@ def test_a_graph_knows_it(inside, monkeypatch):
         with fw.invariant():
             return fw.linear_recurrence(**x)
 
-    monkeypatch.setattr(backend, "forward", noted)
+    monkeypatch.setattr(torch_backend, "forward", noted)
     x = member("head", "delta", T=9)
     with in_one_graph(call, most=3 - inside) as compiled:
         compiled(**x)

@@ -15,8 +15,8 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.checks import Exponentials, Footprint
 from fastweights.ops.selective import SCAN
-from fastweights.reference import selective as torch_backend
 from fastweights.reference import steps
+from fastweights.torch_backend import selective as torch_backend
 
 
 def explicit(dt, z=None, dt_bias=None, dt_softplus=False, **x):

@@ -22,7 +22,7 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import documents, first_tokens
 from fastweights.ops.convolution import WIDTHS, short_convolution
-from fastweights.reference import convolution as pytorch
+from fastweights.torch_backend import convolution as pytorch
 
 __all__ = [
     "causal_conv1d_fn",

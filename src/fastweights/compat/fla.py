@@ -41,7 +41,7 @@ from fastweights.ops.members import (
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
-from fastweights.reference.convolution import unit
+from fastweights.torch_backend.convolution import unit
 
 __all__ = [
     "chunk_comba",

@@ -30,8 +30,8 @@ from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.recurrence_operator import RECURRENCE
+from fastweights.packing import outside
 from fastweights.ranks.group import refuse_ranks
-from fastweights.reference.packing import outside
 
 
 def mesa(

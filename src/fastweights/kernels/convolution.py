@@ -33,7 +33,7 @@ from fastweights.kernels.convolution_forward import (
 )
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tail import clear_tail
-from fastweights.reference.convolution import new_outputs
+from fastweights.torch_backend.convolution import new_outputs
 
 FP32 = torch.float32
 LONG = 256  # tokens in a chunk of the backward, where there are many
@@ -96,7 +96,7 @@ def forward(
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and last inputs, as :mod:`fastweights.reference.convolution`.
+    """As ``forward`` of :mod:`fastweights.torch_backend.convolution`.
 
     The tensors are contiguous, and there is a token.
     """

@@ -310,7 +310,7 @@ def forward(
     states: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and last states, as :mod:`fastweights.reference.selective`.
+    """Outputs and last states, as :mod:`fastweights.torch_backend.selective`.
 
     The tensors are contiguous.
     """

@@ -24,7 +24,7 @@ from fastweights.layers.common.state import (
     continue_recurrence,
 )
 from fastweights.ops.members import comba_operands
-from fastweights.reference.convolution import unit
+from fastweights.torch_backend.convolution import unit
 
 
 class Comba(Layer):

@@ -22,7 +22,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.reference.convolution import unit
+from fastweights.torch_backend.convolution import unit
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {

@@ -25,7 +25,7 @@ from fastweights.layers.common.state import (
     continue_recurrence,
 )
 from fastweights.ops.members import gated_deltanet2_operands
-from fastweights.reference.backend import per_value_head
+from fastweights.torch_backend.recurrence import per_value_head
 
 
 class GatedDeltaNet2(Layer):

@@ -15,7 +15,7 @@ from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
 from fastweights.layers.common.parts import Factory, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, field_of
-from fastweights.reference.convolution import unit
+from fastweights.torch_backend.convolution import unit
 
 
 class MesaNet(Layer):

@@ -33,8 +33,8 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.ops.registration import registered
+from fastweights.packing import sequence_of
 from fastweights.ranks.group import current, place
-from fastweights.reference.packing import sequence_of
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]

@@ -9,7 +9,7 @@ Before a sequence's first token stand its initial state's W - 1 inputs, or
 zeros.
 
 A backend of the operator (:mod:`fastweights.kernels.convolution` or
-:mod:`fastweights.reference.convolution`) has ``forward`` and ``backward``.
+:mod:`fastweights.torch_backend.convolution`) has ``forward`` and ``backward``.
 Which one runs is asked inside of it, so that torch.compile has nothing to ask
 while it traces.
 """
@@ -44,7 +44,7 @@ from fastweights.ops.backends import (
 from fastweights.ops.registration import Operator
 from fastweights.ranks.group import current
 from fastweights.ranks.shard import over_ranks, shard_of
-from fastweights.reference import convolution as torch_backend
+from fastweights.torch_backend import convolution as torch_backend
 
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)

@@ -46,7 +46,7 @@ from fastweights.ops.rows import (
     write_rows,
 )
 from fastweights.ranks.group import refuse_ranks
-from fastweights.reference.backend import advance, per_value_head, widen
+from fastweights.torch_backend.recurrence import advance, per_value_head, widen
 
 MAX_TOKENS = 16
 

@@ -34,10 +34,10 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
+from fastweights.packing import outside
 from fastweights.ranks.group import current, min_tokens
 from fastweights.ranks.shard import shard_of
-from fastweights.reference.backend import per_value_head
-from fastweights.reference.packing import outside
+from fastweights.torch_backend.recurrence import per_value_head
 
 Member = TypeVar("Member", bound=Callable[..., Any])
 

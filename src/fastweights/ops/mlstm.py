@@ -26,11 +26,11 @@ from fastweights.ops.normaliser import (
 )
 from fastweights.ops.registration import registered
 from fastweights.ops.rows import Rows, rows_inside, write_rows
+from fastweights.packing import outside, sequence_of
 from fastweights.ranks.group import Ranks, current, refuse_ranks
 from fastweights.ranks.shard import shard_of, with_a_token
-from fastweights.reference.backend import first_states
 from fastweights.reference.chunkwise import CLEARS
-from fastweights.reference.packing import outside, sequence_of
+from fastweights.torch_backend.recurrence import first_states
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]

@@ -17,8 +17,9 @@ A call goes this way, as far as the kernels:
     kernels/recurrence/backend.run       the schedule for this kind of call
     kernels/recurrence/schedule          sizes, memory; the launches
 
-PyTorch's chunks are ``reference/backend.forward`` in place of the last two,
-and a rank's tokens go through ``recurrence_on_ranks`` in place of the second.
+PyTorch's chunks are ``torch_backend/recurrence.forward`` in place of the last
+two, and a rank's tokens go through ``recurrence_on_ranks`` in place of the
+second.
 """
 
 from __future__ import annotations

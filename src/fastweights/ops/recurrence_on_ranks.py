@@ -37,7 +37,7 @@ from fastweights.ranks.shard import (
     total_decay,
     with_a_token,
 )
-from fastweights.reference.backend import first_states
+from fastweights.torch_backend.recurrence import first_states
 
 
 def recurrence_over_ranks(

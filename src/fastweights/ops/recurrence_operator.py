@@ -1,6 +1,6 @@
 """The recurrence as an operator of PyTorch's, of whole sequences.
 
-It picks a backend: ``reference/backend.py`` or ``kernels/recurrence``.
+It picks a backend: ``torch_backend/recurrence.py`` or ``kernels/recurrence``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
-from fastweights.reference import backend as torch_backend
-from fastweights.reference.backend import first_states, per_value_head
+from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend.recurrence import first_states, per_value_head
 
 
 def of_one_rank(

@@ -7,9 +7,9 @@ The state h is [D, N], products with e^{dt_t A}, dt_t, x_t and D are element
 by element, and e^{dt_t A} is [D, N]: entry (d, n) is e^{dt_t[d] A[d, n]}.
 
 A backend of the operator (:mod:`fastweights.kernels.selective` or
-:mod:`fastweights.reference.selective`) has ``tile_length``, ``forward`` and
-``backward``. Which one runs is asked inside of it, so that torch.compile has
-nothing to ask while it traces.
+:mod:`fastweights.torch_backend.selective`) has ``tile_length``,
+``forward`` and ``backward``. Which one runs is asked inside of it,
+so that torch.compile has nothing to ask while it traces.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from fastweights.ops.rows import (
     rows_inside,
     write_rows,
 )
+from fastweights.packing import outside, sequences
 from fastweights.ranks.group import current, refuse_ranks
 from fastweights.ranks.shard import (
     additive_over_ranks,
     shard_of,
     with_a_token,
 )
-from fastweights.reference import selective as torch_backend
-from fastweights.reference.packing import outside, sequences
-from fastweights.reference.selective import first_states, in_groups
 from fastweights.reference.steps import scan, selective
+from fastweights.torch_backend import selective as torch_backend
+from fastweights.torch_backend.selective import first_states, in_groups
 
 MAX_N = 256
 

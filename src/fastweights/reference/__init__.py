@@ -5,5 +5,6 @@
     close(parallel.parallel(q, k, v, scale=1.0), o, tol=1e-5)   # all at once
 
 Steps go by a token, parallel forms by all of them, chunkwise ones by a chunk;
-dtypes are those of the inputs.
+dtypes are those of the inputs. :mod:`.chunkwise` is also the formula that
+:mod:`fastweights.torch_backend` runs.
 """

@@ -253,7 +253,7 @@ def packed_convolution(x, weight, offsets):
 # %% ex-neighbour not yet: library did it
 def packed_convolution(x, weight, offsets):
     """By what the library runs on a CPU."""
-    from fastweights.reference import convolution
+    from fastweights.torch_backend import convolution
 
     heads = (0, 0, 0, 0)
     _, _, y, _ = convolution.forward(

@@ -1,7 +1,7 @@
 """The kernels as a backend of :func:`fastweights.linear_recurrence`.
 
-As :mod:`fastweights.reference.backend`: ``empty_saved``, ``forward`` and
-``backward``. What a call launches is written in the
+As :mod:`fastweights.torch_backend.recurrence` it has ``empty_saved``,
+``forward`` and ``backward``. What a call launches is written in the
 :class:`fastweights.kernels.recurrence.schedule.Schedule` of its kind.
 """
 

@@ -20,7 +20,7 @@ from fastweights.ops.convolution import (
     convolve_heads,
     short_convolution,
 )
-from fastweights.reference.convolution import unit
+from fastweights.torch_backend.convolution import unit
 
 Inputs = Float[Tensor, "N W-1 C"]
 

@@ -23,7 +23,7 @@ from fastweights.ops.output_norm import (
     gated_rms_norm,
     norm_by_formula,
 )
-from fastweights.reference import convolution
+from fastweights.torch_backend import convolution
 
 SMALLEST = 1e-4  # A and dt at the start
 

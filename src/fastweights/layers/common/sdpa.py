@@ -22,8 +22,8 @@ from fastweights import torch_internals
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.common.state import Offsets
+from fastweights.packing import sequence_of
 from fastweights.ranks.group import current
-from fastweights.reference.packing import sequence_of
 
 Heads = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads

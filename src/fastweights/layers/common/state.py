@@ -14,8 +14,8 @@ from fastweights.dtypes import compute_dtype
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.rows import rows_inside, write_rows
+from fastweights.packing import sequence_of
 from fastweights.ranks.group import current
-from fastweights.reference.packing import sequence_of
 
 Offsets = Int[Tensor, " N+1"]
 

@@ -20,7 +20,7 @@ from fastweights.layers.common.layer import Tokens
 from fastweights.layers.common.parts import upcast, write_strength
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.rows import write_rows
-from fastweights.reference.backend import advance, widen
+from fastweights.torch_backend.recurrence import advance, widen
 
 
 def normed(

@@ -17,7 +17,7 @@ from fastweights.layers.common.state import (
     field_of,
     sequence_lengths,
 )
-from fastweights.reference.packing import group_by_length, sequence_of
+from fastweights.packing import group_by_length, sequence_of
 
 Read = Callable[..., tuple[Tensor, LayerState]]
 

@@ -1,10 +1,11 @@
 """Mamba's selective scan a chunk at a time: a prefix scan in each chunk.
 
 A token maps each entry of the state, h -> a h + b with a = e^{dt A} <= 1 and
-b = dt x B. Such maps compose, so that :func:`~.prefix.scan_by_pairs_` gets
-all states of a chunk in a few operations on whole tensors, and no decay is
-divided by. From chunk to chunk one state is carried: never more than a
-chunk's states are in memory.
+b = dt x B. Such maps compose, so that
+:func:`~fastweights.reference.prefix.scan_by_pairs_` gets all states of a
+chunk in a few operations on whole tensors, and no decay is divided by. From
+chunk to chunk one state is carried: never more than a chunk's states are in
+memory.
 
 Shapes: D channels are G groups of P, which share B and C. A chunk of L
 tokens has x, dt [Bt, L, G, P] and B, C [Bt, L, G, N]; A is [G, N, P] here,
@@ -23,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.reference.packing import Piece, buckets
+from fastweights.packing import Piece, buckets
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype, upcast
-from fastweights.reference.packing import Offsets, sequence_of
+from fastweights.packing import Offsets, sequence_of
 
 Rows = Int[Tensor, " rows"]
 Heads = tuple[int, int, int, int]

@@ -2,8 +2,8 @@
 
 A backend has ``empty_saved``, ``forward`` and ``backward``, on tensors as
 :func:`fastweights.linear_recurrence` takes them. Here that is a frame around
-:mod:`.chunkwise`: dtypes, value heads that share a key head, no gate, packed
-sequences.
+:mod:`fastweights.reference.chunkwise`: dtypes, value heads that share a key
+head, no gate, packed sequences.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fastweights.arguments import Operands
 from fastweights.dtypes import compute_dtype
+from fastweights.packing import Offsets, Piece, buckets, sequences
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
     from_chunks,
     to_chunks,
 )
 from fastweights.reference.chunkwise_backward import chunkwise_backward
-from fastweights.reference.packing import Offsets, Piece, buckets, sequences
 from fastweights.reference.steps import recurrence, scan
 
 States = Float[Tensor, "N HV K V"]
