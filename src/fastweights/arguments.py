@@ -10,7 +10,7 @@ import itertools
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -163,6 +163,29 @@ def check_operands(
                 check_tensor(other, y)
             if y.dtype not in dtypes or y.device != device:
                 _check_kind(other, y, dtypes, name, device)
+
+
+def check_names(
+    owner: str,
+    given: Mapping[str, object],
+    taken: Iterable[str],
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
+    """Raise TypeError for the first argument by a name that owner has not.
+
+    ``elsewhere`` has names of other packages, each with the owner's own.
+    """
+    taken = list(taken)
+    for name, x in given.items():
+        if name in taken:
+            continue
+        ours = (elsewhere or {}).get(name, "")
+        if ours and ours.split()[0] in taken:
+            raise TypeError(f"{name}: got {_shown(x)}, need it as {ours}")
+        raise TypeError(
+            f"{name}: got {_shown(x)}, which {owner} has not, need one of "
+            f"{', '.join(taken)}"
+        )
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:

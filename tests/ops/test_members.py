@@ -47,6 +47,7 @@ def test_member_is_its_step_in_a_loop(name, backend):
     torch.testing.assert_close(got, (0.3 * o, state))
 
 
+OPTIONS = ("scale", "initial_state", "cu_seqlens", "chunk_size", "backend")
 OTHERS = ("gated_retention", "gated_deltanet2", "comba")
 
 
@@ -69,15 +70,21 @@ def test_help_says_how_to_call_a_member(name):
     assert margins <= {0, 4, 8}
 
 
-@pytest.mark.parametrize("name", MEMBERS)
-def test_an_unknown_keyword_is_named(name):
-    x = inputs(name)
-    message = r"\(\) got an unexpected keyword argument 'gate'$"
-    with pytest.raises(TypeError, match=message):
-        getattr(fw, name)(**x, gate=1)
-    for other in {"g", "beta"} - set(x):
-        with pytest.raises(TypeError, match=f"argument '{other}'$"):
-            getattr(fw, name)(**x, **{other: x["q"]})
+@pytest.mark.parametrize("name", [*MEMBERS, *OTHERS])
+def test_an_unknown_keyword_is_named_beside_the_members_own(name):
+    """Before anything else is looked at, and never as linear_recurrence's."""
+    function = getattr(fw, name)
+    own = [*inspect.signature(function).parameters]
+    assert {*OPTIONS} < {*own}
+    x = torch.zeros(1, 1, 1, 1)
+    for other in ("head_first", *({"g", "beta", "normalize"} - {*own})):
+        with pytest.raises(TypeError) as error:
+            function(x, x, x, **{other: x if other == "g" else True})
+        given = "Tensor" if other == "g" else "True"
+        assert str(error.value) == (
+            f"{other}: got {given}, which {name} has not, need one of "
+            f"{', '.join(own)}"
+        )
 
 
 def test_mamba2_in_its_own_terms_and_with_its_own_scale():
@@ -325,6 +332,8 @@ gated_retention(**ungated, logits=LOGITS, temperature="1")
     TypeError: temperature: got str, need a real number
 linear_attention(**of("linear_attention"), eps=None)
     TypeError: eps: got NoneType, need a real number
+linear_attention(**of("linear_attention"), normalize="no")
+    TypeError: normalize: got 'no', need True or False
 linear_attention(**of("linear_attention"), eps=-1)
     ValueError: eps: got -1, need >= 0
 gated_retention(**ungated, logits=LOGITS, temperature=0)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from fastweights import layers
-from fastweights.arguments import check_flags, check_number, check_sizes
-from fastweights.layers.common.layer import check_names
+from fastweights.arguments import (
+    check_flags,
+    check_names,
+    check_number,
+    check_sizes,
+)
+from fastweights.layers.common.layer import PEERS
 
 LAYERS: dict[str, type[nn.Module]] = {
     "comba": layers.Comba,
@@ -39,8 +43,17 @@ LAYERS: dict[str, type[nn.Module]] = {
 """The kinds of layer that a pattern may name. Yours may join them."""
 
 
+class _Named:
+    """Says which argument has another name here, or none, before __init__."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        taken = [x.name for x in fields(cls)]  # type: ignore[arg-type]
+        check_names(cls.__name__, options, taken, PEERS)
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Named):
     """The architecture of a :class:`fastweights.models.LanguageModel`.
 
     Its fields, which are its arguments, stand below.
@@ -202,20 +215,6 @@ class ModelConfig:
             if name not in found:
                 raise ValueError(f"{name}: got nothing, need an integer")
         return cls(**found)
-
-
-_made = ModelConfig.__init__
-
-
-@functools.wraps(_made)
-def _named(self: Any, *args: Any, **options: Any) -> None:
-    """Say what ModelConfig calls an argument by another library's name."""
-    taken = [of.name for of in fields(ModelConfig)]
-    check_names("ModelConfig", options, taken)
-    _made(self, *args, **options)
-
-
-ModelConfig.__init__ = _named  # type: ignore[method-assign]
 
 
 def arguments(kind: str) -> list[str]:

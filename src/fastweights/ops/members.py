@@ -7,10 +7,11 @@ chunk_size, backend) and return the outputs and the final state.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, TypedDict, TypeVar, Unpack, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,10 @@ from fastweights.arguments import (
     Operands,
     check_arguments,
     check_dim,
+    check_flags,
     check_gate,
     check_integers,
+    check_names,
     check_number,
     check_sizes,
     check_strength,
@@ -94,7 +97,7 @@ def shape_of(annotation: Any) -> str:
 
 
 def member(function: Member) -> Member:
-    """Have help() show what is behind ``options``, and say what all share.
+    """Name what is behind ``options``: to help(), and where one is unknown.
 
     What the function's docstring has under Args is of keywords of its own.
     """
@@ -104,7 +107,13 @@ def member(function: Member) -> Member:
     named = {x.name: x.annotation for x in own}
     shared = Options.__annotations__.keys() - named
     own += [x for name, x in every.items() if name in shared]
-    function.__signature__ = signature.replace(parameters=own)  # type: ignore
+    title, taken = function.__name__, [x.name for x in own]
+
+    @functools.wraps(function)
+    def call(*operands: Any, **options: Any) -> Any:
+        check_names(title, options, taken)
+        return function(*operands, **options)
+
     said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     lines = [
         f"    {name}: {shape_of(annotation)}{ARGS[name]}"
@@ -113,10 +122,11 @@ def member(function: Member) -> Member:
     ]
     lines += [more] if more else []
     given = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
-    call = f"    o, state = fw.{function.__name__}({', '.join(given)})"
-    parts = [said, "", call, "", "Args:", *lines, SHARED]
-    function.__doc__ = "\n".join(parts)
-    return function
+    example = f"    o, state = fw.{title}({', '.join(given)})"
+    parts = [said, "", example, "", "Args:", *lines, SHARED]
+    call.__doc__ = "\n".join(parts)
+    call.__signature__ = signature.replace(parameters=own)  # type: ignore
+    return cast("Member", call)
 
 
 @member
@@ -147,6 +157,7 @@ def linear_attention(
         check_dim(name, x, 4, "[B, T, heads, width]")
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
+    check_flags(normalize=normalize)
     check_number("eps", eps, ">= 0")
     if not normalize:
         return linear_recurrence(q, k, v, None, None, **options)

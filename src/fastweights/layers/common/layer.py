@@ -16,6 +16,7 @@ from fastweights.arguments import (
     check_dtype,
     check_flags,
     check_integers,
+    check_names,
     check_number,
     check_sizes,
 )
@@ -273,7 +274,7 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         if not others:
-            check_names(type(self).__name__, options, [*taken][1:])
+            check_names(type(self).__name__, options, [*taken][1:], PEERS)
         given = dict(zip([*taken][1:], args, strict=False)) | options
         for name, kind in kinds.items():
             if name in given:
@@ -285,20 +286,6 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     return __init__
-
-
-def check_names(cls: str, given: dict[str, Any], taken: list[str]) -> None:
-    """Raise TypeError for the first argument by a name that cls has not."""
-    for name, x in given.items():
-        if name in taken:
-            continue
-        ours = PEERS.get(name, "")
-        if ours and ours.split()[0] in taken:
-            raise TypeError(f"{name}: got {x!r}, need it as {ours}")
-        raise TypeError(
-            f"{name}: got {x!r}, which {cls} has not, need one of "
-            f"{', '.join(taken)}"
-        )
 
 
 def _kind(name: str, annotation: Any) -> str:
