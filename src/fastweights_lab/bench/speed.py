@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.compat import fla as compat
 from fastweights.ops.flops import forward as chunk_flops
 from fastweights_lab.bench import nvidia_kda
 from fastweights_lab.bench.timing import (
@@ -87,9 +88,11 @@ MEMBERS = {
     "kda": ("channel", True),
     "comba": ("head", True),
     "gated_deltanet2": ("channel", False),
+    "rwkv7": ("channel", False),
 }
-ERASE = ("comba", "gated_deltanet2")
-"""Erase by a key of their own, which decode_step takes as ``erase``."""
+ERASE = ("comba", "gated_deltanet2", "rwkv7")
+"""Erase by a key of their own, which decode_step takes as ``erase``; rwkv7
+takes two steps a token, by the arguments of flash-linear-attention."""
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
 # published models start
@@ -114,6 +117,8 @@ def inputs(
     """
     torch.manual_seed(0)
     B, T, H, HV, K, V = shape[:6]
+    if member == "rwkv7":
+        H = HV
     make = functools.partial(torch.randn, device=device)
     width, delta = MEMBERS[member]
     x = {
@@ -140,6 +145,11 @@ def inputs(
     if member == "gated_deltanet2":
         x["b"] = torch.rand(B, T, H, K, device=device).to(dtype)
         x["w"] = torch.rand(B, T, HV, V, device=device).to(dtype)
+    if member == "rwkv7":  # a unit key, and a share of it, erase
+        unit = F.normalize(make(B, T, H, K), dim=-1)
+        share = torch.rand(B, T, H, K, device=device)
+        x = {"r": x.pop("q"), "w": x.pop("g"), **x}
+        x |= {"a": -unit.to(dtype), "b": (share * unit).to(dtype)}
     if shape.sequences:
         lengths = torch.tensor((0, *shape.sequences), device=device)
         x["cu_seqlens"] = lengths.cumsum(0)
@@ -175,10 +185,18 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved += 4 * HV * delta
     moved += size * H * K * (member in ERASE)
     moved += size * HV * V * (member == "gated_deltanet2")
+    moved += size * H * K * (member == "rwkv7")  # a and b
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
     erase = q if member in ERASE else None
     flops = chunk_flops(q, q, v, None, beta, erase, None, None, 1.0, CHUNK)
     return B * T * moved, flops
+
+
+def operator(member: str) -> Callable[..., Any]:
+    """Ours: of rwkv7 the two steps of compat.fla."""
+    if member == "rwkv7":
+        return functools.partial(compat.chunk_rwkv7, output_final_state=True)
+    return getattr(fw, member)
 
 
 # peer -> its package, and how it is set for the timing
@@ -186,8 +204,8 @@ PEERS = {
     "fla": (
         "fla-core",
         "chunk_o.TRITON_ABOVE_3_7_1 = True: lifts its guard against a "
-        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA and "
-        "Gated DeltaNet-2 with safe_gate=True at "
+        "backward that Triton 3.4 to 3.7.0 miscompiles on Hopper; KDA, Gated "
+        "DeltaNet-2 and RWKV-7 with safe_gate=True at "
         f"{', '.join(BOUNDED)} gates, above its bound",
     ),
     "flash_qla": ("flash-qla", "as it comes: it drops a state after 10 nats"),
@@ -231,6 +249,7 @@ def peer_functions(
             from fla.ops.gla import chunk_gla
             from fla.ops.kda import chunk_kda
             from fla.ops.linear_attn import chunk_linear_attn
+            from fla.ops.rwkv7 import chunk_rwkv7
             from fla.ops.simple_gla import chunk_simple_gla
 
             # Its guard against a miscompiled backward; we time K = 128 only.
@@ -246,6 +265,7 @@ def peer_functions(
                 "kda": chunk_kda,
                 "comba": chunk_comba,
                 "gated_deltanet2": chunk_gdn2,
+                "rwkv7": chunk_rwkv7,
             }
         elif peer == "flash_qla":
             from flash_qla import chunk_gated_delta_rule
@@ -255,7 +275,7 @@ def peer_functions(
             found = nvidia_kda.functions(folder)
         elif peer == "invariant":
             for name in MEMBERS:
-                found[name] = functools.partial(_invariant, getattr(fw, name))
+                found[name] = functools.partial(_invariant, operator(name))
         else:
             from attn_gym.linear import chunk_gdn, chunk_kda
 
@@ -328,7 +348,7 @@ def peers_for(
         for peer, theirs in rivals.items()
         if member in theirs and peer_takes(peer, member, shape, gate)
     }
-    safe = member in ("kda", "gated_deltanet2") and gate in BOUNDED
+    safe = member in ("kda", *ERASE[1:]) and gate in BOUNDED
     if safe and "fla" in found:
         found["fla"] = functools.partial(found["fla"], safe_gate=True)
     return found
@@ -359,11 +379,10 @@ def passes(
 _FIRST = """
 import time, torch
 from fastweights_lab.bench import speed
-import fastweights as fw
 x = speed.inputs({member!r}, speed.Shape(1, 256, 2, 2, 128, 128), "mild")
 torch.cuda.synchronize() if speed.ON_GPU else None
 start = time.perf_counter()
-speed.passes(fw.{member}, x)["forward+backward"]()
+speed.passes(speed.operator({member!r}), x)["forward+backward"]()
 torch.cuda.synchronize() if speed.ON_GPU else None
 print(time.perf_counter() - start)
 """
@@ -457,7 +476,7 @@ def members(
             moved, flops = work(name, shape)
             for gate in gates if MEMBERS[name][0] else GATES[:1]:
                 x = inputs(name, shape, gate)
-                functions = {"fastweights": getattr(fw, name)}
+                functions = {"fastweights": operator(name)}
                 functions |= peers_for(rivals, name, shape, gate)
                 for who, function in functions.items():
                     for what, fn in passes(function, x).items():
