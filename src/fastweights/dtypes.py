@@ -9,6 +9,9 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+CLEARS = -750.0
+"""A log decay that is 0 in every dtype, as all below it."""
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that inputs of ``dtype`` are computed in: fp32 or fp64."""

@@ -1,4 +1,7 @@
-"""Packed sequences: where each lies, and which are computed together."""
+"""The sequences of a batch or of a pack: how many, and where each lies.
+
+Also the states that they begin with, and which are computed together.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,27 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_offsets
+from fastweights.dtypes import compute_dtype
 
 Offsets = Int[Tensor, " N+1"] | None
+
+
+def num_sequences(x: Tensor, cu_seqlens: Offsets) -> int:
+    """How many there are in x [B, T, ...]: B, or those of a pack."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def first_states(
+    x: Tensor,
+    shape: Sequence[int],
+    initial_state: Tensor | None,
+    cu_seqlens: Offsets,
+) -> Tensor:
+    """A copy of the initial states; zeros of ``shape`` each if None."""
+    if initial_state is not None:
+        return initial_state.clone(memory_format=torch.contiguous_format)
+    N, dtype = num_sequences(x, cu_seqlens), compute_dtype(x.dtype)
+    return x.new_zeros(N, *shape, dtype=dtype)
 
 
 def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:

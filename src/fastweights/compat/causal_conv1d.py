@@ -22,6 +22,7 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import documents, first_tokens
 from fastweights.ops.convolution import WIDTHS, short_convolution
+from fastweights.packing import num_sequences
 from fastweights.torch_backend import convolution as pytorch
 
 __all__ = [
@@ -205,8 +206,8 @@ def _convolve(
     if weight.shape[1] not in WIDTHS:  # in PyTorch, by its own gradients
         rows, y, at = pytorch.activated(x, weight, bias, before, cu_seqlens)
         y = y if activation is None else F.silu(y)
-        shape = pytorch.state_shape(x, weight.shape[1], cu_seqlens)
-        final = pytorch.last_inputs(rows, at, shape)
+        N, W = num_sequences(x, cu_seqlens), weight.shape[1]
+        final = pytorch.last_inputs(rows, at, N, W)
         return y.to(x.dtype), final.to(x.dtype)
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)

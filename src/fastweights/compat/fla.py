@@ -33,6 +33,7 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
+from fastweights.heads import l2norm
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.members import (
     clamp_gate,
@@ -41,7 +42,6 @@ from fastweights.ops.members import (
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.registration import needs_gradient
-from fastweights.torch_backend.convolution import unit
 
 __all__ = [
     "chunk_comba",
@@ -158,7 +158,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
     full = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
     q, k, v = q.to(full), k.to(full), v.to(full)
     if x.get("use_qk_l2norm_in_kernel"):
-        q, k = unit(q), unit(k)
+        q, k = l2norm(q), l2norm(k)
     names = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
     offsets, last = offsets_of(q, *[x.get(name) for name in names])
     gates = [
@@ -225,7 +225,7 @@ def _erasing(
         return [q, k, v, g, None, erase], 1
     if name.endswith("comba"):
         p = x["p"].to(q.dtype)
-        p = unit(p) if x["use_qk_l2norm_in_kernel"] else p
+        p = l2norm(p) if x["use_qk_l2norm_in_kernel"] else p
         v, g, erase = comba_operands(v, p, g, beta)
         return [q, k, v, g, None, erase], 1
     if name.endswith("rwkv7"):

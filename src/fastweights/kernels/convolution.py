@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fastweights.heads import Heads, empty_heads
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import (
     Meta,
@@ -33,7 +34,7 @@ from fastweights.kernels.convolution_forward import (
 )
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tail import clear_tail
-from fastweights.torch_backend.convolution import new_outputs
+from fastweights.packing import num_sequences
 
 FP32 = torch.float32
 LONG = 256  # tokens in a chunk of the backward, where there are many
@@ -62,7 +63,7 @@ def run_chunks(
     x: Tensor,
     weight: Tensor,
     cu_seqlens: Tensor | None,
-    heads: tuple[int, int, int, int],
+    heads: Heads,
     eps: float | None,
     silu: bool,
     tile: dict[str, int],
@@ -70,8 +71,8 @@ def run_chunks(
     *arguments: Any,
 ) -> None:
     """One program per chunk of tokens and block of channels."""
-    (B, T, C), (H, K, *_), W = x.shape, heads, weight.shape[1]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    (_, T, C), (H, K, *_), W = x.shape, heads, weight.shape[1]
+    N = num_sequences(x, cu_seqlens)
     meta = Meta(C, H, K, W, SILU=silu, NORM=eps is not None, **tile)
     programs = meta.NB * num_chunks(x, cu_seqlens, meta.BT)
     with torch.cuda.device_of(x):
@@ -92,7 +93,7 @@ def forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: tuple[int, int, int, int],
+    heads: Heads,
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,15 +102,18 @@ def forward(
     The tensors are contiguous, and there is a token.
     """
     (B, T, C), (H, K, *_) = x.shape, heads
-    outputs = new_outputs(x, weight.shape[1], cu_seqlens, heads)
+    outputs = empty_heads(x, heads)
+    N, W = num_sequences(x, cu_seqlens), weight.shape[1]
+    state = x.new_empty(N, W - 1, C)
     run_chunks(
         *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
         *options(C, H, K, B * T, back=False),
         *((x, weight, bias, initial_state), cu_seqlens),
-        *(outputs[:3], outputs[3]),
+        outputs,
+        state,
     )
-    clear_tail(cu_seqlens, *outputs[:3])
-    return outputs
+    clear_tail(cu_seqlens, *outputs)
+    return *outputs, state
 
 
 def backward(
@@ -122,7 +126,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: tuple[int, int, int, int],
+    heads: Heads,
     eps: float | None,
     silu: bool,
 ) -> list[Tensor | None]:

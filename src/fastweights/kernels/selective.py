@@ -23,6 +23,7 @@ from torch import Tensor
 from fastweights.arguments import check_offsets_on_host
 from fastweights.kernels.tail import clear_tail
 from fastweights.kernels.tile import first_slot, sequence_span
+from fastweights.packing import num_sequences
 
 FP32 = torch.float32
 SETTINGS = {"num_warps": 8, "num_stages": 1}
@@ -315,7 +316,7 @@ def forward(
     The tensors are contiguous.
     """
     check_offsets_on_host(cu_seqlens, x.shape[1])
-    S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    S = num_sequences(x, cu_seqlens)
     y = torch.empty_like(x, dtype=dtype)
     channels, N = A.shape
     state = x.new_empty(S, channels, N, dtype=FP32)
@@ -347,7 +348,7 @@ def backward(
     Those of A, B, C and D are in fp32. The tensors are contiguous.
     """
     (batch, T, channels), (G, N) = x.shape, B.shape[2:]
-    S = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    S = num_sequences(x, cu_seqlens)
     meta = meta_of(channels, N, G)
     dx, ddt = torch.empty_like(x), torch.empty_like(dt)
     dA = x.new_empty(S, channels, N, dtype=FP32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
@@ -24,7 +25,6 @@ from fastweights.layers.common.state import (
     continue_recurrence,
 )
 from fastweights.ops.members import comba_operands
-from fastweights.torch_backend.convolution import unit
 
 
 class Comba(Layer):
@@ -116,8 +116,8 @@ class Comba(Layer):
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         share = self.d.sigmoid()[:, None].to(k.dtype)
-        q = unit(q - self.D[:, None].to(q.dtype) * share * k)
-        k = unit(k)
+        q = l2norm(q - self.D[:, None].to(q.dtype) * share * k)
+        k = l2norm(k)
         p = k if self.unit_p else share * k
         a, b = self.ab_proj(x).chunk(2, -1)
         g, beta = self.decay(a), write_strength(b, False)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
@@ -22,7 +23,6 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.torch_backend.convolution import unit
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {
@@ -122,5 +122,5 @@ class DeltaNet(Layer):
         """Activation and norm of q or k, where they are not the usual ones."""
         y = FEATURES[self.qk_activation](x)
         if self.qk_norm == "l2":
-            return unit(y)
+            return l2norm(y)
         return (y / y.sum(-1, keepdim=True)).to(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fastweights.heads import per_value_head
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
@@ -25,7 +26,6 @@ from fastweights.layers.common.state import (
     continue_recurrence,
 )
 from fastweights.ops.members import gated_deltanet2_operands
-from fastweights.torch_backend.recurrence import per_value_head
 
 
 class GatedDeltaNet2(Layer):

@@ -10,12 +10,12 @@ from torch import nn
 
 from fastweights.deep import mesa
 from fastweights.dtypes import upcast
+from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
 from fastweights.layers.common.parts import Factory, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, field_of
-from fastweights.torch_backend.convolution import unit
 
 
 class MesaNet(Layer):
@@ -88,7 +88,7 @@ class MesaNet(Layer):
         H = self.heads
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
         qk, inputs = self.convolution(qk, state, cu_seqlens)
-        q, k = (unit(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))
+        q, k = (l2norm(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))
         a, b = upcast(self.ab_proj(x)).chunk(2, -1)
         ridge = self.min_ridge + F.softplus(upcast(self.lam))
         o, S = mesa(

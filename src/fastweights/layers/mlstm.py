@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import upcast
+from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled
-from fastweights.layers.common.parts import Factory, OutputNorm, split_heads
+from fastweights.layers.common.parts import Factory, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
 
@@ -63,7 +64,7 @@ class MLSTM(Layer):
         K = scaled("qk_factor", qk_factor, H, dim=dim)
         V = scaled("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
-        self.heads, self.sizes = (H, H), (K, V)
+        self.heads = (H, K, H, V)
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.gates = nn.Linear(dim, 2 * H, **to)
@@ -86,7 +87,7 @@ class MLSTM(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, m) after the last token of each sequence."""
-        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads)
         a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)

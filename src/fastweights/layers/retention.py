@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import compute_dtype
+from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
     scaled,
 )
-from fastweights.layers.common.parts import Factory, OutputNorm, split_heads
+from fastweights.layers.common.parts import Factory, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -70,7 +71,7 @@ class MultiScaleRetention(Layer):
         V = scaled("expand_v", expand_v, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
-        self.heads, self.sizes = (H, H), (K, V)
+        self.heads = (H, K, H, V)
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
@@ -81,7 +82,7 @@ class MultiScaleRetention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
-        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads)
         start, total = place(x.shape[1])
         at = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
@@ -145,7 +146,7 @@ class LightningAttention(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
+        self.dim, self.heads = dim, (H, K, H, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
         to: Factory = {"device": device, "dtype": dtype}
@@ -159,7 +160,7 @@ class LightningAttention(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S) after the last token of each sequence."""
         qkv = F.silu(self.qkv_proj(x))
-        q, k, v = split_heads(qkv, self.heads, self.sizes)
+        q, k, v = split_heads(qkv, self.heads)
         g = lightning_decay(
             v.shape[2],
             self.layer,

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
+from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
 )
-from fastweights.layers.common.parts import Factory, split_heads
+from fastweights.layers.common.parts import Factory
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -81,7 +82,7 @@ class TTTLinear(Layer):
         base_lr = self.default_lr if base_lr is None else base_lr
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         check_even("head_dim", K)
-        self.dim, self.heads, self.sizes = dim, (H, H), (K, K)
+        self.dim, self.heads = dim, (H, K, H, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
@@ -128,7 +129,7 @@ class TTTLinear(Layer):
         S [N, H, 2, P] holds what a head's P weights have learned, and the
         gradients of a mini-batch that is not complete.
         """
-        q, k, v = split_heads(self.qkv_proj(x), self.heads, self.sizes)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads)
         at = token_positions(x.shape[1], x.device, state, cu_seqlens)
         at = at % self.mini_batch
         q, k = (neighbours(t, at, self.theta) for t in (q, k))

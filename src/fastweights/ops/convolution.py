@@ -34,6 +34,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import without_autocast
+from fastweights.heads import empty_heads
 from fastweights.ops.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
@@ -42,6 +43,7 @@ from fastweights.ops.backends import (
     record_run,
 )
 from fastweights.ops.registration import Operator
+from fastweights.packing import num_sequences
 from fastweights.ranks.group import current
 from fastweights.ranks.shard import over_ranks, shard_of
 from fastweights.torch_backend import convolution as torch_backend
@@ -279,7 +281,8 @@ def _fake(
     x: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, cu_seqlens, heads, *_ = others
-    return torch_backend.new_outputs(x, weight.shape[1], cu_seqlens, heads)
+    N, W = num_sequences(x, cu_seqlens), weight.shape[1]
+    return *empty_heads(x, heads), x.new_empty(N, W - 1, x.shape[2])
 
 
 def _backward(
@@ -300,10 +303,9 @@ def _backward(
     record_run(f"{backend} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
-        *empty, _ = torch_backend.new_outputs(x, 1, None, heads)
         outputs = [
             room.zero_() if dy is None else dy
-            for dy, room in zip(outputs, empty, strict=True)
+            for dy, room in zip(outputs, empty_heads(x, heads), strict=True)
         ]
     given = (None if t is None else t.contiguous() for t in (*outputs, dstate))
     with without_autocast(x):

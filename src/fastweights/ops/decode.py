@@ -10,9 +10,6 @@ outputs are 0. A state may come from torch.inference_mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,6 +29,7 @@ from fastweights.dtypes import (
     compute_dtype,
     without_autocast,
 )
+from fastweights.heads import per_value_head, state_shape
 from fastweights.ops.backends import (
     Backend,
     backend_for,
@@ -46,7 +44,7 @@ from fastweights.ops.rows import (
     write_rows,
 )
 from fastweights.ranks.group import refuse_ranks
-from fastweights.torch_backend.recurrence import advance, per_value_head, widen
+from fastweights.torch_backend import decode as torch_backend
 
 MAX_TOKENS = 16
 
@@ -178,9 +176,8 @@ def _check(
         state_dtypes=narrow,
     )
     if rows is not None:
-        shape = (v.shape[2], q.shape[3], v.shape[3])
         check_rows_of_states(
-            q, {"state": state}, rows, shape, extra_dtypes=narrow
+            q, {"state": state}, rows, state_shape(q, v), extra_dtypes=narrow
         )
     if q.shape[1] > MAX_TOKENS:
         raise ValueError(
@@ -277,38 +274,18 @@ def _decode(
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x, full = widen(q, k, v, g, beta, erase), compute_dtype(q.dtype)
+        x = torch_backend.widen(q, k, v, g, beta, erase)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[rows_inside(rows, state)]
-        S = S.to(full)
-        o = _advance(S, x, accepted, scale).to(v.dtype)
+        S = S.to(compute_dtype(q.dtype))
+        o = torch_backend.decode(S, x, accepted, scale).to(v.dtype)
         if S is not state:
             write_rows(state, S.to(state.dtype), rows)
         if rows is not None:
             there = (rows >= 0) & (rows < len(state))
             o = o.where(there[:, None, None, None], 0)
         return o
-
-
-def _advance(
-    S: Tensor, x: Sequence[Any], accepted: Tensor | None, scale: float
-) -> Tensor:
-    """Outputs of all tokens; S becomes the state after those accepted."""
-    if accepted is None:
-        return advance(S, *x, scale=scale)
-    o = advance(S.clone(), *x, scale=scale)
-    q, k, v, g, beta, erase = x
-    token = torch.arange(q.shape[1], device=S.device)
-    each = (token < accepted[:, None])[..., None]  # [N, T, 1]
-    all_of = each[..., None]
-    # What is refused writes nothing, and nothing is forgotten for it.
-    k, v = k.where(all_of, 0), v.where(all_of, 0)
-    g = None if g is None else g.where(all_of, 0)
-    beta = None if beta is None else beta.where(each, 0)
-    erase = None if erase is None else erase.where(all_of, 0)
-    advance(S, q, k, v, g, beta, erase, scale=scale)
-    return o
 
 
 DECODE = registered(

@@ -31,6 +31,7 @@ from fastweights.arguments import (
     check_strength,
 )
 from fastweights.dtypes import cast_for_autocast, compute_dtype, upcast
+from fastweights.heads import per_value_head
 from fastweights.ops.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
@@ -40,7 +41,6 @@ from fastweights.ops.recurrence import linear_recurrence
 from fastweights.packing import outside
 from fastweights.ranks.group import current, min_tokens
 from fastweights.ranks.shard import shard_of
-from fastweights.torch_backend.recurrence import per_value_head
 
 Member = TypeVar("Member", bound=Callable[..., Any])
 

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_dim, check_gate, check_number
-from fastweights.dtypes import cast_for_autocast, compute_dtype
+from fastweights.dtypes import CLEARS, cast_for_autocast, compute_dtype
+from fastweights.heads import state_shape
 from fastweights.ops.backends import Backend
 from fastweights.ops.members import (
     Keys,
@@ -26,11 +27,14 @@ from fastweights.ops.normaliser import (
 )
 from fastweights.ops.registration import registered
 from fastweights.ops.rows import Rows, rows_inside, write_rows
-from fastweights.packing import outside, sequence_of
+from fastweights.packing import (
+    first_states,
+    num_sequences,
+    outside,
+    sequence_of,
+)
 from fastweights.ranks.group import Ranks, current, refuse_ranks
 from fastweights.ranks.shard import shard_of, with_a_token
-from fastweights.reference.chunkwise import CLEARS
-from fastweights.torch_backend.recurrence import first_states
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]
@@ -178,7 +182,7 @@ def _over_ranks(
     shard = shard_of(ranks, q, T, cu_seqlens)
     if initial_state is None:
         wide = F.pad(v, (0, 1))
-        state = first_states(q, wide, None, cu_seqlens)
+        state = first_states(q, state_shape(q, wide), None, cu_seqlens)
         m = state.new_full(state.shape[:2], -torch.inf)
     else:
         state, m = initial_state
@@ -284,8 +288,8 @@ def stabilizers(
     in other units than it was computed in, and no gate exceeds 1. Offsets
     that are none give any numbers, and no error: linear_recurrence has that.
     """
-    B, T, HV = g.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _, T, HV = g.shape
+    N = num_sequences(g, cu_seqlens)
     first = g.new_full((N, HV), -torch.inf) if m is None else m.double()
     tokens = torch.arange(T, device=g.device)
     if cu_seqlens is None:

@@ -25,6 +25,7 @@ from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import of_one_rank
 from fastweights.ops.rows import Rows, check_rows_of_states
+from fastweights.packing import num_sequences
 from fastweights.ranks.group import Ranks, min_tokens, refuse_ranks
 
 Values = Float[Tensor, "B T HV V"]
@@ -110,7 +111,7 @@ def check_normalised(
         chunk_size=chunk_size,
         min_tokens=min_tokens(),
     )
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = num_sequences(q, cu_seqlens)
     HV, V = v.shape[2:]
     shapes = ((N, HV, q.shape[3], V + 1), (N, HV))
     check_states(q, states, dict(zip(states, shapes, strict=False)))

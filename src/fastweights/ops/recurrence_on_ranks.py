@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastweights.arguments import Operands, check_arguments, check_values
 from fastweights.dtypes import without_autocast
+from fastweights.heads import state_shape
 from fastweights.ops.backends import (
     Backend,
     check_backend,
@@ -27,6 +28,7 @@ from fastweights.ops.recurrence_operator import (
     make_operator,
     of_one_rank,
 )
+from fastweights.packing import first_states
 from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current
 from fastweights.ranks.prefix import gathers
@@ -37,7 +39,6 @@ from fastweights.ranks.shard import (
     total_decay,
     with_a_token,
 )
-from fastweights.torch_backend.recurrence import first_states
 
 
 def recurrence_over_ranks(
@@ -57,7 +58,7 @@ def recurrence_over_ranks(
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
     tokens = q, k, v, g, beta, erase
-    first = first_states(q, v, initial_state, cu_seqlens)
+    first = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
         shard: Any = None  # nothing is to be looked up in it
         invariant = is_invariant()

@@ -18,6 +18,7 @@ from fastweights.arguments import (
     check_values,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
+from fastweights.heads import per_value_head, state_shape
 from fastweights.ops import flops
 from fastweights.ops.backends import (
     Backend,
@@ -27,8 +28,8 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
+from fastweights.packing import first_states
 from fastweights.torch_backend import recurrence as torch_backend
-from fastweights.torch_backend.recurrence import first_states, per_value_head
 
 
 def of_one_rank(
@@ -90,7 +91,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     q, _, v, *_, initial_state, cu_seqlens = operands
     _, module, chunk_size = implementation(asked, q, chunk_size)
     saved = module.empty_saved(operands, chunk_size, invariant)
-    state = first_states(q, v, initial_state, cu_seqlens)
+    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
 

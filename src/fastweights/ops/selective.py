@@ -50,7 +50,7 @@ from fastweights.ops.rows import (
     rows_inside,
     write_rows,
 )
-from fastweights.packing import outside, sequences
+from fastweights.packing import first_states, num_sequences, outside, sequences
 from fastweights.ranks.group import current, refuse_ranks
 from fastweights.ranks.shard import (
     additive_over_ranks,
@@ -59,7 +59,7 @@ from fastweights.ranks.shard import (
 )
 from fastweights.reference.steps import scan, selective
 from fastweights.torch_backend import selective as torch_backend
-from fastweights.torch_backend.selective import first_states, in_groups
+from fastweights.torch_backend.selective import in_groups
 
 MAX_N = 256
 
@@ -161,7 +161,8 @@ def selective_scan(
     if ranks is None:
         return run(initial_state, offsets)
     dt = min(T, 1) * dt  # a token in the place of none decays nothing
-    first = shard.initial_states(first_states(x, A, initial_state, cu_seqlens))
+    first = first_states(x, A.shape, initial_state, cu_seqlens)
+    first = shard.initial_states(first)
     steps = dt.sum(1, dtype=torch.float64)
     decay = (steps[..., None] * A).exp()
     y, state = additive_over_ranks(shard, run, first, decay)
@@ -260,7 +261,7 @@ def _loop(
     record_run("loop forward")
     full, G = compute_dtype(x.dtype), B.shape[2]
     with without_autocast(x):
-        first = first_states(x, A, initial_state, cu_seqlens)
+        first = first_states(x, A.shape, initial_state, cu_seqlens)
         states = list(first.unflatten(1, (G, -1)).split(1))
         rates = A.to(full).unflatten(0, (G, -1))
         tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
@@ -342,7 +343,7 @@ def _fake(
     *_, cu_seqlens, keep, full, asked = others
     _, module = _implementation(asked, x)
     states = empty_states(module, x, A, B, cu_seqlens, keep)
-    S = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    S = num_sequences(x, cu_seqlens)
     y = x.new_empty(x.shape, dtype=y_dtype(x, full))
     return y, states.new_empty(S, *A.shape), states
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights.dtypes import CLEARS
 from fastweights.reference.parallel import decays
 
 Chunks = Float[Tensor, "B N H C D"]
@@ -31,7 +32,6 @@ Square = Float[Tensor, "B N H C C"]
 State = Float[Tensor, "B H K V"]
 
 STRIP = 16  # rows of a chunk that share a reference point for their decays
-CLEARS = -750.0  # a log decay that is 0 in every dtype, as all below it
 
 
 def to_chunks(x: Float[Tensor, "B T H D"], chunk_size: int) -> Chunks:

@@ -1,6 +1,7 @@
 """The backend "torch": what runs where the kernels do not.
 
-A module for each operator that has kernels: the recurrence, a frame around
-:mod:`fastweights.reference.chunkwise`; the short convolution; the selective
-scan. Each has ``forward`` and ``backward`` as the kernels' module has them.
+The recurrence, a frame around :mod:`fastweights.reference.chunkwise`; its
+steps for decode_step; the short convolution; the selective scan. A module has
+the functions that the kernels' module of its name has. What a network or the
+Mesa layer does in PyTorch is in :mod:`fastweights.deep`.
 """

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.dtypes import compute_dtype, upcast
-from fastweights.packing import Offsets, sequence_of
+from fastweights.dtypes import compute_dtype
+from fastweights.heads import Heads, split_heads
+from fastweights.packing import Offsets, num_sequences, sequence_of
 
 Rows = Int[Tensor, " rows"]
-Heads = tuple[int, int, int, int]
 
 
 class Places(NamedTuple):
@@ -52,26 +52,6 @@ def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
     first, last = offsets[of] + i, offsets[of + 1] + i
     no_tokens = (t >= offsets[-1])[:, None]
     return Places(t + (n + 1) * (W - 1), first, last, no_tokens)
-
-
-def state_shape(
-    x: Float[Tensor, "B T C"], W: int, cu_seqlens: Offsets
-) -> tuple[int, int, int]:
-    """[N, W - 1, C]."""
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return N, W - 1, x.shape[2]
-
-
-def new_outputs(
-    x: Float[Tensor, "B T C"], W: int, cu_seqlens: Offsets, heads: Heads
-) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "N W-1 C"]]:
-    """Room for q, k, v and a state; without heads for v in x's shape."""
-    (B, T, _), (H, K, HV, V) = x.shape, heads
-    state = x.new_empty(state_shape(x, W, cu_seqlens))
-    if not H:
-        return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape), state
-    q, k = (x.new_empty(B, T, H, K) for _ in "qk")
-    return q, k, x.new_empty(B, T, HV, V), state
 
 
 def behind_states(
@@ -130,7 +110,7 @@ def activated(
     """The extended rows, each token's sum before the activation, and where."""
     T, W = x.shape[1], weight.shape[1]
     where = None if cu_seqlens is None else places(cu_seqlens, T, W)
-    N, *_ = state_shape(x, W, cu_seqlens)
+    N = num_sequences(x, cu_seqlens)
     rows = behind_states(x, initial_state, W, where, N)
     z = convolved(rows, weight, bias)
     if where is not None:
@@ -139,28 +119,12 @@ def activated(
 
 
 def last_inputs(
-    rows: Float[Tensor, "B L C"], where: Places | None, shape: tuple[int, ...]
+    rows: Float[Tensor, "B L C"], where: Places | None, N: int, W: int
 ) -> Float[Tensor, "N W-1 C"]:
-    """The last W - 1 inputs of each sequence; ``shape`` as state_shape."""
+    """The last W - 1 inputs of each of N sequences."""
     if where is None:
-        return rows[:, rows.shape[1] - shape[1] :]
-    return rows[0, where.last].view(shape)
-
-
-def split_heads(
-    y: Float[Tensor, "B T C"], heads: Heads
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k [B, T, H, K] and v [B, T, HV, V]."""
-    H, K, HV, V = heads
-    q, k, v = y.split((H * K, H * K, HV * V), dim=-1)
-    q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
-    return q, k, v.unflatten(-1, (HV, V))
-
-
-def unit(x: Float[Tensor, "*rows K"], eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 inside."""
-    y = upcast(x)
-    return (y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+        return rows[:, rows.shape[1] - (W - 1) :]
+    return rows[0, where.last].view(N, W - 1, rows.shape[2])
 
 
 def inverse_norm(
@@ -185,8 +149,9 @@ def forward(
     ``heads`` is H, K, HV, V. Without an ``eps`` nothing is normalised.
     """
     rows, z, where = activated(x, weight, bias, initial_state, cu_seqlens)
-    shape = state_shape(x, weight.shape[1], cu_seqlens)
-    state = x.new_empty(shape).copy_(last_inputs(rows, where, shape))
+    N, W = num_sequences(x, cu_seqlens), weight.shape[1]
+    last = last_inputs(rows, where, N, W)
+    state = x.new_empty(last.shape).copy_(last)
     y = F.silu(z, inplace=True) if silu else z
     if not heads[0]:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state

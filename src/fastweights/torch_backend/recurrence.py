@@ -8,15 +8,20 @@ head, no gate, packed sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import Operands
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Offsets, Piece, buckets, sequences
+from fastweights.heads import state_shape
+from fastweights.packing import (
+    Offsets,
+    Piece,
+    buckets,
+    first_states,
+    sequences,
+)
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
     from_chunks,
@@ -24,36 +29,11 @@ from fastweights.reference.chunkwise import (
 )
 from fastweights.reference.chunkwise_backward import chunkwise_backward
 from fastweights.reference.steps import recurrence, scan
+from fastweights.torch_backend.decode import advance, widen
 
 States = Float[Tensor, "N HV K V"]
 
 IN_CACHE = 2**17  # entries of score matrices that one core works on at once
-
-
-def per_value_head(
-    x: Float[Tensor, "B T H K"], HV: int
-) -> Float[Tensor, "B T HV K"]:
-    """x, each head repeated for the value heads that share it."""
-    groups = HV // x.shape[2]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
-
-
-def widen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    erase: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
-    dtype, HV = compute_dtype(q.dtype), v.shape[2]
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    q, k = per_value_head(q, HV), per_value_head(k, HV)
-    if g is not None:
-        g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
-    beta, erase = (None if x is None else x.to(dtype) for x in (beta, erase))
-    return q, k, v, g, beta, erase
 
 
 def pieces(
@@ -76,58 +56,6 @@ def pieces(
     return [Piece(n, (n, slice(None)), C) for n in parts]
 
 
-def advance(
-    state: States,
-    q: Float[Tensor, "N T HV K"],
-    k: Float[Tensor, "N T HV K"],
-    v: Float[Tensor, "N T HV V"],
-    g: Float[Tensor, "N T HV DG"] | None,
-    beta: Float[Tensor, "N T HV"] | None,
-    erase: Float[Tensor, "N T HV K"] | None,
-    *,
-    scale: float,
-) -> Float[Tensor, "N T HV V"]:
-    """A few tokens one at a time, the state in place, without gradients.
-
-    Takes what :func:`widen` returns. This is ``steps.recurrence`` in as few
-    operations as there can be: for one token they, not FLOPs, take the time.
-    """
-    N, T, HV, V = v.shape
-    S = state.contiguous().view(N * HV, *state.shape[2:])
-    decay = None if g is None else g.exp()
-    outputs = []
-    for t in range(T):
-        step: list[Any] = [q, k, v, decay, beta, erase]
-        if T > 1:
-            step = [None if x is None else x[:, t : t + 1] for x in step]
-        step = [None if x is None else x.reshape(N * HV, 1, -1) for x in step]
-        q_t, k_t, v_t, decay_t, beta_t, erase_t = step
-        if decay_t is not None:
-            S.mul_(decay_t.mT)
-        if beta_t is not None:
-            v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
-        if erase_t is not None:
-            v_t = torch.baddbmm(v_t, erase_t, S, alpha=-1)
-        S.addcmul_(k_t.mT, v_t)
-        # With beta = 0 its first argument is not read.
-        o = torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale)
-        outputs.append(o.view(N, 1, HV, V))
-    if not state.is_contiguous():
-        state.copy_(S.view(state.shape))
-    return outputs[0] if T == 1 else torch.cat(outputs, dim=1)
-
-
-def first_states(
-    q: Tensor, v: Tensor, initial_state: States | None, cu_seqlens: Offsets
-) -> States:
-    """A copy of the initial states, zeros if there are none."""
-    if initial_state is not None:
-        return initial_state.clone(memory_format=torch.contiguous_format)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (N, v.shape[2], q.shape[3], v.shape[3])
-    return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
-
-
 def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     q, k, v, g, beta, erase, initial_state, cu_seqlens = operands
@@ -145,7 +73,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
         return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
 
-    state = first_states(q, v, initial_state, cu_seqlens)
+    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     # Of no token, but o depends on the states, if nothing else does: under
     # context_parallel every rank takes part in a backward.
     outputs = [state[: len(v), :, :0].transpose(1, 2)]
@@ -189,7 +117,7 @@ def forward(
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
-    state = first_states(q, v, initial_state, cu_seqlens)
+    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, chunk_size, invariant)
     at_once = v.shape[1] == 1 and not invariant
     if at_once and (found := sequences(cu_seqlens, 1)):

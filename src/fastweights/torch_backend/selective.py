@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Piece, buckets
+from fastweights.packing import Piece, buckets, first_states
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read
 
@@ -136,19 +136,6 @@ def channels_first(h: Float[Tensor, "*lead G N P"]) -> Tensor:
     return h.mT.flatten(-3, -2)
 
 
-def first_states(
-    x: Float[Tensor, "Bt T D"],
-    A: Float[Tensor, "D N"],
-    initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets,
-) -> Float[Tensor, "S D N"]:
-    """A copy of the initial states, zeros if there are none."""
-    if initial_state is not None:
-        return initial_state.clone(memory_format=torch.contiguous_format)
-    number = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_zeros(number, *A.shape, dtype=compute_dtype(x.dtype))
-
-
 def forward(
     x: Float[Tensor, "Bt T D"],
     dt: Float[Tensor, "Bt T D"],
@@ -166,7 +153,7 @@ def forward(
     The state that enters each chunk goes into ``states`` unless it is None.
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
-    state = first_states(x, A, initial_state, cu_seqlens)
+    state = first_states(x, A.shape, initial_state, cu_seqlens)
     y = torch.zeros_like(x, dtype=dtype)  # as after the last sequence
     if states is not None:
         states = states.view(len(x), -1, *A.shape)
@@ -210,7 +197,7 @@ def backward(
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.zeros_like(t) for t in (x, dt, B, C))
-    dh = first_states(x, A, dstate, cu_seqlens)
+    dh = first_states(x, A.shape, dstate, cu_seqlens)
     states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     dA = torch.zeros_like(A)

@@ -10,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
+from fastweights.heads import l2norm, split_heads
 from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.parts import Factory, split_heads
+from fastweights.layers.common.parts import Factory
 from fastweights.layers.common.plain_modules import is_plain, source_of
 from fastweights.layers.common.state import LayerState, Offsets, field_of
 from fastweights.ops.convolution import (
@@ -20,7 +21,6 @@ from fastweights.ops.convolution import (
     convolve_heads,
     short_convolution,
 )
-from fastweights.torch_backend.convolution import unit
 
 Inputs = Float[Tensor, "N W-1 C"]
 
@@ -164,9 +164,10 @@ class HeadsConvolution(CheckedModule):
             return q, k, v, accepted_inputs(inputs, x, state)
         else:
             x, inputs = self.taps(x, state, cu_seqlens)
-        q, k, v = split_heads(x, self.heads, self.sizes)
+        (H, HV), (K, V) = self.heads, self.sizes
+        q, k, v = split_heads(x, (H, K, HV, V))
         if self.normalize:
-            q, k = unit(q), unit(k)
+            q, k = l2norm(q), l2norm(k)
         return q, k, v, inputs
 
 

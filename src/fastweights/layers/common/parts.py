@@ -23,7 +23,6 @@ from fastweights.ops.output_norm import (
     gated_rms_norm,
     norm_by_formula,
 )
-from fastweights.torch_backend import convolution
 
 SMALLEST = 1e-4  # A and dt at the start
 
@@ -156,18 +155,6 @@ def low_rank(
         nn.Linear(dim, rank, bias=False, device=device, dtype=dtype),
         nn.Linear(rank, out, bias=bias, device=device, dtype=dtype),
     )
-
-
-def split_heads(
-    x: Float[Tensor, "B T C"], heads: tuple[int, int], sizes: tuple[int, int]
-) -> tuple[
-    Float[Tensor, "B T H K"],
-    Float[Tensor, "B T H K"],
-    Float[Tensor, "B T HV V"],
-]:
-    """q, k and v of the channels [q | k | v], heads (H, HV), sizes (K, V)."""
-    (H, HV), (K, V) = heads, sizes
-    return convolution.split_heads(x, (H, K, HV, V))
 
 
 def uniform_like(like: Tensor, low: float, high: float) -> Tensor:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.layers.common.convolution import unit
+from fastweights.heads import l2norm
 from fastweights.layers.common.layer import Tokens
 from fastweights.layers.common.parts import upcast, write_strength
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.rows import write_rows
-from fastweights.torch_backend.recurrence import advance, widen
+from fastweights.torch_backend.decode import advance, widen
 
 
 def normed(
@@ -80,7 +80,7 @@ def recurrence(
     y = convolved(qkv, layer.convolution.taps, state)
     qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
     qk = qk.view(-1, 1, 2 * H, K)
-    q, k = (unit(qk) if layer.convolution.normalize else qk).split(H, 2)
+    q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
     g = None if a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
     S = state.get("S").to(y.dtype)

@@ -1,0 +1,97 @@
+"""A few tokens one at a time: what decode_step does without the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweights.dtypes import compute_dtype
+from fastweights.heads import per_value_head
+
+States = Float[Tensor, "N HV K V"]
+
+
+def widen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    erase: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
+    dtype, HV = compute_dtype(q.dtype), v.shape[2]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k = per_value_head(q, HV), per_value_head(k, HV)
+    if g is not None:
+        g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
+    beta, erase = (None if x is None else x.to(dtype) for x in (beta, erase))
+    return q, k, v, g, beta, erase
+
+
+def decode(
+    S: States, x: Sequence[Any], accepted: Tensor | None, scale: float
+) -> Tensor:
+    """Outputs of all tokens; S becomes the state after those accepted.
+
+    x is what :func:`widen` returns.
+    """
+    if accepted is None:
+        return advance(S, *x, scale=scale)
+    o = advance(S.clone(), *x, scale=scale)
+    q, k, v, g, beta, erase = x
+    token = torch.arange(q.shape[1], device=S.device)
+    each = (token < accepted[:, None])[..., None]  # [N, T, 1]
+    all_of = each[..., None]
+    # What is refused writes nothing, and nothing is forgotten for it.
+    k, v = k.where(all_of, 0), v.where(all_of, 0)
+    g = None if g is None else g.where(all_of, 0)
+    beta = None if beta is None else beta.where(each, 0)
+    erase = None if erase is None else erase.where(all_of, 0)
+    advance(S, q, k, v, g, beta, erase, scale=scale)
+    return o
+
+
+def advance(
+    state: States,
+    q: Float[Tensor, "N T HV K"],
+    k: Float[Tensor, "N T HV K"],
+    v: Float[Tensor, "N T HV V"],
+    g: Float[Tensor, "N T HV DG"] | None,
+    beta: Float[Tensor, "N T HV"] | None,
+    erase: Float[Tensor, "N T HV K"] | None,
+    *,
+    scale: float,
+) -> Float[Tensor, "N T HV V"]:
+    """A few tokens one at a time, the state in place, without gradients.
+
+    Takes what :func:`widen` returns. This is ``steps.recurrence`` in as few
+    operations as there can be: for one token they, not FLOPs, take the time.
+    """
+    N, T, HV, V = v.shape
+    S = state.contiguous().view(N * HV, *state.shape[2:])
+    decay = None if g is None else g.exp()
+    outputs = []
+    for t in range(T):
+        step: list[Any] = [q, k, v, decay, beta, erase]
+        if T > 1:
+            step = [None if x is None else x[:, t : t + 1] for x in step]
+        step = [None if x is None else x.reshape(N * HV, 1, -1) for x in step]
+        q_t, k_t, v_t, decay_t, beta_t, erase_t = step
+        if decay_t is not None:
+            S.mul_(decay_t.mT)
+        if beta_t is not None:
+            v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
+        if erase_t is not None:
+            v_t = torch.baddbmm(v_t, erase_t, S, alpha=-1)
+        S.addcmul_(k_t.mT, v_t)
+        # With beta = 0 its first argument is not read.
+        o = torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale)
+        outputs.append(o.view(N, 1, HV, V))
+    if not state.is_contiguous():
+        state.copy_(S.view(state.shape))
+    return outputs[0] if T == 1 else torch.cat(outputs, dim=1)
