@@ -10,7 +10,7 @@ import torch
 
 import fastweights as fw
 from fastweights_lab import records
-from fastweights_lab.bench import speed, trained_inputs
+from fastweights_lab.bench import gates_on_text, speed, trained_inputs
 from fastweights_lab.bench.trained_inputs import (
     DRAWN,
     MODELS,
@@ -73,6 +73,21 @@ def test_gates_of_a_model_with_a_lower_bound(little):
     g = trained("KDA", little, 2, least=-0.25)["g"]
     assert -0.25 < g.min() < g.max() < 0
     assert trained("KDA", little, 2)["g"].min() < -0.25
+
+
+def test_where_in_a_text_heads_forget(little, monkeypatch):
+    for name, value in (("BASE", little), ("END", 100), ("LENGTH", 40)):
+        monkeypatch.setattr(gates_on_text, name, value)
+    said, *heads = gates_on_text.rows()
+    assert len(said["text"]) == 40 and "return x" in said["text"]
+    assert said["bits per byte"] > 1
+    assert [(row["layer"], row["head"]) for row in heads] == [
+        (layer, head)
+        for layer in range(little.num_layers)
+        for head in range(little.num_heads)
+    ]
+    for row in heads:
+        assert len(row["halvings"]) == 40 and min(row["halvings"]) >= 0
 
 
 def test_a_run_times_every_member_on_both_passes(little, monkeypatch):

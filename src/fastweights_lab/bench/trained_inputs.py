@@ -43,14 +43,10 @@ DRAWS = 3  # of the heads
 DRAWN = ("mild", "model", *speed.SIGMOIDS)
 
 
-def trained(
-    variant: str, base: Settings, windows: int, least: float | None = None
-) -> dict[str, Tensor]:
-    """What a trained model's recurrences are given: one row per head.
-
-    q, k, v [windows, T, heads, D], g and beta, the heads of all layers; g is
-    at least ``least``.
-    """
+def trained_model(
+    variant: str, base: Settings, least: float | None = None
+) -> Training:
+    """A model after its last step; its gates are at least ``least``."""
     settings = replace(base, lr=RATES[variant])
     run = Training(comparison.settings_of(variant, 0, settings))
     for module in run.model.modules():
@@ -59,6 +55,18 @@ def trained(
             module.reset_parameters()
     for _ in range(run.settings.steps):
         run.step()
+    return run
+
+
+def trained(
+    variant: str, base: Settings, windows: int, least: float | None = None
+) -> dict[str, Tensor]:
+    """What a trained model's recurrences are given: one row per head.
+
+    q, k, v [windows, T, heads, D], g and beta, the heads of all layers; g is
+    at least ``least``.
+    """
+    run = trained_model(variant, base, least)
     tokens = corpus.first_windows(
         run.held_out, run.settings.length, windows
     ).tokens

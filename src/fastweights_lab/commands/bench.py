@@ -11,6 +11,7 @@ layer       where the time of a Gated DeltaNet layer goes
 lesson      DeltaNet's forward in the six versions of chapter 15
 trained     the operators on what trained models give them; --peer fla:
             beside its own
+gates       where in a text the heads of a trained model forget
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
 serve       requests that come and go, beside a full batch
@@ -33,6 +34,7 @@ import torch
 
 from fastweights_lab.bench import (
     deep,
+    gates_on_text,
     generate,
     growth,
     layer,
@@ -57,6 +59,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "layer": (layer.rows, layer.__doc__),
     "lesson": (lesson.rows, lesson.__doc__),
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
+    "gates": (gates_on_text.rows, gates_on_text.__doc__),
     "generate": (generate.rows, generate.__doc__),
     "speculate": (speculate.rows, speculate.__doc__),
     "serve": (serve.rows, serve.__doc__),
