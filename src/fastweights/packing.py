@@ -56,7 +56,7 @@ def outside(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Bool[Tensor, " T"]:
     return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
-def sequence_of(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Int[Tensor, " T"]:
+def sequence_ids(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Int[Tensor, " T"]:
     """The sequence that each of T packed tokens belongs to.
 
     N, one more than the last, for tokens after all of the N sequences.

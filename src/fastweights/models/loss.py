@@ -33,7 +33,7 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.ops.registration import registered
-from fastweights.packing import sequence_of
+from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current, place
 
 Hidden = Float[Tensor, "*rows D"]
@@ -212,7 +212,7 @@ def next_tokens(
             targets = torch.cat([tokens[:, 1:], following[0]], 1)
     if cu_seqlens is None:
         return targets
-    row = sequence_of(cu_seqlens - start, T + 1)
+    row = sequence_ids(cu_seqlens - start, T + 1)
     last = (row[:-1] != row[1:]) | (row[:-1] == len(cu_seqlens) - 1)
     return targets.masked_fill(last, ignore_index)
 

@@ -31,7 +31,7 @@ from fastweights.packing import (
     first_states,
     num_sequences,
     outside,
-    sequence_of,
+    sequence_ids,
 )
 from fastweights.ranks.group import Ranks, current, refuse_ranks
 from fastweights.ranks.shard import shard_of, with_a_token
@@ -298,7 +298,7 @@ def stabilizers(
     else:
         offsets = cu_seqlens.to(g.device, torch.int64)
         stops = offsets[1:]
-        sequence = sequence_of(offsets, T).clamp(max=N - 1)
+        sequence = sequence_ids(offsets, T).clamp(max=N - 1)
         starts = tokens == offsets[sequence]
         ends = tokens == stops[sequence] - 1
         entering = first[sequence][None]

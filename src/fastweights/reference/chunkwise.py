@@ -65,19 +65,19 @@ def running_sum(g: Gates) -> Gates:
     return g.double().clamp(min=CLEARS).cumsum(dim=-2)
 
 
-def decayed_scores(
+def chunk_scores(
     x: Float[Tensor, "*stack C K"],
     k: Float[Tensor, "*lead C K"],
     G: Float[Tensor, "*lead C DG"] | None,
 ) -> Float[Tensor, "*stack C C"]:
     """A_ij = sum_d x_id k_jd exp(G_id - G_jd) for j <= i, else 0.
 
-    x holds queries or erasing keys. G is the
-    :func:`running_sum` of the gates. No exponent is ever positive, and each
-    is rounded only as a difference. A gate per head decays the finished
-    scores. With a gate per channel, rows go in strips of STRIP = 16. For the
-    columns before a strip the decay is split at the strip's start s,
-    exp(G_i - G_s) exp(G_s - G_j); inside the strip it is taken pair by pair.
+    x holds queries or erasing keys, and G is the :func:`running_sum` of the
+    gates. No exponent is ever positive, and each is rounded only as a
+    difference. A gate per head decays the finished scores. With a gate per
+    channel, rows go in strips of STRIP = 16. For the columns before a strip
+    the decay is split at the strip's start s, exp(G_i - G_s) exp(G_s - G_j);
+    inside the strip it is taken pair by pair.
     """
     if G is None:
         return (x @ k.mT).tril_()
@@ -141,8 +141,8 @@ def intra(
         exact = running_sum(g)
         G = exact.to(g)
     if e is None:
-        return G, decayed_scores(q, k, exact), None
-    Aqk, Aek = decayed_scores(torch.stack([q, e]), k, exact)
+        return G, chunk_scores(q, k, exact), None
+    Aqk, Aek = chunk_scores(torch.stack([q, e]), k, exact)
     return G, Aqk, unit_lower_inverse(Aek.tril(-1))
 
 

@@ -75,7 +75,7 @@ def decayed_sums(
 
     sum_j A_ij k_jd exp(G_id - G_jd) at each row i, and at each column j
     sum_i A_ij x_id exp(G_id - G_jd). One gate per channel takes the strips
-    of :func:`.chunkwise.decayed_scores`.
+    of :func:`.chunkwise.chunk_scores`.
     """
     if G is None or G.shape[-1] == 1:
         A = A if G is None else A * decays(G, A.dtype)[..., 0]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import Heads, split_heads
-from fastweights.packing import Offsets, num_sequences, sequence_of
+from fastweights.packing import Offsets, num_sequences, sequence_ids
 
 Rows = Int[Tensor, " rows"]
 
@@ -46,7 +46,7 @@ def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
     offsets = cu_seqlens.long().clamp(0, T).cummax(0).values
     N = cu_seqlens.shape[0] - 1
     t = torch.arange(T, device=cu_seqlens.device)
-    n = sequence_of(offsets, T).clamp(max=N - 1)
+    n = sequence_ids(offsets, T).clamp(max=N - 1)
     i = torch.arange(N * (W - 1), device=cu_seqlens.device)
     of = i // (W - 1)  # the sequence of a row of a state
     first, last = offsets[of] + i, offsets[of + 1] + i

@@ -322,7 +322,7 @@ def strip_scores(q, k, g, c):
 def strip_scores(q, k, g, c):
     own, chunkwise.STRIP = chunkwise.STRIP, c
     try:
-        return chunkwise.decayed_scores(q, k, g.cumsum(0))
+        return chunkwise.chunk_scores(q, k, g.cumsum(0))
     finally:
         chunkwise.STRIP = own
 

@@ -22,7 +22,7 @@ from fastweights import torch_internals
 from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.common.state import Offsets
-from fastweights.packing import sequence_of
+from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current
 
 Heads = Float[Tensor, "B T H K"]
@@ -127,7 +127,7 @@ def in_tiles(q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None) -> Heads:
     if cu_seqlens is None:
         row = torch.zeros(end, dtype=torch.int64, device=q.device)
     else:
-        row = sequence_of(cu_seqlens, end)
+        row = sequence_ids(cu_seqlens, end)
     if q.shape[1] <= TILE:
         return tile(q, k, v, row[before:], row)
     tiles = []

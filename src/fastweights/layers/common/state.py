@@ -14,7 +14,7 @@ from fastweights.dtypes import compute_dtype
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.rows import rows_inside, write_rows
-from fastweights.packing import sequence_of
+from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current
 
 Offsets = Int[Tensor, " N+1"]
@@ -328,7 +328,7 @@ def token_positions(
     before = field_of(state, "position")
     if cu_seqlens is None:
         return here if before is None else here + before[:, None]
-    row = sequence_of(cu_seqlens - start, T)
+    row = sequence_ids(cu_seqlens - start, T)
     here = here - cu_seqlens[row].to(here.dtype)
     if before is None:
         return here

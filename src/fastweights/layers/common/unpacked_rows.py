@@ -17,7 +17,7 @@ from fastweights.layers.common.state import (
     field_of,
     sequence_lengths,
 )
-from fastweights.packing import group_by_length, sequence_of
+from fastweights.packing import group_by_length, sequence_ids
 
 Read = Callable[..., tuple[Tensor, LayerState]]
 
@@ -45,7 +45,7 @@ class UnpackedRows:
             self.lengths = self.count
             self.longest = max(int(self.count.max()), 1)
             token = torch.arange(x.shape[1], device=x.device)
-            self.row = sequence_of(cu_seqlens, x.shape[1])
+            self.row = sequence_ids(cu_seqlens, x.shape[1])
             self.place = token - cu_seqlens[self.row].to(token.dtype)
             # Tokens after the last sequence have a row that is cut off.
             N = self.count.shape[0]
