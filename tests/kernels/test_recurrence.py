@@ -348,7 +348,7 @@ def test_keys_that_erase_nothing_or_all(gate, device, dtype):
     strengths = torch.ones(100, 1, 64)
     strengths[::3], strengths[1::3, :, ::2] = 0, 0
     x["erase"] = (strengths * x["k"]).expand_as(x["erase"])
-    judge(cast(x, dtype, device), budget_of(dtype))
+    judge_amplified(cast(x, dtype, device))
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -230,18 +230,27 @@ def _erasing(
         return [q, k, v, g, None, erase], 1
     if name.endswith("rwkv7"):
         # Diag(e^w) S + b a^T S, and then what k writes.
-        a, b = x["a"].to(q.dtype), x["b"].to(q.dtype)
         g = clamp_gate(x["w"], q.dtype)
-        e = (-g).exp().mul(-a).to(q.dtype)  # reads the state before the decay
-        pairs = (q, q), (b, k), (0 * v, v), (g, 0 * g), (e, 0 * e)
-        *both, e = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)
-        return [*both, None, e], 2
+        a, b = x["a"].to(q.dtype), x["b"].to(q.dtype)
+        e = (a / g.exp()).to(q.dtype)  # reads the state before the decay
+        k = torch.stack((-b, k), 2).flatten(1, 2)
+        return [_second(q), k, _second(v), _first(g), None, _first(e)], 2
     n = x.get("num_householder", 1)
     if n > 1:
         q = q.repeat_interleave(n, 1)
         if g is not None:  # of the first step
             g = F.pad(g[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
     return [q, k, v, g, beta, None], n
+
+
+def _first(y: Tensor) -> Tensor:
+    """What the first of a token's two steps has, and the second has not."""
+    return F.pad(y[:, :, None], (0, 0, 0, 0, 0, 1)).flatten(1, 2)
+
+
+def _second(y: Tensor) -> Tensor:
+    """What the second of a token's two steps has, and the first has not."""
+    return F.pad(y[:, :, None], (0, 0, 0, 0, 1, 0)).flatten(1, 2)
 
 
 def _check(title: str, x: Arguments) -> None:
