@@ -165,10 +165,10 @@ def test_what_the_kernel_does_not_take():
 @pytest.mark.parametrize(
     ("capability", "dtype", "want"),
     [
-        ((9, 0), torch.bfloat16, True),
-        ((10, 0), torch.float16, True),
-        ((9, 0), torch.float32, False),
-        ((8, 0), torch.bfloat16, False),
+        ((9, 0), torch.bfloat16, "triton"),
+        ((10, 0), torch.float16, "triton"),
+        ((9, 0), torch.float32, "torch"),
+        ((8, 0), torch.bfloat16, "torch"),
     ],
 )
 def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
@@ -177,10 +177,10 @@ def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
-    assert backends.network_kernel_runs("auto", there, dtype) == want
-    assert backends.network_kernel_runs("triton", there, dtype)
-    monkeypatch.setattr(backends, "choose_backend", lambda *_: "loop")
-    assert not backends.network_kernel_runs("auto", there, dtype)
+    assert backends.network_backend("auto", there, dtype) == want
+    assert backends.network_backend("triton", there, dtype) == "triton"
+    monkeypatch.setattr(backends, "choose_backend", lambda *_: "torch")
+    assert backends.network_backend("auto", there, dtype) == "torch"
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]

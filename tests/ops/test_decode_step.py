@@ -519,7 +519,7 @@ backend="triton"
 {name: ones(1, 6, 2, 3, dtype=torch.float64) for name in ("q", "k")} | {"v":
 ones(1, 6, 4, 5, dtype=torch.float64)} | {"state": ones(1, 4, 3, 5,
 dtype=torch.float64)} | {"g": None, "beta": None, "backend": "triton"}
-    ValueError: backend: got 'triton', which needs q, k and v in float32,
+    ValueError: backend: got 'triton', which needs tensors in float32,
     float16 or bfloat16, not float64
 """
 

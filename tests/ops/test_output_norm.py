@@ -113,8 +113,8 @@ eps=-1.0
 backend="loop"
     ValueError: backend: got 'loop', need one of ('auto', 'triton', 'torch')
 {name: t.double() for name, t in X.items()} | {"backend": "triton"}
-    ValueError: backend: got 'triton', which needs o in float32, float16 or
-    bfloat16, not float64
+    ValueError: backend: got 'triton', which needs tensors in float32, float16
+    or bfloat16, not float64
 """)
 def test_errors(wrong, error):
     with error():

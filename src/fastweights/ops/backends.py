@@ -28,6 +28,7 @@ NETWORK_GPUS = (9, 10)
 """Major compute capabilities whose registers suffice for networks' kernels."""
 
 
+@torch_internals.constant_in_graphs
 def choose_backend(
     backend: str = "auto",
     device: torch.device | str = "cpu",
@@ -50,45 +51,45 @@ def choose_backend(
             there.
     """
     device = torch.device(device)
-    if backend == "auto" and device.type != "cuda":
-        return "torch"
-    if backend in ("auto", "triton"):
-        refuse_fp64(backend, dtype, "q, k and v")
-        if dtype == torch.float64:
-            return "torch"
-        lack = _lack_of_triton(device, dtype)
-        if not lack:
-            return "triton"
-        if backend == "triton":
-            raise ValueError(f"backend: got 'triton', which needs {lack}")
-        _explain(lack)
-        return "torch"
-    check_backend(backend)
-    return backend
-
-
-def backend_for(asked: str, q: Tensor) -> str:
-    """The backend that runs on q [.., K], of at most MAX_K in the kernels."""
-    backend, K = choose_backend(asked, q.device, q.dtype), q.shape[-1]
-    if backend != "triton" or K <= MAX_K:
+    if backend not in ("auto", "triton"):
+        check_backend(backend)
         return backend
-    lack = f"K <= {MAX_K}, not {K}"
-    if asked == "triton":
-        raise ValueError(f"backend: got 'triton', which needs {lack}")
-    _explain(lack)
-    return "torch"
+    if backend == "auto" and (device.type != "cuda" or dtype == torch.float64):
+        return "torch"
+    return _triton_unless(_lack_of_triton(device, dtype), backend)
+
+
+def recurrence_backend(backend: str, q: Tensor) -> str:
+    """The backend that runs on q [.., K]: the kernels' K is at most MAX_K."""
+    chosen, K = choose_backend(backend, q.device, q.dtype), q.shape[-1]
+    if chosen != "triton" or K <= MAX_K:
+        return chosen
+    return _triton_unless(f"K <= {MAX_K}, not {K}", backend)
 
 
 @torch_internals.constant_in_graphs
-def recurrence_kernels_run(
-    asked: str, device: torch.device, dtype: torch.dtype, K: int
-) -> bool:
-    """Whether the recurrence's kernels do, where this backend is asked for."""
-    return (
-        asked != "loop"
-        and K <= MAX_K
-        and (choose_backend(asked, device, dtype) == "triton")
-    )
+def network_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, lack: str = ""
+) -> str:
+    """The backend that runs for a memory that is a network.
+
+    ``lack`` is what its kernel needs and these tokens do not have, "" if
+    nothing. "auto" is "triton" where that is faster: in half precision on
+    Hopper and on Blackwell's data centre GPU. On others, and in fp32, it
+    would keep kilobytes per thread outside of the registers
+    (tests/compile/test_ttt.py), or not find room for its matrices.
+    """
+    check_backend(backend, KERNEL_OR_TORCH)
+    if lack and backend != "triton":
+        return "torch"
+    if lack:
+        return _triton_unless(lack, backend)
+    chosen = choose_backend(backend, device, dtype)
+    if chosen != "triton" or backend == "triton":
+        return chosen
+    major, _ = torch.cuda.get_device_capability(device)
+    faster = dtype != torch.float32 and major in NETWORK_GPUS
+    return "triton" if faster else "torch"
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
@@ -97,18 +98,22 @@ def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
         raise ValueError(f"backend: got {backend!r}, need one of {names}")
 
 
-def refuse_fp64(backend: str, dtype: torch.dtype, tensors: str) -> None:
-    """Raise ValueError if Triton is to compute with these tensors in fp64."""
-    if backend == "triton" and dtype == torch.float64:
-        raise ValueError(
-            f"backend: got 'triton', which needs {tensors} in float32, "
-            "float16 or bfloat16, not float64"
-        )
+@torch_internals.constant_in_graphs
+def _triton_unless(lack: str, backend: str) -> str:
+    """What runs: "triton" if it lacks nothing, else "torch", or an error."""
+    if not lack:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend: got 'triton', which needs {lack}")
+    _explain(lack)
+    return "torch"
 
 
 @functools.cache
 def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     """What the kernels need and do not have here; "" if they run."""
+    if dtype == torch.float64:
+        return "tensors in float32, float16 or bfloat16, not float64"
     if not importlib.util.find_spec("triton"):
         return "the package triton, which is not installed"
     if device.type == "cuda":
@@ -171,51 +176,6 @@ def _explain(lack: str) -> None:
         f"fastweights runs as PyTorch here: its kernels need {lack}",
         stacklevel=2,
     )
-
-
-@torch_internals.constant_in_graphs
-def kernel_or_torch_runs(
-    asked: str, device: torch.device, dtype: torch.dtype, tensors: str
-) -> bool:
-    """Whether Triton computes what has one form in PyTorch.
-
-    Raises:
-        ValueError: "triton" cannot run there, or not in the dtype of the
-            ``tensors`` of this name.
-    """
-    refuse_fp64(asked, dtype, tensors)
-    return choose_backend(asked, device, dtype) == "triton"
-
-
-@torch_internals.constant_in_graphs
-def network_kernel_runs(
-    backend: str, device: torch.device, dtype: torch.dtype
-) -> bool:
-    """Whether networks' kernels run there; for "auto", whether it is worth it.
-
-    It is in half precision on Hopper and on Blackwell's data centre GPU. On
-    others, and in fp32, it would keep kilobytes per thread outside of the
-    registers (tests/compile/test_ttt.py), or not find room for its matrices.
-    """
-    if choose_backend(backend, device, dtype) != "triton":
-        return False
-    if backend == "triton":
-        return True
-    major, _ = torch.cuda.get_device_capability(device)
-    return dtype != torch.float32 and major in NETWORK_GPUS
-
-
-def network_by_kernel(backend: str, q: Tensor, fits: bool, need: str) -> bool:
-    """Whether a network's kernel that ``fits`` these tokens computes them.
-
-    Raises:
-        ValueError: backend is none, or "triton" where the kernel cannot run;
-            ``need`` says what it needs.
-    """
-    check_backend(backend, KERNEL_OR_TORCH)
-    if backend == "triton" and not fits:
-        raise ValueError(f"backend: got 'triton', which needs {need}")
-    return fits and network_kernel_runs(backend, q.device, q.dtype)
 
 
 def widest_head(q: Tensor, K: int) -> int:

@@ -39,7 +39,7 @@ from fastweights.ops.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    kernel_or_torch_runs,
+    choose_backend,
     record_run,
 )
 from fastweights.ops.registration import Operator
@@ -253,15 +253,16 @@ def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
 
 
-def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
-    """A backend's name, and where its functions stand.
+def _implementation(backend: str, x: Tensor) -> tuple[str, ModuleType]:
+    """The backend that runs, and where its functions stand.
 
     Without a token PyTorch's, since there is nothing to launch.
     """
-    if kernel_or_torch_runs(asked, x.device, x.dtype, "x") and x.shape[1]:
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if chosen == "triton" and x.shape[1]:
         from fastweights.kernels import convolution as module
 
-        return "triton", module
+        return chosen, module
     return "torch", torch_backend
 
 
@@ -269,10 +270,10 @@ def _forward(
     x: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a backend computes."""
-    *inputs, heads, eps, silu, asked = arguments
-    backend, module = _implementation(asked, x)
+    *inputs, heads, eps, silu, backend = arguments
+    chosen, module = _implementation(backend, x)
     check_offsets_on_host(inputs[-1], x.shape[1])
-    record_run(f"{backend} forward")
+    record_run(f"{chosen} forward")
     with without_autocast(x):
         return module.forward(x, *inputs, tuple(heads), eps, silu)
 
@@ -298,9 +299,9 @@ def _backward(
     Each has its input's shape and dtype. A gradient of a result is None where
     nothing depends on it.
     """
-    *others, heads, eps, silu, asked = arguments
-    backend, module = _implementation(asked, x)
-    record_run(f"{backend} backward")
+    *others, heads, eps, silu, backend = arguments
+    chosen, module = _implementation(backend, x)
+    record_run(f"{chosen} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
         outputs = [

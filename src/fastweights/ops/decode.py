@@ -32,9 +32,9 @@ from fastweights.dtypes import (
 from fastweights.heads import per_value_head, state_shape
 from fastweights.ops.backends import (
     Backend,
-    backend_for,
     check_backend,
     record_run,
+    recurrence_backend,
 )
 from fastweights.ops.registration import past_dispatcher, registered
 from fastweights.ops.rows import (
@@ -261,7 +261,7 @@ def _decode(
     backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after what is accepted."""
-    if backend_for(backend, q) == "triton":
+    if recurrence_backend(backend, q) == "triton":
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")

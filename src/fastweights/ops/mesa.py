@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.backends import (
-    network_by_kernel,
+    network_backend,
     record_run,
     widest_head,
 )
@@ -27,8 +27,8 @@ def kernel_takes(backend: str, q: Tensor) -> bool:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
     K, most = q.shape[-1], widest_head(q, MAX_K)
-    need = f"heads of at most {most}, not {K}"
-    return network_by_kernel(backend, q, most >= K, need)
+    lack = "" if most >= K else f"heads of at most {most}, not {K}"
+    return network_backend(backend, q.device, q.dtype, lack) == "triton"
 
 
 def _solve(

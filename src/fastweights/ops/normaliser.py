@@ -20,7 +20,7 @@ from fastweights.dtypes import (
     compute_dtype,
     without_autocast,
 )
-from fastweights.ops.backends import Backend, recurrence_kernels_run
+from fastweights.ops.backends import Backend, recurrence_backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import of_one_rank
@@ -73,7 +73,7 @@ def recurrence_with_normaliser(
         options: Any = (scale, chunk_size, backend)
         return recurrence_over_ranks(ranks, operands, *options)
 
-    kernels = recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1])
+    kernels = recurrence_backend(backend, q) == "triton"
     full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
     with without_autocast(q):
         if q.dtype == one.dtype or not kernels:

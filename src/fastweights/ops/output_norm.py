@@ -29,7 +29,7 @@ from fastweights.ops.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    kernel_or_torch_runs,
+    choose_backend,
     record_run,
 )
 from fastweights.ops.registration import Operator
@@ -77,7 +77,7 @@ def gated_rms_norm(
     """
     _check(o, weight, gate, activation, eps, backend)
     silu = activation == "silu"
-    if not kernel_or_torch_runs(backend, o.device, o.dtype, "o"):
+    if choose_backend(backend, o.device, o.dtype) != "triton":
         return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()

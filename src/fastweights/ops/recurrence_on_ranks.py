@@ -19,7 +19,7 @@ from fastweights.ops.backends import (
     Backend,
     check_backend,
     record_run,
-    recurrence_kernels_run,
+    recurrence_backend,
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
@@ -59,7 +59,7 @@ def recurrence_over_ranks(
         g = (min(T, 1) * g).expand(v.shape[:3])
     tokens = q, k, v, g, beta, erase
     first = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
-    if recurrence_kernels_run(backend, q.device, q.dtype, q.shape[-1]):
+    if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
         invariant = is_invariant()
         finish = sums_final_states(ranks, cu_seqlens, invariant)

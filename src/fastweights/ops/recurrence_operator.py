@@ -22,9 +22,9 @@ from fastweights.heads import per_value_head, state_shape
 from fastweights.ops import flops
 from fastweights.ops.backends import (
     Backend,
-    backend_for,
     check_backend,
     record_run,
+    recurrence_backend,
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
@@ -65,31 +65,33 @@ def laid_out(operands: Operands, scale: float | None) -> tuple[Any, ...]:
 
 
 def implementation(
-    asked: str, q: Tensor, chunk_size: int | None
+    backend: str, q: Tensor, chunk_size: int | None
 ) -> tuple[str, ModuleType, int]:
-    """A backend's name, where its functions stand, and tokens per chunk."""
-    backend = backend_for(asked, q)
+    """What runs: a backend, where its functions stand, tokens per chunk."""
+    chosen = recurrence_backend(backend, q)
     module: ModuleType = torch_backend
-    if backend == "triton":
+    if chosen == "triton":
         from fastweights.kernels.recurrence import backend as module
-    return backend, module, chunk_size or DEFAULT_CHUNK_SIZE
+    return chosen, module, chunk_size or DEFAULT_CHUNK_SIZE
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a backend computes, and what its backward re-uses."""
-    *tensors, scale, chunk_size, asked, invariant = arguments
+    *tensors, scale, chunk_size, backend, invariant = arguments
     operands = Operands(*tensors)
-    backend, module, chunk_size = implementation(asked, operands.q, chunk_size)
-    record_run(f"{backend} forward")
+    chosen, module, chunk_size = implementation(
+        backend, operands.q, chunk_size
+    )
+    record_run(f"{chosen} forward")
     with without_autocast(operands.q):
         return module.forward(operands, scale, chunk_size, invariant)
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *tensors, _, chunk_size, asked, invariant = arguments
+    *tensors, _, chunk_size, backend, invariant = arguments
     operands = Operands(*tensors)
     q, _, v, *_, initial_state, cu_seqlens = operands
-    _, module, chunk_size = implementation(asked, q, chunk_size)
+    _, module, chunk_size = implementation(backend, q, chunk_size)
     saved = module.empty_saved(operands, chunk_size, invariant)
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
@@ -99,10 +101,12 @@ def _backward(
     do: Tensor | None, dstate: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *tensors, saved, scale, chunk_size, asked, invariant = arguments
+    *tensors, saved, scale, chunk_size, backend, invariant = arguments
     operands = Operands(*tensors)
-    backend, module, chunk_size = implementation(asked, operands.q, chunk_size)
-    record_run(f"{backend} backward")
+    chosen, module, chunk_size = implementation(
+        backend, operands.q, chunk_size
+    )
+    record_run(f"{chosen} backward")
     with without_autocast(operands.q):
         return module.backward(
             *(do, dstate, operands, saved), scale, chunk_size, invariant

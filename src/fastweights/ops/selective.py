@@ -40,7 +40,6 @@ from fastweights.ops.backends import (
     check_backend,
     choose_backend,
     record_run,
-    refuse_fp64,
 )
 from fastweights.ops.decode import MAX_TOKENS
 from fastweights.ops.registration import Operator, needs_gradient
@@ -282,14 +281,13 @@ def _loop(
         return y, torch.cat(states).flatten(1, 2)
 
 
-def _implementation(asked: str, x: Tensor) -> tuple[str, ModuleType]:
-    """A backend's name, and where its functions stand."""
-    refuse_fp64(asked, x.dtype, "x, B and C")
-    backend = choose_backend(asked, x.device, x.dtype)
+def _implementation(backend: str, x: Tensor) -> tuple[str, ModuleType]:
+    """The backend that runs, and where its functions stand."""
+    chosen = choose_backend(backend, x.device, x.dtype)
     module: ModuleType = torch_backend
-    if backend == "triton":
+    if chosen == "triton":
         from fastweights.kernels import selective as module
-    return backend, module
+    return chosen, module
 
 
 def empty_states(
@@ -321,9 +319,9 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     y is in x's dtype, with ``full`` in that of the arithmetic.
     """
-    *inputs, keep, full, asked = arguments
-    backend, module = _implementation(asked, x)
-    record_run(f"{backend} forward")
+    *inputs, keep, full, backend = arguments
+    chosen, module = _implementation(backend, x)
+    record_run(f"{chosen} forward")
     _, A, B, *_, cu_seqlens = inputs
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     with without_autocast(x):
@@ -340,8 +338,8 @@ def y_dtype(x: Tensor, full: bool) -> torch.dtype:
 def _fake(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, cu_seqlens, keep, full, asked = others
-    _, module = _implementation(asked, x)
+    *_, cu_seqlens, keep, full, backend = others
+    _, module = _implementation(backend, x)
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     S = num_sequences(x, cu_seqlens)
     y = x.new_empty(x.shape, dtype=y_dtype(x, full))
@@ -356,9 +354,9 @@ def _backward(
     Each has its input's shape and dtype. dy or dstate is None where nothing
     depends on that result.
     """
-    *inputs, (states,), _, _, asked = arguments
-    backend, module = _implementation(asked, x)
-    record_run(f"{backend} backward")
+    *inputs, (states,), _, _, backend = arguments
+    chosen, module = _implementation(backend, x)
+    record_run(f"{chosen} backward")
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dstate = None if dstate is None else dstate.contiguous()
     with without_autocast(x):

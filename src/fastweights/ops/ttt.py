@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastweights.dtypes import without_autocast
 from fastweights.ops.backends import (
-    network_by_kernel,
+    network_backend,
     record_run,
     widest_head,
 )
@@ -35,7 +35,8 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
         f"{MAX_C} tokens, not {depth}, {K} and {size}"
     )
     fits = depth == 1 and most >= K and size <= MAX_C
-    return network_by_kernel(backend, q, fits, need)
+    lack = "" if fits else need
+    return network_backend(backend, q.device, q.dtype, lack) == "triton"
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

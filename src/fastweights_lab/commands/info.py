@@ -18,7 +18,7 @@ import torch
 
 import fastweights as fw
 from fastweights import deep
-from fastweights.ops.backends import network_kernel_runs
+from fastweights.ops.backends import network_backend
 from fastweights_lab.records import machine
 from fastweights_lab.text.training import chosen_device
 
@@ -79,7 +79,8 @@ def backend(
         return "torch", f"triton {str(error).partition('which ')[2]}"
     if device.type != "cuda":
         return "torch", "Triton's interpreter runs if asked for by name"
-    of_networks = operator in (deep.ttt, deep.mesa)
-    if of_networks and not network_kernel_runs("auto", device, dtype):
-        return "torch", "its kernel would not be faster here"
-    return "triton", ""
+    if operator not in (deep.ttt, deep.mesa):
+        return "triton", ""
+    chosen = network_backend("auto", device, dtype)
+    why = "" if chosen == "triton" else "its kernel would not be faster here"
+    return chosen, why
