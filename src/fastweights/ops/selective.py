@@ -49,16 +49,14 @@ from fastweights.ops.rows import (
     rows_inside,
     write_rows,
 )
-from fastweights.packing import first_states, num_sequences, outside, sequences
+from fastweights.packing import first_states, num_sequences, outside
 from fastweights.ranks.group import current, refuse_ranks
 from fastweights.ranks.shard import (
     additive_over_ranks,
     shard_of,
     with_a_token,
 )
-from fastweights.reference.steps import scan, selective
 from fastweights.torch_backend import selective as torch_backend
-from fastweights.torch_backend.selective import in_groups
 
 MAX_N = 256
 
@@ -185,7 +183,9 @@ def _scanned(
         B, C = B[:, :, None], C[:, :, None]
     inputs = (x, dt, A, B, C, D, initial_state, cu_seqlens)
     if backend == "loop":
-        y, state = _loop(*inputs)
+        record_run("loop forward")
+        with without_autocast(x):
+            y, state = torch_backend.loop(*inputs)
     else:
         keep = needs_gradient(*inputs)
         # Views of a wider tensor are copied once, not in forward and backward.
@@ -241,44 +241,6 @@ def check_scan(
             "initial_state": (initial_state, (S, channels, N)),
         }
     )
-
-
-def _loop(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One token at a time, with the gradients that autograd finds.
-
-    y is in the dtype of the arithmetic.
-    """
-    record_run("loop forward")
-    full, G = compute_dtype(x.dtype), B.shape[2]
-    with without_autocast(x):
-        first = first_states(x, A.shape, initial_state, cu_seqlens)
-        states = list(first.unflatten(1, (G, -1)).split(1))
-        rates = A.to(full).unflatten(0, (G, -1))
-        tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
-        outputs = []
-        for s, t in sequences(cu_seqlens, x.shape[1]):
-            y, h = scan(
-                lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
-                torch.cat(states[s]),
-                *(token[:, t] for token in tokens),
-            )
-            outputs.append(y.flatten(2))
-            states[s] = h.split(1)
-        ends = sum(y.shape[1] for y in outputs)
-        y = torch.cat([first.new_zeros(len(x), 0, x.shape[2]), *outputs], 1)
-        if D is not None:
-            y = y + D.to(full) * x[:, :ends].to(full)
-        y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
-        return y, torch.cat(states).flatten(1, 2)
 
 
 def _implementation(backend: str, x: Tensor) -> tuple[str, ModuleType]:

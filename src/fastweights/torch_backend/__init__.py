@@ -1,4 +1,4 @@
-"""The backend "torch": what runs where the kernels do not.
+"""The backends "torch" and "loop": what runs where the kernels do not.
 
 The recurrence, a frame around :mod:`fastweights.reference.chunkwise`; its
 steps for decode_step; the short convolution; the selective scan. A module has

@@ -1,4 +1,4 @@
-"""Mamba's selective scan a chunk at a time: a prefix scan in each chunk.
+"""Mamba's selective scan: token by token, and by a prefix scan per chunk.
 
 A token maps each entry of the state, h -> a h + b with a = e^{dt A} <= 1 and
 b = dt x B. Such maps compose, so that
@@ -24,9 +24,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Piece, buckets, first_states
+from fastweights.packing import Piece, buckets, first_states, sequences
 from fastweights.reference.prefix import scan_by_pairs_
-from fastweights.reference.steps import outer, read
+from fastweights.reference.steps import outer, read, scan, selective
 
 Channels = Float[Tensor, "Bt L G P"]
 Shared = Float[Tensor, "Bt L G N"]
@@ -134,6 +134,42 @@ def keys_first(h: Float[Tensor, "*lead D N"], G: int) -> Tensor:
 def channels_first(h: Float[Tensor, "*lead G N P"]) -> Tensor:
     """[..., G, N, P] as [..., D, N]."""
     return h.mT.flatten(-3, -2)
+
+
+def loop(
+    x: Float[Tensor, "Bt T D"],
+    dt: Float[Tensor, "Bt T D"],
+    A: Float[Tensor, "D N"],
+    B: Float[Tensor, "Bt T G N"],
+    C: Float[Tensor, "Bt T G N"],
+    D: Float[Tensor, " D"] | None,
+    initial_state: Float[Tensor, "S D N"] | None,
+    cu_seqlens: Offsets,
+) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
+    """One token at a time, with the gradients that autograd finds.
+
+    y is in the dtype of the arithmetic.
+    """
+    full, G = compute_dtype(x.dtype), B.shape[2]
+    first = first_states(x, A.shape, initial_state, cu_seqlens)
+    states = list(first.unflatten(1, (G, -1)).split(1))
+    rates = A.to(full).unflatten(0, (G, -1))
+    tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
+    outputs = []
+    for s, t in sequences(cu_seqlens, x.shape[1]):
+        y, h = scan(
+            lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
+            torch.cat(states[s]),
+            *(token[:, t] for token in tokens),
+        )
+        outputs.append(y.flatten(2))
+        states[s] = h.split(1)
+    ends = sum(y.shape[1] for y in outputs)
+    y = torch.cat([first.new_zeros(len(x), 0, x.shape[2]), *outputs], 1)
+    if D is not None:
+        y = y + D.to(full) * x[:, :ends].to(full)
+    y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
+    return y, torch.cat(states).flatten(1, 2)
 
 
 def forward(
