@@ -40,11 +40,11 @@ def compile_kernel(name, capability):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_fits(name, tmp_path):
+def test_memory_and_registers_hold_each_version(name, tmp_path):
     judge(compile_kernel(name, 90), 90, tmp_path, LAUNCHES[name][2])
 
 
 @pytest.mark.parametrize("name", ["blocks", "nothing ahead", "one stage"])
-def test_fits_smaller_memory(name):
+def test_smaller_memory_holds_some_versions(name):
     """What runs on 8.6: nothing is loaded ahead, and registers spill."""
     assert compile_kernel(name, 86).metadata.shared <= SHARED[86]

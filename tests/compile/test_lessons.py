@@ -59,7 +59,9 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
         itertools.product(KERNELS, SHARED),
     ),
 )
-def test_fits(name, capability, tmp_path):
+def test_memory_and_registers_hold_the_lessons_kernels(
+    name, capability, tmp_path
+):
     """Shared memory is there, and registers hold nearly everything."""
     compiled = compile_kernel(name, capability)
     # Before Hopper operands of tl.dot live in registers, and a few spill.

@@ -161,7 +161,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_token(packed):
+def test_kernels_of_a_call_without_a_token(packed):
     offsets = torch.tensor([0, 0, 0]) if packed else None
     x = tokens(B=1 if packed else 2, T=0, N=2, dtype=torch.float32)
     found = results(short_convolution, x, cu_seqlens=offsets, backend="triton")

@@ -85,7 +85,7 @@ def judge(x):
 @on_devices(
     cpu=["float32", "float16"], cuda=["float32", "float16", "bfloat16"]
 )
-def test_loop(gate, rule, shape, device, dtype):
+def test_the_kernel_is_the_loop(gate, rule, shape, device, dtype):
     sizes = (SMALLER if device == "cpu" else SHAPES)[shape]
     judge(shaped(gate, rule, sizes, dtype=dtype, device=device))
 

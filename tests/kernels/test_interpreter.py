@@ -59,7 +59,7 @@ def agree(found, ref):
 @pytest.mark.parametrize("combine", [add_pairs, compose], ids=["sum", "map"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("keep", [True, False])
-def test_reductions(own, combine, axis, keep):
+def test_reductions_are_tritons(own, combine, axis, keep):
     from triton.runtime.interpreter import ReduceOps
 
     def reduced():
@@ -71,7 +71,7 @@ def test_reductions(own, combine, axis, keep):
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("reverse", [True, False])
-def test_scans(own, axis, reverse):
+def test_scans_are_tritons(own, axis, reverse):
     from triton.runtime.interpreter import ScanOps
 
     def scanned():

@@ -49,7 +49,7 @@ def judge(function, tensors, *, tol, **options):
     widths=[(16, 16), (60, 100), (128, 128)],
     dtype=[torch.float32, torch.float16],
 )
-def test_loop(name, T, heads, widths, dtype):
+def test_each_version_is_the_loop(name, T, heads, widths, dtype):
     tensors = inputs((1, T, *heads, *widths), dtype)
     judge(delta.VERSIONS[name], tensors, tol=BUDGET[dtype])
 
@@ -58,13 +58,13 @@ def test_loop(name, T, heads, widths, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("widths", [(64, 64), (60, 100), (128, 128)])
-def test_loop_on_gpu(name, widths, dtype):
+def test_each_version_is_the_loop_on_a_gpu(name, widths, dtype):
     tensors = inputs((2, 1024, 4, 8, *widths), dtype, "cuda")
     judge(delta.VERSIONS[name], tensors, tol=5e-3)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_segments(number):
+def test_any_number_of_segments_is_the_loop(number):
     """However many, and of several rows: each has its own first state."""
     tensors = inputs((2, 256, 1, 1, 16, 16), torch.float32)
     judge(delta.segments, tensors, tol=1e-6, number=number)
@@ -72,7 +72,7 @@ def test_segments(number):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [2, 8, 16])
-def test_segments_on_gpu(number):
+def test_any_number_of_segments_is_the_loop_on_a_gpu(number):
     tensors = inputs((2, 2048, 4, 4, 128, 128), torch.bfloat16, "cuda")
     judge(delta.segments, tensors, tol=5e-3, number=number)
 

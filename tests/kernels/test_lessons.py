@@ -71,7 +71,9 @@ def wide_tiles(monkeypatch):
 @SCANS
 @pytest.mark.usefixtures("wide_tiles")
 @CASES
-def test_loop(function, T, heads, widths, chunk_size, dtype, initial):
+def test_the_lessons_kernels_are_the_loop(
+    function, T, heads, widths, chunk_size, dtype, initial
+):
     tensors = inputs((1, T, *heads, *widths), dtype, initial)
     judge(function, tensors, tol=BUDGET[dtype], chunk_size=chunk_size)
 
@@ -79,7 +81,9 @@ def test_loop(function, T, heads, widths, chunk_size, dtype, initial):
 @SCANS
 @pytest.mark.gpu
 @CASES
-def test_loop_on_gpu(function, T, heads, widths, chunk_size, dtype, initial):
+def test_the_lessons_kernels_are_the_loop_on_a_gpu(
+    function, T, heads, widths, chunk_size, dtype, initial
+):
     shape = 1, 8 * T, *heads, *widths
     dtype = torch.bfloat16 if dtype == torch.float16 else dtype
     tensors = inputs(shape, dtype, initial, "cuda")
@@ -110,7 +114,7 @@ def test_prefix_scan_is_a_running_sum(rows, device):
 
 
 @pytest.mark.parametrize("initial", [False, True])
-def test_stages(initial):
+def test_the_states_and_outputs_of_chunks(initial):
     """What chunks add, what enters each of them, what each puts out."""
     q, k, v, state = inputs((2, 130, 1, 2, 64, 33), torch.float32, initial)
     states = chunk_states(k, v, initial_state=state, chunk_size=32)

@@ -80,7 +80,7 @@ def normalised(dtype, device, T, K, budget, **options):
 
 @pytest.mark.parametrize("member", [mlstm, normalised])
 @on_devices(cpu=["float16"], cuda=["float16", "bfloat16"])
-def test_members(member, device, dtype):
+def test_kernels_with_a_normaliser_are_the_definition(member, device, dtype):
     torch.manual_seed(0)
     if device == "cpu":
         member(dtype, device, 24, 8, 2e-3, chunk_size=16)

@@ -93,7 +93,7 @@ def test_a_slice_of_a_projection_is_not_copied():
     assert rows.data_ptr() == gate.data_ptr() and rows.stride() == (36, 1)
 
 
-def test_no_token():
+def test_kernels_of_a_call_without_a_token():
     found = results(
         gated_rms_norm, heads(T=0, dtype=torch.float32), backend="triton"
     )
@@ -102,7 +102,7 @@ def test_no_token():
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("gate", [True, False])
-def test_the_operators(gate):
+def test_the_operators_in_torchs_own_checks_and_compiled(gate):
     """opcheck's schema and shapes, and in one compiled graph."""
     x = heads(gate=gate, dtype=torch.float32)
     with OpChecks():
@@ -123,7 +123,9 @@ BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
     [(128, "silu"), (256, "sigmoid"), (96, None), (4096, "silu")],
 )
 @pytest.mark.parametrize("dtype", BUDGETS)
-def test_on_gpu(dtype, V, activation, groups):
+def test_the_kernels_on_a_gpu_give_the_same_bits_twice(
+    dtype, V, activation, groups
+):
     """And twice the same bits."""
     kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
     gate = activation is not None

@@ -44,7 +44,9 @@ def groups():
 
 
 @pytest.mark.parametrize("name, spread, segments", CASES)
-def test_members(groups, name, spread, segments):
+def test_kernels_on_ranks_are_those_of_one_process(
+    groups, name, spread, segments
+):
     """Outputs, final states and all gradients."""
     given = name, SPREADS[spread], segments
     group = groups[len(SPREADS[spread].tokens)]
@@ -55,12 +57,12 @@ def test_members(groups, name, spread, segments):
     "spread",
     [pytest.param("empty", marks=pytest.mark.full), "an unequal pack"],
 )
-def test_in_one_graph(groups, spread):
+def test_compiled_kernels_on_ranks(groups, spread):
     groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
 
 
 @pytest.mark.parametrize("spread", ["an unequal pack", "empty"])
-def test_normalised(groups, spread):
+def test_kernels_of_normalised_linear_attention_on_ranks(groups, spread):
     given = "linear_attention", SPREADS[spread], 2
     groups[2].run(rank_cases.by_kernels, *given, False, True)
 
@@ -75,7 +77,7 @@ def test_normalised(groups, spread):
         ),
     ],
 )
-def test_doubling(groups, name, spread):
+def test_kernels_maps_that_are_exchanged_by_doubling(groups, name, spread):
     """What more ranks do than an all-gather is for; additive in one graph."""
     given = rank_cases.by_kernels, name, spread, 2, name == "mamba2"
     groups[3].run(rank_cases.doubled, *given)

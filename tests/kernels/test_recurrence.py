@@ -268,7 +268,7 @@ HARD = {
 
 @DEVICES
 @crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
-def test_loop(gate, rule, case, device, record_property):
+def test_the_kernels_are_the_loop(gate, rule, case, device, record_property):
     T, H, HV, K, V, chunk_size, dtype, initial = case
     x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
     if not initial:
@@ -586,7 +586,9 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
 
 @crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
-def test_segments(gate, rule, S, device, dtype, cut, record_property):
+def test_segments_are_one_sequence(
+    gate, rule, S, device, dtype, cut, record_property
+):
     """Fewer chunks than segments, a last one that is shorter, and none."""
     cut(S)
     sizes, chunks = {"T": 85, "H": 1, "HV": 2, "K": 33, "V": 33}, (16, 32)
@@ -727,7 +729,7 @@ def test_any_subset_of_inputs_may_require_a_gradient():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
-def test_small_gradients(gate, rule, device, dtype):
+def test_gradients_far_below_one_keep_their_digits(gate, rule, device, dtype):
     """The backward is linear: a gradient 2^40 times smaller loses no bits.
 
     Nor after a strong gate, in chunks of bounded decay and in others.

@@ -63,7 +63,9 @@ PACK = torch.tensor([0, 0, 5, 5, 6, 10, 10], dtype=torch.int32)
     use=["both", "o", "state"],
     strength=[None, 0.0, -1e-4, -30.0],
 )
-def test_loop(size, dtype, packed, own, without, use, strength):
+def test_the_kernels_are_the_loop(
+    size, dtype, packed, own, without, use, strength
+):
     T, D, N, G = size
     sizes, given = {"T": T}, {"use": use, "dt_softplus": own}
     if packed:

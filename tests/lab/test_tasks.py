@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import literal_tasks
+from support import task_readers
 
 from fastweights_lab import tasks
 from fastweights_lab.tasks import (
@@ -74,7 +74,7 @@ def test_targets_and_groups_are_what_a_reader_finds_token_by_token(task):
         batch.groups.tolist(),
         strict=True,
     ):
-        found = literal_tasks.read(task, tokens)
+        found = task_readers.read(task, tokens)
         assert found.targets == targets
         assert found.groups == groups
     asked = batch.groups[batch.groups != IGNORE].unique().tolist()
@@ -103,7 +103,7 @@ def test_sequences_drawn_on_a_gpu_are_read_the_same(task):
     for tokens, targets in zip(
         batch.tokens.tolist(), batch.targets.tolist(), strict=True
     ):
-        assert literal_tasks.read(task, tokens).targets == targets
+        assert task_readers.read(task, tokens).targets == targets
 
 
 # Chance.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.layer_cases import CASES, made, tokens
 from support.recorded import recorded
-from support.written_out import turned
+from support.reference_parts import turned
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
@@ -370,7 +370,12 @@ EQUATIONS = {
 }
 
 
-NETWORKS = ("ttt", "titans", "lact", "mesanet")  # tests/deep/test_published.py
+NETWORKS = (
+    "ttt",
+    "titans",
+    "lact",
+    "mesanet",
+)  # tests/deep/test_published_networks.py
 
 
 def test_every_case_has_its_equations():

@@ -149,7 +149,7 @@ def test_pieces_are_all_at_once(W):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_token(packed):
+def test_a_call_without_a_token_hands_its_state_on(packed):
     """The state is handed on, and so is its gradient; or it is zeros."""
     offsets = torch.tensor([0, 0, 0]) if packed else None
     x = tokens(B=1 if packed else 2, T=0, N=2)
@@ -271,7 +271,7 @@ backend="loop"
     'torch')
 """)
 @pytest.mark.parametrize("function", [short_convolution, flat])
-def test_errors(function, wrong, error):
+def test_what_does_not_fit_is_named(function, wrong, error):
     options = HEADS if function is flat else {}
     with error():
         function(**X | eval(f"dict({wrong})"), **options)

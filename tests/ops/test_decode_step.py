@@ -201,7 +201,7 @@ def test_every_dtype(gate, rule, dtype):
 
 
 @pytest.mark.parametrize("scale", [None, 2, 0.1, 0.0])
-def test_scale(scale):
+def test_any_scale_is_the_definitions(scale):
     x = call("head")
     x = {n: t if n == "state" else t[:, :5] for n, t in x.items()}
     o_ref, _ = expected(x, scale=scale and float(scale))

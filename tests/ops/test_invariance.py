@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.company import EDGES, check
 from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member
+from support.invariance_cases import EDGES, check
 
 import fastweights as fw
 from fastweights.torch_backend import recurrence as torch_backend

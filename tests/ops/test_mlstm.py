@@ -67,7 +67,7 @@ def test_definition(strength):
     torch.testing.assert_close(found, want)
 
 
-def test_step():
+def test_mlstm_is_its_step_in_a_loop():
     x = inputs()
     S = torch.zeros(B, HV, K, V + 1, **DOUBLE)
     m = torch.full((B, HV), -torch.inf, **DOUBLE)
@@ -416,7 +416,7 @@ def test_what_is_refused_and_why(wrong, error):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_gpu(dtype):
+def test_kernels_of_mlstm_on_a_gpu(dtype):
     x = {name: t.to("cuda", dtype) for name, t in inputs(4.0).items()}
     o, (state, m) = fw.mlstm(**x, backend="triton", eps=0.0)
     ref, _ = definition(**{name: t.double().cpu() for name, t in x.items()})

@@ -76,7 +76,7 @@ def test_the_layer_calls_it(activation):
     torch.testing.assert_close(norm(**x), ref)
 
 
-def test_no_token():
+def test_a_call_without_a_token_has_gradients():
     found = results(gated_rms_norm, heads(T=0))
     assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
 
@@ -116,6 +116,6 @@ backend="loop"
     ValueError: backend: got 'triton', which needs tensors in float32, float16
     or bfloat16, not float64
 """)
-def test_errors(wrong, error):
+def test_what_does_not_fit_is_named(wrong, error):
     with error():
         gated_rms_norm(**X | eval(f"dict({wrong})"))

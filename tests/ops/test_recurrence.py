@@ -89,7 +89,7 @@ def test_it_is_its_equations(
 
 @backends
 @pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
-def test_scale(backend, scale):
+def test_any_scale_is_the_definitions(backend, scale):
     x = member("head", "delta", T=20)
     ref = explicit(**x, scale=scale and float(scale))
     o = fw.linear_recurrence(**x, scale=scale, backend=backend)

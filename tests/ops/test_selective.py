@@ -61,7 +61,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(torch_backend, "tile_length", lambda D, N, G: 4)
 
 
-def test_step():
+def test_a_step_is_the_scan_of_one_token():
     x = tokens(T=1)
     h, A = x["initial_state"], x["A"]
     named = {name: x[name][:, 0] for name in ("x", "dt", "B", "C")}
@@ -257,7 +257,7 @@ def test_the_loop_has_tangents():
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 )
-def test_dtypes(dtype, single):
+def test_any_dtype_is_computed_in_fp32_at_least(dtype, single):
     """dt, A and D may be fp32 beside any x; arithmetic is in fp32."""
     x = tokens(dtype=dtype)
     for name in ("dt", "A", "D"):
@@ -324,7 +324,7 @@ WRONG = {
 @pytest.mark.parametrize(
     "name, value, error, words", WRONG.values(), ids=WRONG
 )
-def test_refuses(name, value, error, words):
+def test_what_does_not_fit_is_named(name, value, error, words):
     with pytest.raises(error, match=f"^{name}: got .*{words}"):
         fw.selective_scan(**tokens() | {name: value})
 

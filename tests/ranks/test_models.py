@@ -25,11 +25,11 @@ def test_a_model_of_every_layer(group, spread):
 
 
 @pytest.mark.parametrize("spread", SPREAD_MODELS)
-def test_states(group, spread):
+def test_states_go_on_after_a_shared_prompt(group, spread):
     """Of layers that made their own, and of those with room from the start."""
     for room in (False, True):
         group.run(rank_cases.states, SPREAD_MODELS[spread], room)
 
 
-def test_refused(group):
+def test_layers_that_have_no_way_over_ranks(group):
     group.run(rank_cases.refused_layers)

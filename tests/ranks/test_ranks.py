@@ -45,7 +45,7 @@ def every(test):
 
 
 @every
-def test_members(groups, size, spread):
+def test_members_on_ranks_are_those_of_one_process(groups, size, spread):
     """Outputs, final states, and all gradients."""
     for name in MEMBERS:
         groups[size].run(rank_cases.member, name, spread)
@@ -60,7 +60,7 @@ def test_members(groups, size, spread):
         for name, spread in spreads(size).items()
     ],
 )
-def test_doubling(groups, size, spread):
+def test_maps_that_are_exchanged_by_doubling(groups, size, spread):
     """What more ranks do than an all-gather is for."""
     run = functools.partial(groups[size].run, rank_cases.doubled)
     for name in ("kda", "mamba2"):
@@ -69,38 +69,38 @@ def test_doubling(groups, size, spread):
 
 
 @every
-def test_normalised(groups, size, spread):
+def test_normalised_linear_attention_on_ranks(groups, size, spread):
     groups[size].run(rank_cases.normalised, spread)
 
 
 @every
-def test_mlstm(groups, size, spread):
+def test_mlstm_on_ranks(groups, size, spread):
     for empty in (True, False):
         groups[size].run(rank_cases.mlstm, spread, empty)
 
 
 @every
-def test_selective_scan(groups, size, spread):
+def test_selective_scan_on_ranks(groups, size, spread):
     for softplus in (True, False):
         groups[size].run(rank_cases.selective, spread, softplus)
 
 
 @every
-def test_convolution(groups, size, spread):
+def test_convolutions_on_ranks(groups, size, spread):
     """Ranks of fewer tokens than a filter has, too."""
     for W in (2, 4):
         groups[size].run(rank_cases.convolution, spread, W, W > 2)
 
 
 @pytest.mark.parametrize("name", ["gla", "kda"])
-def test_dtypes(groups, name):
+def test_narrow_dtypes_on_ranks(groups, name):
     for dtype in (torch.float32, torch.bfloat16):
         for spread in spreads(2).values():
             groups[2].run(rank_cases.narrow, name, spread, dtype)
 
 
 @pytest.mark.parametrize("spread", ["equal", "a pack"])
-def test_in_one_graph(groups, spread):
+def test_a_compiled_member_on_ranks(groups, spread):
     groups[2].run(rank_cases.compiled, "gated_deltanet", spreads(2)[spread])
 
 
@@ -109,7 +109,7 @@ def test_doubling_in_one_graph(groups):
     groups[3].run(rank_cases.doubled, *given)
 
 
-def test_checkpointing(groups):
+def test_a_checkpointed_member_on_ranks(groups):
     for spread in spreads(2).values():
         groups[2].run(rank_cases.computed_again, "kda", spread)
 
@@ -119,7 +119,7 @@ def test_a_packs_states_may_stay_where_they_are(groups):
     groups[4].run(rank_cases.own_states, "gated_deltanet", spread)
 
 
-def test_refused(groups):
+def test_what_does_not_fit_is_named(groups):
     groups[2].run(rank_cases.refused)
 
 

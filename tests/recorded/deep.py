@@ -1,4 +1,4 @@
-"""Record what public code computes, for tests/deep/test_published.py.
+"""Record what public code computes, for tests/deep/test_published_networks.py.
 
     PYTHONPATH= python tests/recorded/deep.py FOLDER
 

@@ -1,78 +1,92 @@
 """The layers with the options that the tests cross, at tiny sizes."""
 
-import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from fastweights import layers
-from fastweights.layers import LayerState
+from fastweights.layers import (
+    MLSTM,
+    TTTMLP,
+    Comba,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LaCT,
+    LayerState,
+    LightningAttention,
+    LinearRecurrence,
+    Mamba,
+    Mamba2,
+    MesaNet,
+    MultiScaleRetention,
+    SoftmaxAttention,
+    TitansMemory,
+    TTTLinear,
+)
 
 D = 8
-LAYERS = """\
-deltanet: DeltaNet(D, 2)
-deltanet-options: DeltaNet(D, 2, 3, expand_v=4 / 3, conv_size=None,
-    allow_neg_eigval=True, gate=True)
-deltanet-original: DeltaNet(D, 2, conv_size=None, qk_activation="elu",
-    qk_norm="sum")
-deltanet-relu: DeltaNet(D, 2, conv_size=2, qk_activation="relu")
-gated-deltanet: GatedDeltaNet(D, 2, 4)
-gated-deltanet-options: GatedDeltaNet(D, 1, 3, num_v_heads=2, expand_v=2,
-    conv_size=3, allow_neg_eigval=True, beta_bias=True)
-gated-deltanet-bare: GatedDeltaNet(D, 2, 4, conv_size=None, gate=False)
-kda: KimiDeltaAttention(D, 2, 4)
-kda-options: KimiDeltaAttention(D, 1, 4, num_v_heads=2, expand_v=0.5,
-    conv_size=None, allow_neg_eigval=True, gate_bias=True, lower_bound=-5.0)
-gated-deltanet2: GatedDeltaNet2(D, 2, 4)
-gated-deltanet2-options: GatedDeltaNet2(D, 2, 4, num_v_heads=4, expand_v=0.5,
-    conv_size=None, allow_neg_eigval=True, lower_bound=-5.0)
-comba: Comba(D, 2, 4)
-comba-options: Comba(D, 1, 4, num_v_heads=2, expand_v=0.5, conv_size=3,
-    correction=0.02, unit_p=True)
-gla: GatedLinearAttention(D, 2, gate_rank=3)
-gla-conv: GatedLinearAttention(D, 2, expand_k=1.0, expand_v=2.0,
-    temperature=4.0, conv_size=4)
-retnet: MultiScaleRetention(D, 2)
-lightning: LightningAttention(D, 3, 4, layer=1, num_layers=4)
-recurrence-linear: LinearRecurrence(D, 2, 4, rule="additive", decay=None,
-    normalize=False)
-recurrence-decay: LinearRecurrence(D, 2, 3, rule="additive", expand_v=4 / 3,
-    conv_size=None, activation=False)
-recurrence-channel: LinearRecurrence(D, 2, 4, decay="channel", gate=False,
-    allow_neg_eigval=True)
-mamba2: Mamba2(D, head_dim=4, state_size=3)
-mamba2-groups: Mamba2(D, head_dim=4, state_size=3, num_groups=2, conv_size=2)
-mamba: Mamba(D, state_size=3)
-mlstm: MLSTM(D, 2)
-ttt-linear: TTTLinear(D, 2, mini_batch=4)
-ttt-mlp: TTTMLP(D, 2, mini_batch=7, base_lr=1.0)
-titans: TitansMemory(D, 2, 4, chunk_size=6)
-titans-linear: TitansMemory(D, 2, 8, depth=1, chunk_size=4, conv_size=None,
-    max_rate=0.02)
-lact: LaCT(D, 2, chunk_size=6, muon=False)
-lact-muon: LaCT(D, 2, chunk_size=20)
-lact-options: LaCT(D, 1, num_attention_heads=2, expansion=1.5, chunk_size=4,
-    window=7, muon=False, momentum=False, prenorm=True, base_lr=0.1)
-mesanet: MesaNet(D, 2, 4, steps=8)
-softmax: SoftmaxAttention(D, 2)
-softmax-options: SoftmaxAttention(D, 4, num_kv_heads=2, head_dim=4,
-    theta=100.0, rotary_fraction=0.5, qk_norm=True, gate=True)
-softmax-olmo: SoftmaxAttention(D, 4, num_kv_heads=2, theta=None,
-    qk_norm=True, head_qk_norm=False)
-"""
-
-
-def maker(call: str) -> Callable[..., torch.nn.Module]:
-    """Makes the layer of that call, which takes further arguments."""
-    return lambda **to: eval(
-        call.replace(")", ", **to)"), vars(layers) | {"D": D, "to": to}
-    )
-
-
-CASES = {
-    name: maker(call)
-    for name, call in (x.split(": ") for x in re.split(r"\n(?=\w)", LAYERS))
+# fmt: off
+CASES: dict[str, Callable[..., torch.nn.Module]] = {
+    "deltanet": partial(DeltaNet, D, 2),
+    "deltanet-options": partial(DeltaNet, D, 2, 3, expand_v=4 / 3,
+        conv_size=None, allow_neg_eigval=True, gate=True),
+    "deltanet-original": partial(DeltaNet, D, 2, conv_size=None,
+        qk_activation="elu", qk_norm="sum"),
+    "deltanet-relu": partial(DeltaNet, D, 2, conv_size=2,
+        qk_activation="relu"),
+    "gated-deltanet": partial(GatedDeltaNet, D, 2, 4),
+    "gated-deltanet-options": partial(GatedDeltaNet, D, 1, 3, num_v_heads=2,
+        expand_v=2, conv_size=3, allow_neg_eigval=True, beta_bias=True),
+    "gated-deltanet-bare": partial(GatedDeltaNet, D, 2, 4, conv_size=None,
+        gate=False),
+    "kda": partial(KimiDeltaAttention, D, 2, 4),
+    "kda-options": partial(KimiDeltaAttention, D, 1, 4, num_v_heads=2,
+        expand_v=0.5, conv_size=None, allow_neg_eigval=True, gate_bias=True,
+        lower_bound=-5.0),
+    "gated-deltanet2": partial(GatedDeltaNet2, D, 2, 4),
+    "gated-deltanet2-options": partial(GatedDeltaNet2, D, 2, 4, num_v_heads=4,
+        expand_v=0.5, conv_size=None, allow_neg_eigval=True, lower_bound=-5.0),
+    "comba": partial(Comba, D, 2, 4),
+    "comba-options": partial(Comba, D, 1, 4, num_v_heads=2, expand_v=0.5,
+        conv_size=3, correction=0.02, unit_p=True),
+    "gla": partial(GatedLinearAttention, D, 2, gate_rank=3),
+    "gla-conv": partial(GatedLinearAttention, D, 2, expand_k=1.0, expand_v=2.0,
+        temperature=4.0, conv_size=4),
+    "retnet": partial(MultiScaleRetention, D, 2),
+    "lightning": partial(LightningAttention, D, 3, 4, layer=1, num_layers=4),
+    "recurrence-linear": partial(LinearRecurrence, D, 2, 4, rule="additive",
+        decay=None, normalize=False),
+    "recurrence-decay": partial(LinearRecurrence, D, 2, 3, rule="additive",
+        expand_v=4 / 3, conv_size=None, activation=False),
+    "recurrence-channel": partial(LinearRecurrence, D, 2, 4, decay="channel",
+        gate=False, allow_neg_eigval=True),
+    "mamba2": partial(Mamba2, D, head_dim=4, state_size=3),
+    "mamba2-groups": partial(Mamba2, D, head_dim=4, state_size=3, num_groups=2,
+        conv_size=2),
+    "mamba": partial(Mamba, D, state_size=3),
+    "mlstm": partial(MLSTM, D, 2),
+    "ttt-linear": partial(TTTLinear, D, 2, mini_batch=4),
+    "ttt-mlp": partial(TTTMLP, D, 2, mini_batch=7, base_lr=1.0),
+    "titans": partial(TitansMemory, D, 2, 4, chunk_size=6),
+    "titans-linear": partial(TitansMemory, D, 2, 8, depth=1, chunk_size=4,
+        conv_size=None, max_rate=0.02),
+    "lact": partial(LaCT, D, 2, chunk_size=6, muon=False),
+    "lact-muon": partial(LaCT, D, 2, chunk_size=20),
+    "lact-options": partial(LaCT, D, 1, num_attention_heads=2, expansion=1.5,
+        chunk_size=4, window=7, muon=False, momentum=False, prenorm=True,
+        base_lr=0.1),
+    "mesanet": partial(MesaNet, D, 2, 4, steps=8),
+    "softmax": partial(SoftmaxAttention, D, 2),
+    "softmax-options": partial(SoftmaxAttention, D, 4, num_kv_heads=2,
+        head_dim=4, theta=100.0, rotary_fraction=0.5, qk_norm=True, gate=True),
+    "softmax-olmo": partial(SoftmaxAttention, D, 4, num_kv_heads=2, theta=None,
+        qk_norm=True, head_qk_norm=False),
 }
+"""What makes each layer; device and dtype may follow."""
+# fmt: on
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

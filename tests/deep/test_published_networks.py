@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.recorded import recorded
-from support.written_out import Memory
-from support.written_out import normed as rms
+from support.reference_parts import Memory
+from support.reference_parts import normed as rms
 from torch.utils._pytree import tree_map
 
 from fastweights import deep
