@@ -17,10 +17,11 @@ from torch import Tensor
 from fastweights.arguments import check_offsets
 from fastweights.dtypes import compute_dtype
 
-Offsets = Int[Tensor, " N+1"] | None
+Offsets = Int[Tensor, " N+1"]
+"""cu_seqlens: where each sequence of a pack begins, and the last ends."""
 
 
-def num_sequences(x: Tensor, cu_seqlens: Offsets) -> int:
+def num_sequences(x: Tensor, cu_seqlens: Offsets | None) -> int:
     """How many there are in x [B, T, ...]: B, or those of a pack."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -29,7 +30,7 @@ def first_states(
     x: Tensor,
     shape: Sequence[int],
     initial_state: Tensor | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
 ) -> Tensor:
     """A copy of the initial states; zeros of ``shape`` each if None."""
     if initial_state is not None:
@@ -38,7 +39,7 @@ def first_states(
     return x.new_zeros(N, *shape, dtype=dtype)
 
 
-def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
+def sequences(cu_seqlens: Offsets | None, T: int) -> list[tuple[slice, slice]]:
     """Which states and which tokens belong together, none left empty."""
     if cu_seqlens is None:
         return [(slice(None), slice(None))]
@@ -51,12 +52,12 @@ def sequences(cu_seqlens: Offsets, T: int) -> list[tuple[slice, slice]]:
     ]
 
 
-def outside(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Bool[Tensor, " T"]:
+def outside(cu_seqlens: Offsets, T: int) -> Bool[Tensor, " T"]:
     """Which of T packed tokens stand after the last sequence."""
     return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
-def sequence_ids(cu_seqlens: Int[Tensor, " N+1"], T: int) -> Int[Tensor, " T"]:
+def sequence_ids(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
     """The sequence that each of T packed tokens belongs to.
 
     N, one more than the last, for tokens after all of the N sequences.
@@ -70,10 +71,10 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
     An empty one goes with the shortest of the others.
     """
-    least = min(filter(None, lengths), default=1)
+    shortest = min(filter(None, lengths), default=1)
     groups = defaultdict(list)
     for n, length in enumerate(lengths):
-        groups[(max(length, least) - 1).bit_length()].append(n)
+        groups[(max(length, shortest) - 1).bit_length()].append(n)
     return [*groups.values()]
 
 
@@ -111,7 +112,7 @@ class Piece(NamedTuple):
 
 
 def buckets(
-    cu_seqlens: Int[Tensor, " N+1"],
+    cu_seqlens: Offsets,
     x: Float[Tensor, "1 T ..."],
     chunk_size: int,
     rows: Callable[[int], int],

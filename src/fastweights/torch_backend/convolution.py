@@ -38,7 +38,7 @@ class Places(NamedTuple):
     no_tokens: Bool[Tensor, "T 1"]  # after the last sequence
 
 
-def places(cu_seqlens: Int[Tensor, " N+1"], T: int, W: int) -> Places:
+def places(cu_seqlens: Offsets, T: int, W: int) -> Places:
     """The places, of which none is outside of [0, T + N (W - 1)).
 
     That holds for any offsets, which are moved to where they could be.
@@ -105,7 +105,7 @@ def activated(
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
 ) -> tuple[Float[Tensor, "B L C"], Float[Tensor, "B T C"], Places | None]:
     """The extended rows, each token's sum before the activation, and where."""
     T, W = x.shape[1], weight.shape[1]
@@ -139,7 +139,7 @@ def forward(
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
     heads: Heads,
     eps: float | None,
     silu: bool,
@@ -172,7 +172,7 @@ def backward(
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
     heads: Heads,
     eps: float | None,
     silu: bool,

@@ -37,7 +37,7 @@ IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 
 
 def pieces(
-    cu_seqlens: Offsets, v: Tensor, chunk_size: int, invariant: bool
+    cu_seqlens: Offsets | None, v: Tensor, chunk_size: int, invariant: bool
 ) -> list[Piece]:
     """What is computed together, so much that it stays in a core's cache.
 

@@ -34,7 +34,7 @@ State = Float[Tensor, "Bt G N P"]
 Decays = Float[Tensor, "Bt L+2 G N P"]
 States = Float[Tensor, "Bt L+1 G N P"]
 Rates = Float[Tensor, "G N P"]
-Offsets = Int[Tensor, " S+1"] | None
+Offsets = Int[Tensor, " S+1"]
 
 
 def decays(dt: Channels, A: Rates) -> Decays:
@@ -93,7 +93,7 @@ def tile_length(D: int, N: int, G: int) -> int:
 
 
 def chunks(
-    cu_seqlens: Offsets, x: Float[Tensor, "Bt T D"], length: int
+    cu_seqlens: Offsets | None, x: Float[Tensor, "Bt T D"], length: int
 ) -> Iterator[tuple[Any, list[tuple[Any, Piece]]]]:
     """Each sequence: which states are its own, and its chunks.
 
@@ -144,7 +144,7 @@ def loop(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
     """One token at a time, with the gradients that autograd finds.
 
@@ -180,7 +180,7 @@ def forward(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
     states: Float[Tensor, " Bt*NT*D*N"] | None,
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
@@ -223,7 +223,7 @@ def backward(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets,
+    cu_seqlens: Offsets | None,
     states: Float[Tensor, " Bt*NT*D*N"],
 ) -> list[Tensor | None]:
     """Gradients of x, dt, A, B, C, D and initial_state.
