@@ -1,5 +1,6 @@
 """The operators' speed on what trained models give them."""
 
+import json
 import math
 import statistics
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fastweights_lab.bench.trained_inputs import (
     trained,
 )
 from fastweights_lab.experiments import comparison
+from fastweights_lab.program import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
@@ -75,10 +77,12 @@ def test_gates_of_a_model_with_a_lower_bound(little):
     assert trained("KDA", little, 2)["g"].min() < -0.25
 
 
-def test_where_in_a_text_heads_forget(little, monkeypatch):
+def test_where_in_a_text_heads_forget(little, monkeypatch, tmp_path):
     for name, value in (("BASE", little), ("END", 100), ("LENGTH", 40)):
         monkeypatch.setattr(gates_on_text, name, value)
-    said, *heads = gates_on_text.rows()
+    file = tmp_path / "gates.json"
+    main("bench", "gates", "--json", str(file))
+    said, *heads = json.loads(file.read_text("utf-8"))["rows"]
     assert len(said["text"]) == 40 and "return x" in said["text"]
     assert said["bits per byte"] > 1
     assert [(row["layer"], row["head"]) for row in heads] == [

@@ -170,8 +170,10 @@ def run(asked: argparse.Namespace) -> None:
 
 def _line(row: Row) -> str:
     """A row for the terminal, its seconds as milliseconds and rates."""
-    seconds = row["seconds"]
     words = [f"{x}={y}" for x, y in row.items() if x not in _MEASURES]
+    if "seconds" not in row:
+        return "  ".join(words)
+    seconds = row["seconds"]
     words.append(f"{1e3 * seconds:.3f} ms")
     if "floor" in row:
         words.append(f"{seconds / row['floor']:.2f} x floor")
