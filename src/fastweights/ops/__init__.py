@@ -1,5 +1,20 @@
 """What a caller calls, and what PyTorch is told of it."""
 
+# The family:
+#   members              kda and the others, each a call of linear_recurrence
+#   mlstm, normaliser    those that divide by a sum of weights
+#   recurrence           linear_recurrence; the way of a call to the kernels
+#   recurrence_operator  it as an operator, of whole sequences
+#   recurrence_on_ranks  it of sequences that ranks share
+#   decode, rows         a few tokens in place, also in rows of a pool
+# Beside it:
+#   convolution, output_norm         what layers have before and behind it
+#   selective                        Mamba's scan
+#   ttt, mesa                        deep's calls that have a kernel
+# Below them:
+#   backends, invariance             which one runs, and in which order it adds
+#   registration, any_length, flops  what PyTorch is told of an operator
+
 from fastweights.ops.backends import choose_backend, record_backends
 from fastweights.ops.recurrence import linear_recurrence
 
