@@ -23,7 +23,7 @@ from fastweights.arguments import (
 from fastweights.compat.packed import documents, first_tokens
 from fastweights.ops.convolution import WIDTHS, short_convolution
 from fastweights.packing import num_sequences
-from fastweights.torch_backend import convolution as pytorch
+from fastweights.torch_backend.convolution import activated, last_inputs
 
 __all__ = [
     "causal_conv1d_fn",
@@ -204,10 +204,10 @@ def _convolve(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
     if weight.shape[1] not in WIDTHS:  # in PyTorch, by its own gradients
-        rows, y, at = pytorch.activated(x, weight, bias, before, cu_seqlens)
+        rows, y, at = activated(x, weight, bias, before, cu_seqlens)
         y = y if activation is None else F.silu(y)
         N, W = num_sequences(x, cu_seqlens), weight.shape[1]
-        final = pytorch.last_inputs(rows, at, N, W)
+        final = last_inputs(rows, at, N, W)
         return y.to(x.dtype), final.to(x.dtype)
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
