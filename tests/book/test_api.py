@@ -125,7 +125,7 @@ def given(name: str) -> dict[str, object]:
     S, ridge = torch.zeros(B, H, K, K), torch.ones(H, K)
     state, matrices = S.clone(), tuple(torch.randn(3, H, K, K))
     start = [(matrices[0], torch.zeros(H, K))]
-    norm, rows = (torch.ones(H, K), torch.zeros(H, K)), torch.ones(4)
+    norm, step_scale = (torch.ones(H, K), torch.zeros(H, K)), torch.ones(4)
     x, dt = torch.randn(B, T, 1024), torch.rand(B, T, 1024)
     A, *maps = -torch.ones(1024, K), *torch.randn(2, B, T, K)
     more, packed, offsets = x, x, torch.tensor([0, 5, T])

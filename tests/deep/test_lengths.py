@@ -115,7 +115,7 @@ def _once(case, x, options, monkeypatch):
 def test_a_gradients_gradient_of_the_operator_is_refused():
     x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
     given = [x[n] for n in ("q", "k", "v", "rate")]
-    given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["rows"]]
+    given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["step_scale"]]
     sizes = [B, H, 2, K * K + K]
     name = "fastweights.deep.ttt:ttt"
     o, _ = any_length.call(name, sizes, torch.float64, *given)

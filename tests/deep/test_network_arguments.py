@@ -31,7 +31,7 @@ def operators():
     return {
         ttt: tokens
         | {"rate": rate, "start": start, "norm": norm}
-        | {"rows": torch.ones(C)},
+        | {"step_scale": torch.ones(C)},
         titans: tokens
         | {"rate": rate, "momentum": rate, "g": -rate}
         | {"start": start, "norm": norm},
@@ -61,9 +61,17 @@ WRONG = {
         ("norm", None, f"norm: got NoneType, {PAIR}"),
         ("norm", (torch.ones(H, K),), f"norm: got 1, {PAIR}"),
         ("norm", (1.0, 2.0), r"norm\[0\]: got float, need a Tensor"),
-        ("rows", torch.ones(0), r"rows: got shape \[0\], need \[C\]"),
-        ("rows", torch.ones(4, 2), r"rows: got shape \[4, 2\], need \[C\]"),
-        ("rows", [1.0, 0.5], "rows: got list, need a Tensor"),
+        (
+            "step_scale",
+            torch.ones(0),
+            r"step_scale: got shape \[0\], need \[C\]",
+        ),
+        (
+            "step_scale",
+            torch.ones(4, 2),
+            r"step_scale: got shape \[4, 2\], need \[C\]",
+        ),
+        ("step_scale", [1.0, 0.5], "step_scale: got list, need a Tensor"),
         ("start", None, "start: got no layer"),
         ("start", [(torch.ones(H, K, K),)], rf"start\[0\]: got 1, {PAIR}"),
     ],

@@ -68,7 +68,7 @@ def test_ttt_of_its_authors(make):
         ),
         "rate_proj.weight": w["learnable_ttt_lr_weight"][:, 0],
         "rate_proj.bias": w["learnable_ttt_lr_bias"][:, 0],
-        "rows": w["learnable_token_idx"],
+        "step_offset": w["learnable_token_idx"],
         "model_norm_weight": w["ttt_norm_weight"],
         "model_norm_bias": w["ttt_norm_bias"],
         "post_norm.weight": w["post_norm.weight"],
@@ -345,7 +345,7 @@ def test_how_layers_start():
     torch.manual_seed(0)
     for make, rate in ((TTTLinear, 1.0), (TTTMLP, 0.1)):
         layer = make(64, 2)
-        assert layer.base_lr == rate and layer.rows.eq(0).all()
+        assert layer.base_lr == rate and layer.step_offset.eq(0).all()
         assert layer.rate_proj.bias.eq(0).all()
         for W, b in layer.start:
             assert abs(W.std() - 0.02) < 2e-3 and b.eq(0).all()

@@ -20,7 +20,7 @@ HALF |= {f"d{name}": 1e-2 for name in ("weight", "bias", "initial_state")}
 def drawn(
     *, B=2, T, H=2, K, C, dtype=torch.float32, device="cpu", initial=True
 ):
-    """Keys of unit length, rates as the layer has them at most, and rows."""
+    """Keys of unit length, rates as the layer has them at most, step_scale."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, T, H, K)
     k, q = k / k.norm(dim=-1, keepdim=True), q / K**0.5
@@ -29,7 +29,7 @@ def drawn(
     x |= {"rate": torch.rand(B, T, H) / K**0.5}
     x |= {"W": torch.randn(H, K, K) / K**0.5, "b": torch.randn(H, K)}
     x |= {"weight": 0.5 + torch.rand(H, K), "bias": torch.randn(H, K)}
-    x |= {"rows": 1 / torch.arange(1, C + 1) + 0.1 * torch.rand(C)}
+    x |= {"step_scale": 1 / torch.arange(1, C + 1) + 0.1 * torch.rand(C)}
     if initial:
         learned = torch.randn(B, H, 1, K * K + K) / K**0.5
         x["initial_state"] = torch.cat([learned, 0 * learned], 2)
@@ -37,12 +37,12 @@ def drawn(
 
 
 def call(x, backend):
-    *tokens, W, b, weight, bias, rows = (
+    *tokens, W, b, weight, bias, step_scale = (
         t for name, t in x.items() if name != "initial_state"
     )
     state = x.get("initial_state")
     options = {"initial_state": state, "backend": backend}
-    return ttt(*tokens, [(W, b)], (weight, bias), rows, **options)
+    return ttt(*tokens, [(W, b)], (weight, bias), step_scale, **options)
 
 
 def judge(x, use="both", tolerance=None):
@@ -97,7 +97,7 @@ def test_one_result_from_nothing_learned(use):
 def test_a_mini_batch_that_teaches_nothing():
     """A last row of 0, to which the layer clamps."""
     x = drawn(T=8, K=8, C=4)
-    x["rows"][-1] = 0.0
+    x["step_scale"][-1] = 0.0
     judge(x)
 
 
@@ -153,7 +153,7 @@ def test_what_the_kernel_does_not_take():
             *tokens,
             two,
             (x["weight"], x["bias"]),
-            x["rows"],
+            x["step_scale"],
             backend="triton",
         )
     with pytest.raises(ValueError, match="backend: got 'loop', need one of"):

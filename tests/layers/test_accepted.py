@@ -75,7 +75,7 @@ class Last(Layer):
         self.dim = tokens(1, 1).shape[-1]
         self.o_proj = torch.nn.Identity()
 
-    def read(self, x, state, cu_seqlens):
+    def compute(self, x, state, cu_seqlens):
         y = x.cumsum(1)
         if state is not None:
             y = y + state.get("S")[:, None]

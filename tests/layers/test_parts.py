@@ -148,7 +148,15 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     assert not decayed & spared
     assert decayed | spared | {names[id(frozen)]} == set(names.values())
     kinds = ("A_log", "dt_bias", "D", "bias", "norm.weight", "norm_weight")
-    kinds += ("rows", "lam", "b1", "b2", "norm_bias", "qk_scale", "qk_offset")
+    kinds += (
+        "step_offset",
+        "lam",
+        "b1",
+        "b2",
+        "norm_bias",
+        "qk_scale",
+        "qk_offset",
+    )
     kinds += (".d",)  # Comba's
     assert spared == {key for key in decayed | spared if key.endswith(kinds)}
     model[0].o_proj.weight.requires_grad_(True)

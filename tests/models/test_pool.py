@@ -174,7 +174,7 @@ def test_a_row_that_decodes_beside_prompts(told):
             # Of a row with 7 tokens, 5 more than there is room for.
             with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
                 pool.at([a, b], told)
-            assert pool.read[a] == n and pool.read[b] == 0
+            assert pool.tokens_read[a] == n and pool.tokens_read[b] == 0
         each = [1, 5] if isinstance(told, int) else told
         logits, _ = m(packed[None], pool.at([a, b], each), offsets)
         ref = m(text[None, : n + 1])[0]

@@ -263,7 +263,7 @@ class Past(torch.nn.Module):
         self.own = GatedDeltaNet(dim, num_heads, device=device, dtype=dtype)
 
     def forward(self, x, state=None, cu_seqlens=None):
-        return self.own.read(x, state, cu_seqlens)
+        return self.own.compute(x, state, cu_seqlens)
 
 
 def test_a_layer_that_takes_in_what_it_should_not(monkeypatch):

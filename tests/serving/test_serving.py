@@ -11,7 +11,7 @@ from support import model_cases
 
 from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
-from fastweights.serving.engine import STEPS_PER_READ
+from fastweights.serving.engine import STEPS_PER_PREFILL
 from fastweights.serving.prefixes import Hasher, Prefixes
 
 SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
@@ -66,7 +66,7 @@ def run(e, most=500):
             found.setdefault(request, []).append(token)
         most -= 1
         assert most
-    assert len(e.pool.free) == len(e.pool.read)
+    assert len(e.pool.free) == e.pool.size
     return found
 
 
@@ -194,7 +194,7 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     exact, filled = (
         engine(model(pattern), size=4, prefill_tokens=40) for _ in range(2)
     )
-    filled.batch.reads_recordable = True
+    filled.batch.records_prefills = True
     for i, prompt in enumerate(prompts(*LENGTHS)):
         for e in (exact, filled):
             e.add(prompt, 9, **WAYS[i % len(WAYS)])
@@ -205,7 +205,7 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
             filled.pool.states, exact.pool.states, strict=True
         ):
             torch.testing.assert_close(one.tensors(), other.tensors())
-    assert {T for T, _ in filled.batch.reads} == {256}
+    assert {T for T, _ in filled.batch.prefills} == {256}
 
 
 @GPU
@@ -224,7 +224,7 @@ def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
         e = engine(m, size=6, capacity=400, prefill_tokens=400)
         made = [e.add(x, 9) for x in prompts(*LENGTHS, 300) * 4]
         run(e)
-        return [x.tokens for x in made], e.batch.reads.values()
+        return [x.tokens for x in made], e.batch.prefills.values()
 
     tokens, reads = answers()
     assert any(x.recording.graph for x in reads) == recorded
@@ -250,13 +250,13 @@ def test_a_row_draws_the_same_whichever_others_do():
 
 def counted(e):
     """How many tokens each piece of each call has that reads prompts."""
-    sizes, read = [], e.batch.read
+    sizes, read = [], e.batch.prefill
 
     def counts(pieces):
         sizes.append([n for _, n in pieces])
         read(pieces)
 
-    e.batch.read = counts
+    e.batch.prefill = counts
     return sizes
 
 
@@ -338,7 +338,7 @@ def test_where_rows_are_scarce_prompts_are_read_together():
         e.add(prompt, 40)
     run(e)
     assert sizes == [[4] * 8, [4] * 4]
-    for others, steps in ([8], 8 * STEPS_PER_READ), ([], 1):
+    for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
         e = engine(size=8)
         for prompt in some[:7]:
             e.add(prompt, 40)

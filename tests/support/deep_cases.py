@@ -34,7 +34,17 @@ from fastweights.fast_weights import (
 B, H, K, V, C = 2, 2, 4, 3, 5
 DOUBLE = {"dtype": torch.float64}
 # What is not there once per token.
-WEIGHTS = ("W1", "b1", "W2", "b2", "W3", "gamma", "bias", "rows", "ridge")
+WEIGHTS = (
+    "W1",
+    "b1",
+    "W2",
+    "b2",
+    "W3",
+    "gamma",
+    "bias",
+    "step_scale",
+    "ridge",
+)
 
 
 class Case(NamedTuple):
@@ -83,18 +93,18 @@ def ttt(depth: int) -> Case:
             shapes |= {"W2": (hidden, K), "b2": (K,)}
         found = tokens(T, q=K, k=K, v=K, rate=0)
         found |= weights(**shapes, gamma=(K,), bias=(K,))
-        return found | {"rows": 0.2 + torch.rand(C, **DOUBLE)}
+        return found | {"step_scale": 0.2 + torch.rand(C, **DOUBLE)}
 
     def chunked(x, **options):
         norm = x["gamma"], x["bias"]
         tokens = (x[name] for name in ("q", "k", "v", "rate"))
-        return deep.ttt(*tokens, layers(x), norm, x["rows"], **options)
+        return deep.ttt(*tokens, layers(x), norm, x["step_scale"], **options)
 
     def learner(x):
         T, start = x["q"].shape[1], tuple(layers(x))
         model = normed(network(), x["gamma"], x["bias"])
         step = online_learner(model, squared_error, summed(sgd, C))
-        row = x["rows"][torch.arange(T) % C][:, None].expand(B, T, H)
+        row = x["step_scale"][torch.arange(T) % C][:, None].expand(B, T, H)
         given = x["q"], x["k"], x["v"] - x["k"], x["rate"], row
         o, state = learn(step, (rows_of(start), None), *given)
         return x["q"] + o, state

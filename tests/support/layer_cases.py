@@ -114,7 +114,11 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
                 p.normal_(0, 0.5)
             elif name.startswith("ttt-") and last in ("W1", "W2"):
                 p.normal_(0, p.shape[1] ** -0.5)
-            elif name.startswith("ttt-") and last in ("b1", "b2", "rows"):
+            elif name.startswith("ttt-") and last in (
+                "b1",
+                "b2",
+                "step_offset",
+            ):
                 p.normal_(0, 0.3)
     return layer
 

@@ -1,6 +1,6 @@
 """Layers whose fast weights are a network, or solve an equation.
 
-    o, state = ttt(q, k, v, rate, start, norm, rows)
+    o, state = ttt(q, k, v, rate, start, norm, step_scale)
     o, state = titans(q, k, v, rate, momentum, g, start)
     o, state = lact(q, k, v, rates, matrices, momentum)
     o, state = mesa(q, k, v, g, beta, ridge)

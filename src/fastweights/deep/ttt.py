@@ -48,7 +48,7 @@ def ttt(
     rate: Float[Tensor, "B T H"],
     start: Layers,
     norm: Norm,
-    rows: Float[Tensor, " C"],
+    step_scale: Float[Tensor, " C"],
     *,
     initial_state: Float[Tensor, "B H 2 P"] | None = None,
     position: Int[Tensor, " B"] | None = None,
@@ -73,7 +73,7 @@ def ttt(
         start: the model's layers (W [H, K, N], b [H, N]), with GELU (tanh)
             between them: one for TTT-Linear, two for TTT-MLP.
         norm: the LayerNorm's weight and bias, [H, K] both; eps is 1e-6.
-        rows: the mini-batch's C factors, of the paper 1 / (t + 1).
+        step_scale: the mini-batch's C factors, of the paper 1 / (t + 1).
         initial_state: what the weights have learned since ``start``, and the
             sum of the unfinished mini-batch, of P numbers each, in fp32.
         position: tokens that each row has read before; needed, like
@@ -94,10 +94,10 @@ def ttt(
     """
     refuse_ranks("ttt")
     check_operands(q, k, v, {"rate": rate}, position, lengths)
-    check_tensors({"rows": rows})
-    if rows.dim() != 1 or len(rows) < 1:
-        wrong_shape("rows", rows, "[C] with C >= 1")
-    dtype, size = q.dtype, len(rows)
+    check_tensors({"step_scale": step_scale})
+    if step_scale.dim() != 1 or len(step_scale) < 1:
+        wrong_shape("step_scale", step_scale, "[C] with C >= 1")
+    dtype, size = q.dtype, len(step_scale)
     full = compute_dtype(dtype)
     B, T, H, K = q.shape
     check_layers(start, H, K, K)
@@ -109,7 +109,7 @@ def ttt(
     if any_length.is_open(T):
         return any_length.call(
             *(f"{__name__}:ttt", [B, H, 2, P], full),
-            *(q, k, v, rate, start, norm, rows),
+            *(q, k, v, rate, start, norm, step_scale),
             initial_state=initial_state,
             position=position,
             lengths=lengths,
@@ -119,7 +119,7 @@ def ttt(
         tokens = (q, k, v)
         start = [(W.to(full), b.to(full)) for W, b in start]
         norm = (norm[0].to(full), norm[1].to(full))
-        rows = rows.to(full)
+        step_scale = step_scale.to(full)
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 2, P)
         parts = initial_state.to(full).unbind(2)
@@ -130,7 +130,7 @@ def ttt(
         if layout.regular and (done := T // size * size):
             cut = [x[:, :done] for x in (*tokens, rate)]
             whole = _whole_by_kernel if by_kernel else _whole_by_torch
-            weights, o = whole(weights, cut, norm, rows)
+            weights, o = whole(weights, cut, norm, step_scale)
             outputs.append(o)
             layout = Layout(size, T - done, q.device)
             total = map_layers(torch.zeros_like, since)
@@ -143,12 +143,14 @@ def ttt(
             # [B, H, C, K]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             found, o = _read(
-                weights, sums, q_, k_, v_, eta, norm, rows[part.place]
+                weights, sums, q_, k_, v_, eta, norm, step_scale[part.place]
             )
             rest.append(o.transpose(1, 2))
             more = sum_gradients(found, eta)
             more = more if sums is None else map_layers(torch.add, sums, more)
-            stepped = map_layers(partial(_stepped, rows[-1]), weights, more)
+            stepped = map_layers(
+                partial(_stepped, step_scale[-1]), weights, more
+            )
             weights = map_layers(part.choose, stepped, weights)
             total = more
             if not layout.regular:
@@ -185,28 +187,28 @@ def _read(
 
 
 def _whole_by_torch(
-    weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
+    weights: Layers, tokens: Sequence[Tensor], norm: Norm, step_scale: Tensor
 ) -> tuple[Layers, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of q, k, v and rates, [B, T, H, ...]."""
 
     def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
         W = as_layers(state)
-        q, k, v, eta = (x.to(rows.dtype) for x in chunk)
-        found, o = _read(W, None, q, k, v, eta, norm, rows[None])
+        q, k, v, eta = (x.to(step_scale.dtype) for x in chunk)
+        found, o = _read(W, None, q, k, v, eta, norm, step_scale[None])
         more = sum_gradients(found, eta)
-        W = map_layers(partial(_stepped, rows[-1]), W, more)
+        W = map_layers(partial(_stepped, step_scale[-1]), W, more)
         return tensors_of(W), o.to(chunk[0].dtype)
 
-    state, o = fold(step, tensors_of(weights), tokens, len(rows))
+    state, o = fold(step, tensors_of(weights), tokens, len(step_scale))
     return as_layers(state), o
 
 
 def _whole_by_kernel(
-    weights: Layers, tokens: Sequence[Tensor], norm: Norm, rows: Tensor
+    weights: Layers, tokens: Sequence[Tensor], norm: Norm, step_scale: Tensor
 ) -> tuple[Layers, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of one layer, by Triton."""
     *qkv, rate = tokens
-    inputs = (*qkv, rate.to(rows.dtype), *weights[0], *norm, rows)
+    inputs = (*qkv, rate.to(step_scale.dtype), *weights[0], *norm, step_scale)
     keep = needs_gradient(*inputs)
     o, W, b = TTT(*(x.contiguous() for x in inputs), keep)
     return [(W, b)], o

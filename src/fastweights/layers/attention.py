@@ -131,7 +131,7 @@ class SoftmaxAttention(Layer):
         position = torch.zeros(num_sequences, dtype=torch.int64, device=device)
         return LayerState(keys=keys, values=values, position=position)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState | None]:
         """y, and the state (keys, values, position) with x's tokens added.
@@ -169,7 +169,7 @@ class SoftmaxAttention(Layer):
         o, after = attend(q, k, v, state, cu_seqlens)
         return o.flatten(2), after
 
-    def step(
+    def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
@@ -212,20 +212,20 @@ def attend(
         training = state is None and torch.is_grad_enabled()
         if training and cu_seqlens is not None:
             return o, None
-    rows = UnpackedRows(k, state, cu_seqlens)
+    unpacked = UnpackedRows(k, state, cu_seqlens)
     if state is None:
         assert o is not None
-        k, v = rows.spread(k), rows.spread(v)
+        k, v = unpacked.spread(k), unpacked.spread(v)
         return o, LayerState(
-            keys=k, values=v, position=rows.after(), used=k.shape[1]
+            keys=k, values=v, position=unpacked.after(), used=k.shape[1]
         )
     at = token_positions(k.shape[1], q.device, state, cu_seqlens)
-    mine, own = rows, at  # those of q
+    mine, own = unpacked, at  # those of q
     if ranks is not None:
         shard = shard_of(ranks, q, q.shape[1], cu_seqlens)
         mine = UnpackedRows(q, state, shard.cu_seqlens)
         own = token_positions(q.shape[1], q.device, state, cu_seqlens, start)
-    after = remember(k, v, state, at, rows)
+    after = remember(k, v, state, at, unpacked)
     if o is not None:
         return o, after
     keys, values = after.field("keys"), after.field("values")
@@ -252,21 +252,21 @@ def remember(
     v: Heads,
     state: LayerState,
     at: Int[Tensor, "B T"],
-    rows: UnpackedRows,
+    unpacked: UnpackedRows,
 ) -> LayerState:
     """A state with keys and values of new tokens, at their places.
 
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    position, own, used = rows.after(), state.rows, state.used + k.shape[1]
-    if rows.cu_seqlens is not None:
+    position, own, used = unpacked.after(), state.rows, state.used + k.shape[1]
+    if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
         if own is None:
             own = torch.arange(len(position), device=k.device)
         there = (own >= 0) & (own < len(state.field("position")))
         used = int(position.where(there, 0).max())
-        own = F.pad(own, (0, 1), value=-1)[rows.row]
+        own = F.pad(own, (0, 1), value=-1)[unpacked.row]
         k, v, at = k[0][:, None], v[0][:, None], at[0][:, None]
     keys, values = state.field("keys"), state.field("values")
     if state.rows is None:

@@ -110,7 +110,7 @@ class Comba(Layer):
         self.d.fill_(1)
         self.D.fill_(self.correction)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

@@ -103,7 +103,7 @@ class DeltaNet(Layer):
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

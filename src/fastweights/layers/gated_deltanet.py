@@ -117,7 +117,7 @@ class GatedDeltaNet(Layer):
         if self.b_bias is not None:
             self.b_bias.zero_()
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
@@ -132,7 +132,7 @@ class GatedDeltaNet(Layer):
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
 
-    def step(
+    def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""

@@ -102,7 +102,7 @@ class GatedDeltaNet2(Layer):
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

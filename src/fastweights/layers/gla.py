@@ -88,7 +88,7 @@ class GatedLinearAttention(Layer):
         """b = 0."""
         self.f_proj.get_parameter("1.bias").zero_()
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

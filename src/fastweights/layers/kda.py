@@ -108,7 +108,7 @@ class KimiDeltaAttention(Layer):
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
@@ -121,7 +121,7 @@ class KimiDeltaAttention(Layer):
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)
 
-    def step(
+    def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""

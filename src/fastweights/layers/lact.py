@@ -132,7 +132,7 @@ class LaCT(Layer):
         self.qk_scale.fill_(1)
         self.qk_offset.zero_()
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, window) after the last tokens.
@@ -144,20 +144,20 @@ class LaCT(Layer):
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         at = token_positions(x.shape[1], x.device, state, cu_seqlens)
-        rows = UnpackedRows(x, state, cu_seqlens)
+        unpacked = UnpackedRows(x, state, cu_seqlens)
         heads = (self.attention_heads, -1)
 
         def turned(t: Tensor) -> Tensor:
             return rotary(t.unflatten(-1, heads), at, self.theta)
 
         near, past = window_attention(
-            rows.spread(turned(q)),
-            rows.spread(turned(k)),
-            rows.spread(v.unflatten(-1, heads)),
+            unpacked.spread(turned(q)),
+            unpacked.spread(turned(k)),
+            unpacked.spread(v.unflatten(-1, heads)),
             self.window,
             field_of(state, "window"),
-            rows.position,
-            rows.lengths,
+            unpacked.position,
+            unpacked.lengths,
         )
         scales, offsets = upcast(self.qk_scale), upcast(self.qk_offset)
         split = (self.heads, -1)
@@ -171,25 +171,25 @@ class LaCT(Layer):
         rates = F.softplus(upcast(self.rates_proj(x)) + self.base)
         momentum = None
         if self.momentum_proj is not None:
-            momentum = rows.spread(upcast(self.momentum_proj(x)).sigmoid())
+            momentum = unpacked.spread(upcast(self.momentum_proj(x)).sigmoid())
         o, S = lact(
-            rows.spread(q),
-            rows.spread(k),
-            rows.spread(F.silu(v).unflatten(-1, split)),
-            rows.spread(rates.unflatten(-1, split)),
+            unpacked.spread(q),
+            unpacked.spread(k),
+            unpacked.spread(F.silu(v).unflatten(-1, split)),
+            unpacked.spread(rates.unflatten(-1, split)),
             (self.w0, self.w1, self.w2),
             momentum,
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
             initial_state=field_of(state, "S"),
-            position=rows.position,
-            lengths=rows.lengths,
+            position=unpacked.position,
+            lengths=unpacked.lengths,
         )
-        far = self.norm(rows.pack(o)).unflatten(-1, split)
+        far = self.norm(unpacked.pack(o)).unflatten(-1, split)
         far = far * F.silu(self.scale_proj(x))[..., None]
-        y = self.o_proj(rows.pack(near).flatten(2) + far.flatten(2))
-        return y, LayerState(S=S, position=rows.after(), window=past)
+        y = self.o_proj(unpacked.pack(near).flatten(2) + far.flatten(2))
+        return y, LayerState(S=S, position=unpacked.after(), window=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""

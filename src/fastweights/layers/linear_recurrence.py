@@ -128,7 +128,7 @@ class LinearRecurrence(Layer):
         self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
@@ -146,7 +146,7 @@ class LinearRecurrence(Layer):
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
 
-    def step(
+    def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""

@@ -89,7 +89,7 @@ class Mamba(Layer):
         bound = self.dt_proj.in_features**-0.5
         self.dt_proj.weight.uniform_(-bound, bound)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

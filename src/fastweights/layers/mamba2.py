@@ -30,7 +30,7 @@ class StepAndDecay(Decay):
     def forward(  # type: ignore[override]
         self, a: Steps
     ) -> tuple[Steps, Steps]:
-        dt = self.step(a)
+        dt = self.dt(a)
         return dt, self.log_decay(dt)
 
 
@@ -115,7 +115,7 @@ class Mamba2(Layer):
         """D = 1."""
         self.D.fill_(1)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""

@@ -78,7 +78,7 @@ class MesaNet(Layer):
         """A ridge of 0.75 above its least."""
         self.lam.fill_(math.log(math.expm1(0.75)))
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.

@@ -83,7 +83,7 @@ class MLSTM(Layer):
         write.fill_(-10)
         forget.copy_(torch.linspace(3, 6, len(forget)))
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, m) after the last token of each sequence."""

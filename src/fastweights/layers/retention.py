@@ -78,7 +78,7 @@ class MultiScaleRetention(Layer):
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
@@ -155,7 +155,7 @@ class LightningAttention(Layer):
         self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **to)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S) after the last token of each sequence."""

@@ -148,7 +148,7 @@ class TitansMemory(Layer):
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position, convolution) after the last tokens.
@@ -157,9 +157,9 @@ class TitansMemory(Layer):
         momentum, and what they had learned when the chunk began.
         """
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        rows = UnpackedRows(x, state, cu_seqlens)
-        q, k, v = (rows.spread(t) for t in (q, k, v))
-        rate, momentum, g = (rows.spread(t) for t in self.rates(x))
+        unpacked = UnpackedRows(x, state, cu_seqlens)
+        q, k, v = (unpacked.spread(t) for t in (q, k, v))
+        rate, momentum, g = (unpacked.spread(t) for t in self.rates(x))
         o, S = titans(
             q,
             k,
@@ -170,11 +170,13 @@ class TitansMemory(Layer):
             *self.start(),
             chunk_size=self.chunk_size,
             initial_state=field_of(state, "S"),
-            position=rows.position,
-            lengths=rows.lengths,
+            position=unpacked.position,
+            lengths=unpacked.lengths,
         )
-        y = self.o_proj(self.norm(rows.pack(o), self.g_proj(x)))
-        return y, LayerState(S=S, position=rows.after(), convolution=inputs)
+        y = self.o_proj(self.norm(unpacked.pack(o), self.g_proj(x)))
+        return y, LayerState(
+            S=S, position=unpacked.after(), convolution=inputs
+        )
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:
         """Rate, momentum and log decay, [B, T, H] each."""

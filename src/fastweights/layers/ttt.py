@@ -34,18 +34,18 @@ class TTTLinear(Layer):
 
     with an affine model per head and a LayerNorm behind it, whose first
     weights are learned, and norm a LayerNorm over all heads together. Token t
-    of a mini-batch steps by max(1 / (t + 1) + rows_t, 0), rows learned from
-    0. This is the authors' layer for a Transformer's backbone; for Mamba's it
-    shares one projection of q and k, convolves them, and has a gate. Rotary
-    positions turn neighbouring channels.
+    of a mini-batch steps by max(1 / (t + 1) + step_offset_t, 0), an offset
+    learned from 0. This is the authors' layer for a Transformer's backbone;
+    for Mamba's it shares one projection of q and k, convolves them, and has a
+    gate. Rotary positions turn neighbouring channels.
 
     Differs from the published one in: nothing, by its defaults, of the
     layer for a Transformer's backbone.
 
     Weights of the authors' ttt.py: qkv_proj is q_proj, k_proj and v_proj one
-    below the other, rate_proj is learnable_ttt_lr_weight and _bias, rows is
-    learnable_token_idx, W1, b1, W2 and b2 are their namesakes (b without its
-    second dimension), model_norm is ttt_norm.
+    below the other, rate_proj is learnable_ttt_lr_weight and _bias,
+    step_offset is learnable_token_idx, W1, b1, W2 and b2 are their namesakes
+    (b without its second dimension), model_norm is ttt_norm.
 
     Args:
         dim: width D of x and y.
@@ -87,7 +87,7 @@ class TTTLinear(Layer):
         to: Factory = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
         self.rate_proj = nn.Linear(dim, H, **to)
-        self.rows = nn.Parameter(torch.empty(mini_batch, **to))
+        self.step_offset = nn.Parameter(torch.empty(mini_batch, **to))
         widths = [K, K] if self.hidden is None else [K, self.hidden * K, K]
         self.depth = len(widths) - 1
         for i in range(self.depth):
@@ -109,7 +109,7 @@ class TTTLinear(Layer):
             b.zero_()
         self.rate_proj.weight.normal_(std=0.02)
         self.rate_proj.bias.zero_()
-        self.rows.zero_()
+        self.step_offset.zero_()
         self.model_norm_weight.fill_(1)
         self.model_norm_bias.zero_()
 
@@ -121,7 +121,7 @@ class TTTLinear(Layer):
             (getattr(self, f"W{i}"), getattr(self, f"b{i}")) for i in numbers
         ]
 
-    def read(
+    def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token.
@@ -134,10 +134,10 @@ class TTTLinear(Layer):
         at = at % self.mini_batch
         q, k = (neighbours(t, at, self.theta) for t in (q, k))
         rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
-        rows = UnpackedRows(x, state, cu_seqlens)
-        learned = upcast(self.rows)
+        unpacked = UnpackedRows(x, state, cu_seqlens)
+        learned = upcast(self.step_offset)
         places = torch.ones_like(learned).cumsum(0)
-        q, k, v, rate = (rows.spread(t) for t in (q, k, v, rate))
+        q, k, v, rate = (unpacked.spread(t) for t in (q, k, v, rate))
         o, S = ttt(
             q,
             k,
@@ -147,11 +147,11 @@ class TTTLinear(Layer):
             (self.model_norm_weight, self.model_norm_bias),
             (1 / places + learned).clamp_min(0),
             initial_state=field_of(state, "S"),
-            position=rows.position,
-            lengths=rows.lengths,
+            position=unpacked.position,
+            lengths=unpacked.lengths,
         )
-        y = self.o_proj(self.post_norm(rows.pack(o).flatten(2)))
-        return y, LayerState(S=S, position=rows.after())
+        y = self.o_proj(self.post_norm(unpacked.pack(o).flatten(2)))
+        return y, LayerState(S=S, position=unpacked.after())
 
 
 class TTTMLP(TTTLinear):

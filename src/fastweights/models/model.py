@@ -132,7 +132,7 @@ class Block(nn.Module):
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         few = cu_seqlens is None and is_token(x)
-        y = self._step(x, state) if few and state is not None else None
+        y = self._fused_token(x, state) if few and state is not None else None
         if y is None:
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
@@ -143,19 +143,19 @@ class Block(nn.Module):
             x = x + self.mlp(x) if y is None else y
         return x, state
 
-    def _step(
+    def _fused_token(
         self, x: Float[Tensor, "B T D"], state: LayerState
     ) -> Float[Tensor, "B T D"] | None:
-        """x + layer(norm(x)) by the layer's step; None if it has none for it.
+        """x + layer(norm(x)), fused; None if the layer has no way for it.
 
         The state is then the one after these tokens.
         """
-        step = getattr(self.layer, "step", None)
-        if step is None or self.post_norm:
+        fused_token = getattr(self.layer, "fused_token", None)
+        if fused_token is None or self.post_norm:
             return None
         if state.accepted is not None and not by_kernels(x):
             return None
-        y: Tensor | None = step(x, self.norm, state)
+        y: Tensor | None = fused_token(x, self.norm, state)
         if y is not None:
             state.accepted = None
         return y

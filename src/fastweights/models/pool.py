@@ -75,10 +75,10 @@ class StatePool:
             ]
             if dtype is not None:
                 self._keep_in(dtype, {*model.config.kinds})
-        self.device, self.capacity = device, capacity
+        self.device, self.size, self.capacity = device, size, capacity
         # The last is the next to be acquired.
         self.free = dict.fromkeys(reversed(range(size)))
-        self.read = [0] * size
+        self.tokens_read = [0] * size
         """Tokens that each row has read, at most."""
         # The last call's states, and the tokens that a row then has at most.
         self._last_call: tuple[list[LayerState], int] = [], 0
@@ -117,7 +117,7 @@ class StatePool:
         """
         if not self.free:
             raise RuntimeError(
-                f"pool: got a sequence more than its {len(self.read)} rows"
+                f"pool: got a sequence more than its {self.size} rows"
             )
         row, _ = self.free.popitem()
         return row
@@ -126,7 +126,7 @@ class StatePool:
         """Clear a row and give it back."""
         (row,) = self._taken("row", [row])
         self._clear(row)
-        self.read[row] = 0
+        self.tokens_read[row] = 0
         self.free[row] = None
 
     def keep(self, row: int) -> list[LayerState]:
@@ -137,13 +137,13 @@ class StatePool:
     def restore(self, row: int, kept: list[LayerState]) -> None:
         """Let a row go on from what was kept, of whichever row it was."""
         (row,) = self._taken("row", [row])
-        self.read[row] = kept[0].used
+        self.tokens_read[row] = kept[0].used
         for state, own in zip(self._row(row), kept, strict=True):
             state.copy_(own)
 
     def _row(self, row: int) -> list[LayerState]:
         """Return a row's states, in the memory of the pool."""
-        used, found = self.read[row], []
+        used, found = self.tokens_read[row], []
         for state in self.states:
             tensors: dict[str, Any] = state.tensors()
             tensors = {name: x[row, None] for name, x in tensors.items()}
@@ -188,11 +188,11 @@ class StatePool:
             row = full[0]
             raise ValueError(
                 f"tokens: got {some[row]} for row {row}, which has read "
-                f"{self.read[row]}, need at most {self.capacity} in all"
+                f"{self.tokens_read[row]}, need at most {self.capacity} in all"
             )
-        used = max((self.read[row] for row in some), default=0)
+        used = max((self.tokens_read[row] for row in some), default=0)
         for row, n in some.items():
-            self.read[row] += n
+            self.tokens_read[row] += n
         on_device = torch.tensor(index, device=self.device)
         all_rows = -1 not in index
         states = [
@@ -206,7 +206,8 @@ class StatePool:
         """Return the rows that may lack room for so many more tokens."""
         if not self.grows:
             return []
-        return [r for r, n in some.items() if self.read[r] + n > self.capacity]
+        most = self.capacity
+        return [r for r, n in some.items() if self.tokens_read[r] + n > most]
 
     def _recount_if_exceeded(self) -> None:
         """Count again if the last call had more tokens than announced."""
@@ -219,7 +220,7 @@ class StatePool:
         """Read from the layers how many tokens each row has read."""
         known = [s.position for s in self.states if s.keys is not None]
         counts = torch.stack([x for x in known if x is not None])
-        self.read = counts.amax(0).tolist()
+        self.tokens_read = counts.amax(0).tolist()
 
     def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
         """Return rows as a list of ints; raise unless taken, each once.
@@ -234,7 +235,7 @@ class StatePool:
         for row in index:
             check_integers({name: row})
         some = [row for row in index if row != -1 or not none]
-        size = len(self.read)
+        size = self.size
         if not index or not all(0 <= row < size for row in some):
             need = f"rows of the pool, 0 to {size - 1}"
             raise ValueError(f"{name}: got {index}, need {need}")

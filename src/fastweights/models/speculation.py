@@ -50,13 +50,13 @@ class Row:
 
     Args:
         text: all tokens so far.
-        start: tokens of the prompt.
+        prompt_length: tokens of the prompt.
         tokens: that may follow it.
         ends: tokens at which the row is done.
     """
 
     text: Text
-    start: int
+    prompt_length: int
     tokens: int
     ends: list[int]
     done: bool = False
@@ -70,14 +70,14 @@ class Row:
             if self.done or self.spoiled:
                 return
             self.text.append(token)
-            full = len(self.text) == self.start + self.tokens
+            full = len(self.text) == self.prompt_length + self.tokens
             self.done = full or token in self.ends
             if token != draft:
                 return
 
-    def step(self, t: int) -> int:
-        """The token of a step, or the last, which stands for none."""
-        return self.text[min(self.start + t, len(self.text) - 1)]
+    def drawn(self, t: int) -> int:
+        """The token that step t draws, or the last, which stands for none."""
+        return self.text[min(self.prompt_length + t, len(self.text) - 1)]
 
 
 def speculate(
@@ -98,11 +98,11 @@ def speculate(
     for row, token in zip(rows, first, strict=True):
         row.take([token], [])
     while True:
-        counts = [len(row.text) - row.start for row in rows]
+        counts = [len(row.text) - row.prompt_length for row in rows]
         both = zip(counts, rows, strict=True)
         going = [n for n, row in both if not row.done]
         ready = min(going, default=max(counts))
-        steps = [[row.step(t) for row in rows] for t in range(given, ready)]
+        steps = [[row.drawn(t) for row in rows] for t in range(given, ready)]
         given, spoiled = ready, any(row.spoiled for row in rows)
         drafts, draws = [], None
         if going and not spoiled:  # the device reads on meanwhile
@@ -136,7 +136,8 @@ class Reader:
         sampling: Sampling,
     ) -> None:
         self.model, self.states, self.rows = model, states, rows
-        self.sampling, self.read = sampling, [row.start for row in rows]
+        self.sampling = sampling
+        self.taken = [row.prompt_length for row in rows]
         # Tokens of each row, how many are new, and were drawn before.
         self.inputs = sampling.seed.new_zeros(len(rows), TOKENS + 2)
         self.draws = self.inputs[:, :TOKENS].clone()
@@ -153,11 +154,12 @@ class Reader:
             finite.
         """
         inputs, spans = [], []
-        for row, n, some in zip(self.rows, self.read, drafts, strict=True):
+        for row, n, some in zip(self.rows, self.taken, drafts, strict=True):
             new = [] if row.done else row.text[n:]
             tokens = new + some
             padding = [0] * (TOKENS - len(tokens))
-            inputs.append([*tokens, *padding, len(new), n + 1 - row.start])
+            drawn = n + 1 - row.prompt_length
+            inputs.append([*tokens, *padding, len(new), drawn])
             spans.append((len(new), len(tokens)))
         self.inputs.copy_(send(inputs, self.inputs))
         # Of one token each all have to be new.
@@ -168,11 +170,11 @@ class Reader:
             self.states = self.recordings[T](step, self.states)
         else:
             self.states = step(self.states)
-        taken = (count for count, _ in spans)
-        self.read = [a + b for a, b in zip(self.read, taken, strict=True)]
+        taken = zip(self.taken, spans, strict=True)
+        self.taken = [n + new for n, (new, _) in taken]
         for state in self.states:
             if state is not None:
-                state.used = max(self.read)
+                state.used = max(self.taken)
         fetched = fetch(self.draws)
         return lambda: [
             row[max(n - 1, 0) : end]

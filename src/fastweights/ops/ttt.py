@@ -69,7 +69,7 @@ def _backward(
     """Gradients of all inputs; None is a result that nothing depends on."""
     from fastweights.kernels import ttt as kernel
 
-    q, k, v, rate, _, _, weight, bias, rows, kept, _ = arguments
+    q, k, v, rate, _, _, weight, bias, step_scale, kept, _ = arguments
     W_after, b_after, _ = kept
     record_run("triton backward")
     found = (do, dW_after, db_after)
@@ -77,7 +77,7 @@ def _backward(
         torch.zeros_like(x) if dx is None else dx.contiguous()
         for dx, x in zip(found, (q, W_after, b_after), strict=True)
     ]
-    inputs = (q, k, v, rate, weight, bias, rows, *kept)
+    inputs = (q, k, v, rate, weight, bias, step_scale, *kept)
     with without_autocast(q):
         return kernel.backward(*[*slopes, *inputs])
 
@@ -85,7 +85,7 @@ def _backward(
 TTT = Operator(
     "ttt_linear",
     "Tensor q, Tensor k, Tensor v, Tensor rate, Tensor W, Tensor b, "
-    "Tensor weight, Tensor bias, Tensor rows",
+    "Tensor weight, Tensor bias, Tensor step_scale",
     "bool keep",
     "Tensor o, Tensor W_after, Tensor b_after, Tensor X",
     hidden=1,

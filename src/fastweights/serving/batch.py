@@ -24,7 +24,7 @@ from fastweights.serving.request import Request
 BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
 
-MIN_READ = 256
+MIN_PREFILL = 256
 """Tokens of the smallest recorded read: fewer would take as long."""
 
 
@@ -43,9 +43,7 @@ class Batch:
 
     def __init__(self, model: LanguageModel, pool: StatePool) -> None:
         self.model, self.pool = model, pool
-        zeros = functools.partial(
-            torch.zeros, len(pool.read), device=pool.device
-        )
+        zeros = functools.partial(torch.zeros, pool.size, device=pool.device)
         whole = functools.partial(zeros, dtype=torch.int64)
         self.rows, self.token, self.drawn = whole() - 1, whole(), whole()
         self.sampling = Sampling(
@@ -57,29 +55,29 @@ class Batch:
         self.recordable = is_recordable(model, self.token)
         # By two answers: are all rows greedy, do all draw from all tokens?
         self.recordings: dict[tuple[bool, bool], Recording] = {}
-        self.reads_recordable = self.recordable and reads_by_kernels(model)
+        self.records_prefills = self.recordable and prefills_by_kernels(model)
         # Recordings run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
         self.memory = handle() if self.recordable else None
         # By the numbers of tokens and of sequences.
-        self.reads: dict[tuple[int, int], RecordedRead] = {}
+        self.prefills: dict[tuple[int, int], RecordedPrefill] = {}
 
-    def read(self, pieces: list[tuple[Request, int]]) -> None:
+    def prefill(self, pieces: list[tuple[Request, int]]) -> None:
         """Read the next tokens of requests' texts, so many of each."""
         tokens, offsets = [], [0]
         for request, n in pieces:
-            at = self.pool.read[request.row]
+            at = self.pool.tokens_read[request.row]
             tokens += request.text[at : at + n]
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
-        if self.reads_recordable:
-            T = power_of_2(max(len(tokens), MIN_READ))
-            N = min(power_of_2(len(rows)), len(self.pool.read))
-            if (T, N) not in self.reads:
-                self.reads[T, N] = RecordedRead(self, T, N)
-            self.reads[T, N](tokens, offsets, rows)
+        if self.records_prefills:
+            T = power_of_2(max(len(tokens), MIN_PREFILL))
+            N = min(power_of_2(len(rows)), self.pool.size)
+            if (T, N) not in self.prefills:
+                self.prefills[T, N] = RecordedPrefill(self, T, N)
+            self.prefills[T, N](tokens, offsets, rows)
             for request, n in pieces:
-                self.pool.read[request.row] += n
+                self.pool.tokens_read[request.row] += n
             return
         states = self.pool.at(rows, [n for _, n in pieces])
         packed = torch.tensor([tokens], device=self.pool.device)
@@ -107,7 +105,7 @@ class Batch:
             a function that waits for the device and returns the tokens of
             all rows: -1 where logits were not finite.
         """
-        used = max(self.pool.read[x.row] for x in requests)
+        used = max(self.pool.tokens_read[x.row] for x in requests)
         # No matter whose text is the longest.
         room = min(-(-(used + 1) // BLOCK) * BLOCK, self.pool.capacity)
         for state in self.states:
@@ -125,7 +123,7 @@ class Batch:
         else:
             step(self.states)
         for request in requests:
-            self.pool.read[request.row] += 1
+            self.pool.tokens_read[request.row] += 1
             request.drawn += 1
         return fetch(self.drawn)
 
@@ -136,7 +134,7 @@ class Batch:
         return after
 
 
-class RecordedRead:
+class RecordedPrefill:
     """A recorded call of the model that reads packed tokens.
 
     Args:
@@ -152,7 +150,7 @@ class RecordedRead:
         self.states: States = [
             x.at_unchecked(rows, 0, all_rows=True) for x in batch.pool.states
         ]
-        self.others = range(len(batch.pool.read))
+        self.others = range(batch.pool.size)
         self.recording = Recording(memory=batch.memory)
 
     def __call__(
@@ -179,7 +177,7 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def reads_by_kernels(model: LanguageModel) -> bool:
+def prefills_by_kernels(model: LanguageModel) -> bool:
     """Whether the model reads packed prompts without waiting for the device.
 
     The family's layers do, where kernels compute all of them. Attention,

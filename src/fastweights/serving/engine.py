@@ -22,7 +22,7 @@ from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed
 
-STEPS_PER_READ = 2
+STEPS_PER_PREFILL = 2
 """Steps that take as long as to read few tokens. While there are more requests
 than rows, prompts wait to be read with those of the next ones, until they
 have lost as many tokens as such steps draw: each loses one per step."""
@@ -43,7 +43,7 @@ class Engine:
     Requests wait for one of ``size`` rows in the order in which they came.
     What they have to read goes in packed, at most ``prefill_tokens`` per
     step, between the tokens of those that have read it. On a GPU a step is
-    recorded, as in :meth:`.LanguageModel.generate`, and so are reads, each
+    recorded, as in :meth:`.LanguageModel.generate`, and so are prefills, each
     filled up to a power of 2, by layers of the family; a hook has to be there
     before the engine is made.
 
@@ -160,7 +160,7 @@ class Engine:
         not finite end the request that they belong to.
         """
         self._admit()
-        self._read()
+        self._prefill()
         last = self._draw()
         self.collect()
         self._last = last
@@ -181,19 +181,19 @@ class Engine:
             request = self.waiting.popleft()
             request.row = self.pool.acquire()
             self.reading.append(request)
-            start, request.start = request.start, None
-            if start is None:
-                step = self.prefill_tokens if self.invariant else 1
-                start = self.prefixes.longest(request.text[:-1], step)
-            if start is not None:
+            first, request.first_states = request.first_states, None
+            if first is None:
+                multiple = self.prefill_tokens if self.invariant else 1
+                first = self.prefixes.longest(request.text[:-1], multiple)
+            if first is not None:
                 with self._or_again([request]):
-                    self.pool.restore(request.row, start)
+                    self.pool.restore(request.row, first)
 
-    def _read(self) -> None:
+    def _prefill(self) -> None:
         """Read the next tokens of prompts, unless more are worth a wait."""
         pieces, room = [], self.prefill_tokens
         for request in self.reading:
-            place = self.pool.read[request.row] % self.prefill_tokens
+            place = self.pool.tokens_read[request.row] % self.prefill_tokens
             n = min(request.left, self.prefill_tokens - place)
             if self.invariant and n > room:
                 room = 0
@@ -203,23 +203,23 @@ class Engine:
                 pieces.append((request, n))
         self._lost += len(pieces)
         others = room and self.running and self.waiting
-        waits = others and self._lost < STEPS_PER_READ * len(self.pool.read)
+        waits = others and self._lost < STEPS_PER_PREFILL * self.pool.size
         if pieces and not waits:
             self._lost = 0
             for some in [[x] for x in pieces] if self.invariant else [pieces]:
-                self._prefill(some)
+                self._prefill_packed(some)
         for request in [x for x in self.reading if not x.left]:
             self._run(request)
 
-    def _prefill(self, pieces: list[tuple[Request, int]]) -> None:
+    def _prefill_packed(self, pieces: list[tuple[Request, int]]) -> None:
         """Read so many tokens of each request, packed in one call."""
         requests = [request for request, _ in pieces]
         with self._or_again(requests):
-            self.batch.read(pieces)
+            self.batch.prefill(pieces)
         if not self.prefixes.max_bytes:
             return
         for request in requests:
-            read = self.pool.read[request.row]
+            read = self.pool.tokens_read[request.row]
             if read % self.prefill_tokens == 0 or not request.left:
                 key = request.hasher.key(request.text, read)
                 self.prefixes.add(key, self.pool.keep(request.row))
@@ -231,9 +231,9 @@ class Engine:
         self.batch.enter(request)
         forks, request.forks = request.forks, []
         if forks := [fork for fork in forks if not fork.done]:
-            start = self.pool.keep(request.row)
+            kept = self.pool.keep(request.row)
             for fork in reversed(forks):
-                fork.start = start
+                fork.first_states = kept
                 self.waiting.appendleft(fork)
 
     def _draw(self) -> Launch | None:
@@ -271,7 +271,7 @@ class Engine:
 
     def end(self, request: Request, reason: str) -> None:
         """End a request; the first of its forks reads on for the others."""
-        request.reason, request.start = reason, None
+        request.reason, request.first_states = reason, None
         if request in self.waiting:
             self.waiting.remove(request)
         self._leave(request)

@@ -34,7 +34,7 @@ class Request:
     logits of its next token)."""
     row: int = field(default=-1, repr=False)
     """The row of the engine's pool that it has; -1: none."""
-    start: list[LayerState] | None = field(default=None, repr=False)
+    first_states: list[LayerState] | None = field(default=None, repr=False)
     """States that its row is to begin with."""
     drawn: int = field(default=0, repr=False)
     """Tokens that steps have drawn for it, fetched or not."""
@@ -57,7 +57,7 @@ class Request:
     def left(self) -> int:
         """Tokens that are still to be read before it takes part in steps."""
         whole = len(self.prompt) + len(self.tokens)
-        return whole - 1 - self.engine.pool.read[self.row]
+        return whole - 1 - self.engine.pool.tokens_read[self.row]
 
     def fork(self, n: int, seed: int | None = None) -> list[Request]:
         """Make n requests with this one's prompt, options and tokens so far.
@@ -74,7 +74,7 @@ class Request:
         seeds = [as_seed(None if seed is None else seed + i) for i in range(n)]
         self.engine.collect()
         running = self in self.engine.running
-        start = self.engine.pool.keep(self.row) if running else None
+        kept = self.engine.pool.keep(self.row) if running else None
         forks = [
             replace(
                 self,
@@ -82,7 +82,7 @@ class Request:
                 seed=seed,
                 reason=None,
                 row=-1,
-                start=start,
+                first_states=kept,
                 forks=[],
             )
             for seed in seeds

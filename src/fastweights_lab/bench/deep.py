@@ -59,11 +59,13 @@ def ttt() -> Iterator[Case]:
         W = 0.02 * torch.randn(H, K, K, device=DEVICE)
         b = torch.zeros(H, K, device=DEVICE)
         norm = torch.ones_like(b), torch.zeros_like(b)
-        rows = 1 / torch.arange(1, 17, device=DEVICE)
+        step_scale = 1 / torch.arange(1, 17, device=DEVICE)
         yield (
             {"B": B, "T": T, "H": H, "K": K},
-            functools.partial(deep.ttt, q, k, v, rate, [(W, b)], norm, rows),
-            [q, k, v, rate, W, b, *norm, rows],
+            functools.partial(
+                deep.ttt, q, k, v, rate, [(W, b)], norm, step_scale
+            ),
+            [q, k, v, rate, W, b, *norm, step_scale],
             functools.partial(deep_cost.ttt, B, T, H, K),
         )
 

@@ -26,7 +26,7 @@ from fastweights.layers.common.state import (
     Offsets,
     state_after_call,
 )
-from fastweights.layers.common.unpacked_rows import read_by_length
+from fastweights.layers.common.unpacked_rows import compute_by_length
 
 Tokens = Float[Tensor, "B T D"]
 
@@ -107,14 +107,14 @@ class CheckedModule(nn.Module):
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
-    Each class has a function ``read`` with these arguments, which have been
+    Each class has a function ``compute`` with these arguments, which have been
     checked by then, and returns y and a new state.
     """
 
     dim: int
     """Width D of x and y."""
 
-    read: Callable[..., tuple[Tokens, Any]]
+    compute: Callable[..., tuple[Tokens, Any]]
 
     padded: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
@@ -124,7 +124,7 @@ class Layer(CheckedModule):
 
     @property
     def takes_accepted(self) -> bool:
-        """Whether ``read`` does what ``LayerState.accepted`` asks for.
+        """Whether ``compute`` does what ``LayerState.accepted`` asks for.
 
         Else it is called for a token at a time.
         """
@@ -139,23 +139,23 @@ class Layer(CheckedModule):
         """y, and the state after the last token of each sequence.
 
         Without gradients the state that came in is changed in place and
-        returned. Which fields it has, the layer's ``read`` says; None where
+        returned. Which fields it has, the layer's ``compute`` says; None where
         that makes none (softmax attention, packed sequences, training).
         """
         check_input(x, self, state, cu_seqlens)
         partly = state is not None and state.accepted is not None
         if self.padded and cu_seqlens is not None:
-            y, after = read_by_length(self.read, x, state, cu_seqlens)
+            y, after = compute_by_length(self.compute, x, state, cu_seqlens)
         elif partly and not self.takes_accepted:
-            y, after = read_by_token(self.read, x, state)
+            y, after = compute_by_token(self.compute, x, state)
         else:
-            y, after = self.read(x, state, cu_seqlens)
+            y, after = self.compute(x, state, cu_seqlens)
         if state is not None:
             after = state_after_call(state, after)
             state.accepted = None
         return y, after
 
-    def step(
+    def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)) of one token per sequence, the state in place.
@@ -193,10 +193,10 @@ class Layer(CheckedModule):
         return {name: tuple(x.shape[1:]) for name, x in fields.items()}
 
 
-def read_by_token(
-    read: Callable[..., tuple[Tokens, LayerState]], x: Tokens, state: Any
+def compute_by_token(
+    compute: Callable[..., tuple[Tokens, LayerState]], x: Tokens, state: Any
 ) -> tuple[Tokens, LayerState]:
-    """A layer's ``read``, a token at a time, and the state as accepted.
+    """A layer's ``compute``, a token at a time, and the state as accepted.
 
     The layer goes on from copies, to the last token; of the states on the
     way each sequence keeps the one that it has taken in.
@@ -207,7 +207,7 @@ def read_by_token(
         **{name: t.clone() for name, t in kept.items()}, used=state.used
     )
     for t, token in enumerate(x.split(1, 1)):
-        y, own = read(token, own, None)
+        y, own = compute(token, own, None)
         outputs.append(y)
         for name, new in own.tensors().items():
             taken = (t < accepted).view(-1, *[1] * (new.dim() - 1))

@@ -88,7 +88,7 @@ class Decay(CheckedModule):
             self.A_log.zero_()
         draw_dt_bias_(self.dt_bias, self.dt_range)
 
-    def step(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
+    def dt(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
         """The step size dt = softplus(a + dt_bias), in fp32 (fp64 if a is)."""
         a = upcast(a)
         return F.softplus(a + self.dt_bias.to(a.dtype))
@@ -104,7 +104,7 @@ class Decay(CheckedModule):
         (fp64 if a is).
         """
         if self.lower_bound is None:
-            return self.log_decay(self.step(a))
+            return self.log_decay(self.dt(a))
         a = upcast(a)
         a = a + self.dt_bias.to(a.dtype)
         rate = self.A_log.to(a.dtype).exp()

@@ -19,7 +19,7 @@ from fastweights.layers.common.state import (
 )
 from fastweights.packing import group_by_length, sequence_ids
 
-Read = Callable[..., tuple[Tensor, LayerState]]
+Compute = Callable[..., tuple[Tensor, LayerState]]
 
 
 class UnpackedRows:
@@ -75,10 +75,10 @@ class UnpackedRows:
         return self.position + self.count
 
 
-def read_by_length(
-    read: Read, x: Tensor, state: LayerState | None, cu_seqlens: Offsets
+def compute_by_length(
+    compute: Compute, x: Tensor, state: LayerState | None, cu_seqlens: Offsets
 ) -> tuple[Tensor, LayerState]:
-    """A layer's ``read``, called once for packed sequences of like length.
+    """A layer's ``compute``, called once for packed sequences of like length.
 
     Then none is filled up to more than twice its own tokens; together all
     would be filled up to the longest. The lengths are read back from the
@@ -86,7 +86,7 @@ def read_by_length(
     """
     groups = groups_of_like_length(x, cu_seqlens)
     if len(groups) < 2:
-        return read(x, state, cu_seqlens)
+        return compute(x, state, cu_seqlens)
     outputs, found = [], []
     for n, at in groups:
         own = state
@@ -95,7 +95,7 @@ def read_by_length(
         elif state is not None:
             own = state.select(n)
         offsets = F.pad(sequence_lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
-        y, after = read(x[:, at], own, offsets)
+        y, after = compute(x[:, at], own, offsets)
         outputs.append(y)
         found.append(after.tensors())
     ns, ats = (torch.cat(index) for index in zip(*groups, strict=True))
