@@ -12,7 +12,7 @@ from fastweights.deep import ttt
 from fastweights.ops import backends
 
 TRITON = ["triton forward", "triton backward"]
-HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "drows": 2e-2}
+HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "dstep_scale": 2e-2}
 HALF |= {f"d{name}": 1e-2 for name in ("q", "k", "v", "W", "b")}
 HALF |= {f"d{name}": 1e-2 for name in ("weight", "bias", "initial_state")}
 
