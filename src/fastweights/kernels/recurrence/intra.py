@@ -62,16 +62,14 @@ def add_strong(
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, inputs.k)
     b_Aqk, b_Aek = add_scores(
-        *(b_Aqk, b_Aek, inputs, rows, i_k),
-        *(b_r, b_c, m_A, FOLDED, META),
+        b_Aqk, b_Aek, inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META
     )
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
         b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
         b_Aqk, b_Aek = add_scores(
-            *(b_Aqk, b_Aek, inputs, rows, i_k),
-            *(b_d, b_d, m_A, dtype, META),
+            b_Aqk, b_Aek, inputs, rows, i_k, b_d, b_d, m_A, dtype, META
         )
     return b_Aqk, b_Aek
 
@@ -309,9 +307,9 @@ def intra_strong_kernel(
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
             tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
         if not AGAIN:
+            shut = gates.shuts(b_total)
             b_Aqk, b_Aek = add_strong(
-                *(b_Aqk, b_Aek, inputs, rows, i_k),
-                *(b_high, b_low, gates.shuts(b_total), META),
+                b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META
             )
     if AGAIN:
         tl.store(strong + i_ch, is_strong)

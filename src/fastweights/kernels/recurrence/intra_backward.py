@@ -19,7 +19,7 @@ def is_marked(strong, i_c, i_h, META: tl.constexpr):
 
 
 @triton.jit
-def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
+def products_bwd(scanned, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Of the scores: dAqk, and -dAek, [BT, BT]. Through the states, [BT, BK]:
@@ -42,16 +42,16 @@ def products_bwd(operands, rows, i_ch, i_k, META: tl.constexpr):
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
-        b_h = tl.load(operands.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_dh = tl.load(operands.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_u = tile.load_rows(operands.u, rows, i_v, VALUES)  # [BT, BV]
-        b_do = tile.load_rows(operands.do, rows, i_v, VALUES)  # [BT, BV]
+        b_h = tl.load(scanned.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(scanned.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_u = tile.load_rows(scanned.u, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(scanned.do, rows, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_u, b_dhT, b_col, input_precision=PRECISION)
         if META.DELTA:
-            b_dv = tile.load_rows(operands.dv, rows, i_v, VALUES)  # [BT, BV]
+            b_dv = tile.load_rows(scanned.dv, rows, i_v, VALUES)  # [BT, BV]
             b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
         if META.GATED:
@@ -81,7 +81,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, strong, operands, grads, call, META: tl.constexpr
+    g, decayed, decays, strong, scanned, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
@@ -115,8 +115,8 @@ def intra_bwd_kernel(
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
     READ: tl.constexpr = GATES if PER_CHANNEL else KEYS
-    EXACT: tl.constexpr = operands.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = operands.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = scanned.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = scanned.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -126,7 +126,7 @@ def intra_bwd_kernel(
     if PER_CHANNEL:
         if is_marked(strong, i_c, i_h, META):
             return
-    dtype = operands.do.dtype.element_ty
+    dtype = scanned.do.dtype.element_ty
     o_t = tile.time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -135,7 +135,7 @@ def intra_bwd_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
-            operands, rows, i_ch, i_k, META
+            scanned, rows, i_ch, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
@@ -151,9 +151,9 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
             b_total = tl.load(decays.total + i_ch)
-            b_half, b_rest = gates.decay_in_parts(b_total, operands.do)
+            b_half, b_rest = gates.decay_in_parts(b_total, scanned.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if gates.is_weak(b_total, operands.do) == 0:
+            if gates.is_weak(b_total, scanned.do) == 0:
                 b_D = gates.decay_matrix(decays.G, i_ch, BT)
                 b_D *= b_weight[None, :]
             b_dAqk *= call.scale * b_D
@@ -283,28 +283,26 @@ def gate_bwd_kernel(parts, dtotal, dg, call, META: tl.constexpr):
 
 @triton.jit
 def add_grads(
-    b_row,
-    b_col,
-    b_de,
-    b_pairs,
-    b_dAqk,
-    b_dAek,
+    sums,
+    dscores,
     inputs,
     rows,
     i_k,
-    b_r,
-    b_c,
+    factors,
     m_A,
     dtype: tl.constexpr,
     META: tl.constexpr,
 ):
-    """Add what passes through the scores in m_A, whose factors are b_r, b_c.
+    """Add to sums what passes through the scores in m_A, with their factors.
 
     To dq, b_row; to dk, b_col; to derase, b_de, or without it to b_col too;
     and to what the gates between two tokens get, b_pairs: what rows gain less
     what columns lose, of equally rounded operands. rows are those of the
-    value head.
+    value head. Factors are of the scores' rows and columns.
     """
+    b_row, b_col, b_de, b_pairs = sums
+    b_dAqk, b_dAek = dscores
+    b_r, b_c = factors
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
     GATES: tl.constexpr = META.gate_tiles
@@ -341,7 +339,7 @@ def add_grads(
 
 @triton.jit
 def intra_bwd_strong_kernel(
-    inputs, decays, strong, operands, grads, call, META: tl.constexpr
+    inputs, decays, strong, scanned, grads, call, META: tl.constexpr
 ):
     """intra_bwd_kernel for a gate per channel, and the chunks it leaves out.
 
@@ -358,11 +356,11 @@ def intra_bwd_strong_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = operands.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = operands.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = scanned.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = scanned.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
-    dtype: tl.constexpr = operands.do.dtype.element_ty
+    dtype: tl.constexpr = scanned.do.dtype.element_ty
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -378,7 +376,7 @@ def intra_bwd_strong_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
-            operands, rows, i_ch, i_k, META
+            scanned, rows, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
@@ -424,20 +422,20 @@ def intra_bwd_strong_kernel(
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         shut = gates.shuts(b_total)
         b_r, b_c, m_A, first = gates.folded(
-            b_high, b_low, shut, operands.do, True
+            b_high, b_low, shut, scanned.do, True
         )
-        b_row, b_col, b_de, b_pairs = add_grads(
-            *(b_row, b_col, b_de, b_pairs, b_dAqk, b_dAek),
-            *(inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META),
+        sums, dscores = (b_row, b_col, b_de, b_pairs), (b_dAqk, b_dAek)
+        sums = add_grads(
+            sums, dscores, inputs, rows, i_k, (b_r, b_c), m_A, FOLDED, META
         )
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
             b_d = tl.exp2(b_D)
             m_A = gates.pairs_across(level, BT)
-            b_row, b_col, b_de, b_pairs = add_grads(
-                *(b_row, b_col, b_de, b_pairs, b_dAqk, b_dAek),
-                *(inputs, rows, i_k, b_d, b_d, m_A, dtype, META),
+            sums = add_grads(
+                sums, dscores, inputs, rows, i_k, (b_d, b_d), m_A, dtype, META
             )
+        b_row, b_col, b_de, b_pairs = sums
 
         b_dq += b_row
         b_dk += b_col

@@ -24,9 +24,16 @@ from fastweights.kernels.recurrence.segments import (
     state_passing,
 )
 
-# A program's chunks, begin to last, and the segment that they are of.
+# Which program it is: of segment or border i_x, and forward whether of M.
+Program = namedtuple("Program", "i_x i_hv i_v is_map")
+# A program's chunks, begin to last, and the segment that they are of; and the
+# same of a scan back.
 Chunks = namedtuple(
-    "Chunks", "i_n start end first begin last is_composed reaches_all"
+    "Chunks",
+    "i_n start end i_slot first begin last is_composed reaches_all",
+)
+ChunksBack = namedtuple(
+    "ChunksBack", "i_n i_nh start end i_slot first last is_composed from_end"
 )
 
 
@@ -69,14 +76,7 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
 
 @triton.jit
 def chunks_of(
-    i_x,
-    i_hv,
-    is_map,
-    initial_state,
-    bound,
-    call,
-    MAP: tl.constexpr,
-    META: tl.constexpr,
+    program, initial_state, bound, call, MAP: tl.constexpr, META: tl.constexpr
 ):
     """Chunks: a program's sequence, its tokens, and its chunks.
 
@@ -88,6 +88,7 @@ def chunks_of(
     reaches_all of them.
     """
     BT: tl.constexpr = META.BT
+    i_x, i_hv, _, is_map = program
     reaches_all = True
     if MAP:
         i_n, start, end, first = segment_before(i_x, call, META)
@@ -104,8 +105,8 @@ def chunks_of(
     if MAP:
         last = tl.where(is_composed, last, first)
     begin = first
+    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
-        i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
         reached = chunks_in_reach(
             bound, i_slot + first, i_hv, first, last, False, META
         )
@@ -114,20 +115,13 @@ def chunks_of(
             reached = 0
         begin = last - reached
     return Chunks(
-        i_n, start, end, first, begin, last, is_composed, reaches_all
+        i_n, start, end, i_slot, first, begin, last, is_composed, reaches_all
     )
 
 
 @triton.jit
 def enter(
-    states,
-    chunks,
-    i_hv,
-    i_v,
-    is_map,
-    call,
-    MAP: tl.constexpr,
-    META: tl.constexpr,
+    states, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
 ):
     """The state [BK, BV] with which a program's first chunk begins.
 
@@ -136,6 +130,7 @@ def enter(
     """
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
+    _, i_hv, i_v, is_map = program
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if MAP:
         if META.DELTA:
@@ -165,10 +160,7 @@ def leave(
     b_S,
     b_decay,
     chunks,
-    i_x,
-    i_hv,
-    i_v,
-    is_map,
+    program,
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -178,12 +170,14 @@ def leave(
     channels' decay to maps. Else the final state, if it is not composed.
     """
     K: tl.constexpr = META.K
+    HV: tl.constexpr = META.HV
+    i_x, i_hv, i_v, is_map = program
     NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
     if MAP:
-        i_b = i_x * META.HV + i_hv
+        i_b = i_x * HV + i_hv
+        is_last = chunks.last == NT
         p_S, i_S = state_passing(
-            *(state, states.border_states, chunks.last == NT),
-            *(chunks.i_n, i_x, i_hv, META.HV),
+            state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
         has_state = chunks.is_composed & (is_map == 0)
         tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
@@ -204,7 +198,7 @@ def leave(
         # An empty sequence has one segment, of no chunks.
         is_last = chunks.last == NT
         is_last &= (chunks.first < NT) | (chunks.first == 0)
-        i_nh = chunks.i_n * META.HV + i_hv
+        i_nh = chunks.i_n * HV + i_hv
         own = is_last & (chunks.is_composed == 0)
         tile.store_state(state, b_S, i_nh, i_v, own, META)
 
@@ -255,12 +249,11 @@ def scan_fwd_kernel(
     i_h = i_hv // (HV // META.H)
     i_r = i_hv if ERASE else i_h
     is_map = i_v >= NV  # a program of M
+    program = Program(i_x, i_hv, i_v, is_map)
     chunks = chunks_of(
-        *(i_x, i_hv, is_map, states.initial_state, decays.bound),
-        *(call, MAP, META),
+        program, states.initial_state, decays.bound, call, MAP, META
     )
-    i_slot = tile.first_slot(chunks.i_n, call.cu_seqlens, call.T, BT)
-    b_S = enter(states, chunks, i_hv, i_v, is_map, call, MAP, META)
+    b_S = enter(states, chunks, program, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
 
     tokens = (chunks.start, chunks.end)
@@ -281,7 +274,7 @@ def scan_fwd_kernel(
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_map, (chunks.end - chunks.start).to(tl.int32), c)
-        i_ch = (i_slot + i_t) * HV + i_hv
+        i_ch = (chunks.i_slot + i_t) * HV + i_hv
         if PER_CHANNEL:
             if KEEPS:
                 b_S_in = b_S.to(v.dtype.element_ty)
@@ -365,10 +358,94 @@ def scan_fwd_kernel(
         if GATED:  # from where the chunk is seen to its exit
             b_S *= b_half
 
-    leave(
-        *(states, outputs.state, b_S, b_decay, chunks, i_x, i_hv, i_v, is_map),
-        *(MAP, META),
+    state = outputs.state
+    leave(states, state, b_S, b_decay, chunks, program, MAP, META)
+
+
+@triton.jit
+def chunks_back_of(
+    program, dinitial_state, bound, call, MAP: tl.constexpr, META: tl.constexpr
+):
+    """ChunksBack: as :func:`chunks_of`, of a scan from the last to the first.
+
+    It begins with the final state's gradient from_end. With MAP two programs
+    have border i_x // 2: the segment before it, and the rest after it.
+    """
+    BT: tl.constexpr = META.BT
+    i_x, i_hv, _, _ = program
+    if MAP:
+        i_n, start, end, first = segment_before(i_x // 2, call, META)
+        is_composed = is_whole(start, end, first, call, META)
+        is_rest = i_x % 2 == 1
+        if META.RANKS:
+            is_composed |= is_rest & (first < 0)
+        first = tl.where(is_rest, first + call.L, first)
+    else:
+        i_n, start, end, first = segment_at(i_x, call, BT)
+    NT = tl.cdiv(end - start, BT).to(tl.int32)
+    last = tl.minimum(first + call.L, NT)
+    i_nh = i_n * META.HV + i_hv
+    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
+    from_end = (last == NT) & ((first < NT) | (first == 0))
+    whole = is_whole(start, end, first, call, META)
+    if MAP:
+        from_end &= whole == 0
+        is_composed &= from_end == is_rest
+        if dinitial_state is None:
+            is_composed &= first > 0
+        last = tl.where(is_composed, last, first)
+    else:
+        is_composed = whole
+    if MAP and META.PER_HEAD:
+        reached = chunks_in_reach(
+            bound, i_slot + first, i_hv, first, last, True, META
+        )
+        from_end &= reached == last - first
+        last = first + reached
+    return ChunksBack(
+        i_n, i_nh, start, end, i_slot, first, last, is_composed, from_end
     )
+
+
+@triton.jit
+def enter_back(
+    dstate, grads, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
+):
+    """The gradient [BK, BV] with which a program's last chunk begins."""
+    BK: tl.constexpr = META.BK
+    BV: tl.constexpr = META.BV
+    _, i_hv, i_v, _ = program
+    if dstate is None:
+        b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        b_dS = tile.load_state(dstate, chunks.i_nh, i_v, chunks.from_end, META)
+    if grads.border_grads is not None and not MAP:
+        NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
+        i_b = border_of(chunks.i_n, chunks.start, chunks.first, call, META)
+        has_after = chunks.last < NT
+        i_b = tl.where(has_after, i_b, 0) * META.HV + i_hv
+        b_dS += tile.load_state(grads.border_grads, i_b, i_v, has_after, META)
+    return b_dS
+
+
+@triton.jit
+def leave_back(
+    grads, b_dS, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
+):
+    """Store what a program's first chunk ends with, if anybody asks for it."""
+    HV: tl.constexpr = META.HV
+    _, i_hv, i_v, _ = program
+    i_n, dfirst, is_first = chunks.i_n, grads.dinitial_state, chunks.first == 0
+    if MAP:
+        before = chunks.first - call.L
+        i_b = border_of(i_n, chunks.start, before, call, META)
+        p_dS, i_dS = state_passing(
+            dfirst, grads.border_grads, is_first, i_n, i_b, i_hv, HV
+        )
+        tile.store_state(p_dS, b_dS, i_dS, i_v, chunks.is_composed, META)
+    elif dfirst is not None:
+        own = is_first & (chunks.is_composed == 0)
+        tile.store_state(dfirst, b_dS, chunks.i_nh, i_v, own, META)
 
 
 @triton.jit
@@ -419,45 +496,13 @@ def scan_bwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     i_r = i_hv if ERASE else i_h
-    if MAP:
-        i_n, start, end, first = segment_before(i_x // 2, call, META)
-        is_border = is_whole(start, end, first, call, META)
-        is_rest = i_x % 2 == 1
-        if META.RANKS:
-            is_border |= is_rest & (first < 0)
-        first = tl.where(is_rest, first + call.L, first)
-    else:
-        i_n, start, end, first = segment_at(i_x, call, BT)
-    NT = tl.cdiv(end - start, BT).to(tl.int32)
-    last = tl.minimum(first + call.L, NT)
-    i_nh = i_n * HV + i_hv
-    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
-    from_end = (last == NT) & ((first < NT) | (first == 0))
-    whole = is_whole(start, end, first, call, META)
-    if MAP:
-        from_end &= whole == 0
-        is_border &= from_end == is_rest
-        if grads.dinitial_state is None:
-            is_border &= first > 0
-        last = tl.where(is_border, last, first)
-    if MAP and PER_HEAD:
-        reached = chunks_in_reach(
-            decays.bound, i_slot + first, i_hv, first, last, True, META
-        )
-        from_end &= reached == last - first
-        last = first + reached
+    program = Program(i_x, i_hv, i_v, None)
+    chunks = chunks_back_of(
+        program, grads.dinitial_state, decays.bound, call, MAP, META
+    )
+    b_dS = enter_back(incoming.dstate, grads, chunks, program, call, MAP, META)
 
-    if incoming.dstate is None:
-        b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    else:
-        b_dS = tile.load_state(incoming.dstate, i_nh, i_v, from_end, META)
-    if grads.border_grads is not None and not MAP:
-        i_b = border_of(i_n, start, first, call, META)
-        has_after = last < NT
-        i_b = tl.where(has_after, i_b, 0) * HV + i_hv
-        b_dS += tile.load_state(grads.border_grads, i_b, i_v, has_after, META)
-
-    tokens = (start, end)
+    tokens = (chunks.start, chunks.end)
     t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
     t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
     t_do = tile.sequence_tiles(incoming.do, tokens, VALUES)
@@ -469,11 +514,11 @@ def scan_bwd_kernel(
         t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
     if SUMS_DBETA:
         t_u = tile.sequence_tiles(u, tokens, VALUES)
-    for i in range(last - first):
-        i_t = last - 1 - i
+    for i in range(chunks.last - chunks.first):
+        i_t = chunks.last - 1 - i
         c = i_t * BT
-        rows = (start + c, end, i_hv)
-        i_ch = (i_slot + i_t) * HV + i_hv
+        rows = (chunks.start + c, chunks.end, i_hv)
+        i_ch = (chunks.i_slot + i_t) * HV + i_hv
         b_dS_out = b_dS.to(incoming.do.dtype.element_ty)  # [BK, BV]
         if not MAP:
             tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
@@ -548,13 +593,4 @@ def scan_bwd_kernel(
         if GATED:
             b_dS *= b_half
 
-    if MAP:
-        i_b = border_of(i_n, start, first - call.L, call, META)
-        p_dS, i_dS = state_passing(
-            *(grads.dinitial_state, grads.border_grads, first == 0),
-            *(i_n, i_b, i_hv, HV),
-        )
-        tile.store_state(p_dS, b_dS, i_dS, i_v, is_border, META)
-    elif grads.dinitial_state is not None:
-        own = (first == 0) & (whole == 0)
-        tile.store_state(grads.dinitial_state, b_dS, i_nh, i_v, own, META)
+    leave_back(grads, b_dS, chunks, program, call, MAP, META)

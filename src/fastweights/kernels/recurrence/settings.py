@@ -60,7 +60,10 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Meta:
-    """What one kernel is compiled for: its argument META."""
+    """What one kernel is compiled for: its argument META.
+
+    No tuple, which a launch would take for a group of arguments.
+    """
 
     H: int  # key heads: of a gate per channel HV, but inside of chunks
     HV: int
@@ -79,30 +82,69 @@ class Meta:
     ERASE: bool = False
     RANKS: bool = False  # sequences may go on past the last token
 
-    GATED = property(lambda x: x.PER_HEAD or x.PER_CHANNEL)
+    @property
+    def GATED(self) -> bool:
+        return self.PER_HEAD or self.PER_CHANNEL
 
-    # How many tiles: of keys, of values, of a state's map, of a product over
-    # its keys.
-    NK = property(lambda x: -(-x.K // x.BK))
-    NV = property(lambda x: -(-x.V // x.BV))
-    NM = property(lambda x: -(-x.K // x.BV))
-    NJ = property(lambda x: -(-x.K // x.BJ))
-    # How tensors are cut: q, and k as it is written.
-    key_tiles = property(lambda x: Tiles(x.H, x.K, x.BT, x.BK, x.TMA))
-    # Keys that read the state for the delta rule.
-    read_tiles = property(
-        lambda x: Tiles(x.HV if x.ERASE else x.H, x.K, x.BT, x.BK, x.TMA)
-    )
-    # Gates per key channel, and what has a row of K for each value head.
-    gate_tiles = property(lambda x: Tiles(x.HV, x.K, x.BT, x.BK))
-    value_tiles = property(lambda x: Tiles(x.HV, x.V, x.BT, x.BV, x.TMA))
-    # Aqk and R.
-    score_tiles = property(lambda x: Tiles(x.HV, x.BT, x.BT, x.BT, x.TMA))
-    # One number per token and head; one for each value tile of it.
-    number_tiles = property(lambda x: Tiles(x.HV, 1, x.BT, 1))
-    part_tiles = property(lambda x: Tiles(x.HV, x.NV, x.BT, 1))
-    # The maps of states.
-    map_tiles = property(lambda x: Tiles(1, x.K, x.BK, x.BV))
+    @property
+    def NK(self) -> int:
+        """Tiles of keys."""
+        return -(-self.K // self.BK)
+
+    @property
+    def NV(self) -> int:
+        """Tiles of values."""
+        return -(-self.V // self.BV)
+
+    @property
+    def NM(self) -> int:
+        """Tiles of a state's map."""
+        return -(-self.K // self.BV)
+
+    @property
+    def NJ(self) -> int:
+        """Tiles of a product over a map's keys."""
+        return -(-self.K // self.BJ)
+
+    @property
+    def key_tiles(self) -> Tiles:
+        """How q is cut, and k as it is written."""
+        return Tiles(self.H, self.K, self.BT, self.BK, self.TMA)
+
+    @property
+    def read_tiles(self) -> Tiles:
+        """How the keys are cut that read the state for the delta rule."""
+        H = self.HV if self.ERASE else self.H
+        return Tiles(H, self.K, self.BT, self.BK, self.TMA)
+
+    @property
+    def gate_tiles(self) -> Tiles:
+        """Gates per key channel, and rows of K for each value head."""
+        return Tiles(self.HV, self.K, self.BT, self.BK)
+
+    @property
+    def value_tiles(self) -> Tiles:
+        return Tiles(self.HV, self.V, self.BT, self.BV, self.TMA)
+
+    @property
+    def score_tiles(self) -> Tiles:
+        """Aqk and R."""
+        return Tiles(self.HV, self.BT, self.BT, self.BT, self.TMA)
+
+    @property
+    def number_tiles(self) -> Tiles:
+        """One number per token and head."""
+        return Tiles(self.HV, 1, self.BT, 1)
+
+    @property
+    def part_tiles(self) -> Tiles:
+        """One number for each value tile of a token and head."""
+        return Tiles(self.HV, self.NV, self.BT, 1)
+
+    @property
+    def map_tiles(self) -> Tiles:
+        """The maps of states."""
+        return Tiles(1, self.K, self.BK, self.BV)
 
 
 def intra_options(stage: str, kind: Kind) -> dict[str, int]:

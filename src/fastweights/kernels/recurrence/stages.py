@@ -61,8 +61,8 @@ Outputs = namedtuple(
 )
 Incoming = namedtuple("Incoming", "do dstate")
 ScanGrads = namedtuple("ScanGrads", "dv dbeta dh dinitial_state border_grads")
-# What intra_backward multiplies, and what it writes.
-Operands = namedtuple("Operands", "do u dv h dh")
+# What the scans leave to intra_backward, and what that writes.
+Scanned = namedtuple("Scanned", "do u dv h dh")
 IntraGrads = namedtuple("IntraGrads", "dq dk dg dtotal dbeta derase")
 
 
@@ -312,18 +312,18 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
     u = x.u if kind.delta else x.v
-    operands = Operands(x.do, u, x.dv, x.h, x.dh)
+    scanned = Scanned(x.do, u, x.dv, x.h, x.dh)
     dg = x.parts if kind.per_head else x.dg
     grads = IntraGrads(x.dq, x.dk, dg, x.dtotal, of_rows, x.derase)
     each = Count("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, x.strong, operands, grads
+    groups = x.g, x.decayed, x.decays, x.strong, scanned, grads
     builder.add("intra_backward", intra_bwd_kernel, each, *groups)
     if kind.per_head:
         groups = x.parts, x.dtotal, x.dg
         each = Count("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, each, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.strong, operands, grads
+        groups = x.inputs, x.decays, x.strong, scanned, grads
         stage = "intra_backward_strong"
         builder.add(stage, intra_bwd_strong_kernel, each, *groups)
     firsts = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
