@@ -116,9 +116,9 @@ def test_a_gradients_gradient_of_the_operator_is_refused():
     x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
     given = [x[n] for n in ("q", "k", "v", "rate")]
     given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["step_scale"]]
-    sizes = [B, H, 2, K * K + K]
-    name = "fastweights.deep.ttt:ttt"
-    o, _ = any_length.call(name, sizes, torch.float64, *given)
+    shapes = x["v"].shape, [B, H, 2, K * K + K]
+    results = [(shape, torch.float64) for shape in shapes]
+    o, _ = any_length.call(deep.ttt, results, *given)
     message = "ttt: got a gradient of its gradient"
     with pytest.raises(NotImplementedError, match=message):
         torch.autograd.grad(o.sum(), x["W1"], create_graph=True)

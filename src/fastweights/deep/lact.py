@@ -162,9 +162,12 @@ def lact(
     )
     check_state(q, initial_state, B, H, 3 * numbers + 1, after=position)
     if any_length.is_open(T):
+        results = (v.shape, dtype), ([B, H, 3 * numbers + 1], full)
+        inputs = q, k, v, rates, start, momentum
         return any_length.call(
-            *(f"{__name__}:lact", [B, H, 3 * numbers + 1], full),
-            *(q, k, v, rates, start, momentum),
+            lact,
+            results,
+            *inputs,
             chunk_size=chunk_size,
             muon=muon,
             prenorm=prenorm,

@@ -122,9 +122,12 @@ def titans(
     if norm is not None:
         check_pair("norm", norm, (H, v.shape[-1]))
     if any_length.is_open(T):
+        results = (v.shape, dtype), ([B, H, 3, P], full)
+        inputs = q, k, v, rate, momentum, g, start, norm
         return any_length.call(
-            *(f"{__name__}:titans", [B, H, 3, P], full),
-            *(q, k, v, rate, momentum, g, start, norm),
+            titans,
+            results,
+            *inputs,
             chunk_size=chunk_size,
             initial_state=initial_state,
             position=position,

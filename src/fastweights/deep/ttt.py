@@ -107,9 +107,12 @@ def ttt(
     check_pair("norm", norm, (H, K))
     check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_open(T):
+        results = (v.shape, dtype), ([B, H, 2, P], full)
+        inputs = q, k, v, rate, start, norm, step_scale
         return any_length.call(
-            *(f"{__name__}:ttt", [B, H, 2, P], full),
-            *(q, k, v, rate, start, norm, step_scale),
+            ttt,
+            results,
+            *inputs,
             initial_state=initial_state,
             position=position,
             lengths=lengths,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import operator
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fastweights.ops.registration import LIBRARY, registered
 
 Both = tuple[Tensor, Tensor]
+Like = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
 
 GIVEN = "a tensor"
 """What stands in the text of a call's arguments for each tensor."""
@@ -39,22 +40,22 @@ def is_open(T: int) -> bool:
 
 
 def call(
-    function: str,
-    state: Sequence[int],
-    dtype: torch.dtype,
+    function: Callable[..., Both],
+    results: tuple[Like, Like],
     *args: Any,
     **options: Any,
 ) -> Both:
-    """function(*args, **options), which are output and state, as one operator.
+    """function(*args, **options) as one operator: an output and a state.
 
-    ``function`` is "module:name". The third of the tensors in its arguments
-    has the shape and dtype of the output; the state's are ``state`` and
-    ``dtype``. Arguments without tensors are constants.
+    ``results`` has the shape and dtype of each. The function is a module's.
+    Arguments without tensors are constants. A graph keeps them and the
+    function's name as text, which can be saved with it.
     """
     arguments = args, options
     given = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     text = repr(tree_map(_constant, arguments))
-    return FORWARD(function, given, text, state, dtype)
+    name = f"{function.__module__}:{function.__name__}"
+    return FORWARD(name, given, text, *results[0], *results[1])
 
 
 def _constant(x: Any) -> Any:
@@ -78,16 +79,16 @@ def _forward(
     function: str,
     given: list[Tensor],
     arguments: str,
-    state: list[int],
-    dtype: torch.dtype,
+    *results: Any,
 ) -> Both:
     o, after = _called(function, given, arguments)
     return o.contiguous(), after.contiguous()
 
 
-def _fake(function, given, arguments, state, dtype):
-    v = given[2]
-    return v.new_empty(v.shape), v.new_empty(state, dtype=dtype)
+def _fake(function, given, arguments, *results):
+    shape, dtype, state_shape, state_dtype = results
+    o = given[0].new_empty(shape, dtype=dtype)
+    return o, o.new_empty(state_shape, dtype=state_dtype)
 
 
 def _backward(
@@ -131,17 +132,21 @@ def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
     given = ctx.saved_tensors  # checkpointing lets them be read once
     found = iter(BACKWARD(do, dstate, ctx.function, given, ctx.arguments))
     grads = [next(found) if x.is_floating_point() else None for x in given]
-    return None, grads, None, None, None
+    return None, grads, *[None] * 5
 
 
 FORWARD = registered(
-    f"any_length({SCHEMA}, SymInt[] state, ScalarType dtype)"
-    " -> (Tensor o, Tensor state_after)",
-    *(_forward, _fake, _differentiate, _save),
+    f"any_length({SCHEMA}, SymInt[] output, ScalarType dtype, "
+    "SymInt[] state, ScalarType state_dtype) -> (Tensor o, Tensor after)",
+    _forward,
+    _fake,
+    _differentiate,
+    _save,
 )
 BACKWARD = registered(
     f"any_length_backward(Tensor do, Tensor dstate, {SCHEMA}) -> Tensor[]",
-    *(_backward, _empty),
+    _backward,
+    _empty,
 )
 # Past autograd, not through it, where nothing inside could have gradients.
 LIBRARY.impl(

@@ -37,10 +37,9 @@ def window_attention(
     N, L, H, K = q.shape
     before = window - 1
     if any_length.is_open(L):
-        return any_length.call(
-            *(f"{__name__}:window_attention", [N, before, 2 * H * K], k.dtype),
-            *(q, k, v, window, past, position, lengths),
-        )
+        results = (v.shape, v.dtype), ([N, before, 2 * H * K], k.dtype)
+        inputs = q, k, v, window, past, position, lengths
+        return any_length.call(window_attention, results, *inputs)
     both = torch.cat([k.flatten(2), v.flatten(2)], -1)
     if past is None:
         past = both.new_zeros(N, before, 2 * H * K)
