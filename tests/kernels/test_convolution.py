@@ -130,7 +130,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     """
     (T, C, W, N), guard = (20, 3, 4, 3), 30
     tile, settings = convolution.options(C, 0, 0, T, back=False)
-    options = tile | {"BT": 8}, settings
+    meta = convolution.Meta(C, 0, 0, W, True, False, **tile | {"BT": 8})
     cu_seqlens = torch.tensor(offsets)
     made = []
 
@@ -145,16 +145,11 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     x, y, dy, dx = (rows(T, C)[None] for _ in range(4))
     last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
     share = rows(convolution.num_chunks(x, cu_seqlens, 8), W, C)
-    call = (x, weight, cu_seqlens, (0, 0, 1, 0), None, True, *options)
-    inputs = ((x, weight, None, state), cu_seqlens)
-    convolution.run_chunks(
-        *(convolution.convolution_fwd_kernel, *call, *inputs),
-        *((y, y, y), last),
-    )
-    convolution.run_chunks(
-        *(convolution.convolution_bwd_kernel, *call, *inputs),
-        *((dy, dy, dy, dlast), (dx, share, dstate)),
-    )
+    call = (meta, settings, None, (x, weight, None, state), cu_seqlens)
+    slopes, grads = (dy, dy, dy, dlast), (dx, share, dstate)
+    run = convolution.run_chunks
+    run(convolution.convolution_fwd_kernel, *call, (y, y, y), last)
+    run(convolution.convolution_bwd_kernel, *call, slopes, grads)
     for t in made:
         assert t[:guard].isnan().all() and t[-guard:].isnan().all()
         assert t[guard:-guard].isfinite().all()

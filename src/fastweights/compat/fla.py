@@ -293,37 +293,28 @@ def _check(title: str, x: Arguments) -> None:
     either = " or lower_bound" if "lower_bound" in x else ""
     sigmoid = given.get("use_beta_sigmoid_in_kernel")
     offsets = "cu_seqlens" in given or "cu_seq_lens_q" in given
-    for wrong, name, got, need in (
-        (gate and "g" not in given, "g", None, f"it {because}"),
-        (
-            gate and "A_log" not in given and bound is None,
-            *("A_log", None, f"it{either} {because}"),
-        ),
-        (
-            gate and x.get("safe_gate") and (bound is None or bound < -5),
-            *("lower_bound", bound, "one in [-5, 0) because of safe_gate"),
-        ),
-        (
-            "g" in given and "g_gamma" in given,
-            *("g_gamma", "a decay beside g", "one of them"),
-        ),
-        (
-            sigmoid and "beta" not in given,
-            *("beta", None, "it because of use_beta_sigmoid_in_kernel"),
-        ),
-        (
-            given.get("allow_neg_eigval") and not sigmoid,
-            *("allow_neg_eigval", True),
-            "False unless use_beta_sigmoid_in_kernel",
-        ),
-        (
-            "seq_idx" in given and "initial_state" in given and not offsets,
-            *("seq_idx", "documents beside initial_state"),
-            "cu_seqlens for these",
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"{name}: got {got}, need {need}")
+    if gate and "g" not in given:
+        raise _wrong("g", None, f"it {because}")
+    if gate and "A_log" not in given and bound is None:
+        raise _wrong("A_log", None, f"it{either} {because}")
+    if gate and x.get("safe_gate") and (bound is None or bound < -5):
+        need = "one in [-5, 0) because of safe_gate"
+        raise _wrong("lower_bound", bound, need)
+    if "g" in given and "g_gamma" in given:
+        raise _wrong("g_gamma", "a decay beside g", "one of them")
+    if sigmoid and "beta" not in given:
+        need = "it because of use_beta_sigmoid_in_kernel"
+        raise _wrong("beta", None, need)
+    if given.get("allow_neg_eigval") and not sigmoid:
+        need = "False unless use_beta_sigmoid_in_kernel"
+        raise _wrong("allow_neg_eigval", True, need)
+    if "seq_idx" in given and "initial_state" in given and not offsets:
+        need = "cu_seqlens for these"
+        raise _wrong("seq_idx", "documents beside initial_state", need)
+
+
+def _wrong(name: str, got: Any, need: str) -> ValueError:
+    return ValueError(f"{name}: got {got}, need {need}")
 
 
 def _log_decay(x: Arguments) -> Tensor | None:

@@ -120,7 +120,9 @@ def lightning_attention(
     full = compute_dtype(q.dtype)
     slopes = self.get_slope_rate(q.device)  # its buffer may be narrower
     o, state = fla.fused_recurrent_simple_gla(
-        *(q, k, v),
+        q,
+        k,
+        v,
         g_gamma=-slopes.flatten().to(full),
         scale=1.0,
         initial_state=state,

@@ -60,23 +60,21 @@ def options(
 
 def run_chunks(
     kernel: Any,
-    x: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor | None,
-    heads: Heads,
-    eps: float | None,
-    silu: bool,
-    tile: dict[str, int],
+    meta: Meta,
     settings: dict[str, int],
-    *arguments: Any,
+    eps: float | None,
+    inputs: Any,
+    cu_seqlens: Tensor | None,
+    *others: Any,
 ) -> None:
     """One program per chunk of tokens and block of channels."""
-    (_, T, C), (H, K, *_), W = x.shape, heads, weight.shape[1]
-    N = num_sequences(x, cu_seqlens)
-    meta = Meta(C, H, K, W, SILU=silu, NORM=eps is not None, **tile)
+    x = inputs[0]
+    T, N = x.shape[1], num_sequences(x, cu_seqlens)
     programs = meta.NB * num_chunks(x, cu_seqlens, meta.BT)
     with torch.cuda.device_of(x):
-        kernel[(programs,)](*arguments, eps or 0.0, T, N, meta, **settings)
+        kernel[(programs,)](
+            inputs, cu_seqlens, *others, eps or 0.0, T, N, meta, **settings
+        )
 
 
 def num_chunks(x: Tensor, cu_seqlens: Tensor | None, BT: int) -> int:
@@ -105,13 +103,11 @@ def forward(
     outputs = empty_heads(x, heads)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     state = x.new_empty(N, W - 1, C)
-    run_chunks(
-        *(convolution_fwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
-        *options(C, H, K, B * T, back=False),
-        *((x, weight, bias, initial_state), cu_seqlens),
-        outputs,
-        state,
-    )
+    tile, settings = options(C, H, K, B * T, back=False)
+    meta = Meta(C, H, K, W, silu, eps is not None, **tile)
+    inputs = x, weight, bias, initial_state
+    arguments = inputs, cu_seqlens, outputs, state
+    run_chunks(convolution_fwd_kernel, meta, settings, eps, *arguments)
     clear_tail(cu_seqlens, *outputs)
     return *outputs, state
 
@@ -147,11 +143,10 @@ def backward(
     dinitial = None
     if initial_state is not None:
         dinitial = torch.empty_like(initial_state)
-    run_chunks(
-        *(convolution_bwd_kernel, x, weight, cu_seqlens, heads, eps, silu),
-        *(tile, settings, (x, weight, bias, initial_state), cu_seqlens),
-        *((dq, dk, dv, dstate), (dx, share, dinitial)),
-    )
+    meta = Meta(C, H, K, W, silu, eps is not None, **tile)
+    inputs, slopes = (x, weight, bias, initial_state), (dq, dk, dv, dstate)
+    arguments = inputs, cu_seqlens, slopes, (dx, share, dinitial)
+    run_chunks(convolution_bwd_kernel, meta, settings, eps, *arguments)
     clear_tail(cu_seqlens, dx)
     total = share.sum(0)  # [W or W + 1, C]
     dbias = None if bias is None else total[W].clone()

@@ -475,12 +475,11 @@ def gemv(
     )
     y = x.new_empty(M, meta.TOTAL)
     tiles = sum([triton.cdiv(N, meta.BN) for N in sizes])
+    at_x = x, x.stride(0)
+    arguments = at_x, weights, before, residual, behind, y, M, R, meta
     with torch.cuda.device_of(x):
         gemv_kernel[(tiles, triton.cdiv(M, meta.BM))](
-            *((x, x.stride(0)), weights, before, residual, behind, y),
-            *(M, R, meta),
-            launch_pdl=early,
-            **settings,
+            *arguments, launch_pdl=early, **settings
         )
     return y
 

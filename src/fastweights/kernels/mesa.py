@@ -196,17 +196,15 @@ def solve(
     x = torch.empty_like(b)
     states = b.new_empty(slots, H, K, K)
     meta = meta_of(H, K, dot_precision(dtype, K))
+    equations = b, k, g, beta, ridge
+    settings = {"num_warps": 4, "num_stages": 1}
     with torch.cuda.device_of(b):
         mesa_states_kernel[(N * H * triton.cdiv(K, meta.BN),)](
-            *(k, g, beta, initial_state, states, cu_seqlens, T, meta),
-            num_warps=4,
-            num_stages=1,
+            k, g, beta, initial_state, states, cu_seqlens, T, meta, **settings
         )
+        settings["num_warps"] = 8 if meta.WIDE else 4
         mesa_solve_kernel[(slots * H,)](
-            *((b, k, g, beta, ridge), states, x, cu_seqlens),
-            *(N, T, steps, meta),
-            num_warps=8 if meta.WIDE else 4,
-            num_stages=1,
+            equations, states, x, cu_seqlens, N, T, steps, meta, **settings
         )
     clear_tail(cu_seqlens, x)
     return x

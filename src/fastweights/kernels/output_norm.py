@@ -158,19 +158,19 @@ def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
 def run_rows(
     kernel: Any,
     programs: int,
-    o: Tensor,
-    gate: Tensor | None,
     meta: Meta,
     settings: dict[str, int],
-    *arguments: Any,
+    inputs: Any,
+    *others: Any,
 ) -> None:
     """Programs per group, unless there is nothing to do."""
+    o, _, gate = inputs
     rows = o.numel() // (meta.G * meta.V)
     stride = 0 if gate is None else gate.stride(0)
     if programs:
         with torch.cuda.device_of(o):
             kernel[(programs * meta.G,)](
-                *arguments, rows, stride, meta, **settings
+                inputs, *others, rows, stride, meta, **settings
             )
 
 
@@ -186,13 +186,10 @@ def forward(
     o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> Tensor:
     """y [B, T, HV * V]; o and weight are contiguous."""
-    y, gate = torch.empty_like(o).flatten(2), gate_rows(gate)
+    y, inputs = torch.empty_like(o).flatten(2), (o, weight, gate_rows(gate))
     meta, settings = options(o, weight, silu, back=False)
     tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
-    run_rows(
-        *(norm_fwd_kernel, tiles, o, gate, meta, settings),
-        *((o, weight, gate), y, eps),
-    )
+    run_rows(norm_fwd_kernel, tiles, meta, settings, inputs, y, eps)
     return y
 
 
@@ -210,15 +207,13 @@ def backward(
     """
     do = torch.empty_like(o)
     dgate = None if gate is None else gate.new_empty(gate.shape)
-    gate = gate_rows(gate)
+    inputs = o, weight, gate_rows(gate)
     meta, settings = options(o, weight, silu, back=True)
     tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
     at_once = programs_at_once(o, settings)
     programs = min(tiles, max(at_once // meta.G, 1))
     share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
-    run_rows(
-        *(norm_bwd_kernel, programs, o, gate, meta, settings),
-        *((o, weight, gate), dy, (do, dgate, share), eps),
-    )
+    arguments = inputs, dy, (do, dgate, share), eps
+    run_rows(norm_bwd_kernel, programs, meta, settings, *arguments)
     grads = [do, share.sum(0).to(weight.dtype)]
     return grads if dgate is None else [*grads, dgate]

@@ -13,7 +13,7 @@ sequence: a batch entry, or what cu_seqlens cuts from the only one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -294,9 +294,9 @@ def tile_length(D: int, N: int, G: int) -> int:
     return meta_of(D, N, G).BT
 
 
-def run_channels(kernel: Any, S: int, meta: Meta, *arguments: Any) -> None:
+def grid_of(S: int, meta: Meta) -> tuple[int]:
     """One program per sequence and tile of channels of a group."""
-    kernel[(S * meta.G * meta.NP,)](*arguments, meta, **SETTINGS)
+    return (S * meta.G * meta.NP,)
 
 
 def forward(
@@ -320,11 +320,11 @@ def forward(
     y = torch.empty_like(x, dtype=dtype)
     channels, N = A.shape
     state = x.new_empty(S, channels, N, dtype=FP32)
+    meta, T = meta_of(channels, N, B.shape[2]), x.shape[1]
+    inputs, results = (x, A, dt, B, C, D), (y, state, states)
     with torch.cuda.device_of(x):
-        run_channels(
-            *(selective_fwd_kernel, S, meta_of(channels, N, B.shape[2])),
-            *((x, A, dt, B, C, D), initial_state, cu_seqlens),
-            *((y, state, states), x.shape[1]),
+        selective_fwd_kernel[grid_of(S, meta)](
+            inputs, initial_state, cu_seqlens, results, T, meta, **SETTINGS
         )
     clear_tail(cu_seqlens, y)
     return y, state
@@ -355,12 +355,11 @@ def backward(
     dB, dC = x.new_empty(2, G, meta.NP, batch, T, N, dtype=FP32)
     dD = None if D is None else dA.new_empty(S, channels)
     dinitial = None if initial_state is None else torch.empty_like(dA)
+    inputs, slopes = (x, A, dt, B, C, D), (dy, dstate)
+    grads = dx, ddt, dA, dB, dC, dD, dinitial
+    arguments = inputs, cu_seqlens, states, slopes, grads, T, batch * T, meta
     with torch.cuda.device_of(x):
-        run_channels(
-            *(selective_bwd_kernel, S, meta, (x, A, dt, B, C, D)),
-            *(cu_seqlens, states, (dy, dstate)),
-            *((dx, ddt, dA, dB, dC, dD, dinitial), T, batch * T),
-        )
+        selective_bwd_kernel[grid_of(S, meta)](*arguments, **SETTINGS)
     dB, dC = dB.sum(1), dC.sum(1)  # [G, Bt, T, N]
     clear_tail(cu_seqlens, dx, ddt, *dB, *dC)
     dB, dC = (x.movedim(0, 2) for x in (dB, dC))  # [Bt, T, G, N]

@@ -317,13 +317,14 @@ def options(K: int) -> tuple[dict[str, int], dict[str, int]]:
     return {"BC": 16, "BK": BK}, {"num_warps": warps, "num_stages": 1}
 
 
-def run_heads(kernel: Any, q: Tensor, C: int, *arguments: Any) -> None:
+def run_heads(kernel: Any, C: int, tokens: Any, *others: Any) -> None:
     """One program per sequence and head."""
+    q = tokens[0]
     B, T, H, K = q.shape
     tile, settings = options(K)
     meta = Meta(H=H, K=K, C=C, PRECISION=dot_precision(q.dtype, K), **tile)
     with torch.cuda.device_of(q):
-        kernel[(B * H,)](*arguments, T, meta, **settings)
+        kernel[(B * H,)](tokens, *others, T, meta, **settings)
 
 
 def forward(
@@ -345,10 +346,10 @@ def forward(
     all but q, k, v and X in fp32.
     """
     o, W_after, b_after = (torch.empty_like(x) for x in (q, W, b))
-    run_heads(
-        *(ttt_fwd_kernel, q, len(factors), (q, k, v, rate), (W, b)),
-        *((weight, bias), factors, (o, X, W_after, b_after)),
-    )
+    tokens, memory, norm = (q, k, v, rate), (W, b), (weight, bias)
+    results = o, X, W_after, b_after
+    C = len(factors)
+    run_heads(ttt_fwd_kernel, C, tokens, memory, norm, factors, results)
     return o, W_after, b_after
 
 
@@ -368,15 +369,15 @@ def backward(
     X: Tensor,
 ) -> list[Tensor]:
     """Gradients of what forward reads, in its order, each as its input."""
-    B, _, H, K = q.shape
+    (B, _, H, K), C = q.shape, len(factors)
     dq, dk, dv = (torch.empty_like(q) for _ in "qkv")
     drate, dW, db = (torch.empty_like(x) for x in (rate, W_after, b_after))
     dweight, dbias = (q.new_empty(B, H, K, dtype=FP32) for _ in "wb")
-    dfactors = q.new_empty(B, H, len(factors), dtype=FP32)
+    dfactors = q.new_empty(B, H, C, dtype=FP32)
     own = (dq, dk, dv, drate, dW, db)
+    tokens, memory, norm = (q, k, v, rate), (W_after, b_after), (weight, bias)
+    slopes, grads = (do, dW_after, db_after), (*own, dweight, dbias, dfactors)
     run_heads(
-        *(ttt_bwd_kernel, q, len(factors), (q, k, v, rate)),
-        *((W_after, b_after), (weight, bias), factors, X),
-        *((do, dW_after, db_after), (*own, dweight, dbias, dfactors)),
+        ttt_bwd_kernel, C, tokens, memory, norm, factors, X, slopes, grads
     )
     return [*own, dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]

@@ -140,6 +140,11 @@ class GatedDeltaNet(Layer):
             return None
         modules = self.qkv_proj, self.ab_proj, self.g_proj
         return recurrent_token(
-            *(x, norm, self, GatedDeltaNet, state, modules),
+            x,
+            norm,
+            self,
+            GatedDeltaNet,
+            state,
+            modules,
             lambda ab, gate: (*ab.chunk(2, -1), gate),
         )

@@ -127,6 +127,5 @@ class KimiDeltaAttention(Layer):
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         return recurrent_token(
-            *(x, norm, self, KimiDeltaAttention, state, modules),
-            lambda *gates: gates,
+            x, norm, self, KimiDeltaAttention, state, modules
         )

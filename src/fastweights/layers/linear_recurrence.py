@@ -151,7 +151,4 @@ class LinearRecurrence(Layer):
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
-        return recurrent_token(
-            *(x, norm, self, LinearRecurrence, state, modules),
-            lambda *gates: gates,
-        )
+        return recurrent_token(x, norm, self, LinearRecurrence, state, modules)

@@ -326,5 +326,6 @@ def _empty(
 IN_PIECES = registered(
     "cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignored, "
     "bool gradients) -> Tensor[]",
-    *(_in_pieces, _empty),
+    _in_pieces,
+    _empty,
 )

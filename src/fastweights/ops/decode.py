@@ -265,11 +265,8 @@ def _decode(
         from fastweights.kernels.decode import decode
 
         record_run("triton decode")
-        return decode(
-            *(q, k, v, g, beta, state, rows, scale),
-            erase=erase,
-            accepted=accepted,
-        )
+        given = q, k, v, g, beta, state, rows, scale
+        return decode(*given, erase=erase, accepted=accepted)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])

@@ -168,7 +168,7 @@ def linear_attention(
     one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
     ranks = current()
     o, z, state = recurrence_with_normaliser(
-        *(q, k, v, one, None), ranks=ranks, **options
+        q, k, v, one, None, ranks=ranks, **options
     )
     if offsets is not None:
         T, own = q.shape[1], offsets

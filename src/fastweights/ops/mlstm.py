@@ -176,9 +176,8 @@ def _over_ranks(
     if T == 0:
         i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
     check_dim("g", g, 3, "[B, T, HV]")
-    check_normalised(
-        *(q, k, v, g, memory_arguments(initial_state)), cu_seqlens=cu_seqlens
-    )
+    memory = memory_arguments(initial_state)
+    check_normalised(q, k, v, g, memory, cu_seqlens=cu_seqlens)
     shard = shard_of(ranks, q, T, cu_seqlens)
     if initial_state is None:
         wide = F.pad(v, (0, 1))

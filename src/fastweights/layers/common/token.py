@@ -200,7 +200,7 @@ def recurrent_token(
     kind: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
-    gates: Any,
+    gates: Any = lambda *gates: gates,
 ) -> Tokens | None:
     """x + layer(norm(x)) of a layer of the family, its state in place.
 
@@ -213,7 +213,7 @@ def recurrent_token(
         state: one that the layer has made, or a pool of them.
         modules: the projection to q, k and v, then the others.
         gates: what makes logits of g and beta, and the output gate, of the
-            others' outputs; each may be None.
+            others' outputs; each may be None. Without it they are these.
     """
     taps = layer.convolution.taps
     parts = (norm, layer.convolution, taps, layer.norm, layer.o_proj)
