@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -77,21 +78,18 @@ NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
 NEEDS |= {"correction": "any"}
 """What numbers by these names have to be; all others are above 0."""
 
-KINDS = {"bool", "int", "float", "torch.device", "torch.dtype"}
-"""Annotations of arguments that are checked, alone or with | None."""
-
 
 class CheckedModule(nn.Module):
     """A module that says which argument of its constructor does not fit.
 
-    What an argument has to be is read off its annotation: True or False, an
-    integer >= 1, a number, a device, a floating point dtype; other arguments
-    are for the class itself to check. Names of public implementations are
-    answered by the one they have here. What a subclass outside of this
-    project takes is its own to check. Parameters that weight decay should
-    spare carry ``_no_weight_decay``, for optimisers that look for it; a copy
-    loses such marks, and :func:`fastweights.layers.parameter_groups` goes by
-    names.
+    What an argument has to be is read off its annotation, one of these kinds
+    or None: True or False, an integer >= 1, a number, a device, a floating
+    point dtype; other arguments are for the class itself to check. Names of
+    public implementations are answered by the one they have here. What a
+    subclass outside of this project takes is its own to check. Parameters
+    that weight decay should spare carry ``_no_weight_decay``, for optimisers
+    that look for it; a copy loses such marks, and
+    :func:`fastweights.layers.parameter_groups` goes by names.
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,7 +98,8 @@ class CheckedModule(nn.Module):
         super().__init_subclass__(**options)
         make = vars(cls).get("__init__")
         if make is not None:
-            ours = cls.__module__.startswith("fastweights")
+            package, *_ = cls.__module__.split(".")
+            ours = package in ("fastweights", "fastweights_lab")
             cls.__init__ = _checked(make, ours)  # type: ignore[method-assign]
 
 
@@ -266,9 +265,7 @@ def parameter_groups(
 def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
     """A constructor that looks at its arguments first, if they are ours."""
     taken = inspect.signature(make).parameters
-    kinds = {}
-    if ours:
-        kinds = {name: _kind(name, p.annotation) for name, p in taken.items()}
+    hints = get_type_hints(make) if ours else {}
     others = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     @functools.wraps(make)
@@ -276,9 +273,9 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
         if not others:
             check_names(type(self).__name__, options, [*taken][1:], PEERS)
         given = dict(zip([*taken][1:], args, strict=False)) | options
-        for name, kind in kinds.items():
+        for name, hint in hints.items():
             if name in given:
-                _check(name, given[name], kind)
+                _check(name, given[name], hint)
         make(self, *args, **options)
         self._made_with = args, options
         for name, parameter in self.named_parameters():
@@ -288,44 +285,28 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
     return __init__
 
 
-def _kind(name: str, annotation: Any) -> str:
-    """An annotation, as :func:`_check` reads it.
-
-    Raises:
-        TypeError: it names a kind that is checked in a way that is not read,
-            such as Optional[int] or int | float.
-    """
-    if not isinstance(annotation, str):
-        annotation = inspect.formatannotation(annotation)
-    kind = annotation.removesuffix(" | None")
-    union = re.match(r"(typing\.)?(Optional|Union)\[|[^[]*\|", kind)
-    if union and KINDS & {*re.findall(r"[\w.]+", kind)}:
-        raise TypeError(
-            f"{name}: got the annotation {annotation}, need one of "
-            f"{', '.join(sorted(KINDS))}, alone or with | None"
-        )
-    return annotation
-
-
-def _check(name: str, x: Any, annotation: str) -> None:
+def _check(name: str, x: Any, hint: Any) -> None:
     """Raise unless an argument is what its annotation says."""
-    if x is None and annotation.endswith(" | None"):
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if x is None and NoneType in kinds:
         return
-    match annotation.removesuffix(" | None"):
-        case "bool":
-            check_flags(**{name: x})
-        case "int" if name in ("layer", "conv_size"):
-            check_integers({name: x})  # 0 and more, or 2 to 4
-        case "int":
-            check_sizes(**{name: x})
-        case "float":
-            check_number(name, x, NEEDS.get(name, "> 0"))
-        case "torch.device":
-            try:
-                torch.device(x)
-            except (RuntimeError, TypeError):
-                raise ValueError(
-                    f'{name}: got {x!r}, need a device, as "cpu" or "cuda"'
-                ) from None
-        case "torch.dtype":
-            check_dtype(x)
+    kind, *others = [kind for kind in kinds if kind is not NoneType]
+    if others:
+        return
+    if kind is bool:
+        check_flags(**{name: x})
+    elif kind is int and name in ("layer", "conv_size"):
+        check_integers({name: x})  # 0 and more, or 2 to 4
+    elif kind is int:
+        check_sizes(**{name: x})
+    elif kind is float:
+        check_number(name, x, NEEDS.get(name, "> 0"))
+    elif kind is torch.dtype:
+        check_dtype(x)
+    elif kind is torch.device:
+        try:
+            torch.device(x)
+        except (RuntimeError, TypeError):
+            raise ValueError(
+                f'{name}: got {x!r}, need a device, as "cpu" or "cuda"'
+            ) from None
