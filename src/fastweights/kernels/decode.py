@@ -41,9 +41,9 @@ class Meta(NamedTuple):
     V: int
     GATE_WIDTH: int  # 0, 1 or K
     FIXED: bool  # whether all tokens have the same g
-    UNIT: bool  # whether q and k are brought to unit length
-    LEAST: float | None  # the bound of g that logits make
-    STRONGEST: float  # that of beta, 0 for a beta that is one
+    NORM: bool  # whether q and k are brought to unit length
+    LOWER_BOUND: float | None  # of g that logits make
+    MAX_BETA: float  # of a sigmoid, 0 where beta comes as it is
     AHEAD: bool  # whether the kernel before has not written to the state
     EARLY: bool  # whether the kernel starts before the one before is done
     BK: int
@@ -129,13 +129,13 @@ def decode_kernel(
             b_g = b_g.to(tl.float32)
         if logits is not None:
             b_g += b_bias
-            if META.LEAST is None:
+            if META.LOWER_BOUND is None:
                 b_g = -b_rate * softplus(b_g)
             else:
-                b_g = META.LEAST * sigmoid(b_rate * b_g)
-        if META.STRONGEST > 0:
-            b_beta = META.STRONGEST * sigmoid(b_beta)
-        if META.UNIT:
+                b_g = META.LOWER_BOUND * sigmoid(b_rate * b_g)
+        if META.MAX_BETA > 0:
+            b_beta = META.MAX_BETA * sigmoid(b_beta)
+        if META.NORM:
             b_kk, b_qq, b_kq = tl.reduce(
                 (b_k * b_k, b_q * b_q, b_k * b_q), 0, add_triples
             )
@@ -197,19 +197,19 @@ def decode(
     *,
     erase: Tensor | None = None,
     accepted: Tensor | None = None,
-    unit: bool = False,
+    normalize: bool = False,
     logits: tuple[Tensor, Tensor] | None = None,
-    least: float | None = None,
-    strongest: float = 0.0,
+    lower_bound: float | None = None,
+    max_beta: float = 0.0,
     ahead: bool = False,
 ) -> Tensor:
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
 
     Arguments are those of :func:`fastweights.decode_step`, checked there.
-    The others are a layer's: ``unit`` brings q and k to unit length, with
+    The others are a layer's: ``normalize`` brings q and k to unit length, with
     ``logits`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
-    :class:`fastweights.layers.Decay` with the bound ``least`` takes, and
-    ``strongest`` times the sigmoid of beta is the strength, and ``ahead``
+    :class:`fastweights.layers.Decay` with this ``lower_bound`` takes, and
+    ``max_beta`` times the sigmoid of beta is the strength, and ``ahead``
     says that the kernel launched before has not written to the state.
     """
     B, T, H, K = q.shape
@@ -229,9 +229,9 @@ def decode(
         V=V,
         GATE_WIDTH=0 if g is None else K if g.dim() == 4 else 1,
         FIXED=g is not None and g.dim() == 1,
-        UNIT=unit,
-        LEAST=least,
-        STRONGEST=strongest,
+        NORM=normalize,
+        LOWER_BOUND=lower_bound,
+        MAX_BETA=max_beta,
         AHEAD=ahead,
         EARLY=early,
         BK=BK,

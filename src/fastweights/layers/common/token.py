@@ -264,10 +264,10 @@ def recurrent_token(
         state.rows,
         K**-0.5,
         accepted=state.accepted,
-        unit=layer.convolution.normalize,
+        normalize=layer.convolution.normalize,
         logits=None if a is None else (decay.A_log, decay.dt_bias),
-        least=None if a is None else decay.lower_bound,
-        strongest=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
+        lower_bound=None if a is None else decay.lower_bound,
+        max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
         ahead=True,
     )
     return added(
