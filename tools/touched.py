@@ -25,8 +25,8 @@ TESTS = ROOT / "tests"
 SAMPLES = {
     "kernels/test_recurrence.py": "each_stage or gates_that_open or segments",
     "kernels/test_decode.py": "one-token or half_precision",
-    "compile/test_recurrence.py": "test_bf16 and 90",
-    "compile/test_decode.py": "test_bf16 and 90",
+    "compile/test_recurrence.py": "products_in_bf16 and 90",
+    "compile/test_decode.py": "registers_in_bf16 and 90",
 }
 
 

@@ -103,6 +103,6 @@ def test_on_other_gpus(name, capability, tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", KERNELS)
-def test_other_sizes(name, heads, W, tmp_path):
+def test_nothing_spills_at_other_sizes(name, heads, W, tmp_path):
     compiled = compile_kernel(name, 90, "bf16", heads, W)
     judge(compiled, 90, tmp_path, spilled=0)

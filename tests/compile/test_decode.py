@@ -99,7 +99,7 @@ def test_a_state_in_bf16_is_rounded_to_nearest(T, tmp_path):
     delta=(False, True),
     T=(1, 16),
 )
-def test_bf16(width, delta, T, capability, tmp_path):
+def test_registers_in_bf16(width, delta, T, capability, tmp_path):
     compiled = compile_decode(width, delta, T, capability)
     # What one warp has of a tile is next to too much on Blackwell.
     registers = judge(compiled, capability, tmp_path, 8 if T > 1 else 0)
@@ -108,12 +108,12 @@ def test_bf16(width, delta, T, capability, tmp_path):
 
 
 @crossed(D=[16, 64, 256], width=(0, 1, "K"), delta=(False, True))
-def test_other_head_sizes(width, delta, D, tmp_path):
+def test_registers_for_other_head_sizes(width, delta, D, tmp_path):
     judge(compile_decode(width, delta, 16, 90, D), 90, tmp_path)
 
 
 @crossed(dtype=["fp16", "fp32"], width=(0, 1, "K"), delta=(False, True))
-def test_other_dtypes(width, delta, dtype, tmp_path):
+def test_registers_in_other_dtypes(width, delta, dtype, tmp_path):
     judge(compile_decode(width, delta, 16, 90, dtype=dtype), 90, tmp_path)
 
 

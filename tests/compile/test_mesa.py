@@ -21,7 +21,7 @@ def compile_kernel(name, capability, precision, K):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("K", [64, 128])
-def test_what_spills(name, K, tmp_path):
+def test_how_much_spills(name, K, tmp_path):
     """Of what half precision runs on Hopper."""
     spilled = 88 if (name, K) == ("solve", 64) else 0
     judge(compile_kernel(name, 90, "tf32", K), 90, tmp_path, spilled=spilled)

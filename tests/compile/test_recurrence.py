@@ -152,7 +152,9 @@ def allowed(stage, width, capability, rule="delta"):
 @pytest.mark.parametrize(
     "stage, width, rule, capability", on_each(SHARED, whole=(90,), step=4)
 )
-def test_bf16(stage, width, rule, capability, tmp_path):
+def test_registers_and_products_in_bf16(
+    stage, width, rule, capability, tmp_path
+):
     compiled = compile_stage(stage, width, rule, capability)
     most = allowed(stage, width, capability, rule)
     judge(compiled, capability, tmp_path, most)
@@ -173,7 +175,8 @@ def test_bf16(stage, width, rule, capability, tmp_path):
 def test_tensor_memory_accelerator(stage, width, rule, ragged, tmp_path):
     """It loads the tiles of every scan, but of ragged heads.
 
-    Tiles do not divide those. The others are judged by test_bf16.
+    Tiles do not divide those. The others are judged by
+    test_registers_and_products_in_bf16.
     """
     compiled = compile_stage(stage, width, rule, 90, ragged=ragged)
     if ragged:
@@ -256,7 +259,7 @@ def test_fp32(stage, width, rule, products, tmp_path):
     judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)
 
 
-def test_of_a_rank(tmp_path):
+def test_a_rank_takes_no_more_registers(tmp_path):
     """Packed, with a gate per channel: no more registers than of one GPU."""
     gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
     sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)

@@ -43,7 +43,7 @@ SIZES = [(1, 1), (48, 5, 3), (768, 64, 1), (2048, 256), (2048, 16, 2)]
 
 
 @crossed(sizes=SIZES, name=[*KERNELS], capability=[86, 90])
-def test_other_sizes(name, sizes, capability, tmp_path):
+def test_nothing_spills_at_other_sizes(name, sizes, capability, tmp_path):
     """The tuple is D, N, and G of packed sequences."""
     compiled = compile_kernel(name, capability, "bf16", *sizes)
     judge(compiled, capability, tmp_path, spilled=0)

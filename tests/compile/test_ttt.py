@@ -37,7 +37,7 @@ def compile_kernel(name, capability, dtype, K, C=16):
         for x in SPILLED
     ],
 )
-def test_what_spills(name, capability, K, tmp_path):
+def test_how_much_spills(name, capability, K, tmp_path):
     compiled = compile_kernel(name, capability, "bf16", K)
     spilled = SPILLED[name, capability, K]
     judge(compiled, capability, tmp_path, spilled=spilled)

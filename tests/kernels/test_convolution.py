@@ -94,7 +94,7 @@ def test_blocks_as_they_ship(K, V):
 
 
 @pytest.mark.usefixtures("short")
-def test_half_precision():
+def test_half_precision_sums_its_gradients_in_fp32():
     kind = {"dtype": torch.float16, "single": torch.float32}
     x = tokens(B=1, T=9, C=10, **kind)
     found = judge(flat, x, 4e-4, **ONE)

@@ -270,7 +270,7 @@ def test_fp64_is_the_loop_on_gpu():
 
 @pytest.mark.gpu
 @ALL
-def test_cuda_graph(gate, rule):
+def test_a_captured_step_decodes_token_after_token(gate, rule):
     """A captured step decodes token after token, into the same state."""
     sizes = {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 64}
     x = call(gate, rule, "cuda", T=5, dtype=torch.bfloat16, **sizes)

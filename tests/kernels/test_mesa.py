@@ -74,7 +74,7 @@ def judge(x, tolerance=None, **options):
         (65, 64, 40, torch.float16, None),
     ],
 )
-def test_chunks(T, K, V, dtype, N):
+def test_the_kernel_is_pytorchs_solution(T, K, V, dtype, N):
     """A chunk that fills its tile, ones that do not, and several."""
     judge(drawn(B=1, T=T, K=K, V=V, N=N, dtype=dtype))
 
@@ -119,7 +119,7 @@ def cut(name, t, start, end):
 
 
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
-def test_packed(device, dtype):
+def test_packed_sequences_begin_anywhere(device, dtype):
     """An empty sequence, one token, and chunks that begin anywhere."""
     T, K = (100, 8) if device == "cpu" else (1000, 64)
     ends = torch.tensor([0, 5, 5, 6, 7 * T // 10, T], device=device)
@@ -164,7 +164,7 @@ ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
 @pytest.mark.parametrize("T, K, V", ON_GPU)
-def test_chunks_on_gpu(T, K, V, dtype):
+def test_the_kernel_is_pytorchs_solution_on_a_gpu(T, K, V, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
     B = max(2, 512 // T)  # of a few tokens the error is a throw of dice
     x = drawn(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")

@@ -65,7 +65,7 @@ def test_more_groups_than_programs():
 
 
 @pytest.mark.usefixtures("few")
-def test_half_precision():
+def test_half_precision_sums_its_gradients_in_fp32():
     kind = {"dtype": torch.float16, "single": torch.float32}
     found = judge(heads(V=32, **kind), 4e-4)
     x = {name: t.double() for name, t in heads(V=32, **kind).items()}

@@ -1039,7 +1039,7 @@ def test_no_host_sync(dtype):
 @pytest.mark.gpu
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cuda_graph(gate, rule, dtype):
+def test_a_captured_call_runs_again(gate, rule, dtype):
     """Forward and backward, captured once, replayed on new values."""
     x = member(gate, rule, B=2, T=200, K=64, V=64)
     x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}

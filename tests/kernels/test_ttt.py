@@ -69,7 +69,7 @@ def judge(x, use="both", tolerance=None):
         (33, 20, 10, torch.float16),
     ],
 )
-def test_chunks(T, K, C, dtype):
+def test_the_kernels_are_pytorchs_mini_batches(T, K, C, dtype):
     """A mini-batch that fills its tile and ones that do not, and a rest."""
     judge(drawn(T=T, K=K, C=C, dtype=dtype))
 
@@ -192,7 +192,7 @@ ON_GPU += [(99, 100, 7), (260, 64, 1)]
     "dtype", [torch.bfloat16, torch.float16, torch.float32]
 )
 @pytest.mark.parametrize("T, K, C", ON_GPU)
-def test_chunks_on_gpu(T, K, C, dtype):
+def test_the_kernels_are_pytorchs_mini_batches_on_a_gpu(T, K, C, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
     judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
 
