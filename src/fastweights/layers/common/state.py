@@ -31,6 +31,10 @@ class LayerState:
     own, under autocast in that of autocast, writes them in place in theirs,
     and makes new ones in its own.
 
+    The tensors are its memory. ``used`` is a bound that each call moves on, so
+    that none asks the device; ``rows``, ``all_rows`` and ``accepted`` say what
+    the next call does with the memory, and no copy has them.
+
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool
     it has to be cloned first.
@@ -59,7 +63,7 @@ class LayerState:
     """Tokens read by each sequence, where a layer needs to know."""
 
     used: int = 0
-    """The most tokens that any sequence may have in ``keys``."""
+    """Tokens that any sequence has in ``keys``, at most."""
 
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; see :meth:`at`."""
