@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fastweights.dtypes import upcast
 
-Heads = tuple[int, int, int, int]
-"""H, K, HV, V: how many q and k have, and of which size, and v."""
+HeadLayout = tuple[int, int, int, int]
+"""H, K, HV, V: how many heads q and k have, of which size, and those of v."""
 
 
 def split_heads(
-    x: Float[Tensor, "B T C"], heads: Heads
+    x: Float[Tensor, "B T C"], heads: HeadLayout
 ) -> tuple[
     Float[Tensor, "B T H K"],
     Float[Tensor, "B T H K"],
@@ -26,7 +26,7 @@ def split_heads(
 
 
 def empty_heads(
-    x: Float[Tensor, "B T C"], heads: Heads
+    x: Float[Tensor, "B T C"], heads: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v to be filled; without heads v in x's shape alone."""
     (B, T, _), (H, K, HV, V) = x.shape, heads

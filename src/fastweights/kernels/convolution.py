@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweights.heads import Heads, empty_heads
+from fastweights.heads import HeadLayout, empty_heads
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import (
     Meta,
@@ -91,7 +91,7 @@ def forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: Heads,
+    heads: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: Heads,
+    heads: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> list[Tensor | None]:

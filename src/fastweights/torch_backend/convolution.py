@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.heads import Heads, split_heads
+from fastweights.heads import HeadLayout, split_heads
 from fastweights.packing import Offsets, num_sequences, sequence_ids
 
 Rows = Int[Tensor, " rows"]
@@ -140,7 +140,7 @@ def forward(
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
     cu_seqlens: Offsets | None,
-    heads: Heads,
+    heads: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "N W-1 C"]]:
@@ -173,7 +173,7 @@ def backward(
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
     cu_seqlens: Offsets | None,
-    heads: Heads,
+    heads: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> list[Tensor | None]:
