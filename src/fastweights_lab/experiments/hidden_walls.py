@@ -1,0 +1,191 @@
+"""Walls: a text that hides two directions, and memories that read it once.
+
+Keys are directions in twelve dimensions. Every text hides two walls, planes
+through the origin. A key has the value 1 on the right side of both, -1 on the
+wrong side of both, and 0 elsewhere. A memory says what it expects of a key, is
+told the value, and learns; its error is that of these guesses. What is slow is
+trained over many texts:
+
+    python -m fastweights_lab.experiments.hidden_walls > hidden_walls.json
+
+is the record in ``data``: the network's trained starts, three seeds per size
+of a chunk. It takes a few minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+WIDTH, HIDDEN = 12, 16
+NUMBERS = WIDTH * HIDDEN + HIDDEN + HIDDEN + 1
+"""Of the network."""
+
+TOKENS, TEXTS, SEEDS = 1024, 32, 3
+CHUNKS = 16, 64
+
+Keys = Float[Tensor, "*texts T K"]
+Values = Float[Tensor, "*texts T"]
+Memory = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
+
+
+def drawn(
+    *shape: int, source: torch.Generator, width: int = WIDTH, walls: int = 2
+) -> tuple[Keys, Values, Float[Tensor, "*texts walls K"]]:
+    """Keys and values of texts of the shape [*texts, T], and their walls."""
+    normals = torch.randn(*shape[:-1], walls, width, generator=source)
+    normals = F.normalize(normals, dim=-1)
+    k = F.normalize(torch.randn(*shape, width, generator=source), dim=-1)
+    return k, (k @ normals.mT).sign().mean(-1), normals
+
+
+def network(
+    weights: Sequence[Tensor], k: Keys, v: Values, chunk: int = 1
+) -> tuple[Values, list[Tensor]]:
+    """Guesses and last weights of a network that learns as it reads.
+
+    Args:
+        weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
+            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of their
+            rates, [..., 4, 1, 1].
+        k, v: the text.
+        chunk: tokens that take their gradients at the same weights.
+    """
+    W1, b1, W2, b2, logs = weights
+    r = logs.exp().unbind(-3)
+    said = []
+    for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
+        h = (x @ W1 + b1).tanh()
+        guess = h @ W2 + b2
+        e2 = guess - target[..., None]
+        e1 = (e2 @ W2.mT) * (1 - h * h)
+        W2, b2 = W2 - r[2] * h.mT @ e2, b2 - r[3] * e2.sum(-2, keepdim=True)
+        W1, b1 = W1 - r[0] * x.mT @ e1, b1 - r[1] * e1.sum(-2, keepdim=True)
+        said.append(guess[..., 0])
+    return torch.cat(said, -1), [W1, b1, W2, b2]
+
+
+def guesses(
+    weights: Sequence[Tensor], k: Keys, v: Values, chunk: int
+) -> Values:
+    """Of :func:`network`, alone."""
+    return network(weights, k, v, chunk)[0]
+
+
+def delta_rule(x: Keys, v: Values, rate: Tensor | float) -> Values:
+    """Guesses of a matrix that reads features x, by one triangular solve."""
+    eye = torch.eye(x.shape[-2]).to(x)
+    errors = torch.linalg.solve_triangular(
+        eye + rate * (x @ x.mT).tril(-1),
+        v[..., None],
+        upper=False,
+        unitriangular=True,
+    )
+    return v - errors[..., 0]
+
+
+def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
+    """Guesses of the best fit to all tokens so far, of the keys' overlaps.
+
+    One Cholesky factor has the fits to all prefixes: its solution is each
+    guess's error over the factor's diagonal.
+    """
+    L = torch.linalg.cholesky(overlaps)
+    u = torch.linalg.solve_triangular(L, v[..., None], upper=False)[..., 0]
+    return v - u * L.diagonal(dim1=-2, dim2=-1)
+
+
+def network_start(source: torch.Generator, chunk: int = 16) -> list[Tensor]:
+    """An ordinary start, [SEEDS, 1, ...], with a rate per weight.
+
+    A longer chunk adds up more gradients, and starts with smaller rates.
+    """
+    rates = torch.tensor([3.0, 0.01, 0.01, 0.01]) * 16 / chunk
+    return [
+        torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
+        torch.randn(SEEDS, 1, 1, HIDDEN, generator=source) / 2,
+        torch.randn(SEEDS, 1, HIDDEN, 1, generator=source) / HIDDEN**0.5,
+        torch.zeros(SEEDS, 1, 1, 1),
+        rates.log().expand(SEEDS, 1, 4)[..., None, None],
+    ]
+
+
+def trained(
+    memory: Memory,
+    slow: Sequence[Tensor],
+    lr: float,
+    steps: int,
+) -> list[Tensor]:
+    """The slow weights after training on the guesses of new texts."""
+    source = torch.Generator().manual_seed(1)
+    slow = [x.clone().requires_grad_() for x in slow]
+    optimiser = torch.optim.Adam(slow, lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
+        k, v, _ = drawn(SEEDS, TEXTS, TOKENS, source=source)
+        losses = (memory(slow, k, v) - v).square().mean((1, 2))
+        for x, grad in zip(
+            slow, torch.autograd.grad(losses.sum(), slow), strict=True
+        ):  # clipped at 0.1 per seed
+            norm = torch.linalg.vector_norm(
+                grad, dim=tuple(range(1, grad.dim())), keepdim=True
+            )
+            x.grad = grad * (0.1 / norm).clamp(max=1)
+        optimiser.step()
+        schedule.step()
+    return [x.detach() for x in slow]
+
+
+def tested(texts: int = 128) -> tuple[Keys, Values, Tensor]:
+    """The texts of all tests."""
+    return drawn(texts, TOKENS, source=torch.Generator().manual_seed(99))
+
+
+def errors(found: Values, v: Values, every: int = 32) -> Tensor:
+    """Squared error per ``every`` tokens, over the texts: [..., n].
+
+    Relative to the values' own mean square, a half.
+    """
+    error = 2 * (found - v).square().mean(-2)
+    return error.unflatten(-1, (-1, every)).mean(-1)
+
+
+def main() -> None:
+    """Train networks and print what came of it as one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chunks", nargs="*", type=int, default=CHUNKS)
+    parser.add_argument("--steps", type=int, default=400)
+    arguments = parser.parse_args()
+    found = {}
+    for chunk in arguments.chunks:
+        source = torch.Generator().manual_seed(0)
+        slow = trained(
+            functools.partial(guesses, chunk=chunk),
+            network_start(source, chunk),
+            0.03,
+            arguments.steps,
+        )
+        found[chunk] = [rounded(x) for x in slow]
+    print(json.dumps(found))
+
+
+def rounded(x: Tensor) -> Any:
+    """A nest of lists, with five digits of each number."""
+    if x.dim():
+        return [rounded(row) for row in x]
+    return float(f"{x.item():.5g}")
+
+
+if __name__ == "__main__":
+    main()
