@@ -43,7 +43,7 @@ def test_each_variant_is_a_model_of_its_own(little_text):
     assert not any("A_log" in x for x in models["delta"][0])
     assert not any("b_proj" in x for x in models["decay"][0])
     compared = {x for n in comparison.KINDS for x in comparison.starts(n)}
-    assert set(models) == compared
+    assert set(models) == compared | {"gated delta, constant"}
 
 
 def test_an_unknown_variant_is_named(capsys):
@@ -72,6 +72,14 @@ def test_a_run_says_what_it_was_and_found(little_text):
     share = run["share"]
     parts = share * run["repeated"] + (1 - share) * run["new"]
     assert parts == pytest.approx(run["bits per byte"])
+
+
+def test_no_token_changes_a_constant_gate(little_text):
+    run = comparison.train("gated delta, constant", 0, little_text)
+    before, after = run["at the start"][0], run["learned"][0]
+    for layer in (before, after):
+        assert all(min(of) == max(of) > 0 for of in layer["halvings"])
+    assert before["halvings"] != after["halvings"]
 
 
 def test_a_run_that_diverges_finds_nan_and_ends(little_text):

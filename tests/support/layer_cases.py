@@ -61,6 +61,8 @@ CASES: dict[str, Callable[..., torch.nn.Module]] = {
         decay=None, normalize=False),
     "recurrence-decay": partial(LinearRecurrence, D, 2, 3, rule="additive",
         expand_v=4 / 3, conv_size=None, activation=False),
+    "recurrence-constant": partial(LinearRecurrence, D, 2, 4,
+                                   decay="constant"),
     "recurrence-channel": partial(LinearRecurrence, D, 2, 4, decay="channel",
         gate=False, allow_neg_eigval=True),
     "mamba2": partial(Mamba2, D, head_dim=4, state_size=3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
@@ -29,7 +29,7 @@ from fastweights.layers.common.state import (
 from fastweights.layers.common.token import recurrent_token
 
 Rule = Literal["additive", "delta"]
-Per = Literal["head", "channel"]
+Per = Literal["head", "channel", "constant"]
 
 
 class LinearRecurrence(Layer):
@@ -59,7 +59,8 @@ class LinearRecurrence(Layer):
         rule: "additive" adds k v^T to the state; "delta" corrects what the
             state answers to k.
         decay: None keeps everything; "head" or "channel" decays the state
-            by one factor per head, or by one per head and key channel.
+            by one factor per head, or by one per head and key channel;
+            "constant" by one per head that no token changes, a is 0.
         expand_v: V / K.
         conv_size: width of the convolution, 2 to 4; None: there is none.
         activation: whether q, k and v have SiLU. Without it keys may point
@@ -95,7 +96,7 @@ class LinearRecurrence(Layer):
     ) -> None:
         super().__init__()
         check_one_of("rule", rule, ("additive", "delta"))
-        check_one_of("decay", decay, (None, "head", "channel"))
+        check_one_of("decay", decay, (None, "head", "channel", "constant"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
@@ -116,11 +117,10 @@ class LinearRecurrence(Layer):
             self.decay = Decay(
                 H, channels, A_range=A_range, dt_range=dt_range, **to
             )
-            self.a_proj = (
-                nn.Linear(dim, H, bias=False, **to)
-                if decay == "head"
-                else low_rank(dim, V, H * K, bias=False, **to)
-            )
+        if decay == "head":
+            self.a_proj = nn.Linear(dim, H, bias=False, **to)
+        if decay == "channel":
+            self.a_proj = low_rank(dim, V, H * K, bias=False, **to)
         self.b_proj = (
             nn.Linear(dim, H, bias=False, **to) if rule == "delta" else None
         )
@@ -133,9 +133,7 @@ class LinearRecurrence(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
-        g = beta = gate = None
-        if self.decay is not None and self.a_proj is not None:
-            g = self.decay(self.a_proj(x))
+        g, beta, gate = self.log_decay(x), None, None
         if self.b_proj is not None:
             beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         if self.g_proj is not None:
@@ -146,9 +144,19 @@ class LinearRecurrence(Layer):
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=inputs)
 
+    def log_decay(self, x: Tokens) -> Tensor | None:
+        """g of these tokens, [B, T, H] or [B, T, H, K]; None without one."""
+        if self.decay is None:
+            return None
+        if self.a_proj is None:
+            return self.decay(x.new_zeros(*x.shape[:2], len(self.decay.A_log)))
+        return self.decay(self.a_proj(x))
+
     def fused_token(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        if self.decay is not None and self.a_proj is None:
+            return None
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
         return recurrent_token(x, norm, self, LinearRecurrence, state, modules)

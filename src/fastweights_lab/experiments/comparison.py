@@ -54,12 +54,14 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("gated_deltanet2",),
         {"gated_deltanet2": SLOW},
     ),
+    "gated delta, constant": _recurrence(decay="constant"),
 }
 """Each one's pattern of layers and their options.
 
 The first five are the same layer with another recurrence, Gated DeltaNet-2 is
 its own. "slow" are gates that start by keeping a hundred times as long as the
-published ones.
+published ones; a "constant" gate learns how long a head keeps what it holds,
+and no token changes it.
 """
 
 KINDS = (

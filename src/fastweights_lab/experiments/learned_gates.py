@@ -97,8 +97,8 @@ def recurrence_inputs(
     for (place, layer), x in zip(layers, seen, strict=True):
         q, k, v, _ = layer.convolution(layer.qkv_proj(x))
         inputs = {"q": q, "k": k, "v": v}
-        if layer.decay is not None and layer.a_proj is not None:
-            inputs["g"] = layer.decay(layer.a_proj(x))
+        if (g := layer.log_decay(x)) is not None:
+            inputs["g"] = g
         if layer.b_proj is not None:
             logits = layer.b_proj(x)
             inputs["beta"] = write_strength(logits, layer.allow_neg_eigval)
