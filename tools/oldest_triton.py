@@ -68,9 +68,11 @@ def main() -> None:
         kind = Kind(gpu, dtype, *sizes, *rule)
         beta = fp32 if delta and not erase else None
         strengths = fp32 if gate else None, beta, dtype if erase else None
-        given = (dtype, dtype, dtype, *strengths, state, offsets)
+        tensors = dtype, dtype, dtype, *strengths, state, offsets
+        given = stages.Given(*tensors)
         launches = stages.forward_schedule(kind, given, True).launches
-        back = stages.backward_schedule(kind, (*given, dtype, state), True)
+        given = given._replace(do=dtype, dstate=state)
+        back = stages.backward_schedule(kind, given, True)
         for one in launches + back.launches:
             number += 1
             try:

@@ -44,6 +44,15 @@ class Operands(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
+class OperatorOptions(NamedTuple):
+    """What the recurrence's operator and its backends take beside them."""
+
+    scale: float
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    backend: str = "auto"  # as the caller has it
+    invariant: bool = False  # ops.invariance
+
+
 def check_arguments(
     operands: Operands,
     *,

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.arguments import Operands
+from fastweights.arguments import Operands, OperatorOptions
 from fastweights.checks import relative_error
 from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.recurrence import backend as kernels
@@ -191,7 +191,8 @@ class RoundedChunks(torch.autograd.Function):
         ctx.inputs = Operands(*inputs)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
-            o, state, ctx.saved = torch_backend.forward(ctx.inputs, 0.3, 64)
+            found = torch_backend.forward(ctx.inputs, OperatorOptions(0.3))
+            o, state, ctx.saved = found
         return o, state
 
     @staticmethod
@@ -199,7 +200,7 @@ class RoundedChunks(torch.autograd.Function):
         patch = pytest.MonkeyPatch.context
         with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
             grads = torch_backend.backward(
-                do, dstate, ctx.inputs, ctx.saved, 0.3, 64
+                do, dstate, ctx.inputs, ctx.saved, OperatorOptions(0.3)
             )
         found = iter(grads)
         return tuple(x if x is None else next(found) for x in ctx.inputs[:7])
@@ -525,9 +526,10 @@ def test_offsets_that_lie_reach_no_other_memory(
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     inputs = Operands(*map(x.get, names), guarded.like(offsets))
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
-    o, state, saved = kernels.forward(inputs, 1.0, 16)
+    options = OperatorOptions(1.0, 16)
+    o, state, saved = kernels.forward(inputs, options)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
-    grads = kernels.backward(do, dstate, inputs, saved, 1.0, 16)
+    grads = kernels.backward(do, dstate, inputs, saved, options)
     assert all(t.isfinite().all() for t in (o, state, *grads))
     guarded.hold()
 
@@ -822,8 +824,9 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
 
     monkeypatch.setattr(Room, "empty", remembered)
     inputs = Operands(*map(x.get, names))
-    *_, saved = kernels.forward(inputs, scale, C)
-    kernels.backward(do, dstate, inputs, saved, scale, C)
+    options = OperatorOptions(scale, C)
+    *_, saved = kernels.forward(inputs, options)
+    kernels.backward(do, dstate, inputs, saved, options)
     for name, ref in (
         ("Aqk", Aqk),
         ("R", R),

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
 from fastweights import ops
+from fastweights.arguments import Operands, OperatorOptions
 from fastweights.checks import relative_error
 
 BACKENDS = ("loop", "torch")
@@ -27,6 +28,12 @@ BACKWARD = torch.ops.fastweights.linear_recurrence_backward.default
 MEMBERS = list(itertools.product(GATES, RULES))
 members = pytest.mark.parametrize(("gate", "rule"), MEMBERS)
 backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def test_the_operator_has_its_groups_in_their_order():
+    """PyTorch hands them over one after the other."""
+    names = [x.name for x in FORWARD._schema.arguments]
+    assert names == [*Operands._fields, *OperatorOptions._fields]
 
 
 # H, HV, K, V

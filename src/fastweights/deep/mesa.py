@@ -11,6 +11,7 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.arguments import (
     Operands,
+    OperatorOptions,
     check_kinds,
     check_packed,
     check_sizes,
@@ -198,7 +199,9 @@ def solve(
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
         operands = Operands(x, weighted, k, g, None, None, H0, cu_seqlens)
-        options = (1.0, None, solver.backend, is_invariant())
+        options = OperatorOptions(
+            scale=1.0, backend=solver.backend, invariant=is_invariant()
+        )
         return RECURRENCE.forward(*operands, *options)[0]
 
     x, r, p = torch.zeros_like(b), b, b

@@ -27,32 +27,33 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fastweights.arguments import DEFAULT_CHUNK_SIZE
+from fastweights.arguments import OperatorOptions
 from fastweights.torch_internals import dispatch_modes
 
-Shape = Any  # torch.Size, or None
 
-
-def _sizes(*arguments: Any) -> tuple[tuple[int, ...], bool]:
+def _sizes(
+    shapes: Any, options: OperatorOptions
+) -> tuple[tuple[int, ...], bool]:
     """B, T, HV, K, V and C of operands' shapes, and whether a rule erases."""
-    q, _, v, _, beta, erase, _, _, _, chunk_size, *_ = arguments
-    (B, T, _, K), (HV, V), C = q, v[2:], chunk_size or DEFAULT_CHUNK_SIZE
-    return (B, T, HV, K, V, C), beta is not None or erase is not None
+    (B, T, _, K), (HV, V), C = shapes.q, shapes.v[2:], options.chunk_size
+    delta = shapes.beta is not None or shapes.erase is not None
+    return (B, T, HV, K, V, C), delta
 
 
-def forward(*arguments: Any, **named: Any) -> int:
+def forward(shapes: Any, options: OperatorOptions) -> int:
     """FLOPs of the operator fastweights::linear_recurrence."""
-    (B, T, HV, K, V, C), delta = _sizes(*arguments)
+    (B, T, HV, K, V, C), delta = _sizes(shapes, options)
     flops = 2 * (C * K + C * V + 2 * K * V)
     if delta:
         flops += 2 * (C * K + C * V + K * V) + C * C // 3
     return B * T * HV * flops
 
 
-def backward(do: Shape, dstate: Shape, *arguments: Any, **named: Any) -> int:
+def backward(
+    do: Any, dstate: Any, shapes: Any, saved: Any, options: OperatorOptions
+) -> int:
     """FLOPs of the operator fastweights::linear_recurrence_backward."""
-    *shapes, _, scale, chunk_size, _, _ = arguments
-    (B, T, HV, K, V, C), delta = _sizes(*shapes, scale, chunk_size)
+    (B, T, HV, K, V, C), delta = _sizes(shapes, options)
     products = 5 * K * V + 2 * C * V + 2 * C * K
     if delta:
         products += 3 * K * V + 3 * C * V + 2 * C * K

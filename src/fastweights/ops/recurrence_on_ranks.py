@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.arguments import Operands, check_arguments, check_values
+from fastweights.arguments import (
+    Operands,
+    OperatorOptions,
+    check_arguments,
+    check_values,
+)
 from fastweights.dtypes import without_autocast
 from fastweights.heads import state_shape
 from fastweights.ops.backends import (
@@ -23,7 +28,8 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
-    implementation,
+    Results,
+    functions_of,
     laid_out,
     make_operator,
     of_one_rank,
@@ -61,14 +67,14 @@ def recurrence_over_ranks(
     first = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
-        invariant = is_invariant()
-        finish = sums_final_states(ranks, cu_seqlens, invariant)
+        finish = sums_final_states(ranks, cu_seqlens, is_invariant())
         if initial_state is not None or finish:
             shard = shard_of(ranks, q, T, cu_seqlens)
             first = shard.initial_states(first)
         check_values(Operands(*tokens))
-        inputs = laid_out(Operands(*tokens, first, cu_seqlens), scale)
-        o, state = ON_RANKS(*inputs, chunk_size, backend, invariant)
+        given = Operands(*tokens, first, cu_seqlens)
+        given, options = laid_out(given, scale, chunk_size, backend)
+        o, state = ON_RANKS(*given, *options)
         if finish:
             state = shard.final_states(state)
         return o[:, :T], state
@@ -107,49 +113,50 @@ def sums_final_states(
     return cu_seqlens is not None or not gathers(ranks, invariant)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(operands: Operands, options: OperatorOptions) -> Results:
     """As of one rank; final states are those of all, unless to be summed.
 
     Also kept are the ranks' maps and the states that enter this one.
     """
-    *tensors, scale, chunk_size, _, invariant = arguments
-    q, *_, first, cu_seqlens = tensors
+    q, cu_seqlens = operands.q, operands.cu_seqlens
+    invariant = options.invariant
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
+    first: Any = operands.initial_state
     entering = first.clone(memory_format=torch.contiguous_format)
-    own = {"initial_state": entering, "cu_seqlens": exchange.cu_seqlens}
-    operands = Operands(*tensors)._replace(**own)
-    _, module, chunk_size = implementation("triton", q, chunk_size)
-    options = scale, chunk_size, invariant
+    own = _own(operands, entering, exchange)
     record_run("triton forward")
     with without_autocast(q):
-        o, state, saved = module.forward(operands, *options, exchange.forward)
+        o, state, saved = functions_of("triton").forward(
+            own, options, exchange.forward
+        )
     if not sums_final_states(_ranks(), cu_seqlens, invariant):
         state = exchange.last.to(state.dtype)
     return o, state, [*saved, exchange.maps, entering]
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *tensors, _, chunk_size, _, invariant = arguments
-    operands = Operands(*tensors)
+def _fake(operands: Operands, options: OperatorOptions) -> Results:
     q, _, v, _, beta, erase, first, cu_seqlens = operands
     assert first is not None
-    _, module, chunk_size = implementation("triton", q, chunk_size)
-    saved = module.empty_saved(operands, chunk_size, invariant, True)
+    saved = functions_of("triton").empty_saved(operands, options, True)
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
-    size = _ranks().size if gathers(_ranks(), invariant) else 1
+    size = _ranks().size if gathers(_ranks(), options.invariant) else 1
     maps = first.new_empty(size, *row)
     states = [torch.empty_like(first) for _ in range(2)]
     return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
 
 
 def _backward(
-    do: Tensor | None, dstate: Tensor | None, *arguments: Any
+    do: Tensor | None,
+    dstate: Tensor | None,
+    operands: Operands,
+    saved: list[Tensor],
+    options: OperatorOptions,
 ) -> list[Tensor]:
     """Gradients of the inputs, as of one rank."""
-    *tensors, saved, scale, chunk_size, _, invariant = arguments
-    q, *_, cu_seqlens = tensors
+    q, cu_seqlens = operands.q, operands.cu_seqlens
+    invariant = options.invariant
     *saved, maps, entering = saved
     leaving = torch.zeros_like(entering)
     summed = sums_final_states(_ranks(), cu_seqlens, invariant)
@@ -157,13 +164,18 @@ def _backward(
         leaving, dstate = leaving.copy_(dstate), None
     given = _ranks(), q, cu_seqlens, maps, dstate
     exchange = Exchange(*given, invariant=invariant)
-    own = {"initial_state": entering, "cu_seqlens": exchange.cu_seqlens}
-    operands = Operands(*tensors)._replace(**own)
-    _, module, chunk_size = implementation("triton", q, chunk_size)
-    options = scale, chunk_size, invariant, exchange.backward
+    own = _own(operands, entering, exchange)
     record_run("triton backward")
     with without_autocast(q):
-        return module.backward(do, leaving, operands, saved, *options)
+        return functions_of("triton").backward(
+            do, leaving, own, saved, options, exchange.backward
+        )
+
+
+def _own(operands: Operands, entering: Tensor, exchange: Exchange) -> Operands:
+    """Those of the rank's own tokens, and of the states that enter them."""
+    offsets = exchange.cu_seqlens
+    return operands._replace(initial_state=entering, cu_seqlens=offsets)
 
 
 def _ranks() -> Ranks:

@@ -5,6 +5,7 @@ It picks a backend: ``torch_backend/recurrence.py`` or ``kernels/recurrence``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
     Operands,
+    OperatorOptions,
     check_arguments,
     check_values,
 )
@@ -31,6 +33,8 @@ from fastweights.ops.registration import Operator
 from fastweights.packing import first_states
 from fastweights.torch_backend import recurrence as torch_backend
 
+Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
+
 
 def of_one_rank(
     operands: Operands,
@@ -42,18 +46,25 @@ def of_one_rank(
     check_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
     check_values(operands)
-    *inputs, scale = laid_out(operands, scale)
+    operands, options = laid_out(operands, scale, chunk_size, backend)
     if backend == "loop":
         record_run("loop forward")
         with without_autocast(operands.q):
-            return torch_backend.loop(Operands(*inputs), scale)
-    return RECURRENCE(*inputs, scale, chunk_size, backend, is_invariant())
+            return torch_backend.loop(operands, options.scale)
+    return RECURRENCE(*operands, *options)
 
 
-def laid_out(operands: Operands, scale: float | None) -> tuple[Any, ...]:
-    """The operands as an operator takes them, and the scale as a number."""
+def laid_out(
+    operands: Operands,
+    scale: float | None,
+    chunk_size: int | None,
+    backend: str,
+) -> tuple[Operands, OperatorOptions]:
+    """A call as an operator takes it."""
     q, k, v, g, beta, erase, *states = operands
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
+    options = OperatorOptions(scale, chunk_size, backend, is_invariant())
     # Views of a wider tensor are copied once, not in forward and backward.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if g is not None and g.dim() == 1:
@@ -61,73 +72,85 @@ def laid_out(operands: Operands, scale: float | None) -> tuple[Any, ...]:
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
     if erase is not None:
         erase = per_value_head(erase, v.shape[2]).contiguous()
-    return q, k, v, g, beta, erase, *states, scale
+    return Operands(q, k, v, g, beta, erase, *states), options
 
 
-def implementation(
-    backend: str, q: Tensor, chunk_size: int | None
-) -> tuple[str, ModuleType, int]:
-    """What runs: a backend, where its functions stand, tokens per chunk."""
-    chosen = recurrence_backend(backend, q)
-    module: ModuleType = torch_backend
-    if chosen == "triton":
-        from fastweights.kernels.recurrence import backend as module
-    return chosen, module, chunk_size or DEFAULT_CHUNK_SIZE
+@functools.cache
+def functions_of(backend: str) -> ModuleType:
+    """Where a backend's functions stand; kernels are imported if they run."""
+    if backend == "triton":
+        from fastweights.kernels.recurrence import backend as kernels
+
+        return kernels
+    return torch_backend
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(operands: Operands, options: OperatorOptions) -> Results:
     """What a backend computes, and what its backward re-uses."""
-    *tensors, scale, chunk_size, backend, invariant = arguments
-    operands = Operands(*tensors)
-    chosen, module, chunk_size = implementation(
-        backend, operands.q, chunk_size
-    )
-    record_run(f"{chosen} forward")
+    backend = recurrence_backend(options.backend, operands.q)
+    record_run(f"{backend} forward")
     with without_autocast(operands.q):
-        return module.forward(operands, scale, chunk_size, invariant)
+        return functions_of(backend).forward(operands, options)
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *tensors, _, chunk_size, backend, invariant = arguments
-    operands = Operands(*tensors)
+def _fake(operands: Operands, options: OperatorOptions) -> Results:
     q, _, v, *_, initial_state, cu_seqlens = operands
-    _, module, chunk_size = implementation(backend, q, chunk_size)
-    saved = module.empty_saved(operands, chunk_size, invariant)
+    backend = recurrence_backend(options.backend, q)
+    saved = functions_of(backend).empty_saved(operands, options)
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
 
 def _backward(
-    do: Tensor | None, dstate: Tensor | None, *arguments: Any
+    do: Tensor | None,
+    dstate: Tensor | None,
+    operands: Operands,
+    saved: list[Tensor],
+    options: OperatorOptions,
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
-    *tensors, saved, scale, chunk_size, backend, invariant = arguments
-    operands = Operands(*tensors)
-    chosen, module, chunk_size = implementation(
-        backend, operands.q, chunk_size
-    )
-    record_run(f"{chosen} backward")
+    backend = recurrence_backend(options.backend, operands.q)
+    record_run(f"{backend} backward")
     with without_autocast(operands.q):
-        return module.backward(
-            *(do, dstate, operands, saved), scale, chunk_size, invariant
+        return functions_of(backend).backward(
+            do, dstate, operands, saved, options
         )
 
 
-def make_operator(name: str, *functions: Callable) -> Operator:
-    forward, fake, backward = functions
+def make_operator(
+    name: str, forward: Callable, fake: Callable, backward: Callable
+) -> Operator:
+    """Of functions of operands and options, which PyTorch hands over flat."""
+    n = len(Operands._fields)
+
+    def grouped(function: Callable) -> Callable:
+        def call(*flat: Any, **_: Any) -> Any:
+            options = OperatorOptions._make(flat[n:])
+            return function(Operands._make(flat[:n]), options)
+
+        return call
+
+    def grouped_back(function: Callable) -> Callable:
+        def call(do: Any, dstate: Any, *flat: Any, **_: Any) -> Any:
+            operands, saved = Operands._make(flat[:n]), flat[n]
+            options = OperatorOptions._make(flat[n + 1 :])
+            return function(do, dstate, operands, saved, options)
+
+        return call
+
     return Operator(
         name,
         "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
         "Tensor? erase, Tensor? initial_state, Tensor? cu_seqlens",
-        "float scale, int? chunk_size, str backend, bool invariant",
+        "float scale, int chunk_size, str backend, bool invariant",
         "Tensor o, Tensor state, Tensor[] saved",
         hidden=1,
         kept=1,
-        forward=forward,
-        fake=fake,
-        backward=backward,
+        forward=grouped(forward),
+        fake=grouped(fake),
+        backward=grouped_back(backward),
         instead='only backend="loop" has',
-        flops=(flops.forward, flops.backward),
+        flops=(grouped(flops.forward), grouped_back(flops.backward)),
     )
 
 

@@ -24,11 +24,12 @@ from fastweights.ranks.shard import choose, shard_of
 class Exchange:
     """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both take compose_kernel's tensors, and the launches that are left to them
-    as schedule.Schedule says. ``maps`` are those that prefix_over_ranks
-    returns, ``last`` is the state that leaves the last rank if maps are
-    gathered, and ``dstate`` this rank's part in its gradient. If it is
-    ``invariant``, equal ranks of a batch compose in turn: see compose_all.
+    Both take compose_kernel's tensors, a stages.Passing, and the launches
+    that are left to them as schedule.Schedule says. ``maps`` are those that
+    prefix_over_ranks returns, ``last`` is the state that leaves the last rank
+    if maps are gathered, and ``dstate`` this rank's part in its gradient. If
+    it is ``invariant``, equal ranks of a batch compose in turn: see
+    compose_all.
     """
 
     last: Any  # a Tensor, or None
@@ -70,28 +71,27 @@ class Exchange:
 
     def forward(
         self,
-        tensors: list[Any],
+        passing: Any,
         compose: Callable[..., None],
         overlap: Callable[[], None],
-        arrive: Callable[[Tensor], None],
+        arrive: Callable[..., None],
     ) -> None:
         """Make of ``entering`` what enters this rank's sequences."""
-        entering, _, leaving, maps, through = tensors
-        size, s = self.ranks.size, self.shard
+        entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
-            given = tensors, compose, first, range(size)
-            self.last = self.compose_all(*given)
-            wide = 1 if maps is None else maps.shape[-1]
+            order = range(size)
+            self.last = self.compose_all(passing, compose, first, order)
+            wide = 1 if passing.maps is None else passing.maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
             self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
         compose()
-        B = leaving
+        B = passing.leaving
         if s:
             sends = s.sends & (self.T > 0)
             B = choose(sends, B.index_select(0, s.outgoing), 0)
-        M = self.own_map(through, B)
+        M = self.own_map(passing.through, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
             self.ranks, M, B, matrix, self.invariant, overlap
@@ -102,24 +102,23 @@ class Exchange:
 
     def backward(
         self,
-        tensors: list[Any],
+        passing: Any,
         compose: Callable[..., None],
         overlap: Callable[[], None],
-        arrive: Callable[[Tensor], None],
+        arrive: Callable[..., None],
     ) -> None:
         """Make of ``entering`` the gradient of what leaves the sequences."""
-        entering, _, leaving, *_ = tensors
-        size, s = self.ranks.size, self.shard
+        entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             grad = torch.zeros_like(entering)
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
-            self.compose_all(tensors, compose, grad, order)
+            self.compose_all(passing, compose, grad, order)
             overlap()
             return
         compose()
-        D = leaving
+        D = passing.leaving
         if s:
             receives = s.receives & (self.T > 0)
             D = choose(receives, D.index_select(0, s.incoming), 0)
@@ -136,7 +135,7 @@ class Exchange:
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
-        arrive: Callable[[Tensor], None],
+        arrive: Callable[..., None],
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
@@ -146,11 +145,11 @@ class Exchange:
             entering += arriving
         else:
             arriving = entering.copy_(state)
-        arrive(arriving)
+        arrive(entering=arriving)
 
     def compose_all(
         self,
-        tensors: list[Any],
+        passing: Any,
         compose: Callable[..., None],
         state: Tensor,
         order: range,
@@ -160,13 +159,15 @@ class Exchange:
         In this order, with the same kernel, from this state on. ``entering``
         becomes what enters this rank; what leaves the last is returned.
         """
-        entering, *given = tensors[:4]
-        gathered = [self.ranks.gather(x) for x in given if x is not None]
+        own = {"borders": passing.borders, "leaving": passing.leaving}
+        if passing.maps is not None:
+            own["maps"] = passing.maps
+        gathered = {name: self.ranks.gather(x) for name, x in own.items()}
         for r in order:
             if r == self.ranks.rank:
-                entering.copy_(state)
-            theirs = [x[r].clone() for x in gathered]
-            compose(state, *theirs)
-            _, state, *_ = theirs
+                passing.entering.copy_(state)
+            theirs = {name: x[r].clone() for name, x in gathered.items()}
+            compose(entering=state, **theirs)
+            state = theirs["leaving"]
         compose()
         return state

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import Operands
+from fastweights.arguments import Operands, OperatorOptions
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import state_shape
 from fastweights.packing import (
@@ -88,9 +88,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
-def empty_saved(
-    operands: Operands, chunk_size: int, invariant: bool = False
-) -> list[Tensor]:
+def empty_saved(operands: Operands, options: OperatorOptions) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
     One token needs none of it, but to be ``invariant``: as many tensors,
@@ -99,8 +97,8 @@ def empty_saved(
     """
     q, _, v, _, beta, erase, *_ = operands
     B, T, HV = v.shape[:3]
-    at_once = T == 1 and not invariant
-    width = 0 if at_once else torch.sym_min(chunk_size, T)
+    at_once = T == 1 and not options.invariant
+    width = 0 if at_once else torch.sym_min(options.chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None and erase is None else 2
     return [
@@ -109,16 +107,14 @@ def empty_saved(
 
 
 def forward(
-    operands: Operands,
-    scale: float,
-    chunk_size: int,
-    invariant: bool = False,
+    operands: Operands, options: OperatorOptions
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
+    scale, chunk_size, _, invariant = options
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
-    saved = empty_saved(operands, chunk_size, invariant)
+    saved = empty_saved(operands, options)
     at_once = v.shape[1] == 1 and not invariant
     if at_once and (found := sequences(cu_seqlens, 1)):
         [(n, _)] = found
@@ -150,15 +146,14 @@ def backward(
     dstate: States | None,
     operands: Operands,
     saved: list[Tensor],
-    scale: float,
-    chunk_size: int,
-    invariant: bool = False,
+    options: OperatorOptions,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 
     Each has its input's shape and dtype. do or dstate is None where nothing
     depends on that output.
     """
+    scale, chunk_size, _, invariant = options
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
     do = torch.zeros_like(v) if do is None else do

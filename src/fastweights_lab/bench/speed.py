@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.arguments import Operands, OperatorOptions
 from fastweights.compat import fla as compat
 from fastweights.ops.flops import forward as chunk_flops
 from fastweights_lab.bench import nvidia_kda
@@ -188,7 +189,8 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved += size * H * K * (member == "rwkv7")  # a and b
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
     erase = q if member in ERASE else None
-    flops = chunk_flops(q, q, v, None, beta, erase, None, None, 1.0, CHUNK)
+    shapes = Operands._make([q, q, v, None, beta, erase, None, None])
+    flops = chunk_flops(shapes, OperatorOptions(1.0, CHUNK))
     return B * T * moved, flops
 
 

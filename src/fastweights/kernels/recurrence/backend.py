@@ -7,13 +7,17 @@ As :mod:`fastweights.torch_backend.recurrence` it has ``empty_saved``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.arguments import Operands, check_offsets_on_host
+from fastweights.arguments import (
+    Operands,
+    OperatorOptions,
+    check_offsets_on_host,
+)
 from fastweights.kernels.gpu import dot_precision, gpu_of
 from fastweights.kernels.recurrence import stages
 from fastweights.kernels.recurrence.schedule import (
@@ -22,8 +26,8 @@ from fastweights.kernels.recurrence.schedule import (
     compile_together,
 )
 from fastweights.kernels.recurrence.settings import Kind, lengths_of
+from fastweights.kernels.recurrence.stages import Given
 
-Given = Sequence[Tensor | None]  # in the order of stages.GIVEN
 Exchanging = Callable[..., None] | None  # a method of ranks.exchange
 
 
@@ -37,35 +41,31 @@ def kind_of(
 
     Of a traced call these may be symbols; heads and widths are numbers.
     """
-    q, _, v, g, beta, erase, _, offsets, *_ = given
-    assert q is not None and v is not None
-    B, T, H, K = q.shape
-    gate_width = 0 if g is None else 1 if g.dim() == 3 else int(K)
-    precision = dot_precision(q.dtype, int(K))
-    heads = (int(H), int(v.shape[2]), int(K), int(v.shape[3]))
-    delta = beta is not None or erase is not None
-    rest: Any = (gate_width, delta, chunk_size, precision, erase is not None)
+    q, v, g, offsets = given.q, given.v, given.g, given.cu_seqlens
+    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
+    heads = H, HV, K, V = int(H), int(HV), int(K), int(V)
+    gate_width = 0 if g is None else 1 if g.dim() == 3 else K
+    precision = dot_precision(q.dtype, K)
+    erases = given.erase is not None
+    delta = erases or given.beta is not None
+    rest: Any = (gate_width, delta, chunk_size, precision, erases, ranks)
     kind = Kind(gpu_of(q.device), q.dtype, *heads, *rest)
-    if ranks:
-        kind = kind._replace(ranks=True)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
 
 
-def dtypes_of(given: Given) -> stages.Dtypes:
-    return tuple([None if x is None else x.dtype for x in given])
+def dtypes_of(given: Given) -> Given:
+    return Given._make([None if x is None else x.dtype for x in given])
 
 
 def empty_saved(
-    operands: Operands,
-    chunk_size: int,
-    invariant: bool = False,
-    ranks: bool = False,
+    operands: Operands, options: OperatorOptions, ranks: bool = False
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
-    kind, sizes = kind_of(operands, chunk_size, invariant, ranks)
+    given, (_, chunk_size, _, invariant) = Given(*operands), options
+    kind, sizes = kind_of(given, chunk_size, invariant, ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
-    saved = stages.Rooms(kind, dtypes_of(operands)).saved
+    saved = stages.Rooms(kind, dtypes_of(given)).saved
     size = buffer_offsets((x.lines for x in saved), lengths)[-1]
     return allocate(saved, size, operands.q, lengths)
 
@@ -83,21 +83,21 @@ def aligned(x: Tensor | None) -> Tensor | None:
 
 
 def run(
-    inputs: Given,
+    inputs: Iterable[Tensor | None],
     saved: list[Tensor] | None,
-    scale: float,
-    chunk_size: int,
-    invariant: bool,
+    options: OperatorOptions,
     exchange: Exchanging = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward or, if it ``saved``, a backward; what is saved.
 
-    With a forward's kernels are compiled those of the backward that its
-    inputs will need, if they require a gradient, and only the outputs have
-    one. What a rank has to ``exchange`` is told in schedule.Schedule.
+    The inputs are those of Given, to a forward without the last two. With a
+    forward's kernels are compiled those of the backward that its inputs will
+    need, if they require a gradient, and only the outputs have one. What a
+    rank has to ``exchange`` is told in schedule.Schedule.
     """
-    with torch.cuda.device_of(inputs[0]):
-        given = [aligned(x) for x in inputs]
+    scale, chunk_size, _, invariant = options
+    given = Given(*[aligned(x) for x in inputs])
+    with torch.cuda.device_of(given.q):
         ranks = exchange is not None
         kind, sizes = kind_of(given, chunk_size, invariant, ranks)
         lengths, of = lengths_of(kind, *sizes), dtypes_of(given)
@@ -110,10 +110,9 @@ def run(
             together = [schedule]
             leaves = [x for x in given if x is not None and x.requires_grad]
             if leaves and not back:
-                needed = (*of, of[2], torch.float32 if ranks else None)
-                together.append(
-                    stages.backward_schedule(kind, needed, segmented)
-                )
+                dstate = torch.float32 if ranks else None
+                of = of._replace(do=of.v, dstate=dstate)
+                together.append(stages.backward_schedule(kind, of, segmented))
             compile_together(*together)
             schedule.load(kind.gpu.shared)
         return schedule(given, lengths, scale, saved, exchange)
@@ -121,9 +120,7 @@ def run(
 
 def forward(
     operands: Operands,
-    scale: float,
-    chunk_size: int,
-    invariant: bool = False,
+    options: OperatorOptions,
     exchange: Exchanging = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
@@ -131,8 +128,7 @@ def forward(
     Saved is one buffer, but in Triton's interpreter a tensor each.
     """
     check_offsets_on_host(operands.cu_seqlens, operands.q.shape[1])
-    options = chunk_size, invariant, exchange
-    made, saved = run(operands, None, scale, *options)
+    made, saved = run(operands, None, options, exchange)
     return made["o"], made["state"], saved
 
 
@@ -141,9 +137,7 @@ def backward(
     dstate: Tensor | None,
     operands: Operands,
     saved: list[Tensor],
-    scale: float,
-    chunk_size: int,
-    invariant: bool = False,
+    options: OperatorOptions,
     exchange: Exchanging = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
@@ -151,11 +145,10 @@ def backward(
     Each has its input's dtype. do or dstate is None where nothing depends on
     that output.
     """
-    _, _, v, g, beta, *_ = operands
+    g, beta = operands.g, operands.beta
     if do is None:
-        do = torch.zeros_like(v)
-    options = chunk_size, invariant, exchange
-    made, _ = run((*operands, do, dstate), saved, scale, *options)
+        do = torch.zeros_like(operands.v)
+    made, _ = run((*operands, do, dstate), saved, options, exchange)
     if g is not None and made["dg"].dim() < g.dim():  # the head's one channel
         made["dg"] = made["dg"].view_as(g)
     if beta is not None and made["dbeta"].dim() > beta.dim():  # by value tiles

@@ -98,9 +98,7 @@ def compose_map(maps, through, i_M, i_way, is_first, i_j, META: tl.constexpr):
 
 
 @triton.jit
-def compose_kernel(
-    entering, borders, leaving, maps, through, call, META: tl.constexpr
-):
+def compose_kernel(passing, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
     In place, fp32. borders [borders, HV, K, V] has what leaves a segment that
@@ -121,6 +119,7 @@ def compose_kernel(
     BACK: tl.constexpr = META.BACK
     NV: tl.constexpr = META.NV
     NM: tl.constexpr = META.NM if META.RANKS and META.DELTA else 0
+    entering, borders, leaving, maps, through = passing
     i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
     i_n, start, end, first = segment_before(i_b, call, META)
@@ -186,18 +185,17 @@ def compose_kernel(
 
 
 @triton.jit
-def arrive_kernel(
-    arriving, borders, leaving, through, call, META: tl.constexpr
-):
+def arrive_kernel(passing, call, META: tl.constexpr):
     """Add to all composed states what becomes there of one from a rank.
 
-    arriving [N, HV, K, V] enters with what compose_kernel had as entering;
-    each state has a program per value tile. The rest is compose_kernel's.
+    Entering is that one, beside what compose_kernel had as entering; each
+    state has a program per value tile. The rest is compose_kernel's.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     NV: tl.constexpr = META.NV
+    arriving, borders, leaving, _, through = passing
     i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_M % HV, i_M // HV
     i_n, start, end, first = segment_before(i_b, call, META)

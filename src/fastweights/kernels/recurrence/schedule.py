@@ -59,8 +59,8 @@ class Room:
             return *lengths[:2], *self.row
         return getattr(lengths, self.length), *self.row
 
-    def empty(self, q: Tensor, lengths: Lengths) -> Tensor:
-        return q.new_empty(self.shape(lengths), dtype=self.dtype)
+    def empty(self, q: Tensor, shape: tuple[IntLike, ...]) -> Tensor:
+        return q.new_empty(shape, dtype=self.dtype)
 
     def within(self, buffer: Tensor, start: int, lengths: Lengths) -> Tensor:
         """The tensor whose first byte is this one of a buffer."""
@@ -94,7 +94,7 @@ def buffer_offsets(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
 
-def regroup(group: tuple, members: Iterable[Any]) -> tuple:
+def regroup(group: tuple, members: Iterable[Any]) -> Any:
     """The members as a group with the names that this one has, if any."""
     return getattr(type(group), "_make", tuple)(members)
 
@@ -132,7 +132,7 @@ def allocate(
 ) -> list[Tensor]:
     """One buffer of ``size`` bytes; in Triton's interpreter a tensor each."""
     if INTERPRETED:
-        return [x.empty(q, lengths) for x in rooms]
+        return [x.empty(q, x.shape(lengths)) for x in rooms]
     return [q.new_empty(size, dtype=torch.uint8)]
 
 
@@ -218,9 +218,9 @@ class Schedule:
 
     Of a rank ``exchange`` are the launches from compose_kernel's up to
     arrive_kernel's, which a call leaves to what asks the other ranks: it is
-    given compose_kernel's first five arguments, and functions that run it, on
-    other tensors if it is given some; those after it; and arrive_kernel, on
-    what arrives.
+    given compose_kernel's tensors (stages.Passing), and functions that run
+    compose_kernel, those after it, and arrive_kernel: the first and the last
+    on other tensors, if they are given some by name.
     """
 
     launches: Sequence[Launch]
@@ -272,13 +272,14 @@ class Schedule:
         ]
 
     def prepare(self, lengths: Lengths) -> tuple[list, ...]:
-        """Returns (launches, offsets in saved, offsets in scratch, values)."""
+        """Launches, results, offsets in saved and in scratch, values."""
         programs = [x.programs.number(lengths) for x in self.launches]
         loaded = zip(self.kernels, programs, self.picks, strict=True)
         runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
+        made = [(x, x.shape(lengths)) for x in self.results]
         in_saved, in_scratch = (buffer_offsets(x, lengths) for x in self.lines)
         numbers = [x.number(lengths) for x in self.counts]
-        return runs, in_saved, in_scratch, [*numbers, *self.constants]
+        return runs, made, in_saved, in_scratch, [*numbers, *self.constants]
 
     def __call__(
         self,
@@ -294,8 +295,9 @@ class Schedule:
         """
         q = given[0]
         assert q is not None
-        runs, in_saved, in_scratch, numbers = self.prepared(lengths)
-        made = {x.name: x.empty(q, lengths) for x in self.results}
+        prepared = self.prepared(lengths)
+        runs, results, in_saved, in_scratch, numbers = prepared
+        made = {x.name: x.empty(q, shape) for x, shape in results}
         if saved is None:
             saved = allocate(self.saved, in_saved[-1], q, lengths)
         scratch = saved  # nothing of it, if nothing lies between
@@ -327,16 +329,20 @@ class Schedule:
         tensors |= views(self.saved, saved, in_saved, lengths)
         tensors |= views(self.scratch, scratch, in_scratch, lengths)
         first, last = self.exchange.start, self.exchange.stop
-        passed = self.launches[first].arguments[:5]
+        passing = self.launches[first].arguments[0]
 
-        def run_on(n: int, *others: Tensor) -> None:
+        def run_on(n: int, **others: Tensor) -> None:
             run, pick = runs[n]
-            at = [x if INTERPRETED else x.data_ptr() for x in others]
-            run(*at, *pick(values)[len(at) :])
+            own, *rest = pick(values)
+            at = {
+                name: x if INTERPRETED else x.data_ptr()
+                for name, x in others.items()
+            }
+            run(regroup(passing, own)._replace(**at), *rest)
 
         start(runs[:first], values)
         exchange(
-            [x and tensors[x.name] for x in passed],
+            regroup(passing, [x and tensors[x.name] for x in passing]),
             functools.partial(run_on, first),
             functools.partial(start, runs[first + 1 : last], values),
             functools.partial(run_on, last),

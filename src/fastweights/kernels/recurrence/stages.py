@@ -42,11 +42,14 @@ from fastweights.kernels.recurrence.schedule import (
 from fastweights.kernels.recurrence.settings import Kind, Meta, settings_of
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
-Dtypes = tuple[torch.dtype | None, ...]
-INPUTS = ("q", "k", "v", "g", "beta", "erase", "initial_state")
-GIVEN = (*INPUTS, "cu_seqlens", "do", "dstate")  # the last two to a backward
 T, N, L = Count("T"), Count("N"), Count("L")
 
+# A call's operands; and to a backward the gradients of its results.
+Given = namedtuple(
+    "Given",
+    "q k v g beta erase initial_state cu_seqlens do dstate",
+    defaults=(None, None),
+)
 # What travels together is one argument of a kernel. What a launch does not
 # have, or is not to write, is None.
 Inputs = namedtuple("Inputs", "q k g beta erase")
@@ -59,6 +62,9 @@ States = namedtuple("States", "initial_state border_states maps")
 Outputs = namedtuple(
     "Outputs", "o state h u", defaults=(None, None, None, None)
 )
+# What enters a call, passes the borders of its segments, and leaves it; the
+# segments' maps, and the products of those.
+Passing = namedtuple("Passing", "entering borders leaving maps through")
 Incoming = namedtuple("Incoming", "do dstate")
 ScanGrads = namedtuple("ScanGrads", "dv dbeta dh dinitial_state border_grads")
 # What the scans leave to intra_backward, and what that writes.
@@ -83,7 +89,7 @@ def sums_dbeta_by_tiles(kind: Kind) -> bool:
 class Rooms:
     """Every tensor of a forward and backward is a :class:`Room` here.
 
-    What they hold is in README.md. ``dtypes`` are those of the GIVEN tensors.
+    What they hold is in README.md. ``dtypes`` are those of the given tensors.
     A tensor that this kind of call does not have is None. Beyond README:
 
     row_beta       0 past a sequence's end
@@ -97,13 +103,13 @@ class Rooms:
     inputs, decayed, decays and call are groups.
     """
 
-    def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
+    def __init__(self, kind: Kind, dtypes: Given) -> None:
         H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
         low, fp32, delta = kind.dtype, torch.float32, kind.delta
         head, channel = kind.per_head, kind.per_channel
         gated, gates = head or channel, (HV, K) if channel else (HV,)
         NK = meta_of("intra_backward", kind).NK
-        given = dict.fromkeys(GIVEN) | dict(zip(GIVEN, dtypes, strict=False))
+        given = dtypes._asdict()
 
         def room(
             name: str,
@@ -184,9 +190,8 @@ class Rooms:
 class ScheduleBuilder:
     """A forward or backward, as its launches are written down."""
 
-    def __init__(self, kind: Kind, dtypes: Dtypes) -> None:
+    def __init__(self, kind: Kind, dtypes: Given) -> None:
         self.kind, self.rooms = kind, Rooms(kind, dtypes)
-        self.given = GIVEN[: len(dtypes)]
         self.launches: list[Launch] = []
 
     def add(
@@ -204,13 +209,18 @@ class ScheduleBuilder:
         NV = meta_of(stage, self.kind).NV
         self.add(stage, kernel, Count(of, self.kind.HV * NV), *groups)
 
-    def add_compose(self, stage: str, *states: Room | None) -> None:
-        """compose_kernel on its states; of ranks with programs of maps."""
-        kind, x = self.kind, self.rooms
+    def add_compose(self, stage: str, passing: Passing) -> None:
+        """compose_kernel; of ranks with programs of maps."""
+        kind = self.kind
         meta = meta_of(stage, kind)
         programs = meta.NV + (meta.NM if kind.ranks and kind.delta else 0)
         each = Count("borders", kind.HV * programs)
-        self.add(stage, compose_kernel, each, *states, x.maps, x.through)
+        self.add(stage, compose_kernel, each, passing)
+
+    def add_arrive(self, stage: str, passing: Passing) -> None:
+        """arrive_kernel, which needs none of the maps themselves."""
+        states = passing._replace(maps=None)
+        self.add_tiles(stage, arrive_kernel, "borders", states)
 
     def schedule(self, *results: Room | None) -> Schedule:
         """And zeros where a pack's results have tokens of no sequence."""
@@ -229,11 +239,11 @@ class ScheduleBuilder:
             ends = compose_kernel, arrive_kernel
             exchange = slice(*map(kernels.index, ends))
         saved = self.rooms.saved
-        return Schedule(self.launches, self.given, made, saved, exchange)
+        return Schedule(self.launches, Given._fields, made, saved, exchange)
 
 
 @lru_cache(maxsize=4096)
-def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
+def forward_schedule(kind: Kind, dtypes: Given, segmented: bool) -> Schedule:
     """Outputs, final states, and what is saved.
 
     ``segmented``: whether sequences may be cut into segments.
@@ -256,11 +266,11 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
         each = Count("borders", HV * programs)
         builder.add("segment_maps", scan_fwd_kernel, each, *groups)
-        groups = x.initial_state, x.border_states, x.state
-        builder.add_compose("compose", *groups)
+        ends = x.initial_state, x.border_states, x.state
+        passing = Passing(*ends, x.maps, x.through)
+        builder.add_compose("compose", passing)
         if kind.ranks:
-            groups = *groups, x.through
-            builder.add_tiles("arrive", arrive_kernel, "borders", *groups)
+            builder.add_arrive("arrive", passing)
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
     outputs = Outputs(o=x.o, state=x.state)
@@ -270,7 +280,7 @@ def forward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
 
 
 @lru_cache(maxsize=4096)
-def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
+def backward_schedule(kind: Kind, dtypes: Given, segmented: bool) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 
     That of beta in fp16 as what each value tile adds to it.
@@ -290,8 +300,9 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
         groups = x.decayed, x.decays, scores, None, incoming, grads
         each = Count("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, each, *groups)
-        groups = x.dstate, x.border_grads, x.dinitial_state
-        builder.add_compose("compose_backward", *groups)
+        ends = x.dstate, x.border_grads, x.dinitial_state
+        passing = Passing(*ends, x.maps, x.through)
+        builder.add_compose("compose_backward", passing)
     # Needs nothing of other ranks, and runs while they are asked.
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
@@ -299,9 +310,7 @@ def backward_schedule(kind: Kind, dtypes: Dtypes, segmented: bool) -> Schedule:
     groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.ranks:
-        stage = "arrive_backward"
-        groups = x.dstate, x.border_grads, x.dinitial_state, x.through
-        builder.add_tiles(stage, arrive_kernel, "borders", *groups)
+        builder.add_arrive("arrive_backward", passing)
     u, of_tiles, of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
         u, of_tiles, of_rows = x.u, x.dbeta, None
