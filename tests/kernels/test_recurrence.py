@@ -578,7 +578,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     found = []
     for value in values:
         switch(where, value)
-        inputs = (*(x[n] for n in names), None, None, None)
+        inputs = Operands(*(x[n] for n in names))
         kind, _ = kernels.kind_of(inputs, 16)
         found.append(settings_of("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
