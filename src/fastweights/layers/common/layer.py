@@ -98,16 +98,22 @@ class CheckedModule(nn.Module):
         super().__init_subclass__(**options)
         make = vars(cls).get("__init__")
         if make is not None:
-            package, *_ = cls.__module__.split(".")
-            ours = package in ("fastweights", "fastweights_lab")
-            cls.__init__ = _checked(make, ours)  # type: ignore[method-assign]
+            checked = _checked(make, is_ours(cls))
+            cls.__init__ = checked  # type: ignore[method-assign]
 
 
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
-    Each class has a function ``compute`` with these arguments, which have been
-    checked by then, and returns y and a new state.
+    Each class has ``dim`` and a function ``compute`` with these arguments,
+    which have been checked by then, and returns y and a new state. Which
+    fields a state has to have, and their shapes, is checked in layers of this
+    project only: a second layer, on the device "meta", tells. A constructor
+    from elsewhere is not called a second time.
+
+    With gradients a call leaves the state that came in as it was. Without
+    (torch.no_grad) it changes that state in place: to go on from one state
+    twice, give each call a ``state.clone()``.
     """
 
     dim: int
@@ -175,15 +181,30 @@ class Layer(CheckedModule):
         """
         return extrapolate(lambda T: self.outline(T).nbytes, T)
 
+    @property
+    def is_remade(self) -> bool:
+        """Whether its constructor may run again, for a state's shapes.
+
+        What the constructor of a layer from elsewhere does, and whether it
+        takes a device, is not known here.
+        """
+        return is_ours(type(self).__init__) and is_ours(self.compute)
+
     @torch.no_grad()
-    def outline(self, T: int) -> Any:
-        """A state after T tokens, on a device that holds no numbers."""
-        args, options = self._made_with
-        dtype = next((p.dtype for p in self.parameters()), None)
-        meta = torch.device("meta")
-        on_meta: dict[str, Any] = {"device": meta, "dtype": dtype}
-        layer = type(self)(*args, **options | on_meta)
-        return layer(torch.empty(1, T, self.dim, **on_meta))[1]
+    def outline(self, T: int) -> LayerState:
+        """A state after T tokens, on a device that holds no numbers.
+
+        A layer that is not remade reads T zeros where it is.
+        """
+        numbers = (p for p in self.parameters() if p.is_floating_point())
+        like, layer = next(numbers, torch.empty(0)), self
+        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        if self.is_remade:
+            place["device"] = torch.device("meta")
+            args, options = self._made_with
+            layer = type(self)(*args, **options | place)
+        _, state = layer(torch.zeros(1, T, self.dim, **place))
+        return state or LayerState()
 
     @functools.cached_property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -221,6 +242,12 @@ def extrapolate(after: Callable[[int], int], T: int) -> int:
         return after(T)
     per_token = (after(1024) - after(512)) // 512
     return after(1024) + per_token * (T - 1024)
+
+
+def is_ours(made: Any) -> bool:
+    """Whether a class or function is one of this project's."""
+    package, *_ = made.__module__.split(".")
+    return package in ("fastweights", "fastweights_lab")
 
 
 def is_spared_decay(name: str, parameter: Tensor) -> bool:

@@ -111,9 +111,10 @@ def check_input(
             f"x: got {x.dtype}, need embeddings, [B, T, {dim}] of a floating "
             "point dtype; token ids go to a LanguageModel"
         )
-    out = layer.o_proj
+    out = getattr(layer, "o_proj", None)
     if (
-        x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
+        out is not None
+        and x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
         and not under_autocast(x)
         and is_product(out, x)
     ):
@@ -143,7 +144,8 @@ def _check_state(
     """Raise unless it is a state of this layer for so many sequences.
 
     The fields that it needs, and the shapes of their rows, are what the layer
-    itself makes; in a graph and under torch.func they are not looked at.
+    itself makes, if it can be asked; in a graph and under torch.func they are
+    not looked at.
     """
     if not isinstance(state, LayerState):
         kind = type(state).__name__
@@ -170,7 +172,7 @@ def _check_state(
         check_accepted("state: accepted", state.accepted, x=x)
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
-    if not is_traced():
+    if not is_traced() and layer.is_remade:
         shapes = layer.row_shapes
         if tensors.keys() != shapes.keys():
             raise ValueError(
