@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -420,6 +421,34 @@ def test_tests_can_ask_which_backend_ran():
     fw.linear_recurrence(**x)
     assert inner == ["loop forward"]
     assert ran == ["torch forward", "torch backward", "loop forward"]
+
+
+def test_records_may_be_closed_in_any_order():
+    x = member("channel", "delta", T=20)
+    first, second = ops.record_backends(), ops.record_backends()
+    early, late = first.__enter__(), second.__enter__()
+    fw.linear_recurrence(**x)
+    first.__exit__(None, None, None)
+    fw.linear_recurrence(**x, backend="loop")
+    second.__exit__(None, None, None)
+    fw.linear_recurrence(**x)
+    assert early == ["torch forward"]
+    assert late == ["torch forward", "loop forward"]
+
+
+def test_a_record_of_one_thread():
+    x = member("channel", "delta", T=20)
+    call = functools.partial(fw.linear_recurrence, **x)
+    with (
+        ops.record_backends() as every,
+        ops.record_backends(threading.get_ident()) as own,
+    ):
+        other = threading.Thread(target=call, kwargs={"backend": "loop"})
+        other.start()
+        other.join()
+        call()
+    assert every == ["loop forward", "torch forward"]
+    assert own == ["torch forward"]
 
 
 def test_second_derivatives_are_refused_but_by_the_loop():

@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import threading
 import tracemalloc
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support import model_cases
 
 from fastweights.models.sampling import Sampling
+from fastweights.ops.backends import record_run
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import STEPS_PER_PREFILL
 from fastweights.serving.prefixes import Hasher, Prefixes
@@ -185,6 +187,19 @@ class Python:
 
     def __call__(self, step, states):
         return step(states)
+
+
+@pytest.mark.parametrize("own", ["triton", "torch"])
+def test_what_other_threads_run_decides_no_recording(own, monkeypatch):
+    def hidden(tokens):
+        other = threading.Thread(target=record_run, args=["loop forward"])
+        other.start()
+        other.join()
+        record_run(f"{own} forward")
+
+    m = model(("gated_deltanet",))
+    monkeypatch.setattr(m, "hidden", hidden)
+    assert batch.prefills_by_kernels(m) == (own == "triton")
 
 
 @pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])

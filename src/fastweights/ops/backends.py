@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,28 +184,35 @@ def widest_head(q: Tensor, K: int) -> int:
     return K // 2 if q.dtype == torch.float32 else K
 
 
-_records: list[list[str]] = []
+_records: dict[int, tuple[list[str], int | None]] = {}
+"""Each open record and the only thread that it listens to, by its id."""
 
 
 @contextmanager
-def record_backends() -> Iterator[list[str]]:
+def record_backends(thread: int | None = None) -> Iterator[list[str]]:
     """A list of what runs while it is open.
 
         with record_backends() as ran:
             o, state = fw.mamba2(q, k, v, g)
         print(ran)                              # ["torch forward"], say
 
+    Args:
+        thread: of this thread only (``threading.get_ident()``), else of all:
+            a backward on a GPU is in one of PyTorch's own.
+
     Yields:
         backend and pass of each operator, such as "torch backward".
     """
-    _records.append([])
+    ran: list[str] = []
+    _records[id(ran)] = ran, thread
     try:
-        yield _records[-1]
+        yield ran
     finally:
-        _records.pop()
+        del _records[id(ran)]
 
 
 def record_run(what: str) -> None:
     """Tell the open records what runs."""
-    for record in _records:
-        record.append(what)
+    for ran, thread in [*_records.values()]:
+        if thread in (None, threading.get_ident()):
+            ran.append(what)

@@ -8,6 +8,7 @@ again with whatever fits its size.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -184,7 +185,7 @@ def prefills_by_kernels(model: LanguageModel) -> bool:
     networks and PyTorch's backends read how long sequences are.
     """
     token = torch.zeros(1, 1, dtype=torch.int64)
-    with torch.no_grad(), record_backends() as ran:
+    with torch.no_grad(), record_backends(threading.get_ident()) as ran:
         model.hidden(token.to(model.embedding.weight.device))
     layers = [block.get_submodule("layer") for block in model.blocks]
     return {run.split()[0] for run in ran} == {"triton"} and all(
