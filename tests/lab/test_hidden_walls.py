@@ -7,7 +7,13 @@ import torch
 
 import fastweights as fw
 from fastweights.deep import networks, optimisers
-from fastweights.fast_weights import learn, online_learner, sgd, squared_error
+from fastweights.fast_weights import (
+    learn,
+    momentum_sgd,
+    online_learner,
+    sgd,
+    squared_error,
+)
 from fastweights_lab import records
 from fastweights_lab.experiments import hidden_walls
 
@@ -48,6 +54,53 @@ def test_the_network_is_the_library_s(text, chunk) -> None:
     got, _ = hidden_walls.network(slow, k, v, chunk)
     first = torch.arange(0, 24, chunk)
     torch.testing.assert_close(got[:, first], want[:, first, 0, 0])
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_momentum_is_titans_s(text, chunk) -> None:
+    k, v = text
+    slow = hidden_walls.network_start(torch.manual_seed(1), "momentum")
+    slow = [x[0].double() for x in slow]
+    slow[4] = torch.full_like(slow[4], 0.1).log()
+    slow[5] = torch.full_like(slow[5], 0.7).logit()
+    W1, b1, W2, b2 = (x.expand(2, *x.shape[1:])[:, None] for x in slow[:4])
+    start = (W1, b1[..., 0, :]), (W2, b2[..., 0, :])
+    learner = online_learner(
+        networks.network(torch.tanh),
+        squared_error,
+        optimisers.stale(momentum_sgd, chunk),
+    )
+    at = k[:, :, None]
+    rate, mu, zero = (
+        torch.full((2, 24, 1), x, dtype=k.dtype) for x in (0.1, 0.7, 0.0)
+    )
+    nothing = tuple(tuple(0 * x for x in layer) for layer in start)
+    _, (last, _) = learn(
+        learner, (start, nothing), at, at, v[..., None, None], rate, mu, zero
+    )
+    _, got = hidden_walls.network(slow, k, v, chunk, "momentum")
+    want = [x for layer in last for x in layer]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.flatten(), other.flatten())
+
+
+def test_muon_s_first_step_has_singular_values_of_one(text) -> None:
+    k, v = (x[:, :16] for x in text)
+    slow = hidden_walls.network_start(torch.manual_seed(1), "Muon")
+    slow = [x[0].double() for x in slow]
+    _, (W1, *_) = hidden_walls.network(slow, k, v, 16, "Muon")
+    rate = slow[4][0, 0].exp()
+    sizes = torch.linalg.svdvals((slow[0] - W1) / rate)
+    assert sizes.min() > 0.8 and sizes.max() < 1.2
+
+
+def test_the_walls_jump_in_the_middle() -> None:
+    half = hidden_walls.TOKENS // 2
+    k, v, _ = hidden_walls.tested(3)
+    new_k, new_v = hidden_walls.jumped(3)
+    assert torch.equal(new_k[:, :half], k[:, :half])
+    assert torch.equal(new_v[:, :half], v[:, :half])
+    assert not torch.equal(new_k[:, half:], k[:, half:])
 
 
 def test_the_triangular_solve_is_the_delta_rule(text) -> None:
@@ -91,7 +144,9 @@ def test_training_helps(monkeypatch) -> None:
 def test_the_program_prints_a_record(monkeypatch, capsys) -> None:
     monkeypatch.setattr(hidden_walls, "TOKENS", 64)
     monkeypatch.setattr(hidden_walls, "TEXTS", 2)
-    monkeypatch.setattr("sys.argv", ["hidden_walls", "16", "--steps", "1"])
+    monkeypatch.setattr(
+        "sys.argv", ["hidden_walls", "momentum", "--steps", "1"]
+    )
     hidden_walls.main()
     found = json.loads(capsys.readouterr().out)
     shipped = records.load("hidden_walls")

@@ -1,15 +1,15 @@
 """Walls: a text that hides two directions, and memories that read it once.
 
 Keys are directions in twelve dimensions. Every text hides two walls, planes
-through the origin. A key has the value 1 on the right side of both, -1 on the
-wrong side of both, and 0 elsewhere. A memory says what it expects of a key, is
+through the origin. A key has the value 1 on the bright side of both, -1 on the
+dark side of both, and 0 elsewhere. A memory says what it expects of a key, is
 told the value, and learns; its error is that of these guesses. What is slow is
 trained over many texts:
 
     python -m fastweights_lab.experiments.hidden_walls > hidden_walls.json
 
-is the record in ``data``: the network's trained starts, three seeds per size
-of a chunk. It takes a few minutes on one core.
+is the record in ``data``: the network's trained starts, three seeds per way
+of learning. It takes a few minutes on one core.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights.deep.newton_schulz import newton_schulz
+
 WIDTH, HIDDEN = 12, 16
 NUMBERS = WIDTH * HIDDEN + HIDDEN + HIDDEN + 1
 """Of the network."""
 
 TOKENS, TEXTS, SEEDS = 1024, 32, 3
-CHUNKS = 16, 64
+WAYS = {
+    "16": (16, "steps"),
+    "64": (64, "steps"),
+    "momentum": (16, "momentum"),
+    "Muon": (16, "Muon"),
+}
+"""To learn: the tokens of a chunk, and what is done with their gradients."""
 
 Keys = Float[Tensor, "*texts T K"]
 Values = Float[Tensor, "*texts T"]
@@ -48,36 +56,83 @@ def drawn(
 
 
 def network(
-    weights: Sequence[Tensor], k: Keys, v: Values, chunk: int = 1
+    weights: Sequence[Tensor],
+    k: Keys,
+    v: Values,
+    chunk: int = 1,
+    way: str = "steps",
 ) -> tuple[Values, list[Tensor]]:
     """Guesses and last weights of a network that learns as it reads.
 
     Args:
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
-            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of their
-            rates, [..., 4, 1, 1].
+            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, the logs of their
+            rates, [..., 4, 1, 1], and for momentum its logit [..., 1, 1].
         k, v: the text.
         chunk: tokens that take their gradients at the same weights.
+        way: "steps", the sum of the gradients; "momentum", as in Titans,
+            where a fraction of each token's step is repeated at the next;
+            "Muon": the sum's singular values are set to 1, in the first
+            matrix.
     """
-    W1, b1, W2, b2, logs = weights
-    r = logs.exp().unbind(-3)
+    *now, logs = weights[:5]
+    rates = logs.exp().unbind(-3)
+    if way == "momentum":
+        mu = weights[5].sigmoid()
+        later = torch.arange(chunk - 1, -1, -1).to(mu)[:, None]
+        repeated = (1 - mu ** (later + 1)) / (1 - mu)  # steps of a gradient
+        carried = mu * (1 - mu**chunk) / (1 - mu)  # of the last momentum
+        running = [torch.zeros_like(w) for w in now]
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
+        W1, b1, W2, b2 = now
         h = (x @ W1 + b1).tanh()
         guess = h @ W2 + b2
         e2 = guess - target[..., None]
         e1 = (e2 @ W2.mT) * (1 - h * h)
-        W2, b2 = W2 - r[2] * h.mT @ e2, b2 - r[3] * e2.sum(-2, keepdim=True)
-        W1, b1 = W1 - r[0] * x.mT @ e1, b1 - r[1] * e1.sum(-2, keepdim=True)
+        layers = (x, e1), (h, e2)
+        if way == "momentum":
+            steps = [
+                carried * m + step
+                for m, step in zip(
+                    running, gradients(layers, repeated), strict=True
+                )
+            ]
+            running = [
+                mu**chunk * m + step
+                for m, step in zip(
+                    running, gradients(layers, mu**later), strict=True
+                )
+            ]
+        else:
+            steps = gradients(layers)
+        if way == "Muon":
+            steps[0] = newton_schulz(steps[0])
+        now = [
+            w - rate * step
+            for w, rate, step in zip(now, rates, steps, strict=True)
+        ]
         said.append(guess[..., 0])
-    return torch.cat(said, -1), [W1, b1, W2, b2]
+    return torch.cat(said, -1), now
 
 
-def guesses(
-    weights: Sequence[Tensor], k: Keys, v: Values, chunk: int
-) -> Values:
-    """Of :func:`network`, alone."""
-    return network(weights, k, v, chunk)[0]
+def gradients(
+    layers: Sequence[tuple[Tensor, Tensor]], shares: Tensor | float = 1.0
+) -> list[Tensor]:
+    """Sums over a chunk, of each layer's inputs [..., C, n] and slopes.
+
+    In the order W, b, W, b; shares [..., C, 1] weigh the tokens.
+    """
+    found = []
+    for x, slopes in layers:
+        e = shares * slopes
+        found += [x.mT @ e, e.sum(-2, keepdim=True)]
+    return found
+
+
+def guesses(weights: Sequence[Tensor], k: Keys, v: Values, way: str) -> Values:
+    """Of :func:`network`, alone, by one of the ``WAYS``."""
+    return network(weights, k, v, *WAYS[way])[0]
 
 
 def delta_rule(x: Keys, v: Values, rate: Tensor | float) -> Values:
@@ -103,19 +158,26 @@ def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
     return v - u * L.diagonal(dim1=-2, dim2=-1)
 
 
-def network_start(source: torch.Generator, chunk: int = 16) -> list[Tensor]:
+def network_start(source: torch.Generator, way: str = "16") -> list[Tensor]:
     """An ordinary start, [SEEDS, 1, ...], with a rate per weight.
 
-    A longer chunk adds up more gradients, and starts with smaller rates.
+    A longer chunk adds up more gradients, and starts with smaller rates;
+    momentum starts at a half, and doubles them.
     """
+    chunk, steps = WAYS[way]
     rates = torch.tensor([3.0, 0.01, 0.01, 0.01]) * 16 / chunk
-    return [
+    if steps == "momentum":
+        rates = rates / 2
+    if steps == "Muon":  # a step's size does not depend on the errors
+        rates[0] = 0.05
+    start = [
         torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
         torch.randn(SEEDS, 1, 1, HIDDEN, generator=source) / 2,
         torch.randn(SEEDS, 1, HIDDEN, 1, generator=source) / HIDDEN**0.5,
         torch.zeros(SEEDS, 1, 1, 1),
         rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
+    return start + [torch.zeros(SEEDS, 1, 1, 1)] * (steps == "momentum")
 
 
 def trained(
@@ -149,6 +211,17 @@ def tested(texts: int = 128) -> tuple[Keys, Values, Tensor]:
     return drawn(texts, TOKENS, source=torch.Generator().manual_seed(99))
 
 
+def jumped(texts: int = 128) -> tuple[Keys, Values]:
+    """The same texts, with new walls from the middle on."""
+    k, v, _ = tested(texts)
+    source = torch.Generator().manual_seed(98)
+    new_k, new_v, _ = drawn(texts, TOKENS // 2, source=source)
+    half = TOKENS // 2
+    return torch.cat([k[:, :half], new_k], 1), torch.cat(
+        [v[:, :half], new_v], 1
+    )
+
+
 def errors(found: Values, v: Values, every: int = 32) -> Tensor:
     """Squared error per ``every`` tokens, over the texts: [..., n].
 
@@ -164,19 +237,18 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("chunks", nargs="*", type=int, default=CHUNKS)
+    parser.add_argument("ways", nargs="*", default=list(WAYS))
     parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
     found = {}
-    for chunk in arguments.chunks:
-        source = torch.Generator().manual_seed(0)
+    for way in arguments.ways:
         slow = trained(
-            functools.partial(guesses, chunk=chunk),
-            network_start(source, chunk),
+            functools.partial(guesses, way=way),
+            network_start(torch.Generator().manual_seed(0), way),
             0.03,
             arguments.steps,
         )
-        found[chunk] = [rounded(x) for x in slow]
+        found[way] = [rounded(x) for x in slow]
     print(json.dumps(found))
 
 
