@@ -69,10 +69,10 @@ def main() -> None:
         beta = fp32 if delta and not erase else None
         strengths = fp32 if gate else None, beta, dtype if erase else None
         tensors = dtype, dtype, dtype, *strengths, state, offsets
-        given = stages.Given(*tensors)
-        launches = stages.forward_schedule(kind, given, True).launches
-        given = given._replace(do=dtype, dstate=state)
-        back = stages.backward_schedule(kind, given, True)
+        dtypes = stages.CallTensors(*tensors)
+        launches = stages.forward_schedule(kind, dtypes, True).launches
+        dtypes = dtypes._replace(do=dtype, dstate=state)
+        back = stages.backward_schedule(kind, dtypes, True)
         for one in launches + back.launches:
             number += 1
             try:

@@ -109,10 +109,10 @@ def compile_stage(
     beta, erase = {"delta": (FP32, None), "erase": (None, low)}.get(
         rule, (None, None)
     )
-    given = stages.Given(low, low, low, gate, beta, erase, FP32, None)
-    forward = stages.forward_schedule(kind, given, True).launches
-    given = given._replace(do=low, dstate=FP32)
-    backward = stages.backward_schedule(kind, given, True).launches
+    dtypes = stages.CallTensors(low, low, low, gate, beta, erase, FP32, None)
+    forward = stages.forward_schedule(kind, dtypes, True).launches
+    dtypes = dtypes._replace(do=low, dstate=FP32)
+    backward = stages.backward_schedule(kind, dtypes, True).launches
     names = ["intra"] * (delta or DG > 0) + ["intra_strong"] * (DG > 1)
     names += ["segment_maps", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
@@ -263,10 +263,12 @@ def test_a_rank_takes_no_more_registers(tmp_path):
     gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
     sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)
     kind = Kind(gpu, low, *sizes, ranks=True)
-    given = stages.Given(low, low, low, FP32, FP32, None, FP32, torch.int64)
-    back = given._replace(do=low, dstate=FP32)
+    dtypes = stages.CallTensors(
+        low, low, low, FP32, FP32, None, FP32, torch.int64
+    )
+    back = dtypes._replace(do=low, dstate=FP32)
     schedules = (
-        stages.forward_schedule(kind, given, True),
+        stages.forward_schedule(kind, dtypes, True),
         stages.backward_schedule(kind, back, True),
     )
     launches = [

@@ -22,10 +22,10 @@ from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import backend, stages
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    Count,
+    CallNumber,
     Launch,
-    Room,
     Schedule,
+    TensorSpec,
     _allocate_scratch,
     buffer_offsets,
     compile_together,
@@ -39,9 +39,9 @@ from fastweights.kernels.recurrence.settings import (
     lengths_of,
     settings_of,
 )
-from fastweights.kernels.recurrence.stages import Given
+from fastweights.kernels.recurrence.stages import CallTensors
 
-T = Count("T")
+T = CallNumber("T")
 rules = pytest.mark.parametrize("rule", RULES)
 
 
@@ -63,7 +63,7 @@ def specialization(kernel, arguments):
 
 
 def is_room(x):
-    return isinstance(x, Room)
+    return isinstance(x, TensorSpec)
 
 
 def as_called(x, q, lengths):
@@ -77,10 +77,12 @@ def as_called(x, q, lengths):
 
 def schedules(x, ends, chunk_size=64):
     """The kernels' forward and backward of a call, and its lengths."""
-    given = Given(*(x.get(name) for name in Given._fields[:6]), *ends)
-    kind, sizes = backend.kind_of(given, chunk_size)
+    tensors = CallTensors(
+        *(x.get(name) for name in CallTensors._fields[:6]), *ends
+    )
+    kind, sizes = backend.kind_of(tensors, chunk_size)
     lengths = lengths_of(kind, *sizes)
-    kinds, segmented = backend.dtypes_of(given), lengths.borders > 0
+    kinds, segmented = backend.dtypes_of(tensors), lengths.borders > 0
     dstate = None if ends[0] is None else torch.float32
     back = kinds._replace(do=kinds.v, dstate=dstate)
     forward = stages.forward_schedule(kind, kinds, segmented)
@@ -187,7 +189,7 @@ class Constants:
 def two_launches(kernel, tma=False, **options):
     """From x to y, and from there to z."""
     x, y, z = (
-        Room(name, of, row, torch.float32)
+        TensorSpec(name, of, row, torch.float32)
         for name, of, row in (
             ("x", "tokens", (5,)),
             ("y", "slots", (50,)),
@@ -196,18 +198,23 @@ def two_launches(kernel, tma=False, **options):
     )
     rest, settings = (Constants(tma),), {"num_warps": 4} | options
     launches = [
-        Launch(kernel, Count("slots"), ((x, y), (None, T), *rest), settings),
         Launch(
-            kernel, Count("slots", 3, 2), (y, z, (SCALE, 6), *rest), settings
+            kernel, CallNumber("slots"), ((x, y), (None, T), *rest), settings
+        ),
+        Launch(
+            kernel,
+            CallNumber("slots", 3, 2),
+            (y, z, (SCALE, 6), *rest),
+            settings,
         ),
     ]
     return Schedule(launches, ["x", "absent"], [z], [])
 
 
 def run(schedule, scale=1.0):
-    given = [torch.ones(2, 3, 5), None]
-    made, _ = schedule(given, LENGTHS, scale, [torch.empty(0)])
-    return given[0], made["z"]
+    inputs = [torch.ones(2, 3, 5), None]
+    results, _ = schedule(inputs, LENGTHS, scale, [torch.empty(0)])
+    return inputs[0], results["z"]
 
 
 def test_addresses_and_constants():
@@ -344,7 +351,7 @@ def test_memory_for_descriptors():
 
 def test_tensors_of_a_buffer_are_aligned():
     sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("L", 129), ("T", 5)
-    rooms = [Room("x", of, (n,), torch.uint8) for of, n in sizes]
+    rooms = [TensorSpec("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
     lines = [x.lines for x in rooms]
     assert buffer_offsets(lines, lengths) == [0, 128, 256, 256, 512, 640]

@@ -11,8 +11,8 @@ from support.inputs import GATES, RULES, member, results
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages
 from fastweights.kernels.recurrence.schedule import (
-    Room,
     Schedule,
+    TensorSpec,
     regroup,
 )
 
@@ -34,7 +34,7 @@ class ByAddress:
 def at_address(x, value):
     if isinstance(x, tuple):
         return regroup(x, map(at_address, x, value))
-    return start_of(x.dtype, value) if isinstance(x, Room) else value
+    return start_of(x.dtype, value) if isinstance(x, TensorSpec) else value
 
 
 def start_of(dtype, address):

@@ -30,7 +30,7 @@ from fastweights.arguments import Operands, OperatorOptions
 from fastweights.checks import relative_error
 from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.recurrence import backend as kernels
-from fastweights.kernels.recurrence.schedule import Room
+from fastweights.kernels.recurrence.schedule import TensorSpec
 from fastweights.kernels.recurrence.settings import (
     lengths_of,
     settings_of,
@@ -816,13 +816,13 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
 
     # Every tensor of a forward and backward, those between stages too.
     found = {}
-    empty = Room.empty
+    empty = TensorSpec.empty
 
     def remembered(room, q, lengths):
         found[room.name] = empty(room, q, lengths)
         return found[room.name]
 
-    monkeypatch.setattr(Room, "empty", remembered)
+    monkeypatch.setattr(TensorSpec, "empty", remembered)
     inputs = Operands(*map(x.get, names))
     options = OperatorOptions(scale, C)
     *_, saved = kernels.forward(inputs, options)

@@ -12,8 +12,8 @@ from triton.compiler import ASTSource
 
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    Count,
-    Room,
+    CallNumber,
+    TensorSpec,
     regroup,
 )
 from fastweights.torch_internals import version_of
@@ -84,10 +84,10 @@ def source_of(launch):
     def kind(x, *path):
         if isinstance(x, tuple):
             return regroup(x, (kind(y, *path, i) for i, y in enumerate(x)))
-        if isinstance(x, Room):
+        if isinstance(x, TensorSpec):
             aligned[path] = [["tt.divisibility", 16]]
             return "*" + canonicalize_dtype(x.dtype)
-        if isinstance(x, Count):
+        if isinstance(x, CallNumber):
             return "fp32" if x == SCALE else "i32"
         constants[path] = x
         return "constexpr"

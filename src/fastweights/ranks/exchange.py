@@ -24,7 +24,7 @@ from fastweights.ranks.shard import choose, shard_of
 class Exchange:
     """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both take compose_kernel's tensors, a stages.Passing, and the launches
+    Both take compose_kernel's tensors, a stages.StatePassing, and the launches
     that are left to them as schedule.Schedule says. ``maps`` are those that
     prefix_over_ranks returns, ``last`` is the state that leaves the last rank
     if maps are gathered, and ``dstate`` this rank's part in its gradient. If

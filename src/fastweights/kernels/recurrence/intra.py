@@ -241,7 +241,7 @@ def intra_fwd_kernel(
             b_total += tl.sum(tl.log2(b_most))
         else:  # a map grows with steps over 2
             b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
-        tl.store(decays.bound + i_ch, b_total)
+        tl.store(decays.map_bound + i_ch, b_total)
 
 
 @triton.jit

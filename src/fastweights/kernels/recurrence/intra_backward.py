@@ -19,7 +19,7 @@ def is_marked(strong, i_c, i_h, META: tl.constexpr):
 
 
 @triton.jit
-def products_bwd(scanned, rows, i_ch, i_k, META: tl.constexpr):
+def products_bwd(scan_results, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Of the scores: dAqk, and -dAek, [BT, BT]. Through the states, [BT, BK]:
@@ -42,16 +42,18 @@ def products_bwd(scanned, rows, i_ch, i_k, META: tl.constexpr):
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
-        b_h = tl.load(scanned.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_dh = tl.load(scanned.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_u = tile.load_rows(scanned.u, rows, i_v, VALUES)  # [BT, BV]
-        b_do = tile.load_rows(scanned.do, rows, i_v, VALUES)  # [BT, BV]
+        b_h = tl.load(scan_results.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(scan_results.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_u = tile.load_rows(scan_results.u, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(scan_results.do, rows, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
         b_col = tl.dot(b_u, b_dhT, b_col, input_precision=PRECISION)
         if META.DELTA:
-            b_dv = tile.load_rows(scanned.dv, rows, i_v, VALUES)  # [BT, BV]
+            b_dv = tile.load_rows(
+                scan_results.dv, rows, i_v, VALUES
+            )  # [BT, BV]
             b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
         if META.GATED:
@@ -81,15 +83,15 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, strong, scanned, grads, call, META: tl.constexpr
+    g, decayed, decays, strong, scan_results, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
     From the states that enter the chunks, h, and the gradients of those
     that leave them, dh. u is v, or for the delta rule the errors, of which
     beta u is written. The value heads of the key head are summed here, in
-    fp32. Of the gradient of a gate per head every key tile writes its parts,
-    which gate_bwd_kernel adds up: dg [slots, HV, NK, 2, BT], and of
+    fp32. Of the gradient of a gate per head every key tile writes its part,
+    which gate_bwd_kernel adds up: dg_parts [slots, HV, NK, 2, BT], and of
     total dtotal [slots, HV, NK].
 
     A gate's gradient is a sum over the pairs of tokens that it stands
@@ -115,8 +117,8 @@ def intra_bwd_kernel(
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
     READ: tl.constexpr = GATES if PER_CHANNEL else KEYS
-    EXACT: tl.constexpr = scanned.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = scanned.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -126,7 +128,7 @@ def intra_bwd_kernel(
     if PER_CHANNEL:
         if is_marked(strong, i_c, i_h, META):
             return
-    dtype = scanned.do.dtype.element_ty
+    dtype = scan_results.do.dtype.element_ty
     o_t = tile.time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -135,7 +137,7 @@ def intra_bwd_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
-            scanned, rows, i_ch, i_k, META
+            scan_results, rows, i_ch, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
@@ -151,9 +153,9 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
             b_total = tl.load(decays.total + i_ch)
-            b_half, b_rest = gates.decay_in_parts(b_total, scanned.do)
+            b_half, b_rest = gates.decay_in_parts(b_total, scan_results.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if gates.is_weak(b_total, scanned.do) == 0:
+            if gates.is_weak(b_total, scan_results.do) == 0:
                 b_D = gates.decay_matrix(decays.G, i_ch, BT)
                 b_D *= b_weight[None, :]
             b_dAqk *= call.scale * b_D
@@ -221,8 +223,8 @@ def intra_bwd_kernel(
             i_part = i_ch * NK + i_k
             o_c = i_part * 2 * BT + tl.arange(0, BT)
             b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
-            tl.store(grads.dg + o_c, b_sums[0])
-            tl.store(grads.dg + BT + o_c, b_sums[1])
+            tl.store(grads.dg_parts + o_c, b_sums[0])
+            tl.store(grads.dg_parts + BT + o_c, b_sums[1])
             tl.store(grads.dtotal + i_part, b_dtotal)
         elif PER_CHANNEL:
             b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
@@ -251,13 +253,13 @@ def intra_bwd_kernel(
 
 
 @triton.jit
-def gate_bwd_kernel(parts, dtotal, dg, call, META: tl.constexpr):
+def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
     """One chunk of one value head: dg of a gate per head [T, HV].
 
     dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and dtotal. Of
-    parts: pairs_i, what row i reads from earlier tokens less what its column
-    gives to later ones; w_j, what token j writes as it arrives at the exit.
-    dtotal: what the entering state's decay gives.
+    dg_parts: pairs_i, what row i reads from earlier tokens less what its
+    column gives to later ones; w_j, what token j writes as it arrives at the
+    exit. dtotal: what the entering state's decay gives.
     """
     NUMBERS: tl.constexpr = META.number_tiles
     BT: tl.constexpr = META.BT
@@ -272,7 +274,7 @@ def gate_bwd_kernel(parts, dtotal, dg, call, META: tl.constexpr):
     b_dg = tl.zeros([BT], dtype=tl.float32)
     for i_k in tl.static_range(NK):
         i_part = tl.program_id(0).to(tl.int64) * NK + i_k
-        p_part = parts + i_part * 2 * BT + o_c
+        p_part = dg_parts + i_part * 2 * BT + o_c
         b_pairs += tl.load(p_part)
         b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
         b_dg += tl.load(dtotal + i_part)
@@ -339,7 +341,7 @@ def add_grads(
 
 @triton.jit
 def intra_bwd_strong_kernel(
-    inputs, decays, strong, scanned, grads, call, META: tl.constexpr
+    inputs, decays, strong, scan_results, grads, call, META: tl.constexpr
 ):
     """intra_bwd_kernel for a gate per channel, and the chunks it leaves out.
 
@@ -356,11 +358,11 @@ def intra_bwd_strong_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = scanned.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = scanned.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
-    dtype: tl.constexpr = scanned.do.dtype.element_ty
+    dtype: tl.constexpr = scan_results.do.dtype.element_ty
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -376,7 +378,7 @@ def intra_bwd_strong_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
-            scanned, rows, i_ch, i_k, META
+            scan_results, rows, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
@@ -422,7 +424,7 @@ def intra_bwd_strong_kernel(
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         shut = gates.shuts(b_total)
         b_r, b_c, m_A, first = gates.folded(
-            b_high, b_low, shut, scanned.do, True
+            b_high, b_low, shut, scan_results.do, True
         )
         sums, dscores = (b_row, b_col, b_de, b_pairs), (b_dAqk, b_dAek)
         sums = add_grads(

@@ -60,8 +60,8 @@ def channel_decays(decays, i_ch, x, META: tl.constexpr):
 def head_decays(decays, i_ch, x, META: tl.constexpr):
     """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
 
-    And whether the chunk is seen from half of its decay: then the rows are
-    inverses, and only one is loaded.
+    The last result says whether the chunk is seen from half of its decay:
+    then the rows are inverses, and only one is loaded.
     """
     b_total = tl.load(decays.total + i_ch)
     b_half, b_rest = gates.decay_in_parts(b_total, x)
@@ -76,7 +76,12 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
 
 @triton.jit
 def chunks_of(
-    program, initial_state, bound, call, MAP: tl.constexpr, META: tl.constexpr
+    program,
+    initial_state,
+    map_bound,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
 ):
     """Chunks: a program's sequence, its tokens, and its chunks.
 
@@ -108,7 +113,7 @@ def chunks_of(
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            bound, i_slot + first, i_hv, first, last, False, META
+            map_bound, i_slot + first, i_hv, first, last, False, META
         )
         reaches_all = reached == last - first
         if is_map & (reaches_all == 0):
@@ -251,7 +256,7 @@ def scan_fwd_kernel(
     is_map = i_v >= NV  # a program of M
     program = Program(i_x, i_hv, i_v, is_map)
     chunks = chunks_of(
-        program, states.initial_state, decays.bound, call, MAP, META
+        program, states.initial_state, decays.map_bound, call, MAP, META
     )
     b_S = enter(states, chunks, program, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
@@ -364,7 +369,12 @@ def scan_fwd_kernel(
 
 @triton.jit
 def chunks_back_of(
-    program, dinitial_state, bound, call, MAP: tl.constexpr, META: tl.constexpr
+    program,
+    dinitial_state,
+    map_bound,
+    call,
+    MAP: tl.constexpr,
+    META: tl.constexpr,
 ):
     """ChunksBack: as :func:`chunks_of`, of a scan from the last to the first.
 
@@ -398,7 +408,7 @@ def chunks_back_of(
         is_composed = whole
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            bound, i_slot + first, i_hv, first, last, True, META
+            map_bound, i_slot + first, i_hv, first, last, True, META
         )
         from_end &= reached == last - first
         last = first + reached
@@ -454,7 +464,7 @@ def scan_bwd_kernel(
     decays,
     scores,
     u,
-    incoming,
+    output_grads,
     grads,
     call,
     META: tl.constexpr,
@@ -498,14 +508,16 @@ def scan_bwd_kernel(
     i_r = i_hv if ERASE else i_h
     program = Program(i_x, i_hv, i_v, None)
     chunks = chunks_back_of(
-        program, grads.dinitial_state, decays.bound, call, MAP, META
+        program, grads.dinitial_state, decays.map_bound, call, MAP, META
     )
-    b_dS = enter_back(incoming.dstate, grads, chunks, program, call, MAP, META)
+    b_dS = enter_back(
+        output_grads.dstate, grads, chunks, program, call, MAP, META
+    )
 
     tokens = (chunks.start, chunks.end)
     t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
     t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
-    t_do = tile.sequence_tiles(incoming.do, tokens, VALUES)
+    t_do = tile.sequence_tiles(output_grads.do, tokens, VALUES)
     if PER_CHANNEL:
         t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
     if DELTA and (PER_CHANNEL or ERASE):
@@ -519,16 +531,18 @@ def scan_bwd_kernel(
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         i_ch = (chunks.i_slot + i_t) * HV + i_hv
-        b_dS_out = b_dS.to(incoming.do.dtype.element_ty)  # [BK, BV]
+        b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)  # [BK, BV]
         if not MAP:
             tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
         if PER_CHANNEL:  # back to where half of each channel has decayed
-            b_half, b_rest = channel_decays(decays, i_ch, incoming.do, META)
+            b_half, b_rest = channel_decays(
+                decays, i_ch, output_grads.do, META
+            )
             b_dS *= b_half
-            b_dS_out = b_dS.to(incoming.do.dtype.element_ty)
+            b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)
         elif PER_HEAD:
             b_half, b_rest, b_in, b_out, weak = head_decays(
-                decays, i_ch, incoming.do, META
+                decays, i_ch, output_grads.do, META
             )
 
         b_k = tile.load_chunk(t_k_out, tokens, c, i_h, 0, KEYS)
@@ -541,7 +555,7 @@ def scan_bwd_kernel(
         b_do_in = b_do
         if PER_HEAD:
             b_do_in *= b_in
-        b_do_in = b_do_in.to(incoming.do.dtype.element_ty)  # [BT, BV]
+        b_do_in = b_do_in.to(output_grads.do.dtype.element_ty)  # [BT, BV]
         b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
@@ -553,7 +567,7 @@ def scan_bwd_kernel(
             b_y *= tl.where(weak, b_half, b_out)
             if weak == 0:
                 b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
-                b_do_A = b_do.to(incoming.do.dtype.element_ty)
+                b_do_A = b_do.to(output_grads.do.dtype.element_ty)
         if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)

@@ -3,9 +3,9 @@
 Which kernels a call launches, and on what, follows from its dtypes, its
 widths and which arguments it has. To find that takes Python hundreds of
 microseconds, so it is done once per kind of call. Each call then multiplies:
-every tensor is :class:`Room` for so many rows, and every grid and number a
-:class:`Count`, in proportion to one of the call's
-:class:`fastweights.kernels.recurrence.settings.Lengths`.
+a :class:`TensorSpec` says how many rows each tensor has, and a
+:class:`CallNumber` what each grid and number is, in proportion to one of the
+call's :class:`fastweights.kernels.recurrence.settings.Lengths`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
 
 
 @dataclass(frozen=True)
-class Room:
-    """Room for a tensor: as many rows as the length of this name says.
+class TensorSpec:
+    """A tensor of every call: it has as many rows as the named length says.
 
-    Of "tokens" the first dimensions are B and T. Two of the same name in a
-    schedule are the same memory.
+    Of "tokens" the first dimensions are B and T. Two specs of the same name
+    in a schedule are the same memory.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Room:
     dtype: torch.dtype
 
     @property
-    def lines(self) -> Count:
+    def lines(self) -> CallNumber:
         size = prod(self.row) * self.dtype.itemsize
-        return Count(self.length, size, ALIGNMENT)
+        return CallNumber(self.length, size, ALIGNMENT)
 
     @staticmethod
     def data_ptr() -> int:
@@ -62,16 +62,16 @@ class Room:
     def empty(self, q: Tensor, shape: tuple[IntLike, ...]) -> Tensor:
         return q.new_empty(shape, dtype=self.dtype)
 
-    def within(self, buffer: Tensor, start: int, lengths: Lengths) -> Tensor:
-        """The tensor whose first byte is this one of a buffer."""
+    def view(self, buffer: Tensor, start: int, lengths: Lengths) -> Tensor:
+        """The tensor whose first byte is byte ``start`` of a buffer."""
         shape = self.shape(lengths)
         end = start + prod(shape) * self.dtype.itemsize
         return buffer[start:end].view(self.dtype).view(shape)
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number: ``times`` one of the call's lengths, over ``per``, up."""
+class CallNumber:
+    """A call's number: ``times`` one of its lengths, over ``per``, up."""
 
     length: str
     times: int = 1
@@ -82,10 +82,10 @@ class Count:
         return -(getattr(lengths, self.length) * -self.times // self.per)
 
 
-SCALE = Count("scale")  # the number that no length decides
+SCALE = CallNumber("scale")  # the number that no length decides
 
 
-def buffer_offsets(lines: Iterable[Count], lengths: Lengths) -> list[Any]:
+def buffer_offsets(lines: Iterable[CallNumber], lengths: Lengths) -> list[Any]:
     """Where tensors of so many lines begin in a buffer of them all.
 
     At last, the buffer's bytes.
@@ -102,12 +102,12 @@ def regroup(group: tuple, members: Iterable[Any]) -> Any:
 def stand_in(x: Any) -> Any:
     """An argument as Triton takes it to compile a kernel.
 
-    A :class:`Count` is 2 there: of 1, and of what 16 divides, Triton makes
-    kernels of their own. The scale is 1.0.
+    A :class:`CallNumber` is 2 there: of 1, and of what 16 divides, Triton
+    makes kernels of their own. The scale is 1.0.
     """
     if isinstance(x, tuple):
         return regroup(x, map(stand_in, x))
-    if isinstance(x, Count):
+    if isinstance(x, CallNumber):
         return 1.0 if x == SCALE else 2
     return x
 
@@ -128,37 +128,37 @@ def key(x: Any) -> tuple[type, Any]:
 
 
 def allocate(
-    rooms: Sequence[Room], size: int, q: Tensor, lengths: Lengths
+    specs: Sequence[TensorSpec], size: int, q: Tensor, lengths: Lengths
 ) -> list[Tensor]:
     """One buffer of ``size`` bytes; in Triton's interpreter a tensor each."""
     if INTERPRETED:
-        return [x.empty(q, x.shape(lengths)) for x in rooms]
+        return [x.empty(q, x.shape(lengths)) for x in specs]
     return [q.new_empty(size, dtype=torch.uint8)]
 
 
 def views(
-    rooms: Sequence[Room],
+    specs: Sequence[TensorSpec],
     buffers: list[Tensor],
     starts: Sequence[int],
     lengths: Lengths,
 ) -> dict[str, Tensor]:
-    """By name the tensors of what :func:`allocate` has made."""
-    names = [x.name for x in rooms]
+    """The tensors in what :func:`allocate` returned, by name."""
+    names = [x.name for x in specs]
     if INTERPRETED:
         return dict(zip(names, buffers, strict=False))
-    found = zip(rooms, starts, strict=False)
-    return {x.name: x.within(buffers[0], at, lengths) for x, at in found}
+    placed = zip(specs, starts, strict=False)
+    return {x.name: x.view(buffers[0], i, lengths) for x, i in placed}
 
 
 class Launch(NamedTuple):
-    """A kernel, its number of programs, and all that it is given, in order.
+    """A kernel, its number of programs, and its arguments, in order.
 
-    Of the arguments a :class:`Room` is an address, a :class:`Count` a number
-    of the call, and a tuple a group of either; all others are constants.
+    Of these a :class:`TensorSpec` becomes an address, a :class:`CallNumber` a
+    number, and a tuple a group of either; all others are constants.
     """
 
     kernel: Any
-    programs: Count
+    programs: CallNumber
     arguments: tuple[Any, ...]
     options: dict[str, int]  # num_warps and the like
 
@@ -169,8 +169,8 @@ class Launch(NamedTuple):
         which it does here; of a number, where it is not 1 and 16 does not
         divide it, at its type.
         """
-        of = [stand_in(x) for x in self.arguments]
-        return self.kernel.warmup(*of, grid=(1,), **self.options)
+        arguments = [stand_in(x) for x in self.arguments]
+        return self.kernel.warmup(*arguments, grid=(1,), **self.options)
 
     def fitting_kernel(self, shared: int) -> Any:
         """The compiled kernel, in at most so many bytes of shared memory.
@@ -185,16 +185,16 @@ class Launch(NamedTuple):
             kernel = torch_internals.compiled(self.compile)
         except Exception as error:
             raise RuntimeError(f"{name} does not compile: {error}") from error
-        taken = torch_internals.shared_bytes(kernel)
-        if taken <= shared:
+        size = torch_internals.shared_bytes(kernel)
+        if size <= shared:
             return kernel
         if stages == 1:
             raise RuntimeError(
-                f"{name} takes {taken} bytes of shared memory, and the GPU "
+                f"{name} takes {size} bytes of shared memory, and the GPU "
                 f'has {shared}; backend="torch" needs none'
             )
-        fewer = self.options | {"num_stages": stages - 1}
-        return self._replace(options=fewer).fitting_kernel(shared)
+        options = self.options | {"num_stages": stages - 1}
+        return self._replace(options=options).fitting_kernel(shared)
 
 
 def compile_together(*schedules: Schedule) -> None:
@@ -211,22 +211,22 @@ def compile_together(*schedules: Schedule) -> None:
 class Schedule:
     """The launches of one kind of call, and where their tensors lie.
 
-    A call hands over the tensors ``given``, q first. Each of its results has
-    memory of its own; what is saved for the backward is in one buffer, which
-    the forward makes and the backward is handed; all other tensors share one,
-    ``scratch``, that is freed after the last launch.
+    A call hands over the tensors of ``inputs``, q first. Each of its results
+    has memory of its own; what is saved for the backward is in one buffer,
+    which the forward makes and the backward is handed; all other tensors
+    share one, ``scratch``, that is freed after the last launch.
 
     Of a rank ``exchange`` are the launches from compose_kernel's up to
     arrive_kernel's, which a call leaves to what asks the other ranks: it is
-    given compose_kernel's tensors (stages.Passing), and functions that run
-    compose_kernel, those after it, and arrive_kernel: the first and the last
-    on other tensors, if they are given some by name.
+    given compose_kernel's tensors (stages.StatePassing), and functions that
+    run compose_kernel, those after it, and arrive_kernel: the first and the
+    last on other tensors, if they are given some by name.
     """
 
     launches: Sequence[Launch]
-    given: Sequence[str]
-    results: Sequence[Room]
-    saved: Sequence[Room]
+    inputs: Sequence[str]
+    results: Sequence[TensorSpec]
+    saved: Sequence[TensorSpec]
     exchange: slice | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
@@ -234,31 +234,34 @@ class Schedule:
         arguments = [x for launch in self.launches for x in launch.arguments]
         arguments = [*{key(x): x for x in arguments}.values()]
         groups = [x for x in arguments if isinstance(x, tuple)]
-        single = {key(x): x for x in flatten(arguments)}.values()
-        self.counts = [x for x in single if type(x) is Count and x != SCALE]
-        self.constants = [x for x in single if not isinstance(x, Room | Count)]
-        rooms = {x.name: x for x in single if isinstance(x, Room)}
-        names = [*self.given, *(x.name for x in self.results)]
+        members = {key(x): x for x in flatten(arguments)}.values()
+        numbers = [x for x in members if type(x) is CallNumber]
+        self.numbers = [x for x in numbers if x != SCALE]
+        self.constants = [
+            x for x in members if not isinstance(x, TensorSpec | CallNumber)
+        ]
+        specs = {x.name: x for x in members if isinstance(x, TensorSpec)}
+        names = [*self.inputs, *(x.name for x in self.results)]
         names += [x.name for x in self.saved]
-        self.scratch = [x for x in rooms.values() if x.name not in names]
+        self.scratch = [x for x in specs.values() if x.name not in names]
         names += [x.name for x in self.scratch]
-        order = [SCALE, *names, *self.counts, *self.constants, *groups]
+        order = [SCALE, *names, *self.numbers, *self.constants, *groups]
         indices = {key(x): i for i, x in enumerate(order)}
 
         def pick(group: tuple[Any, ...]) -> Callable[[list], tuple]:
-            at = [indices[key(x)] for x in group]
+            ids = [indices[key(x)] for x in group]
             # The interpreter finds members by name, compiled code by place,
             # and of one itemgetter makes no tuple.
-            if INTERPRETED or len(at) == 1:
-                return lambda values: regroup(group, [values[i] for i in at])
-            return itemgetter(*at)
+            if INTERPRETED or len(ids) == 1:
+                return lambda values: regroup(group, [values[i] for i in ids])
+            return itemgetter(*ids)
 
         self.groups = [pick(x) for x in groups]
         self.picks = [pick(x.arguments) for x in self.launches]
         buffers = self.saved, self.scratch
-        self.lines = [[x.lines for x in rooms] for rooms in buffers]
+        self.lines = [[x.lines for x in specs] for specs in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
-        self.prepared = lru_cache(maxsize=256)(self.prepare)
+        self.prepare_once = lru_cache(maxsize=256)(self.prepare)
 
     def load(self, shared: int) -> None:
         """Load its kernels, into so many bytes of shared memory per program.
@@ -272,18 +275,18 @@ class Schedule:
         ]
 
     def prepare(self, lengths: Lengths) -> tuple[list, ...]:
-        """Launches, results, offsets in saved and in scratch, values."""
+        """Launches, results' shapes, offsets in saved and scratch, values."""
         programs = [x.programs.number(lengths) for x in self.launches]
-        loaded = zip(self.kernels, programs, self.picks, strict=True)
-        runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in loaded]
-        made = [(x, x.shape(lengths)) for x in self.results]
+        launches = zip(self.kernels, programs, self.picks, strict=True)
+        runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in launches]
+        shapes = [(x, x.shape(lengths)) for x in self.results]
         in_saved, in_scratch = (buffer_offsets(x, lengths) for x in self.lines)
-        numbers = [x.number(lengths) for x in self.counts]
-        return runs, made, in_saved, in_scratch, [*numbers, *self.constants]
+        numbers = [x.number(lengths) for x in self.numbers]
+        return runs, shapes, in_saved, in_scratch, [*numbers, *self.constants]
 
     def __call__(
         self,
-        given: Sequence[Tensor | None],
+        inputs: Sequence[Tensor | None],
         lengths: Lengths,
         scale: float,
         saved: list[Tensor] | None = None,
@@ -293,11 +296,11 @@ class Schedule:
 
         The kernels are given addresses, but in Triton's interpreter tensors.
         """
-        q = given[0]
+        q = inputs[0]
         assert q is not None
-        prepared = self.prepared(lengths)
-        runs, results, in_saved, in_scratch, numbers = prepared
-        made = {x.name: x.empty(q, shape) for x, shape in results}
+        prepared = self.prepare_once(lengths)
+        runs, shapes, in_saved, in_scratch, numbers = prepared
+        results = {x.name: x.empty(q, shape) for x, shape in shapes}
         if saved is None:
             saved = allocate(self.saved, in_saved[-1], q, lengths)
         scratch = saved  # nothing of it, if nothing lies between
@@ -306,8 +309,8 @@ class Schedule:
         if INTERPRETED:
             values = [
                 scale,
-                *given,
-                *made.values(),
+                *inputs,
+                *results.values(),
                 *saved,
                 *scratch[: len(self.scratch)],
                 *numbers,
@@ -315,8 +318,8 @@ class Schedule:
         else:
             saved_at, scratch_at = saved[0].data_ptr(), scratch[0].data_ptr()
             values = [scale]
-            values += [0 if x is None else x.data_ptr() for x in given]
-            values += [x.data_ptr() for x in made.values()]
+            values += [0 if x is None else x.data_ptr() for x in inputs]
+            values += [x.data_ptr() for x in results.values()]
             values += [saved_at + x for x in in_saved[:-1]]
             values += [scratch_at + x for x in in_scratch[:-1]]
             values += numbers
@@ -324,31 +327,31 @@ class Schedule:
         start = start_with_scratch if self.tma else start_all
         if exchange is None or self.exchange is None:
             start(runs, values)
-            return made, saved
-        tensors = dict(zip(self.given, given, strict=True)) | made
-        tensors |= views(self.saved, saved, in_saved, lengths)
-        tensors |= views(self.scratch, scratch, in_scratch, lengths)
+            return results, saved
+        tensor_of = dict(zip(self.inputs, inputs, strict=True)) | results
+        tensor_of |= views(self.saved, saved, in_saved, lengths)
+        tensor_of |= views(self.scratch, scratch, in_scratch, lengths)
         first, last = self.exchange.start, self.exchange.stop
         passing = self.launches[first].arguments[0]
 
-        def run_on(n: int, **others: Tensor) -> None:
+        def run_on(n: int, **tensors: Tensor) -> None:
             run, pick = runs[n]
-            own, *rest = pick(values)
-            at = {
+            group, *arguments = pick(values)
+            replaced = {
                 name: x if INTERPRETED else x.data_ptr()
-                for name, x in others.items()
+                for name, x in tensors.items()
             }
-            run(regroup(passing, own)._replace(**at), *rest)
+            run(regroup(passing, group)._replace(**replaced), *arguments)
 
         start(runs[:first], values)
         exchange(
-            regroup(passing, [x and tensors[x.name] for x in passing]),
+            regroup(passing, [x and tensor_of[x.name] for x in passing]),
             functools.partial(run_on, first),
             functools.partial(start, runs[first + 1 : last], values),
             functools.partial(run_on, last),
         )
         start(runs[last + 1 :], values)
-        return made, saved
+        return results, saved
 
 
 def start_all(runs: list, values: list[Any]) -> None:

@@ -300,8 +300,8 @@ class Lengths(NamedTuple):
     """A call's lengths, and the numbers of things that follow from them.
 
     Every tensor between the kernels, every grid and every number that a
-    kernel is given is a multiple of one of these (``schedule.Room``,
-    ``schedule.Count``).
+    kernel is given is a multiple of one of these
+    (``schedule.TensorSpec``, ``schedule.CallNumber``).
     """
 
     B: IntLike
