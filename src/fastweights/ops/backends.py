@@ -214,5 +214,5 @@ def record_backends(thread: int | None = None) -> Iterator[list[str]]:
 def record_run(what: str) -> None:
     """Tell the open records what runs."""
     for ran, thread in [*_records.values()]:
-        if thread in (None, threading.get_ident()):
+        if thread is None or thread == threading.get_ident():
             ran.append(what)
