@@ -95,6 +95,26 @@ def test_it_is_its_equations(
         same(found, ref, EXACT)
 
 
+@members
+def test_views_are_copied_once_for_forward_and_backward(gate, rule):
+    """What is kept for the backward is the copy; results stay the same."""
+    x = member(gate, rule, T=20)
+    views = {name: scattered(t) for name, t in x.items()}
+    same(
+        results(fw.linear_recurrence, views),
+        results(fw.linear_recurrence, x),
+        0.0,
+    )
+    kept = []
+    for t in views.values():
+        t.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        fw.linear_recurrence(**views)
+    *kept, g = sorted(kept, key=lambda t: t.is_contiguous(), reverse=True)
+    assert len(kept) >= len(x) - 1 and all(t.is_contiguous() for t in kept)
+    assert g.is_contiguous() or gate == "fixed"  # of a number per head
+
+
 @backends
 @pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
 def test_any_scale_is_the_definitions(backend, scale):

@@ -61,17 +61,17 @@ def laid_out(
     backend: str,
 ) -> tuple[Operands, OperatorOptions]:
     """A call as an operator takes it."""
-    q, k, v, g, beta, erase, *states = operands
+    # Views of a wider tensor are copied once, not in forward and backward.
+    copied = [None if x is None else x.contiguous() for x in operands]
+    q, k, v, g, beta, erase, *states = Operands._make(copied)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
     options = OperatorOptions(scale, chunk_size, backend, is_invariant())
-    # Views of a wider tensor are copied once, not in forward and backward.
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
     if erase is not None:
-        erase = per_value_head(erase, v.shape[2]).contiguous()
+        erase = per_value_head(erase, v.shape[2])
     return Operands(q, k, v, g, beta, erase, *states), options
 
 
