@@ -3,6 +3,7 @@
 import inspect
 import math
 import pydoc
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.refused import refused
 import fastweights as fw
 from fastweights import feature_maps
 from fastweights.checks import relative_error
+from fastweights.ops.members import ARGS, shape_of
 from fastweights.reference import steps
 
 B, T, H, K, V = 2, 21, 2, 5, 4
@@ -59,6 +61,15 @@ def test_help_says_how_to_call_a_member(name):
     given = inspect.signature(function).parameters
     gate = f"    g: {NEED.get(name)} natural log of the decay"
     assert (gate in text) == ("g" in given)
+    args = text.partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
+    described = re.findall(r"^    ((?:\w+, )*\w+): ", args, re.M)
+    assert sorted(", ".join(described).split(", ")) == sorted(given)
+    if name in ("gated_deltanet", "kda"):  # also where only source is read
+        said = inspect.getdoc(inspect.unwrap(function))
+        _, _, own = said.partition("Args:\n")
+        shapes = {x: p.annotation for x, p in given.items() if x in ARGS}
+        lines = [f"    {x}: {shape_of(p)}{ARGS[x]}" for x, p in shapes.items()]
+        assert own.splitlines() == lines
     assert "    scale: factor on o; K**-0.5 if None" in text
     scale = 1.0 if name == "mamba2" else None
     shown = pydoc.render_doc(function, renderer=pydoc.plaintext)

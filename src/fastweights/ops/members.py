@@ -99,7 +99,8 @@ def shape_of(annotation: Any) -> str:
 def member(function: Member) -> Member:
     """Name what is behind ``options``: to help(), and where one is unknown.
 
-    What the function's docstring has under Args is of keywords of its own.
+    Of its arguments those that its docstring does not have under Args are
+    described as in ARGS, and those of all members as in SHARED.
     """
     every = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
@@ -118,7 +119,7 @@ def member(function: Member) -> Member:
     lines = [
         f"    {name}: {shape_of(annotation)}{ARGS[name]}"
         for name, annotation in named.items()
-        if name in ARGS
+        if name in ARGS and f"    {name}: " not in more
     ]
     lines += [more] if more else []
     given = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
@@ -350,7 +351,18 @@ def gated_deltanet(
     beta: PerHead,
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
-    """Forget by e^{g_t}, then correct by the delta rule (Yang et al. 2025)."""
+    """S_t = (I - beta_t k_t k_t^T) e^{g_t} S_{t-1} + beta_t k_t v_t^T.
+
+    Gated DeltaNet (Yang et al. 2025) forgets by e^{g_t}, then corrects by the
+    delta rule. Keys are of unit length, as it is published.
+
+    Args:
+        q: [B, T, H, K], of one dtype with k and v.
+        k: [B, T, H, K].
+        v: [B, T, HV, V]; HV is a multiple of H.
+        g: [B, T, HV] natural log of the decay, <= 0, in fp32 or q's dtype.
+        beta: [B, T, HV] write strength, in fp32 or q's dtype.
+    """
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
@@ -365,7 +377,18 @@ def kda(
     beta: PerHead,
     **options: Unpack[Options],
 ) -> tuple[Values, State]:
-    """Kimi Delta Attention (Kimi Team 2025): a gate per key channel."""
+    """S_t = (I - beta_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T.
+
+    Kimi Delta Attention (Kimi Team 2025) is Gated DeltaNet with a gate per key
+    channel. Keys are of unit length, as it is published.
+
+    Args:
+        q: [B, T, H, K], of one dtype with k and v.
+        k: [B, T, H, K].
+        v: [B, T, HV, V]; HV is a multiple of H.
+        g: [B, T, HV, K] natural log of the decay, <= 0, in fp32 or q's dtype.
+        beta: [B, T, HV] write strength, in fp32 or q's dtype.
+    """
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     return linear_recurrence(q, k, v, g, beta, **options)
