@@ -74,7 +74,7 @@ def check_arguments(
     check_operands(
         {"q": q},
         same={"k": k, "v": v, "erase": erase},
-        either={"g": g, "beta": beta},
+        same_or_fp32={"g": g, "beta": beta},
         states={state_name: initial_state},
         offsets={"cu_seqlens": cu_seqlens},
         extra_dtypes=state_dtypes,
@@ -137,16 +137,16 @@ def check_operands(
     first: dict[str, Tensor],
     *,
     same: Mapping[str, Tensor | None] | None = None,
-    either: Mapping[str, Tensor | None] | None = None,
+    same_or_fp32: Mapping[str, Tensor | None] | None = None,
     states: Mapping[str, Tensor | None] | None = None,
     offsets: Mapping[str, Tensor | None] | None = None,
     extra_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise for the first tensor of another type, dtype or device.
 
-    All lie on the device of the ``first``, which has one of DTYPES. Others
-    have the same dtype, either that or fp32, a state's (fp32, but fp64 if the
-    first is, or an extra one), or are offsets. None is not there.
+    All lie on the device of the ``first``, which has one of DTYPES. The
+    dtype of ``same`` is the first's, that of ``states`` fp32 (fp64 if the
+    first is) or an extra one. None stands for no tensor.
     """
     ((name, x),) = first.items()
     check_tensor(name, x)
@@ -157,7 +157,7 @@ def check_operands(
         full = narrow
     for tensors, dtypes in (
         (same, (narrow,)),
-        (either, (torch.float32, narrow)),
+        (same_or_fp32, (torch.float32, narrow)),
         (states, (full, *extra_dtypes)),
         (offsets, OFFSETS),
     ):
@@ -198,9 +198,9 @@ def check_names(
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
-    """Raise TypeError for the first of the arguments that is no tensor.
+    """Raise TypeError for the first argument that is no tensor.
 
-    Or none with a place in memory for every element.
+    A tensor has a place in memory for every element: check_tensor.
     """
     for name, x in tensors.items():
         check_tensor(name, x)
@@ -280,7 +280,7 @@ def check_states(
 ) -> None:
     """Raise unless they have these shapes, and the dtype of q's states.
 
-    Or an extra one.
+    One of the ``extra_dtypes`` will do as well.
     """
     check_tensors(states)
     check_operands({"q": q}, states=states, extra_dtypes=extra_dtypes)
@@ -325,7 +325,7 @@ def check_shapes(
 ) -> None:
     """Raise for the first tensor, by name, that has not the shape beside it.
 
-    Or is no tensor. What is None has no shape to check.
+    Raise too for what is no tensor. None has no shape to check.
     """
     for name, (x, shape) in expected.items():
         if x is not None:
@@ -351,7 +351,7 @@ def check_gate(
 ) -> None:
     """Refuse what is not one number per head and step, in fp32 or q's dtype.
 
-    Or in one of the ``others``.
+    One of the ``others`` will do as well.
     """
     check_dim(name, x, 3, "[B, T, HV]")
     dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
@@ -420,7 +420,7 @@ def check_packed(
 ) -> None:
     """Raise unless these are the offsets of a pack x [1, T, ...].
 
-    Or of ``total`` tokens, of which x is a part.
+    If x is a part of a pack, that has ``total`` tokens.
 
     Their values are read if they lie on a CPU and nothing is traced, where
     reading them costs no synchronisation.
@@ -457,12 +457,12 @@ def check_rows(
     if size is None or not is_readable(rows):
         return
     values = rows.tolist()
-    there = [i for i in values if 0 <= i < size]
-    if len(there) < len(values) and not none:
+    inside = [i for i in values if 0 <= i < size]
+    if len(inside) < len(values) and not none:
         raise ValueError(
             f"{name}: got {values}, need rows of the pool, 0 to {size - 1}"
         )
-    if len(set(there)) < len(there):
+    if len(set(inside)) < len(inside):
         raise ValueError(f"{name}: got {values}, need each row once")
 
 
@@ -490,31 +490,31 @@ def check_values(
         return
     _, k, v, g, beta, *_, cu_seqlens = operands
     named = {"initial_state": state_name}
-    given = {
+    tensors = {
         named.get(name, name): x
         for name, x in operands._asdict().items()
         if x is not None and name != "cu_seqlens"
     }
-    if not all(_has_values(x) for x in given.values()):
+    if not all(_has_values(x) for x in tensors.values()):
         return
-    wrong = [(name, x.isnan(), "numbers") for name, x in given.items()]
+    errors = [(name, x.isnan(), "numbers") for name, x in tensors.items()]
     if g is not None:
-        wrong.append(("g", g > 0, "g <= 0, the log of a decay"))
+        errors.append(("g", g > 0, "g <= 0, the log of a decay"))
     if beta is not None:
         # Unit keys and beta = 2 are right: both may have been rounded up.
-        most = 2 * (1 + 2 * torch.finfo(k.dtype).eps)
+        limit = 2 * (1 + 2 * torch.finfo(k.dtype).eps)
         step = k.to(compute_dtype(k.dtype))
         step = step.square().sum(-1)
         step = beta * step.repeat_interleave(v.shape[2] // k.shape[2], -1)
         need = "beta |k|^2 <= 2, above which the delta rule diverges"
-        wrong.append(("beta", step > most, need))
-    found = torch.stack([mask.any() for _, mask, _ in wrong]).tolist()
-    for (name, mask, need), there in zip(wrong, found, strict=True):
-        if there:
-            at = mask.nonzero()[0].tolist()
+        errors.append(("beta", step > limit, need))
+    flags = torch.stack([mask.any() for _, mask, _ in errors]).tolist()
+    for (name, mask, need), is_wrong in zip(errors, flags, strict=True):
+        if is_wrong:
+            index = mask.nonzero()[0].tolist()
             raise ValueError(
-                f"{name}: got {given[name][tuple(at)].item()} at {at}, "
-                f"need {need}"
+                f"{name}: got {tensors[name][tuple(index)].item()} at "
+                f"{index}, need {need}"
             )
     if cu_seqlens is not None:
         check_offsets(cu_seqlens.tolist(), v.shape[1])

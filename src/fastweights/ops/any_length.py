@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastweights.ops.registration import LIBRARY, registered
 
-Both = tuple[Tensor, Tensor]
-Like = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
+Results = tuple[Tensor, Tensor]
+Layout = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
 
-GIVEN = "a tensor"
+TENSOR = "a tensor"
 """What stands in the text of a call's arguments for each tensor."""
 
 SCHEMA = "str function, Tensor[] given, str arguments"
@@ -40,11 +40,11 @@ def is_open(T: int) -> bool:
 
 
 def call(
-    function: Callable[..., Both],
-    results: tuple[Like, Like],
+    function: Callable[..., Results],
+    results: tuple[Layout, Layout],
     *args: Any,
     **options: Any,
-) -> Both:
+) -> Results:
     """function(*args, **options) as one operator: an output and a state.
 
     ``results`` has the shape and dtype of each. The function is a module's.
@@ -52,24 +52,24 @@ def call(
     function's name as text, which can be saved with it.
     """
     arguments = args, options
-    given = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     text = repr(tree_map(_constant, arguments))
     name = f"{function.__module__}:{function.__name__}"
-    return FORWARD(name, given, text, *results[0], *results[1])
+    return FORWARD(name, tensors, text, *results[0], *results[1])
 
 
 def _constant(x: Any) -> Any:
     """What a graph keeps of an argument: of an open number its value."""
     if isinstance(x, Tensor):
-        return GIVEN
-    whole = isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
-    return operator.index(x) if whole else x
+        return TENSOR
+    is_integer = isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+    return operator.index(x) if is_integer else x
 
 
-def _called(function: str, given: Sequence[Tensor], arguments: str) -> Both:
-    tensors = iter(given)
+def _run(function: str, tensors: Sequence[Tensor], arguments: str) -> Results:
+    values = iter(tensors)
     args, options = tree_map(
-        lambda x: next(tensors) if x == GIVEN else x,
+        lambda x: next(values) if x == TENSOR else x,
         ast.literal_eval(arguments),
     )
     return pkgutil.resolve_name(function)(*args, **options)
@@ -77,17 +77,17 @@ def _called(function: str, given: Sequence[Tensor], arguments: str) -> Both:
 
 def _forward(
     function: str,
-    given: list[Tensor],
+    tensors: list[Tensor],
     arguments: str,
     *results: Any,
-) -> Both:
-    o, after = _called(function, given, arguments)
-    return o.contiguous(), after.contiguous()
+) -> Results:
+    o, state = _run(function, tensors, arguments)
+    return o.contiguous(), state.contiguous()
 
 
-def _fake(function, given, arguments, *results):
+def _fake(function, tensors, arguments, *results):
     shape, dtype, state_shape, state_dtype = results
-    o = given[0].new_empty(shape, dtype=dtype)
+    o = tensors[0].new_empty(shape, dtype=dtype)
     return o, o.new_empty(state_shape, dtype=state_dtype)
 
 
@@ -95,31 +95,31 @@ def _backward(
     do: Tensor,
     dstate: Tensor,
     function: str,
-    given: list[Tensor],
+    tensors: list[Tensor],
     arguments: str,
 ) -> list[Tensor]:
     """Gradients of all that are no integers, in order."""
     with torch.enable_grad():
-        given = [
-            x.detach().requires_grad_(x.is_floating_point()) for x in given
+        tensors = [
+            x.detach().requires_grad_(x.is_floating_point()) for x in tensors
         ]
-        found = torch.autograd.grad(
-            _called(function, given, arguments),
-            [x for x in given if x.requires_grad],
+        grads = torch.autograd.grad(
+            _run(function, tensors, arguments),
+            [x for x in tensors if x.requires_grad],
             (do, dstate),
             allow_unused=True,
             materialize_grads=True,
         )
-    return [x.contiguous() for x in found]
+    return [x.contiguous() for x in grads]
 
 
-def _empty(do, dstate, function, given, arguments):
-    return [x.new_empty(x.shape) for x in given if x.is_floating_point()]
+def _empty(do, dstate, function, tensors, arguments):
+    return [x.new_empty(x.shape) for x in tensors if x.is_floating_point()]
 
 
-def _save(ctx: Any, inputs: tuple, output: Both) -> None:
-    ctx.function, given, ctx.arguments = inputs[:3]
-    ctx.save_for_backward(*given)
+def _save(ctx: Any, inputs: tuple, output: Results) -> None:
+    ctx.function, tensors, ctx.arguments = inputs[:3]
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
@@ -129,9 +129,9 @@ def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
             f"{name}: got a gradient of its gradient, which a graph for "
             "any length has not"
         )
-    given = ctx.saved_tensors  # checkpointing lets them be read once
-    found = iter(BACKWARD(do, dstate, ctx.function, given, ctx.arguments))
-    grads = [next(found) if x.is_floating_point() else None for x in given]
+    tensors = ctx.saved_tensors  # checkpointing lets them be read once
+    results = iter(BACKWARD(do, dstate, ctx.function, tensors, ctx.arguments))
+    grads = [next(results) if x.is_floating_point() else None for x in tensors]
     return None, grads, *[None] * 5
 
 

@@ -219,7 +219,7 @@ def _check(
     check_operands(
         {"x": x},
         same={"initial_state": initial_state},
-        either={"weight": weight, "bias": bias},
+        same_or_fp32={"weight": weight, "bias": bias},
         offsets={"cu_seqlens": cu_seqlens},
     )
     if x.dim() != 3 or x.shape[0] < 1 or x.shape[2] < 1:

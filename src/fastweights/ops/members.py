@@ -104,29 +104,33 @@ def member(function: Member) -> Member:
     """
     every = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
-    *own, _ = signature.parameters.values()
-    named = {x.name: x.annotation for x in own}
-    shared = Options.__annotations__.keys() - named
-    own += [x for name, x in every.items() if name in shared]
-    title, taken = function.__name__, [x.name for x in own]
+    *parameters, _ = signature.parameters.values()
+    annotations = {x.name: x.annotation for x in parameters}
+    shared = Options.__annotations__.keys() - annotations
+    parameters += [x for name, x in every.items() if name in shared]
+    title, names = function.__name__, [x.name for x in parameters]
 
     @functools.wraps(function)
     def call(*operands: Any, **options: Any) -> Any:
-        check_names(title, options, taken)
+        check_names(title, options, names)
         return function(*operands, **options)
 
-    said, _, more = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    summary, _, args = (inspect.getdoc(function) or "").partition(
+        "\n\nArgs:\n"
+    )
     lines = [
         f"    {name}: {shape_of(annotation)}{ARGS[name]}"
-        for name, annotation in named.items()
-        if name in ARGS and f"    {name}: " not in more
+        for name, annotation in annotations.items()
+        if name in ARGS and f"    {name}: " not in args
     ]
-    lines += [more] if more else []
-    given = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
-    example = f"    o, state = fw.{title}({', '.join(given)})"
-    parts = [said, "", example, "", "Args:", *lines, SHARED]
+    lines += [args] if args else []
+    positional = [
+        x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD
+    ]
+    example = f"    o, state = fw.{title}({', '.join(positional)})"
+    parts = [summary, "", example, "", "Args:", *lines, SHARED]
     call.__doc__ = "\n".join(parts)
-    call.__signature__ = signature.replace(parameters=own)  # type: ignore
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore
     return cast("Member", call)
 
 

@@ -72,9 +72,9 @@ def recurrence_over_ranks(
             shard = shard_of(ranks, q, T, cu_seqlens)
             first = shard.initial_states(first)
         check_values(Operands(*tokens))
-        given = Operands(*tokens, first, cu_seqlens)
-        given, options = laid_out(given, scale, chunk_size, backend)
-        o, state = ON_RANKS(*given, *options)
+        operands = Operands(*tokens, first, cu_seqlens)
+        operands, options = laid_out(operands, scale, chunk_size, backend)
+        o, state = ON_RANKS(*operands, *options)
         if finish:
             state = shard.final_states(state)
         return o[:, :T], state
@@ -92,13 +92,14 @@ def recurrence_over_ranks(
         return o[:, :T], state
     # Each column of a state is a recurrence of its own. V of them give B, and
     # K that begin as the identity and write nothing give M.
-    own = first.index_select(0, shard.outgoing)
-    R, HV, K, V = own.shape
-    one = torch.eye(K, dtype=own.dtype, device=own.device)
-    own = torch.cat([own, shard.passing(one.expand(R, HV, K, K))], -1)
+    state = first.index_select(0, shard.outgoing)
+    R, HV, K, V = state.shape
+    identity = torch.eye(K, dtype=state.dtype, device=state.device)
+    identity = identity.expand(R, HV, K, K)
+    state = torch.cat([state, shard.passing(identity)], -1)
     wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
-    _, found = run(wide, shard.map_initial_states(own), shard.map_offsets())
-    B, M = shard.map_outgoing(found).split([V, K], -1)
+    _, state = run(wide, shard.map_initial_states(state), shard.map_offsets())
+    B, M = shard.map_outgoing(state).split([V, K], -1)
     o, state = over_ranks(shard, of_v, first, M, B, matrix=True)
     return o[:, :T], state
 
@@ -123,11 +124,11 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
     first: Any = operands.initial_state
     entering = first.clone(memory_format=torch.contiguous_format)
-    own = _own(operands, entering, exchange)
+    local = _local(operands, entering, exchange)
     record_run("triton forward")
     with without_autocast(q):
         o, state, saved = functions_of("triton").forward(
-            own, options, exchange.forward
+            local, options, exchange.forward
         )
     if not sums_final_states(_ranks(), cu_seqlens, invariant):
         state = exchange.last.to(state.dtype)
@@ -162,18 +163,20 @@ def _backward(
     summed = sums_final_states(_ranks(), cu_seqlens, invariant)
     if summed and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
-    given = _ranks(), q, cu_seqlens, maps, dstate
-    exchange = Exchange(*given, invariant=invariant)
-    own = _own(operands, entering, exchange)
+    arguments = _ranks(), q, cu_seqlens, maps, dstate
+    exchange = Exchange(*arguments, invariant=invariant)
+    local = _local(operands, entering, exchange)
     record_run("triton backward")
     with without_autocast(q):
         return functions_of("triton").backward(
-            do, leaving, own, saved, options, exchange.backward
+            do, leaving, local, saved, options, exchange.backward
         )
 
 
-def _own(operands: Operands, entering: Tensor, exchange: Exchange) -> Operands:
-    """Those of the rank's own tokens, and of the states that enter them."""
+def _local(
+    operands: Operands, entering: Tensor, exchange: Exchange
+) -> Operands:
+    """The operands of the rank's tokens, and the states that enter them."""
     offsets = exchange.cu_seqlens
     return operands._replace(initial_state=entering, cu_seqlens=offsets)
 

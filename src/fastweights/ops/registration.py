@@ -98,8 +98,8 @@ class Operator:
         self.name, self.instead = function or name, instead
         self.functions = forward, backward
         self.names, outputs = (
-            [x.split()[-1] for x in some.split(", ")]
-            for some in (inputs, results)
+            [x.split()[-1] for x in text.split(", ")]
+            for text in (inputs, results)
         )
         self.shown, self.kept = len(outputs) - hidden, kept
         self.with_gradient = len(self.names) - ("cu_seqlens" in self.names)
@@ -111,8 +111,8 @@ class Operator:
         self.forward = registered(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
         self.backward = registered(schema, backward, self.empty, self.refuse)
-        both = self.forward.overloadpacket, self.backward.overloadpacket
-        FORMULAS.update(zip(both, flops, strict=False))
+        packets = self.forward.overloadpacket, self.backward.overloadpacket
+        FORMULAS.update(zip(packets, flops, strict=False))
         tell_counters()
 
     def __call__(self, *arguments: Any) -> Any:
@@ -153,13 +153,13 @@ class Operator:
         saved = [list(tensors[n:])] if self.kept else []
         operator: Callable = self.backward  # which refuses its own gradient
         if not torch.is_grad_enabled():
-            seen = (*grads, *tensors)
-            operator = past_dispatcher(operator, self.functions[1], seen)
-        found = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
-        some = tensors[: self.with_gradient]
-        others = n - len(some) + len(ctx.options)
-        grads = tuple([None if x is None else next(found) for x in some])
-        return *grads, *[None] * others
+            arguments = (*grads, *tensors)
+            operator = past_dispatcher(operator, self.functions[1], arguments)
+        results = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
+        inputs = tensors[: self.with_gradient]
+        nones = n - len(inputs) + len(ctx.options)
+        grads = tuple([None if x is None else next(results) for x in inputs])
+        return *grads, *[None] * nones
 
     def empty(self, *arguments: Any) -> list[Tensor]:
         """Room for the gradients."""
@@ -193,15 +193,15 @@ class Gradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, of: Operator, operator: Callable, *inputs: Any):
-        output = operator(*inputs)
-        of.save(ctx, inputs, output)
-        ctx.of = of
-        return of.results(output)
+    def forward(ctx: Any, owner: Operator, function: Callable, *inputs: Any):
+        output = function(*inputs)
+        owner.save(ctx, inputs, output)
+        ctx.owner = owner
+        return owner.results(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.of.differentiate(ctx, *grads)
+        return None, None, *ctx.owner.differentiate(ctx, *grads)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -224,11 +224,11 @@ def past_dispatcher(
     watched = torch_internals.is_watched()
     if watched:
         tell_counters()
-    seen = watched or any(
+    must_dispatch = watched or any(
         [
             x is not None
             and (type(x) not in TENSOR_TYPES or x.is_meta or x.is_neg())
             for x in tensors
         ]
     )
-    return operator if seen else function
+    return operator if must_dispatch else function

@@ -53,11 +53,11 @@ def rows_to_write(
     A sequence without a row writes what the first one that has a row does,
     into the same place: nothing depends on which of the two comes last.
     """
-    there = (rows >= 0) & (rows < pool.shape[0])
-    first = there.int().argmax()
+    inside = (rows >= 0) & (rows < pool.shape[0])
+    first = inside.int().argmax()
     source = torch.arange(rows.shape[0], device=rows.device)
-    source = source.where(there, first)
-    return rows_inside(rows, pool)[source], source, there.any()
+    source = source.where(inside, first)
+    return rows_inside(rows, pool)[source], source, inside.any()
 
 
 def write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
@@ -76,5 +76,5 @@ def _write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
     if rows is None:
         pool.copy_(new)
         return
-    at, source, some = rows_to_write(rows, pool)
-    pool.index_put_((at,), new[source].where(some, pool[at]))
+    target, source, exists = rows_to_write(rows, pool)
+    pool.index_put_((target,), new[source].where(exists, pool[target]))

@@ -213,7 +213,7 @@ def check_scan(
     check_operands(
         {"x": x},
         same={"B": B, "C": C},
-        either={"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias},
+        same_or_fp32={"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias},
         states={"initial_state": initial_state},
         offsets={"cu_seqlens": cu_seqlens},
     )
