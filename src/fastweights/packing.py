@@ -95,11 +95,11 @@ class Piece(NamedTuple):
         return [None if x is None else self.take(x) for x in tensors]
 
     def take(self, x: Tensor) -> Tensor:
-        found = x[self.tokens]
+        values = x[self.tokens]
         if self.own is None:
-            return found
-        lead = self.own.shape + (1,) * (found.dim() - 2)
-        return found.masked_fill_(~self.own.view(lead), 0)
+            return values
+        lead = self.own.shape + (1,) * (values.dim() - 2)
+        return values.masked_fill_(~self.own.view(lead), 0)
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Their values into x, whose last dimension may be wider."""
@@ -107,8 +107,8 @@ class Piece(NamedTuple):
         if self.own is None:
             x[self.tokens][..., :width] = values
         else:
-            at = self.tokens[1][self.own]
-            x[0, at, ..., :width] = values[self.own].to(x.dtype)
+            index = self.tokens[1][self.own]
+            x[0, index, ..., :width] = values[self.own].to(x.dtype)
 
 
 def buckets(

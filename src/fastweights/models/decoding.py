@@ -123,8 +123,8 @@ class Decoding:
 
 def send(numbers: list[Any], to: Tensor) -> Tensor:
     """A tensor of the numbers where ``to`` is, which waits for no device."""
-    here = torch.tensor(numbers, pin_memory=to.is_cuda)
-    return here.to(to.device, non_blocking=True)
+    on_host = torch.tensor(numbers, pin_memory=to.is_cuda)
+    return on_host.to(to.device, non_blocking=True)
 
 
 def fetch(x: Tensor) -> Callable[[], list[Any]]:
@@ -133,13 +133,13 @@ def fetch(x: Tensor) -> Callable[[], list[Any]]:
     Returns:
         a function that waits for it and gives its list.
     """
-    here = x.to("cpu", non_blocking=True, copy=True)
+    on_host = x.to("cpu", non_blocking=True, copy=True)
     if not x.is_cuda:
-        return here.tolist
+        return on_host.tolist
     event = torch.cuda.current_stream(x.device).record_event()
 
     def numbers() -> list[Any]:
         event.synchronize()
-        return here.tolist()
+        return on_host.tolist()
 
     return numbers

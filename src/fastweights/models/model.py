@@ -407,11 +407,12 @@ class LanguageModel(CheckedModule):
         others get None and make their own.
         """
         check_sizes(num_sequences=num_sequences, capacity=capacity)
-        found = []
+        states = []
         for block in self.blocks:
             make = getattr(block.get_submodule("layer"), "new_state", None)
-            found.append(make and make(num_sequences, capacity, device=device))
-        return found
+            state = make and make(num_sequences, capacity, device=device)
+            states.append(state)
+        return states
 
     def generate(
         self,
@@ -562,9 +563,9 @@ class LanguageModel(CheckedModule):
 
 
 def _reset(module: nn.Module) -> None:
-    own = getattr(module, "reset_parameters", None)
-    if own is not None:
-        own()
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
 
 
 def _output(

@@ -143,14 +143,14 @@ class StatePool:
 
     def _row(self, row: int) -> list[LayerState]:
         """Return a row's states, in the memory of the pool."""
-        used, found = self.tokens_read[row], []
+        used, states = self.tokens_read[row], []
         for state in self.states:
             tensors: dict[str, Any] = state.tensors()
             tensors = {name: x[row, None] for name, x in tensors.items()}
             for name in {"keys", "values"} & tensors.keys():
                 tensors[name] = tensors[name][:, :used]
-            found.append(LayerState(**tensors, used=used))
-        return found
+            states.append(LayerState(**tensors, used=used))
+        return states
 
     def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
         """Return the states for one call of the model with these rows.
@@ -167,9 +167,9 @@ class StatePool:
                 attention has no room for its tokens.
         """
         index = self._taken("rows", rows, none=True)
-        given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        if isinstance(given, Sequence):
-            counts = list(given)
+        numbers = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if isinstance(numbers, Sequence):
+            counts = list(numbers)
             for n in counts:
                 check_integers({"tokens": n})
             if len(counts) != len(index) or min(counts) < 0:
@@ -178,20 +178,20 @@ class StatePool:
                     f"{len(index)}, each 0 or more"
                 )
         else:
-            check_sizes(tokens=given)
-            counts = [given] * len(index)
-        some = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
+            check_sizes(tokens=numbers)
+            counts = [numbers] * len(index)
+        count_of = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
         self._recount_if_exceeded()
-        if self._full(some):
+        if self._full(count_of):
             self._recount()
-        if full := self._full(some):
+        if full := self._full(count_of):
             row = full[0]
             raise ValueError(
-                f"tokens: got {some[row]} for row {row}, which has read "
+                f"tokens: got {count_of[row]} for row {row}, which has read "
                 f"{self.tokens_read[row]}, need at most {self.capacity} in all"
             )
-        used = max((self.tokens_read[row] for row in some), default=0)
-        for row, n in some.items():
+        used = max((self.tokens_read[row] for row in count_of), default=0)
+        for row, n in count_of.items():
             self.tokens_read[row] += n
         on_device = torch.tensor(index, device=self.device)
         all_rows = -1 not in index
@@ -227,22 +227,22 @@ class StatePool:
 
         ``none``: whether -1, no row, may be among them.
         """
-        given = rows.tolist() if isinstance(rows, Tensor) else rows
-        if not isinstance(given, Iterable):
+        numbers = rows.tolist() if isinstance(rows, Tensor) else rows
+        if not isinstance(numbers, Iterable):
             kind = type(rows).__name__
             raise TypeError(f"{name}: got {kind}, need a list of rows")
-        index = list(given)
+        index = list(numbers)
         for row in index:
             check_integers({name: row})
-        some = [row for row in index if row != -1 or not none]
+        real = [row for row in index if row != -1 or not none]
         size = self.size
-        if not index or not all(0 <= row < size for row in some):
+        if not index or not all(0 <= row < size for row in real):
             need = f"rows of the pool, 0 to {size - 1}"
             raise ValueError(f"{name}: got {index}, need {need}")
-        if gone := [row for row in some if row in self.free]:
+        if gone := [row for row in real if row in self.free]:
             raise ValueError(
                 f"{name}: got {min(gone)}, need one that is taken"
             )
-        if len(set(some)) < len(some):
+        if len(set(real)) < len(real):
             raise ValueError(f"{name}: got {index}, need each row once")
         return index

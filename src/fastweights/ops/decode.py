@@ -280,8 +280,8 @@ def _decode(
         if S is not state:
             write_rows(state, S.to(state.dtype), rows)
         if rows is not None:
-            there = (rows >= 0) & (rows < len(state))
-            o = o.where(there[:, None, None, None], 0)
+            inside = (rows >= 0) & (rows < len(state))
+            o = o.where(inside[:, None, None, None], 0)
         return o
 
 

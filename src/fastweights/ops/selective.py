@@ -411,6 +411,6 @@ def selective_step(
             y = y * F.silu(z.to(full))
     write_rows(state, h, rows)
     if rows is not None:
-        there = (rows >= 0) & (rows < state.shape[0])
-        y = y.where(there[:, None, None], 0)
+        inside = (rows >= 0) & (rows < state.shape[0])
+        y = y.where(inside[:, None, None], 0)
     return y.to(x.dtype)

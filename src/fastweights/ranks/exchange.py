@@ -159,15 +159,15 @@ class Exchange:
         In this order, with the same kernel, from this state on. ``entering``
         becomes what enters this rank; what leaves the last is returned.
         """
-        own = {"borders": passing.borders, "leaving": passing.leaving}
+        tensors = {"borders": passing.borders, "leaving": passing.leaving}
         if passing.maps is not None:
-            own["maps"] = passing.maps
-        gathered = {name: self.ranks.gather(x) for name, x in own.items()}
+            tensors["maps"] = passing.maps
+        gathered = {name: self.ranks.gather(x) for name, x in tensors.items()}
         for r in order:
             if r == self.ranks.rank:
                 passing.entering.copy_(state)
-            theirs = {name: x[r].clone() for name, x in gathered.items()}
-            compose(entering=state, **theirs)
-            state = theirs["leaving"]
+            group = {name: x[r].clone() for name, x in gathered.items()}
+            compose(entering=state, **group)
+            state = group["leaving"]
         compose()
         return state

@@ -90,8 +90,8 @@ class Shard(NamedTuple):
         pack = self.cu_seqlens is not None
         if last is not None and not pack:
             return last.to(state.dtype)
-        own = choose(self.ends, state, 0)
-        return own if pack and not self.ranks.states else self.ranks.sum(own)
+        x = choose(self.ends, state, 0)
+        return x if pack and not self.ranks.states else self.ranks.sum(x)
 
 
 def choose(rows: Bool[Tensor, " N"], x: Tensor, y: Tensor | float) -> Tensor:
@@ -112,8 +112,8 @@ def shard_of(
     if is_readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), sum(counts))
     start = ranks.start(T)
-    found = shard_of_pack(cu_seqlens, start, start + T, last)
-    return found._replace(ranks=ranks)
+    shard = shard_of_pack(cu_seqlens, start, start + T, last)
+    return shard._replace(ranks=ranks)
 
 
 def shard_of_pack(
@@ -133,8 +133,8 @@ def shard_of_pack(
         row = (stop <= border).sum()[None].clamp(max=len(stop) - 1)
         return row, (first[row] < border) & (border < stop[row])
 
-    own = (cu_seqlens - start).clamp(0, end - start)
-    return Shard(None, own, begins, ends, *passing(start), *passing(end))
+    offsets = (cu_seqlens - start).clamp(0, end - start)
+    return Shard(None, offsets, begins, ends, *passing(start), *passing(end))
 
 
 def over_ranks(
@@ -167,8 +167,8 @@ def additive_over_ranks(
     decay has the factors of all tokens here, [N, ...], which are a sequence's
     that comes in and goes on. What they add is what they make of no state.
     """
-    own = shard.map_initial_states(first.index_select(0, shard.outgoing))
-    *_, state = run(own, shard.map_offsets())
+    state = shard.map_initial_states(first.index_select(0, shard.outgoing))
+    *_, state = run(state, shard.map_offsets())
     B = shard.map_outgoing(state)
     return over_ranks(shard, run, first, shard.passing(decay), B)
 

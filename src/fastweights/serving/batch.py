@@ -67,8 +67,8 @@ class Batch:
         """Read the next tokens of requests' texts, so many of each."""
         tokens, offsets = [], [0]
         for request, n in pieces:
-            at = self.pool.tokens_read[request.row]
-            tokens += request.text[at : at + n]
+            start = self.pool.tokens_read[request.row]
+            tokens += request.text[start : start + n]
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         if self.records_prefills:

@@ -147,8 +147,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request goes on, or step() has tokens to return."""
-        some = self.waiting, self.reading, self.running, self._new, self._last
-        return any(some)
+        requests = self.waiting, self.reading, self.running
+        return any((*requests, self._new, self._last))
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
@@ -206,8 +206,9 @@ class Engine:
         waits = others and self._lost < STEPS_PER_PREFILL * self.pool.size
         if pieces and not waits:
             self._lost = 0
-            for some in [[x] for x in pieces] if self.invariant else [pieces]:
-                self._prefill_packed(some)
+            packs = [[x] for x in pieces] if self.invariant else [pieces]
+            for pack in packs:
+                self._prefill_packed(pack)
         for request in [x for x in self.reading if not x.left]:
             self._run(request)
 
@@ -286,9 +287,9 @@ class Engine:
             return
         self.batch.leave(request.row)
         self.pool.release(request.row)
-        for some in (self.reading, self.running):
-            if request in some:
-                some.remove(request)
+        for requests in (self.reading, self.running):
+            if request in requests:
+                requests.remove(request)
         request.row = -1
 
     @contextlib.contextmanager

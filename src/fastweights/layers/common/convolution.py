@@ -189,5 +189,5 @@ def accepted_inputs(
     before = state.get("convolution")
     both = torch.cat([before.to(inputs.dtype), x.to(inputs.dtype)], 1)
     last = torch.arange(inputs.shape[1], device=x.device)
-    at = state.accepted[:, None] + last
-    return torch.take_along_dim(both, at[..., None], 1)
+    index = state.accepted[:, None] + last
+    return torch.take_along_dim(both, index[..., None], 1)

@@ -78,8 +78,8 @@ class LayerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are there, by name; whole, also of a pool."""
-        found = [(name, getattr(self, name)) for name in TENSORS]
-        return {name: x for name, x in found if isinstance(x, Tensor)}
+        fields = [(name, getattr(self, name)) for name in TENSORS]
+        return {name: x for name, x in fields if isinstance(x, Tensor)}
 
     def at(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
         """This state's memory as a pool, for calls without gradients.
@@ -102,8 +102,8 @@ class LayerState:
         self, rows: Int[Tensor, " B"], used: int, all_rows: bool | None = None
     ) -> LayerState:
         """Return what :meth:`at` does, for rows known to be right."""
-        own = self.tensors()
-        return LayerState(**own, used=used, rows=rows, all_rows=all_rows)
+        tensors = self.tensors()
+        return LayerState(**tensors, used=used, rows=rows, all_rows=all_rows)
 
     def get(self, name: str) -> Tensor:
         """The field of this name, the rows of a pool copied out.
@@ -111,11 +111,11 @@ class LayerState:
         Raises:
             ValueError: it is not there: the state is another layer's.
         """
-        found = self.field(name)
+        field = self.field(name)
         if self.rows is None:
-            return found
-        rows = self.rows if self.all_rows else rows_inside(self.rows, found)
-        return found.index_select(0, rows)
+            return field
+        rows = self.rows if self.all_rows else rows_inside(self.rows, field)
+        return field.index_select(0, rows)
 
     def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
@@ -328,15 +328,15 @@ def token_positions(
 
     The first of them is token ``start`` of its batch or pack.
     """
-    here = torch.arange(start, start + T, device=device)[None]
+    position = torch.arange(start, start + T, device=device)[None]
     before = field_of(state, "position")
     if cu_seqlens is None:
-        return here if before is None else here + before[:, None]
+        return position if before is None else position + before[:, None]
     row = sequence_ids(cu_seqlens - start, T)
-    here = here - cu_seqlens[row].to(here.dtype)
+    position = position - cu_seqlens[row].to(position.dtype)
     if before is None:
-        return here
-    return here + before[row.clamp(max=before.shape[0] - 1)]
+        return position
+    return position + before[row.clamp(max=before.shape[0] - 1)]
 
 
 def sequence_lengths(

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights import torch_internals
-from fastweights.arguments import TENSOR_TYPES
+from fastweights.arguments import MAX_K, TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers.common import token_operators
 from fastweights.layers.common.convolution import (
@@ -64,9 +64,9 @@ SOURCES = {
 def is_token(x: Tensor) -> bool:
     """Whether these are tokens that may go past their modules."""
     B, T, _ = x.shape
-    few = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
+    fits = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
     return (
-        few
+        fits
         and x.is_contiguous()
         and not torch.is_grad_enabled()
         and current() is None
@@ -119,8 +119,8 @@ def is_own(
     modules: Sequence[nn.Module | None],
 ) -> bool:
     """Whether the layer is one of this class itself, and all of it plain."""
-    own = is_untouched(layer, (kind, Layer.forward))
-    return own and are_plain(x, modules)
+    untouched = is_untouched(layer, (kind, Layer.forward))
+    return untouched and are_plain(x, modules)
 
 
 def added(
@@ -158,9 +158,9 @@ def normed(
         return token_operators.normed(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
-    there = [m for m in modules if m is not None]
+    present = [m for m in modules if m is not None]
     first: list[Any] = [
-        m[0] if isinstance(m, nn.Sequential) else m for m in there
+        m[0] if isinstance(m, nn.Sequential) else m for m in present
     ]
     y = gemv(
         x.flatten(0, 1),
@@ -169,21 +169,21 @@ def normed(
         eps=norm_eps(norm, x),
         **options,
     )
-    second = [i for i, m in enumerate(there) if isinstance(m, nn.Sequential)]
+    second = [i for i, m in enumerate(present) if isinstance(m, nn.Sequential)]
     parts = [y]
     if len(first) > 1:
         parts = list(y.split([len(m.weight) for m in first], -1))
     if second:
-        weights = [there[i][1].weight for i in second]
+        weights = [present[i][1].weight for i in second]
         before = y.storage_offset()
         sources = [int(parts[i].storage_offset() - before) for i in second]
         y = gemv(y, *weights, sources=sources)
         wide = y.split([len(w) for w in weights], -1)
         for i, part in zip(second, wide, strict=True):
             parts[i] = part
-    found = iter(parts)
+    results = iter(parts)
     return [
-        None if m is None else next(found).unflatten(0, x.shape[:2])
+        None if m is None else next(results).unflatten(0, x.shape[:2])
         for m in modules
     ]
 
@@ -222,7 +222,7 @@ def recurrent_token(
         taps is None
         or layer.norm.center
         or len(layer.norm.weight) != V
-        or K > 256
+        or K > MAX_K
         or not is_own(layer, kind, x, [*parts, layer.decay, *modules])
     ):
         return None

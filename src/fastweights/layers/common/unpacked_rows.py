@@ -87,24 +87,24 @@ def compute_by_length(
     groups = groups_of_like_length(x, cu_seqlens)
     if len(groups) < 2:
         return compute(x, state, cu_seqlens)
-    outputs, found = [], []
-    for n, at in groups:
-        own = state
+    outputs, fields = [], []
+    for n, tokens in groups:
+        old = state
         if state is not None and state.rows is not None:
-            own = state.at_unchecked(state.rows[n], state.used)
+            old = state.at_unchecked(state.rows[n], state.used)
         elif state is not None:
-            own = state.select(n)
+            old = state.select(n)
         offsets = F.pad(sequence_lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
-        y, after = compute(x[:, at], own, offsets)
+        y, new = compute(x[:, tokens], old, offsets)
         outputs.append(y)
-        found.append(after.tensors())
-    ns, ats = (torch.cat(index) for index in zip(*groups, strict=True))
+        fields.append(new.tensors())
+    ns, ts = (torch.cat(index) for index in zip(*groups, strict=True))
     y = torch.cat(outputs, 1)
-    y = y.new_zeros(1, x.shape[1], y.shape[2]).index_copy(1, ats, y)
+    y = y.new_zeros(1, x.shape[1], y.shape[2]).index_copy(1, ts, y)
     order = ns.argsort()
     state = LayerState()
-    for name in found[0]:
-        setattr(state, name, torch.cat([x[name] for x in found])[order])
+    for name in fields[0]:
+        setattr(state, name, torch.cat([x[name] for x in fields])[order])
     return y, state
 
 
@@ -124,8 +124,8 @@ def groups_of_like_length(
         return []
     return [
         (
-            torch.tensor(some, device=x.device),
-            torch.tensor([t for n in some for t in spans[n]], device=x.device),
+            torch.tensor(ns, device=x.device),
+            torch.tensor([t for n in ns for t in spans[n]], device=x.device),
         )
-        for some in group_by_length(lengths)
+        for ns in group_by_length(lengths)
     ]

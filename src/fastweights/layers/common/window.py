@@ -62,12 +62,12 @@ def window_attention(
     # A key's place in its sequence must not lie before the first token's.
     start = torch.arange(count, device=q.device)[:, None] * block + j - before
     first = 0 if position is None else -position[:, None, None]
-    there = (start >= first).expand(N, count, -1)
-    mask = (near & there[..., None, :]).flatten(0, 1)[:, None]
+    exists = (start >= first).expand(N, count, -1)
+    mask = (near & exists[..., None, :]).flatten(0, 1)[:, None]
     queries = q.flatten(0, 1).transpose(1, 2)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     o = o.transpose(1, 2).unflatten(0, (N, count)).flatten(1, 2)[:, :L]
     if lengths is None:
         return o, both[:, L:]
-    at = lengths[:, None] + torch.arange(before, device=q.device)
-    return o, torch.take_along_dim(both, at[..., None], 1)
+    index = lengths[:, None] + torch.arange(before, device=q.device)
+    return o, torch.take_along_dim(both, index[..., None], 1)
