@@ -130,7 +130,8 @@ def member(function: Member) -> Member:
     example = f"    o, state = fw.{title}({', '.join(positional)})"
     parts = [summary, "", example, "", "Args:", *lines, SHARED]
     call.__doc__ = "\n".join(parts)
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore
+    signature = signature.replace(parameters=parameters)
+    call.__signature__ = signature  # type: ignore
     return cast("Member", call)
 
 
