@@ -20,7 +20,7 @@ from triton.compiler.compiler import make_backend
 
 from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages
-from fastweights.kernels.recurrence.settings import Kind
+from fastweights.kernels.recurrence.settings import CallKind
 from fastweights.torch_internals import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -65,7 +65,7 @@ def main() -> None:
         gate, (delta, erase) = member
         gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
         sizes, rule = (2, 4, 128, 128), (gate, delta, 64, "tf32", erase)
-        kind = Kind(gpu, dtype, *sizes, *rule)
+        kind = CallKind(gpu, dtype, *sizes, *rule)
         beta = fp32 if delta and not erase else None
         strengths = fp32 if gate else None, beta, dtype if erase else None
         tensors = dtype, dtype, dtype, *strengths, state, offsets

@@ -17,7 +17,7 @@ from support.offline import (
 
 from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages
-from fastweights.kernels.recurrence.settings import Kind
+from fastweights.kernels.recurrence.settings import CallKind
 
 FP32 = DTYPES["fp32"]
 STAGES = (
@@ -104,7 +104,7 @@ def compile_stage(
     gpu = GPU(SHARED[capability], 132, divmod(capability, 10))
     erases, delta = rule == "erase", rule != "additive"
     sizes = (4, 4 * group, D, V, DG, delta, chunk_size)
-    kind = Kind(gpu, low, *sizes, precision, erases)
+    kind = CallKind(gpu, low, *sizes, precision, erases)
     gate = FP32 if DG > 0 else None
     beta, erase = {"delta": (FP32, None), "erase": (None, low)}.get(
         rule, (None, None)
@@ -262,7 +262,7 @@ def test_a_rank_takes_no_more_registers(tmp_path):
     """Packed, with a gate per channel: no more registers than of one GPU."""
     gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
     sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)
-    kind = Kind(gpu, low, *sizes, ranks=True)
+    kind = CallKind(gpu, low, *sizes, ranks=True)
     dtypes = stages.CallTensors(
         low, low, low, FP32, FP32, None, FP32, torch.int64
     )

@@ -34,7 +34,7 @@ from fastweights.kernels.recurrence.schedule import (
     stand_in,
 )
 from fastweights.kernels.recurrence.settings import (
-    Kind,
+    CallKind,
     Lengths,
     lengths_of,
     settings_of,
@@ -381,7 +381,7 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
     """A descriptor has no mask for columns: tiles are whole."""
     gpu, gate = gpu_of(torch.device("cpu")), 128
     sizes = (torch.bfloat16, 1, 1, 128, V, gate, rule != "additive")
-    kind = Kind(gpu, *sizes, 64, "tf32", rule == "erase")
+    kind = CallKind(gpu, *sizes, 64, "tf32", rule == "erase")
     meta, _ = settings_of("scan_backward", kind)
     assert (tma, BV) == (meta.TMA, meta.BV)
 

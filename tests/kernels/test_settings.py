@@ -4,7 +4,7 @@ import torch
 
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence.settings import (
-    Kind,
+    CallKind,
     lengths_of,
     segment_chunks,
 )
@@ -19,7 +19,7 @@ def test_how_many_segments():
     gpu, half = gpu_of(torch.device("cpu")), torch.bfloat16  # an H200
 
     def segments(heads, chunks=10**6, *, rows=1, gate=1, delta=False, V=128):
-        kind = Kind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
+        kind = CallKind(gpu, half, 1, heads, 128, V, gate, delta, 64, "tf32")
         return -(-chunks // segment_chunks(kind, rows, chunks))
 
     assert [segments(n) for n in (1, 16, 44, 66)] == [132, 8, 3, 2]
@@ -38,7 +38,7 @@ def test_how_many_segments():
 def test_how_many_borders():
     """Of a batch one per whole segment; of a pack as many as can be."""
     gpu = gpu_of(torch.device("cpu"))
-    kind = Kind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
+    kind = CallKind(gpu, torch.bfloat16, 1, 16, 128, 128, 0, False, 64, "tf32")
     of = lengths_of.__wrapped__
     x = of(kind, 2, 65536, 2, False)
     assert (x.L, x.segments, x.borders) == (257, 8, 6)

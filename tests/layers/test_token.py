@@ -102,14 +102,14 @@ def test_norms_behind_a_layer_are_the_modules_matter():
 def test_gradients_graphs_and_autocast_are_the_modules_matter():
     m = made("gated_deltanet", "cpu", num_layers=1)
     x = torch.zeros(1, 1, 32)
-    assert not token.is_token(x)
+    assert not token.fits_fused_step(x)
     with torch.no_grad():
-        assert token.is_token(x)
-        assert not token.is_token(x.expand(1, 2, 32))
-        assert not token.is_token(x.expand(2, 1, 32))
-        assert not token.is_token(x.expand(token.MAX_ROWS + 1, 1, 32))
+        assert token.fits_fused_step(x)
+        assert not token.fits_fused_step(x.expand(1, 2, 32))
+        assert not token.fits_fused_step(x.expand(2, 1, 32))
+        assert not token.fits_fused_step(x.expand(token.MAX_ROWS + 1, 1, 32))
         with torch.autocast("cpu", torch.float16):
-            assert not token.is_token(x)
+            assert not token.fits_fused_step(x)
     with record_backends() as ran:
         tokens = torch.randint(V, (1, 2))
         states = m(tokens[:, :1], m.new_states(1, 4))[1]

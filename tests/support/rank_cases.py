@@ -24,7 +24,7 @@ from fastweights.models import next_tokens
 from fastweights.ops.backends import record_backends
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.ranks import prefix
-from fastweights.ranks.group import current
+from fastweights.ranks.group import current_ranks
 from fastweights_lab.text.training import Training
 from support.model_cases import KINDS, model, text
 
@@ -192,7 +192,7 @@ def compiled(rank, name, spread):
     graph = torch.compile(eager, fullgraph=True, backend="aot_eager")
 
     def call(**tensors):
-        whole = current() is None
+        whole = current_ranks() is None
         return (eager if whole else graph)(**tensors)
 
     compared(rank, call, spread, *inputs(name, spread))
@@ -254,7 +254,7 @@ def mlstm(rank, spread, empty):
 
     def call(S=None, **tensors):
         first = None if S is None else (S, m)
-        own = i if current() is None else spread.cut(i, rank)
+        own = i if current_ranks() is None else spread.cut(i, rank)
         o, (S, after) = fw.mlstm(**tensors, i=own, initial_state=first)
         memories.append(after)
         return o, S
@@ -411,7 +411,7 @@ def refused(rank):
             fw.linear_attention(*own, initial_state=q.new_zeros(2, HV, K, V))
         with pytest.raises(NotImplementedError, match=r"^decode_step: got a"):
             fw.decode_step(*own, state=q.new_zeros(1, HV, K, V))
-    assert current() is None
+    assert current_ranks() is None
 
 
 def one_raises(rank):
@@ -426,7 +426,7 @@ def one_raises(rank):
 def still_there(rank):
     """And a mesh is as good as its group."""
     with fw.context_parallel(init_device_mesh("cpu", (2,))):
-        return current().rank
+        return current_ranks().rank
 
 
 def trained(rank, settings, path, save, steps):
@@ -466,7 +466,7 @@ def by_kernels(rank, name, spread, segments, compiled=False, normalize=False):
         kernels = torch.compile(kernels, fullgraph=True, backend="aot_eager")
 
     def call(**tensors):
-        if current() is not None:
+        if current_ranks() is not None:
             with record_backends() as ran:
                 o, state = kernels(**tensors)
             assert ran == ["triton forward"]

@@ -97,7 +97,7 @@ FLAGS = {
     "without, a hint, not needed",
     "state_v_first": "states are [N, HV, V, K]",
 }
-NEEDS = {
+UNSUPPORTED = {
     "gv": "None: there is no decay per value channel",
     "reverse": "False: flip q, k, v, g and o along T instead",
     "cp_context": "None: a sequence lies on one device",
@@ -107,7 +107,9 @@ NEEDS = {
 }
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "disable_recompute")
 MEANINGS = TENSORS | FLAGS | dict.fromkeys(HINTS, "a hint, not needed")
-MEANINGS |= {name: f"not supported, {need}" for name, need in NEEDS.items()}
+MEANINGS |= {
+    name: f"not supported, {need}" for name, need in UNSUPPORTED.items()
+}
 MEANINGS |= {
     "scale": "factor on o; K**-0.5 if None",
     "num_householder": "n, the steps of each token",
@@ -255,7 +257,7 @@ def _second(y: Tensor) -> Tensor:
 
 def _check(title: str, x: Arguments) -> None:
     """Raise for what linear_recurrence would not refuse by this name."""
-    for name, need in NEEDS.items():
+    for name, need in UNSUPPORTED.items():
         got = x.get(name)
         if got is not None and got is not False:
             raise NotImplementedError(

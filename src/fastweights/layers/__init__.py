@@ -18,8 +18,8 @@ public implementations map to it, and in what it differs from the published
 layer. Arguments have one order, (dim, num_heads, head_dim) where a layer has
 all three, and the rest go by name; the names of other libraries (hidden_size,
 d_model, use_short_conv, ...) are answered by the one that each has here
-(:data:`fastweights.layers.common.layer.PEERS`). ``layer.state_bytes(T)`` is
-the size of a state.
+(:data:`fastweights.layers.common.layer.ARGUMENT_ALIASES`).
+``layer.state_bytes(T)`` is the size of a state.
 """
 
 from fastweights.layers.attention import SoftmaxAttention

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.arguments import check_sizes
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input, head_size
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.sdpa import Heads, attend_causally, attention
 from fastweights.layers.common.state import (
@@ -19,10 +19,14 @@ from fastweights.layers.common.state import (
     state_after_call,
     token_positions,
 )
-from fastweights.layers.common.token import added, is_own, normed
+from fastweights.layers.common.token import (
+    is_own,
+    norm_and_project,
+    project_and_add,
+)
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.rows import rows_inside, rows_to_write
-from fastweights.ranks.group import current, place
+from fastweights.ranks.group import current_ranks, token_offset
 from fastweights.ranks.shard import shard_of
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
@@ -96,7 +100,7 @@ class SoftmaxAttention(Layer):
         self.dim, self.K = dim, K
         self.theta, self.rotary_fraction = theta, rotary_fraction
         self.widths = (H * K, HK * K, HK * K)
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
         self.q_norm, self.k_norm = (
@@ -163,13 +167,13 @@ class SoftmaxAttention(Layer):
             qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
         if self.theta is not None:
             of = qkv.shape[1], qkv.device, state, cu_seqlens
-            at = token_positions(*of, place(qkv.shape[1])[0])
+            at = token_positions(*of, token_offset(qkv.shape[1])[0])
             qk = rotary(qk, at, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend(q, k, v, state, cu_seqlens)
         return o.flatten(2), after
 
-    def fused_token(
+    def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
@@ -178,13 +182,13 @@ class SoftmaxAttention(Layer):
         if not is_own(self, SoftmaxAttention, x, parts):
             return None
         check_input(x, self, state, None)
-        qkv, gate = normed(x, norm, modules)
+        qkv, gate = norm_and_project(x, norm, modules)
         o, after = self._attend(qkv, state, None)
         assert after is not None
         state_after_call(state, after)
         if gate is not None:
             o = o * gate.sigmoid()
-        return added(x, o, self.o_proj)
+        return project_and_add(x, o, self.o_proj)
 
 
 def attend(
@@ -199,7 +203,7 @@ def attend(
     Beside the new state, None for packed sequences in training. Under
     context_parallel q are this rank's, k and v become those of all ranks.
     """
-    ranks, start = current(), place(q.shape[1])[0]
+    ranks, start = current_ranks(), token_offset(q.shape[1])[0]
     if ranks is not None:
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)

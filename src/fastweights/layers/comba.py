@@ -15,7 +15,7 @@ from fastweights.layers.common.layer_arguments import (
 )
 from fastweights.layers.common.parts import (
     Decay,
-    Factory,
+    FactoryOptions,
     OutputNorm,
     write_strength,
 )
@@ -65,7 +65,7 @@ class Comba(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Comba(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.correction, self.unit_p = dim, correction, unit_p
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
         self.convolution = HeadsConvolution(

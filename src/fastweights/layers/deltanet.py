@@ -17,7 +17,11 @@ from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled,
 )
-from fastweights.layers.common.parts import Factory, OutputNorm, write_strength
+from fastweights.layers.common.parts import (
+    FactoryOptions,
+    OutputNorm,
+    write_strength,
+)
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -67,7 +71,7 @@ class DeltaNet(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -93,10 +97,15 @@ class DeltaNet(Layer):
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
         usual = (qk_activation, qk_norm) == ("silu", "l2")
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.convolution = HeadsConvolution(
-            (H, H), (K, V), conv_size, normalize=usual, activation=usual, **to
+            (H, H),
+            (K, V),
+            conv_size,
+            normalize=usual,
+            activation=usual,
+            **to,
         )
         self.b_proj = nn.Linear(dim, H, bias=False, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to) if gate else None

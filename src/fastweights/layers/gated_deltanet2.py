@@ -15,7 +15,7 @@ from fastweights.layers.common.layer_arguments import (
 )
 from fastweights.layers.common.parts import (
     Decay,
-    Factory,
+    FactoryOptions,
     OutputNorm,
     low_rank,
     write_strength,
@@ -59,7 +59,7 @@ class GatedDeltaNet2(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class GatedDeltaNet2(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
         self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)

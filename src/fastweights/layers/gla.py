@@ -10,7 +10,11 @@ from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled
-from fastweights.layers.common.parts import Factory, OutputNorm, low_rank
+from fastweights.layers.common.parts import (
+    FactoryOptions,
+    OutputNorm,
+    low_rank,
+)
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -46,7 +50,7 @@ class GatedLinearAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class GatedLinearAttention(Layer):
         K = scaled("expand_k", expand_k, H, dim=dim)
         V = scaled("expand_v", expand_v, H, dim=dim)
         self.dim, self.temperature, self.K = dim, temperature, K
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.convolution = HeadsConvolution(
             (H, H),

@@ -14,7 +14,7 @@ from fastweights.layers.common.layer_arguments import (
 )
 from fastweights.layers.common.parts import (
     Decay,
-    Factory,
+    FactoryOptions,
     OutputNorm,
     low_rank,
     write_strength,
@@ -65,7 +65,7 @@ class KimiDeltaAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class KimiDeltaAttention(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
         self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
@@ -121,7 +121,7 @@ class KimiDeltaAttention(Layer):
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=inputs)
 
-    def fused_token(
+    def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""

@@ -17,7 +17,7 @@ from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled,
 )
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -108,7 +108,7 @@ class LaCT(Layer):
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
         self.base = base_lr + math.log(-math.expm1(-base_lr))
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **to)
         self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
         self.k_norm = nn.RMSNorm(dim, eps=norm_eps, **to)

@@ -16,7 +16,7 @@ from fastweights.layers.common.layer_arguments import (
 )
 from fastweights.layers.common.parts import (
     Decay,
-    Factory,
+    FactoryOptions,
     OutputNorm,
     low_rank,
     write_strength,
@@ -72,7 +72,7 @@ class LinearRecurrence(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LinearRecurrence(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.convolution = HeadsConvolution(
             (H, H),
@@ -152,7 +152,7 @@ class LinearRecurrence(Layer):
             return self.decay(x.new_zeros(*x.shape[:2], len(self.decay.A_log)))
         return self.decay(self.a_proj(x))
 
-    def fused_token(
+    def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""

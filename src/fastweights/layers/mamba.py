@@ -12,7 +12,7 @@ from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_range, scaled
-from fastweights.layers.common.parts import Factory, draw_dt_bias_
+from fastweights.layers.common.parts import FactoryOptions, draw_dt_bias_
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -68,7 +68,7 @@ class Mamba(Layer):
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.dim, self.dt_range = dim, dt_range
         self.widths = (R, state_size, state_size)
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **to)
         self.convolution = ShortConvolution(inner, conv_size, bias=True, **to)
         self.x_proj = nn.Linear(inner, sum(self.widths), bias=False, **to)

@@ -14,7 +14,7 @@ from fastweights.layers.common.layer_arguments import (
     scaled,
     whole_number,
 )
-from fastweights.layers.common.parts import Decay, Factory, OutputNorm
+from fastweights.layers.common.parts import Decay, FactoryOptions, OutputNorm
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -68,7 +68,7 @@ class Mamba2(Layer):
         norm_eps: of the norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Mamba2(Layer):
                 "expand * dim / head_dim"
             )
         self.dim, self.G = dim, G
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **to)
         self.convolution = HeadsConvolution(
             (G, H), (N, P), conv_size, normalize=False, bias=True, **to

@@ -14,7 +14,7 @@ from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, field_of
 
 
@@ -64,7 +64,7 @@ class MesaNet(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.steps = dim, H, steps
         self.min_ridge = min_ridge
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
         self.convolution = ShortConvolution(2 * H * K, conv_size, **to)
         self.ab_proj = nn.Linear(dim, 2 * H, **to)

@@ -10,7 +10,7 @@ from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
 
@@ -65,7 +65,7 @@ class MLSTM(Layer):
         V = scaled("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
         self.heads = (H, K, H, V)
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.gates = nn.Linear(dim, 2 * H, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)

@@ -14,7 +14,7 @@ from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled,
 )
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -24,7 +24,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
-from fastweights.ranks.group import place
+from fastweights.ranks.group import token_offset
 
 
 class MultiScaleRetention(Layer):
@@ -53,7 +53,7 @@ class MultiScaleRetention(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class MultiScaleRetention(Layer):
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
         self.heads = (H, K, H, V)
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
@@ -83,7 +83,7 @@ class MultiScaleRetention(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
-        start, total = place(x.shape[1])
+        start, total = token_offset(x.shape[1])
         at = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
         q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
         g = retnet_decay(
@@ -130,7 +130,7 @@ class LightningAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    narrow_state = True
+    steps_by_decode = True
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class LightningAttention(Layer):
         self.dim, self.heads = dim, (H, K, H, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
         self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
         self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **to)

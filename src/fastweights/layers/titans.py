@@ -15,7 +15,7 @@ from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size, scaled
-from fastweights.layers.common.parts import Factory, OutputNorm
+from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.plain_modules import is_untouched, source_of
 from fastweights.layers.common.state import LayerState, Offsets, field_of
 from fastweights.layers.common.unpacked_rows import UnpackedRows
@@ -37,7 +37,7 @@ class Start(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        H, to = num_heads, Factory(device=device, dtype=dtype)
+        H, to = num_heads, FactoryOptions(device=device, dtype=dtype)
         self.depth = len(widths) - 1
         for i in range(self.depth):
             W = torch.empty(H, widths[i], widths[i + 1], **to)
@@ -130,7 +130,7 @@ class TitansMemory(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         widths = [K, *[hidden] * (depth - 1), K]
         self.start = Start(H, widths, **to)
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)

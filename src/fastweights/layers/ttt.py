@@ -14,7 +14,7 @@ from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
 )
-from fastweights.layers.common.parts import Factory
+from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -84,7 +84,7 @@ class TTTLinear(Layer):
         check_even("head_dim", K)
         self.dim, self.heads = dim, (H, K, H, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
         self.rate_proj = nn.Linear(dim, H, **to)
         self.step_offset = nn.Parameter(torch.empty(mini_batch, **to))

@@ -18,7 +18,7 @@ from fastweights.arguments import (
     check_number,
     check_sizes,
 )
-from fastweights.layers.common.layer import PEERS
+from fastweights.layers.common.layer import ARGUMENT_ALIASES
 
 LAYERS: dict[str, type[nn.Module]] = {
     "comba": layers.Comba,
@@ -48,7 +48,7 @@ class _Named:
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         taken = [x.name for x in fields(cls)]  # type: ignore[arg-type]
-        check_names(cls.__name__, options, taken, PEERS)
+        check_names(cls.__name__, options, taken, ARGUMENT_ALIASES)
         return super().__new__(cls)
 
 

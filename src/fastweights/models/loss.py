@@ -34,7 +34,7 @@ from fastweights.dtypes import (
 )
 from fastweights.ops.registration import registered
 from fastweights.packing import sequence_ids
-from fastweights.ranks.group import current, place
+from fastweights.ranks.group import current_ranks, token_offset
 
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
@@ -169,7 +169,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
 def _count(targets: Tensor, ignored: int) -> Tensor:
     """Rows with a target, 1 if there are none; of ranks the mean number."""
     count = (targets != ignored).sum()
-    if (ranks := current()) is None:
+    if (ranks := current_ranks()) is None:
         return count.clamp(min=1)
     return ranks.sum(count).clamp(min=1) / ranks.size
 
@@ -201,10 +201,10 @@ def next_tokens(
         check_tensors({"tokens": tokens})
         wrong_shape("tokens", tokens, "[B, T]")
     T = tokens.shape[1]
-    start, total = place(T)
+    start, total = token_offset(T)
     check_packed(tokens, cu_seqlens, total=total)
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
-    if (ranks := current()) is not None:
+    if (ranks := current_ranks()) is not None:
         heads = ranks.gather(F.pad(tokens, (0, max(1 - T, 0)))[:, :1])
         later = heads[ranks.rank + 1 :], ranks.counts(T)[ranks.rank + 1 :]
         following = [x for x, number in zip(*later, strict=True) if number]

@@ -25,11 +25,11 @@ from fastweights.layers.common.plain_modules import (
 )
 from fastweights.layers.common.token import (
     PLAIN_SEQUENTIAL,
-    added,
     are_plain,
     by_kernels,
-    is_token,
-    normed,
+    fits_fused_step,
+    norm_and_project,
+    project_and_add,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -89,8 +89,8 @@ def swiglu_token(x: Tokens, mlp: Any) -> Tokens | None:
     parts: Any = mlp[1]
     if not are_plain(x, [norm, parts.up_proj, parts.down_proj]):
         return None
-    (y,) = normed(x, norm, [parts.up_proj], swiglu=True)
-    return added(x, y, parts.down_proj)
+    (y,) = norm_and_project(x, norm, [parts.up_proj], swiglu=True)
+    return project_and_add(x, y, parts.down_proj)
 
 
 class Block(nn.Module):
@@ -131,8 +131,8 @@ class Block(nn.Module):
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        few = cu_seqlens is None and is_token(x)
-        y = self._fused_token(x, state) if few and state is not None else None
+        few = cu_seqlens is None and fits_fused_step(x)
+        y = self._fused_step(x, state) if few and state is not None else None
         if y is None:
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
@@ -143,19 +143,19 @@ class Block(nn.Module):
             x = x + self.mlp(x) if y is None else y
         return x, state
 
-    def _fused_token(
+    def _fused_step(
         self, x: Float[Tensor, "B T D"], state: LayerState
     ) -> Float[Tensor, "B T D"] | None:
         """x + layer(norm(x)), fused; None if the layer has no way for it.
 
         The state is then the one after these tokens.
         """
-        fused_token = getattr(self.layer, "fused_token", None)
-        if fused_token is None or self.post_norm:
+        fused_step = getattr(self.layer, "fused_step", None)
+        if fused_step is None or self.post_norm:
             return None
         if state.accepted is not None and not by_kernels(x):
             return None
-        y: Tensor | None = fused_token(x, self.norm, state)
+        y: Tensor | None = fused_step(x, self.norm, state)
         if y is not None:
             state.accepted = None
         return y

@@ -89,7 +89,7 @@ class StatePool:
         narrow = {
             x
             for x, layer in LAYERS.items()
-            if getattr(layer, "narrow_state", False)
+            if getattr(layer, "steps_by_decode", False)
         }
         if other := sorted(kinds - narrow - {"softmax"}):
             raise ValueError(

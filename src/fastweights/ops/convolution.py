@@ -44,7 +44,7 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.registration import Operator
 from fastweights.packing import num_sequences
-from fastweights.ranks.group import current
+from fastweights.ranks.group import current_ranks
 from fastweights.ranks.shard import over_ranks, shard_of
 from fastweights.torch_backend import convolution as torch_backend
 
@@ -180,7 +180,7 @@ def _convolution(
     A rank of T tokens moves a state up by T rows, and what it leaves in an
     empty one is decided by its last W - 1 tokens.
     """
-    if (ranks := current()) is None:
+    if (ranks := current_ranks()) is None:
         states = initial_state, cu_seqlens
         return CONVOLUTION(x, weight, bias, *states, *options)
     T, rows = x.shape[1], weight.shape[1] - 1

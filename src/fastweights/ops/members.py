@@ -39,7 +39,7 @@ from fastweights.ops.normaliser import (
 )
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.packing import outside
-from fastweights.ranks.group import current, min_tokens
+from fastweights.ranks.group import current_ranks, min_tokens
 from fastweights.ranks.shard import shard_of
 
 Member = TypeVar("Member", bound=Callable[..., Any])
@@ -172,7 +172,7 @@ def linear_attention(
     states = {} if state is None else {"initial_state": state}
     check_normalised(q, k, v, None, states, **options)
     one = torch.ones_like(v[..., :1], dtype=compute_dtype(v.dtype))
-    ranks = current()
+    ranks = current_ranks()
     o, z, state = recurrence_with_normaliser(
         q, k, v, one, None, ranks=ranks, **options
     )

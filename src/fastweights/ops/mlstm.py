@@ -33,7 +33,7 @@ from fastweights.packing import (
     outside,
     sequence_ids,
 )
-from fastweights.ranks.group import Ranks, current, refuse_ranks
+from fastweights.ranks.group import Ranks, current_ranks, refuse_ranks
 from fastweights.ranks.shard import shard_of, with_a_token
 
 Stabilizer = Float[Tensor, "N HV"]
@@ -100,12 +100,12 @@ def mlstm(
     q, k, v = cast_for_autocast(q, k, v)
     of: Any = (q, k, v, g, i, initial_state, cu_seqlens)
     options: Any = (eps, scale, chunk_size, backend)
-    if (ranks := current()) is None:
-        return of_one_rank(*of, *options)
+    if (ranks := current_ranks()) is None:
+        return local_recurrence(*of, *options)
     return _over_ranks(ranks, *of, *options)
 
 
-def of_one_rank(
+def local_recurrence(
     q: Keys,
     k: Keys,
     v: Values,
@@ -191,7 +191,7 @@ def _over_ranks(
     )
 
     def run(state: Tensor, m: Tensor, offsets: Tensor | None) -> Any:
-        return of_one_rank(q, k, v, g, i, (state, m), offsets, *options)
+        return local_recurrence(q, k, v, g, i, (state, m), offsets, *options)
 
     own = [x.index_select(0, shard.outgoing) for x in (first, first_m)]
     start = (

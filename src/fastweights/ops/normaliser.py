@@ -23,7 +23,7 @@ from fastweights.dtypes import (
 from fastweights.ops.backends import Backend, recurrence_backend
 from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
-from fastweights.ops.recurrence_operator import of_one_rank
+from fastweights.ops.recurrence_operator import local_recurrence
 from fastweights.ops.rows import Rows, check_rows_of_states
 from fastweights.packing import num_sequences
 from fastweights.ranks.group import Ranks, min_tokens, refuse_ranks
@@ -69,7 +69,7 @@ def recurrence_with_normaliser(
     ) -> tuple[Tensor, Tensor]:
         operands = Operands(q, k, v, g, None, None, state, cu_seqlens)
         if ranks is None:
-            return of_one_rank(operands, scale, chunk_size, backend)
+            return local_recurrence(operands, scale, chunk_size, backend)
         options: Any = (scale, chunk_size, backend)
         return recurrence_over_ranks(ranks, operands, *options)
 

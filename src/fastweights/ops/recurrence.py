@@ -11,7 +11,7 @@ and in the third another key, ``erase``, reads what is erased.
 A call goes this way, as far as the kernels:
 
     linear_recurrence                    autocast; whether ranks share tokens
-    recurrence_operator.of_one_rank      checks; layouts; "loop" ends here
+    recurrence_operator.local_recurrence      checks; layouts; "loop" ends here
     registration.Operator                what autograd and torch.compile see
     recurrence_operator._forward         a backend; what is saved
     kernels/recurrence/backend.run       the schedule for this kind of call
@@ -31,8 +31,8 @@ from fastweights.arguments import Operands
 from fastweights.dtypes import cast_for_autocast
 from fastweights.ops.backends import Backend
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
-from fastweights.ops.recurrence_operator import of_one_rank
-from fastweights.ranks.group import current
+from fastweights.ops.recurrence_operator import local_recurrence
+from fastweights.ranks.group import current_ranks
 
 
 def linear_recurrence(
@@ -136,6 +136,6 @@ def linear_recurrence(
     if erase is not None:
         (erase,) = cast_for_autocast(erase)
     operands = Operands(q, k, v, g, beta, erase, initial_state, cu_seqlens)
-    if (ranks := current()) is None:
-        return of_one_rank(operands, scale, chunk_size, backend)
+    if (ranks := current_ranks()) is None:
+        return local_recurrence(operands, scale, chunk_size, backend)
     return recurrence_over_ranks(ranks, operands, scale, chunk_size, backend)

@@ -30,13 +30,13 @@ from fastweights.ops.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
     Results,
     functions_of,
-    laid_out,
+    local_recurrence,
     make_operator,
-    of_one_rank,
+    prepared_call,
 )
 from fastweights.packing import first_states
 from fastweights.ranks.exchange import Exchange
-from fastweights.ranks.group import Ranks, current
+from fastweights.ranks.group import Ranks, current_ranks
 from fastweights.ranks.prefix import gathers
 from fastweights.ranks.shard import (
     additive_over_ranks,
@@ -73,7 +73,7 @@ def recurrence_over_ranks(
             first = shard.initial_states(first)
         check_values(Operands(*tokens))
         operands = Operands(*tokens, first, cu_seqlens)
-        operands, options = laid_out(operands, scale, chunk_size, backend)
+        operands, options = prepared_call(operands, scale, chunk_size, backend)
         o, state = ON_RANKS(*operands, *options)
         if finish:
             state = shard.final_states(state)
@@ -83,7 +83,7 @@ def recurrence_over_ranks(
 
     def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
         operands = Operands(q, k, v, g, beta, erase, first, offsets)
-        return of_one_rank(operands, scale, chunk_size, backend)
+        return local_recurrence(operands, scale, chunk_size, backend)
 
     of_v = functools.partial(run, v)
     if beta is None and erase is None:
@@ -183,7 +183,7 @@ def _local(
 
 def _ranks() -> Ranks:
     """Those of the context that is open."""
-    ranks = current()
+    ranks = current_ranks()
     if ranks is None:
         raise RuntimeError(
             "context_parallel: got a backward outside of it, need it inside, "

@@ -36,7 +36,7 @@ from fastweights.torch_backend import recurrence as torch_backend
 Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
 
 
-def of_one_rank(
+def local_recurrence(
     operands: Operands,
     scale: float | None = None,
     chunk_size: int | None = None,
@@ -46,7 +46,7 @@ def of_one_rank(
     check_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
     check_values(operands)
-    operands, options = laid_out(operands, scale, chunk_size, backend)
+    operands, options = prepared_call(operands, scale, chunk_size, backend)
     if backend == "loop":
         record_run("loop forward")
         with without_autocast(operands.q):
@@ -54,7 +54,7 @@ def of_one_rank(
     return RECURRENCE(*operands, *options)
 
 
-def laid_out(
+def prepared_call(
     operands: Operands,
     scale: float | None,
     chunk_size: int | None,

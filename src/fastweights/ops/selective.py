@@ -50,7 +50,7 @@ from fastweights.ops.rows import (
     write_rows,
 )
 from fastweights.packing import first_states, num_sequences, outside
-from fastweights.ranks.group import current, refuse_ranks
+from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
     additive_over_ranks,
     shard_of,
@@ -131,7 +131,7 @@ def selective_scan(
             "loop".
     """
     x, B, C = cast_for_autocast(x, B, C)
-    if (ranks := current()) is not None:
+    if (ranks := current_ranks()) is not None:
         T = x.shape[1]
         x, dt, B, C, z = with_a_token(x, dt, B, C, z)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)

@@ -84,14 +84,14 @@ class Ranks:
 _contexts: list[Ranks] = []
 
 
-def current() -> Ranks | None:
+def current_ranks() -> Ranks | None:
     """Return the ranks that share sequences now; None: each is whole here."""
     return _contexts[-1] if _contexts else None
 
 
-def place(T: int) -> tuple[int, int]:
+def token_offset(T: int) -> tuple[int, int]:
     """Return the first of T tokens here among all ranks', and their number."""
-    ranks = current()
+    ranks = current_ranks()
     if ranks is None:
         return 0, T
     return ranks.start(T), sum(ranks.counts(T))
@@ -99,7 +99,7 @@ def place(T: int) -> tuple[int, int]:
 
 def min_tokens() -> int:
     """Return how many tokens an operator needs: a rank may have none."""
-    return 1 if current() is None else 0
+    return 1 if current_ranks() is None else 0
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def context_parallel(
 
 def refuse_ranks(what: str) -> None:
     """Raise under context_parallel, which ``what`` cannot do."""
-    if current() is not None:
+    if current_ranks() is not None:
         raise NotImplementedError(
             f"{what}: got a call under context_parallel, need one outside of "
             "it, on whole sequences"

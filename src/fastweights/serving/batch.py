@@ -189,5 +189,5 @@ def prefills_by_kernels(model: LanguageModel) -> bool:
         model.hidden(token.to(model.embedding.weight.device))
     layers = [block.get_submodule("layer") for block in model.blocks]
     return {run.split()[0] for run in ran} == {"triton"} and all(
-        getattr(layer, "narrow_state", False) for layer in layers
+        getattr(layer, "steps_by_decode", False) for layer in layers
     )

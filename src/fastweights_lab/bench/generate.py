@@ -52,8 +52,8 @@ FEW = 8
 BATCHES = (1, 64) if ON_GPU else (1,)
 # What a step was before, by what never holds then.
 BEFORE = {
-    "python": [(models, "is_token"), (decoding, "is_recordable")],
-    "recorded": [(models, "is_token")],
+    "python": [(models, "fits_fused_step"), (decoding, "is_recordable")],
+    "recorded": [(models, "fits_fused_step")],
 }
 SIZES: dict[str, Any] = (
     {"vocab_size": 32000, "dim": 1024, "num_layers": 24, "num_heads": 8}

@@ -38,7 +38,7 @@ from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import write_whole
-from fastweights.ranks.group import context_parallel, current
+from fastweights.ranks.group import context_parallel, current_ranks
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
 
@@ -456,7 +456,7 @@ class Training:
             own = [self.own(x) for x in (batch.tokens, batch.targets)]
             with self.ranks(), self.autocast():
                 of = self.model.token_losses(*(x.to(self.device) for x in own))
-                ranks = current()
+                ranks = current_ranks()
                 losses.append(of if ranks is None else ranks.gather_tokens(of))
         bits = torch.cat(losses).cpu().double() / math.log(2)
         bits, hit = bits * stream.tokens_per_byte, torch.cat(again)

@@ -25,7 +25,7 @@ from fastweights.kernels.recurrence.schedule import (
     buffer_offsets,
     compile_together,
 )
-from fastweights.kernels.recurrence.settings import Kind, lengths_of
+from fastweights.kernels.recurrence.settings import CallKind, lengths_of
 from fastweights.kernels.recurrence.stages import CallTensors
 
 ExchangeMethod = Callable[..., None] | None  # a method of ranks.exchange
@@ -36,7 +36,7 @@ def kind_of(
     chunk_size: int,
     invariant: bool = False,
     ranks: bool = False,
-) -> tuple[Kind, tuple]:
+) -> tuple[CallKind, tuple]:
     """What kind of call that is; and what lengths_of it takes.
 
     Of a traced call these may be symbols; heads and widths are numbers.
@@ -49,7 +49,7 @@ def kind_of(
     erases = tensors.erase is not None
     delta = erases or tensors.beta is not None
     rule: Any = (gate_width, delta, chunk_size, precision, erases, ranks)
-    kind = Kind(gpu_of(q.device), q.dtype, *heads, *rule)
+    kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
 

@@ -31,8 +31,8 @@ def decay_in_parts(b_total, x):
     seen from the entrance and the exit: a = 1, and b is all of it.
     """
     m_weak = is_weak(b_total, x)
-    b_half = tl.exp2(tl.where(m_weak, 0.5 * b_total, 0.0))
-    return b_half, tl.exp2(tl.where(m_weak, 0.0, b_total))
+    b_outer = tl.exp2(tl.where(m_weak, 0.5 * b_total, 0.0))
+    return b_outer, tl.exp2(tl.where(m_weak, 0.0, b_total))
 
 
 @triton.jit

@@ -292,12 +292,12 @@ def intra_strong_kernel(
         tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
         m_weak = gates.is_weak(b_total, inputs.k)  # [BK]
         is_strong |= gates.is_weak(tl.min(b_total), inputs.k) == 0
-        b_half = tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
+        b_outer = tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
         b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
-        b_k_out = (b_k * tl.exp2(b_G - b_half)).to(dtype)  # [BT, BK]
+        b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
         tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
         b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
-        b_in = tl.exp2(b_G - b_half)
+        b_in = tl.exp2(b_G - b_outer)
         b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
         tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
         if DELTA:

@@ -153,7 +153,7 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
             b_total = tl.load(decays.total + i_ch)
-            b_half, b_rest = gates.decay_in_parts(b_total, scan_results.do)
+            b_outer, b_inner = gates.decay_in_parts(b_total, scan_results.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
             if gates.is_weak(b_total, scan_results.do) == 0:
                 b_D = gates.decay_matrix(decays.G, i_ch, BT)
@@ -175,8 +175,8 @@ def intra_bwd_kernel(
         read = rows if PER_CHANNEL else (t, end, i_h)
         b_write = b_weight[:, None]
         if PER_HEAD:
-            b_decay = (b_half * b_in)[:, None]  # [BT, 1]
-            b_write *= (b_half * b_out)[:, None]
+            b_decay = (b_outer * b_in)[:, None]  # [BT, 1]
+            b_write *= (b_outer * b_out)[:, None]
             b_dtotal *= tl.exp2(b_total)
         elif PER_CHANNEL:
             o_k = i_k * BK + tl.arange(0, BK)

@@ -64,14 +64,14 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     then the rows are inverses, and only one is loaded.
     """
     b_total = tl.load(decays.total + i_ch)
-    b_half, b_rest = gates.decay_in_parts(b_total, x)
+    b_outer, b_inner = gates.decay_in_parts(b_total, x)
     b_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
     weak = gates.is_weak(b_total, x)
     if weak:
         b_in = 1.0 / b_out
     else:
         b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
-    return b_half, b_rest, b_in, b_out, weak
+    return b_outer, b_inner, b_in, b_out, weak
 
 
 @triton.jit
@@ -284,10 +284,10 @@ def scan_fwd_kernel(
             if KEEPS:
                 b_S_in = b_S.to(v.dtype.element_ty)
                 tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
-            b_half, b_rest = channel_decays(decays, i_ch, v, META)
-            b_S *= b_half  # to where half of each channel has decayed
+            b_outer, b_inner = channel_decays(decays, i_ch, v, META)
+            b_S *= b_outer  # to where half of each channel has decayed
         elif PER_HEAD and DELTA:
-            b_half, b_rest, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, weak = head_decays(
                 decays, i_ch, v, META
             )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
@@ -301,7 +301,7 @@ def scan_fwd_kernel(
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
-            b_half, b_rest, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, weak = head_decays(
                 decays, i_ch, v, META
             )
         b_u = b_v  # [BT, BV]
@@ -314,7 +314,7 @@ def scan_fwd_kernel(
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if PER_HEAD:
-                b_u *= b_half * b_in
+                b_u *= b_outer * b_in
             b_u = b_v - b_u  # r = v - k S [BT, BV]
             b_step = (b_u if ERASE else b_beta * b_u).to(b_v.dtype)
             b_u = tile.dot(b_R, b_step, b_u, PRECISION, WIDE)  # r + R beta r
@@ -324,11 +324,11 @@ def scan_fwd_kernel(
                 b_u *= b_beta  # v_new
 
         if PER_HEAD:
-            b_S *= b_half * b_rest
+            b_S *= b_outer * b_inner
         elif PER_CHANNEL:
-            b_S *= b_rest
+            b_S *= b_inner
         if GATED and MAP and not DELTA:
-            b_decay *= b_half * b_rest * b_half
+            b_decay *= b_outer * b_inner * b_outer
         b_new = b_u
         if PER_HEAD:
             b_new *= b_out
@@ -348,7 +348,7 @@ def scan_fwd_kernel(
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_scale = call.scale
             if PER_HEAD:
-                b_o *= tl.where(weak, b_half, b_in)
+                b_o *= tl.where(weak, b_outer, b_in)
                 b_scale = call.scale * tl.where(weak, b_in, 1.0)
                 if weak == 0:
                     b_A *= gates.decay_matrix(decays.G, i_ch, BT)
@@ -361,7 +361,7 @@ def scan_fwd_kernel(
             b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
             tile.store_rows(outputs.o, b_o, rows, i_v, VALUES)
         if GATED:  # from where the chunk is seen to its exit
-            b_S *= b_half
+            b_S *= b_outer
 
     state = outputs.state
     leave(states, state, b_S, b_decay, chunks, program, MAP, META)
@@ -535,13 +535,13 @@ def scan_bwd_kernel(
         if not MAP:
             tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
         if PER_CHANNEL:  # back to where half of each channel has decayed
-            b_half, b_rest = channel_decays(
+            b_outer, b_inner = channel_decays(
                 decays, i_ch, output_grads.do, META
             )
-            b_dS *= b_half
+            b_dS *= b_outer
             b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)
         elif PER_HEAD:
-            b_half, b_rest, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, weak = head_decays(
                 decays, i_ch, output_grads.do, META
             )
 
@@ -564,7 +564,7 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
-            b_y *= tl.where(weak, b_half, b_out)
+            b_y *= tl.where(weak, b_outer, b_out)
             if weak == 0:
                 b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
@@ -590,9 +590,9 @@ def scan_bwd_kernel(
             tile.store_rows(grads.dv, b_y, rows, i_v, VALUES)
 
         if PER_HEAD:
-            b_dS *= b_half * b_rest
+            b_dS *= b_outer * b_inner
         elif PER_CHANNEL:
-            b_dS *= b_rest
+            b_dS *= b_inner
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_do_in, b_dS, input_precision=PRECISION)
         if DELTA:
@@ -605,6 +605,6 @@ def scan_bwd_kernel(
             b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
         if GATED:
-            b_dS *= b_half
+            b_dS *= b_outer
 
     leave_back(grads, b_dS, chunks, program, call, MAP, META)

@@ -1,7 +1,7 @@
 """What a call's sizes decide, by rule: tiles, warps, stages; segments.
 
-Nothing is tried out: a :class:`Kind` of call has its kernels' settings from
-its dtype, its widths and the GPU, and its :class:`Lengths` the rest.
+Nothing is tried out: a call's :class:`CallKind` has its kernels' settings
+from its dtype, its widths and the GPU, and its :class:`Lengths` the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
 IntLike = Any  # int, or SymInt where shapes are symbols
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What a call's kernels are compiled for: all but its lengths."""
 
     gpu: GPU
@@ -147,7 +147,7 @@ class Meta:
         return Tiles(1, self.K, self.BK, self.BV)
 
 
-def intra_options(stage: str, kind: Kind) -> dict[str, int]:
+def intra_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
     narrow, large = narrowest(kind.dtype), kind.gpu.has_large_shared
     BK = 64 if kind.per_channel else narrow
@@ -182,7 +182,7 @@ def intra_options(stage: str, kind: Kind) -> dict[str, int]:
     return options
 
 
-def compose_options(stage: str, kind: Kind) -> dict[str, int]:
+def compose_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Options of compose_kernel, which is fp32 whatever q's dtype is.
 
     A state's few programs go from segment to segment, one after the other:
@@ -195,7 +195,7 @@ def compose_options(stage: str, kind: Kind) -> dict[str, int]:
     return options
 
 
-def scan_options(stage: str, kind: Kind) -> dict[str, int]:
+def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Options of a scan: on an H200 in bf16 128 values and 8 warps, or half.
 
     8 warps share what they load of k, q and R. Of two programs each hides
@@ -239,7 +239,7 @@ def scan_options(stage: str, kind: Kind) -> dict[str, int]:
     return options
 
 
-def scan_values(kind: Kind) -> int:
+def scan_values(kind: CallKind) -> int:
     """Value columns of a program of the scan, or half of them."""
     BV = narrowest(kind.dtype)
     return BV if kind.gpu.has_large_shared else BV // 2
@@ -255,7 +255,7 @@ INSIDE = (
 )
 ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
 BETWEEN = ("compose", "compose_backward", "arrive", "arrive_backward")
-OPTIONS: dict[str, Callable[[str, Kind], dict[str, int]]] = {
+OPTIONS: dict[str, Callable[[str, CallKind], dict[str, int]]] = {
     **dict.fromkeys(INSIDE, intra_options),
     **dict.fromkeys((*ALONG, "scan", "scan_backward"), scan_options),
     **dict.fromkeys(BETWEEN, compose_options),
@@ -263,7 +263,7 @@ OPTIONS: dict[str, Callable[[str, Kind], dict[str, int]]] = {
 """What finds each stage's tiles and launch settings."""
 
 
-def settings_of(stage: str, kind: Kind) -> tuple[Meta, dict[str, int]]:
+def settings_of(stage: str, kind: CallKind) -> tuple[Meta, dict[str, int]]:
     """What a stage's kernel is compiled for, and its launch settings.
 
     Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
@@ -316,7 +316,7 @@ class Lengths(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def lengths_of(
-    kind: Kind,
+    kind: CallKind,
     B: IntLike,
     T: IntLike,
     N: IntLike,
@@ -349,7 +349,7 @@ def lengths_of(
     )
 
 
-def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
+def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
     """Chunks per segment, for ``rows`` rows of ``chunks`` chunks each.
 
     So many segments that two programs of ``scan_values``, or one of twice
@@ -374,7 +374,7 @@ def segment_chunks(kind: Kind, rows: IntLike, chunks: IntLike) -> IntLike:
 
 
 @functools.lru_cache(maxsize=4096)
-def maps_at_once(kind: Kind) -> int:
+def maps_at_once(kind: CallKind) -> int:
     """How many programs of the delta rule's maps, of scan_values each, run.
 
     Three on a multiprocessor of those whose registers are bounded; else two,

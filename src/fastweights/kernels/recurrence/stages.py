@@ -40,7 +40,7 @@ from fastweights.kernels.recurrence.schedule import (
     Schedule,
     TensorSpec,
 )
-from fastweights.kernels.recurrence.settings import Kind, Meta, settings_of
+from fastweights.kernels.recurrence.settings import CallKind, Meta, settings_of
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 T, N, L = CallNumber("T"), CallNumber("N"), CallNumber("L")
@@ -80,12 +80,12 @@ ScanResults = namedtuple("ScanResults", "do u dv h dh")
 IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta derase")
 
 
-def meta_of(stage: str, kind: Kind) -> Meta:
+def meta_of(stage: str, kind: CallKind) -> Meta:
     """What the stage's kernel is compiled for."""
     return settings_of(stage, kind)[0]
 
 
-def sums_dbeta_by_tiles(kind: Kind) -> bool:
+def sums_dbeta_by_tiles(kind: CallKind) -> bool:
     """Whether the scan back writes dbeta, a part for each value tile.
 
     In fp16, where too little of it is left in dv, of which intra_bwd_kernel
@@ -111,7 +111,7 @@ class TensorSpecs:
     inputs, decayed, decays and call are groups.
     """
 
-    def __init__(self, kind: Kind, dtypes: CallTensors) -> None:
+    def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
         low, fp32, delta = kind.dtype, torch.float32, kind.delta
         head, channel = kind.per_head, kind.per_channel
@@ -202,7 +202,7 @@ class TensorSpecs:
 class ScheduleBuilder:
     """A forward or backward, as its launches are written down."""
 
-    def __init__(self, kind: Kind, dtypes: CallTensors) -> None:
+    def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         self.kind, self.specs = kind, TensorSpecs(kind, dtypes)
         self.launches: list[Launch] = []
 
@@ -258,7 +258,7 @@ class ScheduleBuilder:
 
 @lru_cache(maxsize=4096)
 def forward_schedule(
-    kind: Kind, dtypes: CallTensors, segmented: bool
+    kind: CallKind, dtypes: CallTensors, segmented: bool
 ) -> Schedule:
     """Outputs, final states, and what is saved.
 
@@ -297,7 +297,7 @@ def forward_schedule(
 
 @lru_cache(maxsize=4096)
 def backward_schedule(
-    kind: Kind, dtypes: CallTensors, segmented: bool
+    kind: CallKind, dtypes: CallTensors, segmented: bool
 ) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 

@@ -13,7 +13,7 @@ from fastweights.dtypes import cast_for_autocast
 from fastweights.heads import l2norm, split_heads
 from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.parts import Factory
+from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.plain_modules import is_plain, source_of
 from fastweights.layers.common.state import LayerState, Offsets, field_of
 from fastweights.ops.convolution import (
@@ -48,7 +48,7 @@ class ShortConvolution(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         check_one_of("conv_size", conv_size, (2, 3, 4))
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, conv_size, **to))
@@ -123,7 +123,7 @@ class HeadsConvolution(CheckedModule):
         self.heads, self.sizes = heads, sizes
         self.normalize, self.activation = normalize, activation
         (H, HV), (K, V) = heads, sizes
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.taps = None
         if conv_size is not None:
             self.taps = ShortConvolution(

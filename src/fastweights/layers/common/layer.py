@@ -36,7 +36,7 @@ EXEMPT = re.compile(
 )
 """Names of parameters without weight decay, whatever their shape."""
 
-PEERS = {
+ARGUMENT_ALIASES = {
     "d_conv": "conv_size",
     "conv_kernel": "conv_size",
     "correction_factor": "correction",
@@ -74,8 +74,8 @@ PEERS = {
 """What an argument is called elsewhere, or was here: its name now."""
 
 
-NEEDS = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
-NEEDS |= {"correction": "any"}
+RANGES_BY_NAME = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
+RANGES_BY_NAME |= {"correction": "any"}
 """What numbers by these names have to be; all others are above 0."""
 
 
@@ -124,8 +124,8 @@ class Layer(CheckedModule):
     padded: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
 
-    narrow_state: bool = False
-    """Whether a state's S may be bf16: steps are fastweights.decode_step."""
+    steps_by_decode: bool = False
+    """Whether its steps are fastweights.decode_step, so that S may be bf16."""
 
     @property
     def takes_accepted(self) -> bool:
@@ -133,7 +133,7 @@ class Layer(CheckedModule):
 
         Else it is called for a token at a time.
         """
-        return self.narrow_state
+        return self.steps_by_decode
 
     def forward(
         self,
@@ -160,10 +160,10 @@ class Layer(CheckedModule):
             state.accepted = None
         return y, after
 
-    def fused_token(
+    def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
-        """x + layer(norm(x)) of one token per sequence, the state in place.
+        """x + layer(norm(x)) of a few tokens per sequence, the state in place.
 
         In fewer launches than the modules make, which only some layers have
         a way for (:mod:`fastweights.layers.common.token`); None where there
@@ -298,7 +298,9 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         if not others:
-            check_names(type(self).__name__, options, [*taken][1:], PEERS)
+            check_names(
+                type(self).__name__, options, [*taken][1:], ARGUMENT_ALIASES
+            )
         given = dict(zip([*taken][1:], args, strict=False)) | options
         for name, hint in hints.items():
             if name in given:
@@ -327,7 +329,7 @@ def _check(name: str, x: Any, hint: Any) -> None:
     elif kind is int:
         check_sizes(**{name: x})
     elif kind is float:
-        check_number(name, x, NEEDS.get(name, "> 0"))
+        check_number(name, x, RANGES_BY_NAME.get(name, "> 0"))
     elif kind is torch.dtype:
         check_dtype(x)
     elif kind is torch.device:

@@ -23,7 +23,7 @@ from fastweights.layers.common.state import (
     leave_inference,
 )
 from fastweights.ops.decode import NARROW_STATE_DTYPES, check_accepted
-from fastweights.ranks.group import current, place
+from fastweights.ranks.group import current_ranks, token_offset
 from fastweights.torch_internals import is_traced
 
 
@@ -127,7 +127,7 @@ def check_input(
     if cu_seqlens is not None:
         if rows != 1:
             wrong_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
-        check_packed(x, cu_seqlens, total=place(x.shape[1])[1])
+        check_packed(x, cu_seqlens, total=token_offset(x.shape[1])[1])
         if cu_seqlens.device != x.device:
             raise ValueError(
                 f"cu_seqlens: got device {cu_seqlens.device}, need x's, "
@@ -158,7 +158,7 @@ def _check_state(
             )
         check_rows(state.rows, rows, name="state: rows")
     few = state.rows is not None or state.accepted is not None
-    if few and current() is not None:
+    if few and current_ranks() is not None:
         raise ValueError(
             "state: got one of decoding, with rows or accepted, need one "
             "without them under context_parallel"

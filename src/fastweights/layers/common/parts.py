@@ -27,7 +27,7 @@ from fastweights.ops.output_norm import (
 SMALLEST = 1e-4  # A and dt at the start
 
 
-class Factory(TypedDict):
+class FactoryOptions(TypedDict):
     """The device and the dtype that a module's parameters are made in."""
 
     device: torch.device | None
@@ -73,7 +73,7 @@ class Decay(CheckedModule):
         check_range("dt_range", dt_range)
         self.A_range, self.dt_range = A_range, dt_range
         self.lower_bound, self.channels = lower_bound, channels
-        to: Factory = {"device": device, "dtype": dtype}
+        to: FactoryOptions = {"device": device, "dtype": dtype}
         self.A_log = nn.Parameter(torch.empty(num_heads, **to))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * channels, **to))
         self.reset_parameters()

@@ -23,7 +23,7 @@ from fastweights.arguments import is_readable
 from fastweights.dtypes import cast_for_autocast
 from fastweights.layers.common.state import Offsets
 from fastweights.packing import sequence_ids
-from fastweights.ranks.group import current
+from fastweights.ranks.group import current_ranks
 
 Heads = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B S HK K"]  # or values: of S tokens, HK heads
@@ -91,7 +91,7 @@ def packed_attention(
     end, before = k.shape[1], k.shape[1] - q.shape[1]
     offsets = F.pad(cu_seqlens.to(torch.int32), (0, 1), value=end)
     of_q = offsets
-    if current() is not None:
+    if current_ranks() is not None:
         offsets = offsets.clamp(max=end)
         of_q = (offsets - before).clamp(min=0)
     if reads_offsets(q.device, q.dtype, q.shape[-1]):

@@ -15,7 +15,7 @@ from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.rows import rows_inside, write_rows
 from fastweights.packing import sequence_ids
-from fastweights.ranks.group import current
+from fastweights.ranks.group import current_ranks
 
 Offsets = Int[Tensor, " N+1"]
 
@@ -259,7 +259,7 @@ def state_to_step(
     """The state, if x's few tokens are a step on its own memory."""
     if state is None or cu_seqlens is not None or torch.is_grad_enabled():
         return None
-    if current() is not None:  # which spreads a few tokens over ranks
+    if current_ranks() is not None:  # which spreads a few tokens over ranks
         return None
     return state if x.shape[1] <= MAX_TOKENS else None
 

@@ -38,7 +38,7 @@ from fastweights.layers.common.plain_modules import (
 )
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.backends import choose_backend, record_run
-from fastweights.ranks.group import current
+from fastweights.ranks.group import current_ranks
 
 MAX_ROWS = 256
 """Sequences. With more, products are bound by arithmetic, and BLAS's."""
@@ -61,7 +61,7 @@ SOURCES = {
 }
 
 
-def is_token(x: Tensor) -> bool:
+def fits_fused_step(x: Tensor) -> bool:
     """Whether these are tokens that may go past their modules."""
     B, T, _ = x.shape
     fits = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
@@ -69,7 +69,7 @@ def is_token(x: Tensor) -> bool:
         fits
         and x.is_contiguous()
         and not torch.is_grad_enabled()
-        and current() is None
+        and current_ranks() is None
         and not under_autocast(x)
         and not torch_internals.is_traced()
         and (T == 1 or by_kernels(x))
@@ -123,7 +123,7 @@ def is_own(
     return untouched and are_plain(x, modules)
 
 
-def added(
+def project_and_add(
     x: Tokens,
     o: Float[Tensor, "B T C"],
     projection: Any,
@@ -131,7 +131,7 @@ def added(
 ) -> Tokens:
     """x + projection(o), with what :func:`gemv` has before a product."""
     if not by_kernels(x):
-        return token_operators.added(x, o, projection)
+        return token_operators.project_and_add(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
     y = gemv(
@@ -143,7 +143,7 @@ def added(
     return y.view_as(x)
 
 
-def normed(
+def norm_and_project(
     x: Tokens,
     norm: nn.RMSNorm,
     modules: Sequence[Any],
@@ -155,7 +155,7 @@ def normed(
     modules are another launch.
     """
     if not by_kernels(x):
-        return token_operators.normed(x, norm, modules, **options)
+        return token_operators.norm_and_project(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
     present = [m for m in modules if m is not None]
@@ -231,7 +231,7 @@ def recurrent_token(
         return None
     if not by_kernels(x):
         record_run("torch token")
-        qkv, *others = token_operators.normed(x, norm, modules)
+        qkv, *others = token_operators.norm_and_project(x, norm, modules)
         a, b, gate = gates(*others)
         o = token_operators.recurrence(layer, qkv, a, b, state)
         return token_operators.output(x, o, gate, layer)
@@ -239,7 +239,7 @@ def recurrent_token(
 
     record_run("triton token")
     S: Any = state.S
-    qkv, *others = normed(
+    qkv, *others = norm_and_project(
         x,
         norm,
         modules,
@@ -270,7 +270,7 @@ def recurrent_token(
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
         ahead=True,
     )
-    return added(
+    return project_and_add(
         x,
         o.flatten(2),
         layer.o_proj,

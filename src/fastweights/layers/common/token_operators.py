@@ -23,14 +23,14 @@ from fastweights.ops.rows import write_rows
 from fastweights.torch_backend.decode import advance, widen
 
 
-def normed(
+def norm_and_project(
     x: Tokens,
     norm: nn.RMSNorm,
     modules: Sequence[Any],
     *,
     swiglu: bool = False,
 ) -> list[Any]:
-    """What the modules make of norm(x), as :func:`.token.normed`."""
+    """What the modules make of norm(x), as :func:`.token.norm_and_project`."""
     y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
     products: list[Any] = [
         None if m is None else _product(m, y) for m in modules
@@ -49,7 +49,7 @@ def _product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
     return x
 
 
-def added(
+def project_and_add(
     x: Tokens, o: Float[Tensor, "B 1 C"], projection: nn.Linear
 ) -> Tokens:
     """x + projection(o)."""
@@ -100,4 +100,4 @@ def output(
         gate = upcast(gate)
         silu = norm.activation == "silu"
         y *= F.silu(gate) if silu else gate.sigmoid()
-    return added(x, y.to(x.dtype), layer.o_proj)
+    return project_and_add(x, y.to(x.dtype), layer.o_proj)
