@@ -87,7 +87,7 @@ def test_the_standard_library_is_that_of_every_recorded_run(
 ):
     text = corpus.read()
     runs = comparison.load()
-    assert len(runs) == 95
+    assert len(runs) == 99
     for run in runs:
         assert run["corpus"] == {"bytes": text.size, "sha256": text.sha256}
     assert len(text.train) + len(text.held_out) == 511

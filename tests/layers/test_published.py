@@ -198,13 +198,15 @@ def family(
         A = w["decay.A_log"].exp()
         if per == "head":
             a = x @ w["a_proj.weight"].T
+        elif per == "constant":
+            a = x.new_zeros(len(x), H)
         else:
             a, A = (
                 x @ w["a_proj.0.weight"].T @ w["a_proj.1.weight"].T,
                 A[:, None],
             )
         dt = softplus(a + w["decay.dt_bias"])
-        decay = (-A * (dt if per == "head" else cut(dt, (H, K))[0])).exp()
+        decay = (-A * (cut(dt, (H, K))[0] if per == "channel" else dt)).exp()
     if "b_proj.weight" in w:
         beta = most * sigmoid(x @ w["b_proj.weight"].T)
     return put_out(w, x, recurrence(q, k, v, decay, beta))
@@ -355,6 +357,7 @@ EQUATIONS = {
     "recurrence-decay": partial(
         family, H=2, K=3, V=4, conv=False, bend=lambda c: c
     ),
+    "recurrence-constant": partial(family, H=2, K=4, V=4, per="constant"),
     "recurrence-channel": partial(
         family, H=2, K=4, V=4, per="channel", most=2
     ),
