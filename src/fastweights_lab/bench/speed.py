@@ -93,7 +93,7 @@ MEMBERS = {
 }
 ERASE = ("comba", "gated_deltanet2", "rwkv7")
 """Erase by a key of their own, which decode_step takes as ``erase``; rwkv7
-takes two steps a token, by the arguments of flash-linear-attention."""
+takes two steps per token, by the arguments of flash-linear-attention."""
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
 # published models start
@@ -350,7 +350,8 @@ def peers_for(
         for peer, theirs in rivals.items()
         if member in theirs and peer_takes(peer, member, shape, gate)
     }
-    safe = member in ("kda", *ERASE[1:]) and gate in BOUNDED
+    bounded = "kda", "gated_deltanet2", "rwkv7"
+    safe = member in bounded and gate in BOUNDED
     if safe and "fla" in found:
         found["fla"] = functools.partial(found["fla"], safe_gate=True)
     return found
