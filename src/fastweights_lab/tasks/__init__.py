@@ -14,11 +14,12 @@
 | :class:`Scope` | the value of a key, unless a reset came between |
 | :class:`Sections` | the last of two values, unless a reset came between |
 | :class:`Reassignment` | what a program prints, variables reassigned |
+| :class:`Calls` | the same, where nothing outlives a call |
 | :class:`StateTracking` | the running product of a group's elements |
 """
 
 from fastweights_lab.tasks.needles import Needles
-from fastweights_lab.tasks.programs import Reassignment
+from fastweights_lab.tasks.programs import Calls, Reassignment
 from fastweights_lab.tasks.recall import (
     AssociativeRecall,
     OverwritingRecall,
@@ -33,6 +34,7 @@ __all__ = [
     "IGNORE",
     "AssociativeRecall",
     "Batch",
+    "Calls",
     "Needles",
     "OverwritingRecall",
     "Reassignment",

@@ -14,13 +14,15 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
+    check_enough,
     joined,
     take,
     told,
 )
 
 LETTERS = 26
-ASSIGN, PRINT = "x=0\n", "print(x)\n"
+ASSIGN, PRINT, END = "x=0\n", "print(x)\n", "\n"
+NONE = ord("?")
 KINDS = {
     "never": 0,
     "1 to 2 times": 1,
@@ -69,10 +71,7 @@ class Reassignment(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variables > LETTERS:
-            raise ValueError(
-                f"variables: got {self.variables}, need {LETTERS} or fewer"
-            )
+        _check_letters(variables=self.variables)
 
     @property
     def vocabulary(self) -> int:
@@ -86,32 +85,16 @@ class Reassignment(Task):
 
     def draw(self, rows: int, draws: Draws) -> Batch:
         n, shape = self.variables, (rows, self.questions)
-        zipf = 1 / torch.arange(1, n + 1, device=draws.device)
-        shares = (zipf.cumsum(0) / zipf.sum())[:-1]
-        again = torch.bucketize(draws.uniform(*shape), shares)
+        again = _zipf(n, draws, *shape)
         which = torch.cat([draws.orders(n, rows), again], 1)
         digits = draws.integers(self.values, *which.shape)
         asked = draws.integers(n, *shape)
-
-        # Of each variable at each question: how often, and when last.
-        written = F.one_hot(which, n)
-        time = torch.arange(which.shape[1], device=draws.device)[:, None]
-        often = written.cumsum(1)[:, n:]
-        last = (written * time).cummax(1).values[:, n:]
-        of_asked = asked[..., None]
-        times = take(often, of_asked)[..., 0] - 1
-        answers = take(digits, take(last, of_asked)[..., 0])
+        times, values = _by_then(which, digits, asked, n)
 
         letters = ord("a") + draws.distinct(n, LETTERS, rows)
         assigned = _lines(ASSIGN, take(letters, which), digits)
-        printed = _lines(PRINT, take(letters, asked), answers)
-        nothing = torch.full_like(printed[..., 1:], IGNORE)
-        reached = [times >= least for least in KINDS.values()]
-        groups = torch.stack(reached).sum(0) - 1
-        question = Batch(
-            printed,
-            torch.cat([nothing, ord("0") + answers[..., None]], -1),
-            torch.cat([nothing, groups[..., None]], -1),
+        question = _printed(
+            take(letters, asked), ord("0") + values, _group(times)
         )
         later = joined(told(assigned[:, n:]), question)
         return joined(
@@ -120,8 +103,141 @@ class Reassignment(Task):
         )
 
 
+@dataclass(frozen=True)
+class Calls(Reassignment):
+    """Programs of several calls: nothing that a call has set outlives it.
+
+        k=7
+        print(k)
+        k=1
+        print(c)
+        ..
+
+        c=4
+        print(k)
+        ..
+
+    A program has ``names`` letters. Each of its ``calls`` calls draws
+    ``variables`` of them and assigns to them ``questions`` times, by Zipf's
+    law as in :class:`Reassignment`. Behind each assignment a line prints a
+    letter: with the same probability one that this call has set, or one that
+    it has not. The target is the letter's digit, or "?" where this call has
+    not set it. An empty line ends a call.
+
+    A perfect memory replaces one letter's value at an assignment, and lets
+    go of all letters' values at an empty line.
+
+    Groups: 0 "never set", 1 "set in an earlier call", and from 2 on those of
+    :class:`Reassignment`, of a letter that this call has set.
+    """
+
+    kinds = ("never set", "set in an earlier call", *KINDS)
+
+    variables: int = 4
+    questions: int = 8
+    calls: int = 4
+    names: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = "a call's variables, and a letter that it has not set"
+        check_enough("names", self.names, self.variables + 1, why)
+        _check_letters(names=self.names)
+
+    @property
+    def length(self) -> int:
+        block = len(ASSIGN) + len(PRINT)
+        return self.calls * (self.questions * block + len(END))
+
+    @property
+    def chance(self) -> float:
+        """The accuracy of one who always says "?"."""
+        return 1 / 2
+
+    def draw(self, rows: int, draws: Draws) -> Batch:
+        n, shape = self.names, (rows, self.calls, self.questions)
+        own = draws.distinct(self.variables, n, *shape[:2])
+        which = take(own, _zipf(self.variables, draws, *shape))
+        digits = draws.integers(self.values, *shape)
+        there = F.one_hot(which, n).cumsum(-2) > 0
+        inside = draws.uniform(*shape) < 1 / 2
+        fits = there == inside[..., None]
+        asked = (draws.uniform(*shape, n) + fits).argmax(-1)
+        times, values = _by_then(which, digits, asked, n)
+        in_call = there[..., -1, :].long()
+        earlier = (in_call.cumsum(1) > in_call).long()
+
+        letters = ord("a") + draws.distinct(n, LETTERS, rows)[:, None]
+        letters = letters.expand_as(earlier)
+        lines = joined(
+            told(_lines(ASSIGN, take(letters, which), digits)),
+            _printed(
+                take(letters, asked),
+                torch.where(inside, ord("0") + values, NONE),
+                torch.where(inside, 2 + _group(times), take(earlier, asked)),
+            ),
+        ).map(lambda x: x.flatten(2))
+        end = torch.full((*shape[:2], 1), ord(END), device=draws.device)
+        return joined(lines, told(end)).map(lambda x: x.flatten(1))
+
+
+def _check_letters(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size > LETTERS:
+            raise ValueError(f"{name}: got {size}, need {LETTERS} or fewer")
+
+
+def _zipf(n: int, draws: Draws, *shape: int) -> Int[Tensor, "*B m"]:
+    """0 to n - 1, where i comes 1 / (i + 1) times as often as 0."""
+    zipf = 1 / torch.arange(1, n + 1, device=draws.device)
+    shares = (zipf.cumsum(0) / zipf.sum())[:-1]
+    return torch.bucketize(draws.uniform(*shape), shares)
+
+
+def _by_then(
+    which: Int[Tensor, "*B m"],
+    digits: Int[Tensor, "*B m"],
+    asked: Int[Tensor, "*B q"],
+    n: int,
+) -> tuple[Int[Tensor, "*B q"], Int[Tensor, "*B q"]]:
+    """How often each asked variable was reassigned, and its digit.
+
+    Questions stand behind the last q of the m assignments.
+    """
+    written = F.one_hot(which, n)
+    time = torch.arange(which.shape[-1], device=which.device)[:, None]
+    q, of_asked = asked.shape[-1], asked[..., None]
+    often = written.cumsum(-2)[..., -q:, :]
+    last = (written * time).cummax(-2).values[..., -q:, :]
+    times = take(often, of_asked)[..., 0] - 1
+    return times, take(digits, take(last, of_asked)[..., 0])
+
+
+def _group(times: Int[Tensor, "*B q"]) -> Int[Tensor, "*B q"]:
+    """Which of KINDS; -1 below all of them."""
+    reached = [times >= least for least in KINDS.values()]
+    return torch.stack(reached).sum(0) - 1
+
+
+def _printed(
+    letters: Int[Tensor, "*B q"],
+    answers: Int[Tensor, "*B q"],
+    groups: Int[Tensor, "*B q"],
+) -> Batch:
+    """Lines that print, with the answer at their end."""
+    lines = _lines(PRINT, letters)
+    nothing = torch.full_like(lines[..., 1:], IGNORE)
+    return Batch(
+        lines,
+        torch.cat([nothing, answers[..., None]], -1),
+        torch.cat([nothing, groups[..., None]], -1),
+    )
+
+
 def _lines(
-    pattern: str, letters: Int[Tensor, "*B n"], digits: Int[Tensor, "*B n"]
+    pattern: str,
+    letters: Int[Tensor, "*B n"],
+    digits: Int[Tensor, "*B n"] | int = 0,
 ) -> Int[Tensor, "*B n c"]:
     """The pattern's bytes, with letters for its x and digits for its 0."""
     of = {"x": letters, "0": ord("0") + digits}
