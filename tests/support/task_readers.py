@@ -253,9 +253,37 @@ def reassignment(task, tokens):
     return found
 
 
+def calls(task, tokens):
+    """Names in a dictionary of their own per call, until an empty line."""
+    found, ever = Reading(), set()
+    *programs, rest = bytes(tokens).decode().split("\n\n")
+    assert rest == "" and len(programs) == task.calls
+    for program in programs:
+        held, written, lines = {}, Counter(), program.split("\n")
+        assert len(lines) == 2 * task.questions
+        for assigned, printed in zip(lines[::2], lines[1::2], strict=True):
+            name, digit = re.fullmatch(r"([a-z])=(\d)", assigned).groups()
+            held[name] = digit
+            written[name] += 1
+            found.nothing(len(assigned) + 1 + len(printed))
+            name = re.fullmatch(r"print\(([a-z])\)", printed)[1]
+            times = written[name] - 1
+            group = sum(times >= least for least in (1, 3, 7, 15))
+            found.answer(
+                ord(held.get(name, "?")),
+                2 + group if name in held else int(name in ever),
+            )
+        assert len(held) <= task.variables
+        ever |= held.keys()
+        found.nothing()
+    assert len(ever) <= task.names
+    return found
+
+
 READERS = {
     "AssociativeRecall": associative_recall,
     "OverwritingRecall": rewriting,
+    "Calls": calls,
     "Reassignment": reassignment,
     "RepeatedRecall": rewriting,
     "Needles": needles,

@@ -8,6 +8,7 @@ from typing import Any
 from fastweights_lab.experiments.grid import Grid, Variant
 from fastweights_lab.tasks import (
     AssociativeRecall,
+    Calls,
     Needles,
     OverwritingRecall,
     Reassignment,
@@ -63,6 +64,13 @@ MODELS["hybrid"] = Variant(
 )
 """Chapter 10's, in two layers: the hybrid has gated delta, then softmax."""
 
+
+TWO_LAYERS = {
+    "num_layers": 2,
+    "steps": 1200,
+    "rows": 32,
+    "weight_decay": 0.0,
+}
 
 DEEP = {
     "delta": recurrence(decay=None),
@@ -224,12 +232,23 @@ EXPERIMENTS: dict[str, Grid] = {
             for n in (12, 24, 48, 96)
         },
         variants=MODELS,
-        settings={
-            "num_layers": 2,
-            "steps": 1200,
-            "rows": 32,
-            "weight_decay": 0.0,
+        settings=TWO_LAYERS,
+        sizes=((2, 16),),
+        lrs=(3e-4, 1e-3, 3e-3, 1e-2, 2e-2),
+        seeds=(0, 1, 2, 3, 4),
+        quick=live("decay", "gated delta", steps=200),
+    ),
+    "calls": Grid(
+        "And if nothing outlives a call of the program?",
+        train=tuple(
+            Calls(calls=n, questions=q) for n, q in ((2, 3), (3, 5), (4, 8))
+        ),
+        tests={
+            f"{n} calls of {q}": Calls(calls=n, questions=q)
+            for n, q in ((4, 8), (8, 8), (8, 32))
         },
+        variants=MODELS,
+        settings=TWO_LAYERS,
         sizes=((2, 16),),
         lrs=(3e-4, 1e-3, 3e-3, 1e-2, 2e-2),
         seeds=(0, 1, 2, 3, 4),

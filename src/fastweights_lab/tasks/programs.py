@@ -225,7 +225,7 @@ def _printed(
     groups: Int[Tensor, "*B q"],
 ) -> Batch:
     """Lines that print, with the answer at their end."""
-    lines = _lines(PRINT, letters)
+    lines = _lines(PRINT, letters, answers)
     nothing = torch.full_like(lines[..., 1:], IGNORE)
     return Batch(
         lines,
@@ -235,9 +235,7 @@ def _printed(
 
 
 def _lines(
-    pattern: str,
-    letters: Int[Tensor, "*B n"],
-    digits: Int[Tensor, "*B n"] | int = 0,
+    pattern: str, letters: Int[Tensor, "*B n"], digits: Int[Tensor, "*B n"]
 ) -> Int[Tensor, "*B n c"]:
     """The pattern's bytes, with letters for its x and digits for its 0."""
     of = {"x": letters, "0": ord("0") + digits}
