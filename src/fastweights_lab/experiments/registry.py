@@ -94,6 +94,14 @@ PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
 
 
+WIPING = {
+    f"{name}, patient": variant
+    for name, variant in family(**PATIENT).items()
+    if name in ("decay", "gated delta", "KDA")
+}
+"""Chapter 10's gates with chapter 11's start, for a text with resets."""
+
+
 def recalls(task: Any, *pairs: int, **sizes: Any) -> dict[str, Any]:
     """A grid's tasks: the same numbers of pairs for training and testing."""
     tests = {f"{n} pairs": task(pairs=n, **sizes) for n in pairs}
@@ -241,16 +249,21 @@ EXPERIMENTS: dict[str, Grid] = {
     "calls": Grid(
         "And if nothing outlives a call of the program?",
         train=tuple(
-            Calls(calls=n, questions=q) for n, q in ((2, 3), (3, 5), (4, 8))
+            Calls(variables, questions, calls)
+            for variables, questions, calls in (
+                (2, 4, 4),
+                (4, 12, 3),
+                (8, 36, 2),
+            )
         ),
         tests={
-            f"{n} calls of {q}": Calls(calls=n, questions=q)
-            for n, q in ((4, 8), (8, 8), (8, 32))
+            f"{n} calls of {q}": Calls(questions=q, calls=n)
+            for q, n in ((36, 2), (36, 8), (96, 4))
         },
-        variants=MODELS,
-        settings=TWO_LAYERS,
+        variants={**MODELS, **WIPING},
+        settings={**TWO_LAYERS, "steps": 2400},
         sizes=((2, 16),),
-        lrs=(3e-4, 1e-3, 3e-3, 1e-2, 2e-2),
+        lrs=(1e-3, 3e-3, 1e-2, 2e-2),
         seeds=(0, 1, 2, 3, 4),
         quick=live("decay", "gated delta", steps=200),
     ),

@@ -14,7 +14,6 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
-    check_enough,
     joined,
     take,
     told,
@@ -71,7 +70,16 @@ class Reassignment(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_letters(variables=self.variables)
+        if self.names > LETTERS:
+            most = self.variables * LETTERS // self.names
+            raise ValueError(
+                f"variables: got {self.variables}, need {most} or fewer"
+            )
+
+    @property
+    def names(self) -> int:
+        """Letters of a program."""
+        return self.variables
 
     @property
     def vocabulary(self) -> int:
@@ -117,12 +125,12 @@ class Calls(Reassignment):
         print(k)
         ..
 
-    A program has ``names`` letters. Each of its ``calls`` calls draws
-    ``variables`` of them and assigns to them ``questions`` times, by Zipf's
-    law as in :class:`Reassignment`. Behind each assignment a line prints a
-    letter: with the same probability one that this call has set, or one that
-    it has not. The target is the letter's digit, or "?" where this call has
-    not set it. An empty line ends a call.
+    Each of ``calls`` calls draws ``variables`` of twice as many letters and
+    assigns to them ``questions`` times, by Zipf's law as in
+    :class:`Reassignment`. Behind each assignment a line prints a letter: with
+    the same probability one that this call has set, or one that it has not.
+    The target is the letter's digit, or "?" where this call has not set it.
+    An empty line ends a call.
 
     A perfect memory replaces one letter's value at an assignment, and lets
     go of all letters' values at an empty line.
@@ -133,16 +141,11 @@ class Calls(Reassignment):
 
     kinds = ("never set", "set in an earlier call", *KINDS)
 
-    variables: int = 4
-    questions: int = 8
-    calls: int = 4
-    names: int = 8
+    calls: int = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        why = "a call's variables, and a letter that it has not set"
-        check_enough("names", self.names, self.variables + 1, why)
-        _check_letters(names=self.names)
+    @property
+    def names(self) -> int:
+        return 2 * self.variables
 
     @property
     def length(self) -> int:
@@ -179,12 +182,6 @@ class Calls(Reassignment):
         ).map(lambda x: x.flatten(2))
         end = torch.full((*shape[:2], 1), ord(END), device=draws.device)
         return joined(lines, told(end)).map(lambda x: x.flatten(1))
-
-
-def _check_letters(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size > LETTERS:
-            raise ValueError(f"{name}: got {size}, need {LETTERS} or fewer")
 
 
 def _zipf(n: int, draws: Draws, *shape: int) -> Int[Tensor, "*B m"]:
