@@ -1,5 +1,8 @@
 """A step of decoding as a CUDA graph."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,6 +37,22 @@ def unrecorded(monkeypatch):
 def test_a_cpu_records_nothing():
     m = made(device="cpu", dtype=torch.float32)
     assert not is_recordable(m, torch.zeros(1, dtype=torch.int64))
+
+
+FIRST_CALLS = """
+import sys, torch
+from fastweights.models import LAYERS, LanguageModel, ModelConfig
+for kind in LAYERS:
+    m = LanguageModel(ModelConfig(
+        pattern=(kind,), vocab_size=97, dim=64, num_layers=1, num_heads=2))
+    m.generate(torch.zeros(2, 9, dtype=torch.int64), 2)
+    assert not {"sympy", "torch._dynamo"} & {*sys.modules}, kind
+"""
+
+
+def test_a_first_call_loads_no_compiler():
+    """That of PyTorch, which takes seconds: meta tensors ask for it."""
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True)
 
 
 @GPU

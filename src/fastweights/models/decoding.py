@@ -121,9 +121,11 @@ class Decoding:
             self.done |= torch.isin(self.token, self.ends)
 
 
-def send(numbers: list[Any], to: Tensor) -> Tensor:
+def send(numbers: Tensor | list[Any], to: Tensor) -> Tensor:
     """A tensor of the numbers where ``to`` is, which waits for no device."""
-    on_host = torch.tensor(numbers, pin_memory=to.is_cuda)
+    on_host = torch.as_tensor(numbers)
+    if to.is_cuda:
+        on_host = on_host.pin_memory()
     return on_host.to(to.device, non_blocking=True)
 
 

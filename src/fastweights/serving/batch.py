@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -163,7 +164,9 @@ class RecordedPrefill:
         inputs = tokens + [0] * (T - len(tokens))
         inputs += offsets + offsets[-1:] * (ends - len(offsets))
         inputs += [*rows, *others][:N]
-        self.inputs.copy_(send(inputs, self.inputs))
+        # torch.tensor takes seven times as long: 2 ms for 8,192 tokens.
+        integers = torch.frombuffer(array("q", inputs), dtype=torch.int64)
+        self.inputs.copy_(send(integers, self.inputs))
         self.recording(self._step, self.states)
 
     def _step(self, states: States) -> States:

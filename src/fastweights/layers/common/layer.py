@@ -28,6 +28,7 @@ from fastweights.layers.common.state import (
     state_after_call,
 )
 from fastweights.layers.common.unpacked_rows import compute_by_length
+from fastweights.torch_internals import is_traced
 
 Tokens = Float[Tensor, "B T D"]
 
@@ -158,6 +159,8 @@ class Layer(CheckedModule):
         if state is not None:
             after = state_after_call(state, after)
             state.accepted = None
+        elif after is not None and not is_traced():
+            vars(self).setdefault("row_shapes", _row_shapes(after))
         return y, after
 
     def fused_step(
@@ -208,9 +211,17 @@ class Layer(CheckedModule):
 
     @functools.cached_property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a row of each field of its states."""
-        fields = self.outline(1).tensors()
-        return {name: tuple(x.shape[1:]) for name, x in fields.items()}
+        """The shape of a row of each field of its states.
+
+        Of the first state that a call has made. Where none has, an outline
+        tells, for which PyTorch loads its compiler.
+        """
+        make = getattr(self, "new_state", None)
+        return _row_shapes(make(1, 1) if make else self.outline(1))
+
+
+def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape[1:]) for name, x in state.tensors().items()}
 
 
 def compute_by_token(
