@@ -92,3 +92,12 @@ def test_graphs_are_left_whole_where_there_is_such_a_setting(monkeypatch):
     assert config.optimize_ddp is False
     monkeypatch.setattr(torch_internals, "_found", lambda *_: None)
     torch_internals.leave_graphs_whole()
+
+
+@pytest.mark.parametrize("by_one", [True, False])
+def test_zeros_of_several_dtypes(by_one, monkeypatch):
+    if not by_one:
+        monkeypatch.setattr(torch_internals, "_foreach_zero", None)
+    some = [torch.ones(3), torch.ones(2, 2).long(), torch.ones(4, 3)[:, 1]]
+    torch_internals.set_to_zero(some)
+    assert not any(x.any() for x in some)

@@ -50,6 +50,7 @@ _profiler_enabled: Callable | None = _found(
 _has_any_global_hook: Callable | None = _found(
     "torch.nn.modules.module", "_has_any_global_hook"
 )
+_foreach_zero: Callable | None = _found("torch", "_foreach_zero_")
 SCAN: Callable | None = _found("torch._higher_order_ops.scan", "scan")
 """A loop that torch.compile keeps as one, with gradients; a prototype.
 
@@ -88,6 +89,17 @@ def is_watched() -> bool:
     calls then go by its dispatcher, 50 us each.
     """
     return is_traced() or _profiler_enabled()  # type: ignore[misc]
+
+
+def set_to_zero(tensors: list[torch.Tensor]) -> None:
+    """Fill tensors with zeros: on a GPU by a launch per dtype."""
+    for dtype in {x.dtype for x in tensors}:
+        alike = [x for x in tensors if x.dtype == dtype]
+        if _foreach_zero is not None:
+            _foreach_zero(alike)
+        else:
+            for x in alike:
+                x.zero_()
 
 
 def is_traced() -> bool:

@@ -14,6 +14,7 @@ from fastweights.layers import LayerState
 from fastweights.models.config import LAYERS
 from fastweights.models.model import LanguageModel
 from fastweights.ops.decode import NARROW_STATE_DTYPES
+from fastweights.torch_internals import set_to_zero
 
 Rows = Sequence[int] | Int[Tensor, " B"]
 
@@ -105,9 +106,11 @@ class StatePool:
                 state.S = state.S.to(dtype)
 
     def _clear(self, rows: int | slice) -> None:
-        for state in self.states:
-            for name, x in state.tensors().items():
-                x[rows] = -torch.inf if name == "m" else 0
+        fields = [pair for s in self.states for pair in s.tensors().items()]
+        set_to_zero([x[rows] for name, x in fields if name != "m"])
+        for name, x in fields:
+            if name == "m":
+                x[rows] = -torch.inf
 
     def acquire(self) -> int:
         """Take an empty row for a new sequence.
