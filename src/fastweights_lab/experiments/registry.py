@@ -94,12 +94,14 @@ PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
 
 
-WIPING = {
-    f"{name}, patient": variant
-    for name, variant in family(**PATIENT).items()
-    if name in ("decay", "gated delta", "KDA")
+RESET = {
+    **{name: MODELS[name] for name in MODELS if name != "Gated DeltaNet-2"},
+    **{
+        f"{name}, patient": family(**PATIENT)[name]
+        for name in ("decay", "gated delta", "KDA")
+    },
 }
-"""Chapter 10's gates with chapter 11's start, for a text with resets."""
+"""Chapter 10's first seven, and its gates with chapter 11's start."""
 
 
 def recalls(task: Any, *pairs: int, **sizes: Any) -> dict[str, Any]:
@@ -260,7 +262,7 @@ EXPERIMENTS: dict[str, Grid] = {
             f"{n} calls of {q}": Calls(questions=q, calls=n)
             for q, n in ((36, 2), (36, 8), (96, 4))
         },
-        variants={**MODELS, **WIPING},
+        variants=RESET,
         settings={**TWO_LAYERS, "steps": 2400},
         sizes=((2, 16),),
         lrs=(1e-3, 3e-3, 1e-2, 2e-2),
