@@ -121,6 +121,7 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 LAYERS["convolved_softmax"] = ConvolvedSoftmax
+LAYERS["convolved_recurrence"] = convolved(LinearRecurrence)
 LAYERS["convolved_ttt_linear"] = convolved(TTTLinear)
 LAYERS["convolved_ttt_mlp"] = convolved(TTTMLP)
 LAYERS["convolved_lact"] = convolved(LaCT)

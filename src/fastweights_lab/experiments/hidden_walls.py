@@ -37,6 +37,7 @@ WAYS = {
     "64": (64, "steps"),
     "momentum": (16, "momentum"),
     "Muon": (16, "Muon"),
+    "frozen": (16, "frozen"),
 }
 """To learn: the tokens of a chunk, and what is done with their gradients."""
 
@@ -73,7 +74,8 @@ def network(
         way: "steps", the sum of the gradients; "momentum", as in Titans,
             where a fraction of each token's step is repeated at the next;
             "Muon": the sum's singular values are set to 1, in the first
-            matrix.
+            matrix; "frozen": the first matrix and its bias stay as they are,
+            so the hidden units are fixed features.
     """
     *now, logs = weights[:5]
     rates = logs.exp().unbind(-3)
@@ -108,6 +110,8 @@ def network(
             steps = gradients(layers)
         if way == "Muon":
             steps[0] = newton_schulz(steps[0])
+        if way == "frozen":
+            steps[:2] = [torch.zeros_like(step) for step in steps[:2]]
         now = [
             w - rate * step
             for w, rate, step in zip(now, rates, steps, strict=True)
@@ -170,6 +174,8 @@ def network_start(source: torch.Generator, way: str = "16") -> list[Tensor]:
         rates = rates / 2
     if steps == "Muon":  # a step's size does not depend on the errors
         rates[0] = 0.05
+    if steps == "frozen":  # the second matrix alone has to learn
+        rates[2:] = 0.02
     start = [
         torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
         torch.randn(SEEDS, 1, 1, HIDDEN, generator=source) / 2,

@@ -74,6 +74,9 @@ TWO_LAYERS = {
 
 DEEP = {
     "delta": recurrence(decay=None),
+    "delta, TTT's convolution": layers(
+        "convolved_recurrence", decay=None, conv_size=None
+    ),
     "gated delta": recurrence(**SLOW),
     "TTT-Linear, 16": layers("convolved_ttt_linear", mini_batch=16),
     "TTT-MLP, 16": layers("convolved_ttt_mlp", mini_batch=16),
@@ -82,13 +85,16 @@ DEEP = {
     "MesaNet": layers("mesanet"),
 }
 """Chapter 12's layers: mini-batches or chunks of 16 tokens. Those that have
-no convolution of their own get one in front."""
+no convolution of their own get one in front, and so does delta once, without
+its own."""
 
 SHORT = {
+    "TTT-Linear, 1": layers("convolved_ttt_linear", mini_batch=1),
+    "TTT-MLP, 1": layers("convolved_ttt_mlp", mini_batch=1),
     "TTT-Linear, 4": layers("convolved_ttt_linear", mini_batch=4),
     "TTT-MLP, 4": layers("convolved_ttt_mlp", mini_batch=4),
 }
-"""And of 4, which take a step more often, and longer to train."""
+"""And of 4 and 1, which take a step more often, and longer to train."""
 
 PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
