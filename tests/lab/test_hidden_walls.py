@@ -94,6 +94,19 @@ def test_muon_s_first_step_has_singular_values_of_one(text) -> None:
     assert sizes.min() > 0.8 and sizes.max() < 1.2
 
 
+def test_behind_a_frozen_matrix_learns_the_delta_rule(text) -> None:
+    k, v = text
+    slow = hidden_walls.network_start(torch.manual_seed(1), "frozen")
+    W1, b1, W2, b2, logs, *_ = (x[0].double() for x in slow)
+    start = [W1, b1, 0 * W2, 0 * b2, torch.full_like(logs, 0.05).log()]
+    got, last = hidden_walls.network(start, k, v, 1, "frozen")
+    h = (k @ W1 + b1).tanh()
+    features = torch.cat([h, torch.ones_like(h[..., :1])], -1)
+    torch.testing.assert_close(got, hidden_walls.delta_rule(features, v, 0.05))
+    for one, other in zip(last[:2], (W1, b1), strict=True):
+        assert torch.equal(one, other.expand_as(one))
+
+
 def test_the_walls_jump_in_the_middle() -> None:
     half = hidden_walls.TOKENS // 2
     k, v, _ = hidden_walls.tested(3)
