@@ -89,12 +89,10 @@ no convolution of their own get one in front, and so does delta once, without
 its own."""
 
 SHORT = {
-    "TTT-Linear, 1": layers("convolved_ttt_linear", mini_batch=1),
-    "TTT-MLP, 1": layers("convolved_ttt_mlp", mini_batch=1),
     "TTT-Linear, 4": layers("convolved_ttt_linear", mini_batch=4),
     "TTT-MLP, 4": layers("convolved_ttt_mlp", mini_batch=4),
 }
-"""And of 4 and 1, which take a step more often, and longer to train."""
+"""And of 4, which take a step more often, and longer to train."""
 
 PATIENT = {"A_range": (3.99, 4.01), "dt_range": (0.00199, 0.00201)}
 """A half-life of 87 tokens, and A so large that one token can clear all."""
