@@ -618,7 +618,9 @@ def test_a_worker_that_dies_is_an_error_that_says_so():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("kind", ["ttt_linear", "ttt_mlp", "lact"])
+@pytest.mark.parametrize(
+    "kind", ["ttt_linear", "ttt_mlp", "lact", "recurrence"]
+)
 def test_a_convolution_stands_in_front_of_layers_without_one(kind):
     torch.manual_seed(0)
     plain, layer = LAYERS[kind], LAYERS[f"convolved_{kind}"]
