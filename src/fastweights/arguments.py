@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class OperatorOptions(NamedTuple):
-    """What the recurrence's operator and its backends take beside them."""
+    """The options of the recurrence's operator and of its backends."""
 
     scale: float
     chunk_size: int = DEFAULT_CHUNK_SIZE
@@ -112,7 +112,7 @@ def check_arguments(
             )
     N = B
     if cu_seqlens is not None:
-        N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
+        N = check_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         wrong_shape(state_name, initial_state, need)
@@ -151,7 +151,7 @@ def check_operands(
     ((name, x),) = first.items()
     check_tensor(name, x)
     if x.dtype not in DTYPES:
-        check_kinds(first, {name: DTYPES})
+        check_dtypes(first, {name: DTYPES})
     device, narrow, full = x.device, x.dtype, torch.float32
     if narrow is torch.float64:
         full = narrow
@@ -171,7 +171,7 @@ def check_operands(
             ):
                 check_tensor(other, y)
             if y.dtype not in dtypes or y.device != device:
-                _check_kind(other, y, dtypes, name, device)
+                _check_dtype_of(other, y, dtypes, name, device)
 
 
 def check_names(
@@ -180,7 +180,7 @@ def check_names(
     taken: Iterable[str],
     elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise TypeError for the first argument by a name that owner has not.
+    """Raise TypeError for the first argument that owner takes by no such name.
 
     ``elsewhere`` has names of other packages, each with the owner's own.
     """
@@ -192,8 +192,8 @@ def check_names(
         if ours and ours.split()[0] in taken:
             raise TypeError(f"{name}: got {_shown(x)}, need it as {ours}")
         raise TypeError(
-            f"{name}: got {_shown(x)}, which {owner} has not, need one of "
-            f"{', '.join(taken)}"
+            f"{name}: got {_shown(x)}, which {owner} does not take, need "
+            f"one of {', '.join(taken)}"
         )
 
 
@@ -289,7 +289,7 @@ def check_states(
             wrong_shape(name, states[name], f"{list(shape)}")
 
 
-def check_kinds(
+def check_dtypes(
     tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]
 ) -> None:
     """Raise for a dtype that is none of its argument's, or another device.
@@ -298,10 +298,10 @@ def check_kinds(
     """
     first, device = next((name, x.device) for name, x in tensors.items())
     for name, x in tensors.items():
-        _check_kind(name, x, dtypes[name], first, device)
+        _check_dtype_of(name, x, dtypes[name], first, device)
 
 
-def _check_kind(
+def _check_dtype_of(
     name: str,
     x: Tensor,
     dtypes: tuple[torch.dtype, ...],
@@ -309,9 +309,9 @@ def _check_kind(
     device: torch.device,
 ) -> None:
     if x.dtype not in dtypes:
-        kinds = dict.fromkeys(dtypes)
-        need = " or ".join(map(str, kinds))
-        if len(kinds) > 2:
+        distinct = dict.fromkeys(dtypes)
+        need = " or ".join(map(str, distinct))
+        if len(distinct) > 2:
             need = f"one of {dtypes}"
         raise TypeError(f"{name}: got {x.dtype}, need {need}")
     if x.device != device:
@@ -323,7 +323,7 @@ def _check_kind(
 def check_shapes(
     expected: dict[str, tuple[Tensor | None, tuple[int, ...]]],
 ) -> None:
-    """Raise for the first tensor, by name, that has not the shape beside it.
+    """Raise for the first tensor, by name, without the shape beside it.
 
     Raise too for what is no tensor. None has no shape to check.
     """
@@ -355,7 +355,7 @@ def check_gate(
     """
     check_dim(name, x, 3, "[B, T, HV]")
     dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
-    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape != v.shape[:3]:
         wrong_shape(name, x, f"{list(v.shape[:3])}")
 
@@ -366,20 +366,20 @@ def check_strength(
     """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
     check_tensors({name: x})
     dtypes = (torch.float32, q.dtype)
-    check_kinds({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
+    check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape not in shapes:
         shown = dict.fromkeys(str(list(shape)) for shape in shapes)
         wrong_shape(name, x, " or ".join(shown))
 
 
-def count_sequences(
+def check_sequences(
     name: str,
     x: Tensor,
     shape: str,
     cu_seqlens: Tensor | None,
     many: str = "N",
 ) -> int:
-    """Of x [B, ...] B, of a pack how many sequences are in it.
+    """The number of sequences: B of a batch x [B, ...], or N of a pack.
 
     Raise unless cu_seqlens is [N + 1], and B then 1.
     """
@@ -428,7 +428,7 @@ def check_packed(
     if cu_seqlens is None:
         return
     check_tensors({name: cu_seqlens})
-    check_kinds({name: cu_seqlens}, {name: OFFSETS})
+    check_dtypes({name: cu_seqlens}, {name: OFFSETS})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
     if is_readable(cu_seqlens):
@@ -451,7 +451,7 @@ def check_rows(
     With ``none`` a row that the pool does not have, such as -1, is none.
     """
     check_tensors({name: rows})
-    check_kinds({name: rows}, {name: OFFSETS})
+    check_dtypes({name: rows}, {name: OFFSETS})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
         wrong_shape(name, rows, f"[{'M' if count is None else count}]")
     if size is None or not is_readable(rows):

@@ -18,11 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import (
-    check_integers,
-    check_tensors,
-    wrong_shape,
-)
+from fastweights.arguments import check_integers, check_tensors, wrong_shape
 from fastweights.dtypes import upcast
 
 __all__ = [

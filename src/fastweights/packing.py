@@ -22,7 +22,7 @@ Offsets = Int[Tensor, " N+1"]
 
 
 def num_sequences(x: Tensor, cu_seqlens: Offsets | None) -> int:
-    """How many there are in x [B, T, ...]: B, or those of a pack."""
+    """The number of sequences in x [B, T, ...]: B, or those of a pack."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
@@ -40,7 +40,7 @@ def first_states(
 
 
 def sequences(cu_seqlens: Offsets | None, T: int) -> list[tuple[slice, slice]]:
-    """Which states and which tokens belong together, none left empty."""
+    """The states and the tokens of each sequence that is not empty."""
     if cu_seqlens is None:
         return [(slice(None), slice(None))]
     offsets = cu_seqlens.tolist()
@@ -52,8 +52,8 @@ def sequences(cu_seqlens: Offsets | None, T: int) -> list[tuple[slice, slice]]:
     ]
 
 
-def outside(cu_seqlens: Offsets, T: int) -> Bool[Tensor, " T"]:
-    """Which of T packed tokens stand after the last sequence."""
+def tail_mask(cu_seqlens: Offsets, T: int) -> Bool[Tensor, " T"]:
+    """Whether each of T packed tokens stands after the last sequence."""
     return torch.arange(T, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
@@ -67,7 +67,7 @@ def sequence_ids(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Which sequences to fill up to one length, none to twice its own.
+    """Groups of sequences to fill up to one length, none to twice its own.
 
     An empty one goes with the shortest of the others.
     """
@@ -88,56 +88,56 @@ class Piece(NamedTuple):
     states: Any  # an index of [N, ...]
     tokens: Any  # an index of [B, T, ...], for [rows, length, ...]
     chunk_size: int
-    own: Bool[Tensor, "rows length"] | None = None  # what is no filling
+    valid: Bool[Tensor, "rows length"] | None = None  # what is no filling
 
-    def of(self, *tensors: Tensor | None) -> list[Any]:
+    def select(self, *tensors: Tensor | None) -> list[Any]:
         """Take these rows and tokens of each tensor; a None stays None."""
         return [None if x is None else self.take(x) for x in tensors]
 
     def take(self, x: Tensor) -> Tensor:
         values = x[self.tokens]
-        if self.own is None:
+        if self.valid is None:
             return values
-        lead = self.own.shape + (1,) * (values.dim() - 2)
-        return values.masked_fill_(~self.own.view(lead), 0)
+        lead = self.valid.shape + (1,) * (values.dim() - 2)
+        return values.masked_fill_(~self.valid.view(lead), 0)
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Their values into x, whose last dimension may be wider."""
         width = values.shape[-1]
-        if self.own is None:
+        if self.valid is None:
             x[self.tokens][..., :width] = values
         else:
-            index = self.tokens[1][self.own]
-            x[0, index, ..., :width] = values[self.own].to(x.dtype)
+            index = self.tokens[1][self.valid]
+            x[0, index, ..., :width] = values[self.valid].to(x.dtype)
 
 
-def buckets(
+def pack_pieces(
     cu_seqlens: Offsets,
     x: Float[Tensor, "1 T ..."],
     chunk_size: int,
     rows: Callable[[int], int],
 ) -> list[Piece]:
-    """Every sequence of a pack that is longer than a chunk, and then others.
+    """A piece for each sequence longer than a chunk; then those of the others.
 
-    Those are rows with some of like length: none is filled up to twice its
-    own. ``rows`` says how many of a length are computed together.
+    Short sequences are rows with some of like length: none is filled up to
+    twice its own. ``rows`` says how many of a length are computed together.
     """
-    T, found, short = x.shape[1], [], []
+    T, pieces, short = x.shape[1], [], []
     for n, t in sequences(cu_seqlens, T):
         if t.stop - t.start > chunk_size:
-            found.append(Piece(n, (slice(None), t), chunk_size))
+            pieces.append(Piece(n, (slice(None), t), chunk_size))
         else:
             short.append((n.start, t))
-    for some in group_by_length([t.stop - t.start for _, t in short]):
-        like = [short[i] for i in some]
-        number = max(1, rows(max(t.stop - t.start for _, t in like)))
-        for i in range(0, len(like), number):
-            ns, ts = zip(*like[i : i + number], strict=True)
+    for group in group_by_length([t.stop - t.start for _, t in short]):
+        alike = [short[i] for i in group]
+        count = max(1, rows(max(t.stop - t.start for _, t in alike)))
+        for i in range(0, len(alike), count):
+            ns, ts = zip(*alike[i : i + count], strict=True)
             starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T
             longest = max(t.stop - t.start for t in ts)
-            at = starts[:, None] + torch.arange(longest)
-            own = at < stops[:, None]
-            index = (torch.tensor(ns), at.clamp(max=T - 1), own)
-            states, at, own = (i.to(x.device) for i in index)
-            found.append(Piece(states, (0, at), longest, own))
-    return found
+            token = starts[:, None] + torch.arange(longest)
+            valid = token < stops[:, None]
+            index = (torch.tensor(ns), token.clamp(max=T - 1), valid)
+            states, token, valid = (i.to(x.device) for i in index)
+            pieces.append(Piece(states, (0, token), longest, valid))
+    return pieces

@@ -7,7 +7,7 @@ import pytest
 from support.offline import MORE_REGISTERS, SHARED, build, judge
 
 from fastweights.kernels import convolution
-from fastweights.kernels.convolution_forward import Meta
+from fastweights.kernels.convolution_forward import ConvolutionMeta
 
 KERNELS = {
     "fwd": convolution.convolution_fwd_kernel,
@@ -37,7 +37,7 @@ def compile_kernel(
     back, given = name == "bwd", given or {}
     lean = back and given is TRAINED and dtype != "fp32" and capability == 90
     tile, settings = convolution.options(C, H, K, 2**15, back, lean)
-    meta = Meta(C, H, K, W, SILU=True, NORM=H > 0, **tile)
+    meta = ConvolutionMeta(C, H, K, W, SILU=True, NORM=H > 0, **tile)
     x, w = f"*{dtype}", "*fp32"
     bias, state, offsets, dstate, dinitial = (
         given.get(name, y)

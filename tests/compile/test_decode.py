@@ -7,7 +7,11 @@ from support import offline
 from support.crossed import crossed
 from support.offline import SHARED
 
-from fastweights.kernels.decode import Meta, decode_kernel, decode_options
+from fastweights.kernels.decode import (
+    DecodeMeta,
+    decode_kernel,
+    decode_options,
+)
 
 
 def compile_decode(
@@ -29,7 +33,7 @@ def compile_decode(
     """
     width = D if width == "K" else width
     BK, BV, num_warps = decode_options(D, T)
-    meta = Meta(
+    meta = DecodeMeta(
         *(16, 16, D, D),
         GATE_WIDTH=width,
         FIXED=False,

@@ -9,7 +9,7 @@ from support.offline import DTYPES, OTHERS, SHARED, build, judge
 
 from fastweights.kernels.gemv import (
     TILES_AHEAD,
-    Meta,
+    GemvMeta,
     gemv_kernel,
     gemv_options,
 )
@@ -39,7 +39,7 @@ def compile_kernel(name, M, capability, dtype="bf16"):
     }
     absent = ("residual", "convolution")
     constants = settings | {y: None for y in absent if y not in given}
-    constants["META"] = Meta(
+    constants["META"] = GemvMeta(
         K=K,
         SIZES=sizes,
         TOTAL=sum(sizes),

@@ -22,13 +22,13 @@ from fastweights.kernels.recurrence.settings import CallKind
 FP32 = DTYPES["fp32"]
 STAGES = (
     "intra",
-    "intra_strong",
+    "intra_unfactorable",
     "intra_again",
     "scan",
     "chunk_states",
     "scan_backward",
     "intra_backward",
-    "intra_backward_strong",
+    "intra_backward_unfactorable",
     "segment_maps",
     "segment_maps_backward",
     "gate_backward",
@@ -50,7 +50,7 @@ LAUNCHES = [
     for width in (0, 1, "K")
     for rule in ("additive", "erase", "delta")
     if stage != "intra" or rule != "additive" or width != 0
-    if not stage.endswith(("strong", "again")) or width == "K"
+    if not stage.endswith(("unfactorable", "again")) or width == "K"
     if not stage.startswith("compose") or (width != 1 and rule != "erase")
     if stage != "gate_backward" or (width == 1 and rule != "erase")
 ]
@@ -80,7 +80,7 @@ def on_each(values, *, whole=(), step=1, launches=LAUNCHES):
 
 
 OF_SCANS = [x for x in LAUNCHES if x[0] in SCANS]
-OF_STRONG = [x for x in LAUNCHES if x[0].endswith("strong")]
+OF_UNFACTORABLE = [x for x in LAUNCHES if x[0].endswith("unfactorable")]
 
 
 def compile_stage(
@@ -113,14 +113,14 @@ def compile_stage(
     forward = stages.forward_schedule(kind, dtypes, True).launches
     dtypes = dtypes._replace(do=low, dstate=FP32)
     backward = stages.backward_schedule(kind, dtypes, True).launches
-    names = ["intra"] * (delta or DG > 0) + ["intra_strong"] * (DG > 1)
+    names = ["intra"] * (delta or DG > 0) + ["intra_unfactorable"] * (DG > 1)
     names += ["segment_maps", "compose", "scan"]
     found = dict(zip(names, forward, strict=True))
     names = ["intra_again"] * (DG > 1)
     names += ["segment_maps_backward", "compose_backward", "chunk_states"]
     names += ["scan_backward", "intra_backward"]
     names += ["gate_backward"] * (DG == 1)
-    names += ["intra_backward_strong"] * (DG > 1)
+    names += ["intra_backward_unfactorable"] * (DG > 1)
     found |= dict(zip(names, backward, strict=True))
     return build_launch(found[stage], capability)
 
@@ -137,7 +137,7 @@ def allowed(stage, width, capability, rule="delta"):
     more. Before Hopper and on 12.0 the operands of tl.dot live in registers
     too.
     """
-    if stage.endswith("strong"):
+    if stage.endswith("unfactorable"):
         return 2048
     if stage == "intra":
         return 768 if width == "K" or rule == "erase" else 200
@@ -186,7 +186,7 @@ def test_tensor_memory_accelerator(stage, width, rule, ragged, tmp_path):
 
 @pytest.mark.parametrize(
     "stage, width, rule, D",
-    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_STRONG]),
+    on_each([128, 256], whole=(128,), launches=[*OF_SCANS, *OF_UNFACTORABLE]),
 )
 def test_no_product_is_computed_twice(stage, width, rule, D):
     """Of 64 rows each group of four warps has columns of its own."""
@@ -203,7 +203,7 @@ def test_no_product_is_computed_twice(stage, width, rule, D):
 @pytest.mark.skipif(not AS_RECORDED, reason="registers are Triton 3.7's")
 @pytest.mark.parametrize("rule", ["additive", "delta", "erase"])
 @pytest.mark.parametrize(
-    "stage", ["intra", "intra_backward", "intra_backward_strong"]
+    "stage", ["intra", "intra_backward", "intra_backward_unfactorable"]
 )
 def test_products_do_not_wait_for_each_other(stage, rule, tmp_path):
     """ptxas waits after each instruction where registers do not suffice."""
@@ -229,7 +229,7 @@ def test_other_chunk_sizes(stage, width, rule, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, rule, 90, chunk_size=chunk_size, group=2
     )
-    judge(compiled, 90, tmp_path, 4096 if "strong" in stage else 1024)
+    judge(compiled, 90, tmp_path, 4096 if "unfactorable" in stage else 1024)
     if stage.startswith("intra"):
         assert "wgmma" not in compiled.asm["ptx"]
 

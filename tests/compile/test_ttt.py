@@ -21,7 +21,7 @@ SPILLED = {
 def compile_kernel(name, capability, dtype, K, C=16):
     tile, settings = ttt.options(K)
     precision = "tf32x3" if dtype == "fp32" else "tf32"
-    meta = ttt.Meta(H=16, K=K, C=C, PRECISION=precision, **tile)
+    meta = ttt.TTTMeta(H=16, K=K, C=C, PRECISION=precision, **tile)
     x, y = f"*{dtype}", "*fp32"
     types = {"tokens": (x, x, x, y), "memory": (y, y), "norm": (y, y)}
     types |= {"factors": y, "results": (x, x, y, y), "T": "i32"}

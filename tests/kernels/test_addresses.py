@@ -55,7 +55,9 @@ def by_schedule(monkeypatch):
         stages.backward_schedule.cache_clear()
         monkeypatch.setattr(schedule, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
-        monkeypatch.setattr(schedule, "start_with_scratch", schedule.start_all)
+        monkeypatch.setattr(
+            schedule, "launch_with_scratch", schedule.launch_all
+        )
         monkeypatch.setattr(Schedule, "load", load)
 
     yield begin

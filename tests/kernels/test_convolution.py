@@ -130,7 +130,9 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     """
     (T, C, W, N), guard = (20, 3, 4, 3), 30
     tile, settings = convolution.options(C, 0, 0, T, back=False)
-    meta = convolution.Meta(C, 0, 0, W, True, False, **tile | {"BT": 8})
+    meta = convolution.ConvolutionMeta(
+        C, 0, 0, W, True, False, **tile | {"BT": 8}
+    )
     cu_seqlens = torch.tensor(offsets)
     made = []
 

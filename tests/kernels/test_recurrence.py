@@ -63,7 +63,7 @@ CASES = {
     "wide-keys": (70, 1, 2, 256, 64, 64, torch.float16, True),
     "wide-values": (33, 1, 2, 64, 512, 16, torch.float32, False),
 }
-# Weak, and from -5 on too strong to be seen from half: gates.is_weak.
+# Weak, and from -5 on too strong to be seen from half: gates.is_factorable.
 STRENGTHS = (0.0, -1e-3, -1.0, -5.0, -10.0, -20.0)
 WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more

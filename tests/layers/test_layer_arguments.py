@@ -122,7 +122,7 @@ DeltaNet(8, 2, use_short_conv=False)
 Mamba(8, d_state=4)
     TypeError: d_state: got 4, need it as state_size
 DeltaNet(8, 2, layer_idx=0)
-    TypeError: layer_idx: got 0, which DeltaNet has not, need one of dim,
+    TypeError: layer_idx: got 0, which DeltaNet does not take, need one of dim,
     num_heads, head_dim, expand_v, conv_size, qk_activation, qk_norm,
 Decay(2, lower_bound="-5")
     TypeError: lower_bound: got str, need a real number

@@ -12,8 +12,8 @@ from fastweights.checks import Footprint, relative_error
 from fastweights.layers import SoftmaxAttention
 from fastweights.layers.common import sdpa
 from fastweights.layers.common.sdpa import (
+    attend_tiles,
     attention,
-    in_tiles,
     packed_attention,
 )
 
@@ -56,7 +56,7 @@ def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
     x = heads(HK=2 if shared else 4)
     want = with_gradients(alone(*x), x)
     for dtype in (torch.int32, torch.int64):
-        o = in_tiles(*x, OFFSETS.to(dtype))
+        o = attend_tiles(*x, OFFSETS.to(dtype))
         same(with_gradients(o, x), want, 1e-13)
 
 
@@ -75,7 +75,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
         x = heads(T, H=1, HK=1, dtype=torch.float32)
         offsets = torch.arange(0, T + 1, 64)
         with Footprint() as seen:
-            in_tiles(*x, offsets).sum().backward()
+            attend_tiles(*x, offsets).sum().backward()
         peaks[T, size] = seen.peak
         assert (seen.largest >= T * T) == (size == T)
     assert peaks[512, 32] < 2.2 * peaks[256, 32]
@@ -125,7 +125,7 @@ def pretend(monkeypatch):
     """That PyTorch's kernels, as documented, run here."""
     monkeypatch.setattr(sdpa, "reads_offsets", lambda *given: True)
     monkeypatch.setattr(varlen, "varlen_attn", literal)
-    monkeypatch.setattr(sdpa, "_ASKS", True)
+    monkeypatch.setattr(sdpa, "ASKS_FOR_GQA", True)
 
 
 @pytest.mark.parametrize("shared", [False, True])

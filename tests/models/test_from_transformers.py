@@ -23,7 +23,7 @@ from fastweights.models import (
     from_transformers,
     load,
 )
-from fastweights.models.transformers_config import config_here
+from fastweights.models.transformers_config import config_from_transformers
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -284,7 +284,7 @@ def scaled(kind):
 def test_a_config_without_counterpart(changes, said):
     there = configured("qwen3_5", changes)[1]
     with pytest.raises(ValueError) as error:
-        config_here(there)
+        config_from_transformers(there)
     assert str(error.value).startswith(said)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastweights.models.sampling import Sampling, exponential
+from fastweights.models.sampling import Sampling, exponential_noise
 
 P = torch.tensor([0.1, 0.5, 0.3, 0.1])
 
@@ -30,7 +30,7 @@ def test_noise_is_exponential_and_independent(whole):
     seed = torch.randint(2**62, (4,), generator=torch.manual_seed(0))
     seed = torch.arange(4) if whole else seed
     e = torch.stack(
-        [exponential(seed, torch.full((4,), i), 2**18) for i in range(4)]
+        [exponential_noise(seed, torch.full((4,), i), 2**18) for i in range(4)]
     ).flatten(0, 1)
     error = 4 / math.sqrt(e.numel())
     assert abs(e.mean() - 1) < error
@@ -49,7 +49,7 @@ def test_noise_is_exponential_and_independent(whole):
 )
 def test_shares_of_draws(top_p, kept):
     N = 40_000
-    some = sampling(N, top_p=top_p, whole=top_p == 1)
+    some = sampling(N, top_p=top_p, all_tokens=top_p == 1)
     share = draw(some, P.log().expand(N, 4)).bincount(minlength=4) / N
     kept = torch.as_tensor(kept).float()
     error = 4 * 0.5 / math.sqrt(N)
@@ -66,7 +66,7 @@ def test_a_row_draws_the_same_in_any_company():
         one = [draw(x, y[None]) for x, y in zip(alone, logits, strict=True)]
         assert torch.cat(one).equal(steps[-1])
     assert len({tuple(x.tolist()) for x in steps}) == 6
-    assert together.drawn.tolist() == 5 * [6]
+    assert together.num_drawn.tolist() == 5 * [6]
 
 
 def test_rows_have_temperatures_and_top_ps_of_their_own():

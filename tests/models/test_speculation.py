@@ -15,7 +15,7 @@ from fastweights.models import (
     recording,
     speculation,
 )
-from fastweights.models.speculation import DRAFTS, Lookup, Reader
+from fastweights.models.speculation import MAX_DRAFTS, Lookup, Reader
 from fastweights.models.streaming import stream
 
 V = 71
@@ -52,7 +52,7 @@ def passes(monkeypatch):
     return found
 
 
-def told(answers, prompts=PROMPTS, *, right=lambda: DRAFTS):
+def told(answers, prompts=PROMPTS, *, right=lambda: MAX_DRAFTS):
     """Drafts what plain decoding found; after ``right`` tokens others."""
 
     def draft(text):
@@ -72,7 +72,7 @@ def test_every_kind_of_layer(kind, how):
     """Each row has another number of right drafts in each pass."""
     m, numbers = lively(kind), random.Random(0)
     plain = generated(m, **how)
-    draft = told(plain, right=lambda: numbers.randint(0, DRAFTS))
+    draft = told(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
     assert generated(m, draft=draft, **how) == plain
 
 
@@ -95,7 +95,7 @@ def test_drafts_of_all_sorts(how, monkeypatch):
     assert count("lookup")[0] <= 15
     # The model itself is always right: 7 passes for 7 drafts, one for both.
     # What it has read alone is the first token after the prompts.
-    assert count(m) == (2 * (DRAFTS + 1), 1)
+    assert count(m) == (2 * (MAX_DRAFTS + 1), 1)
 
 
 def test_a_smaller_model_drafts_what_it_would_draw():
@@ -119,7 +119,7 @@ def test_a_smaller_model_drafts_what_it_would_draw():
     assert len(accepted) < 16
 
 
-@pytest.mark.parametrize("n", [1, 2, DRAFTS + 1, DRAFTS + 2, 30])
+@pytest.mark.parametrize("n", [1, 2, MAX_DRAFTS + 1, MAX_DRAFTS + 2, 30])
 def test_as_many_tokens_as_asked_for(n):
     m = lively("softmax")
     plain = generated(m, tokens=30)
@@ -176,12 +176,12 @@ def test_what_is_not_finite_where_it_is_reached(monkeypatch):
     plain = generated(m, prompts)
     bad, forward = {next(t for t in range(V) if t not in plain[0])}, m.forward
 
-    def spoiled(tokens, *others):
+    def not_finite(tokens, *others):
         y, after = forward(tokens, *others)
         there = torch.isin(tokens, torch.tensor([*bad]))
         return y.masked_fill(there[..., None], torch.inf), after
 
-    monkeypatch.setattr(m, "forward", spoiled)
+    monkeypatch.setattr(m, "forward", not_finite)
     assert generated(m, prompts, draft=lambda text: [*bad]) == plain
     bad, got = {plain[0][7]}, []
     with pytest.raises(ValueError, match="logits that are not finite"):
@@ -200,7 +200,7 @@ def test_looked_up():
     text = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
     assert Lookup()(text)[:4] == [4, 9, 2, 3]
     assert Lookup()(text[1:])[:4] == [5, 1, 2, 3]
-    assert Lookup()([3, 3]) == [3] * DRAFTS
+    assert Lookup()([3, 3]) == [3] * MAX_DRAFTS
 
 
 def test_attention_needs_no_more_room(monkeypatch):
@@ -210,7 +210,7 @@ def test_attention_needs_no_more_room(monkeypatch):
         assert capacity <= x.shape[1] <= len(PROMPTS[0]) + 40 + 16
         return x
 
-    monkeypatch.setattr(attention, "with_room_for", enough)
+    monkeypatch.setattr(attention, "grow_to", enough)
     m = lively("softmax")
     assert len(generated(m, tokens=40, draft=lambda text: [0])[0]) == 40
 
@@ -302,7 +302,7 @@ def test_recorded_passes_are_those_of_python_in_bits(kind, how, monkeypatch):
 def test_every_kind_of_layer_on_gpu(kind, how):
     m, numbers = lively(kind, device="cuda"), random.Random(0)
     plain = generated(m, tokens=40, **how)
-    draft = told(plain, right=lambda: numbers.randint(0, DRAFTS))
+    draft = told(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
     assert generated(m, tokens=40, draft=draft, **how) == plain
 
 
@@ -311,6 +311,6 @@ def test_keys_of_a_recorded_pass_outgrow_it(monkeypatch):
     m = lively("softmax", device="cuda")
     plain = generated(m, tokens=100)
     monkeypatch.setattr(recording, "ROOM", 8)
-    for right in (1, DRAFTS):
+    for right in (1, MAX_DRAFTS):
         draft = told(plain, right=lambda n=right: n)
         assert generated(m, tokens=100, draft=draft) == plain

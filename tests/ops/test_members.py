@@ -93,7 +93,7 @@ def test_an_unknown_keyword_is_named_beside_the_members_own(name):
             function(x, x, x, **{other: x if other == "g" else True})
         given = "Tensor" if other == "g" else "True"
         assert str(error.value) == (
-            f"{other}: got {given}, which {name} has not, need one of "
+            f"{other}: got {given}, which {name} does not take, need one of "
             f"{', '.join(own)}"
         )
 

@@ -61,7 +61,7 @@ def test_what_enters_a_rank_is_what_its_sequence_had_before():
             n, leaves = s.outgoing.item(), s.sends.item()
             assert zero == 0 and a <= b <= end - start
             added = list(range(start + a, start + b))
-            through = s.passing(torch.ones(1)).item() == 1
+            through = s.where_passing(torch.ones(1)).item() == 1
             if not leaves:
                 assert not added and not through
                 state = None

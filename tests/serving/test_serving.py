@@ -124,7 +124,7 @@ def state_after(m, drawn, *, company, invariant):
     request = e.add(first, 20, temperature=1.0, seed=5)
     for i, prompt in enumerate(others[1:] * 2 if company else []):
         e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
-    while request.drawn < drawn:
+    while request.num_drawn < drawn:
         e.step()
     return e.pool.keep(request.row)
 
@@ -323,7 +323,7 @@ def test_what_waits_for_a_request_that_may_be_cancelled(goes_on):
     assert one.tokens == three.tokens == alone(m, prompt, 5)
     assert request.tokens == (one.tokens if goes_on else [])
     assert sum(map(sum, sizes)) == (29 if goes_on else 8 + 29)
-    assert two.drawn == 0 and two.tokens == []
+    assert two.num_drawn == 0 and two.tokens == []
 
 
 def test_prompts_are_read_in_pieces_between_tokens():
@@ -338,7 +338,7 @@ def test_prompts_are_read_in_pieces_between_tokens():
         e.step()
         assert sum(sizes[-1]) <= 8
     assert sizes == [[8], [8], [8], [5, 3], [5, 2], [3]]
-    assert first.drawn == 7
+    assert first.num_drawn == 7
     run(e)
 
 
@@ -362,9 +362,9 @@ def test_where_rows_are_scarce_prompts_are_read_together():
         last, late = e.running[-1], e.add(some[7], 2)
         for i in others:
             e.add(some[i], 2)
-        while not late.drawn:
+        while not late.num_drawn:
             e.step()
-        assert last.drawn == 1 + steps
+        assert last.num_drawn == 1 + steps
 
 
 @pytest.mark.parametrize("invariant", [False, True])

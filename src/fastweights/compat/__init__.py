@@ -23,10 +23,7 @@ import torch
 from fastweights import torch_internals
 from fastweights.compat.transformers import MODELS, one_document
 
-__all__ = [
-    "Acceleration",
-    "accelerate",
-]
+__all__ = ["Acceleration", "accelerate"]
 
 KNOWN = "5.23 and 5.24"  # whose internals MODELS is about
 
@@ -156,9 +153,9 @@ def _unknown(lack: str) -> ImportError:
 def accelerate() -> Acceleration:
     """Let transformers' models run on this library: one line, any time.
 
-    Of models that exist and of those made later, in place of the packages
-    that they would use (flash-linear-attention, mamba_ssm, causal_conv1d)
-    where these are installed too, these become ours:
+    These parts of models, of those that exist and those made later, become
+    ours, also where the packages that they would use are installed
+    (flash-linear-attention, mamba_ssm, causal_conv1d):
 
     * Gated DeltaNet of Qwen3-Next, Qwen3.5 (dense and mixture), Qwen4-exp,
       OLMo-Hybrid and LARA-mini; Kimi Delta Attention of Kimi Linear,

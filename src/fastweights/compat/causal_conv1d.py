@@ -23,12 +23,9 @@ from fastweights.arguments import (
 from fastweights.compat.packed import documents, first_tokens
 from fastweights.ops.convolution import WIDTHS, short_convolution
 from fastweights.packing import num_sequences
-from fastweights.torch_backend.convolution import activated, last_inputs
+from fastweights.torch_backend.convolution import last_inputs, unactivated
 
-__all__ = [
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -204,7 +201,7 @@ def _convolve(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"
         )
     if weight.shape[1] not in WIDTHS:  # in PyTorch, by its own gradients
-        rows, y, at = activated(x, weight, bias, before, cu_seqlens)
+        rows, y, at = unactivated(x, weight, bias, before, cu_seqlens)
         y = y if activation is None else F.silu(y)
         N, W = num_sequences(x, cu_seqlens), weight.shape[1]
         final = last_inputs(rows, at, N, W)

@@ -212,13 +212,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
 
 
 def _erasing(
-    name: str,
-    x: Arguments,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Any,
-    beta: Any,
+    name: str, x: Arguments, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any
 ) -> tuple[list[Any], int]:
     """q, k, v, g, beta and erase, of as many steps for each token."""
     if name.endswith("gdn2"):

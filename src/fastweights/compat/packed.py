@@ -85,14 +85,14 @@ def documents(
     compiling = torch.compiler.is_compiling()
     cached = not compiling and not seq_idx.is_inference()
     if cached:
-        version, found = _known.get(seq_idx, (None, None))
+        version, kept_offsets = _known.get(seq_idx, (None, None))
         if version == seq_idx._version:
-            return found
+            return kept_offsets
     new = first_tokens(seq_idx)
     starts = new.flatten().nonzero().flatten()
     torch_internals.expect_at_least_one(starts.shape[0])
     offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
-    found = offsets, new.sum(1).cumsum(0) - 1
+    kept_offsets = offsets, new.sum(1).cumsum(0) - 1
     if cached:
-        _known[seq_idx] = seq_idx._version, found
-    return found
+        _known[seq_idx] = seq_idx._version, kept_offsets
+    return kept_offsets

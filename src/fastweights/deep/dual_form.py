@@ -91,7 +91,7 @@ def answer_queries(
     q: Tensor,
     M: Layers,
     S: Layers | None,
-    found: Gradients,
+    grads: Gradients,
     keep: Rows | None,
     carry: Float[Tensor, "#B #H C"],
     share: Float[Tensor, "B H C C"],
@@ -109,15 +109,15 @@ def answer_queries(
             dW, db = S[i]
             z = z + carry[..., None] * (x @ dW + db[..., None, :])
         # The bias is a weight whose input is always 1: hence the 1.
-        scores = share * (x @ found.inputs[i].mT + 1)
-        z = z - scores @ found.errors[i]
+        scores = share * (x @ grads.inputs[i].mT + 1)
+        z = z - scores @ grads.errors[i]
     return z
 
 
-def sum_gradients(found: Gradients, share: Rows) -> Layers:
+def sum_gradients(grads: Gradients, share: Rows) -> Layers:
     """Return the sum of a chunk's gradients, each times its share."""
     sums = []
-    for inputs, errors in zip(*found, strict=True):
+    for inputs, errors in zip(*grads, strict=True):
         weighted = share[..., None] * errors
         sums.append((inputs.mT @ weighted, weighted.sum(-2)))
     return sums

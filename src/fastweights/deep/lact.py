@@ -59,10 +59,10 @@ def sum_of_gradients(
         eta[2] * hidden * silu,
     )
     d0, d1, d2 = errors
-    return _product(k, d0), _product(v, d1).mT, _product(k, d2)
+    return _outer_sum(k, d0), _outer_sum(v, d1).mT, _outer_sum(k, d2)
 
 
-def _product(x: Tensor, errors: Tensor) -> Tensor:
+def _outer_sum(x: Tensor, errors: Tensor) -> Tensor:
     """x^T errors by products in x's dtype, in that of the errors.
 
     At a rate of 1e-3 most of them are below fp16's least normal number:
@@ -70,10 +70,10 @@ def _product(x: Tensor, errors: Tensor) -> Tensor:
     """
     if x.dtype != torch.float16:
         return (x.mT @ errors.to(x.dtype)).to(errors.dtype)
-    most = errors.detach().abs().amax((-2, -1), keepdim=True)
-    size = most.where(most > 0, 1.0) * math.sqrt(x.shape[-2])
-    found = x.mT @ (errors / size).to(x.dtype)
-    return found.to(errors.dtype) * size
+    largest = errors.detach().abs().amax((-2, -1), keepdim=True)
+    size = largest.where(largest > 0, 1.0) * math.sqrt(x.shape[-2])
+    product = x.mT @ (errors / size).to(x.dtype)
+    return product.to(errors.dtype) * size
 
 
 def orthogonalise(M: Weights, dtype: torch.dtype) -> Weights:
@@ -141,9 +141,9 @@ def lact(
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
     """
     refuse_ranks("lact")
-    given = {"rates": rates}
-    given |= {} if momentum is None else {"momentum": momentum}
-    check_operands(q, k, v, given, position, lengths, matrices=3)
+    checked = {"rates": rates}
+    checked |= {} if momentum is None else {"momentum": momentum}
+    check_operands(q, k, v, checked, position, lengths, matrices=3)
     check_sizes(chunk_size=chunk_size)
     check_flags(muon=muon, prenorm=prenorm)
     if not isinstance(start, tuple | list) or len(start) != 3:
@@ -209,8 +209,8 @@ def lact(
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             outputs.append(swiglu_answer(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)
-            found = sum_of_gradients(w, k_, v_, eta)
-            total = [G + more for G, more in zip(total, found, strict=True)]
+            grads = sum_of_gradients(w, k_, v_, eta)
+            total = [G + more for G, more in zip(total, grads, strict=True)]
             mean = mean + part.take(momentum, 0.0).sum(1)[..., None]
             if not _any_ends(part):
                 continue
@@ -218,10 +218,10 @@ def lact(
             M = [G + keep * m for G, m in zip(total, memory, strict=True)]
             steps = orthogonalise(M, dtype) if muon else M
             for i, (W, norm) in enumerate(zip(start, norms, strict=True)):
-                after = since[i] + steps[i]
+                moved = since[i] + steps[i]
                 if not prenorm:
-                    after = unit_columns(w[i] + steps[i]) * norm - W
-                since[i] = part.choose(after, since[i])
+                    moved = unit_columns(w[i] + steps[i]) * norm - W
+                since[i] = part.choose(moved, since[i])
                 memory[i] = part.choose(M[i], memory[i])
                 total[i] = part.choose(torch.zeros_like(M[i]), total[i])
             mean = part.choose(torch.zeros_like(mean), mean)

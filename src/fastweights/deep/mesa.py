@@ -12,11 +12,11 @@ from fastweights import torch_internals
 from fastweights.arguments import (
     Operands,
     OperatorOptions,
-    check_kinds,
+    check_dtypes,
     check_packed,
+    check_sequences,
     check_sizes,
     check_tensors,
-    count_sequences,
     is_readable,
 )
 from fastweights.deep.network_arguments import (
@@ -31,7 +31,7 @@ from fastweights.ops.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.recurrence_operator import RECURRENCE
-from fastweights.packing import outside
+from fastweights.packing import tail_mask
 from fastweights.ranks.group import refuse_ranks
 
 
@@ -89,10 +89,10 @@ def mesa(
     check_sizes(steps=steps)
     check_packed(q, cu_seqlens)
     check_tensors({"ridge": ridge})
-    check_kinds({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
+    check_dtypes({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
     dtype, full, K = q.dtype, compute_dtype(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
-    N = count_sequences("q", q, "[1, T, H, K]", cu_seqlens)
+    N = check_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     check_shapes({"ridge": (ridge, (H, K))})
     if is_readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
         got = ridge[wrong][0].item()
@@ -102,7 +102,7 @@ def mesa(
     # Products are in q's dtype beside the kernel, else in fp32.
     products = dtype if solver.by_kernel else full
     if cu_seqlens is not None:
-        after = outside(cu_seqlens, q.shape[1])[:, None]
+        after = tail_mask(cu_seqlens, q.shape[1])[:, None]
         g, beta = g.masked_fill(after, 0), beta.masked_fill(after, 0)
         q, k, v = (x.masked_fill(after[..., None], 0) for x in (q, k, v))
     with without_autocast(q):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    check_kinds,
+    check_dtypes,
     check_shapes,
     check_tensors,
     is_readable,
@@ -41,7 +41,7 @@ def check_operands(
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
-    check_kinds(tokens | given, dtypes | dict.fromkeys(given, WHOLE))
+    check_dtypes(tokens | given, dtypes | dict.fromkeys(given, WHOLE))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:
@@ -73,7 +73,7 @@ def check_state(
     if initial_state is not None:
         check_shapes({"initial_state": (initial_state, shape)})
         kinds = {"q": q, "initial_state": initial_state}
-        check_kinds(kinds, dict.fromkeys(kinds, DTYPES))
+        check_dtypes(kinds, dict.fromkeys(kinds, DTYPES))
     elif after is not None and is_readable(after) and after.any():
         raise ValueError(
             "initial_state: got None, need the state after position = "

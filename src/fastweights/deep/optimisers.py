@@ -28,13 +28,7 @@ from torch.utils._pytree import tree_map
 
 from fastweights.arguments import check_sizes
 from fastweights.deep.newton_schulz import EPS, newton_schulz
-from fastweights.fast_weights import (
-    Gradient,
-    Optimiser,
-    Params,
-    Rate,
-    factor,
-)
+from fastweights.fast_weights import Gradient, Optimiser, Params, Rate, factor
 
 
 class Chunk(NamedTuple):

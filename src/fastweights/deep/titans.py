@@ -205,18 +205,18 @@ def chunk(
     Gradients are those of the weights ``base``. ``moves`` is 1 for a token
     that there is, else 0; None: there are all.
     """
-    found = gradients(base, k, v, norm)
+    grads = gradients(base, k, v, norm)
     slow, fast = pairwise_products(alpha), pairwise_products(eta)
     # How much of S at token s is in W at token t, [B, H, C, C].
     reach = slow if moves is None else slow * moves[..., None, :]
     share = (reach @ fast) * theta[..., None, :]
     keep, speed = running_product(alpha), running_product(eta)
     carry = (reach @ speed[..., None])[..., 0]
-    z = answer_queries(q, M, S, found, keep, carry, share)
+    z = answer_queries(q, M, S, grads, keep, carry, share)
     if norm is not None:
         z = layer_norm(z, norm)[0]
-    moved = sum_gradients(found, share[..., -1, :])
-    surprise = sum_gradients(found, fast[..., -1, :] * theta)
+    moved = sum_gradients(grads, share[..., -1, :])
+    surprise = sum_gradients(grads, fast[..., -1, :] * theta)
     kept, reached = keep[..., -1], carry[..., -1]
     M = map_layers(partial(_blend, kept, reached), M, S, moved)
     S = map_layers(partial(_blend, speed[..., -1], None), S, S, surprise)

@@ -145,20 +145,20 @@ def ttt(
             eta = part.take(rate, 0.0).mT
             # [B, H, C, K]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            found, o = _read(
+            grads, o = _read_chunk(
                 weights, sums, q_, k_, v_, eta, norm, step_scale[part.place]
             )
             rest.append(o.transpose(1, 2))
-            more = sum_gradients(found, eta)
-            more = more if sums is None else map_layers(torch.add, sums, more)
+            grad = sum_gradients(grads, eta)
+            grad = grad if sums is None else map_layers(torch.add, sums, grad)
             stepped = map_layers(
-                partial(_stepped, step_scale[-1]), weights, more
+                partial(_take_step, step_scale[-1]), weights, grad
             )
             weights = map_layers(part.choose, stepped, weights)
-            total = more
+            total = grad
             if not layout.regular:
-                nothing = map_layers(torch.zeros_like, more)
-                total = sums = map_layers(part.choose, nothing, more)
+                nothing = map_layers(torch.zeros_like, grad)
+                total = sums = map_layers(part.choose, nothing, grad)
         if rest:
             outputs.append(layout.join(rest).to(dtype))
         since = map_layers(torch.sub, weights, start)
@@ -166,11 +166,11 @@ def ttt(
         return torch.cat(outputs, 1), after
 
 
-def _stepped(row: Tensor, W: Tensor, G: Tensor) -> Tensor:
+def _take_step(row: Tensor, W: Tensor, G: Tensor) -> Tensor:
     return W - row * G
 
 
-def _read(
+def _read_chunk(
     weights: Layers,
     sums: Layers | None,
     q: Float[Tensor, "B H C K"],
@@ -181,12 +181,12 @@ def _read(
     row: Float[Tensor, "#B C"],
 ) -> tuple[Gradients, Float[Tensor, "B H C K"]]:
     """A mini-batch's gradients, and what its queries read."""
-    found = gradients(weights, k, v - k, norm)
+    grads = gradients(weights, k, v - k, norm)
     row = row[:, None]
     # [B, H, C, C]
     share = (row[..., None] * eta[:, :, None]).tril()
-    z = answer_queries(q, weights, sums, found, None, -row, share)
-    return found, q + layer_norm(z, norm)[0]
+    z = answer_queries(q, weights, sums, grads, None, -row, share)
+    return grads, q + layer_norm(z, norm)[0]
 
 
 def _whole_by_torch(
@@ -197,9 +197,9 @@ def _whole_by_torch(
     def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
         W = as_layers(state)
         q, k, v, eta = (x.to(step_scale.dtype) for x in chunk)
-        found, o = _read(W, None, q, k, v, eta, norm, step_scale[None])
-        more = sum_gradients(found, eta)
-        W = map_layers(partial(_stepped, step_scale[-1]), W, more)
+        grads, o = _read_chunk(W, None, q, k, v, eta, norm, step_scale[None])
+        sums = sum_gradients(grads, eta)
+        W = map_layers(partial(_take_step, step_scale[-1]), W, sums)
         return tensors_of(W), o.to(chunk[0].dtype)
 
     state, o = fold(step, tensors_of(weights), tokens, len(step_scale))

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastweights.heads import HeadLayout, empty_heads
 from fastweights.kernels.convolution_backward import convolution_bwd_kernel
 from fastweights.kernels.convolution_forward import (
-    Meta,
+    ConvolutionMeta,
     convolution_fwd_kernel,
 )
 from fastweights.kernels.gpu import gpu_of
@@ -60,7 +60,7 @@ def options(
 
 def run_chunks(
     kernel: Any,
-    meta: Meta,
+    meta: ConvolutionMeta,
     settings: dict[str, int],
     eps: float | None,
     inputs: Any,
@@ -104,7 +104,7 @@ def forward(
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     state = x.new_empty(N, W - 1, C)
     tile, settings = options(C, H, K, B * T, back=False)
-    meta = Meta(C, H, K, W, silu, eps is not None, **tile)
+    meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
     inputs = x, weight, bias, initial_state
     arguments = inputs, cu_seqlens, outputs, state
     run_chunks(convolution_fwd_kernel, meta, settings, eps, *arguments)
@@ -143,7 +143,7 @@ def backward(
     dinitial = None
     if initial_state is not None:
         dinitial = torch.empty_like(initial_state)
-    meta = Meta(C, H, K, W, silu, eps is not None, **tile)
+    meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
     inputs, slopes = (x, weight, bias, initial_state), (dq, dk, dv, dstate)
     arguments = inputs, cu_seqlens, slopes, (dx, share, dinitial)
     run_chunks(convolution_bwd_kernel, meta, settings, eps, *arguments)

@@ -228,9 +228,9 @@ def convolution_bwd_kernel(
 ):
     """The gradients of one chunk of one block of channels.
 
-    Of the ``grads`` dx, share and dinitial, share [slots, W, C], or W + 1
-    with a bias, fp32, is what the chunk has of the taps' gradients: torch
-    adds them up.
+    ``grads`` are dx, share and dinitial. share [slots, W, C], or W + 1 with a
+    bias, in fp32, has each chunk's part of the taps' gradients: torch adds
+    them up.
     """
     dq, dk, dv, dstate = slopes
     HEAD: tl.constexpr = META.HEAD

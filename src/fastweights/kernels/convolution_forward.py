@@ -58,7 +58,7 @@ class Block:
     BD: int  # D, up to a power of two
 
 
-class Meta(NamedTuple):
+class ConvolutionMeta(NamedTuple):
     """What a kernel is compiled for: its argument META."""
 
     C: int  # channels of x
@@ -128,8 +128,8 @@ def input_at(x, initial_state, t, chunk, channels, BLOCK: tl.constexpr):
 def load_filter(weight, bias, o_d, m_d, W: tl.constexpr):
     """The bias and four taps, oldest first: [BD] each, fp32.
 
-    Of W taps these are the last. A channel's taps lie side by side and are
-    loaded as they lie.
+    W taps are the last W of the four. A channel's taps lie side by side and
+    are loaded as they lie.
     """
     o_w = tl.arange(0, 4) - (4 - W)
     p_w = weight + o_d[:, None] * W + o_w[None, :]

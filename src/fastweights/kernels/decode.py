@@ -32,7 +32,7 @@ def softplus(b_x):
     return tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x)))
 
 
-class Meta(NamedTuple):
+class DecodeMeta(NamedTuple):
     """What :func:`decode_kernel` is compiled for: its argument META."""
 
     H: int
@@ -222,7 +222,7 @@ def decode(
     o = v.new_empty(v.shape)
     BK, BV, num_warps = decode_options(K, T)
     early = starts_early(q.device)
-    meta = Meta(
+    meta = DecodeMeta(
         H=H,
         HV=HV,
         K=K,

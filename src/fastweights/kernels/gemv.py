@@ -34,7 +34,7 @@ SUMS_ROWS = 2  # with more, a row costs more than weights read from memory
 TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
 
 
-class Meta(NamedTuple):
+class GemvMeta(NamedTuple):
     """What :func:`gemv_kernel` is compiled for: its argument META."""
 
     K: int  # columns of each matrix
@@ -285,9 +285,9 @@ def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
 
     Returns:
         (taps, bias): one per tap, and one, [BN] each.
-        (seen, kept): of the last inputs [R, W - 1, C], for each tap but the
-            newest, [BM, BN], those of the tokens that reach so far back; and
-            of a sequence's first token all as they are: some may have to stay.
+        (seen, kept): [BM, BN] each, for each tap but the newest. seen has the
+            last inputs [R, W - 1, C] that tokens reach back to; kept has, for
+            a sequence's first token, all as they are: some may have to stay.
         places: pointers to a sequence's first one, mask, which token of its
             sequence each is, and by how many the sequence's inputs move on.
     """
@@ -458,7 +458,7 @@ def gemv(
         behind = (*convolution, rows, accepted, tokens)
         W, R = convolution[0].shape[1], len(convolution[2])
     early = starts_early(x.device)
-    meta = Meta(
+    meta = GemvMeta(
         K=K,
         SIZES=sizes,
         TOTAL=sum(sizes),

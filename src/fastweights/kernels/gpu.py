@@ -32,11 +32,11 @@ def gpu_of(device: torch.device) -> GPU:
     """What kernels ask of a GPU; for another device an H200's."""
     if device.type != "cuda":
         return GPU(232_448, 132, (9, 0), device)
-    found: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return GPU(
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
-        (found.major, found.minor),
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+        (properties.major, properties.minor),
         device,
     )
 

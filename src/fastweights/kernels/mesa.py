@@ -44,7 +44,7 @@ LEAST_GATE = tl.constexpr(-110.0)
 TINY = tl.constexpr(1e-37)
 
 
-class Meta(NamedTuple):
+class MesaMeta(NamedTuple):
     """What both kernels are compiled for: their argument META."""
 
     H: int
@@ -160,14 +160,14 @@ def mesa_solve_kernel(
     store_rows(x, b_x, rows, 0, TILES)
 
 
-def meta_of(H: int, K: int, precision: str) -> Meta:
+def meta_of(H: int, K: int, precision: str) -> MesaMeta:
     """Tiles, and warps by the size of the matrix that they share.
 
     Heads of 64 spill 88 bytes with 4 warps, and still two such programs on a
     multiprocessor take 3.8 ms where one of 8 warps takes 7.0.
     """
     BK = max(16, triton.next_power_of_2(K))
-    return Meta(H, K, CHUNK, BK, min(BK, 64), BK > 64, precision)
+    return MesaMeta(H, K, CHUNK, BK, min(BK, 64), BK > 64, precision)
 
 
 def solve(

@@ -21,7 +21,7 @@ from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.tile import sigmoid
 
 
-class Meta(NamedTuple):
+class OutputNormMeta(NamedTuple):
     """What a kernel is compiled for: its argument META."""
 
     G: int  # groups of heads, each with a weight of its own
@@ -132,7 +132,7 @@ def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
 
 def options(
     o: Tensor, weight: Tensor, silu: bool, back: bool
-) -> tuple[Meta, dict[str, int]]:
+) -> tuple[OutputNormMeta, dict[str, int]]:
     """META and launch settings: a thread has 16 channels, backward 8.
 
     Rows of more than 8192 or 4096 have more than that.
@@ -145,7 +145,7 @@ def options(
     if back:
         half = o.element_size() < 4 and warps < 16
         settings["maxnreg"] = 96 if half else 128
-    return Meta(weight.numel() // V, HV, V, silu, BR, BV), settings
+    return OutputNormMeta(weight.numel() // V, HV, V, silu, BR, BV), settings
 
 
 def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
@@ -158,7 +158,7 @@ def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
 def run_rows(
     kernel: Any,
     programs: int,
-    meta: Meta,
+    meta: OutputNormMeta,
     settings: dict[str, int],
     inputs: Any,
     *others: Any,

@@ -29,7 +29,7 @@ FP32 = torch.float32
 SETTINGS = {"num_warps": 8, "num_stages": 1}
 
 
-class Meta(NamedTuple):
+class SelectiveMeta(NamedTuple):
     """What a kernel is compiled for: its argument META."""
 
     D: int  # channels
@@ -276,7 +276,7 @@ def selective_bwd_kernel(
         store(dinitial, b_dh, own, columns, N)
 
 
-def meta_of(D: int, N: int, G: int) -> Meta:
+def meta_of(D: int, N: int, G: int) -> SelectiveMeta:
     """Tiles of at most 4096 numbers, 16 a thread.
 
     The longer a tile, the fewer states go to memory; the more channels it
@@ -286,7 +286,7 @@ def meta_of(D: int, N: int, G: int) -> Meta:
     BN = max(4, triton.next_power_of_2(N))
     bits = 13 - BN.bit_length()  # log2 of 4096 / BN
     BD = min(2 ** (bits - bits // 2), triton.next_power_of_2(D // G))
-    return Meta(D, N, G, BT=2 ** (bits // 2), BD=BD, BN=BN)
+    return SelectiveMeta(D, N, G, BT=2 ** (bits // 2), BD=BD, BN=BN)
 
 
 def tile_length(D: int, N: int, G: int) -> int:
@@ -294,7 +294,7 @@ def tile_length(D: int, N: int, G: int) -> int:
     return meta_of(D, N, G).BT
 
 
-def grid_of(S: int, meta: Meta) -> tuple[int]:
+def grid_of(S: int, meta: SelectiveMeta) -> tuple[int]:
     """One program per sequence and tile of channels of a group."""
     return (S * meta.G * meta.NP,)
 

@@ -40,13 +40,13 @@ def clear_tail(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> None:
 
     Each is contiguous, [1, T, ...], and on the device of ``cu_seqlens``.
     """
-    there = tuple(x for x in tensors if x is not None and x.numel())
-    if cu_seqlens is None or not there:
+    present = tuple(x for x in tensors if x is not None and x.numel())
+    if cu_seqlens is None or not present:
         return
-    T = there[0].shape[1]
-    widths = tuple(x[0, 0].numel() for x in there)
+    T = present[0].shape[1]
+    widths = tuple(x[0, 0].numel() for x in present)
     N = cu_seqlens.shape[0] - 1
     with torch.cuda.device_of(cu_seqlens):
         clear_tail_kernel[(triton.cdiv(T, ROWS.value),)](
-            there, cu_seqlens, N, T, widths
+            present, cu_seqlens, N, T, widths
         )

@@ -35,7 +35,7 @@ EPS = tl.constexpr(1e-6)
 FP32 = torch.float32
 
 
-class Meta(NamedTuple):
+class TTTMeta(NamedTuple):
     """What a kernel is compiled for: its argument META."""
 
     H: int
@@ -322,7 +322,7 @@ def run_heads(kernel: Any, C: int, tokens: Any, *others: Any) -> None:
     q = tokens[0]
     B, T, H, K = q.shape
     tile, settings = options(K)
-    meta = Meta(H=H, K=K, C=C, PRECISION=dot_precision(q.dtype, K), **tile)
+    meta = TTTMeta(H=H, K=K, C=C, PRECISION=dot_precision(q.dtype, K), **tile)
     with torch.cuda.device_of(q):
         kernel[(B * H,)](tokens, *others, T, meta, **settings)
 

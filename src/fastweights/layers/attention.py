@@ -20,7 +20,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.layers.common.token import (
-    is_own,
+    is_plain_layer,
     norm_and_project,
     project_and_add,
 )
@@ -100,16 +100,20 @@ class SoftmaxAttention(Layer):
         self.dim, self.K = dim, K
         self.theta, self.rotary_fraction = theta, rotary_fraction
         self.widths = (H * K, HK * K, HK * K)
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **to)
-        self.g_proj = nn.Linear(dim, H * K, bias=False, **to) if gate else None
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **factory)
+        self.g_proj = (
+            nn.Linear(dim, H * K, bias=False, **factory) if gate else None
+        )
         self.q_norm, self.k_norm = (
-            OutputNorm(K if head_qk_norm else width, None, eps=norm_eps, **to)
+            OutputNorm(
+                K if head_qk_norm else width, None, eps=norm_eps, **factory
+            )
             if qk_norm
             else None
             for width in self.widths[:2]
         )
-        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
 
     def new_state(
         self,
@@ -166,9 +170,10 @@ class SoftmaxAttention(Layer):
             k = self.k_norm(k.unflatten(-1, (-1, self.k_norm.size)))
             qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
         if self.theta is not None:
-            of = qkv.shape[1], qkv.device, state, cu_seqlens
-            at = token_positions(*of, token_offset(qkv.shape[1])[0])
-            qk = rotary(qk, at, self.theta, self.rotary_fraction)
+            T, device = qkv.shape[1], qkv.device
+            start, _ = token_offset(T)
+            position = token_positions(T, device, state, cu_seqlens, start)
+            qk = rotary(qk, position, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend(q, k, v, state, cu_seqlens)
         return o.flatten(2), after
@@ -179,7 +184,7 @@ class SoftmaxAttention(Layer):
         """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.g_proj
         parts = norm, *modules, self.o_proj
-        if not is_own(self, SoftmaxAttention, x, parts):
+        if not is_plain_layer(self, SoftmaxAttention, x, parts):
             return None
         check_input(x, self, state, None)
         qkv, gate = norm_and_project(x, norm, modules)
@@ -208,9 +213,9 @@ def attend(
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)
     # No sequence has read a token; asked before one is written in place.
-    alone = state is None or (state.used == 0 and not runs_again(q))
+    is_first = state is None or (state.used == 0 and not is_recorded(q))
     o = None
-    if alone:
+    if is_first:
         end = start + q.shape[1]
         o = attend_causally(q, k[:, :end], v[:, :end], cu_seqlens)
         training = state is None and torch.is_grad_enabled()
@@ -220,42 +225,45 @@ def attend(
     if state is None:
         assert o is not None
         k, v = unpacked.spread(k), unpacked.spread(v)
+        position = unpacked.position_after()
         return o, LayerState(
-            keys=k, values=v, position=unpacked.after(), used=k.shape[1]
+            keys=k, values=v, position=position, used=k.shape[1]
         )
-    at = token_positions(k.shape[1], q.device, state, cu_seqlens)
-    mine, own = unpacked, at  # those of q
+    place = token_positions(k.shape[1], q.device, state, cu_seqlens)
+    q_rows, q_place = unpacked, place
     if ranks is not None:
         shard = shard_of(ranks, q, q.shape[1], cu_seqlens)
-        mine = UnpackedRows(q, state, shard.cu_seqlens)
-        own = token_positions(q.shape[1], q.device, state, cu_seqlens, start)
-    after = remember(k, v, state, at, unpacked)
+        q_rows = UnpackedRows(q, state, shard.cu_seqlens)
+        q_place = token_positions(
+            q.shape[1], q.device, state, cu_seqlens, start
+        )
+    after = append_keys(k, v, state, place, unpacked)
     if o is not None:
         return o, after
     keys, values = after.field("keys"), after.field("values")
-    if not runs_again(q):  # else the room for all tokens that may come
+    if not is_recorded(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
-        some = rows_inside(state.rows, keys)
-        keys, values = keys[some], values[some]
-    there = torch.arange(keys.shape[1], device=q.device)
-    mask = (there <= mine.spread(own)[..., None])[:, None]
+        rows = rows_inside(state.rows, keys)
+        keys, values = keys[rows], values[rows]
+    key_place = torch.arange(keys.shape[1], device=q.device)
+    mask = (key_place <= q_rows.spread(q_place)[..., None])[:, None]
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    return mine.pack(attention(mine.spread(q), keys, values, mask)), after
+    return q_rows.pack(attention(q_rows.spread(q), keys, values, mask)), after
 
 
-def runs_again(q: Heads) -> bool:
+def is_recorded(q: Heads) -> bool:
     """Whether the call will run again, by itself, with more tokens read."""
     return torch.compiler.is_compiling() or (
         q.is_cuda and torch.cuda.is_current_stream_capturing()
     )
 
 
-def remember(
+def append_keys(
     k: Heads,
     v: Heads,
     state: LayerState,
-    at: Int[Tensor, "B T"],
+    place: Int[Tensor, "B T"],
     unpacked: UnpackedRows,
 ) -> LayerState:
     """A state with keys and values of new tokens, at their places.
@@ -263,18 +271,19 @@ def remember(
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    position, own, used = unpacked.after(), state.rows, state.used + k.shape[1]
+    used, position = state.used + k.shape[1], unpacked.position_after()
+    rows = state.rows
     if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
-        if own is None:
-            own = torch.arange(len(position), device=k.device)
-        there = (own >= 0) & (own < len(state.field("position")))
-        used = int(position.where(there, 0).max())
-        own = F.pad(own, (0, 1), value=-1)[unpacked.row]
-        k, v, at = k[0][:, None], v[0][:, None], at[0][:, None]
+        if rows is None:
+            rows = torch.arange(len(position), device=k.device)
+        inside = (rows >= 0) & (rows < len(state.field("position")))
+        used = int(position.where(inside, 0).max())
+        rows = F.pad(rows, (0, 1), value=-1)[unpacked.row]
+        k, v, place = k[0][:, None], v[0][:, None], place[0][:, None]
     keys, values = state.field("keys"), state.field("values")
     if state.rows is None:
-        keys, values = with_room_for(keys, used), with_room_for(values, used)
+        keys, values = grow_to(keys, used), grow_to(values, used)
         if torch.is_grad_enabled():
             keys, values = keys.clone(), values.clone()
         else:
@@ -284,21 +293,22 @@ def remember(
             f"state: got a pool with room for {keys.shape[1]} tokens per row, "
             f"need {used}"
         )
-    if own is None:
+    if rows is None:
         row = torch.arange(k.shape[0], device=k.device)[:, None]
-        keys[row, at], values[row, at] = k.to(keys.dtype), v.to(values.dtype)
+        keys[row, place] = k.to(keys.dtype)
+        values[row, place] = v.to(values.dtype)
     else:
-        row, source, some = rows_to_write(own, keys)
-        # Where none has a row, `at` is that of some row, a full one even.
-        place = row[:, None], at[source].clamp(max=keys.shape[1] - 1)
+        row, source, exists = rows_to_write(rows, keys)
+        # Where none has a row, `place` is that of some row, a full one even.
+        index = row[:, None], place[source].clamp(max=keys.shape[1] - 1)
         for x, new in ((keys, k), (values, v)):
             new = new[source].to(x.dtype)
-            x.index_put_(place, new.where(some, x[place]))
+            x.index_put_(index, new.where(exists, x[index]))
     used = max(used, state.used)
     return LayerState(keys=keys, values=values, position=position, used=used)
 
 
-def with_room_for(x: Tensor, capacity: int) -> Tensor:
+def grow_to(x: Tensor, capacity: int) -> Tensor:
     """x, or a copy with room for so many tokens or twice what it had."""
     if x.shape[1] >= capacity:
         return x

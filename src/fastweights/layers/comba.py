@@ -89,19 +89,19 @@ class Comba(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.correction, self.unit_p = dim, correction, unit_p
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
-        self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
+        self.qkv_proj = nn.Linear(dim, width, bias=False, **factory)
         self.convolution = HeadsConvolution(
-            (H, HV), (K, V), conv_size, normalize=False, **to
+            (H, HV), (K, V), conv_size, normalize=False, **factory
         )
-        self.d = nn.Parameter(torch.empty(H, **to))
-        self.D = nn.Parameter(torch.empty(H, **to))
-        self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **to)
-        self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **to)
-        self.g_proj = nn.Linear(dim, HV * V, bias=False, **to)
-        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
+        self.d = nn.Parameter(torch.empty(H, **factory))
+        self.D = nn.Parameter(torch.empty(H, **factory))
+        self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **factory)
+        self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **factory)
+        self.g_proj = nn.Linear(dim, HV * V, bias=False, **factory)
+        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()

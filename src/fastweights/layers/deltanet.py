@@ -97,20 +97,24 @@ class DeltaNet(Layer):
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
         usual = (qk_activation, qk_norm) == ("silu", "l2")
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.convolution = HeadsConvolution(
             (H, H),
             (K, V),
             conv_size,
             normalize=usual,
             activation=usual,
-            **to,
+            **factory,
         )
-        self.b_proj = nn.Linear(dim, H, bias=False, **to)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **to) if gate else None
-        self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        self.b_proj = nn.Linear(dim, H, bias=False, **factory)
+        self.g_proj = (
+            nn.Linear(dim, H * V, bias=False, **factory) if gate else None
+        )
+        self.norm = OutputNorm(
+            V, "silu" if gate else None, eps=norm_eps, **factory
+        )
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None

@@ -23,7 +23,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import recurrent_token
+from fastweights.layers.common.token import fused_recurrent_step
 
 
 class GatedDeltaNet(Layer):
@@ -95,20 +95,24 @@ class GatedDeltaNet(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
-        self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
-        self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
-        self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **to)
+        self.qkv_proj = nn.Linear(dim, width, bias=False, **factory)
+        self.convolution = HeadsConvolution(
+            (H, HV), (K, V), conv_size, **factory
+        )
+        self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **factory)
         self.b_bias = (
-            nn.Parameter(torch.empty(HV, **to)) if beta_bias else None
+            nn.Parameter(torch.empty(HV, **factory)) if beta_bias else None
         )
-        self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **to)
+        self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **factory)
         self.g_proj = (
-            nn.Linear(dim, HV * V, bias=False, **to) if gate else None
+            nn.Linear(dim, HV * V, bias=False, **factory) if gate else None
         )
-        self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
+        self.norm = OutputNorm(
+            V, "silu" if gate else None, eps=norm_eps, **factory
+        )
+        self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -139,7 +143,7 @@ class GatedDeltaNet(Layer):
         if self.b_bias is not None:
             return None
         modules = self.qkv_proj, self.ab_proj, self.g_proj
-        return recurrent_token(
+        return fused_recurrent_step(
             x,
             norm,
             self,

@@ -83,24 +83,26 @@ class GatedDeltaNet2(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
-        self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
-        self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
-        self.f_proj = low_rank(dim, V, H * K, bias=False, **to)
+        self.qkv_proj = nn.Linear(dim, width, bias=False, **factory)
+        self.convolution = HeadsConvolution(
+            (H, HV), (K, V), conv_size, **factory
+        )
+        self.f_proj = low_rank(dim, V, H * K, bias=False, **factory)
         self.decay = Decay(
             H,
             K,
             A_range=A_range,
             dt_range=dt_range,
             lower_bound=lower_bound,
-            **to,
+            **factory,
         )
-        self.b_proj = nn.Linear(dim, H * K, bias=False, **to)
-        self.w_proj = nn.Linear(dim, HV * V, bias=False, **to)
-        self.g_proj = low_rank(dim, V, HV * V, bias=True, **to)
-        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
+        self.b_proj = nn.Linear(dim, H * K, bias=False, **factory)
+        self.w_proj = nn.Linear(dim, HV * V, bias=False, **factory)
+        self.g_proj = low_rank(dim, V, HV * V, bias=True, **factory)
+        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None

@@ -71,20 +71,20 @@ class GatedLinearAttention(Layer):
         K = scaled("expand_k", expand_k, H, dim=dim)
         V = scaled("expand_v", expand_v, H, dim=dim)
         self.dim, self.temperature, self.K = dim, temperature, K
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.convolution = HeadsConvolution(
             (H, H),
             (K, V),
             conv_size,
             normalize=False,
             activation=conv_size is not None,
-            **to,
+            **factory,
         )
-        self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **to)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
-        self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **factory)
+        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+        self.norm = OutputNorm(V, "silu", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import recurrent_token
+from fastweights.layers.common.token import fused_recurrent_step
 
 
 class KimiDeltaAttention(Layer):
@@ -90,23 +90,25 @@ class KimiDeltaAttention(Layer):
         HV = value_heads(num_v_heads, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
-        self.qkv_proj = nn.Linear(dim, width, bias=False, **to)
-        self.convolution = HeadsConvolution((H, HV), (K, V), conv_size, **to)
-        self.f_proj = low_rank(dim, V, HV * K, bias=False, **to)
+        self.qkv_proj = nn.Linear(dim, width, bias=False, **factory)
+        self.convolution = HeadsConvolution(
+            (H, HV), (K, V), conv_size, **factory
+        )
+        self.f_proj = low_rank(dim, V, HV * K, bias=False, **factory)
         self.decay = Decay(
             HV,
             K,
             A_range=A_range,
             dt_range=dt_range,
             lower_bound=lower_bound,
-            **to,
+            **factory,
         )
-        self.b_proj = nn.Linear(dim, HV, bias=False, **to)
-        self.g_proj = low_rank(dim, V, HV * V, bias=gate_bias, **to)
-        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(HV * V, dim, bias=False, **to)
+        self.b_proj = nn.Linear(dim, HV, bias=False, **factory)
+        self.g_proj = low_rank(dim, V, HV * V, bias=gate_bias, **factory)
+        self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
@@ -126,6 +128,6 @@ class KimiDeltaAttention(Layer):
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
-        return recurrent_token(
+        return fused_recurrent_step(
             x, norm, self, KimiDeltaAttention, state, modules
         )

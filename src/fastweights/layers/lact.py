@@ -108,20 +108,20 @@ class LaCT(Layer):
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
         self.base = base_lr + math.log(-math.expm1(-base_lr))
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **to)
-        self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
-        self.k_norm = nn.RMSNorm(dim, eps=norm_eps, **to)
-        self.qk_scale = nn.Parameter(torch.empty(2, dim, **to))
-        self.qk_offset = nn.Parameter(torch.empty(2, dim, **to))
-        self.w0 = nn.Parameter(torch.empty(H, K, hidden, **to))
-        self.w1 = nn.Parameter(torch.empty(H, hidden, K, **to))
-        self.w2 = nn.Parameter(torch.empty(H, K, hidden, **to))
-        self.rates_proj = nn.Linear(dim, 3 * H, **to)
-        self.momentum_proj = nn.Linear(dim, H, **to) if momentum else None
-        self.scale_proj = nn.Linear(dim, H, **to)
-        self.norm = OutputNorm(K, None, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(dim, dim, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **factory)
+        self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **factory)
+        self.k_norm = nn.RMSNorm(dim, eps=norm_eps, **factory)
+        self.qk_scale = nn.Parameter(torch.empty(2, dim, **factory))
+        self.qk_offset = nn.Parameter(torch.empty(2, dim, **factory))
+        self.w0 = nn.Parameter(torch.empty(H, K, hidden, **factory))
+        self.w1 = nn.Parameter(torch.empty(H, hidden, K, **factory))
+        self.w2 = nn.Parameter(torch.empty(H, K, hidden, **factory))
+        self.rates_proj = nn.Linear(dim, 3 * H, **factory)
+        self.momentum_proj = nn.Linear(dim, H, **factory) if momentum else None
+        self.scale_proj = nn.Linear(dim, H, **factory)
+        self.norm = OutputNorm(K, None, eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(dim, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -143,16 +143,16 @@ class LaCT(Layer):
         """
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
+        position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         unpacked = UnpackedRows(x, state, cu_seqlens)
         heads = (self.attention_heads, -1)
 
-        def turned(t: Tensor) -> Tensor:
-            return rotary(t.unflatten(-1, heads), at, self.theta)
+        def rotated(t: Tensor) -> Tensor:
+            return rotary(t.unflatten(-1, heads), position, self.theta)
 
-        near, past = window_attention(
-            unpacked.spread(turned(q)),
-            unpacked.spread(turned(k)),
+        o_window, past = window_attention(
+            unpacked.spread(rotated(q)),
+            unpacked.spread(rotated(k)),
             unpacked.spread(v.unflatten(-1, heads)),
             self.window,
             field_of(state, "window"),
@@ -162,7 +162,7 @@ class LaCT(Layer):
         scales, offsets = upcast(self.qk_scale), upcast(self.qk_offset)
         split = (self.heads, -1)
         q, k = (
-            turned(self.unit(F.silu(upcast(t) * scales[i] + offsets[i])))
+            rotated(self.unit(F.silu(upcast(t) * scales[i] + offsets[i])))
             .to(v.dtype)
             .flatten(2)
             .unflatten(-1, split)
@@ -186,10 +186,12 @@ class LaCT(Layer):
             position=unpacked.position,
             lengths=unpacked.lengths,
         )
-        far = self.norm(unpacked.pack(o)).unflatten(-1, split)
-        far = far * F.silu(self.scale_proj(x))[..., None]
-        y = self.o_proj(unpacked.pack(near).flatten(2) + far.flatten(2))
-        return y, LayerState(S=S, position=unpacked.after(), window=past)
+        o_memory = self.norm(unpacked.pack(o)).unflatten(-1, split)
+        o_memory = o_memory * F.silu(self.scale_proj(x))[..., None]
+        o = unpacked.pack(o_window).flatten(2) + o_memory.flatten(2)
+        y = self.o_proj(o)
+        position = unpacked.position_after()
+        return y, LayerState(S=S, position=position, window=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""

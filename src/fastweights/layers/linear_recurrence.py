@@ -26,7 +26,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import recurrent_token
+from fastweights.layers.common.token import fused_recurrent_step
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel", "constant"]
@@ -100,33 +100,39 @@ class LinearRecurrence(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.convolution = HeadsConvolution(
             (H, H),
             (K, V),
             conv_size,
             normalize=normalize,
             activation=activation,
-            **to,
+            **factory,
         )
         self.a_proj: nn.Module | None = None
         self.decay: Decay | None = None
         if decay is not None:
             channels = K if decay == "channel" else 1
             self.decay = Decay(
-                H, channels, A_range=A_range, dt_range=dt_range, **to
+                H, channels, A_range=A_range, dt_range=dt_range, **factory
             )
         if decay == "head":
-            self.a_proj = nn.Linear(dim, H, bias=False, **to)
+            self.a_proj = nn.Linear(dim, H, bias=False, **factory)
         if decay == "channel":
-            self.a_proj = low_rank(dim, V, H * K, bias=False, **to)
+            self.a_proj = low_rank(dim, V, H * K, bias=False, **factory)
         self.b_proj = (
-            nn.Linear(dim, H, bias=False, **to) if rule == "delta" else None
+            nn.Linear(dim, H, bias=False, **factory)
+            if rule == "delta"
+            else None
         )
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **to) if gate else None
-        self.norm = OutputNorm(V, "silu" if gate else None, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        self.g_proj = (
+            nn.Linear(dim, H * V, bias=False, **factory) if gate else None
+        )
+        self.norm = OutputNorm(
+            V, "silu" if gate else None, eps=norm_eps, **factory
+        )
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
@@ -159,4 +165,6 @@ class LinearRecurrence(Layer):
         if self.decay is not None and self.a_proj is None:
             return None
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
-        return recurrent_token(x, norm, self, LinearRecurrence, state, modules)
+        return fused_recurrent_step(
+            x, norm, self, LinearRecurrence, state, modules
+        )

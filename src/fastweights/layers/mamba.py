@@ -68,15 +68,17 @@ class Mamba(Layer):
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.dim, self.dt_range = dim, dt_range
         self.widths = (R, state_size, state_size)
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **to)
-        self.convolution = ShortConvolution(inner, conv_size, bias=True, **to)
-        self.x_proj = nn.Linear(inner, sum(self.widths), bias=False, **to)
-        self.dt_proj = nn.Linear(R, inner, bias=False, **to)
-        self.dt_bias = nn.Parameter(torch.empty(inner, **to))
-        self.A_log = nn.Parameter(torch.empty(inner, state_size, **to))
-        self.D = nn.Parameter(torch.empty(inner, **to))
-        self.o_proj = nn.Linear(inner, dim, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **factory)
+        self.convolution = ShortConvolution(
+            inner, conv_size, bias=True, **factory
+        )
+        self.x_proj = nn.Linear(inner, sum(self.widths), bias=False, **factory)
+        self.dt_proj = nn.Linear(R, inner, bias=False, **factory)
+        self.dt_bias = nn.Parameter(torch.empty(inner, **factory))
+        self.A_log = nn.Parameter(torch.empty(inner, state_size, **factory))
+        self.D = nn.Parameter(torch.empty(inner, **factory))
+        self.o_proj = nn.Linear(inner, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -109,9 +111,9 @@ class Mamba(Layer):
             "dt_bias": upcast(self.dt_bias),
             "dt_softplus": True,
         }
-        if own := state_to_step(state, x, cu_seqlens):
-            S = own.field("S")
-            y = selective_step(*tensors, **gates, state=S, rows=own.rows)
+        if stepped := state_to_step(state, x, cu_seqlens):
+            S = stepped.field("S")
+            y = selective_step(*tensors, **gates, state=S, rows=stepped.rows)
         else:
             first = field_of(state, "S")
             y, S = selective_scan(

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import (
-    scaled,
-    whole_number,
-)
+from fastweights.layers.common.layer_arguments import scaled, whole_number
 from fastweights.layers.common.parts import Decay, FactoryOptions, OutputNorm
 from fastweights.layers.common.state import (
     LayerState,
@@ -95,19 +92,21 @@ class Mamba2(Layer):
                 "expand * dim / head_dim"
             )
         self.dim, self.G = dim, G
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **factory)
         self.convolution = HeadsConvolution(
-            (G, H), (N, P), conv_size, normalize=False, bias=True, **to
+            (G, H), (N, P), conv_size, normalize=False, bias=True, **factory
         )
-        self.dt_proj = nn.Linear(dim, H, bias=False, **to)
-        self.decay = StepAndDecay(H, A_range=A_range, dt_range=dt_range, **to)
-        self.D = nn.Parameter(torch.empty(H, **to))
-        self.z_proj = nn.Linear(dim, inner, bias=False, **to)
+        self.dt_proj = nn.Linear(dim, H, bias=False, **factory)
+        self.decay = StepAndDecay(
+            H, A_range=A_range, dt_range=dt_range, **factory
+        )
+        self.D = nn.Parameter(torch.empty(H, **factory))
+        self.z_proj = nn.Linear(dim, inner, bias=False, **factory)
         self.norm = OutputNorm(
-            inner // G, None, num_heads=G, eps=norm_eps, **to
+            inner // G, None, num_heads=G, eps=norm_eps, **factory
         )
-        self.o_proj = nn.Linear(inner, dim, bias=False, **to)
+        self.o_proj = nn.Linear(inner, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -64,13 +64,13 @@ class MesaNet(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.heads, self.steps = dim, H, steps
         self.min_ridge = min_ridge
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
-        self.convolution = ShortConvolution(2 * H * K, conv_size, **to)
-        self.ab_proj = nn.Linear(dim, 2 * H, **to)
-        self.lam = nn.Parameter(torch.empty(H * K, **to))
-        self.norm = OutputNorm(K, None, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
+        self.convolution = ShortConvolution(2 * H * K, conv_size, **factory)
+        self.ab_proj = nn.Linear(dim, 2 * H, **factory)
+        self.lam = nn.Parameter(torch.empty(H * K, **factory))
+        self.norm = OutputNorm(K, None, eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()

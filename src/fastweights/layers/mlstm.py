@@ -65,14 +65,14 @@ class MLSTM(Layer):
         V = scaled("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
         self.heads = (H, K, H, V)
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
-        self.gates = nn.Linear(dim, 2 * H, **to)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
+        self.gates = nn.Linear(dim, 2 * H, **factory)
+        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
-            V, "sigmoid", num_heads=H, center=True, eps=norm_eps, **to
+            V, "sigmoid", num_heads=H, center=True, eps=norm_eps, **factory
         )
-        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -91,9 +91,9 @@ class MLSTM(Layer):
         a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
-        if own := state_to_step(state, x, cu_seqlens):
-            S, m = own.field("S"), own.field("m")
-            h = mlstm_step(q, k, v, g, i, state=(S, m), rows=own.rows)
+        if stepped := state_to_step(state, x, cu_seqlens):
+            S, m = stepped.field("S"), stepped.field("m")
+            h = mlstm_step(q, k, v, g, i, state=(S, m), rows=stepped.rows)
         else:
             first = None
             if state is not None:

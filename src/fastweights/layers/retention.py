@@ -72,11 +72,11 @@ class MultiScaleRetention(Layer):
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
         self.heads = (H, K, H, V)
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **to)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **to)
-        self.norm = OutputNorm(V, "silu", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * V, dim, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
+        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+        self.norm = OutputNorm(V, "silu", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
@@ -84,8 +84,8 @@ class MultiScaleRetention(Layer):
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
         start, total = token_offset(x.shape[1])
-        at = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
-        q, k = rotary(q, at, self.theta), rotary(k, at, self.theta)
+        place = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
+        q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
@@ -149,11 +149,11 @@ class LightningAttention(Layer):
         self.dim, self.heads = dim, (H, K, H, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
-        self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
-        self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
+        self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
+        self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
 
     def compute(
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None

@@ -37,16 +37,16 @@ class Start(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        H, to = num_heads, FactoryOptions(device=device, dtype=dtype)
+        H, factory = num_heads, FactoryOptions(device=device, dtype=dtype)
         self.depth = len(widths) - 1
         for i in range(self.depth):
-            W = torch.empty(H, widths[i], widths[i + 1], **to)
-            b = torch.empty(H, widths[i + 1], **to)
+            W = torch.empty(H, widths[i], widths[i + 1], **factory)
+            b = torch.empty(H, widths[i + 1], **factory)
             self.register_parameter(f"W{i + 1}", nn.Parameter(W))
             self.register_parameter(f"b{i + 1}", nn.Parameter(b))
         size = (H, widths[-1])
-        self.norm_weight = nn.Parameter(torch.empty(size, **to))
-        self.norm_bias = nn.Parameter(torch.empty(size, **to))
+        self.norm_weight = nn.Parameter(torch.empty(size, **factory))
+        self.norm_bias = nn.Parameter(torch.empty(size, **factory))
 
     def forward(self) -> tuple[Layers, Norm]:
         """Weights and biases layer by layer, and the norm's.
@@ -130,15 +130,17 @@ class TitansMemory(Layer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         hidden = scaled("expansion", expansion, head_dim=K)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         widths = [K, *[hidden] * (depth - 1), K]
-        self.start = Start(H, widths, **to)
-        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
-        self.convolution = HeadsConvolution((H, H), (K, K), conv_size, **to)
-        self.rates_proj = nn.Linear(dim, 3 * H, **to)
-        self.g_proj = nn.Linear(dim, H * K, bias=False, **to)
-        self.norm = OutputNorm(K, "silu", eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.start = Start(H, widths, **factory)
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
+        self.convolution = HeadsConvolution(
+            (H, H), (K, K), conv_size, **factory
+        )
+        self.rates_proj = nn.Linear(dim, 3 * H, **factory)
+        self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
+        self.norm = OutputNorm(K, "silu", eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
         self.start.reset_parameters()
         self.reset_parameters()
 
@@ -175,7 +177,7 @@ class TitansMemory(Layer):
         )
         y = self.o_proj(self.norm(unpacked.pack(o), self.g_proj(x)))
         return y, LayerState(
-            S=S, position=unpacked.after(), convolution=inputs
+            S=S, position=unpacked.position_after(), convolution=inputs
         )
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:

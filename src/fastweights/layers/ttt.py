@@ -10,10 +10,7 @@ from fastweights.deep import ttt
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import (
-    check_even,
-    head_size,
-)
+from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
@@ -84,21 +81,21 @@ class TTTLinear(Layer):
         check_even("head_dim", K)
         self.dim, self.heads = dim, (H, K, H, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **to)
-        self.rate_proj = nn.Linear(dim, H, **to)
-        self.step_offset = nn.Parameter(torch.empty(mini_batch, **to))
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
+        self.rate_proj = nn.Linear(dim, H, **factory)
+        self.step_offset = nn.Parameter(torch.empty(mini_batch, **factory))
         widths = [K, K] if self.hidden is None else [K, self.hidden * K, K]
         self.depth = len(widths) - 1
         for i in range(self.depth):
-            W = torch.empty(H, widths[i], widths[i + 1], **to)
-            b = torch.empty(H, widths[i + 1], **to)
+            W = torch.empty(H, widths[i], widths[i + 1], **factory)
+            b = torch.empty(H, widths[i + 1], **factory)
             self.register_parameter(f"W{i + 1}", nn.Parameter(W))
             self.register_parameter(f"b{i + 1}", nn.Parameter(b))
-        self.model_norm_weight = nn.Parameter(torch.empty(H, K, **to))
-        self.model_norm_bias = nn.Parameter(torch.empty(H, K, **to))
-        self.post_norm = nn.LayerNorm(H * K, eps=norm_eps, **to)
-        self.o_proj = nn.Linear(H * K, dim, bias=False, **to)
+        self.model_norm_weight = nn.Parameter(torch.empty(H, K, **factory))
+        self.model_norm_bias = nn.Parameter(torch.empty(H, K, **factory))
+        self.post_norm = nn.LayerNorm(H * K, eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -130,13 +127,13 @@ class TTTLinear(Layer):
         gradients of a mini-batch that is not complete.
         """
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
-        at = token_positions(x.shape[1], x.device, state, cu_seqlens)
-        at = at % self.mini_batch
-        q, k = (neighbours(t, at, self.theta) for t in (q, k))
+        position = token_positions(x.shape[1], x.device, state, cu_seqlens)
+        position = position % self.mini_batch
+        q, k = (neighbours(t, position, self.theta) for t in (q, k))
         rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
         unpacked = UnpackedRows(x, state, cu_seqlens)
-        learned = upcast(self.step_offset)
-        places = torch.ones_like(learned).cumsum(0)
+        offset = upcast(self.step_offset)
+        numbers = torch.ones_like(offset).cumsum(0)
         q, k, v, rate = (unpacked.spread(t) for t in (q, k, v, rate))
         o, S = ttt(
             q,
@@ -145,13 +142,13 @@ class TTTLinear(Layer):
             rate,
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
-            (1 / places + learned).clamp_min(0),
+            (1 / numbers + offset).clamp_min(0),
             initial_state=field_of(state, "S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )
         y = self.o_proj(self.post_norm(unpacked.pack(o).flatten(2)))
-        return y, LayerState(S=S, position=unpacked.after())
+        return y, LayerState(S=S, position=unpacked.position_after())
 
 
 class TTTMLP(TTTLinear):

@@ -25,11 +25,7 @@ A layer class of your own joins the table :data:`LAYERS` under a name:
 
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.files import load
-from fastweights.models.loss import (
-    cross_entropy,
-    next_tokens,
-    token_losses,
-)
+from fastweights.models.loss import cross_entropy, next_tokens, token_losses
 from fastweights.models.model import Block, LanguageModel, SwiGLU
 from fastweights.models.pool import StatePool
 from fastweights.models.transformers import from_transformers

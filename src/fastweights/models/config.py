@@ -40,20 +40,20 @@ LAYERS: dict[str, type[nn.Module]] = {
     "ttt_linear": layers.TTTLinear,
     "ttt_mlp": layers.TTTMLP,
 }
-"""The kinds of layer that a pattern may name. Yours may join them."""
+"""The types of layer that a pattern may name. Yours may join them."""
 
 
-class _Named:
-    """Says which argument has another name here, or none, before __init__."""
+class _NamesChecked:
+    """Checks the names of the arguments, before __init__ sees them."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        taken = [x.name for x in fields(cls)]  # type: ignore[arg-type]
-        check_names(cls.__name__, options, taken, ARGUMENT_ALIASES)
+        names = [x.name for x in fields(cls)]  # type: ignore[arg-type]
+        check_names(cls.__name__, options, names, ARGUMENT_ALIASES)
         return super().__new__(cls)
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Named):
+class ModelConfig(_NamesChecked):
     """The architecture of a :class:`fastweights.models.LanguageModel`.
 
     Its fields, which are its arguments, stand below.
@@ -73,7 +73,7 @@ class ModelConfig(_Named):
     """Blocks: a layer each, and most of them an MLP."""
 
     pattern: Sequence[str] = ("gated_deltanet",)
-    """Kinds of layer, names of :data:`LAYERS`, repeated up to num_layers:
+    """Types of layer, names of :data:`LAYERS`, repeated up to num_layers:
     ``3 * ("gated_deltanet",) + ("softmax",)``."""
 
     num_heads: int = 4
@@ -83,7 +83,7 @@ class ModelConfig(_Named):
     """Size of a head, for layers that take it; dim / num_heads if None."""
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """More arguments per kind: ``{"softmax": {"num_kv_heads": 2}}``. They
+    """More arguments per type: ``{"softmax": {"num_kv_heads": 2}}``. They
     win over num_heads and head_dim."""
 
     mlp_ratio: float = 8 / 3
@@ -93,10 +93,10 @@ class ModelConfig(_Named):
     """The hidden width is rounded up to a multiple of this."""
 
     without_mlp: Sequence[str] = ("mamba", "mamba2")
-    """Kinds of layer whose blocks have no MLP."""
+    """Types of layer whose blocks have no MLP."""
 
     post_norm: Sequence[str] = ()
-    """Kinds of layer whose blocks norm what they add, as in OLMo 2:
+    """Types of layer whose blocks norm what they add, as in OLMo 2:
     x + norm(layer(x)), in place of x + layer(norm(x)); the MLP too."""
 
     tie_embeddings: bool = False
@@ -109,13 +109,13 @@ class ModelConfig(_Named):
         for name in ("pattern", "without_mlp", "post_norm"):
             names = getattr(self, name)
             if isinstance(names, str) or not isinstance(names, Sequence):
-                kind = "the string " if isinstance(names, str) else ""
+                prefix = "the string " if isinstance(names, str) else ""
                 raise TypeError(
-                    f"{name}: got {kind}{names!r}, need a tuple of names"
+                    f"{name}: got {prefix}{names!r}, need a tuple of names"
                 )
             object.__setattr__(self, name, tuple(names))
-            for kind in names:
-                _known(name, kind)
+            for layer_type in names:
+                _check_layer_type(name, layer_type)
         sizes = ("vocab_size", "dim", "num_layers", "num_heads")
         check_sizes(**{name: getattr(self, name) for name in sizes})
         check_sizes(mlp_multiple=self.mlp_multiple)
@@ -130,25 +130,25 @@ class ModelConfig(_Named):
         check_number("norm_eps", self.norm_eps, "> 0")
         check_flags(tie_embeddings=self.tie_embeddings)
         if not self.pattern:
-            raise ValueError("pattern: got nothing, need a kind of layer")
+            raise ValueError("pattern: got nothing, need a type of layer")
         if not isinstance(self.options, Mapping):
             raise TypeError(
                 f"options: got {self.options!r}, need a dictionary of "
-                "dictionaries, one per kind of layer"
+                "dictionaries, one per type of layer"
             )
-        for kind, options in self.options.items():
-            _known("options", kind)
+        for layer_type, options in self.options.items():
+            _check_layer_type("options", layer_type)
             if not isinstance(options, Mapping):
                 raise TypeError(
-                    f"options: got {options!r} for {kind}, need a dictionary "
-                    "of its arguments"
+                    f"options: got {options!r} for {layer_type}, need a "
+                    "dictionary of its arguments"
                 )
-            taken = arguments(kind)
+            names = argument_names(layer_type)
             for name in options:
-                if name not in taken:
+                if name not in names:
                     raise ValueError(
-                        f"options: got {name!r} for {kind}, need one of "
-                        f"{', '.join(taken)}"
+                        f"options: got {name!r} for {layer_type}, need one of "
+                        f"{', '.join(names)}"
                     )
 
     @property
@@ -159,29 +159,31 @@ class ModelConfig(_Named):
         return math.ceil(steps * (1 - 1e-12)) * self.mlp_multiple
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of every block's layer, from the first to the last."""
+    def layer_types(self) -> tuple[str, ...]:
+        """The type of every block's layer, from the first to the last."""
         p = self.pattern
         return tuple(p[i % len(p)] for i in range(self.num_layers))
+
+    kinds = layer_types  # as it was called in earlier editions
 
     @property
     def num_branches(self) -> int:
         """Terms that are added to the residual stream: layers and MLPs."""
-        mlps = [kind not in self.without_mlp for kind in self.kinds]
+        mlps = [x not in self.without_mlp for x in self.layer_types]
         return self.num_layers + sum(mlps)
 
     def layer_options(self, index: int) -> dict[str, Any]:
         """Arguments of layer ``index``, beside dim, device and dtype."""
-        kind = self.kinds[index]
-        general = {
+        layer_type = self.layer_types[index]
+        shared = {
             "num_heads": self.num_heads,
             "head_dim": self.head_dim or self.dim // self.num_heads,
             "layer": index,
             "num_layers": self.num_layers,
         }
-        taken = arguments(kind)
-        found = {k: v for k, v in general.items() if k in taken}
-        return found | dict(self.options.get(kind, {}))
+        names = argument_names(layer_type)
+        shared = {k: v for k, v in shared.items() if k in names}
+        return shared | dict(self.options.get(layer_type, {}))
 
     def to_json(self) -> str:
         """The configuration as a JSON object, for :meth:`from_json`."""
@@ -196,36 +198,36 @@ class ModelConfig(_Named):
                 known here, or one that does not fit.
         """
         try:
-            found = json.loads(text)
+            values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"config: got text that is no JSON, need an object: {error}"
             ) from None
-        if not isinstance(found, dict):
-            raise ValueError(f"config: got {found!r}, need a JSON object")
-        if "vocabulary" in found:  # in files of an earlier edition
-            found["vocab_size"] = found.pop("vocabulary")
+        if not isinstance(values, dict):
+            raise ValueError(f"config: got {values!r}, need a JSON object")
+        if "vocabulary" in values:  # in files of an earlier edition
+            values["vocab_size"] = values.pop("vocabulary")
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(found.keys() - known):
+        if unknown := sorted(values.keys() - known):
             raise ValueError(
                 f"config: got the field {unknown[0]!r}, need one of "
                 f"{', '.join(sorted(known))}"
             )
         for name in ("vocab_size", "dim", "num_layers"):
-            if name not in found:
+            if name not in values:
                 raise ValueError(f"{name}: got nothing, need an integer")
-        return cls(**found)
+        return cls(**values)
 
 
-def arguments(kind: str) -> list[str]:
-    """What may be set of a kind of layer, by name."""
-    taken = inspect.signature(LAYERS[kind]).parameters
-    return [name for name in taken if name not in ("dim", "device", "dtype")]
+def argument_names(layer_type: str) -> list[str]:
+    """The arguments of a layer of this type that ``options`` may set."""
+    names = inspect.signature(LAYERS[layer_type]).parameters
+    return [name for name in names if name not in ("dim", "device", "dtype")]
 
 
-def _known(name: str, kind: str) -> None:
-    if not isinstance(kind, str) or kind not in LAYERS:
+def _check_layer_type(name: str, layer_type: str) -> None:
+    if not isinstance(layer_type, str) or layer_type not in LAYERS:
         raise ValueError(
-            f"{name}: got {kind!r}, need one of {', '.join(LAYERS)} (a layer "
-            "of your own: fastweights.models.LAYERS[name] = its class)"
+            f"{name}: got {layer_type!r}, need one of {', '.join(LAYERS)} "
+            "(your own: fastweights.models.LAYERS[name] = its class)"
         )

@@ -14,7 +14,7 @@ from fastweights.models.recording import Recording, States, is_recordable
 from fastweights.models.sampling import Sampling
 from fastweights.ranks.group import refuse_ranks
 
-LEAST_TOKENS = 4
+MIN_RECORDED_STEPS = 4
 """Tokens for which a recording pays: it takes as long as two steps."""
 
 NOT_FINITE = (
@@ -24,23 +24,23 @@ NOT_FINITE = (
 
 
 def prefill(
-    model: LanguageModel, rows: list[Int[Tensor, " _"]], room: int
+    model: LanguageModel, prompts: list[Int[Tensor, " _"]], room: int
 ) -> tuple[Float[Tensor, "N V"], States]:
     """Logits of the token after each prompt, and the states after them.
 
     Args:
         model: which reads all of them, packed if there are several.
-        rows: prompts.
+        prompts: tokens of each.
         room: tokens that may follow one, which states have room for.
     """
     refuse_ranks("generate")
     device = model.embedding.weight.device
     if device.type == "meta":  # it is fetched when it is called
-        device = rows[0].device
-    lengths = [len(row) for row in rows]
-    states = model.new_states(len(rows), max(lengths) + room, device=device)
-    packed = torch.cat([row.to(device) for row in rows])[None]
-    if len(rows) == 1:
+        device = prompts[0].device
+    lengths = [len(prompt) for prompt in prompts]
+    states = model.new_states(len(prompts), max(lengths) + room, device=device)
+    packed = torch.cat([prompt.to(device) for prompt in prompts])[None]
+    if len(prompts) == 1:
         x, after = model.hidden(packed, states)
         return model.logits(x[:, -1]), after
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
@@ -56,7 +56,7 @@ class Decoding:
         states: its states after the prompts; they are changed in place.
         logits: [N, V], of the token after those prompts.
         sampling: how the rows' tokens are drawn.
-        ends: tokens at which a row is done.
+        stop_tokens: tokens at which a row is done.
         tokens: how many steps there will be at most.
     """
 
@@ -66,8 +66,8 @@ class Decoding:
     done: Bool[Tensor, " N"]
     """Rows that have come to their end."""
 
-    spoiled: Float[Tensor, " N"]
-    """NaN for rows whose logits were not finite before they were done."""
+    not_finite: Float[Tensor, " N"]
+    """NaN for rows with logits that were not finite before they were done."""
 
     def __init__(
         self,
@@ -76,18 +76,20 @@ class Decoding:
         logits: Float[Tensor, "N V"],
         *,
         sampling: Sampling,
-        ends: list[int],
+        stop_tokens: list[int],
         tokens: int,
     ) -> None:
         device, N = logits.device, len(logits)
         self.model, self.states, self.sampling = model, states, sampling
         self.token = torch.zeros(N, dtype=torch.int64, device=device)
         self.done = torch.zeros(N, dtype=torch.bool, device=device)
-        self.spoiled = torch.zeros(N, device=device)
-        self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.not_finite = torch.zeros(N, device=device)
+        self.stop_tokens = torch.tensor(
+            stop_tokens, dtype=torch.int64, device=device
+        )
         self.logits: Tensor | None = logits
         self.recording: Recording | None = None
-        if tokens >= LEAST_TOKENS and is_recordable(model, self.token):
+        if tokens >= MIN_RECORDED_STEPS and is_recordable(model, self.token):
             self.recording = Recording()
 
     def step(self) -> None:
@@ -96,7 +98,7 @@ class Decoding:
         The first call only draws, from the prompts' logits.
         """
         if self.logits is not None:
-            self._take(self.logits)
+            self._draw_from(self.logits)
             self.logits = None
         elif self.recording is None:
             self.states = self._step(self.states)
@@ -106,27 +108,27 @@ class Decoding:
     def _step(self, states: States) -> States:
         """Read the last tokens, draw the next; the states after them."""
         logits, after = self.model(self.token[:, None], states)
-        self._take(logits[:, 0])
+        self._draw_from(logits[:, 0])
         return after
 
-    def _take(self, logits: Float[Tensor, "N V"]) -> None:
+    def _draw_from(self, logits: Float[Tensor, "N V"]) -> None:
         """Draw from logits to ``token``; note what is done, or not finite."""
         largest, likeliest = logits.max(-1)
-        nothing = largest * 0  # NaN of what is not finite
-        if len(self.ends):
-            nothing = nothing.where(~self.done, 0)
-        self.spoiled += nothing
+        zero_or_nan = largest * 0  # NaN of what is not finite
+        if len(self.stop_tokens):
+            zero_or_nan = zero_or_nan.where(~self.done, 0)
+        self.not_finite += zero_or_nan
         self.token.copy_(self.sampling.draw(logits, largest, likeliest))
-        if len(self.ends):
-            self.done |= torch.isin(self.token, self.ends)
+        if len(self.stop_tokens):
+            self.done |= torch.isin(self.token, self.stop_tokens)
 
 
-def send(numbers: Tensor | list[Any], to: Tensor) -> Tensor:
-    """A tensor of the numbers where ``to`` is, which waits for no device."""
+def send(numbers: Tensor | list[Any], like: Tensor) -> Tensor:
+    """A tensor of the numbers where ``like`` is, which waits for no device."""
     on_host = torch.as_tensor(numbers)
-    if to.is_cuda:
+    if like.is_cuda:
         on_host = on_host.pin_memory()
-    return on_host.to(to.device, non_blocking=True)
+    return on_host.to(like.device, non_blocking=True)
 
 
 def fetch(x: Tensor) -> Callable[[], list[Any]]:

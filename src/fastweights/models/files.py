@@ -99,28 +99,28 @@ def load(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     try:
-        there = tensors.load_file(str(folder / WEIGHTS))
+        saved = tensors.load_file(str(folder / WEIGHTS))
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from error
-    if dtype is None and there:
-        dtype = next(iter(there.values())).dtype
+    if dtype is None and saved:
+        dtype = next(iter(saved.values())).dtype
     device = None if device is None else torch.device(device)
     model = LanguageModel(config, device=device, dtype=dtype)
     wanted = model.state_dict()
-    faults = [f"lacks {name}" for name in wanted if name not in there]
-    faults += [f"has {name}" for name in there if name not in wanted]
+    faults = [f"lacks {name}" for name in wanted if name not in saved]
+    faults += [f"has {name}" for name in saved if name not in wanted]
     faults += [
-        f"has {name} of shape {list(there[name].shape)}, need {list(x.shape)}"
+        f"has {name} of shape {list(saved[name].shape)}, need {list(x.shape)}"
         for name, x in wanted.items()
-        if name in there and there[name].shape != x.shape
+        if name in saved and saved[name].shape != x.shape
     ]
     if faults:
-        more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
+        others = f" (and {len(faults) - 1} more)" if faults[1:] else ""
         raise ValueError(
-            f"{folder / WEIGHTS}: {faults[0]}{more}: it is not of the model "
+            f"{folder / WEIGHTS}: {faults[0]}{others}: it is not of the model "
             f"in {CONFIG}"
         )
-    model.load_state_dict(there)
+    model.load_state_dict(saved)
     return model
 
 

@@ -224,8 +224,8 @@ class _Total(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int
     ) -> Tensor:
-        losses, *made = _losses(x, weight, targets, ignored, gradients=True)
-        ctx.save_for_backward(*made)
+        losses, *grads = _losses(x, weight, targets, ignored, gradients=True)
+        ctx.save_for_backward(*grads)
         ctx.dtypes = x.dtype, weight.dtype
         return losses.sum()
 
@@ -258,29 +258,29 @@ def _losses(
 
     By x in its dtype under autocast, and in fp32 (fp64) by weight.
     """
-    made = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
+    compute = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
     x, weight = cast_for_autocast(x, weight)
-    return made(x, weight, targets, ignored, gradients)
+    return compute(x, weight, targets, ignored, gradients)
 
 
 def _in_pieces(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
     """Each row's loss and, with ``gradients``, dx and dweight."""
-    to = compute_dtype(x.dtype)
+    dtype = compute_dtype(x.dtype)
     losses, dx = [], []
-    dweight = torch.zeros_like(weight, dtype=to) if gradients else weight
+    dweight = torch.zeros_like(weight, dtype=dtype) if gradients else weight
     at_once = max(x.shape[-1], LEAST_ROWS) if gradients else LEAST_ROWS
     with without_autocast(x):
-        for rows, at in _pieces(x, targets, at_once):
-            there = at != ignored
+        for rows, row_targets in _pieces(x, targets, at_once):
+            counted = row_targets != ignored
             if gradients:
-                rows = rows.masked_fill(~there[:, None], 0)
+                rows = rows.masked_fill(~counted[:, None], 0)
             error = rows @ weight.T
             size = max(1, ENTRIES // len(weight)) if gradients else at_once
-            for logits, of in _pieces(error, at, size):
-                log_p = F.log_softmax(logits, -1, dtype=to)
-                index = of.where(of != ignored, 0).to(torch.int64)[:, None]
+            for logits, tokens in _pieces(error, row_targets, size):
+                log_p = F.log_softmax(logits, -1, dtype=dtype)
+                index = tokens.where(tokens != ignored, 0).long()[:, None]
                 own = log_p.gather(-1, index)
                 losses.append(-own[:, 0])
                 if gradients:
@@ -288,20 +288,20 @@ def _in_pieces(
                     torch.exp(log_p, out=logits)
                     logits.scatter_(1, index, own.expm1().to(logits.dtype))
             if gradients:
-                dx.append((error @ weight).masked_fill_(~there[:, None], 0))
-                if x.dtype == to:
+                dx.append((error @ weight).masked_fill_(~counted[:, None], 0))
+                if x.dtype == dtype:
                     dweight.addmm_(error.T, rows)
                 elif x.is_cuda:
-                    how: Any = {"out_dtype": to, "out": dweight}
-                    torch.addmm(dweight, error.T, rows, **how)
+                    options: Any = {"out_dtype": dtype, "out": dweight}
+                    torch.addmm(dweight, error.T, rows, **options)
                 else:
                     dweight += error.T @ rows
             del error, logits, log_p  # before the next ones are made
-    found = torch.cat(losses).view(targets.shape)
-    found = found.where(targets != ignored, 0)
+    row_losses = torch.cat(losses).view(targets.shape)
+    row_losses = row_losses.where(targets != ignored, 0)
     if not gradients:
-        return [found]
-    return [found, torch.cat(dx).view(x.shape), dweight]
+        return [row_losses]
+    return [row_losses, torch.cat(dx).view(x.shape), dweight]
 
 
 def _pieces(
@@ -315,11 +315,11 @@ def _pieces(
 def _empty(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
-    to = compute_dtype(x.dtype)
-    found = [x.new_empty(targets.shape, dtype=to)]
+    dtype = compute_dtype(x.dtype)
+    results = [x.new_empty(targets.shape, dtype=dtype)]
     if gradients:
-        found += x.new_empty(x.shape), torch.empty_like(weight, dtype=to)
-    return found
+        results += x.new_empty(x.shape), torch.empty_like(weight, dtype=dtype)
+    return results
 
 
 # One node of a compiled graph, for any number of rows.

@@ -26,10 +26,10 @@ from fastweights.layers.common.plain_modules import (
 from fastweights.layers.common.token import (
     PLAIN_SEQUENTIAL,
     are_plain,
-    by_kernels,
     fits_fused_step,
     norm_and_project,
     project_and_add,
+    runs_kernels,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -79,29 +79,29 @@ class SwiGLU(nn.Module):
 PLAIN_SWIGLU = source_of(SwiGLU)
 
 
-def swiglu_token(x: Tokens, mlp: Any) -> Tokens | None:
-    """x + mlp(x) in two launches; None where that is for its modules."""
+def fused_mlp(x: Tokens, mlp: Any) -> Tokens | None:
+    """x + mlp(x) in two launches; None if its modules have to be called."""
     if not is_untouched(mlp, PLAIN_SEQUENTIAL):
         return None
     if not is_untouched(mlp[1], PLAIN_SWIGLU):
         return None
     norm: Any = mlp[0]
-    parts: Any = mlp[1]
-    if not are_plain(x, [norm, parts.up_proj, parts.down_proj]):
+    swiglu: Any = mlp[1]
+    if not are_plain(x, [norm, swiglu.up_proj, swiglu.down_proj]):
         return None
-    (y,) = norm_and_project(x, norm, [parts.up_proj], swiglu=True)
-    return project_and_add(x, y, parts.down_proj)
+    (y,) = norm_and_project(x, norm, [swiglu.up_proj], swiglu=True)
+    return project_and_add(x, y, swiglu.down_proj)
 
 
 class Block(nn.Module):
-    """x + layer(norm(x)), then x + mlp(norm(x)) unless the kind has none.
+    """x + layer(norm(x)), then x + mlp(norm(x)) unless its type has none.
 
-    Kinds in the config's ``post_norm``: x + norm(layer(x)), then
+    Types in the config's ``post_norm``: x + norm(layer(x)), then
     x + norm(mlp(x)).
 
     Args:
         config: the model's.
-        index: which of its blocks, from 0: that decides its kind.
+        index: which of its blocks, from 0: that decides its type.
     """
 
     def __init__(
@@ -113,13 +113,15 @@ class Block(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kind, D, eps = config.kinds[index], config.dim, config.norm_eps
+        D, eps = config.dim, config.norm_eps
+        layer_type = config.layer_types[index]
         self.norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
         options = config.layer_options(index)
-        self.layer = LAYERS[kind](D, **options, device=device, dtype=dtype)
+        layer_class = LAYERS[layer_type]
+        self.layer = layer_class(D, **options, device=device, dtype=dtype)
         self.mlp: nn.Module | None = None
-        self.post_norm = kind in config.post_norm
-        if kind not in config.without_mlp:
+        self.post_norm = layer_type in config.post_norm
+        if layer_type not in config.without_mlp:
             norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
             mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
             both = (mlp, norm) if self.post_norm else (norm, mlp)
@@ -131,15 +133,15 @@ class Block(nn.Module):
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        few = cu_seqlens is None and fits_fused_step(x)
-        y = self._fused_step(x, state) if few and state is not None else None
+        fits = cu_seqlens is None and fits_fused_step(x)
+        y = self._fused_step(x, state) if fits and state is not None else None
         if y is None:
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
             y = x + (self.norm(y) if self.post_norm else y)
         x = y
         if self.mlp is not None:
-            y = swiglu_token(x, self.mlp) if few else None
+            y = fused_mlp(x, self.mlp) if fits else None
             x = x + self.mlp(x) if y is None else y
         return x, state
 
@@ -153,7 +155,7 @@ class Block(nn.Module):
         fused_step = getattr(self.layer, "fused_step", None)
         if fused_step is None or self.post_norm:
             return None
-        if state.accepted is not None and not by_kernels(x):
+        if state.accepted is not None and not runs_kernels(x):
             return None
         y: Tensor | None = fused_step(x, self.norm, state)
         if y is not None:
@@ -456,10 +458,14 @@ class LanguageModel(CheckedModule):
                 vocabulary; or a function that takes a row's tokens so far, a
                 list, and returns those that may follow.
         """
-        from fastweights.models.streaming import as_rows, as_stop, stream
+        from fastweights.models.streaming import (
+            as_prompts,
+            as_stop_tokens,
+            stream,
+        )
 
-        rows = as_rows(prompts, self.config.vocab_size)
-        ends = as_stop(stop, self.config.vocab_size)
+        rows = as_prompts(prompts, self.config.vocab_size)
+        ends = as_stop_tokens(stop, self.config.vocab_size)
         found = stream(
             self,
             rows,

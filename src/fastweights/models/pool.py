@@ -75,7 +75,7 @@ class StatePool:
                 state for state in states if state is not None
             ]
             if dtype is not None:
-                self._keep_in(dtype, {*model.config.kinds})
+                self._narrow_states(dtype, {*model.config.layer_types})
         self.device, self.size, self.capacity = device, size, capacity
         # The last is the next to be acquired.
         self.free = dict.fromkeys(reversed(range(size)))
@@ -86,16 +86,18 @@ class StatePool:
         self.grows = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
-    def _keep_in(self, dtype: torch.dtype, kinds: set[str]) -> None:
-        narrow = {
+    def _narrow_states(
+        self, dtype: torch.dtype, layer_types: set[str]
+    ) -> None:
+        family = {
             x
             for x, layer in LAYERS.items()
             if getattr(layer, "steps_by_decode", False)
         }
-        if other := sorted(kinds - narrow - {"softmax"}):
+        if others := sorted(layer_types - family - {"softmax"}):
             raise ValueError(
-                f"dtype: got {dtype} for a model with {', '.join(other)}, "
-                f"need None, or layers of {', '.join(sorted(narrow))}"
+                f"dtype: got {dtype} for a model with {', '.join(others)}, "
+                f"need None, or layers of {', '.join(sorted(family))}"
             )
         if dtype not in (torch.float32, *NARROW_STATE_DTYPES):
             raise ValueError(
@@ -127,22 +129,22 @@ class StatePool:
 
     def release(self, row: int) -> None:
         """Clear a row and give it back."""
-        (row,) = self._taken("row", [row])
+        (row,) = self._checked_rows("row", [row])
         self._clear(row)
         self.tokens_read[row] = 0
         self.free[row] = None
 
     def keep(self, row: int) -> list[LayerState]:
         """Copy a row's states; of keys and values, those that it has read."""
-        (row,) = self._taken("row", [row])
+        (row,) = self._checked_rows("row", [row])
         return [state.clone() for state in self._row(row)]
 
     def restore(self, row: int, kept: list[LayerState]) -> None:
         """Let a row go on from what was kept, of whichever row it was."""
-        (row,) = self._taken("row", [row])
+        (row,) = self._checked_rows("row", [row])
         self.tokens_read[row] = kept[0].used
-        for state, own in zip(self._row(row), kept, strict=True):
-            state.copy_(own)
+        for state, kept_state in zip(self._row(row), kept, strict=True):
+            state.copy_(kept_state)
 
     def _row(self, row: int) -> list[LayerState]:
         """Return a row's states, in the memory of the pool."""
@@ -169,7 +171,7 @@ class StatePool:
             ValueError: a row is not taken or comes twice, or softmax
                 attention has no room for its tokens.
         """
-        index = self._taken("rows", rows, none=True)
+        index = self._checked_rows("rows", rows, none=True)
         numbers = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         if isinstance(numbers, Sequence):
             counts = list(numbers)
@@ -185,10 +187,10 @@ class StatePool:
             counts = [numbers] * len(index)
         count_of = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
         self._recount_if_exceeded()
-        if self._full(count_of):
+        if self._overfull_rows(count_of):
             self._recount()
-        if full := self._full(count_of):
-            row = full[0]
+        if overfull := self._overfull_rows(count_of):
+            row = overfull[0]
             raise ValueError(
                 f"tokens: got {count_of[row]} for row {row}, which has read "
                 f"{self.tokens_read[row]}, need at most {self.capacity} in all"
@@ -205,12 +207,12 @@ class StatePool:
         self._last_call = states, used + max(counts)
         return states
 
-    def _full(self, some: dict[int, int]) -> list[int]:
+    def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
         """Return the rows that may lack room for so many more tokens."""
         if not self.grows:
             return []
-        most = self.capacity
-        return [r for r, n in some.items() if self.tokens_read[r] + n > most]
+        read, most = self.tokens_read, self.capacity
+        return [row for row, n in count_of.items() if read[row] + n > most]
 
     def _recount_if_exceeded(self) -> None:
         """Count again if the last call had more tokens than announced."""
@@ -221,31 +223,33 @@ class StatePool:
 
     def _recount(self) -> None:
         """Read from the layers how many tokens each row has read."""
-        known = [s.position for s in self.states if s.keys is not None]
-        counts = torch.stack([x for x in known if x is not None])
+        positions = [s.position for s in self.states if s.keys is not None]
+        counts = torch.stack([x for x in positions if x is not None])
         self.tokens_read = counts.amax(0).tolist()
 
-    def _taken(self, name: str, rows: Rows, none: bool = False) -> list[int]:
+    def _checked_rows(
+        self, name: str, rows: Rows, none: bool = False
+    ) -> list[int]:
         """Return rows as a list of ints; raise unless taken, each once.
 
         ``none``: whether -1, no row, may be among them.
         """
         numbers = rows.tolist() if isinstance(rows, Tensor) else rows
         if not isinstance(numbers, Iterable):
-            kind = type(rows).__name__
-            raise TypeError(f"{name}: got {kind}, need a list of rows")
+            got = type(rows).__name__
+            raise TypeError(f"{name}: got {got}, need a list of rows")
         index = list(numbers)
         for row in index:
             check_integers({name: row})
-        real = [row for row in index if row != -1 or not none]
+        taken = [row for row in index if row != -1 or not none]
         size = self.size
-        if not index or not all(0 <= row < size for row in real):
+        if not index or not all(0 <= row < size for row in taken):
             need = f"rows of the pool, 0 to {size - 1}"
             raise ValueError(f"{name}: got {index}, need {need}")
-        if gone := [row for row in real if row in self.free]:
+        if free := [row for row in taken if row in self.free]:
             raise ValueError(
-                f"{name}: got {min(gone)}, need one that is taken"
+                f"{name}: got {min(free)}, need one that is taken"
             )
-        if len(set(real)) < len(real):
+        if len(set(taken)) < len(taken):
             raise ValueError(f"{name}: got {index}, need each row once")
         return index

@@ -72,16 +72,16 @@ class Recording:
         views = [None if s is None else _within(s, room) for s in states]
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.current_stream()
-        beside = _stream(here.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        current = torch.cuda.current_stream()
+        capturing = _stream(current.device)
+        capturing.wait_stream(current)
+        with torch.cuda.stream(capturing):
             graph.capture_begin(self.memory, "thread_local")
             try:
                 step(views)
             finally:  # else CUDA's random numbers stay those of a capture
                 graph.capture_end()
-        here.wait_stream(beside)
+        current.wait_stream(capturing)
         self.graph, self.room = graph, room
 
 

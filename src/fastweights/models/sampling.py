@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-LOW = 0xFFFFFFFF
+LOW_32_BITS = 0xFFFFFFFF
 
 
 @dataclass
@@ -26,30 +26,30 @@ class Sampling:
         top_p: [N]; a draw is from the fewest tokens that have at least this
             probability together (Holtzman et al. 2020).
         seed: [N], of a row's noise.
-        drawn: [N], how many tokens a row has drawn.
+        num_drawn: [N], how many tokens a row has drawn.
         greedy: whether every temperature is 0.
-        whole: whether every top_p is 1.
+        all_tokens: whether every top_p is 1.
     """
 
     temperature: Float[Tensor, " N"]  # fp64, for the smallest
     top_p: Float[Tensor, " N"]
     seed: Int[Tensor, " N"]
-    drawn: Int[Tensor, " N"]
+    num_drawn: Int[Tensor, " N"]
     greedy: bool = False
-    whole: bool = False
+    all_tokens: bool = False
 
-    def ahead(self, T: int, drawn: Int[Tensor, " N"]) -> Sampling:
+    def ahead(self, T: int, num_drawn: Int[Tensor, " N"]) -> Sampling:
         """The same, for T draws of each row at once, next to each other.
 
-        The first of them has ``drawn`` before it.
+        The first of them has ``num_drawn`` before it.
         """
-        place = torch.arange(T, device=drawn.device)
+        step = torch.arange(T, device=num_drawn.device)
         return replace(
             self,
             temperature=self.temperature.repeat_interleave(T),
             top_p=self.top_p.repeat_interleave(T),
             seed=self.seed.repeat_interleave(T),
-            drawn=(drawn[:, None] + place).flatten(),
+            num_drawn=(num_drawn[:, None] + step).flatten(),
         )
 
     def draw(
@@ -67,22 +67,22 @@ class Sampling:
         if not self.greedy:
             # Of the likeliest, so that no quotient is too large.
             logits = logits.float() - largest.float()[:, None]
-            least = torch.finfo(torch.float32).tiny
-            heat = self.temperature.clamp(min=least).float()[:, None]
-            p = (logits / heat).softmax(-1)
-            if not self.whole:
+            tiny = torch.finfo(torch.float32).tiny
+            temperature = self.temperature.clamp(min=tiny).float()[:, None]
+            p = (logits / temperature).softmax(-1)
+            if not self.all_tokens:
                 ranked, order = p.sort(-1, descending=True)
                 before = ranked.cumsum(-1) - ranked
                 ranked = ranked.where(before < self.top_p[:, None], 0)
                 p = torch.zeros_like(p).scatter(-1, order, ranked)
-            noise = exponential(self.seed, self.drawn, p.shape[-1])
+            noise = exponential_noise(self.seed, self.num_drawn, p.shape[-1])
             token = (p / noise).argmax(-1)
             token = token.where(self.temperature > 0, likeliest)
-        self.drawn += 1
+        self.num_drawn += 1
         return token
 
 
-def drawn_from(
+def draw_tokens(
     logits: Float[Tensor, "N V"], sampling: Sampling
 ) -> Int[Tensor, " N"]:
     """A token for each row, -1 if its logits are not finite."""
@@ -91,30 +91,30 @@ def drawn_from(
     return token.where(largest.isfinite(), -1)
 
 
-def exponential(
-    seed: Int[Tensor, " N"], drawn: Int[Tensor, " N"], V: int
+def exponential_noise(
+    seed: Int[Tensor, " N"], num_drawn: Int[Tensor, " N"], V: int
 ) -> Float[Tensor, "N V"]:
     """Independent exponential numbers, one per token of each row.
 
     Args:
         seed: int64.
-        drawn: tokens that a row has drawn before.
+        num_drawn: tokens that a row has drawn before.
         V: tokens of the vocabulary.
     """
-    key = _mixed(_mixed((seed ^ (seed >> 32)) & LOW) + drawn)
-    factor = _mixed(key + 1) | 1  # rows step by different ones
+    key = _mix(_mix((seed ^ (seed >> 32)) & LOW_32_BITS) + num_drawn)
+    factor = _mix(key + 1) | 1  # rows step by different ones
     token = torch.arange(V, device=seed.device)
-    bits = _mixed(token * factor[:, None] + key[:, None])
+    bits = _mix(token * factor[:, None] + key[:, None])
     # log1p, for which the smallest numbers are not 0: they decide.
     return -torch.log1p(-(bits.float() + 0.5) / 2**32)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """The low 32 bits of x mixed, as int64: each depends on all of them.
 
     The constants are those of C. Wellons' lowbias32 (2018).
     """
-    x = x & LOW
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW
+    x = x & LOW_32_BITS
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW_32_BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW_32_BITS
     return x ^ (x >> 16)

@@ -28,16 +28,16 @@ from fastweights.models.config import ModelConfig
 from fastweights.models.decoding import NOT_FINITE, fetch, prefill, send
 from fastweights.models.model import LanguageModel
 from fastweights.models.recording import Recording, States, is_recordable
-from fastweights.models.sampling import Sampling, drawn_from
+from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.models.streaming import Draft, check_ids
 
-SIZES = (1, 8, 12, 16)
+PASS_SIZES = (1, 8, 12, 16)
 """Tokens of each row that a pass reads: the fewest that are enough, for each
 costs time, and each size a recording. Those behind a row's drafts are none."""
 
-TOKENS = SIZES[-1]
+PASS_TOKENS = PASS_SIZES[-1]
 
-DRAFTS = (TOKENS - 1) // 2
+MAX_DRAFTS = (PASS_TOKENS - 1) // 2
 """Drafts of a row at most: if all are right, one pass has room for them, for
 the draw behind them, and for as many drafts again."""
 
@@ -51,31 +51,31 @@ class Row:
     Args:
         text: all tokens so far.
         prompt_length: tokens of the prompt.
-        tokens: that may follow it.
-        ends: tokens at which the row is done.
+        max_new_tokens: that may follow it.
+        stop_tokens: tokens at which the row is done.
     """
 
     text: Text
     prompt_length: int
-    tokens: int
-    ends: list[int]
+    max_new_tokens: int
+    stop_tokens: list[int]
     done: bool = False
-    spoiled: bool = False
+    not_finite: bool = False
     """Whether logits were not finite."""
 
-    def take(self, draws: Text, drafts: Text) -> None:
+    def append_draws(self, draws: Text, drafts: Text) -> None:
         """Append the draws, up to the first whose draft is another token."""
         for token, draft in zip(draws, [*drafts, None], strict=False):
-            self.spoiled = not self.done and token < 0
-            if self.done or self.spoiled:
+            self.not_finite = not self.done and token < 0
+            if self.done or self.not_finite:
                 return
             self.text.append(token)
-            full = len(self.text) == self.prompt_length + self.tokens
-            self.done = full or token in self.ends
+            left = self.prompt_length + self.max_new_tokens - len(self.text)
+            self.done = left == 0 or token in self.stop_tokens
             if token != draft:
                 return
 
-    def drawn(self, t: int) -> int:
+    def token_of_step(self, t: int) -> int:
         """The token that step t draws, or the last, which stands for none."""
         return self.text[min(self.prompt_length + t, len(self.text) - 1)]
 
@@ -90,32 +90,35 @@ def speculate(
     Args:
         reader: of the rows, which has read their prompts.
         logits: of the token after each prompt.
-        propose: drafts up to DRAFTS tokens behind each row's text, none
+        propose: drafts up to MAX_DRAFTS tokens behind each row's text, none
             behind one that is done.
     """
-    rows, given = reader.rows, 0
-    first = drawn_from(logits, reader.sampling).tolist()
+    rows, yielded = reader.rows, 0
+    first = draw_tokens(logits, reader.sampling).tolist()
     for row, token in zip(rows, first, strict=True):
-        row.take([token], [])
+        row.append_draws([token], [])
     while True:
         counts = [len(row.text) - row.prompt_length for row in rows]
         both = zip(counts, rows, strict=True)
         going = [n for n, row in both if not row.done]
         ready = min(going, default=max(counts))
-        steps = [[row.drawn(t) for row in rows] for t in range(given, ready)]
-        given, spoiled = ready, any(row.spoiled for row in rows)
+        steps = [
+            [row.token_of_step(t) for row in rows]
+            for t in range(yielded, ready)
+        ]
+        yielded, diverged = ready, any(row.not_finite for row in rows)
         drafts, draws = [], None
-        if going and not spoiled:  # the device reads on meanwhile
+        if going and not diverged:  # the device reads on meanwhile
             drafts = propose()
             draws = reader(drafts)
         if steps:
             yield from send(steps, logits)
-        if spoiled:
+        if diverged:
             raise ValueError(NOT_FINITE)
         if draws is None:
             return
-        for row, drawn, some in zip(rows, draws(), drafts, strict=True):
-            row.take(drawn, some)
+        for row, drawn, draft in zip(rows, draws(), drafts, strict=True):
+            row.append_draws(drawn, draft)
 
 
 class Reader:
@@ -137,13 +140,13 @@ class Reader:
     ) -> None:
         self.model, self.states, self.rows = model, states, rows
         self.sampling = sampling
-        self.taken = [row.prompt_length for row in rows]
+        self.tokens_read = [row.prompt_length for row in rows]
         # Tokens of each row, how many are new, and were drawn before.
-        self.inputs = sampling.seed.new_zeros(len(rows), TOKENS + 2)
-        self.draws = self.inputs[:, :TOKENS].clone()
+        self.inputs = sampling.seed.new_zeros(len(rows), PASS_TOKENS + 2)
+        self.draws = self.inputs[:, :PASS_TOKENS].clone()
         self.recordings: dict[int, Recording] = {}
         if is_recordable(model, self.draws):
-            self.recordings = {T: Recording(T) for T in SIZES}
+            self.recordings = {T: Recording(T) for T in PASS_SIZES}
 
     def __call__(self, drafts: list[Text]) -> Callable[[], list[Text]]:
         """Read what is new in each text, which the states take in, and drafts.
@@ -154,27 +157,29 @@ class Reader:
             finite.
         """
         inputs, spans = [], []
-        for row, n, some in zip(self.rows, self.taken, drafts, strict=True):
+        for row, n, draft in zip(
+            self.rows, self.tokens_read, drafts, strict=True
+        ):
             new = [] if row.done else row.text[n:]
-            tokens = new + some
-            padding = [0] * (TOKENS - len(tokens))
-            drawn = n + 1 - row.prompt_length
-            inputs.append([*tokens, *padding, len(new), drawn])
+            tokens = new + draft
+            padding = [0] * (PASS_TOKENS - len(tokens))
+            num_drawn = n + 1 - row.prompt_length
+            inputs.append([*tokens, *padding, len(new), num_drawn])
             spans.append((len(new), len(tokens)))
         self.inputs.copy_(send(inputs, self.inputs))
         # Of one token each all have to be new.
-        sizes = SIZES if set(spans) == {(1, 1)} else SIZES[1:]
+        sizes = PASS_SIZES if set(spans) == {(1, 1)} else PASS_SIZES[1:]
         T = next(T for T in sizes if max(end for _, end in spans) <= T)
         step = functools.partial(self._step, T)
         if self.recordings:
             self.states = self.recordings[T](step, self.states)
         else:
             self.states = step(self.states)
-        taken = zip(self.taken, spans, strict=True)
-        self.taken = [n + new for n, (new, _) in taken]
+        read = zip(self.tokens_read, spans, strict=True)
+        self.tokens_read = [n + new for n, (new, _) in read]
         for state in self.states:
             if state is not None:
-                state.used = max(self.taken)
+                state.used = max(self.tokens_read)
         fetched = fetch(self.draws)
         return lambda: [
             row[max(n - 1, 0) : end]
@@ -183,18 +188,18 @@ class Reader:
 
     def _step(self, T: int, states: States) -> States:
         """Read T of the inputs, write T of the draws; the states after."""
-        accepted, drawn = self.inputs[:, TOKENS:].T.contiguous()
-        takes = [s for s in states if s is not None and T > 1]
-        for state in takes:
+        accepted, num_drawn = self.inputs[:, PASS_TOKENS:].T.contiguous()
+        accepting = [s for s in states if s is not None and T > 1]
+        for state in accepting:
             state.accepted = accepted
         logits, after = self.model(self.inputs[:, :T], states)
-        if any(state.accepted is not None for state in takes):
+        if any(state.accepted is not None for state in accepting):
             raise ValueError(
                 "model: got a layer that reads past LayerState.accepted, need "
                 "each as those of fastweights.layers, or no draft"
             )
-        sampling = self.sampling.ahead(T, drawn)
-        token = drawn_from(logits.flatten(0, 1), sampling)
+        sampling = self.sampling.ahead(T, num_drawn)
+        token = draw_tokens(logits.flatten(0, 1), sampling)
         self.draws[:, :T] = token.view(-1, T)
         return after
 
@@ -202,39 +207,42 @@ class Reader:
 def proposals(
     draft: Draft, model: LanguageModel, rows: list[Row], sampling: Sampling
 ) -> Callable[[], list[Text]]:
-    """A function that drafts up to DRAFTS tokens behind each row's text."""
+    """A function that drafts MAX_DRAFTS tokens at most behind each text."""
     V = model.config.vocab_size
     if isinstance(getattr(draft, "config", None), ModelConfig):
-        small: Any = draft
-        if small.config.vocab_size != V:
+        draft_model: Any = draft
+        size = draft_model.config.vocab_size
+        if size != V:
             raise ValueError(
-                f"draft: got a vocabulary of {small.config.vocab_size}, need "
-                f"the model's, {V}"
+                f"draft: got a vocabulary of {size}, need the model's, {V}"
             )
-        if small.embedding.weight.device != sampling.seed.device:
+        device = draft_model.embedding.weight.device
+        if device != sampling.seed.device:
             raise ValueError(
-                f"draft: got device {small.embedding.weight.device}, need the "
-                f"model's, {sampling.seed.device}"
+                f"draft: got device {device}, need the model's, "
+                f"{sampling.seed.device}"
             )
         prompts = [torch.tensor(row.text) for row in rows]
-        _, states = prefill(small, prompts, rows[0].tokens + TOKENS)
-        reader = Reader(small, states, rows, sampling)
+        _, states = prefill(
+            draft_model, prompts, rows[0].max_new_tokens + PASS_TOKENS
+        )
+        reader = Reader(draft_model, states, rows, sampling)
         return lambda: drafts_of_model(reader)
     if draft != "lookup" and not callable(draft):
         raise ValueError(
             f'draft: got {draft!r}, need "lookup", a LanguageModel, a '
             "function or None"
         )
-    each: list[Any] = [
+    guessers: list[Any] = [
         Lookup() if draft == "lookup" else lambda text: draft(text.copy())
         for _ in rows
     ]
 
     def propose() -> list[Text]:
         drafts: list[Text] = []
-        for guess, row in zip(each, rows, strict=True):
-            some = [] if row.done else guess(row.text)
-            drafts.append([int(token) for token in some][:DRAFTS])
+        for guess, row in zip(guessers, rows, strict=True):
+            tokens = [] if row.done else guess(row.text)
+            drafts.append([int(token) for token in tokens][:MAX_DRAFTS])
             check_ids("draft", drafts[-1], V)
         return drafts
 
@@ -244,33 +252,33 @@ def proposals(
 def drafts_of_model(reader: Reader) -> list[Text]:
     """What a second model draws, a pass for each draft."""
     drafts: list[Text] = [[] for _ in reader.rows]
-    for _ in range(DRAFTS):
+    for _ in range(MAX_DRAFTS):
         draws = reader(drafts)()  # none of a row that is done
-        for some, drawn in zip(drafts, draws, strict=True):
-            some += [max(token, 0) for token in drawn[-1:]]
+        for draft, drawn in zip(drafts, draws, strict=True):
+            draft += [max(token, 0) for token in drawn[-1:]]
     return drafts
 
 
 class Lookup:
     """What followed the last tokens where they stood in the text before.
 
-    Of the last three tokens, else two, else one, where they stood last
-    (prompt lookup, Saxena 2023). What reaches the end of the text goes on
+    The last three tokens, else two, else one, are looked up where they stood
+    last (prompt lookup, Saxena 2023). What reaches the end of the text goes on
     from its beginning, as if the text had a period.
     """
 
     def __init__(self) -> None:
-        self.seen, self.after = 0, dict[tuple[int, ...], int]()
+        self.seen, self.next_place = 0, dict[tuple[int, ...], int]()
 
     def __call__(self, text: Text) -> Text:
-        """Up to DRAFTS tokens; the text is the last call's and more."""
+        """Up to MAX_DRAFTS tokens; the text is the last call's and more."""
         for end in range(max(self.seen, 1), len(text)):
             for n in range(1, min(3, end) + 1):
-                self.after[tuple(text[end - n : end])] = end
+                self.next_place[tuple(text[end - n : end])] = end
         self.seen = len(text)
         for n in (3, 2, 1):
-            at = self.after.get(tuple(text[-n:]))
-            if at is not None:
-                period = len(text) - at
-                return [text[at + j % period] for j in range(DRAFTS)]
+            place = self.next_place.get(tuple(text[-n:]))
+            if place is not None:
+                period = len(text) - place
+                return [text[place + j % period] for j in range(MAX_DRAFTS)]
         return []

@@ -15,7 +15,7 @@ from fastweights.models.model import LanguageModel
 from fastweights.models.sampling import Sampling
 from fastweights.ops.decode import MAX_TOKENS
 
-STEPS_PER_LOOK = 16
+STEPS_PER_CHECK = 16
 """Tokens after which a GPU is asked whether to go on."""
 
 Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
@@ -47,13 +47,13 @@ def stream(
             before a token of theirs is yielded, on a GPU up to 16 later.
     """
     V = model.config.vocab_size
-    rows = as_rows(prompts, V)
+    rows = as_prompts(prompts, V)
     check_sampling(max_new_tokens, temperature, top_p, generator)
-    ends = as_stop(stop, V)
+    stop_tokens = as_stop_tokens(stop, V)
     # A pass that checks drafts reads beyond the last token.
     logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
     device = logits.device
-    sampling = _sampling(len(rows), temperature, top_p, generator, device)
+    sampling = _sampling_of(len(rows), temperature, top_p, generator, device)
     if draft is not None and max_new_tokens:
         from fastweights.models.speculation import (
             Reader,
@@ -63,7 +63,8 @@ def stream(
         )
 
         texts = [
-            Row(row.tolist(), len(row), max_new_tokens, ends) for row in rows
+            Row(row.tolist(), len(row), max_new_tokens, stop_tokens)
+            for row in rows
         ]
         propose = proposals(draft, model, texts, sampling)
         reader = Reader(model, states, texts, sampling)
@@ -74,22 +75,22 @@ def stream(
         states,
         logits,
         sampling=sampling,
-        ends=ends,
+        stop_tokens=stop_tokens,
         tokens=max_new_tokens,
     )
     for step in range(max_new_tokens):
         decoding.step()
-        looks = device.type == "cpu" or (step + 1) % STEPS_PER_LOOK == 0
-        if looks and decoding.spoiled.any():
+        checks = device.type == "cpu" or (step + 1) % STEPS_PER_CHECK == 0
+        if checks and decoding.not_finite.any():
             break
         yield decoding.token.clone()  # whoever gets it may change it
-        if ends and looks and decoding.done.all():
+        if stop_tokens and checks and decoding.done.all():
             return
-    if decoding.spoiled.any():
+    if decoding.not_finite.any():
         raise ValueError(NOT_FINITE)
 
 
-def _sampling(
+def _sampling_of(
     N: int,
     temperature: float,
     top_p: float,
@@ -99,9 +100,9 @@ def _sampling(
     """The same for all rows but for their seeds, which the generator draws."""
     seed = torch.empty(N, dtype=torch.int64, device=device)
     if temperature > 0:
-        where = device if generator is None else generator.device
+        seed_device = device if generator is None else generator.device
         seed = torch.randint(
-            2**63 - 1, (N,), generator=generator, device=where
+            2**63 - 1, (N,), generator=generator, device=seed_device
         ).to(device)
     return Sampling(
         torch.full((N,), temperature, dtype=torch.float64, device=device),
@@ -109,11 +110,11 @@ def _sampling(
         seed,
         torch.zeros(N, dtype=torch.int64, device=device),
         greedy=temperature == 0,
-        whole=top_p == 1,
+        all_tokens=top_p == 1,
     )
 
 
-def as_rows(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
+def as_prompts(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
     """One tensor per prompt."""
     if isinstance(prompts, Tensor) and prompts.dim() < 2:
         prompts = [prompts]
@@ -127,13 +128,13 @@ def as_rows(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
         raise ValueError("prompts: got none, need one or more")
     for row in rows:
         if not isinstance(row, Tensor) or row.dim() != 1 or not len(row):
-            what = (
+            got = (
                 f"shape {list(row.shape)}"
                 if isinstance(row, Tensor)
                 else f"{type(row).__name__}"
             )
             raise ValueError(
-                f"prompts: got {what}, need tensors of one token or more, "
+                f"prompts: got {got}, need tensors of one token or more, "
                 "[T] each"
             )
         if row.is_floating_point() or row.dtype == torch.bool:
@@ -143,15 +144,15 @@ def as_rows(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
     return [row.to(torch.int64) for row in rows]
 
 
-def as_stop(
+def as_stop_tokens(
     stop: int | Iterable[int] | Tensor | None, vocab_size: int
 ) -> list[int]:
     """The tokens at which a row ends, of whatever type they were given in."""
     if stop is None:
         return []
     plain: Any = getattr(stop, "tolist", lambda: stop)()  # PyTorch, numpy
-    some = isinstance(plain, Iterable) and not isinstance(plain, str)
-    tokens = list(plain) if some else [plain]
+    several = isinstance(plain, Iterable) and not isinstance(plain, str)
+    tokens = list(plain) if several else [plain]
     for token in tokens:
         check_integers({"stop": token})
     check_ids("stop", tokens, vocab_size)

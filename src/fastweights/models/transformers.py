@@ -24,8 +24,8 @@ from fastweights.models.files import cpu_tensor
 from fastweights.models.model import LanguageModel
 from fastweights.models.transformers_config import (
     CLASSES,
-    config_here,
-    config_there,
+    config_from_transformers,
+    fields_for_transformers,
 )
 
 ENDS = {
@@ -81,7 +81,7 @@ NAMES = {
         "softmax": BLOCK | ATTENTION | {"layer.g_proj": "self_attn.g_proj"},
     },
 }
-"""What a block's parameters are made of (g_proj: of half of q_proj)."""
+"""The names there of each parameter of a block (g_proj: half of q_proj)."""
 
 
 def from_transformers(model: Any) -> LanguageModel:
@@ -117,44 +117,45 @@ def from_transformers(model: Any) -> LanguageModel:
             f"model: got {type(model).__name__}, need a model of "
             "transformers, or the folder of one"
         )
-    config, name = config_here(model.config), model.config.model_type
+    config = config_from_transformers(model.config)
+    name = model.config.model_type
     if type(model).__name__ != CLASSES[name]:
         raise ValueError(
             f"model: got {type(model).__name__}, need {CLASSES[name]}"
         )
     like = model.get_input_embeddings().weight
-    made = LanguageModel(config, device=like.device, dtype=like.dtype)
-    there = {key: cpu_tensor(key, x) for key, x in model.state_dict().items()}
-    for x, parts, centred in pairs(config, name, made.state_dict(), there):
+    copy = LanguageModel(config, device=like.device, dtype=like.dtype)
+    theirs = {key: cpu_tensor(key, x) for key, x in model.state_dict().items()}
+    for x, parts, centred in pairs(config, name, copy.state_dict(), theirs):
         whole = torch.cat([part.flatten() for part in parts]).view_as(x)
         x.copy_(whole.double() + 1 if centred else whole)
-    return made
+    return copy
 
 
 def to_transformers(model: LanguageModel) -> Any:
     """Copy a model to transformers; see LanguageModel.to_transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name, fields = config_there(model.config)
+    name, fields = fields_for_transformers(model.config)
     config, like = AutoConfig.for_model(name, **fields), model.embedding.weight
-    made = AutoModelForCausalLM.from_config(config, dtype=like.dtype)
-    for p in made.parameters():  # some are fp32 in any model
+    copy = AutoModelForCausalLM.from_config(config, dtype=like.dtype)
+    for p in copy.parameters():  # some are fp32 in any model
         p.data = p.data.to(like.dtype)
-    here = {key: cpu_tensor(key, x) for key, x in model.state_dict().items()}
-    there = made.state_dict()
-    for x, parts, centred in pairs(model.config, name, here, there):
+    ours = {key: cpu_tensor(key, x) for key, x in model.state_dict().items()}
+    theirs = copy.state_dict()
+    for x, parts, centred in pairs(model.config, name, ours, theirs):
         x = x.double() - 1 if centred else x
         sizes = [part.numel() for part in parts]
         for part, values in zip(parts, x.flatten().split(sizes), strict=True):
             part.copy_(values.view_as(part))
-    return made.to(like.device)
+    return copy.to(like.device)
 
 
 def pairs(
     config: ModelConfig,
     name: str,
-    here: dict[str, Tensor],
-    there: dict[str, Tensor],
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
 ) -> Iterator[tuple[Tensor, list[Tensor], bool]]:
     """Each parameter here, and views of what it is made of there.
 
@@ -163,30 +164,30 @@ def pairs(
     Raises:
         ValueError: there is a tensor too few or too many.
     """
-    there, qwen = dict(there), name == "qwen3_5_text"
+    theirs, qwen = dict(theirs), name == "qwen3_5_text"
     if config.tie_embeddings:
-        there.pop("lm_head.weight", None)
-    for q_proj in [x for x in there if qwen and x.endswith("q_proj.weight")]:
-        K = len(there[q_proj.replace("q_proj", "q_norm")])
-        both = there[q_proj].unflatten(0, (-1, 2, K)).unbind(1)
-        there[q_proj], there[q_proj.replace("q_proj", "g_proj")] = both
-    for key, x in here.items():
+        theirs.pop("lm_head.weight", None)
+    for q_proj in [x for x in theirs if qwen and x.endswith("q_proj.weight")]:
+        K = len(theirs[q_proj.replace("q_proj", "q_norm")])
+        both = theirs[q_proj].unflatten(0, (-1, 2, K)).unbind(1)
+        theirs[q_proj], theirs[q_proj.replace("q_proj", "g_proj")] = both
+    for key, x in ours.items():
         stem = key.removesuffix(".weight")
         if stem in ENDS:
             parts = [ENDS[stem]]
         else:
             _, i, stem = stem.split(".", 2)
-            found = NAMES[name][config.kinds[int(i)]].get(stem, stem)
-            parts = [f"model.layers.{i}.{part}" for part in found.split()]
+            names = NAMES[name][config.layer_types[int(i)]].get(stem, stem)
+            parts = [f"model.layers.{i}.{part}" for part in names.split()]
         weight = ".weight" if key.endswith(".weight") else ""
         keys = [part + weight for part in parts]
-        if lacks := [part for part in keys if part not in there]:
+        if lacks := [part for part in keys if part not in theirs]:
             raise ValueError(f"model: got nothing for {key}, need {lacks[0]}")
         centred = qwen and "norm" in keys[0] and "linear_attn" not in keys[0]
-        yield x, [there.pop(part) for part in keys], centred
-    if there:
+        yield x, [theirs.pop(part) for part in keys], centred
+    if theirs:
         raise ValueError(
-            f"model: got {next(iter(there))}, for which there is no place"
+            f"model: got {next(iter(theirs))}, for which there is no place"
         )
 
 
@@ -195,12 +196,12 @@ def read(folder: str | Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
-    config_here(config)
-    kind = getattr(transformers, CLASSES[config.model_type])
-    model, told = kind.from_pretrained(
+    config_from_transformers(config)
+    model_class = getattr(transformers, CLASSES[config.model_type])
+    model, loading = model_class.from_pretrained(
         folder, config=config, dtype="auto", output_loading_info=True
     )
-    if told["missing_keys"]:
-        lacks = sorted(told["missing_keys"])[0]
+    if loading["missing_keys"]:
+        lacks = sorted(loading["missing_keys"])[0]
         raise ValueError(f"model: got no {lacks} in {folder}, need it")
     return model

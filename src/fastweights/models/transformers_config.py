@@ -15,8 +15,11 @@ CLASSES = {
 }
 """The model types of transformers, and their classes with logits."""
 
-KINDS = {"gated_deltanet": "linear_attention", "softmax": "full_attention"}
-"""Kinds of layer here, and in ``layer_types`` of a config there."""
+LAYER_TYPES = {
+    "gated_deltanet": "linear_attention",
+    "softmax": "full_attention",
+}
+"""Types of layer here, and in ``layer_types`` of a config there."""
 
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -63,68 +66,68 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
 """Options of the layers that all models of a type have."""
 
 POST_NORM = {"olmo_hybrid": ("softmax",), "qwen3_5_text": ()}
-"""Kinds of layer whose blocks norm what they add."""
+"""Types of layer whose blocks norm what they add."""
 
 
-def config_here(there: Any) -> ModelConfig:
+def config_from_transformers(config: Any) -> ModelConfig:
     """Make a ModelConfig of the config of a model of transformers.
 
     Raises:
         ValueError: a field has no counterpart.
     """
-    name = there.model_type
+    name = config.model_type
     if name not in CLASSES:
         raise ValueError(
             f"config.model_type: got {name!r}, need one of "
             f"{', '.join(CLASSES)}"
         )
-    rope = there.rope_parameters or {}
+    rope = config.rope_parameters or {}
     scaling = rope.get("rope_type", "default")
-    quantised = getattr(there, "quantization_config", None)
+    quantised = getattr(config, "quantization_config", None)
     for field, got, need in (
-        ("hidden_act", there.hidden_act, "silu"),
-        ("attention_bias", there.attention_bias, False),
-        ("attention_dropout", there.attention_dropout or 0, 0),
+        ("hidden_act", config.hidden_act, "silu"),
+        ("attention_bias", config.attention_bias, False),
+        ("attention_dropout", config.attention_dropout or 0, 0),
         ("rope_parameters.rope_type", scaling, "default"),
         ("quantization_config", quantised, None),
     ):
         if got != need:
             raise ValueError(f"config.{field}: got {got!r}, need {need!r}")
-    kinds = {theirs: ours for ours, theirs in KINDS.items()}
-    for kind in there.layer_types:
-        if kind not in kinds:
+    our_types = {theirs: ours for ours, theirs in LAYER_TYPES.items()}
+    for layer_type in config.layer_types:
+        if layer_type not in our_types:
             raise ValueError(
-                f"config.layer_types: got {kind!r}, need one of "
-                f"{', '.join(kinds)}"
+                f"config.layer_types: got {layer_type!r}, need one of "
+                f"{', '.join(our_types)}"
             )
     options: dict[str, dict[str, Any]] = {
-        kind: {key: getattr(there, field) for key, field in fields.items()}
-        for kind, fields in OPTIONS.items()
+        ours: {key: getattr(config, field) for key, field in fields.items()}
+        for ours, fields in OPTIONS.items()
     }
-    V = there.linear_value_head_dim
-    options["gated_deltanet"]["expand_v"] = V / there.linear_key_head_dim
-    H, theta = there.num_attention_heads, rope.get("rope_theta")
-    K = getattr(there, "head_dim", None) or there.hidden_size // H
+    V = config.linear_value_head_dim
+    options["gated_deltanet"]["expand_v"] = V / config.linear_key_head_dim
+    H, theta = config.num_attention_heads, rope.get("rope_theta")
+    K = getattr(config, "head_dim", None) or config.hidden_size // H
     options["softmax"] |= {"head_dim": K, "theta": theta}
     if name == "olmo_hybrid":
-        below = there.linear_allow_neg_eigval
+        below = config.linear_allow_neg_eigval
         options["gated_deltanet"]["allow_neg_eigval"] = below
     else:
         turns = rope.get("partial_rotary_factor", 1.0)
         options["softmax"]["rotary_fraction"] = turns
     return ModelConfig(
-        **{ours: getattr(there, theirs) for ours, theirs in FIELDS.items()},
-        pattern=[kinds[kind] for kind in there.layer_types],
+        **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
+        pattern=[our_types[theirs] for theirs in config.layer_types],
         num_heads=H,
         head_dim=K,
         options={key: x | FIXED[name][key] for key, x in options.items()},
-        mlp_ratio=there.intermediate_size / there.hidden_size,
+        mlp_ratio=config.intermediate_size / config.hidden_size,
         mlp_multiple=1,
         post_norm=POST_NORM[name],
     )
 
 
-def config_there(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def fields_for_transformers(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Find the model type that a config has, and what it is configured with.
 
     Raises:
@@ -134,13 +137,13 @@ def config_there(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     fits = [name for name, said in fault.items() if said is None]
     if not fits:
         raise ValueError(
-            "config: got a model that transformers has not, need one of "
+            "config: got a model that transformers does not have, need one of "
             + "; ".join(f"{name} ({said})" for name, said in fault.items())
         )
     fields = {theirs: getattr(config, key) for key, theirs in FIELDS.items()}
-    options = {kind: layer_options(config, kind) for kind in OPTIONS}
-    for kind, names in OPTIONS.items():
-        fields |= {theirs: options[kind][key] for key, theirs in names.items()}
+    options = {ours: layer_options(config, ours) for ours in OPTIONS}
+    for ours, names in OPTIONS.items():
+        fields |= {theirs: options[ours][key] for key, theirs in names.items()}
     delta, softmax = options["gated_deltanet"], options["softmax"]
     rope = {"rope_type": "default", "rope_theta": softmax["theta"]}
     if fits == ["olmo_hybrid"]:
@@ -150,7 +153,7 @@ def config_there(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     return fits[0], fields | {
         "rms_norm_eps": config.norm_eps,
         "intermediate_size": config.mlp_width,
-        "layer_types": [KINDS[kind] for kind in config.kinds],
+        "layer_types": [LAYER_TYPES[ours] for ours in config.layer_types],
         "head_dim": softmax["head_dim"],
         "linear_value_head_dim": round(delta["expand_v"] * delta["head_dim"]),
         "rope_parameters": rope,
@@ -158,37 +161,40 @@ def config_there(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     }
 
 
-def layer_options(config: ModelConfig, kind: str) -> dict[str, Any]:
-    """All options of a kind of layer, with the sizes that None stands for."""
-    parameters = inspect.signature(LAYERS[kind]).parameters
-    found = {name: p.default for name, p in parameters.items()}
-    found |= replace(config, pattern=(kind,)).layer_options(0)
-    found["head_dim"] = found["head_dim"] or config.dim // found["num_heads"]
-    heads = "num_kv_heads" if kind == "softmax" else "num_v_heads"
-    found[heads] = found[heads] or found["num_heads"]
-    return found
+def layer_options(config: ModelConfig, layer_type: str) -> dict[str, Any]:
+    """All options of a type of layer, with the sizes that None stands for."""
+    parameters = inspect.signature(LAYERS[layer_type]).parameters
+    options = {name: p.default for name, p in parameters.items()}
+    options |= replace(config, pattern=(layer_type,)).layer_options(0)
+    H = options["num_heads"]
+    options["head_dim"] = options["head_dim"] or config.dim // H
+    heads = "num_kv_heads" if layer_type == "softmax" else "num_v_heads"
+    options[heads] = options[heads] or H
+    return options
 
 
 def faults(config: ModelConfig, name: str) -> Iterator[str]:
-    """What of a config no model of one of transformers' types has."""
-    olmo, kinds = name == "olmo_hybrid", dict.fromkeys(config.kinds)
-    if kinds.keys() != KINDS.keys():
-        yield f"pattern: got {', '.join(kinds)}, need {' and '.join(KINDS)}"
+    """The parts of a config that no model of this type of transformers has."""
+    olmo, types = name == "olmo_hybrid", dict.fromkeys(config.layer_types)
+    if types.keys() != LAYER_TYPES.keys():
+        need = " and ".join(LAYER_TYPES)
+        yield f"pattern: got {', '.join(types)}, need {need}"
         return
-    if any(kind in config.without_mlp for kind in kinds):
+    if any(x in config.without_mlp for x in types):
         yield f"without_mlp: got {config.without_mlp}, need ()"
-    for kind in kinds:
-        if (kind in config.post_norm) != (kind in POST_NORM[name]):
+    for layer_type in types:
+        post_norm = layer_type in POST_NORM[name]
+        if (layer_type in config.post_norm) != post_norm:
             yield f"post_norm: got {config.post_norm}, need {POST_NORM[name]}"
-        got = layer_options(config, kind)
-        needs = {"norm_eps": config.norm_eps} | FIXED[name][kind]
-        if kind == "gated_deltanet":
+        got = layer_options(config, layer_type)
+        needs = {"norm_eps": config.norm_eps} | FIXED[name][layer_type]
+        if layer_type == "gated_deltanet":
             needs["conv_size"] = got["conv_size"] or 4
         elif not olmo:
             needs["theta"] = got["theta"] or 1e4
         for key, need in needs.items():
             if got[key] != need:
                 yield (
-                    f"options: got {key} = {got[key]!r} for {kind}, need "
-                    f"{need!r}"
+                    f"options: got {key} = {got[key]!r} for {layer_type}, "
+                    f"need {need!r}"
                 )

@@ -59,7 +59,7 @@ def call(
 
 
 def _constant(x: Any) -> Any:
-    """What a graph keeps of an argument: of an open number its value."""
+    """What a graph keeps of an argument: an open number becomes its value."""
     if isinstance(x, Tensor):
         return TENSOR
     is_integer = isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
@@ -76,10 +76,7 @@ def _run(function: str, tensors: Sequence[Tensor], arguments: str) -> Results:
 
 
 def _forward(
-    function: str,
-    tensors: list[Tensor],
-    arguments: str,
-    *results: Any,
+    function: str, tensors: list[Tensor], arguments: str, *results: Any
 ) -> Results:
     o, state = _run(function, tensors, arguments)
     return o.contiguous(), state.contiguous()
@@ -127,7 +124,7 @@ def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
         name = ctx.function.split(":")[1]
         raise NotImplementedError(
             f"{name}: got a gradient of its gradient, which a graph for "
-            "any length has not"
+            "any length does not have"
         )
     tensors = ctx.saved_tensors  # checkpointing lets them be read once
     results = iter(BACKWARD(do, dstate, ctx.function, tensors, ctx.arguments))

@@ -29,8 +29,8 @@ from fastweights.arguments import (
     check_number,
     check_offsets_on_host,
     check_operands,
+    check_sequences,
     check_tensors,
-    count_sequences,
     wrong_shape,
 )
 from fastweights.dtypes import without_autocast
@@ -45,7 +45,7 @@ from fastweights.ops.backends import (
 from fastweights.ops.registration import Operator
 from fastweights.packing import num_sequences
 from fastweights.ranks.group import current_ranks
-from fastweights.ranks.shard import over_ranks, shard_of
+from fastweights.ranks.shard import run_over_ranks, shard_of
 from fastweights.torch_backend import convolution as torch_backend
 
 WIDTHS = (2, 3, 4)
@@ -186,23 +186,23 @@ def _convolution(
     T, rows = x.shape[1], weight.shape[1] - 1
     shard = shard_of(ranks, x, T, cu_seqlens)
     if initial_state is None:
-        N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
+        N = check_sequences("x", x, "[1, T, C]", cu_seqlens)
         initial_state = x.new_zeros(N, rows, x.shape[2])
 
     def run(state: Tensor, offsets: Tensor | None, x: Tensor = x) -> Any:
         return CONVOLUTION(x, weight, bias, state, offsets, *options)
 
     first = shard.initial_states(initial_state)
-    own = shard.map_initial_states(first.index_select(0, shard.outgoing))
+    entering = shard.map_initial_states(first.index_select(0, shard.outgoing))
     offsets, before = shard.map_offsets(), max(T - rows, 0)
     if offsets is not None:
         offsets = (offsets - before).clamp(min=0)
-    *_, state = run(own, offsets, x[:, before:].contiguous())
-    at = torch.arange(rows, device=x.device)
-    M = (at[:, None] + T == at).to(x.dtype)
-    M = shard.passing(M.expand(len(shard.outgoing), rows, rows))
+    *_, state = run(entering, offsets, x[:, before:].contiguous())
+    row = torch.arange(rows, device=x.device)
+    M = (row[:, None] + T == row).to(x.dtype)
+    M = shard.where_passing(M.expand(len(shard.outgoing), rows, rows))
     B = shard.map_outgoing(state)
-    return over_ranks(shard, run, first, M, B, matrix=True)
+    return run_over_ranks(shard, run, first, M, B, matrix=True)
 
 
 def _check(
@@ -231,7 +231,7 @@ def _check(
     W = weight.shape[1]
     if bias is not None and bias.shape != (C,):
         wrong_shape("bias", bias, f"[{C}]")
-    N = count_sequences("x", x, "[1, T, C]", cu_seqlens)
+    N = check_sequences("x", x, "[1, T, C]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, W - 1, C):
         wrong_shape("initial_state", initial_state, f"[{N}, {W - 1}, {C}]")
     if activation not in ACTIVATIONS:
@@ -305,12 +305,14 @@ def _backward(
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
         outputs = [
-            room.zero_() if dy is None else dy
-            for dy, room in zip(outputs, empty_heads(x, heads), strict=True)
+            zeros.zero_() if dy is None else dy
+            for dy, zeros in zip(outputs, empty_heads(x, heads), strict=True)
         ]
-    given = (None if t is None else t.contiguous() for t in (*outputs, dstate))
+    slopes = (
+        None if t is None else t.contiguous() for t in (*outputs, dstate)
+    )
     with without_autocast(x):
-        grads = module.backward(*given, x, *others, tuple(heads), eps, silu)
+        grads = module.backward(*slopes, x, *others, tuple(heads), eps, silu)
     return [
         grad.to(t.dtype).contiguous()
         for grad, t in zip(grads, (x, *others[:3]), strict=True)

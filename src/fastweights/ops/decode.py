@@ -18,7 +18,7 @@ from fastweights.arguments import (
     OFFSETS,
     Operands,
     check_arguments,
-    check_kinds,
+    check_dtypes,
     check_tensors,
     check_values,
     is_readable,
@@ -196,7 +196,7 @@ def _check(
 
 
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
-    """What else a state of q may be kept in."""
+    """Other dtypes that the state of q may have."""
     fp64 = isinstance(q, Tensor) and q.dtype == torch.float64
     return () if fp64 else NARROW_STATE_DTYPES
 
@@ -209,7 +209,7 @@ def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:
     ((first, x),) = of.items()
     (B, T), values = x.shape[:2], [0]
     check_tensors({name: accepted})
-    check_kinds({**of, name: accepted}, {first: (x.dtype,), name: OFFSETS})
+    check_dtypes({**of, name: accepted}, {first: (x.dtype,), name: OFFSETS})
     if T > MAX_TOKENS:
         raise ValueError(
             f"{name}: got {T} tokens, need at most {MAX_TOKENS} with it"

@@ -38,7 +38,7 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.packing import outside
+from fastweights.packing import tail_mask
 from fastweights.ranks.group import current_ranks, min_tokens
 from fastweights.ranks.shard import shard_of
 
@@ -63,7 +63,7 @@ class WithoutScale(TypedDict, total=False):
 
 
 class Options(WithoutScale, total=False):
-    """Those of every member whose scale is K**-0.5 by default."""
+    """Keywords of every member whose scale is K**-0.5 by default."""
 
     scale: float | None
 
@@ -99,19 +99,19 @@ def shape_of(annotation: Any) -> str:
 def member(function: Member) -> Member:
     """Name what is behind ``options``: to help(), and where one is unknown.
 
-    Of its arguments those that its docstring does not have under Args are
-    described as in ARGS, and those of all members as in SHARED.
+    Arguments that its docstring does not have under Args are described as in
+    ARGS, and those of all members as in SHARED.
     """
-    every = inspect.signature(linear_recurrence, eval_str=True).parameters
+    known = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
     *parameters, _ = signature.parameters.values()
     annotations = {x.name: x.annotation for x in parameters}
     shared = Options.__annotations__.keys() - annotations
-    parameters += [x for name, x in every.items() if name in shared]
+    parameters += [x for name, x in known.items() if name in shared]
     title, names = function.__name__, [x.name for x in parameters]
 
     @functools.wraps(function)
-    def call(*operands: Any, **options: Any) -> Any:
+    def checked_call(*operands: Any, **options: Any) -> Any:
         check_names(title, options, names)
         return function(*operands, **options)
 
@@ -129,10 +129,10 @@ def member(function: Member) -> Member:
     ]
     example = f"    o, state = fw.{title}({', '.join(positional)})"
     parts = [summary, "", example, "", "Args:", *lines, SHARED]
-    call.__doc__ = "\n".join(parts)
+    checked_call.__doc__ = "\n".join(parts)
     signature = signature.replace(parameters=parameters)
-    call.__signature__ = signature  # type: ignore
-    return cast("Member", call)
+    checked_call.__signature__ = signature  # type: ignore
+    return cast("Member", checked_call)
 
 
 @member
@@ -177,11 +177,11 @@ def linear_attention(
         q, k, v, one, None, ranks=ranks, **options
     )
     if offsets is not None:
-        T, own = q.shape[1], offsets
+        T, own_offsets = q.shape[1], offsets
         if ranks is not None:
             shard: Any = shard_of(ranks, q, T, offsets)
-            own = shard.cu_seqlens
-        z = z.masked_fill(outside(own, T)[:, None, None], 1)
+            own_offsets = shard.cu_seqlens
+        z = z.masked_fill(tail_mask(own_offsets, T)[:, None, None], 1)
     return (o / (z + eps)).to(v.dtype), state
 
 
@@ -412,7 +412,7 @@ def gated_deltanet2(
     """S_t = (I - k_t (b_t k_t)^T) Diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T.
 
     Gated DeltaNet-2 (Hatamizadeh et al. 2026): KDA with a strength per
-    channel, which is what it is where all are beta. Of what may grow then,
+    channel, to which it is equal where all are beta. What may grow then,
     :func:`fastweights.linear_recurrence` tells.
 
     Args:
@@ -452,8 +452,8 @@ def comba(
 
     Comba (Hu et al. 2025): Gated DeltaNet in which another key, p, a fraction
     of k in the paper, reads what is erased, from the state before the decay.
-    That is ``erase`` with beta e^{-g} p, so a decay of which the tokens'
-    dtype keeps nothing, below e^-40, in fp16 below e^-10, counts as so much.
+    That is ``erase`` with beta e^{-g} p. A decay below e^-40, or in fp16
+    below e^-10, of which the dtype keeps nothing, counts as that.
 
     Args:
         p: [B, T, HV, K] or [B, T, H, K], of q's dtype.
@@ -473,23 +473,23 @@ def comba_operands(
 ) -> tuple[Values, PerHead, PerChannel]:
     """The v, g and erase of Comba's recurrence."""
     g, beta = clamp_gate(g, v.dtype), beta.to(compute_dtype(v.dtype))
-    erase = _Scaled.apply(per_value_head(p, v.shape[2]), beta * (-g).exp())
-    return _Scaled.apply(v, beta), g, erase
+    erase = _ScaleRows.apply(per_value_head(p, v.shape[2]), beta * (-g).exp())
+    return _ScaleRows.apply(v, beta), g, erase
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleRows(torch.autograd.Function):
     """x times a number per row, in x's dtype: one pass, no copy in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, each: Tensor) -> Tensor:
-        ctx.save_for_backward(x, each)
-        return torch.mul(x, each[..., None], out=x.new_empty(x.shape))
+    def forward(ctx: Any, x: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factors)
+        return torch.mul(x, factors[..., None], out=x.new_empty(x.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad,), (x, each) = grads, ctx.saved_tensors
-        d_each = (grad * x).sum(-1, dtype=each.dtype)
-        return _Scaled.apply(grad, each), d_each
+        (grad,), (x, factors) = grads, ctx.saved_tensors
+        dfactors = (grad * x).sum(-1, dtype=factors.dtype)
+        return _ScaleRows.apply(grad, factors), dfactors
 
 
 def clamp_gate(g: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastweights.ops.backends import (
-    network_backend,
-    record_run,
-    widest_head,
-)
+from fastweights.ops.backends import network_backend, record_run, widest_head
 from fastweights.ops.registration import registered
 
 MAX_K = 128

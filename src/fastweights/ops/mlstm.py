@@ -13,11 +13,7 @@ from fastweights.arguments import check_dim, check_gate, check_number
 from fastweights.dtypes import CLEARS, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.backends import Backend
-from fastweights.ops.members import (
-    Keys,
-    PerHead,
-    Values,
-)
+from fastweights.ops.members import Keys, PerHead, Values
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
     check_normalised,
@@ -30,8 +26,8 @@ from fastweights.ops.rows import Rows, rows_inside, write_rows
 from fastweights.packing import (
     first_states,
     num_sequences,
-    outside,
     sequence_ids,
+    tail_mask,
 )
 from fastweights.ranks.group import Ranks, current_ranks, refuse_ranks
 from fastweights.ranks.shard import shard_of, with_a_token
@@ -98,11 +94,11 @@ def mlstm(
             "loop".
     """
     q, k, v = cast_for_autocast(q, k, v)
-    of: Any = (q, k, v, g, i, initial_state, cu_seqlens)
+    operands: Any = (q, k, v, g, i, initial_state, cu_seqlens)
     options: Any = (eps, scale, chunk_size, backend)
     if (ranks := current_ranks()) is None:
-        return local_recurrence(*of, *options)
-    return _over_ranks(ranks, *of, *options)
+        return local_recurrence(*operands, *options)
+    return _over_ranks(ranks, *operands, *options)
 
 
 def local_recurrence(
@@ -130,27 +126,21 @@ def local_recurrence(
     check_gate("i", i, q, v)
     check_number("eps", eps, ">= 0")
     if cu_seqlens is not None:
-        after = outside(cu_seqlens, q.shape[1])[:, None]
-        g, i = g.masked_fill(after, 0), i.masked_fill(after, 0)
+        tail = tail_mask(cu_seqlens, q.shape[1])[:, None]
+        g, i = g.masked_fill(tail, 0), i.masked_fill(tail, 0)
     state = m = None
     if initial_state is not None:
         state, m = initial_state
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
-    decay, weight, least, last = gates_in_units(
-        g, i, m, cu_seqlens, dtype, of_empty=0.0
+    decay, weight, floor, last = gates_in_units(
+        g, i, m, cu_seqlens, dtype, empty_decay=0.0
     )
     o, z, state = recurrence_with_normaliser(
-        q,
-        k,
-        weight * v,
-        weight,
-        decay,
-        initial_state=state,
-        **options,
+        q, k, weight * v, weight, decay, initial_state=state, **options
     )
-    return divide_by_normaliser(o, z, least, eps).to(v.dtype), (state, last)
+    return divide_by_normaliser(o, z, floor, eps).to(v.dtype), (state, last)
 
 
 def _over_ranks(
@@ -200,17 +190,17 @@ def _over_ranks(
     )
     _, (B, b) = run(*start, shard.map_offsets())
     B, b = shard.map_outgoing(B), shard.map_outgoing(b, -torch.inf)
-    a = shard.passing(g.sum(1, dtype=torch.float64), -torch.inf)
+    a = shard.where_passing(g.sum(1, dtype=torch.float64), -torch.inf)
     B = ranks.gather(B).double()
     a, b = ranks.gather(torch.stack([a, b.double()])).unbind(1)
     states, ms = [torch.zeros_like(B[0])], [torch.full_like(b[0], -torch.inf)]
     for a_r, B_r, b_r in zip(a, B, b, strict=True):
         S, m = states[-1], ms[-1]
-        ms.append(rounded_up(torch.fmax(a_r + m, b_r).detach(), first.dtype))
+        ms.append(round_up(torch.fmax(a_r + m, b_r).detach(), first.dtype))
         unit = ms[-1].masked_fill(ms[-1].isneginf(), 0)
         parts = ((a_r + m - unit, S), (b_r - unit, B_r))
         states.append(sum(x.exp()[..., None, None] * y for x, y in parts))
-    # As a part of all states: a backward asks each rank for its gradient.
+    # A part of all states: a backward asks each rank for its gradient.
     incoming = torch.stack(states)[ranks.rank]
     entering = shard.with_incoming(first, incoming)
     m = shard.with_incoming(first_m, ms[ranks.rank])
@@ -219,11 +209,11 @@ def _over_ranks(
     return o[:, :T], last
 
 
-def rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in fp64, no smaller, as a number of this dtype."""
-    near = x.to(dtype)
-    above = torch.nextafter(near, torch.full_like(near, torch.inf))
-    return torch.where(near.double() < x, above, near).double()
+    nearest = x.to(dtype)
+    above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
+    return torch.where(nearest.double() < x, above, nearest).double()
 
 
 def gates_in_units(
@@ -233,12 +223,12 @@ def gates_in_units(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
     *,
-    of_empty: float,
+    empty_decay: float,
 ) -> tuple[PerHead, Tensor, Tensor, Stabilizer]:
     """The gates of a state in units of e^m: log decays and weights.
 
-    Also 1 in these units, and the last m. ``of_empty`` is the log decay of
-    a state that is empty.
+    Beside them 1 in these units, the floor of the normaliser, and the last m.
+    ``empty_decay`` is the log decay of a state that is empty.
     """
     g, i = g.double(), i.double()
     before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
@@ -246,16 +236,16 @@ def gates_in_units(
     decay = g + torch.minimum(before - after, -g).detach()
     empty, emptied = before.isneginf(), after.isneginf()
     decay = decay.masked_fill(g.isneginf() | emptied, CLEARS)
-    decay = decay.masked_fill(empty, of_empty).to(dtype)
+    decay = decay.masked_fill(empty, empty_decay).to(dtype)
     weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
     return decay, weight, (-after).exp()[..., None].to(dtype), last
 
 
 def divide_by_normaliser(
-    o: Tensor, z: Tensor, least: Tensor, eps: float
+    o: Tensor, z: Tensor, floor: Tensor, eps: float
 ) -> Tensor:
-    """o / (max(|z|, least) + eps)."""
-    return o / (torch.maximum(z.abs(), least) + eps)
+    """o / (max(|z|, floor) + eps)."""
+    return o / (torch.maximum(z.abs(), floor) + eps)
 
 
 def memory_arguments(
@@ -305,14 +295,14 @@ def stabilizers(
     carried = g.masked_fill(starts, -torch.inf)
     fresh = torch.where(starts, torch.fmax(g + entering, i), i)
     after = running_maximum(carried, fresh)
-    last = rounded_up(after, dtype)
+    last = round_up(after, dtype)
     after = torch.where(ends, last, after)
     before = torch.where(starts, entering, after.roll(1, 1))
     if cu_seqlens is None:
         return before, after, last[:, -1].to(dtype)
-    some = (stops > offsets[:-1])[:, None]
+    nonempty = (stops > offsets[:-1])[:, None]
     last = last[0, (stops - 1).clamp(0, T - 1)].to(dtype)
-    return before, after, torch.where(some, last, first.to(dtype))
+    return before, after, torch.where(nonempty, last, first.to(dtype))
 
 
 def running_maximum(a: PerHead, b: PerHead) -> PerHead:
@@ -331,9 +321,9 @@ def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.clone(), b.clone()
     size = 1
     while size < a.shape[1]:
-        here, there = slice(size, None), slice(-size)
-        b[:, here] = torch.fmax(a[:, here] + b[:, there], b[:, here])
-        a[:, here] = a[:, here] + a[:, there]
+        later, earlier = slice(size, None), slice(-size)
+        b[:, later] = torch.fmax(a[:, later] + b[:, earlier], b[:, later])
+        a[:, later] = a[:, later] + a[:, earlier]
         size *= 2
     return b
 
@@ -391,10 +381,10 @@ def mlstm_step(
     S, m = state
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[rows_inside(rows, m)]
-    decay, weight, least, last = gates_in_units(
-        g, i, first, None, dtype, of_empty=CLEARS
+    decay, weight, floor, last = gates_in_units(
+        g, i, first, None, dtype, empty_decay=CLEARS
     )
     options = {"g": decay, "scale": scale, "backend": backend}
     o, z = normalised_step(q, k, weight * v, weight, S, rows, **options)
     write_rows(m, last, rows)
-    return divide_by_normaliser(o, z, least, eps).to(v.dtype)
+    return divide_by_normaliser(o, z, floor, eps).to(v.dtype)

@@ -73,18 +73,18 @@ def recurrence_with_normaliser(
         options: Any = (scale, chunk_size, backend)
         return recurrence_over_ranks(ranks, operands, *options)
 
-    kernels = recurrence_backend(backend, q) == "triton"
-    full = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
+    by_kernels = recurrence_backend(backend, q) == "triton"
+    wide_qk = q.to(compute_dtype(q.dtype)), k.to(compute_dtype(q.dtype))
     with without_autocast(q):
-        if q.dtype == one.dtype or not kernels:
+        if q.dtype == one.dtype or not by_kernels:
             both = torch.cat([v.to(one.dtype), one], -1)
-            o, state = run(*full, both, initial_state)
+            o, state = run(*wide_qk, both, initial_state)
             return o[..., :-1], o[..., -1:], state
         S = n = None
         if initial_state is not None:
             S, n = initial_state.split([v.shape[-1], 1], -1)
         o, S = run(q, k, v.to(q.dtype), S)
-        z, n = run(*full, one, n)
+        z, n = run(*wide_qk, one, n)
     return o, z, torch.cat([S, n], -1)
 
 
@@ -177,7 +177,7 @@ def normalised_step(
 ) -> tuple[Tensor, Tensor]:
     """A step of v and of ``one``, the state's last column: o and z.
 
-    As a sum that may cancel, and a divisor, in fp32 (fp64 if q is).
+    z is a sum that may cancel, and a divisor: it is in fp32 (fp64 if q is).
     """
     dtype = compute_dtype(q.dtype)
     both = torch.cat([v.to(dtype), one.to(dtype)], -1)

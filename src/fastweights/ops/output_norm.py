@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import (
-    check_kinds,
+    check_dtypes,
     check_number,
     check_tensors,
     wrong_shape,
@@ -115,7 +115,7 @@ def _check(
     tensors = {"o": o, "weight": weight}
     tensors |= {} if gate is None else {"gate": gate}
     check_tensors(tensors)
-    check_kinds(tensors, dict.fromkeys(tensors, DTYPES))
+    check_dtypes(tensors, dict.fromkeys(tensors, DTYPES))
     if o.dim() != 4 or o.shape[2] < 1 or o.shape[3] < 1:
         wrong_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
     B, T, HV, V = o.shape

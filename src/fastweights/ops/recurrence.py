@@ -14,7 +14,7 @@ A call goes this way, as far as the kernels:
     recurrence_operator.local_recurrence      checks; layouts; "loop" ends here
     registration.Operator                what autograd and torch.compile see
     recurrence_operator._forward         a backend; what is saved
-    kernels/recurrence/backend.run       the schedule for this kind of call
+    kernels/recurrence/backend.run_schedule  the schedule for this kind of call
     kernels/recurrence/schedule          sizes, memory; the launches
 
 PyTorch's chunks are ``torch_backend/recurrence.forward`` in place of the last

@@ -29,18 +29,18 @@ from fastweights.ops.backends import (
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
     Results,
-    functions_of,
+    backend_module,
     local_recurrence,
     make_operator,
-    prepared_call,
+    prepare_call,
 )
 from fastweights.packing import first_states
 from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current_ranks
-from fastweights.ranks.prefix import gathers
+from fastweights.ranks.prefix import gathers_maps
 from fastweights.ranks.shard import (
-    additive_over_ranks,
-    over_ranks,
+    run_additive_over_ranks,
+    run_over_ranks,
     shard_of,
     total_decay,
     with_a_token,
@@ -67,15 +67,15 @@ def recurrence_over_ranks(
     first = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
-        finish = sums_final_states(ranks, cu_seqlens, is_invariant())
-        if initial_state is not None or finish:
+        sums_states = sums_final_states(ranks, cu_seqlens, is_invariant())
+        if initial_state is not None or sums_states:
             shard = shard_of(ranks, q, T, cu_seqlens)
             first = shard.initial_states(first)
         check_values(Operands(*tokens))
         operands = Operands(*tokens, first, cu_seqlens)
-        operands, options = prepared_call(operands, scale, chunk_size, backend)
+        operands, options = prepare_call(operands, scale, chunk_size, backend)
         o, state = ON_RANKS(*operands, *options)
-        if finish:
+        if sums_states:
             state = shard.final_states(state)
         return o[:, :T], state
     shard = shard_of(ranks, q, T, cu_seqlens)
@@ -85,10 +85,10 @@ def recurrence_over_ranks(
         operands = Operands(q, k, v, g, beta, erase, first, offsets)
         return local_recurrence(operands, scale, chunk_size, backend)
 
-    of_v = functools.partial(run, v)
+    run_v = functools.partial(run, v)
     if beta is None and erase is None:
         decay = total_decay(g, q)
-        o, state = additive_over_ranks(shard, of_v, first, decay)
+        o, state = run_additive_over_ranks(shard, run_v, first, decay)
         return o[:, :T], state
     # Each column of a state is a recurrence of its own. V of them give B, and
     # K that begin as the identity and write nothing give M.
@@ -96,11 +96,11 @@ def recurrence_over_ranks(
     R, HV, K, V = state.shape
     identity = torch.eye(K, dtype=state.dtype, device=state.device)
     identity = identity.expand(R, HV, K, K)
-    state = torch.cat([state, shard.passing(identity)], -1)
+    state = torch.cat([state, shard.where_passing(identity)], -1)
     wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
     _, state = run(wide, shard.map_initial_states(state), shard.map_offsets())
     B, M = shard.map_outgoing(state).split([V, K], -1)
-    o, state = over_ranks(shard, of_v, first, M, B, matrix=True)
+    o, state = run_over_ranks(shard, run_v, first, M, B, matrix=True)
     return o[:, :T], state
 
 
@@ -109,15 +109,15 @@ def sums_final_states(
 ) -> bool:
     """Whether final states are to be summed over ranks, each from one of them.
 
-    They are of a pack, or if maps are not gathered: no rank knows all then.
+    A pack's are, and a batch's if maps are not gathered: no rank knows all.
     """
-    return cu_seqlens is not None or not gathers(ranks, invariant)
+    return cu_seqlens is not None or not gathers_maps(ranks, invariant)
 
 
 def _forward(operands: Operands, options: OperatorOptions) -> Results:
-    """As of one rank; final states are those of all, unless to be summed.
+    """o of this rank; final states of all ranks, unless they are summed later.
 
-    Also kept are the ranks' maps and the states that enter this one.
+    Saved are also the ranks' maps and the states that enter this one.
     """
     q, cu_seqlens = operands.q, operands.cu_seqlens
     invariant = options.invariant
@@ -127,7 +127,7 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
     local = _local(operands, entering, exchange)
     record_run("triton forward")
     with without_autocast(q):
-        o, state, saved = functions_of("triton").forward(
+        o, state, saved = backend_module("triton").forward(
             local, options, exchange.forward
         )
     if not sums_final_states(_ranks(), cu_seqlens, invariant):
@@ -138,11 +138,11 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
 def _fake(operands: Operands, options: OperatorOptions) -> Results:
     q, _, v, _, beta, erase, first, cu_seqlens = operands
     assert first is not None
-    saved = functions_of("triton").empty_saved(operands, options, True)
+    saved = backend_module("triton").empty_saved(operands, options, True)
     rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
-    size = _ranks().size if gathers(_ranks(), options.invariant) else 1
+    size = _ranks().size if gathers_maps(_ranks(), options.invariant) else 1
     maps = first.new_empty(size, *row)
     states = [torch.empty_like(first) for _ in range(2)]
     return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
@@ -155,7 +155,7 @@ def _backward(
     saved: list[Tensor],
     options: OperatorOptions,
 ) -> list[Tensor]:
-    """Gradients of the inputs, as of one rank."""
+    """Gradients of the inputs, each rank's own part."""
     q, cu_seqlens = operands.q, operands.cu_seqlens
     invariant = options.invariant
     *saved, maps, entering = saved
@@ -168,7 +168,7 @@ def _backward(
     local = _local(operands, entering, exchange)
     record_run("triton backward")
     with without_autocast(q):
-        return functions_of("triton").backward(
+        return backend_module("triton").backward(
             do, leaving, local, saved, options, exchange.backward
         )
 
@@ -182,7 +182,7 @@ def _local(
 
 
 def _ranks() -> Ranks:
-    """Those of the context that is open."""
+    """The ranks of the context that is open."""
     ranks = current_ranks()
     if ranks is None:
         raise RuntimeError(

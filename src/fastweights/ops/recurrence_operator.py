@@ -46,7 +46,7 @@ def local_recurrence(
     check_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
     check_values(operands)
-    operands, options = prepared_call(operands, scale, chunk_size, backend)
+    operands, options = prepare_call(operands, scale, chunk_size, backend)
     if backend == "loop":
         record_run("loop forward")
         with without_autocast(operands.q):
@@ -54,16 +54,16 @@ def local_recurrence(
     return RECURRENCE(*operands, *options)
 
 
-def prepared_call(
+def prepare_call(
     operands: Operands,
     scale: float | None,
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Operands, OperatorOptions]:
-    """A call as an operator takes it."""
+    """The operands and options of a call, as an operator takes them."""
     # Views of a wider tensor are copied once, not in forward and backward.
-    copied = [None if x is None else x.contiguous() for x in operands]
-    q, k, v, g, beta, erase, *states = Operands._make(copied)
+    contiguous = [None if x is None else x.contiguous() for x in operands]
+    q, k, v, g, beta, erase, *states = Operands._make(contiguous)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
     options = OperatorOptions(scale, chunk_size, backend, is_invariant())
@@ -76,8 +76,8 @@ def prepared_call(
 
 
 @functools.cache
-def functions_of(backend: str) -> ModuleType:
-    """Where a backend's functions stand; kernels are imported if they run."""
+def backend_module(backend: str) -> ModuleType:
+    """The module of a backend; kernels are imported if they run."""
     if backend == "triton":
         from fastweights.kernels.recurrence import backend as kernels
 
@@ -86,17 +86,17 @@ def functions_of(backend: str) -> ModuleType:
 
 
 def _forward(operands: Operands, options: OperatorOptions) -> Results:
-    """What a backend computes, and what its backward re-uses."""
+    """The results of a backend, and what its backward re-uses."""
     backend = recurrence_backend(options.backend, operands.q)
     record_run(f"{backend} forward")
     with without_autocast(operands.q):
-        return functions_of(backend).forward(operands, options)
+        return backend_module(backend).forward(operands, options)
 
 
 def _fake(operands: Operands, options: OperatorOptions) -> Results:
     q, _, v, *_, initial_state, cu_seqlens = operands
     backend = recurrence_backend(options.backend, q)
-    saved = functions_of(backend).empty_saved(operands, options)
+    saved = backend_module(backend).empty_saved(operands, options)
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
@@ -112,7 +112,7 @@ def _backward(
     backend = recurrence_backend(options.backend, operands.q)
     record_run(f"{backend} backward")
     with without_autocast(operands.q):
-        return functions_of(backend).backward(
+        return backend_module(backend).backward(
             do, dstate, operands, saved, options
         )
 
@@ -120,17 +120,17 @@ def _backward(
 def make_operator(
     name: str, forward: Callable, fake: Callable, backward: Callable
 ) -> Operator:
-    """Of functions of operands and options, which PyTorch hands over flat."""
+    """An Operator; its functions take operands and options as groups."""
     n = len(Operands._fields)
 
-    def grouped(function: Callable) -> Callable:
+    def on_groups(function: Callable) -> Callable:
         def call(*flat: Any, **_: Any) -> Any:
             options = OperatorOptions._make(flat[n:])
             return function(Operands._make(flat[:n]), options)
 
         return call
 
-    def grouped_back(function: Callable) -> Callable:
+    def back_on_groups(function: Callable) -> Callable:
         def call(do: Any, dstate: Any, *flat: Any, **_: Any) -> Any:
             operands, saved = Operands._make(flat[:n]), flat[n]
             options = OperatorOptions._make(flat[n + 1 :])
@@ -146,11 +146,11 @@ def make_operator(
         "Tensor o, Tensor state, Tensor[] saved",
         hidden=1,
         kept=1,
-        forward=grouped(forward),
-        fake=grouped(fake),
-        backward=grouped_back(backward),
+        forward=on_groups(forward),
+        fake=on_groups(fake),
+        backward=back_on_groups(backward),
         instead='only backend="loop" has',
-        flops=(grouped(flops.forward), grouped_back(flops.backward)),
+        flops=(on_groups(flops.forward), back_on_groups(flops.backward)),
     )
 
 

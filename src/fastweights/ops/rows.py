@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     OFFSETS,
-    check_kinds,
+    check_dtypes,
     check_rows,
     check_states,
     check_tensors,
@@ -34,7 +34,9 @@ def check_rows_of_states(
         first = next(iter(states.values()))
         N = first.shape[0] if first.dim() else 0
         check_rows(rows, q.shape[0], N, none=True)
-        check_kinds({"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS})
+        check_dtypes(
+            {"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS}
+        )
     for (name, state), shape in zip(states.items(), shapes, strict=False):
         check_states(q, {name: state}, {name: (N, *shape)}, extra_dtypes)
         extra_dtypes = ()

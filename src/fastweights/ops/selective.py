@@ -25,9 +25,9 @@ from torch import Tensor
 from fastweights.arguments import (
     check_flags,
     check_operands,
+    check_sequences,
     check_shapes,
     check_tensors,
-    count_sequences,
     wrong_shape,
 )
 from fastweights.dtypes import (
@@ -49,10 +49,10 @@ from fastweights.ops.rows import (
     rows_inside,
     write_rows,
 )
-from fastweights.packing import first_states, num_sequences, outside
+from fastweights.packing import first_states, num_sequences, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
-    additive_over_ranks,
+    run_additive_over_ranks,
     shard_of,
     with_a_token,
 )
@@ -142,9 +142,9 @@ def selective_scan(
         shard = shard_of(ranks, x, T, cu_seqlens)
         offsets = shard.cu_seqlens
     if offsets is not None:
-        after = outside(offsets, x.shape[1])[:, None]
-        dt = dt.masked_fill(after, 0)
-        z = None if z is None else z.masked_fill(after, 0)
+        tail = tail_mask(offsets, x.shape[1])[:, None]
+        dt = dt.masked_fill(tail, 0)
+        z = None if z is None else z.masked_fill(tail, 0)
     # Outside the operator: these are a token's own, which torch.compile
     # fuses with what comes before and after, and autograd differentiates.
     if dt_bias is not None:
@@ -153,7 +153,7 @@ def selective_scan(
         dt = F.softplus(dt.to(full))
 
     def run(state: Tensor | None, offsets: Tensor | None) -> Any:
-        return _scanned(x, dt, A, B, C, D, z, state, offsets, backend)
+        return _local_scan(x, dt, A, B, C, D, z, state, offsets, backend)
 
     if ranks is None:
         return run(initial_state, offsets)
@@ -162,11 +162,11 @@ def selective_scan(
     first = shard.initial_states(first)
     steps = dt.sum(1, dtype=torch.float64)
     decay = (steps[..., None] * A).exp()
-    y, state = additive_over_ranks(shard, run, first, decay)
+    y, state = run_additive_over_ranks(shard, run, first, decay)
     return y[:, :T], state
 
 
-def _scanned(
+def _local_scan(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -232,7 +232,7 @@ def check_scan(
     if B.shape not in (flat, (batch, T, G, N)) or G < 1 or channels % G:
         need = f"{list(flat)} or [{batch}, {T}, G, {N}]"
         wrong_shape("B", B, f"{need} with G a divisor of D = {channels}")
-    S = count_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
+    S = check_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
     check_shapes(
         {
             "C": (C, tuple(B.shape)),

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.dtypes import without_autocast
-from fastweights.ops.backends import (
-    network_backend,
-    record_run,
-    widest_head,
-)
+from fastweights.ops.backends import network_backend, record_run, widest_head
 from fastweights.ops.registration import Operator
 
 MAX_K, MAX_C = 128, 16
@@ -69,15 +65,15 @@ def _backward(
     """Gradients of all inputs; None is a result that nothing depends on."""
     from fastweights.kernels import ttt as kernel
 
-    q, k, v, rate, _, _, weight, bias, step_scale, kept, _ = arguments
-    W_after, b_after, _ = kept
+    q, k, v, rate, _, _, weight, bias, step_scale, saved, _ = arguments
+    W_after, b_after, _ = saved
     record_run("triton backward")
-    found = (do, dW_after, db_after)
+    grads = (do, dW_after, db_after)
     slopes = [
         torch.zeros_like(x) if dx is None else dx.contiguous()
-        for dx, x in zip(found, (q, W_after, b_after), strict=True)
+        for dx, x in zip(grads, (q, W_after, b_after), strict=True)
     ]
-    inputs = (q, k, v, rate, weight, bias, step_scale, *kept)
+    inputs = (q, k, v, rate, weight, bias, step_scale, *saved)
     with without_autocast(q):
         return kernel.backward(*[*slopes, *inputs])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastweights.ranks.group import Ranks
 from fastweights.ranks.prefix import prefix_over_ranks, suffix_over_ranks
-from fastweights.ranks.shard import choose, shard_of
+from fastweights.ranks.shard import shard_of, where_rows
 
 
 class Exchange:
@@ -58,16 +58,16 @@ class Exchange:
         """Offsets of the rank's own tokens."""
         return self.shard and self.shard.cu_seqlens
 
-    def own_map(self, through: Tensor | None, B: Tensor) -> Tensor:
-        """Return this rank's M: that through the last of its segments."""
-        K, wide = B.shape[-2], 1 if through is None else through.shape[-1]
-        if through is None or self.T == 0:
+    def own_map(self, products: Tensor | None, B: Tensor) -> Tensor:
+        """Return this rank's M: the product up to the last of its segments."""
+        K, wide = B.shape[-2], 1 if products is None else products.shape[-1]
+        if products is None or self.T == 0:
             one = torch.eye(K) if wide == K else torch.ones(K, 1)
             M = one.to(B).expand(*B.shape[:-1], -1)
         else:
-            through = through[:-1] if self.shard else through
-            M = through.unflatten(0, (len(B), -1))[:, -1]
-        return self.shard.passing(M) if self.shard else M
+            products = products[:-1] if self.shard else products
+            M = products.unflatten(0, (len(B), -1))[:, -1]
+        return self.shard.where_passing(M) if self.shard else M
 
     def forward(
         self,
@@ -90,15 +90,15 @@ class Exchange:
         B = passing.leaving
         if s:
             sends = s.sends & (self.T > 0)
-            B = choose(sends, B.index_select(0, s.outgoing), 0)
-        M = self.own_map(passing.through, B)
+            B = where_rows(sends, B.index_select(0, s.outgoing), 0)
+        M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
             self.ranks, M, B, matrix, self.invariant, overlap
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
-            self.add(state, entering, rows, arrive)
+            self.add_entering(state, entering, rows, arrive)
 
     def backward(
         self,
@@ -121,17 +121,17 @@ class Exchange:
         D = passing.leaving
         if s:
             receives = s.receives & (self.T > 0)
-            D = choose(receives, D.index_select(0, s.incoming), 0)
+            D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
             self.ranks, M, D, dlast, self.invariant, overlap
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)
-            self.add(state, entering, rows, arrive)
+            self.add_entering(state, entering, rows, arrive)
 
     @staticmethod
-    def add(
+    def add_entering(
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
@@ -140,7 +140,7 @@ class Exchange:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
             row, passes = rows
-            state = choose(passes, state.to(entering.dtype), 0)
+            state = where_rows(passes, state.to(entering.dtype), 0)
             arriving = torch.zeros_like(entering).index_copy_(0, row, state)
             entering += arriving
         else:

@@ -209,11 +209,11 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, group: Any, size: int, overlap: Overlap
     ) -> Tensor:
         ctx.group, ctx.size = group, size
-        y, given = x.new_empty(size, *x.shape), x.contiguous()[None]
+        y, part = x.new_empty(size, *x.shape), x.contiguous()[None]
         if overlap is None:
-            _all_gather(y, given, group=group)
+            _all_gather(y, part, group=group)
         else:
-            pending = _all_gather(y, given, group=group, async_op=True)
+            pending = _all_gather(y, part, group=group, async_op=True)
             overlap()
             pending.wait()
         return y

@@ -20,7 +20,7 @@ from fastweights.ranks.group import Overlap, Ranks
 MAX_GATHERED = 8
 
 
-def gathers(ranks: Ranks, invariant: bool = False) -> bool:
+def gathers_maps(ranks: Ranks, invariant: bool = False) -> bool:
     """Whether maps are gathered: by few ranks, or by invariant kernels."""
     return ranks.size <= MAX_GATHERED or invariant
 
@@ -42,13 +42,13 @@ def prefix_over_ranks(
     """
     own = torch.cat([M.to(B.dtype).expand(*B.shape[:-1], -1), B], -1)
     V = B.shape[-1]
-    if not gathers(ranks, invariant):
-        given = own.double().tensor_split([-V], -1), B.dtype, matrix
-        state = _prefix_by_doubling(ranks, *given, overlap)
+    if not gathers_maps(ranks, invariant):
+        arguments = own.double().tensor_split([-V], -1), B.dtype, matrix
+        state = _prefix_by_doubling(ranks, *arguments, overlap)
         return state, None, own[None]
     maps = ranks.gather(own, overlap)
     M, B = maps.double().tensor_split([-V], -1)
-    states = _states(M, B, None, matrix)
+    states = _compose_states(M, B, None, matrix)
     # A part of what was gathered: a backward asks each rank for its gradient.
     states[0] = B[:0].sum(0)
     return states[ranks.rank], states[-1], maps
@@ -72,18 +72,19 @@ def suffix_over_ranks(
     """
     matrix, M = M.shape[-1] == M.shape[-2], M.double()
     M = M.mT if matrix else M
-    if not gathers(ranks, invariant):
-        given = (M[0], D.double()), D.dtype, matrix, overlap
-        state = _prefix_by_doubling(ranks, *given, back=True)
+    if not gathers_maps(ranks, invariant):
+        arguments = (M[0], D.double()), D.dtype, matrix, overlap
+        state = _prefix_by_doubling(ranks, *arguments, back=True)
         return None if ranks.rank == ranks.size - 1 else state
     own = torch.stack([D] if dlast is None else [D, dlast])
     D, *parts = ranks.gather(own, overlap).double().unbind(1)
     dS = parts[0].sum(0) if parts else None
-    after = slice(None, ranks.rank, -1)  # from the last rank on
-    return _states(M.unbind()[after], D.unbind()[after], dS, matrix)[-1]
+    from_last = slice(None, ranks.rank, -1)  # from the last rank on
+    maps = M.unbind()[from_last], D.unbind()[from_last]
+    return _compose_states(*maps, dS, matrix)[-1]
 
 
-def _states(M: Any, B: Any, state: Any, matrix: bool) -> list[Any]:
+def _compose_states(M: Any, B: Any, state: Any, matrix: bool) -> list[Any]:
     """Return ``state``, None for zeros, and those after each map in turn."""
     states = [state]
     for M_r, B_r in zip(M, B, strict=True):
@@ -118,8 +119,8 @@ def _prefix_by_doubling(
     for i in range((ranks.size - 1).bit_length()):
         step, width = 2**i, own[0].shape[-1]
         sent = torch.cat(own, -1).to(dtype)
-        got = ranks.shift(sent, -step if back else step, overlap).double()
-        first = got.tensor_split([width], -1)
+        received = ranks.shift(sent, -step if back else step, overlap).double()
+        first = received.tensor_split([width], -1)
         before = compose(first, before) if before else first
         own, overlap = compose(first, own), None
     return before[1]

@@ -44,12 +44,12 @@ class Shard(NamedTuple):
 
     def initial_states(self, state: Tensor, empty: float = 0.0) -> Tensor:
         """Return the states of sequences that begin here, others empty."""
-        return choose(self.begins, state, empty)
+        return where_rows(self.begins, state, empty)
 
     def with_incoming(self, first: Tensor, state: Tensor) -> Tensor:
         """Return the first states with those that other ranks have sent."""
         own = first.index_select(0, self.incoming)
-        state = choose(self.receives, state.to(first.dtype), own)
+        state = where_rows(self.receives, state.to(first.dtype), own)
         return first.index_copy(0, self.incoming, state)
 
     def map_offsets(self) -> Tensor | None:
@@ -70,15 +70,15 @@ class Shard(NamedTuple):
         """Return the call's final states of the outgoing sequences."""
         if self.cu_seqlens is not None:
             state = state[1:]
-        return choose(self.sends, state, empty)
+        return where_rows(self.sends, state, empty)
 
-    def passing(self, x: Tensor, empty: float = 0.0) -> Tensor:
+    def where_passing(self, x: Tensor, empty: float = 0.0) -> Tensor:
         """Return x where a sequence comes in and goes on, else ``empty``.
 
         All of the rank's tokens are then that sequence's.
         """
         same = (self.incoming == self.outgoing) & self.receives & self.sends
-        return choose(same, x, empty)
+        return where_rows(same, x, empty)
 
     def final_states(
         self, state: Tensor, last: Tensor | None = None
@@ -90,11 +90,13 @@ class Shard(NamedTuple):
         pack = self.cu_seqlens is not None
         if last is not None and not pack:
             return last.to(state.dtype)
-        x = choose(self.ends, state, 0)
+        x = where_rows(self.ends, state, 0)
         return x if pack and not self.ranks.states else self.ranks.sum(x)
 
 
-def choose(rows: Bool[Tensor, " N"], x: Tensor, y: Tensor | float) -> Tensor:
+def where_rows(
+    rows: Bool[Tensor, " N"], x: Tensor, y: Tensor | float
+) -> Tensor:
     """Return x [N, ...] in these rows, y in the others."""
     return torch.where(rows.view(-1, *[1] * (x.dim() - 1)), x, y)
 
@@ -129,15 +131,15 @@ def shard_of_pack(
     ends = (stop > start) & (stop <= end)
     ends = torch.where(first == stop, begins, ends)
 
-    def passing(border: int) -> tuple[Tensor, Tensor]:
+    def crossing(border: int) -> tuple[Tensor, Tensor]:
         row = (stop <= border).sum()[None].clamp(max=len(stop) - 1)
         return row, (first[row] < border) & (border < stop[row])
 
     offsets = (cu_seqlens - start).clamp(0, end - start)
-    return Shard(None, offsets, begins, ends, *passing(start), *passing(end))
+    return Shard(None, offsets, begins, ends, *crossing(start), *crossing(end))
 
 
-def over_ranks(
+def run_over_ranks(
     shard: Shard,
     run: Callable[[Tensor, Tensor | None], Any],
     first: Tensor,
@@ -156,7 +158,7 @@ def over_ranks(
     return *results, shard.final_states(state, last)
 
 
-def additive_over_ranks(
+def run_additive_over_ranks(
     shard: Shard,
     run: Callable[[Tensor, Tensor | None], Any],
     first: Tensor,
@@ -170,7 +172,7 @@ def additive_over_ranks(
     state = shard.map_initial_states(first.index_select(0, shard.outgoing))
     *_, state = run(state, shard.map_offsets())
     B = shard.map_outgoing(state)
-    return over_ranks(shard, run, first, shard.passing(decay), B)
+    return run_over_ranks(shard, run, first, shard.where_passing(decay), B)
 
 
 def total_decay(

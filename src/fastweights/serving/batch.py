@@ -19,14 +19,14 @@ from fastweights.models.decoding import fetch, send
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.recording import Recording, States, is_recordable
-from fastweights.models.sampling import Sampling, drawn_from
+from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.ops.backends import record_backends
 from fastweights.serving.request import Request
 
 BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
 
-MIN_PREFILL = 256
+MIN_RECORDED_PREFILL = 256
 """Tokens of the smallest recorded read: fewer would take as long."""
 
 
@@ -46,10 +46,10 @@ class Batch:
     def __init__(self, model: LanguageModel, pool: StatePool) -> None:
         self.model, self.pool = model, pool
         zeros = functools.partial(torch.zeros, pool.size, device=pool.device)
-        whole = functools.partial(zeros, dtype=torch.int64)
-        self.rows, self.token, self.drawn = whole() - 1, whole(), whole()
+        ints = functools.partial(zeros, dtype=torch.int64)
+        self.rows, self.token, self.drawn_token = ints() - 1, ints(), ints()
         self.sampling = Sampling(
-            zeros(dtype=torch.float64), zeros(), whole(), whole()
+            zeros(dtype=torch.float64), zeros(), ints(), ints()
         )
         self.states: States = [
             x.at_unchecked(self.rows, 0) for x in pool.states
@@ -73,7 +73,7 @@ class Batch:
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         if self.records_prefills:
-            T = power_of_2(max(len(tokens), MIN_PREFILL))
+            T = power_of_2(max(len(tokens), MIN_RECORDED_PREFILL))
             N = min(power_of_2(len(rows)), self.pool.size)
             if (T, N) not in self.prefills:
                 self.prefills[T, N] = RecordedPrefill(self, T, N)
@@ -88,13 +88,14 @@ class Batch:
 
     def enter(self, request: Request) -> None:
         """Add a request, which has read all but its last token, to steps."""
-        row, draws = request.row, self.sampling
-        request.drawn = len(request.tokens)
+        row, sampling = request.row, self.sampling
+        request.num_drawn = len(request.tokens)
         self.rows[row], self.token[row] = row, request.text[-1]
-        draws.seed[row], draws.drawn[row] = request.seed, request.drawn
-        draws.temperature[row] = request.temperature
+        sampling.seed[row] = request.seed
+        sampling.num_drawn[row] = request.num_drawn
+        sampling.temperature[row] = request.temperature
         # Not 1: the sum of all but the least likely may be rounded to it.
-        draws.top_p[row] = 2 if request.top_p == 1 else request.top_p
+        sampling.top_p[row] = 2 if request.top_p == 1 else request.top_p
 
     def leave(self, row: int) -> None:
         """Take a row out of steps."""
@@ -114,25 +115,25 @@ class Batch:
             if state is not None:
                 state.used = room - 1
         greedy = all(x.temperature == 0 for x in requests)
-        kind = greedy, greedy or all(x.top_p == 1 for x in requests)
-        draws = replace(self.sampling, greedy=kind[0], whole=kind[1])
-        step = functools.partial(self._step, draws)
+        all_tokens = greedy or all(x.top_p == 1 for x in requests)
+        sampling = replace(self.sampling, greedy=greedy, all_tokens=all_tokens)
+        step = functools.partial(self._step, sampling)
         if self.recordable:
             recording = self.recordings.setdefault(
-                kind, Recording(memory=self.memory)
+                (greedy, all_tokens), Recording(memory=self.memory)
             )
             recording(step, self.states)
         else:
             step(self.states)
         for request in requests:
             self.pool.tokens_read[request.row] += 1
-            request.drawn += 1
-        return fetch(self.drawn)
+            request.num_drawn += 1
+        return fetch(self.drawn_token)
 
-    def _step(self, draws: Sampling, states: States) -> States:
+    def _step(self, sampling: Sampling, states: States) -> States:
         logits, after = self.model(self.token[:, None], states)
-        self.drawn.copy_(drawn_from(logits[:, 0], draws))
-        self.token.copy_(self.drawn.clamp(min=0))
+        self.drawn_token.copy_(draw_tokens(logits[:, 0], sampling))
+        self.token.copy_(self.drawn_token.clamp(min=0))
         return after
 
 
@@ -152,17 +153,17 @@ class RecordedPrefill:
         self.states: States = [
             x.at_unchecked(rows, 0, all_rows=True) for x in batch.pool.states
         ]
-        self.others = range(batch.pool.size)
+        self.pool_rows = range(batch.pool.size)
         self.recording = Recording(memory=batch.memory)
 
     def __call__(
         self, tokens: list[int], offsets: list[int], rows: list[int]
     ) -> None:
         """Read into each row the tokens between its offsets."""
-        T, ends, N = self.sizes
-        others = [row for row in self.others if row not in rows]
+        T, num_offsets, N = self.sizes
+        others = [row for row in self.pool_rows if row not in rows]
         inputs = tokens + [0] * (T - len(tokens))
-        inputs += offsets + offsets[-1:] * (ends - len(offsets))
+        inputs += offsets + offsets[-1:] * (num_offsets - len(offsets))
         inputs += [*rows, *others][:N]
         # torch.tensor takes seven times as long: 2 ms for 8,192 tokens.
         integers = torch.frombuffer(array("q", inputs), dtype=torch.int64)
@@ -188,9 +189,9 @@ def prefills_by_kernels(model: LanguageModel) -> bool:
     networks and PyTorch's backends read how long sequences are.
     """
     token = torch.zeros(1, 1, dtype=torch.int64)
-    with torch.no_grad(), record_backends(threading.get_ident()) as ran:
+    with torch.no_grad(), record_backends(threading.get_ident()) as runs:
         model.hidden(token.to(model.embedding.weight.device))
     layers = [block.get_submodule("layer") for block in model.blocks]
-    return {run.split()[0] for run in ran} == {"triton"} and all(
+    return {run.split()[0] for run in runs} == {"triton"} and all(
         getattr(layer, "steps_by_decode", False) for layer in layers
     )

@@ -17,7 +17,11 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_sizes
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
-from fastweights.models.streaming import as_rows, as_stop, check_sampling
+from fastweights.models.streaming import (
+    as_prompts,
+    as_stop_tokens,
+    check_sampling,
+)
 from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed
@@ -27,7 +31,7 @@ STEPS_PER_PREFILL = 2
 than rows, prompts wait to be read with those of the next ones, until they
 have lost as many tokens as such steps draw: each loses one per step."""
 
-Launch = tuple[list[Request], list[int], Callable[[], list[int]]]
+RunningStep = tuple[list[Request], list[int], Callable[[], list[int]]]
 """Requests of a step, their rows, and a function that waits for all tokens."""
 
 
@@ -92,9 +96,10 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []
         self.running: list[Request] = []
-        self._last: Launch | None = None
-        self._new: list[tuple[Request, int]] = []  # for step() to return
-        self._lost = 0  # tokens, by prompts that wait for others
+        self._last_step: RunningStep | None = None
+        # For step() to return.
+        self._new_tokens: list[tuple[Request, int]] = []
+        self._lost_tokens = 0  # by prompts that wait for others
 
     def add(
         self,
@@ -122,7 +127,7 @@ class Engine:
                 no room for so many tokens.
         """
         vocab_size = self.model.config.vocab_size
-        (tokens,) = as_rows([prompt], vocab_size)
+        (tokens,) = as_prompts([prompt], vocab_size)
         check_sampling(max_new_tokens, temperature, top_p, None)
         length = len(tokens) + max_new_tokens
         if self.pool.grows and length > self.pool.capacity:
@@ -131,14 +136,14 @@ class Engine:
                 f"{max_new_tokens}, need at most {self.pool.capacity} "
                 "together, the capacity"
             )
-        ends = frozenset(as_stop(stop, vocab_size))
+        stop_tokens = frozenset(as_stop_tokens(stop, vocab_size))
         request = Request(
             self,
             tokens.tolist(),
             max_new_tokens,
             temperature,
             top_p,
-            ends,
+            stop_tokens,
             as_seed(seed),
         )
         self.queue([request])
@@ -148,7 +153,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request goes on, or step() has tokens to return."""
         requests = self.waiting, self.reading, self.running
-        return any((*requests, self._new, self._last))
+        return any((*requests, self._new_tokens, self._last_step))
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
@@ -161,10 +166,10 @@ class Engine:
         """
         self._admit()
         self._prefill()
-        last = self._draw()
+        last = self._step_running()
         self.collect()
-        self._last = last
-        new, self._new = self._new, []
+        self._last_step = last
+        new, self._new_tokens = self._new_tokens, []
         return new
 
     def queue(self, requests: list[Request]) -> None:
@@ -181,13 +186,13 @@ class Engine:
             request = self.waiting.popleft()
             request.row = self.pool.acquire()
             self.reading.append(request)
-            first, request.first_states = request.first_states, None
-            if first is None:
+            states, request.first_states = request.first_states, None
+            if states is None:
                 multiple = self.prefill_tokens if self.invariant else 1
-                first = self.prefixes.longest(request.text[:-1], multiple)
-            if first is not None:
-                with self._or_again([request]):
-                    self.pool.restore(request.row, first)
+                states = self.prefixes.longest(request.text[:-1], multiple)
+            if states is not None:
+                with self._requeue_on_error([request]):
+                    self.pool.restore(request.row, states)
 
     def _prefill(self) -> None:
         """Read the next tokens of prompts, unless more are worth a wait."""
@@ -201,21 +206,22 @@ class Engine:
             room -= n
             if n:
                 pieces.append((request, n))
-        self._lost += len(pieces)
-        others = room and self.running and self.waiting
-        waits = others and self._lost < STEPS_PER_PREFILL * self.pool.size
+        self._lost_tokens += len(pieces)
+        more_come = room and self.running and self.waiting
+        worth_a_wait = STEPS_PER_PREFILL * self.pool.size
+        waits = more_come and self._lost_tokens < worth_a_wait
         if pieces and not waits:
-            self._lost = 0
+            self._lost_tokens = 0
             packs = [[x] for x in pieces] if self.invariant else [pieces]
             for pack in packs:
                 self._prefill_packed(pack)
         for request in [x for x in self.reading if not x.left]:
-            self._run(request)
+            self._start_steps(request)
 
     def _prefill_packed(self, pieces: list[tuple[Request, int]]) -> None:
         """Read so many tokens of each request, packed in one call."""
         requests = [request for request, _ in pieces]
-        with self._or_again(requests):
+        with self._requeue_on_error(requests):
             self.batch.prefill(pieces)
         if not self.prefixes.max_bytes:
             return
@@ -225,7 +231,7 @@ class Engine:
                 key = request.hasher.key(request.text, read)
                 self.prefixes.add(key, self.pool.keep(request.row))
 
-    def _run(self, request: Request) -> None:
+    def _start_steps(self, request: Request) -> None:
         """Let a request take part in steps, and queue its forks."""
         self.reading.remove(request)
         self.running.append(request)
@@ -237,25 +243,25 @@ class Engine:
                 fork.first_states = kept
                 self.waiting.appendleft(fork)
 
-    def _draw(self) -> Launch | None:
+    def _step_running(self) -> RunningStep | None:
         """Draw the next token of all requests that take part."""
         if not self.running:
             return None
         requests = [*self.running]
-        with self._or_again(requests):
+        with self._requeue_on_error(requests):
             tokens = self.batch.step(requests)
         rows = [request.row for request in requests]
         for request in requests:
-            if request.drawn == request.max_new_tokens:
+            if request.num_drawn == request.max_new_tokens:
                 self._leave(request)
         return requests, rows, tokens
 
     def collect(self) -> None:
         """Give requests the tokens that the last step drew."""
-        if self._last is None:
+        if self._last_step is None:
             return
-        (requests, rows, drawn), self._last = self._last, None
-        tokens = drawn()
+        (requests, rows, fetched), self._last_step = self._last_step, None
+        tokens = fetched()
         for request, row in zip(requests, rows, strict=True):
             token = tokens[row]
             if request.done:  # since that step began
@@ -266,7 +272,7 @@ class Engine:
                 self.end(request, "stop")
             else:
                 request.tokens.append(token)
-                self._new.append((request, token))
+                self._new_tokens.append((request, token))
                 if len(request.tokens) == request.max_new_tokens:
                     self.end(request, "length")
 
@@ -293,7 +299,7 @@ class Engine:
         request.row = -1
 
     @contextlib.contextmanager
-    def _or_again(self, requests: Iterable[Request]) -> Iterator[None]:
+    def _requeue_on_error(self, requests: Iterable[Request]) -> Iterator[None]:
         """Let requests wait again if this raises: states may be half new."""
         try:
             yield

@@ -36,7 +36,7 @@ class Request:
     """The row of the engine's pool that it has; -1: none."""
     first_states: list[LayerState] | None = field(default=None, repr=False)
     """States that its row is to begin with."""
-    drawn: int = field(default=0, repr=False)
+    num_drawn: int = field(default=0, repr=False)
     """Tokens that steps have drawn for it, fetched or not."""
     forks: list[Request] = field(default_factory=list, repr=False)
     """Requests that wait for it to read the prompt that they share."""

@@ -38,7 +38,7 @@ class Places(NamedTuple):
     no_tokens: Bool[Tensor, "T 1"]  # after the last sequence
 
 
-def places(cu_seqlens: Offsets, T: int, W: int) -> Places:
+def find_places(cu_seqlens: Offsets, T: int, W: int) -> Places:
     """The places, of which none is outside of [0, T + N (W - 1)).
 
     That holds for any offsets, which are moved to where they could be.
@@ -48,17 +48,17 @@ def places(cu_seqlens: Offsets, T: int, W: int) -> Places:
     t = torch.arange(T, device=cu_seqlens.device)
     n = sequence_ids(offsets, T).clamp(max=N - 1)
     i = torch.arange(N * (W - 1), device=cu_seqlens.device)
-    of = i // (W - 1)  # the sequence of a row of a state
-    first, last = offsets[of] + i, offsets[of + 1] + i
+    sequence = i // (W - 1)  # the sequence of a row of a state
+    first, last = offsets[sequence] + i, offsets[sequence + 1] + i
     no_tokens = (t >= offsets[-1])[:, None]
     return Places(t + (n + 1) * (W - 1), first, last, no_tokens)
 
 
-def behind_states(
+def prepend_states(
     x: Float[Tensor, "B T C"],
     initial_state: Float[Tensor, "N W-1 C"] | None,
     W: int,
-    where: Places | None,
+    places: Places | None,
     N: int,
 ) -> Float[Tensor, "B L C"]:
     """The tokens in the dtype of the arithmetic, behind their states.
@@ -66,23 +66,23 @@ def behind_states(
     L is T + W - 1, or T + N (W - 1) of N packed sequences, at ``where``.
     """
     B, T, C = x.shape
-    sequences = 1 if where is None else N
+    sequences = 1 if places is None else N
     rows = x.new_empty(
         B, T + sequences * (W - 1), C, dtype=compute_dtype(x.dtype)
     )
-    if where is None:
+    if places is None:
         rows[:, W - 1 :] = x
         rows[:, : W - 1] = 0 if initial_state is None else initial_state
         return rows
     rows.zero_()  # offsets that are none leave rows out
-    tokens = x[0].masked_fill(where.no_tokens, 0)
-    rows[0, where.tokens] = tokens.to(rows.dtype)
+    tokens = x[0].masked_fill(places.no_tokens, 0)
+    rows[0, places.tokens] = tokens.to(rows.dtype)
     if initial_state is not None:
-        rows[0, where.first] = initial_state.to(rows.dtype).flatten(0, 1)
+        rows[0, places.first] = initial_state.to(rows.dtype).flatten(0, 1)
     return rows
 
 
-def convolved(
+def convolve(
     rows: Float[Tensor, "B L C"],
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
@@ -100,31 +100,31 @@ def convolved(
     return z
 
 
-def activated(
+def unactivated(
     x: Float[Tensor, "B T C"],
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
     cu_seqlens: Offsets | None,
 ) -> tuple[Float[Tensor, "B L C"], Float[Tensor, "B T C"], Places | None]:
-    """The extended rows, each token's sum before the activation, and where."""
+    """The extended rows, each token's sum before the activation, places."""
     T, W = x.shape[1], weight.shape[1]
-    where = None if cu_seqlens is None else places(cu_seqlens, T, W)
+    places = None if cu_seqlens is None else find_places(cu_seqlens, T, W)
     N = num_sequences(x, cu_seqlens)
-    rows = behind_states(x, initial_state, W, where, N)
-    z = convolved(rows, weight, bias)
-    if where is not None:
-        z = z[:, where.tokens - (W - 1)].masked_fill_(where.no_tokens, 0)
-    return rows, z, where
+    rows = prepend_states(x, initial_state, W, places, N)
+    z = convolve(rows, weight, bias)
+    if places is not None:
+        z = z[:, places.tokens - (W - 1)].masked_fill_(places.no_tokens, 0)
+    return rows, z, places
 
 
 def last_inputs(
-    rows: Float[Tensor, "B L C"], where: Places | None, N: int, W: int
+    rows: Float[Tensor, "B L C"], places: Places | None, N: int, W: int
 ) -> Float[Tensor, "N W-1 C"]:
     """The last W - 1 inputs of each of N sequences."""
-    if where is None:
+    if places is None:
         return rows[:, rows.shape[1] - (W - 1) :]
-    return rows[0, where.last].view(N, W - 1, rows.shape[2])
+    return rows[0, places.last].view(N, W - 1, rows.shape[2])
 
 
 def inverse_norm(
@@ -148,9 +148,9 @@ def forward(
 
     ``heads`` is H, K, HV, V. Without an ``eps`` nothing is normalised.
     """
-    rows, z, where = activated(x, weight, bias, initial_state, cu_seqlens)
+    rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
-    last = last_inputs(rows, where, N, W)
+    last = last_inputs(rows, places, N, W)
     state = x.new_empty(last.shape).copy_(last)
     y = F.silu(z, inplace=True) if silu else z
     if not heads[0]:
@@ -181,7 +181,7 @@ def backward(
 
     Those of weight and bias are in the dtype of the arithmetic.
     """
-    rows, z, where = activated(x, weight, bias, initial_state, cu_seqlens)
+    rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     sigmoid = torch.sigmoid(z) if silu else None
     if heads[0] and dq is not None and dk is not None:
         dy = torch.cat([t.flatten(2) for t in (dq, dk, dv)], dim=2)
@@ -198,26 +198,28 @@ def backward(
     if sigmoid is not None:
         # d silu = s (1 + z (1 - s))
         dy = dy * (1 - sigmoid).mul_(z).add_(1).mul_(sigmoid)
-    return _transposed(dy, dstate, rows, where, x, weight, bias, initial_state)
+    return _backward_of_sums(
+        dy, dstate, rows, places, x, weight, bias, initial_state
+    )
 
 
-def _transposed(
+def _backward_of_sums(
     dz: Float[Tensor, "B T C"],
     dstate: Float[Tensor, "N W-1 C"] | None,
     rows: Float[Tensor, "B L C"],
-    where: Places | None,
+    places: Places | None,
     x: Float[Tensor, "B T C"],
     weight: Float[Tensor, "C W"],
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
 ) -> list[Tensor | None]:
-    """What the gradients of the sums, and of the states, come to."""
+    """Gradients of the inputs, from those of the sums and of the states."""
     (B, _, C), W = x.shape, weight.shape[1]
     length = rows.shape[1] - W + 1
-    if where is not None:
-        own = dz[0].masked_fill(where.no_tokens, 0)
+    if places is not None:
+        dz_tokens = dz[0].masked_fill(places.no_tokens, 0)
         dz = dz.new_zeros(B, length, C)
-        dz[0, where.tokens - (W - 1)] = own
+        dz[0, places.tokens - (W - 1)] = dz_tokens
     dbias = None if bias is None else dz.sum(dim=(0, 1))
     taps = weight.to(dz.dtype).mT.contiguous()  # [W, C]
     drows = torch.zeros_like(rows)
@@ -225,15 +227,15 @@ def _transposed(
     for i in range(W):
         drows[:, i : i + length].addcmul_(dz, taps[i])
         dtaps.append((dz * rows[:, i : i + length]).sum(dim=(0, 1)))
-    if where is None:
+    if places is None:
         if dstate is not None:
             drows[:, length:] += dstate
         dx, dinitial = drows[:, W - 1 :], drows[:, : W - 1]
     else:
         if dstate is not None:
             # No row twice: they lie among those of a sequence and its state.
-            drows[0, where.last] += dstate.to(dz.dtype).flatten(0, 1)
-        dx, dinitial = drows[:, where.tokens], drows[0, where.first]
+            drows[0, places.last] += dstate.to(dz.dtype).flatten(0, 1)
+        dx, dinitial = drows[:, places.tokens], drows[0, places.first]
     # Copies, as in forward.
     grads = [torch.empty_like(x).copy_(dx), torch.stack(dtaps, dim=1), dbias]
     if initial_state is None:

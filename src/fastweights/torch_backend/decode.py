@@ -34,24 +34,24 @@ def widen(
 
 
 def decode(
-    S: States, x: Sequence[Any], accepted: Tensor | None, scale: float
+    S: States, tokens: Sequence[Any], accepted: Tensor | None, scale: float
 ) -> Tensor:
     """Outputs of all tokens; S becomes the state after those accepted.
 
     x is what :func:`widen` returns.
     """
     if accepted is None:
-        return advance(S, *x, scale=scale)
-    o = advance(S.clone(), *x, scale=scale)
-    q, k, v, g, beta, erase = x
+        return advance(S, *tokens, scale=scale)
+    o = advance(S.clone(), *tokens, scale=scale)
+    q, k, v, g, beta, erase = tokens
     token = torch.arange(q.shape[1], device=S.device)
-    each = (token < accepted[:, None])[..., None]  # [N, T, 1]
-    all_of = each[..., None]
+    taken = (token < accepted[:, None])[..., None]  # [N, T, 1]
+    taken_channels = taken[..., None]
     # What is refused writes nothing, and nothing is forgotten for it.
-    k, v = k.where(all_of, 0), v.where(all_of, 0)
-    g = None if g is None else g.where(all_of, 0)
-    beta = None if beta is None else beta.where(each, 0)
-    erase = None if erase is None else erase.where(all_of, 0)
+    k, v = k.where(taken_channels, 0), v.where(taken_channels, 0)
+    g = None if g is None else g.where(taken_channels, 0)
+    beta = None if beta is None else beta.where(taken, 0)
+    erase = None if erase is None else erase.where(taken_channels, 0)
     advance(S, q, k, v, g, beta, erase, scale=scale)
     return o
 

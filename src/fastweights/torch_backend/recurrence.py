@@ -18,8 +18,8 @@ from fastweights.heads import state_shape
 from fastweights.packing import (
     Offsets,
     Piece,
-    buckets,
     first_states,
+    pack_pieces,
     sequences,
 )
 from fastweights.reference.chunkwise import (
@@ -39,19 +39,19 @@ IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 def pieces(
     cu_seqlens: Offsets | None, v: Tensor, chunk_size: int, invariant: bool
 ) -> list[Piece]:
-    """What is computed together, so much that it stays in a core's cache.
+    """Sequences that are computed together, and stay in a core's cache.
 
-    Of a batch some rows; of a pack what :func:`buckets` says; if it is to be
-    ``invariant`` each sequence alone. No chunk is longer than its sequences.
+    A batch has pieces of some rows, a pack those of :func:`pack_pieces`; if
+    ``invariant``, each sequence is alone. No chunk is longer than them.
     """
     B, T, HV = v.shape[:3]
-    in_cache = max(1, torch.get_num_threads() * IN_CACHE // HV)
+    room = max(1, torch.get_num_threads() * IN_CACHE // HV)
     if invariant:
-        in_cache = 0
+        room = 0
     if cu_seqlens is not None:
-        return buckets(cu_seqlens, v, chunk_size, lambda C: in_cache // C**2)
+        return pack_pieces(cu_seqlens, v, chunk_size, lambda C: room // C**2)
     C = min(chunk_size, T)
-    rows = max(1, in_cache // (T * C))
+    rows = max(1, room // (T * C))
     parts = [slice(b, b + rows) for b in range(0, B, rows)]
     return [Piece(n, (n, slice(None)), C) for n in parts]
 
@@ -74,7 +74,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
         return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
 
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
-    # Of no token, but o depends on the states, if nothing else does: under
+    # No token's, but o depends on the states, if nothing else does: under
     # context_parallel every rank takes part in a backward.
     outputs = [state[: len(v), :, :0].transpose(1, 2)]
     states = list(state.split(1))
@@ -83,22 +83,22 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
         o, last = scan(step, state[n], *inputs)
         outputs.append(o)
         states[n] = last.split(1)
-    rest = v.shape[1] - sum(o.shape[1] for o in outputs)
-    outputs.append(state.new_zeros(len(v), rest, *v.shape[2:]))
+    num_left = v.shape[1] - sum(o.shape[1] for o in outputs)
+    outputs.append(state.new_zeros(len(v), num_left, *v.shape[2:]))
     return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
 def empty_saved(operands: Operands, options: OperatorOptions) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
-    One token needs none of it, but to be ``invariant``: as many tensors,
-    which are empty, so that a graph for any T is one for T = 1. Another
-    backend may keep more, of a size that g and cu_seqlens decide.
+    One token needs no room, unless it is ``invariant``: there are as many
+    tensors, but empty, so that a graph for any T is one for T = 1. Another
+    backend may keep more, in sizes that follow from g and cu_seqlens.
     """
     q, _, v, _, beta, erase, *_ = operands
     B, T, HV = v.shape[:3]
-    at_once = T == 1 and not options.invariant
-    width = 0 if at_once else torch.sym_min(options.chunk_size, T)
+    single_token = T == 1 and not options.invariant
+    width = 0 if single_token else torch.sym_min(options.chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None and erase is None else 2
     return [
@@ -115,9 +115,9 @@ def forward(
     tokens = widen(*operands[:6])
     state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
-    at_once = v.shape[1] == 1 and not invariant
-    if at_once and (found := sequences(cu_seqlens, 1)):
-        [(n, _)] = found
+    single_token = v.shape[1] == 1 and not invariant
+    if single_token and (nonempty := sequences(cu_seqlens, 1)):
+        [(n, _)] = nonempty
         o = advance(state[n], *tokens, scale=scale).to(v.dtype)
         return o, state, saved
     o = v.new_empty(v.shape)
@@ -126,7 +126,7 @@ def forward(
         for x in (o, *saved):
             x.zero_()
     for part in pieces(cu_seqlens, v, chunk_size, invariant):
-        inputs, n = part.of(*tokens), part.states
+        inputs, n = part.select(*tokens), part.states
         o_n, state[n], Aqk, P = chunkwise_forward(
             *inputs,
             scale=scale,
@@ -135,8 +135,8 @@ def forward(
         )
         length = inputs[0].shape[1]
         part.put(o, from_chunks(o_n, length))
-        kept = [Aqk] if P is None else [Aqk, P]
-        for x, x_n in zip(saved, kept, strict=True):
+        saved_n = [Aqk] if P is None else [Aqk, P]
+        for x, x_n in zip(saved, saved_n, strict=True):
             part.put(x.transpose(1, 2), from_chunks(x_n, length))
     return o, state, saved
 
@@ -163,30 +163,30 @@ def backward(
         # An empty sequence hands its state's gradient on as it is.
         dS = torch.zeros_like(initial_state)
         dS = dS if dstate is None else dS.copy_(dstate)
-    # Of tokens after the last sequence it is 0.
-    made = torch.empty_like if cu_seqlens is None else torch.zeros_like
+    # It is 0 for tokens after the last sequence.
+    empty = torch.empty_like if cu_seqlens is None else torch.zeros_like
     grads = [
-        made(x, memory_format=torch.contiguous_format)
+        empty(x, memory_format=torch.contiguous_format)
         for x in tokens
         if x is not None
     ]
     for part in pieces(cu_seqlens, v, chunk_size, invariant):
         n, C = part.states, part.chunk_size
-        kept = part.of(*(x.transpose(1, 2) for x in saved if x.numel()))
-        kept = [to_chunks(x[..., :C], C) for x in kept]
+        saved_n = part.select(*(x.transpose(1, 2) for x in saved if x.numel()))
+        saved_n = [to_chunks(x[..., :C], C) for x in saved_n]
         *grads_n, dS_n = chunkwise_backward(
-            *part.of(*tokens),
+            *part.select(*tokens),
             do=part.take(do),
             dS=None if dstate is None else dstate[n],
             scale=scale,
             initial_state=None if initial_state is None else initial_state[n],
             chunk_size=C,
-            **dict(zip(("Aqk", "P"), kept, strict=False)),
+            **dict(zip(("Aqk", "P"), saved_n, strict=False)),
         )
         if dS is not None:
             dS[n] = dS_n
-        parts = [x for x in grads_n if x is not None]
-        for dx, dx_n in zip(grads, parts, strict=True):
+        present = [x for x in grads_n if x is not None]
+        for dx, dx_n in zip(grads, present, strict=True):
             part.put(dx, dx_n)
     if q.shape[2] != v.shape[2]:
         # Heads that share a key head are summed before they are rounded.

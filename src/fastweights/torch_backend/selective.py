@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Piece, buckets, first_states, sequences
+from fastweights.packing import Piece, first_states, pack_pieces, sequences
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read, scan, selective
 
@@ -103,10 +103,10 @@ def chunks(
     T = x.shape[1]
     parts = [Piece(slice(None), (slice(None), slice(0, T)), length)]
     if cu_seqlens is not None:
-        parts = buckets(cu_seqlens, x, length, lambda L: 4 * length // L)
+        parts = pack_pieces(cu_seqlens, x, length, lambda L: 4 * length // L)
     for part in parts:
         n = part.states
-        if part.own is not None:
+        if part.valid is not None:
             place = part.tokens[1][:, 0] // length + n
             yield n, [((0, place), part)]
             continue
@@ -200,7 +200,7 @@ def forward(
         for place, part in parts:
             if states is not None:
                 states[place] = channels_first(h)
-            x_t, dt_t, B_t, C_t = part.of(x, dt, B, C)
+            x_t, dt_t, B_t, C_t = part.select(x, dt, B, C)
             x_t, dt_t = in_groups(G, full, x_t, dt_t)
             a, w = decays(dt_t, A), dt_t * x_t
             hs = states_of(a, w, B_t.to(full), h)
@@ -242,7 +242,7 @@ def backward(
     for n, parts in chunks(cu_seqlens, x, length):
         dh_t = keys_first(dh[n], G)
         for place, part in reversed(parts):
-            x_t, dt_t, dy_t, B_t, C_t = part.of(x, dt, dy, B, C)
+            x_t, dt_t, dy_t, B_t, C_t = part.select(x, dt, dy, B, C)
             x_t, dt_t, dy_t = in_groups(G, full, x_t, dt_t, dy_t)
             h = keys_first(states[place], G)
             dx_t, ddt_t, dA_t, dB_t, dC_t, dh_t = chunk_backward(

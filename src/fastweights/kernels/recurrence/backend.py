@@ -37,9 +37,9 @@ def kind_of(
     invariant: bool = False,
     ranks: bool = False,
 ) -> tuple[CallKind, tuple]:
-    """What kind of call that is; and what lengths_of it takes.
+    """The kind of this call, and the sizes that lengths_of takes.
 
-    Of a traced call these may be symbols; heads and widths are numbers.
+    In a traced call sizes may be symbols; heads and widths are numbers.
     """
     q, v, g, offsets = tensors.q, tensors.v, tensors.g, tensors.cu_seqlens
     (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
@@ -74,8 +74,8 @@ def empty_saved(
 def aligned(x: Tensor | None) -> Tensor | None:
     """``x``, or a copy, contiguous and at an address divisible by 16.
 
-    As Triton's wide loads and tensor descriptors need it, and all that
-    PyTorch allocates is; a slice of a tensor may be neither.
+    Triton's wide loads and tensor descriptors need that. All that PyTorch
+    allocates is so; a slice of a tensor may be neither.
     """
     if x is None:
         return None
@@ -83,18 +83,18 @@ def aligned(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def run(
+def run_schedule(
     inputs: Iterable[Tensor | None],
     saved: list[Tensor] | None,
     options: OperatorOptions,
     exchange: ExchangeMethod = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The results of a forward or, if it ``saved``, a backward; what is saved.
+    """The results of a forward, or with ``saved`` of a backward; and saved.
 
-    The inputs are those of CallTensors, to a forward without the last two.
-    With a forward's kernels are compiled those of the backward that its inputs
-    will need, if they require a gradient, and only the outputs have one. What
-    a rank has to ``exchange`` is told in schedule.Schedule.
+    The inputs are those of CallTensors, for a forward without the last two.
+    If a forward's inputs require a gradient, the kernels of its backward are
+    compiled with its own, for a backward in which only o has a gradient.
+    schedule.Schedule tells what a rank has to ``exchange``.
     """
     scale, chunk_size, _, invariant = options
     tensors = CallTensors(*[aligned(x) for x in inputs])
@@ -109,8 +109,8 @@ def run(
         schedule = make_schedule(kind, dtypes, segmented)
         if not schedule.kernels:
             schedules = [schedule]
-            leaves = [x for x in tensors if x is not None and x.requires_grad]
-            if leaves and not back:
+            trained = [x for x in tensors if x is not None and x.requires_grad]
+            if trained and not back:
                 dstate = torch.float32 if ranks else None
                 dtypes = dtypes._replace(do=dtypes.v, dstate=dstate)
                 schedules.append(
@@ -131,7 +131,7 @@ def forward(
     Saved is one buffer, but in Triton's interpreter a tensor each.
     """
     check_offsets_on_host(operands.cu_seqlens, operands.q.shape[1])
-    results, saved = run(operands, None, options, exchange)
+    results, saved = run_schedule(operands, None, options, exchange)
     return results["o"], results["state"], saved
 
 
@@ -151,11 +151,10 @@ def backward(
     g, beta = operands.g, operands.beta
     if do is None:
         do = torch.zeros_like(operands.v)
-    grads, _ = run((*operands, do, dstate), saved, options, exchange)
+    grads, _ = run_schedule((*operands, do, dstate), saved, options, exchange)
     if g is not None and grads["dg"].dim() < g.dim():  # the head's one channel
         grads["dg"] = grads["dg"].view_as(g)
-    if (
-        beta is not None and grads["dbeta"].dim() > beta.dim()
-    ):  # by value tiles
+    if beta is not None and grads["dbeta"].dim() > beta.dim():
+        # A part for each value tile.
         grads["dbeta"] = grads["dbeta"].sum(-1).to(beta.dtype)
     return [*grads.values()]

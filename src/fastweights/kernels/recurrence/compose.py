@@ -20,7 +20,7 @@ from fastweights.kernels.recurrence.segments import (
 
 
 @triton.jit
-def times_map(
+def apply_map(
     maps,
     i_M,
     states,
@@ -34,7 +34,7 @@ def times_map(
 ):
     """M S, or M^T S with BACK: value tile i_v of S [K, V], state i_from.
 
-    If there is a p_to, added to what state i_to has.
+    If there is a p_to, the product is added to what state i_to has.
     """
     K: tl.constexpr = META.K
     BJ: tl.constexpr = META.BJ
@@ -73,13 +73,13 @@ def compose_state(
 ):
     """The state at p_from, through the map, is added to that at p_to."""
     of_state = maps, i_M, p_from, i_from, i_v, p_to, i_to
-    b_S = times_map(*of_state, META.V, BACK, META)
+    b_S = apply_map(*of_state, META.V, BACK, META)
     tile.store_state(p_to, b_S, i_to, i_v, True, META)
 
 
 @triton.jit
-def compose_map(maps, through, i_M, i_way, is_first, i_j, META: tl.constexpr):
-    """Column tile i_j of map i_M on top of what is through at i_way."""
+def compose_map(maps, products, i_M, i_P, is_first, i_j, META: tl.constexpr):
+    """Column tile i_j of map i_M times the product of maps at i_P."""
     K: tl.constexpr = META.K
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
@@ -92,9 +92,9 @@ def compose_map(maps, through, i_M, i_way, is_first, i_j, META: tl.constexpr):
             o_M = (i_M.to(tl.int64) * K + o_j) * K + tl.arange(0, BK)[:, None]
         b_S = tl.load(maps + o_M, mask=m_S, other=0.0)
     else:
-        way = maps, i_M, through, i_way, i_j, None, 0
-        b_S = times_map(*way, K, BACK, META)
-    tl.store(through + o_S, b_S, mask=m_S)
+        of_map = maps, i_M, products, i_P, i_j, None, 0
+        b_S = apply_map(*of_map, K, BACK, META)
+    tl.store(products + o_S, b_S, mask=m_S)
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def compose_kernel(passing, call, META: tl.constexpr):
     gradient of the state that passes it, then that gradient. At a sequence's
     edges stand the states [N, HV, K, V] that enter a call and those that leave
     it; where an end is no border, neither is its edge. A program starts at the
-    border of a sequence's first segment. Of a rank, through gets the products
-    of maps, from the first that is composed up to each, for arrive_kernel:
-    programs of their own compose the columns of the identity, too.
+    border of a sequence's first segment. On ranks products gets the
+    products of maps, from the first that is composed up to each, for
+    arrive_kernel; the columns of the identity have programs of their own.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
@@ -119,7 +119,7 @@ def compose_kernel(passing, call, META: tl.constexpr):
     BACK: tl.constexpr = META.BACK
     NV: tl.constexpr = META.NV
     NM: tl.constexpr = META.NM if META.RANKS and META.DELTA else 0
-    entering, borders, leaving, maps, through = passing
+    entering, borders, leaving, maps, products = passing
     i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
     i_n, start, end, first = segment_before(i_b, call, META)
@@ -138,8 +138,8 @@ def compose_kernel(passing, call, META: tl.constexpr):
         begin = tl.where(has_rest, 0, 1) if BACK else 1
     if leaving is None:
         stop -= 1
-    i_way = i_b
-    b_through = tl.full([BK], 1.0, dtype=tl.float32)
+    i_P = i_b
+    b_P = tl.full([BK], 1.0, dtype=tl.float32)
     for i in range(begin, stop):
         i_s = segments - 1 - i if BACK else i
         i_M = border_of(i_n, start, i_s * call.L, call, META)
@@ -163,8 +163,8 @@ def compose_kernel(passing, call, META: tl.constexpr):
                 if i_v < NV:
                     compose_state(*of_state, BACK, META)
                 else:
-                    way = maps, through, i_M, i_way, i == 0, i_v - NV
-                    compose_map(*way, META)
+                    of_map = maps, products, i_M, i_P, i == 0, i_v - NV
+                    compose_map(*of_map, META)
             else:
                 compose_state(*of_state, BACK, META)
         else:
@@ -174,13 +174,13 @@ def compose_kernel(passing, call, META: tl.constexpr):
                 o_M = i_M.to(tl.int64) * K + o_k
                 b_M = tl.load(maps + o_M, mask=o_k < K, other=0.0)
                 b_from *= b_M[:, None]
-                if through is not None:
-                    b_through *= b_M
+                if products is not None:
+                    b_P *= b_M
                     m_k = tile.mask_if(i_v == 0, o_k < K)
-                    tl.store(through + o_M, b_through, mask=m_k)
+                    tl.store(products + o_M, b_P, mask=m_k)
             b_S += b_from
             tile.store_state(p_to, b_S, i_to, i_v, True, META)
-        i_way = i_M
+        i_P = i_M
         tl.debug_barrier()  # before other threads load what was stored
 
 
@@ -188,14 +188,14 @@ def compose_kernel(passing, call, META: tl.constexpr):
 def arrive_kernel(passing, call, META: tl.constexpr):
     """Add to all composed states what becomes there of one from a rank.
 
-    Entering is that one, beside what compose_kernel had as entering; each
-    state has a program per value tile. The rest is compose_kernel's.
+    passing is compose_kernel's, but ``entering`` is the state that arrived.
+    Each composed state has a program per value tile.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     NV: tl.constexpr = META.NV
-    arriving, borders, leaving, _, through = passing
+    arriving, borders, leaving, _, products = passing
     i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_M % HV, i_M // HV
     i_n, start, end, first = segment_before(i_b, call, META)
@@ -211,13 +211,13 @@ def arrive_kernel(passing, call, META: tl.constexpr):
         )
         i_n = i_n * HV + i_hv
         if META.DELTA:
-            of_state = through, i_M, arriving, i_n, i_v, p_to, i_to
+            of_state = products, i_M, arriving, i_n, i_v, p_to, i_to
             compose_state(*of_state, False, META)
         else:
             b_S = tile.load_state(arriving, i_n, i_v, True, META)
-            if through is not None:
+            if products is not None:
                 o_k = tl.arange(0, META.BK)
-                p_M = through + i_M.to(tl.int64) * K + o_k
+                p_M = products + i_M.to(tl.int64) * K + o_k
                 b_S *= tl.load(p_M, mask=o_k < K, other=0.0)[:, None]
             b_S += tile.load_state(p_to, i_to, i_v, True, META)
             tile.store_state(p_to, b_S, i_to, i_v, True, META)

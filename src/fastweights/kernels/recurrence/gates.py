@@ -1,7 +1,7 @@
 """How a chunk decays: in parts, in sums of gates, between two of its tokens.
 
-:func:`is_weak` decides what a head or channel is: weak, so that two factors
-per token say all of its decays, or strong.
+:func:`is_factorable` decides whether two factors per token say all decays of a
+head or channel.
 """
 
 import triton
@@ -11,28 +11,28 @@ from fastweights.kernels import tile
 
 
 @triton.jit
-def is_weak(b_total, x):
-    """Whether a head or channel is seen from where half of it has decayed.
+def is_factorable(b_total, x):
+    """Whether the decay between any two tokens is a product of two factors.
 
-    That is, half of the 2^b_total that it decays by in a chunk. What has x's
-    dtype is then multiplied by numbers from 2^-80 to 2^80, and keeps its bits
-    if it is 2^-40 or more.
+    One factor is of the row, one of the column, both as seen from where half
+    of the chunk's decay, 2^b_total, is done. Numbers of x's dtype are then
+    multiplied by 2^-80 to 2^80, and keep their bits if they are 2^-40 or more.
     """
     fp16: tl.constexpr = x.dtype.element_ty == tl.float16
     return b_total >= (-8.0 if fp16 else -160.0)
 
 
 @triton.jit
-def decay_in_parts(b_total, x):
-    """Two factors a and b of the decay of a chunk, which is a b a.
+def split_decay(b_total, x):
+    """The outer and inner parts, a and b, of a chunk's decay a b a.
 
-    a from the entrance to the point from which the chunk is seen, and from
-    there to the exit: half of the decay, and b = 1. What does not halve is
-    seen from the entrance and the exit: a = 1, and b is all of it.
+    A factorable decay is seen from where half of it is done: a leads there
+    from the entrance, a leads from there to the exit, and b is 1. Any other is
+    seen from the entrance and from the exit: a is 1, and b all of the decay.
     """
-    m_weak = is_weak(b_total, x)
-    b_outer = tl.exp2(tl.where(m_weak, 0.5 * b_total, 0.0))
-    return b_outer, tl.exp2(tl.where(m_weak, 0.0, b_total))
+    m_factorable = is_factorable(b_total, x)
+    b_outer = tl.exp2(tl.where(m_factorable, 0.5 * b_total, 0.0))
+    return b_outer, tl.exp2(tl.where(m_factorable, 0.0, b_total))
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def split_gates(b_g):
 
 @triton.jit
 def chunk_total(b_high, b_low, EXACT: tl.constexpr):
-    """What the gates of a chunk add up to, [BK], rounded as summed_gates."""
+    """What the gates of a chunk add up to, [BK], rounded as sum_gates."""
     b_g = b_high.to(tl.float32)
     if EXACT:
         b_g += b_low.to(tl.float32)
@@ -88,15 +88,15 @@ def ones_where(mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def summed_gates(
+def sum_gates(
     m_sum, b_high, b_low, EXACT: tl.constexpr, WIDE: tl.constexpr = False
 ):
     """Row i adds up the gates of the rows j with m_sum[i, j].
 
-    m_sum [BT, BT], gates [BT, BK]. Sums, never differences of sums: a weak
-    gate after strong ones does not drown. Unless EXACT without b_low, which
-    misses a decay e^G by a factor 2^(+-2^-11 |G|), so by 2^-12 at most:
-    enough for half precision. WIDE, with 8 warps: see by_columns.
+    m_sum is [BT, BT], gates and sums are [BT, BK]. No difference of two sums
+    is taken: a weak gate after strong ones does not drown. Unless EXACT, b_low
+    is left out, and a decay e^G is off by a factor of 2^(+-2^-11 |G|), by
+    2^-12 at most: enough for half precision. WIDE, for 8 warps: by_columns.
     """
     b_sum = ones_where(m_sum, tl.float16)
     b_G = tile.by_columns(tl.dot(b_sum, b_high), WIDE)  # [BT, BK]
@@ -106,11 +106,11 @@ def summed_gates(
 
 
 @triton.jit
-def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
+def sum_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
     """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
 
-    In tf32x3, or with SPLIT to 16 bits, as sums of two numbers in bf16,
-    which has the range of fp32.
+    The product is in tf32x3; with SPLIT it has 16 bits, from sums of two bf16
+    numbers, which have the range of fp32.
     """
     if not SPLIT:
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
@@ -121,23 +121,23 @@ def summed_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
 
 
 @triton.constexpr_function
-def fold_of(dtype, far):
-    """A level and a number of bits: of the blocks folded at their middles.
+def fold_limits(dtype, long_steps):
+    """The level of the blocks folded at their middles, and a number of bits.
 
-    They have 2^level rows, and a step in them decays by at most so many bits:
+    A block has 2^level rows, and a step in it decays by so many bits at most:
     half a block of those stays in the range of fp32. In half precision tiles
-    with longer steps, far, have shorter blocks.
+    with long_steps have shorter blocks.
     """
     if dtype == tl.float32:
         return 2, 56.0
-    return (3, 29.0) if far else (4, 14.0)
+    return (3, 29.0) if long_steps else (4, 14.0)
 
 
 @triton.jit
-def shuts(b_total):
-    """Whether a channel has steps whose decay is 0, as of a gate of -inf.
+def is_shut(b_total):
+    """Whether a channel decays to 0 within a step, as by a gate of -inf.
 
-    That is, 2^-8192 in a chunk. Its tile is folded nowhere.
+    It then decays by 2^-8192 in a chunk, and its tile is folded nowhere.
     """
     return tl.min(b_total) < -8192.0
 
@@ -146,16 +146,16 @@ def shuts(b_total):
 def to_middle(b_high, b_low, level, EXACT, WIDE: tl.constexpr = False):
     """What decays between a row and the middle of its block of 2^level rows.
 
-    Exponents [BT, BK], at most 0: of a row in the second half what the gates
-    from the middle to it add up to, of one in the first those after it. And
-    which rows are in the second half, [BT, 1].
+    Returns exponents [BT, BK], which are at most 0, and which rows are in the
+    second half, [BT, 1]. A row there has the sum of the gates from the middle
+    up to it, and a row in the first half that of the gates after it.
     """
     o_c = tl.arange(0, b_high.shape[0])
     o_half = o_c >> (level - 1)
     m_second = (o_half % 2 == 1)[:, None]
     m_same = o_half[:, None] == o_half[None, :]
     m_sum = m_same & ((o_c[None, :] <= o_c[:, None]) == m_second)
-    return summed_gates(m_sum, b_high, b_low, EXACT, WIDE), m_second
+    return sum_gates(m_sum, b_high, b_low, EXACT, WIDE), m_second
 
 
 @triton.jit
@@ -167,30 +167,30 @@ def pairs_across(level, BT: tl.constexpr):
 
 
 @triton.jit
-def folded(b_high, b_low, shut, x, WIDE: tl.constexpr = False):
+def folded_factors(b_high, b_low, shut, x, WIDE: tl.constexpr = False):
     """Factors of rows and columns, [BT, BK], and pairs [BT, BT] in one block.
 
-    A block of fold_of(x's dtype) is seen from its middle: the decay of a pair
-    is a product of two factors, of which one may be large. So a step there
-    decays by no more than the bits of fold_of, and what decays further leaves
-    2^-29 of itself, or 2^-56 in fp32. If the tile ``shut``, blocks are single
-    rows. And the level of what is left.
+    A block of fold_limits(x's dtype) is seen from its middle: the decay of a
+    pair is a product of two factors, of which one may be large. So a step
+    there decays by its bits at most, and what decays further leaves 2^-29 of
+    itself, or 2^-56 in fp32. If the tile is ``shut``, blocks are single rows.
+    The last result is the level at which the other pairs begin.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     BT: tl.constexpr = b_high.shape[0]
     ROOM: tl.constexpr = num_levels(BT)
-    NEAR: tl.constexpr = fold_of(dtype, False)
-    FAR: tl.constexpr = fold_of(dtype, True)
+    NEAR: tl.constexpr = fold_limits(dtype, False)
+    FAR: tl.constexpr = fold_limits(dtype, True)
     EXACT: tl.constexpr = dtype == tl.float32
-    far = tl.min(b_high.to(tl.float32)) < -NEAR[1]
-    fold = tl.where(far, min(FAR[0], ROOM), min(NEAR[0], ROOM))
-    least = tl.where(far, -FAR[1], -NEAR[1])
+    long_steps = tl.min(b_high.to(tl.float32)) < -NEAR[1]
+    level_of_fold = tl.where(long_steps, min(FAR[0], ROOM), min(NEAR[0], ROOM))
+    least = tl.where(long_steps, -FAR[1], -NEAR[1])
     m_far = b_high < least
     b_high = tl.where(m_far, least.to(tl.float16), b_high)
     b_low = tl.where(m_far, tl.cast(0.0, tl.float16), b_low)
-    b_D, m_second = to_middle(b_high, b_low, fold, EXACT, WIDE)
+    b_D, m_second = to_middle(b_high, b_low, level_of_fold, EXACT, WIDE)
     b_D = tl.where(m_second, b_D, -b_D)
-    level = tl.where(shut, 0, fold)
+    level = tl.where(shut, 0, level_of_fold)
     o_b = tl.arange(0, BT) >> level
     m_A = o_b[:, None] == o_b[None, :]
     return tl.exp2(b_D), tl.exp2(-b_D), m_A, level + 1

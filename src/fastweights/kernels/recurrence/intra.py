@@ -22,9 +22,9 @@ def add_scores(
 ):
     """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (e b_r) (k b_c)^T to b_Aek.
 
-    Of key tile i_k. e, the key that reads, is erase, or without it k; Aek
-    only for the delta rule. rows are those of the value head. The
-    factors b_r and b_c are [BT, BK], the sums [BT, BT].
+    q, k and e are those of key tile i_k; e, the key that reads, is erase, or
+    without it k. Only the delta rule has Aek. rows are the value head's.
+    Factors b_r and b_c are [BT, BK], sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
@@ -47,20 +47,20 @@ def add_scores(
 
 
 @triton.jit
-def add_strong(
+def add_scores_by_level(
     b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META: tl.constexpr
 ):
     """Add key tile i_k's scores [BT, BT] at any gates, level by level.
 
-    First those of gates.folded, then the pairs with a token in each half of a
-    block of twice as many rows, and so on. These are seen from the border of
-    the halves, where no factor is above 1.
+    gates.folded_factors has the first pairs; then come those with a token in
+    each half of a block of twice as many rows, and so on. They are seen from
+    the border of the halves, where no factor is above 1.
     """
     BT: tl.constexpr = META.BT
     dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    b_r, b_c, m_A, first = gates.folded(b_high, b_low, shut, inputs.k)
+    b_r, b_c, m_A, first = gates.folded_factors(b_high, b_low, shut, inputs.k)
     b_Aqk, b_Aek = add_scores(
         b_Aqk, b_Aek, inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META
     )
@@ -76,7 +76,7 @@ def add_strong(
 
 @triton.jit
 def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
-    """Store Aqk, and for the delta rule R, of scores that have their decays.
+    """Store Aqk, and for the delta rule R, from scores that have their decays.
 
     Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
     """
@@ -103,7 +103,7 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
 
 @triton.jit
 def intra_fwd_kernel(
-    inputs, decayed, decays, scores, strong, call, META: tl.constexpr
+    inputs, decayed, decays, scores, marks, call, META: tl.constexpr
 ):
     """One chunk of one value head.
 
@@ -115,15 +115,15 @@ def intra_fwd_kernel(
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
     chunk is seen from the point p where half of its decay is done, G_p =
     G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
-    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. One that
-    decays too far to be seen so (gates.is_weak) has e^G and e^{G_C - G} in
-    their place, and its scores take differences of G: in fp64, since in fp32
-    a weak gate after strong ones would drown.
+    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. A decay
+    that is not gates.is_factorable has e^G and e^{G_C - G} in their place, and
+    its scores take differences of G: in fp64, since in fp32 a weak gate after
+    strong ones would drown.
 
     A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
     k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
-    scores. A chunk with a channel that decays too far is marked in strong,
-    and left to intra_strong_kernel.
+    scores. A chunk with a channel whose decay is not factorable gets a mark in
+    marks, and is left to intra_unfactorable_kernel.
     """
     dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
@@ -142,7 +142,7 @@ def intra_fwd_kernel(
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         if PER_CHANNEL:
-            tl.store(strong + i_ch, 0)
+            tl.store(marks + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
@@ -159,10 +159,10 @@ def intra_fwd_kernel(
     if ERASE and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
-    is_strong = False
+    marked = False
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
-        if is_strong == 0:
+        if marked == 0:
             b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
             if ERASE:
                 b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
@@ -179,10 +179,10 @@ def intra_fwd_kernel(
                 b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
                 b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
                 b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-                is_strong = gates.is_weak(tl.min(b_total), inputs.k) == 0
+                marked = gates.is_factorable(tl.min(b_total), inputs.k) == 0
                 o_k = i_k * META.BK + tl.arange(0, META.BK)
                 tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
-                b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+                b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
                 b_G -= (0.5 * b_total)[None, :]
                 b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
                 tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
@@ -199,8 +199,8 @@ def intra_fwd_kernel(
                     )
 
     if PER_CHANNEL:
-        tl.store(strong + i_ch, is_strong)
-        if is_strong:
+        tl.store(marks + i_ch, marked)
+        if marked:
             return
     if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
@@ -213,9 +213,9 @@ def intra_fwd_kernel(
         b_total = tl.sum(
             tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
         )
-        weak = gates.is_weak(b_total, inputs.k)
-        b_in = b_G - tl.where(weak, 0.5 * b_total, 0.0)
-        b_out = tl.where(weak, 0.5, 1.0) * b_total - b_G
+        factorable = gates.is_factorable(b_total, inputs.k)
+        b_in = b_G - tl.where(factorable, 0.5 * b_total, 0.0)
+        b_out = tl.where(factorable, 0.5, 1.0) * b_total - b_G
         b_in, b_out = (
             tl.exp2(b_in.to(tl.float32)),
             tl.exp2(b_out.to(tl.float32)),
@@ -226,7 +226,7 @@ def intra_fwd_kernel(
         tl.store(decays.total + i_ch, b_total)
         if DELTA:
             tl.debug_barrier()  # all of G is there
-            if weak:
+            if factorable:
                 b_Aek *= b_in[:, None] * b_out[None, :]
             else:
                 b_Aek *= gates.decay_matrix(decays.G, i_ch, BT)
@@ -245,14 +245,14 @@ def intra_fwd_kernel(
 
 
 @triton.jit
-def intra_strong_kernel(
-    inputs, decayed, decays, scores, strong, call, META: tl.constexpr
+def intra_unfactorable_kernel(
+    inputs, decayed, decays, scores, marks, call, META: tl.constexpr
 ):
-    """intra_fwd_kernel of a gate per channel, for chunks marked in strong.
+    """intra_fwd_kernel with a gate per channel, for unfactorable chunks.
 
-    A channel that decays too far to be seen from half of it has q_in = e^G q,
-    k_in = e^G k and k_out = e^{G_C - G} k. Without scores, which the forward
-    has saved for the backward, it is for all chunks, and marks them.
+    A channel whose decay is not factorable has q_in = e^G q, k_in = e^G k and
+    k_out = e^{G_C - G} k. Without scores, which the forward has saved for the
+    backward, the kernel runs on all chunks, and marks them.
     """
     dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
@@ -266,11 +266,11 @@ def intra_strong_kernel(
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_ch = i_c.to(tl.int64) * HV + i_hv
     if not AGAIN:
-        if tl.load(strong + i_ch) == 0:
+        if tl.load(marks + i_ch) == 0:
             return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
-        tl.store(strong + i_ch, 0)
+        tl.store(marks + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
     o_t = tile.time_order(BT)
@@ -281,7 +281,7 @@ def intra_strong_kernel(
         tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
-    is_strong = False
+    marked = False
     for i_k in range(META.NK):
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -290,13 +290,13 @@ def intra_strong_kernel(
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         o_k = i_k * META.BK + tl.arange(0, META.BK)
         tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
-        m_weak = gates.is_weak(b_total, inputs.k)  # [BK]
-        is_strong |= gates.is_weak(tl.min(b_total), inputs.k) == 0
-        b_outer = tl.where(m_weak, 0.5 * b_total, 0.0)[None, :]
-        b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+        m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
+        marked |= gates.is_factorable(tl.min(b_total), inputs.k) == 0
+        b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
+        b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
         b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
         tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
-        b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT)
+        b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
         b_in = tl.exp2(b_G - b_outer)
         b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
         tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
@@ -307,10 +307,10 @@ def intra_strong_kernel(
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
             tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
         if not AGAIN:
-            shut = gates.shuts(b_total)
-            b_Aqk, b_Aek = add_strong(
+            shut = gates.is_shut(b_total)
+            b_Aqk, b_Aek = add_scores_by_level(
                 b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META
             )
     if AGAIN:
-        tl.store(strong + i_ch, is_strong)
+        tl.store(marks + i_ch, marked)
     store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)

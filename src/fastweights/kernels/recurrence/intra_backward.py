@@ -8,26 +8,26 @@ from fastweights.kernels.recurrence import gates
 
 
 @triton.jit
-def is_marked(strong, i_c, i_h, META: tl.constexpr):
-    """Whether any value head of key head i_h is marked in strong."""
+def is_marked(marks, i_c, i_h, META: tl.constexpr):
+    """Whether any value head of key head i_h is marked as unfactorable."""
     NG: tl.constexpr = META.HV // META.H
     marked = 0
     for i_g in tl.static_range(NG):
         i_ch = (i_c.to(tl.int64) * META.H + i_h) * NG + i_g
-        marked |= tl.load(strong + i_ch)
+        marked |= tl.load(marks + i_ch)
     return marked != 0
 
 
 @triton.jit
-def products_bwd(scan_results, rows, i_ch, i_k, META: tl.constexpr):
+def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
-    Of the scores: dAqk, and -dAek, [BT, BT]. Through the states, [BT, BK]:
-    to q, to k as it is written, and, negated, to e, the key that reads: k
-    itself without META.ERASE. -dAek and the last are 0 for the additive rule.
-    And for a gate h . dh, of dtotal, [BK], or for a gate per head its sum: the
-    diagonal of a product, since a tile that a product and a sum read has one
-    buffer, which Triton fills again before the product is done.
+    Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
+    states, [BT, BK], to q, to k as it is written and, negated, to e, the key
+    that reads (k itself without META.ERASE); and a gate's dtotal, h . dh [BK],
+    or for a gate per head its sum. -dAek and e's are 0 for the additive rule.
+    h . dh is the diagonal of a product: a tile that a product and a sum read
+    has one buffer, which Triton fills again before the product is done.
     """
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -70,8 +70,8 @@ def products_bwd(scan_results, rows, i_ch, i_k, META: tl.constexpr):
 def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
     """Store dbeta, from the diagonal of -dAek: sums of dv times the errors.
 
-    dv has beta as a factor (the scan takes care that it is not 0). Every key
-    tile finds the same.
+    dv has beta as a factor (the scan sees to it that it is not 0). Every key
+    tile finds the same, and the first one stores it.
     """
     NUMBERS: tl.constexpr = META.number_tiles
     if i_k == 0:
@@ -83,16 +83,16 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, strong, scan_results, grads, call, META: tl.constexpr
+    g, decayed, decays, marks, scan_results, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
-    From the states that enter the chunks, h, and the gradients of those
+    It reads the states that enter the chunks, h, and the gradients of those
     that leave them, dh. u is v, or for the delta rule the errors, of which
     beta u is written. The value heads of the key head are summed here, in
-    fp32. Of the gradient of a gate per head every key tile writes its part,
-    which gate_bwd_kernel adds up: dg_parts [slots, HV, NK, 2, BT], and of
-    total dtotal [slots, HV, NK].
+    fp32. Every key tile writes its part of the gradient of a gate per head,
+    dg_parts [slots, HV, NK, 2, BT], and of total, dtotal [slots, HV, NK];
+    gate_bwd_kernel adds them up.
 
     A gate's gradient is a sum over the pairs of tokens that it stands
     between. Rows gain from it what columns lose, and pairs on one side must
@@ -100,8 +100,7 @@ def intra_bwd_kernel(
 
     With a gate per channel q_in, k_in and k_out are seen from where half of
     the channel's decay is done (intra_fwd_kernel), and so are the gradients
-    until the end. intra_bwd_strong_kernel has the chunks with channels that
-    cannot be seen so.
+    until the end. intra_bwd_unfactorable_kernel has the other chunks.
     """
     PRECISION: tl.constexpr = META.PRECISION
     GATED: tl.constexpr = META.GATED
@@ -126,7 +125,7 @@ def intra_bwd_kernel(
     if t >= end:
         return
     if PER_CHANNEL:
-        if is_marked(strong, i_c, i_h, META):
+        if is_marked(marks, i_c, i_h, META):
             return
     dtype = scan_results.do.dtype.element_ty
     o_t = tile.time_order(BT)
@@ -136,7 +135,7 @@ def intra_bwd_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
+        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = sum_over_values(
             scan_results, rows, i_ch, i_k, META
         )
 
@@ -153,9 +152,9 @@ def intra_bwd_kernel(
             b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
             b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
             b_total = tl.load(decays.total + i_ch)
-            b_outer, b_inner = gates.decay_in_parts(b_total, scan_results.do)
+            b_outer, b_inner = gates.split_decay(b_total, scan_results.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
-            if gates.is_weak(b_total, scan_results.do) == 0:
+            if gates.is_factorable(b_total, scan_results.do) == 0:
                 b_D = gates.decay_matrix(decays.G, i_ch, BT)
                 b_D *= b_weight[None, :]
             b_dAqk *= call.scale * b_D
@@ -227,13 +226,13 @@ def intra_bwd_kernel(
             tl.store(grads.dg_parts + BT + o_c, b_sums[1])
             tl.store(grads.dtotal + i_part, b_dtotal)
         elif PER_CHANNEL:
-            b_dg = gates.summed_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
-            b_dg += gates.summed_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
+            b_dg = gates.sum_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
+            b_dg += gates.sum_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
             tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
 
             b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_total)[None, :]  # G_p - G
@@ -256,10 +255,10 @@ def intra_bwd_kernel(
 def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
     """One chunk of one value head: dg of a gate per head [T, HV].
 
-    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and dtotal. Of
-    dg_parts: pairs_i, what row i reads from earlier tokens less what its
-    column gives to later ones; w_j, what token j writes as it arrives at the
-    exit. dtotal: what the entering state's decay gives.
+    dg_t is the sum of pairs_i over i >= t, of w_j over j < t, and dtotal.
+    dg_parts has pairs_i, what row i reads from earlier tokens less what its
+    column gives to later ones, and w_j, what token j writes as it arrives at
+    the exit. dtotal is what the entering state's decay gives.
     """
     NUMBERS: tl.constexpr = META.number_tiles
     BT: tl.constexpr = META.BT
@@ -297,10 +296,10 @@ def add_grads(
 ):
     """Add to sums what passes through the scores in m_A, with their factors.
 
-    To dq, b_row; to dk, b_col; to derase, b_de, or without it to b_col too;
-    and to what the gates between two tokens get, b_pairs: what rows gain less
-    what columns lose, of equally rounded operands. rows are those of the
-    value head. Factors are of the scores' rows and columns.
+    The sums are b_row of dq; b_col of dk; b_de of derase, whose part without
+    it is b_col's; and b_pairs of the gates between two tokens: what rows gain
+    less what columns lose, from equally rounded operands. rows are the value
+    head's. Factors are those of the scores' rows and columns.
     """
     b_row, b_col, b_de, b_pairs = sums
     b_dAqk, b_dAek = dscores
@@ -340,14 +339,14 @@ def add_grads(
 
 
 @triton.jit
-def intra_bwd_strong_kernel(
-    inputs, decays, strong, scan_results, grads, call, META: tl.constexpr
+def intra_bwd_unfactorable_kernel(
+    inputs, decays, marks, scan_results, grads, call, META: tl.constexpr
 ):
-    """intra_bwd_kernel for a gate per channel, and the chunks it leaves out.
+    """intra_bwd_kernel for a gate per channel, on unfactorable chunks.
 
-    Those that are marked in strong. The scores' gradients pass level by
-    level, as the scores did (intra.add_strong). With 8 warps: whatever leads
-    to a product is by_columns, or it would be computed twice.
+    The scores' gradients pass level by level, as the scores did
+    (intra.add_scores_by_level). It has 8 warps: whatever leads to a product is
+    by_columns, or it would be computed twice.
     """
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
@@ -366,7 +365,7 @@ def intra_bwd_strong_kernel(
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
-    if is_marked(strong, i_c, i_h, META) == 0:
+    if is_marked(marks, i_c, i_h, META) == 0:
         return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     o_t = tile.time_order(BT)
@@ -377,7 +376,7 @@ def intra_bwd_strong_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = products_bwd(
+        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = sum_over_values(
             scan_results, rows, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
@@ -396,12 +395,12 @@ def intra_bwd_strong_kernel(
             b_col *= b_beta[:, None]
         b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-        b_G = gates.summed_gates(o_t >= 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
         b_dAqk *= call.scale
         b_row *= call.scale * b_in
         b_de *= -b_in
-        b_G = gates.summed_gates(o_t < 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT, True)
         b_col *= tl.exp2(b_G)
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -410,7 +409,7 @@ def intra_bwd_strong_kernel(
             b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)  # [BT, BK]
         b_w = b_k * b_col  # [BT, BK]
         b_pairs = b_q * b_row + b_e * b_de
-        b_dg = gates.summed_rows(o_t > 0, b_w, SPLIT, True)
+        b_dg = gates.sum_rows(o_t > 0, b_w, SPLIT, True)
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
@@ -422,8 +421,8 @@ def intra_bwd_strong_kernel(
             b_col += b_de
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
-        shut = gates.shuts(b_total)
-        b_r, b_c, m_A, first = gates.folded(
+        shut = gates.is_shut(b_total)
+        b_r, b_c, m_A, first = gates.folded_factors(
             b_high, b_low, shut, scan_results.do, True
         )
         sums, dscores = (b_row, b_col, b_de, b_pairs), (b_dAqk, b_dAek)
@@ -443,7 +442,7 @@ def intra_bwd_strong_kernel(
         b_dk += b_col
         if ERASE:
             tile.store_rows(grads.derase, b_de, rows, i_k, GATES)
-        b_dg += gates.summed_rows(o_t <= 0, b_pairs, SPLIT, True)
+        b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
         tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
 
     tile.store_rows(grads.dq, b_dq, rows_of_key, i_k, KEYS)

@@ -26,14 +26,14 @@ from fastweights.kernels.recurrence.segments import (
 
 # Which program it is: of segment or border i_x, and forward whether of M.
 Program = namedtuple("Program", "i_x i_hv i_v is_map")
-# A program's chunks, begin to last, and the segment that they are of; and the
-# same of a scan back.
+# A program's chunks, first up to stop, of a segment that begins with chunk
+# segment_first, and of sequence i_n, with tokens start to end.
 Chunks = namedtuple(
     "Chunks",
-    "i_n start end i_slot first begin last is_composed reaches_all",
+    "i_n start end i_slot segment_first first stop is_composed reaches_all",
 )
 ChunksBack = namedtuple(
-    "ChunksBack", "i_n i_nh start end i_slot first last is_composed from_end"
+    "ChunksBack", "i_n i_nh start end i_slot first stop is_composed from_end"
 )
 
 
@@ -46,32 +46,32 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def channel_decays(decays, i_ch, x, META: tl.constexpr):
-    """The parts [BK, 1] of each channel's decay, of chunk and head i_ch.
+    """The parts [BK, 1] of each channel's decay, in chunk and head i_ch.
 
-    See gates.decay_in_parts, for which x has the dtype.
+    As gates.split_decay finds them, for products in x's dtype.
     """
     o_k = tl.arange(0, META.BK)
     p_total = decays.total + i_ch * META.K + o_k
     b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
-    return gates.decay_in_parts(b_total, x)
+    return gates.split_decay(b_total, x)
 
 
 @triton.jit
 def head_decays(decays, i_ch, x, META: tl.constexpr):
     """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
 
-    The last result says whether the chunk is seen from half of its decay:
-    then the rows are inverses, and only one is loaded.
+    The last result is whether the decay is factorable: then the chunk is seen
+    from half of it, the rows are inverses, and only one is loaded.
     """
     b_total = tl.load(decays.total + i_ch)
-    b_outer, b_inner = gates.decay_in_parts(b_total, x)
+    b_outer, b_inner = gates.split_decay(b_total, x)
     b_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
-    weak = gates.is_weak(b_total, x)
-    if weak:
+    factorable = gates.is_factorable(b_total, x)
+    if factorable:
         b_in = 1.0 / b_out
     else:
         b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
-    return b_outer, b_inner, b_in, b_out, weak
+    return b_outer, b_inner, b_in, b_out, factorable
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def chunks_of(
 ):
     """Chunks: a program's sequence, its tokens, and its chunks.
 
-    Of segment i_x, whose first chunk is first, or with MAP of the one before
-    border i_x. The state that leaves it is_composed if it is whole and a state
+    They are those of segment i_x, or with MAP of the one before border i_x.
+    The state that leaves the segment is_composed if it is whole and a state
     enters it. With MAP is_composed is whether there is anything to compose:
     also what leaves a first segment, to enter the next. With a gate per head
     a map is that of the chunks which matter at the segment's end; whether it
@@ -96,42 +96,51 @@ def chunks_of(
     i_x, i_hv, _, is_map = program
     reaches_all = True
     if MAP:
-        i_n, start, end, first = segment_before(i_x, call, META)
+        i_n, start, end, segment_first = segment_before(i_x, call, META)
     else:
-        i_n, start, end, first = segment_at(i_x, call, BT)
+        i_n, start, end, segment_first = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    last = tl.minimum(first + call.L, NT)
-    enters = first > 0
+    stop = tl.minimum(segment_first + call.L, NT)
+    enters = segment_first > 0
     if initial_state is not None:
-        enters = first >= 0
+        enters = segment_first >= 0
     if MAP:
-        enters |= (last < NT) & (is_map == 0)
-    is_composed = enters & is_whole(start, end, first, call, META)
+        enters |= (stop < NT) & (is_map == 0)
+    is_composed = enters & is_whole(start, end, segment_first, call, META)
     if MAP:
-        last = tl.where(is_composed, last, first)
-    begin = first
+        stop = tl.where(is_composed, stop, segment_first)
+    first = segment_first
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            map_bound, i_slot + first, i_hv, first, last, False, META
+            map_bound, i_slot + first, i_hv, first, stop, False, META
         )
-        reaches_all = reached == last - first
+        reaches_all = reached == stop - first
         if is_map & (reaches_all == 0):
             reached = 0
-        begin = last - reached
+        first = stop - reached
     return Chunks(
-        i_n, start, end, i_slot, first, begin, last, is_composed, reaches_all
+        i_n,
+        start,
+        end,
+        i_slot,
+        segment_first,
+        first,
+        stop,
+        is_composed,
+        reaches_all,
     )
 
 
 @triton.jit
-def enter(
+def load_entering_state(
     states, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
 ):
     """The state [BK, BV] with which a program's first chunk begins.
 
-    A sequence's own, or of a later segment the composed one; of B none, of M
-    its unit vectors, or 0 where it does not reach all of its chunks.
+    It is the sequence's own, or for a later segment the composed one. A map's
+    B begins with zeros and its M with unit vectors, or with zeros where it
+    does not reach all of its chunks.
     """
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
@@ -144,13 +153,13 @@ def enter(
                 b_S = unit_columns(i_j, BK, BV)
     elif states.initial_state is not None:
         i_nh = chunks.i_n * META.HV + i_hv
-        is_first = chunks.first == 0
+        is_first = chunks.segment_first == 0
         b_S = tile.load_state(states.initial_state, i_nh, i_v, is_first, META)
     if states.border_states is not None and not MAP:
         NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
-        before = chunks.first - call.L
+        before = chunks.segment_first - call.L
         i_b = border_of(chunks.i_n, chunks.start, before, call, META)
-        has_before = (chunks.first > 0) & (chunks.first < NT)
+        has_before = (chunks.segment_first > 0) & (chunks.segment_first < NT)
         i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
         b_S += tile.load_state(
             states.border_states, i_b, i_v, has_before, META
@@ -159,7 +168,7 @@ def enter(
 
 
 @triton.jit
-def leave(
+def store_leaving_state(
     states,
     state,
     b_S,
@@ -171,8 +180,9 @@ def leave(
 ):
     """Store what a program's last chunk ends with, if anybody asks for it.
 
-    MAP: B to border_states, or to state at a sequence's end; M or the
-    channels' decay to maps. Else the final state, if it is not composed.
+    With MAP B goes to border_states, or to state at a sequence's end, and M
+    or the channels' decay to maps. Without it the final state is stored, if
+    it is not composed.
     """
     K: tl.constexpr = META.K
     HV: tl.constexpr = META.HV
@@ -180,14 +190,14 @@ def leave(
     NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
     if MAP:
         i_b = i_x * HV + i_hv
-        is_last = chunks.last == NT
+        is_last = chunks.stop == NT
         p_S, i_S = state_passing(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
         has_state = chunks.is_composed & (is_map == 0)
         tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
         if META.DELTA:
-            # Of a program of B no rows.
+            # A program of B stores no rows.
             row = i_b.to(tl.int64) * K
             rows = (row, row + tl.where(chunks.is_composed & is_map, K, 0), 0)
             MAPS: tl.constexpr = META.map_tiles
@@ -201,8 +211,8 @@ def leave(
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
-        is_last = chunks.last == NT
-        is_last &= (chunks.first < NT) | (chunks.first == 0)
+        is_last = chunks.stop == NT
+        is_last &= (chunks.segment_first < NT) | (chunks.segment_first == 0)
         i_nh = chunks.i_n * HV + i_hv
         own = is_last & (chunks.is_composed == 0)
         tile.store_state(state, b_S, i_nh, i_v, own, META)
@@ -258,7 +268,7 @@ def scan_fwd_kernel(
     chunks = chunks_of(
         program, states.initial_state, decays.map_bound, call, MAP, META
     )
-    b_S = enter(states, chunks, program, call, MAP, META)
+    b_S = load_entering_state(states, chunks, program, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
 
     tokens = (chunks.start, chunks.end)
@@ -273,7 +283,7 @@ def scan_fwd_kernel(
         t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
         if PER_CHANNEL:
             t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
-    for i_t in range(chunks.begin, chunks.last):
+    for i_t in range(chunks.first, chunks.stop):
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         c_v = c
@@ -287,7 +297,7 @@ def scan_fwd_kernel(
             b_outer, b_inner = channel_decays(decays, i_ch, v, META)
             b_S *= b_outer  # to where half of each channel has decayed
         elif PER_HEAD and DELTA:
-            b_outer, b_inner, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
@@ -301,7 +311,7 @@ def scan_fwd_kernel(
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
-            b_outer, b_inner, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
         b_u = b_v  # [BT, BV]
@@ -348,9 +358,9 @@ def scan_fwd_kernel(
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_scale = call.scale
             if PER_HEAD:
-                b_o *= tl.where(weak, b_outer, b_in)
-                b_scale = call.scale * tl.where(weak, b_in, 1.0)
-                if weak == 0:
+                b_o *= tl.where(factorable, b_outer, b_in)
+                b_scale = call.scale * tl.where(factorable, b_in, 1.0)
+                if factorable == 0:
                     b_A *= gates.decay_matrix(decays.G, i_ch, BT)
                     b_new = b_u.to(b_v.dtype)
             if not PER_CHANNEL:
@@ -363,8 +373,9 @@ def scan_fwd_kernel(
         if GATED:  # from where the chunk is seen to its exit
             b_S *= b_outer
 
-    state = outputs.state
-    leave(states, state, b_S, b_decay, chunks, program, MAP, META)
+    store_leaving_state(
+        states, outputs.state, b_S, b_decay, chunks, program, MAP, META
+    )
 
 
 @triton.jit
@@ -376,10 +387,10 @@ def chunks_back_of(
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
-    """ChunksBack: as :func:`chunks_of`, of a scan from the last to the first.
+    """ChunksBack: as :func:`chunks_of`, for a scan from the last to the first.
 
-    It begins with the final state's gradient from_end. With MAP two programs
-    have border i_x // 2: the segment before it, and the rest after it.
+    A program from_end begins with the final state's gradient. With MAP border
+    i_x // 2 has two programs: the segment before it, and the rest after it.
     """
     BT: tl.constexpr = META.BT
     i_x, i_hv, _, _ = program
@@ -393,32 +404,32 @@ def chunks_back_of(
     else:
         i_n, start, end, first = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    last = tl.minimum(first + call.L, NT)
+    stop = tl.minimum(first + call.L, NT)
     i_nh = i_n * META.HV + i_hv
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
-    from_end = (last == NT) & ((first < NT) | (first == 0))
+    from_end = (stop == NT) & ((first < NT) | (first == 0))
     whole = is_whole(start, end, first, call, META)
     if MAP:
         from_end &= whole == 0
         is_composed &= from_end == is_rest
         if dinitial_state is None:
             is_composed &= first > 0
-        last = tl.where(is_composed, last, first)
+        stop = tl.where(is_composed, stop, first)
     else:
         is_composed = whole
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            map_bound, i_slot + first, i_hv, first, last, True, META
+            map_bound, i_slot + first, i_hv, first, stop, True, META
         )
-        from_end &= reached == last - first
-        last = first + reached
+        from_end &= reached == stop - first
+        stop = first + reached
     return ChunksBack(
-        i_n, i_nh, start, end, i_slot, first, last, is_composed, from_end
+        i_n, i_nh, start, end, i_slot, first, stop, is_composed, from_end
     )
 
 
 @triton.jit
-def enter_back(
+def load_entering_grad(
     dstate, grads, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
 ):
     """The gradient [BK, BV] with which a program's last chunk begins."""
@@ -432,14 +443,14 @@ def enter_back(
     if grads.border_grads is not None and not MAP:
         NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
         i_b = border_of(chunks.i_n, chunks.start, chunks.first, call, META)
-        has_after = chunks.last < NT
+        has_after = chunks.stop < NT
         i_b = tl.where(has_after, i_b, 0) * META.HV + i_hv
         b_dS += tile.load_state(grads.border_grads, i_b, i_v, has_after, META)
     return b_dS
 
 
 @triton.jit
-def leave_back(
+def store_leaving_grad(
     grads, b_dS, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
 ):
     """Store what a program's first chunk ends with, if anybody asks for it."""
@@ -460,28 +471,21 @@ def leave_back(
 
 @triton.jit
 def scan_bwd_kernel(
-    decayed,
-    decays,
-    scores,
-    u,
-    output_grads,
-    grads,
-    call,
-    META: tl.constexpr,
+    decayed, decays, scores, u, output_grads, grads, call, META: tl.constexpr
 ):
     """Carry the state's gradient from the last chunk to the first.
 
-    dv; dh, the gradient of the state that leaves each chunk; and that of the
-    initial state. With y the gradient of what the delta rule writes, beta
-    times the errors u, dv is beta y, and dbeta the sum over values of u y.
-    intra_bwd divides it out of dv, which therefore has nonzero(beta); in fp16
-    dv would lose too much, and every value tile writes its part here. With w
-    what y would be without the later tokens' errors, y = (I + R^T Diag(beta))
-    w. If dh is None, only what a segment adds to the gradient of the state
-    that enters it: two programs for each border, of the segment before it,
-    and of the rest that may come after it. To border_grads [borders, HV, K,
-    V], or of a sequence's first segment to dinitial_state; otherwise
-    border_grads is the gradient of the state that passes a border, composed.
+    It finds dv; dh, the gradient of the state that leaves each chunk; and
+    that of the initial state. With y the gradient of what the delta rule
+    writes, beta times the errors u, dv is beta y, and dbeta the sum over
+    values of u y. intra_bwd divides it out of dv, which therefore has
+    nonzero(beta); in fp16 dv would lose too much, and every value tile writes
+    its part here. With w what y would be without the later tokens' errors,
+    y = (I + R^T Diag(beta)) w. If dh is None it finds only what a segment adds
+    to the gradient of the state that enters it, and each border has two
+    programs: the segment before it, and the rest that may come after it. That
+    goes to border_grads [borders, HV, K, V], or for a sequence's first segment
+    to dinitial_state. Otherwise border_grads has the composed gradients.
     """
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
@@ -510,7 +514,7 @@ def scan_bwd_kernel(
     chunks = chunks_back_of(
         program, grads.dinitial_state, decays.map_bound, call, MAP, META
     )
-    b_dS = enter_back(
+    b_dS = load_entering_grad(
         output_grads.dstate, grads, chunks, program, call, MAP, META
     )
 
@@ -526,8 +530,8 @@ def scan_bwd_kernel(
         t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
     if SUMS_DBETA:
         t_u = tile.sequence_tiles(u, tokens, VALUES)
-    for i in range(chunks.last - chunks.first):
-        i_t = chunks.last - 1 - i
+    for i in range(chunks.stop - chunks.first):
+        i_t = chunks.stop - 1 - i
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         i_ch = (chunks.i_slot + i_t) * HV + i_hv
@@ -541,7 +545,7 @@ def scan_bwd_kernel(
             b_dS *= b_outer
             b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)
         elif PER_HEAD:
-            b_outer, b_inner, b_in, b_out, weak = head_decays(
+            b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, output_grads.do, META
             )
 
@@ -564,8 +568,8 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
-            b_y *= tl.where(weak, b_outer, b_out)
-            if weak == 0:
+            b_y *= tl.where(factorable, b_outer, b_out)
+            if factorable == 0:
                 b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
         if not PER_CHANNEL:
@@ -573,7 +577,7 @@ def scan_bwd_kernel(
             b_A = b_A.to(b_do_in.dtype)
         b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
         if PER_HEAD:
-            b_y *= tl.where(weak, b_out, 1.0)
+            b_y *= tl.where(factorable, b_out, 1.0)
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
@@ -607,4 +611,4 @@ def scan_bwd_kernel(
         if GATED:
             b_dS *= b_outer
 
-    leave_back(grads, b_dS, chunks, program, call, MAP, META)
+    store_leaving_grad(grads, b_dS, chunks, program, call, MAP, META)

@@ -35,7 +35,7 @@ ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
 class TensorSpec:
     """A tensor of every call: it has as many rows as the named length says.
 
-    Of "tokens" the first dimensions are B and T. Two specs of the same name
+    With "tokens" the first dimensions are B and T. Two specs of the same name
     in a schedule are the same memory.
     """
 
@@ -78,7 +78,7 @@ class CallNumber:
     per: int = 1
 
     def number(self, lengths: Lengths) -> IntLike:
-        """What it is in a call of such lengths."""
+        """Its value in a call of such lengths."""
         return -(getattr(lengths, self.length) * -self.times // self.per)
 
 
@@ -86,10 +86,7 @@ SCALE = CallNumber("scale")  # the number that no length decides
 
 
 def buffer_offsets(lines: Iterable[CallNumber], lengths: Lengths) -> list[Any]:
-    """Where tensors of so many lines begin in a buffer of them all.
-
-    At last, the buffer's bytes.
-    """
+    """Where tensors of so many lines begin in one buffer; then its bytes."""
     numbers = [x.number(lengths) for x in lines]
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
@@ -102,8 +99,8 @@ def regroup(group: tuple, members: Iterable[Any]) -> Any:
 def stand_in(x: Any) -> Any:
     """An argument as Triton takes it to compile a kernel.
 
-    A :class:`CallNumber` is 2 there: of 1, and of what 16 divides, Triton
-    makes kernels of their own. The scale is 1.0.
+    A :class:`CallNumber` is 2 there: for 1, and for what 16 divides, Triton
+    compiles other kernels. The scale is 1.0.
     """
     if isinstance(x, tuple):
         return regroup(x, map(stand_in, x))
@@ -118,10 +115,10 @@ def flatten(arguments: Iterable[Any]) -> list[Any]:
     return [x for group in groups for x in group]
 
 
-def key(x: Any) -> tuple[type, Any]:
-    """By what a schedule finds an argument: a tensor by its name.
+def argument_key(x: Any) -> tuple[type, Any]:
+    """What a schedule finds an argument by: its type, and a tensor's name.
 
-    With its type: equal groups may have other names, and 1 is True.
+    The type, since equal groups may have other names, and 1 is True.
     """
     x = getattr(x, "name", x)
     return type(x), x
@@ -136,7 +133,7 @@ def allocate(
     return [q.new_empty(size, dtype=torch.uint8)]
 
 
-def views(
+def tensor_views(
     specs: Sequence[TensorSpec],
     buffers: list[Tensor],
     starts: Sequence[int],
@@ -153,8 +150,8 @@ def views(
 class Launch(NamedTuple):
     """A kernel, its number of programs, and its arguments, in order.
 
-    Of these a :class:`TensorSpec` becomes an address, a :class:`CallNumber` a
-    number, and a tuple a group of either; all others are constants.
+    Among them a :class:`TensorSpec` becomes an address, a :class:`CallNumber`
+    a number, and a tuple a group of either; all others are constants.
     """
 
     kernel: Any
@@ -165,9 +162,9 @@ class Launch(NamedTuple):
     def compile(self) -> Any:
         """The kernel for such arguments, or what Triton has of it by now.
 
-        Of a pointer Triton looks at the dtype and at whether 16 divides it,
-        which it does here; of a number, where it is not 1 and 16 does not
-        divide it, at its type.
+        Triton looks at a pointer's dtype and at whether 16 divides it, which
+        it does here; and at the type of a number, where that is not 1 and 16
+        does not divide it.
         """
         arguments = [stand_in(x) for x in self.arguments]
         return self.kernel.warmup(*arguments, grid=(1,), **self.options)
@@ -176,7 +173,7 @@ class Launch(NamedTuple):
         """The compiled kernel, in at most so many bytes of shared memory.
 
         How many it takes differs by the compiler's version: where the
-        launch's own stages do not fit, fewer are taken, which load less ahead
+        launch's own stages do not fit, it has fewer, which load less ahead
         and change nothing else. A RuntimeError names a kernel that does not
         compile, or does not fit with one stage.
         """
@@ -216,11 +213,11 @@ class Schedule:
     which the forward makes and the backward is handed; all other tensors
     share one, ``scratch``, that is freed after the last launch.
 
-    Of a rank ``exchange`` are the launches from compose_kernel's up to
-    arrive_kernel's, which a call leaves to what asks the other ranks: it is
-    given compose_kernel's tensors (stages.StatePassing), and functions that
-    run compose_kernel, those after it, and arrive_kernel: the first and the
-    last on other tensors, if they are given some by name.
+    On ranks ``exchange`` has the places of the launches from compose_kernel's
+    up to arrive_kernel's. A call does not run these: it hands a function that
+    asks the other ranks compose_kernel's tensors (stages.StatePassing), and
+    three functions, which run compose_kernel, the launches after it, and
+    arrive_kernel. The first and the last take other tensors by name.
     """
 
     launches: Sequence[Launch]
@@ -232,9 +229,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         arguments = [x for launch in self.launches for x in launch.arguments]
-        arguments = [*{key(x): x for x in arguments}.values()]
+        arguments = [*{argument_key(x): x for x in arguments}.values()]
         groups = [x for x in arguments if isinstance(x, tuple)]
-        members = {key(x): x for x in flatten(arguments)}.values()
+        members = {argument_key(x): x for x in flatten(arguments)}.values()
         numbers = [x for x in members if type(x) is CallNumber]
         self.numbers = [x for x in numbers if x != SCALE]
         self.constants = [
@@ -246,18 +243,18 @@ class Schedule:
         self.scratch = [x for x in specs.values() if x.name not in names]
         names += [x.name for x in self.scratch]
         order = [SCALE, *names, *self.numbers, *self.constants, *groups]
-        indices = {key(x): i for i, x in enumerate(order)}
+        indices = {argument_key(x): i for i, x in enumerate(order)}
 
-        def pick(group: tuple[Any, ...]) -> Callable[[list], tuple]:
-            ids = [indices[key(x)] for x in group]
-            # The interpreter finds members by name, compiled code by place,
-            # and of one itemgetter makes no tuple.
+        def select(group: tuple[Any, ...]) -> Callable[[list], tuple]:
+            ids = [indices[argument_key(x)] for x in group]
+            # The interpreter finds members by name, compiled code by place;
+            # itemgetter makes no tuple of a single one.
             if INTERPRETED or len(ids) == 1:
                 return lambda values: regroup(group, [values[i] for i in ids])
             return itemgetter(*ids)
 
-        self.groups = [pick(x) for x in groups]
-        self.picks = [pick(x.arguments) for x in self.launches]
+        self.groups = [select(x) for x in groups]
+        self.selectors = [select(x.arguments) for x in self.launches]
         buffers = self.saved, self.scratch
         self.lines = [[x.lines for x in specs] for specs in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
@@ -266,8 +263,8 @@ class Schedule:
     def load(self, shared: int) -> None:
         """Load its kernels, into so many bytes of shared memory per program.
 
-        Compiled if they are not yet, or awaited if some thread compiles them.
-        What cannot be compiled raises, and may be compiled again.
+        They are compiled if they are not yet, or awaited if some thread
+        compiles them. What cannot be compiled raises, and may be tried again.
         """
         self.kernels = [
             x.kernel if INTERPRETED else x.fitting_kernel(shared)
@@ -275,14 +272,14 @@ class Schedule:
         ]
 
     def prepare(self, lengths: Lengths) -> tuple[list, ...]:
-        """Launches, results' shapes, offsets in saved and scratch, values."""
+        """Launches, results' shapes, offsets in saved and scratch, numbers."""
         programs = [x.programs.number(lengths) for x in self.launches]
-        launches = zip(self.kernels, programs, self.picks, strict=True)
-        runs = [(kernel[n, 1, 1], pick) for kernel, n, pick in launches]
+        launches = zip(self.kernels, programs, self.selectors, strict=True)
+        runs = [(kernel[n, 1, 1], select) for kernel, n, select in launches]
         shapes = [(x, x.shape(lengths)) for x in self.results]
-        in_saved, in_scratch = (buffer_offsets(x, lengths) for x in self.lines)
+        offsets = [buffer_offsets(x, lengths) for x in self.lines]
         numbers = [x.number(lengths) for x in self.numbers]
-        return runs, shapes, in_saved, in_scratch, [*numbers, *self.constants]
+        return runs, shapes, *offsets, [*numbers, *self.constants]
 
     def __call__(
         self,
@@ -292,20 +289,20 @@ class Schedule:
         saved: list[Tensor] | None = None,
         exchange: Callable[..., None] | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run it: the results by name, and what is saved if not ``saved``.
+        """Run all launches; return the results by name, and what is saved.
 
         The kernels are given addresses, but in Triton's interpreter tensors.
         """
         q = inputs[0]
         assert q is not None
         prepared = self.prepare_once(lengths)
-        runs, shapes, in_saved, in_scratch, numbers = prepared
+        runs, shapes, saved_offsets, scratch_offsets, numbers = prepared
         results = {x.name: x.empty(q, shape) for x, shape in shapes}
         if saved is None:
-            saved = allocate(self.saved, in_saved[-1], q, lengths)
+            saved = allocate(self.saved, saved_offsets[-1], q, lengths)
         scratch = saved  # nothing of it, if nothing lies between
         if self.scratch:
-            scratch = allocate(self.scratch, in_scratch[-1], q, lengths)
+            scratch = allocate(self.scratch, scratch_offsets[-1], q, lengths)
         if INTERPRETED:
             values = [
                 scale,
@@ -320,44 +317,47 @@ class Schedule:
             values = [scale]
             values += [0 if x is None else x.data_ptr() for x in inputs]
             values += [x.data_ptr() for x in results.values()]
-            values += [saved_at + x for x in in_saved[:-1]]
-            values += [scratch_at + x for x in in_scratch[:-1]]
+            values += [saved_at + x for x in saved_offsets[:-1]]
+            values += [scratch_at + x for x in scratch_offsets[:-1]]
             values += numbers
-        values += [pick(values) for pick in self.groups]
-        start = start_with_scratch if self.tma else start_all
+        values += [select(values) for select in self.groups]
+        launch = launch_with_scratch if self.tma else launch_all
         if exchange is None or self.exchange is None:
-            start(runs, values)
+            launch(runs, values)
             return results, saved
         tensor_of = dict(zip(self.inputs, inputs, strict=True)) | results
-        tensor_of |= views(self.saved, saved, in_saved, lengths)
-        tensor_of |= views(self.scratch, scratch, in_scratch, lengths)
-        first, last = self.exchange.start, self.exchange.stop
-        passing = self.launches[first].arguments[0]
+        for buffer in (
+            (self.saved, saved, saved_offsets),
+            (self.scratch, scratch, scratch_offsets),
+        ):
+            tensor_of |= tensor_views(*buffer, lengths)
+        compose, arrive = self.exchange.start, self.exchange.stop
+        passing = self.launches[compose].arguments[0]
 
-        def run_on(n: int, **tensors: Tensor) -> None:
-            run, pick = runs[n]
-            group, *arguments = pick(values)
+        def run_with(n: int, **tensors: Tensor) -> None:
+            run, select = runs[n]
+            group, *arguments = select(values)
             replaced = {
                 name: x if INTERPRETED else x.data_ptr()
                 for name, x in tensors.items()
             }
             run(regroup(passing, group)._replace(**replaced), *arguments)
 
-        start(runs[:first], values)
+        launch(runs[:compose], values)
         exchange(
             regroup(passing, [x and tensor_of[x.name] for x in passing]),
-            functools.partial(run_on, first),
-            functools.partial(start, runs[first + 1 : last], values),
-            functools.partial(run_on, last),
+            functools.partial(run_with, compose),
+            functools.partial(launch, runs[compose + 1 : arrive], values),
+            functools.partial(run_with, arrive),
         )
-        start(runs[last + 1 :], values)
+        launch(runs[arrive + 1 :], values)
         return results, saved
 
 
-def start_all(runs: list, values: list[Any]) -> None:
+def launch_all(runs: list, values: list[Any]) -> None:
     """The one place from which the family's kernels are launched."""
-    for run, pick in runs:
-        run(*pick(values))
+    for run, select in runs:
+        run(*select(values))
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -365,12 +365,12 @@ def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def start_with_scratch(runs: list, values: list[Any]) -> None:
-    """:func:`start_all`, with memory for the kernels that make descriptors.
+def launch_with_scratch(runs: list, values: list[Any]) -> None:
+    """:func:`launch_all`, with memory for the kernels that make descriptors.
 
     Triton's allocator is a context variable: ours is set in a copy of the
     context, so that the caller's stays.
     """
     context = copy_context()
     context.run(triton.set_allocator, _allocate_scratch)
-    context.run(start_all, runs, values)
+    context.run(launch_all, runs, values)

@@ -57,7 +57,7 @@ def border_of(i_n, start, first, call, META: tl.constexpr):
 def segment_before(i_b, call, META: tl.constexpr):
     """The segment before border i_b, as segment_at has it, if it is whole.
 
-    Of packed sequences that with the last of the border's tokens.
+    Among packed sequences it is the one with the last of the border's tokens.
     """
     BL = call.L * META.BT
     if call.cu_seqlens is None:
@@ -98,25 +98,25 @@ def is_whole(start, end, first, call, META: tl.constexpr):
 
 
 @triton.jit
-def chunks_in_reach(bounds, i_c, i_hv, first, last, BACK: tl.constexpr, META):
-    """How many of the chunks first to last matter at the end of them.
+def chunks_in_reach(bounds, i_c, i_hv, first, stop, BACK: tl.constexpr, META):
+    """How many of the chunks first up to stop matter at the end of them.
 
-    Or with BACK at their beginning. What is farther away is FORGOTTEN: so
-    says the log2 of the bound on each chunk's map, bounds [slots, HV], of
-    which i_c is the slot of chunk first. Only LOOK chunks are looked at; if
-    all of them matter, so do the others.
+    With BACK, at their beginning. What is farther away is FORGOTTEN: so says
+    the log2 of the bound on each chunk's map, bounds [slots, HV], in which
+    chunk first has slot i_c. Only LOOK chunks are looked at; if all of them
+    matter, so do the others.
     """
     LOOK: tl.constexpr = 64
     o_c = tl.arange(0, LOOK)
-    i_t = first + o_c if BACK else last - 1 - o_c
-    m_t = (i_t >= first) & (i_t < last)
+    i_t = first + o_c if BACK else stop - 1 - o_c
+    m_t = (i_t >= first) & (i_t < stop)
     p_bound = bounds + (i_c + i_t - first) * META.HV + i_hv
     b_bound = tl.load(p_bound, mask=m_t, other=0.0)  # [LOOK]
     b_way = tl.cumsum(b_bound, axis=0) - b_bound  # on the way to the end
     # NaN is not forgotten.
     reached = tl.sum(tl.where(m_t & ((b_way < FORGOTTEN) == 0), 1, 0), axis=0)
     if reached == LOOK:
-        reached = last - first
+        reached = stop - first
     return reached
 
 

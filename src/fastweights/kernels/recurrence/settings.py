@@ -59,7 +59,7 @@ class CallKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Meta:
+class RecurrenceMeta:
     """What one kernel is compiled for: its argument META.
 
     No tuple, which a launch would take for a group of arguments.
@@ -149,12 +149,12 @@ class Meta:
 
 def intra_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
-    narrow, large = narrowest(kind.dtype), kind.gpu.has_large_shared
-    BK = 64 if kind.per_channel else narrow
-    if stage in ("intra", "intra_strong", "intra_again"):
+    min_columns, large = narrowest(kind.dtype), kind.gpu.has_large_shared
+    BK = 64 if kind.per_channel else min_columns
+    if stage in ("intra", "intra_unfactorable", "intra_again"):
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
         if kind.has_prefetch_room and not kind.per_channel:
-            options["BK"] = max(narrow, triton.next_power_of_2(kind.K))
+            options["BK"] = max(min_columns, triton.next_power_of_2(kind.K))
             # four programs a multiprocessor, or three
             options["maxnreg"] = 168 if kind.erase else 128
         if kind.has_prefetch_room and stage == "intra_again":
@@ -167,15 +167,15 @@ def intra_options(stage: str, kind: CallKind) -> dict[str, int]:
         BK = 32
     if stage == "gate_backward":
         return {"BK": BK, "num_warps": 1}
-    strong = stage == "intra_backward_strong"
-    ahead = kind.has_prefetch_room and kind.chunk_size == 64
+    unfactorable = stage == "intra_backward_unfactorable"
+    prefetch = kind.has_prefetch_room and kind.chunk_size == 64
     options = {
         "BK": BK,
-        "BV": narrow,
-        "num_warps": 4 if ahead and not strong else 8,
-        "num_stages": 2 if ahead and not kind.gpu.forbids_prefetch else 1,
+        "BV": min_columns,
+        "num_warps": 4 if prefetch and not unfactorable else 8,
+        "num_stages": 2 if prefetch and not kind.gpu.forbids_prefetch else 1,
     }
-    if strong and kind.gpu.capability[0] != 9:
+    if unfactorable and kind.gpu.capability[0] != 9:
         # Left to itself ptxas 12.9 gives up: 32 registers on 8.0, 40 on
         # 10.0. On 9.0 it spills less so.
         options["maxnreg"] = 255
@@ -203,13 +203,13 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     on each other and the rest is little.
     """
     K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
-    ahead = kind.has_prefetch_room
+    prefetch = kind.has_prefetch_room
     chained = kind.delta and not kind.per_channel
     if kind.erase and not kind.gpu.forbids_prefetch:
         chained = False  # there is room for one program, of all its tiles
     BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
     BV = scan_values(kind)
-    wide = ahead and K > 64 and -V % (2 * BV) < BV  # most of a tile is there
+    wide = prefetch and K > 64 and -V % (2 * BV) < BV  # most of it is there
     if chained and stage in ("segment_maps", "scan"):
         wide = False
     BV = 2 * BV if wide else BV
@@ -218,7 +218,7 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     two_keys = kind.per_channel or kind.erase  # that read, and that write
     if (stage == "scan" or back) and kind.delta and two_keys:
         num_stages = 2  # no room for three
-    if not ahead or kind.gpu.forbids_prefetch:
+    if not prefetch or kind.gpu.forbids_prefetch:
         num_stages = 1
     # Where loads go ahead of the products, and a tile has neither keys nor
     # values of the next head, by descriptors: there is no mask for columns.
@@ -240,30 +240,32 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
 
 
 def scan_values(kind: CallKind) -> int:
-    """Value columns of a program of the scan, or half of them."""
+    """Value columns of a scan's program, or half of them."""
     BV = narrowest(kind.dtype)
     return BV if kind.gpu.has_large_shared else BV // 2
 
 
-INSIDE = (
+INTRA_STAGES = (
     "intra",
-    "intra_strong",
+    "intra_unfactorable",
     "intra_again",
     "intra_backward",
-    "intra_backward_strong",
+    "intra_backward_unfactorable",
     "gate_backward",
 )
-ALONG = ("segment_maps", "segment_maps_backward", "chunk_states")
-BETWEEN = ("compose", "compose_backward", "arrive", "arrive_backward")
+SCAN_STAGES = ("segment_maps", "segment_maps_backward", "chunk_states")
+COMPOSE_STAGES = ("compose", "compose_backward", "arrive", "arrive_backward")
 OPTIONS: dict[str, Callable[[str, CallKind], dict[str, int]]] = {
-    **dict.fromkeys(INSIDE, intra_options),
-    **dict.fromkeys((*ALONG, "scan", "scan_backward"), scan_options),
-    **dict.fromkeys(BETWEEN, compose_options),
+    **dict.fromkeys(INTRA_STAGES, intra_options),
+    **dict.fromkeys((*SCAN_STAGES, "scan", "scan_backward"), scan_options),
+    **dict.fromkeys(COMPOSE_STAGES, compose_options),
 }
-"""What finds each stage's tiles and launch settings."""
+"""The function that finds each stage's tiles and launch settings."""
 
 
-def settings_of(stage: str, kind: CallKind) -> tuple[Meta, dict[str, int]]:
+def settings_of(
+    stage: str, kind: CallKind
+) -> tuple[RecurrenceMeta, dict[str, int]]:
     """What a stage's kernel is compiled for, and its launch settings.
 
     Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
@@ -278,8 +280,9 @@ def settings_of(stage: str, kind: CallKind) -> tuple[Meta, dict[str, int]]:
     options = OPTIONS[stage](stage, kind)
     tiles = ("BK", "BV", "BJ", "TMA")
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
-    meta = Meta(
-        H=kind.HV if kind.per_channel and stage not in INSIDE else kind.H,
+    inside = stage in INTRA_STAGES
+    meta = RecurrenceMeta(
+        H=kind.HV if kind.per_channel and not inside else kind.H,
         HV=kind.HV,
         K=kind.K,
         V=kind.V if "BV" in sizes else 0,
@@ -290,7 +293,7 @@ def settings_of(stage: str, kind: CallKind) -> tuple[Meta, dict[str, int]]:
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),
         ERASE=kind.erase,
-        RANKS=kind.ranks and stage not in INSIDE,
+        RANKS=kind.ranks and not inside,
         **sizes,
     )
     return meta, options
@@ -352,13 +355,13 @@ def lengths_of(
 def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
     """Chunks per segment, for ``rows`` rows of ``chunks`` chunks each.
 
-    So many segments that two programs of ``scan_values``, or one of twice
-    those, run on every multiprocessor, as far as a segment has
-    SEGMENT_CHUNKS; and that the delta rule's maps, of which the first
-    segment needs none, are found in one round, or in two where their programs
-    are large (maps_at_once). Packed sequences are one row: how long each of
-    them is, only the device knows. A row's last segment is shorter: no state
-    that leaves it has to be composed.
+    There are so many segments that two programs of ``scan_values``, or one of
+    twice those, run on every multiprocessor, as long as a segment has
+    SEGMENT_CHUNKS. The delta rule's maps, which the first segment does not
+    need, have to be found in one round, or in two where their programs are
+    large (maps_at_once). Packed sequences are one row: only the device knows
+    how long each of them is. A row's last segment is shorter: no state that
+    leaves it has to be composed.
     """
     BV, ints = scan_values(kind), type(rows) is type(chunks) is int
     # Those of symbols take a microsecond each.
@@ -377,8 +380,8 @@ def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
 def maps_at_once(kind: CallKind) -> int:
     """How many programs of the delta rule's maps, of scan_values each, run.
 
-    Three on a multiprocessor of those whose registers are bounded; else two,
-    or one of twice as many values, and then two rounds of them.
+    A multiprocessor has three of them if their registers are bounded; else
+    two, or one of twice as many values, and then there are two rounds.
     """
     _, options = settings_of("segment_maps", kind)
     bounded = "maxnreg" in options

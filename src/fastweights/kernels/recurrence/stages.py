@@ -22,12 +22,12 @@ from fastweights.kernels.recurrence.compose import (
 )
 from fastweights.kernels.recurrence.intra import (
     intra_fwd_kernel,
-    intra_strong_kernel,
+    intra_unfactorable_kernel,
 )
 from fastweights.kernels.recurrence.intra_backward import (
     gate_bwd_kernel,
     intra_bwd_kernel,
-    intra_bwd_strong_kernel,
+    intra_bwd_unfactorable_kernel,
 )
 from fastweights.kernels.recurrence.scan import (
     scan_bwd_kernel,
@@ -40,7 +40,11 @@ from fastweights.kernels.recurrence.schedule import (
     Schedule,
     TensorSpec,
 )
-from fastweights.kernels.recurrence.settings import CallKind, Meta, settings_of
+from fastweights.kernels.recurrence.settings import (
+    CallKind,
+    RecurrenceMeta,
+    settings_of,
+)
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 T, N, L = CallNumber("T"), CallNumber("N"), CallNumber("L")
@@ -70,7 +74,7 @@ Outputs = namedtuple(
 # What enters a call, passes the borders of its segments, and leaves it; the
 # segments' maps, and the products of those.
 StatePassing = namedtuple(
-    "StatePassing", "entering borders leaving maps through"
+    "StatePassing", "entering borders leaving maps products"
 )
 # What enters a scan back, and what it writes.
 OutputGrads = namedtuple("OutputGrads", "do dstate")
@@ -80,7 +84,7 @@ ScanResults = namedtuple("ScanResults", "do u dv h dh")
 IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta derase")
 
 
-def meta_of(stage: str, kind: CallKind) -> Meta:
+def meta_of(stage: str, kind: CallKind) -> RecurrenceMeta:
     """What the stage's kernel is compiled for."""
     return settings_of(stage, kind)[0]
 
@@ -88,8 +92,8 @@ def meta_of(stage: str, kind: CallKind) -> Meta:
 def sums_dbeta_by_tiles(kind: CallKind) -> bool:
     """Whether the scan back writes dbeta, a part for each value tile.
 
-    In fp16, where too little of it is left in dv, of which intra_bwd_kernel
-    finds it otherwise.
+    It does in fp16, where dv has too few of its bits. Elsewhere
+    intra_bwd_kernel finds it from dv.
     """
     return kind.delta and not kind.erase and kind.dtype == torch.float16
 
@@ -101,8 +105,8 @@ class TensorSpecs:
     A tensor that this kind of call does not have is None. Beyond README:
 
     row_beta       0 past a sequence's end
-    strong         marks the chunks in which a channel decays too far
-                   (gates.is_weak), with a gate per channel
+    marks          not 0 for chunks with a channel whose decay is not
+                   gates.is_factorable, with a gate per channel
     map_bound      without a delta rule the map is the decay: total
     border_states  the states that pass the borders of segments
     maps           those of the segments before them: M, or channels' decays
@@ -151,7 +155,7 @@ class TensorSpecs:
         self.erase, self.derase = with_gradient("erase", "tokens", (HV, K))
         first = with_gradient("initial_state", "N", states)
         self.initial_state, self.dinitial_state = first
-        # Of offsets one more.
+        # Offsets are one more than sequences.
         self.cu_seqlens = spec("cu_seqlens", "N", (), dtype_of["cu_seqlens"])
         self.do = spec("do", "tokens", (HV, V), dtype_of["do"])
         self.dstate = spec("dstate", "N", states, dtype_of["dstate"])
@@ -173,7 +177,7 @@ class TensorSpecs:
         self.decays = Decays(*rows, total, G, map_bound or total)
         self.call = Call(self.cu_seqlens, SCALE, T, N, L)
 
-        self.strong = spec("strong", "slots", (HV,), torch.int32, channel)
+        self.marks = spec("marks", "slots", (HV,), torch.int32, channel)
         self.Aqk = spec("Aqk", "tokens", scores, low, channel)
         self.R = spec("R", "tokens", scores, low, delta)
         self.border_states = spec("border_states", "borders", states, fp32)
@@ -181,7 +185,7 @@ class TensorSpecs:
         changes = gated or delta  # else a map is all ones: there is none
         self.maps = spec("maps", "borders", map_row, fp32, changes)
         changes = changes and kind.ranks
-        self.through = spec("through", "borders", map_row, fp32, changes)
+        self.products = spec("products", "borders", map_row, fp32, changes)
         self.o = spec("o", "tokens", (HV, V), low)
         self.state = spec("state", "N", states, fp32)
         self.h = spec("h", "slots", states, low)
@@ -222,7 +226,7 @@ class ScheduleBuilder:
         self.add(stage, kernel, CallNumber(length, self.kind.HV * NV), *groups)
 
     def add_compose(self, stage: str, passing: StatePassing) -> None:
-        """compose_kernel; of ranks with programs of maps."""
+        """compose_kernel; on ranks maps have programs, too."""
         kind = self.kind
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.ranks and kind.delta else 0)
@@ -235,7 +239,7 @@ class ScheduleBuilder:
         self.add_tiles(stage, arrive_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
-        """All of it; a pack's results are 0 at tokens of no sequence."""
+        """The schedule; a pack's results are 0 at tokens of no sequence."""
         written = [x for x in results if x]
         offsets = self.specs.cu_seqlens
         if offsets:
@@ -269,11 +273,12 @@ def forward_schedule(
     groups: tuple[Any, ...]
     scores = Scores(x.Aqk, x.R)
     if kind.gate_width or kind.delta:
-        groups = x.inputs, x.decayed, x.decays, scores, x.strong
+        groups = x.inputs, x.decayed, x.decays, scores, x.marks
         programs = CallNumber("slots", HV)
         builder.add("intra", intra_fwd_kernel, programs, *groups)
         if kind.per_channel:
-            builder.add("intra_strong", intra_strong_kernel, programs, *groups)
+            stage = "intra_unfactorable"
+            builder.add(stage, intra_unfactorable_kernel, programs, *groups)
     if segmented:
         meta = meta_of("segment_maps", kind)
         tiles = meta.NV + (meta.NM if kind.delta else 0)
@@ -283,7 +288,7 @@ def forward_schedule(
         programs = CallNumber("borders", HV * tiles)
         builder.add("segment_maps", scan_fwd_kernel, programs, *groups)
         ends = x.initial_state, x.border_states, x.state
-        passing = StatePassing(*ends, x.maps, x.through)
+        passing = StatePassing(*ends, x.maps, x.products)
         builder.add_compose("compose", passing)
         if kind.ranks:
             builder.add_arrive("arrive", passing)
@@ -309,9 +314,10 @@ def backward_schedule(
     grads: tuple[Any, ...]
     scores, output_grads = Scores(x.Aqk, x.R), OutputGrads(x.do, x.dstate)
     if kind.per_channel:
-        groups = x.inputs, x.decayed, x.decays, Scores(), x.strong
+        groups = x.inputs, x.decayed, x.decays, Scores(), x.marks
         programs = CallNumber("slots", HV)
-        builder.add("intra_again", intra_strong_kernel, programs, *groups)
+        stage = "intra_again"
+        builder.add(stage, intra_unfactorable_kernel, programs, *groups)
     if segmented:
         stage = "segment_maps_backward"
         grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
@@ -319,7 +325,7 @@ def backward_schedule(
         programs = CallNumber("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, programs, *groups)
         ends = x.dstate, x.border_grads, x.dinitial_state
-        passing = StatePassing(*ends, x.maps, x.through)
+        passing = StatePassing(*ends, x.maps, x.products)
         builder.add_compose("compose_backward", passing)
     # Needs nothing of other ranks, and runs while they are asked.
     border_states = x.border_states if segmented else None
@@ -344,15 +350,15 @@ def backward_schedule(
     gates = dg, x.dg_parts, x.dtotal
     grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase)
     programs = CallNumber("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, x.strong, scan_results, grads
+    groups = x.g, x.decayed, x.decays, x.marks, scan_results, grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
         programs = CallNumber("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, programs, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.strong, scan_results, grads
-        stage = "intra_backward_strong"
-        builder.add(stage, intra_bwd_strong_kernel, programs, *groups)
+        groups = x.inputs, x.decays, x.marks, scan_results, grads
+        stage = "intra_backward_unfactorable"
+        builder.add(stage, intra_bwd_unfactorable_kernel, programs, *groups)
     operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
     return builder.schedule(*operands, x.dinitial_state)

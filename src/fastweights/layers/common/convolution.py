@@ -48,11 +48,13 @@ class ShortConvolution(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         check_one_of("conv_size", conv_size, (2, 3, 4))
         self.activation = activation
-        self.weight = nn.Parameter(torch.empty(channels, conv_size, **to))
-        self.bias = nn.Parameter(torch.empty(channels, **to)) if bias else None
+        self.weight = nn.Parameter(torch.empty(channels, conv_size, **factory))
+        self.bias = (
+            nn.Parameter(torch.empty(channels, **factory)) if bias else None
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -123,7 +125,7 @@ class HeadsConvolution(CheckedModule):
         self.heads, self.sizes = heads, sizes
         self.normalize, self.activation = normalize, activation
         (H, HV), (K, V) = heads, sizes
-        to: FactoryOptions = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.taps = None
         if conv_size is not None:
             self.taps = ShortConvolution(
@@ -131,7 +133,7 @@ class HeadsConvolution(CheckedModule):
                 conv_size,
                 bias=bias,
                 activation=activation,
-                **to,
+                **factory,
             )
 
     def forward(

@@ -32,7 +32,7 @@ from fastweights.torch_internals import is_traced
 
 Tokens = Float[Tensor, "B T D"]
 
-EXEMPT = re.compile(
+WITHOUT_WEIGHT_DECAY = re.compile(
     r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
 )
 """Names of parameters without weight decay, whatever their shape."""
@@ -99,7 +99,7 @@ class CheckedModule(nn.Module):
         super().__init_subclass__(**options)
         make = vars(cls).get("__init__")
         if make is not None:
-            checked = _checked(make, is_ours(cls))
+            checked = _checked(make, is_from_here(cls))
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
@@ -191,7 +191,7 @@ class Layer(CheckedModule):
         What the constructor of a layer from elsewhere does, and whether it
         takes a device, is not known here.
         """
-        return is_ours(type(self).__init__) and is_ours(self.compute)
+        return is_from_here(type(self).__init__) and is_from_here(self.compute)
 
     @torch.no_grad()
     def outline(self, T: int) -> LayerState:
@@ -201,12 +201,12 @@ class Layer(CheckedModule):
         """
         numbers = (p for p in self.parameters() if p.is_floating_point())
         like, layer = next(numbers, torch.empty(0)), self
-        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        factory: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         if self.is_remade:
-            place["device"] = torch.device("meta")
+            factory["device"] = torch.device("meta")
             args, options = self._made_with
-            layer = type(self)(*args, **options | place)
-        _, state = layer(torch.zeros(1, T, self.dim, **place))
+            layer = type(self)(*args, **options | factory)
+        _, state = layer(torch.zeros(1, T, self.dim, **factory))
         return state or LayerState()
 
     @functools.cached_property
@@ -233,17 +233,17 @@ def compute_by_token(
     way each sequence keeps the one that it has taken in.
     """
     outputs, accepted = [], state.accepted
-    kept = {name: state.get(name).clone() for name in state.tensors()}
-    own = LayerState(
-        **{name: t.clone() for name, t in kept.items()}, used=state.used
+    states_kept = {name: state.get(name).clone() for name in state.tensors()}
+    stepped = LayerState(
+        **{name: t.clone() for name, t in states_kept.items()}, used=state.used
     )
     for t, token in enumerate(x.split(1, 1)):
-        y, own = compute(token, own, None)
+        y, stepped = compute(token, stepped, None)
         outputs.append(y)
-        for name, new in own.tensors().items():
+        for name, new in stepped.tensors().items():
             taken = (t < accepted).view(-1, *[1] * (new.dim() - 1))
-            kept[name] = torch.where(taken, new, kept[name])
-    return torch.cat(outputs, 1), LayerState(**kept, used=own.used)
+            states_kept[name] = torch.where(taken, new, states_kept[name])
+    return torch.cat(outputs, 1), LayerState(**states_kept, used=stepped.used)
 
 
 def extrapolate(after: Callable[[int], int], T: int) -> int:
@@ -255,15 +255,15 @@ def extrapolate(after: Callable[[int], int], T: int) -> int:
     return after(1024) + per_token * (T - 1024)
 
 
-def is_ours(made: Any) -> bool:
+def is_from_here(made: Any) -> bool:
     """Whether a class or function is one of this project's."""
     package, *_ = made.__module__.split(".")
     return package in ("fastweights", "fastweights_lab")
 
 
-def is_spared_decay(name: str, parameter: Tensor) -> bool:
+def has_no_weight_decay(name: str, parameter: Tensor) -> bool:
     """Whether weight decay is not for a parameter of this name."""
-    return parameter.dim() < 2 or EXEMPT.search(name) is not None
+    return parameter.dim() < 2 or WITHOUT_WEIGHT_DECAY.search(name) is not None
 
 
 def parameter_groups(
@@ -293,7 +293,7 @@ def parameter_groups(
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[not is_spared_decay(name, parameter)].append(parameter)
+            groups[not has_no_weight_decay(name, parameter)].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
@@ -315,35 +315,35 @@ def _checked(make: Callable[..., None], ours: bool) -> Callable[..., None]:
         given = dict(zip([*taken][1:], args, strict=False)) | options
         for name, hint in hints.items():
             if name in given:
-                _check(name, given[name], hint)
+                _check_argument(name, given[name], hint)
         make(self, *args, **options)
         self._made_with = args, options
         for name, parameter in self.named_parameters():
-            if is_spared_decay(name, parameter):
+            if has_no_weight_decay(name, parameter):
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     return __init__
 
 
-def _check(name: str, x: Any, hint: Any) -> None:
+def _check_argument(name: str, x: Any, hint: Any) -> None:
     """Raise unless an argument is what its annotation says."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if x is None and NoneType in kinds:
+    types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if x is None and NoneType in types:
         return
-    kind, *others = [kind for kind in kinds if kind is not NoneType]
+    needed, *others = [needed for needed in types if needed is not NoneType]
     if others:
         return
-    if kind is bool:
+    if needed is bool:
         check_flags(**{name: x})
-    elif kind is int and name in ("layer", "conv_size"):
+    elif needed is int and name in ("layer", "conv_size"):
         check_integers({name: x})  # 0 and more, or 2 to 4
-    elif kind is int:
+    elif needed is int:
         check_sizes(**{name: x})
-    elif kind is float:
+    elif needed is float:
         check_number(name, x, RANGES_BY_NAME.get(name, "> 0"))
-    elif kind is torch.dtype:
+    elif needed is torch.dtype:
         check_dtype(x)
-    elif kind is torch.device:
+    elif needed is torch.device:
         try:
             torch.device(x)
         except (RuntimeError, TypeError):

@@ -39,9 +39,9 @@ def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
 
     V = scaled("expand_v", expand_v, num_heads, dim=dim)
     """
-    ((of, x),) = size.items()
+    ((base, x),) = size.items()
     per_head = " / num_heads" if num_heads != 1 else ""
-    return whole_number(f"{name} * {of}{per_head}", factor * x / num_heads)
+    return whole_number(f"{name} * {base}{per_head}", factor * x / num_heads)
 
 
 def head_size(head_dim: int | None, dim: int, num_heads: int) -> int:
@@ -95,10 +95,7 @@ def check_one_of(name: str, value: object, choices: tuple) -> None:
 
 
 def check_input(
-    x: Tensor,
-    layer: Any,
-    state: LayerState | None,
-    cu_seqlens: Offsets | None,
+    x: Tensor, layer: Any, state: LayerState | None, cu_seqlens: Offsets | None
 ) -> None:
     """Raise unless x is [B, T, dim], of the layer's dtype, and the state fits.
 
@@ -148,8 +145,8 @@ def _check_state(
     not looked at.
     """
     if not isinstance(state, LayerState):
-        kind = type(state).__name__
-        raise TypeError(f"state: got {kind}, need a LayerState or None")
+        got = type(state).__name__
+        raise TypeError(f"state: got {got}, need a LayerState or None")
     leave_inference(state)
     if state.rows is not None:
         if torch.is_grad_enabled():
@@ -157,8 +154,8 @@ def _check_state(
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
         check_rows(state.rows, rows, name="state: rows")
-    few = state.rows is not None or state.accepted is not None
-    if few and current_ranks() is not None:
+    decodes = state.rows is not None or state.accepted is not None
+    if decodes and current_ranks() is not None:
         raise ValueError(
             "state: got one of decoding, with rows or accepted, need one "
             "without them under context_parallel"
@@ -202,11 +199,11 @@ def _check_state(
             raise TypeError(
                 f"state: got {name} in {tensor.dtype}, need {needs[0]}"
             )
-        some = ["N", "capacity"] if name in ("keys", "values") else ["N"]
-        need = [*shapes.get(name, shape[1:])][len(some) - 1 :]
-        if shape[len(some) :] != need:
+        lead = ["N", "capacity"] if name in ("keys", "values") else ["N"]
+        need = [*shapes.get(name, shape[1:])][len(lead) - 1 :]
+        if shape[len(lead) :] != need:
             raise ValueError(
                 f"state: got {name} of shape {shape}, need "
-                f"[{', '.join(map(str, [*some, *need]))}]: is it the state "
+                f"[{', '.join(map(str, [*lead, *need]))}]: is it the state "
                 "of another layer?"
             )

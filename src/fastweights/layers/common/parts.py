@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.layers.common.layer import CheckedModule
-from fastweights.layers.common.layer_arguments import (
-    check_one_of,
-    check_range,
-)
+from fastweights.layers.common.layer_arguments import check_one_of, check_range
 from fastweights.layers.common.plain_modules import source_of
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
@@ -73,9 +70,11 @@ class Decay(CheckedModule):
         check_range("dt_range", dt_range)
         self.A_range, self.dt_range = A_range, dt_range
         self.lower_bound, self.channels = lower_bound, channels
-        to: FactoryOptions = {"device": device, "dtype": dtype}
-        self.A_log = nn.Parameter(torch.empty(num_heads, **to))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads * channels, **to))
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
+        self.A_log = nn.Parameter(torch.empty(num_heads, **factory))
+        self.dt_bias = nn.Parameter(
+            torch.empty(num_heads * channels, **factory)
+        )
         self.reset_parameters()
 
     @torch.no_grad()

@@ -18,12 +18,12 @@ from fastweights.arguments import TENSOR_TYPES
 Source = tuple[type[nn.Module] | None, Callable]
 
 
-def source_of(kind: type[nn.Module]) -> Source:
+def source_of(module_class: type[nn.Module]) -> Source:
     """A class of modules, and the forward that stands in its source."""
-    forward = kind.forward
-    its = vars(sys.modules[kind.__module__])
+    forward = module_class.forward
+    home = vars(sys.modules[module_class.__module__])
     # One that somebody has put there before this module was imported is not.
-    return kind if forward.__globals__ is its else None, forward
+    return module_class if forward.__globals__ is home else None, forward
 
 
 def is_untouched(module: nn.Module, source: Source) -> bool:
@@ -33,13 +33,13 @@ def is_untouched(module: nn.Module, source: Source) -> bool:
     adapters and offloaders put a forward of their own on the object or on
     the class; hooks look at a call or renew the weight before it.
     """
-    there = module.__dict__
+    attributes = module.__dict__
     return type(module) is source[0] and not (
         getattr(module.forward, "__func__", None) is not source[1]
-        or there["_forward_hooks"]
-        or there["_forward_pre_hooks"]
-        or there["_backward_hooks"]
-        or there["_backward_pre_hooks"]
+        or attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
         or torch_internals.hooked_globally()
     )
 

@@ -33,7 +33,7 @@ PackedKeys = Float[Tensor, "1 T HK K"]
 TILE = 512  # queries per tile, where the mask is written
 
 # From PyTorch 2.12 on heads are shared only if one says so, before always.
-_ASKS = torch_internals.version_of(torch) >= (2, 12)
+ASKS_FOR_GQA = torch_internals.version_of(torch) >= (2, 12)
 
 
 def attention(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
@@ -68,7 +68,7 @@ def attend_causally(
 
         q, k, v = cast_for_autocast(q, k, v)
         return attention(q, k, v, causal_lower_right(q.shape[1], k.shape[1]))
-    return in_tiles(q, k, v, None)
+    return attend_tiles(q, k, v, None)
 
 
 def packed_attention(
@@ -90,56 +90,58 @@ def packed_attention(
     # What stands after the last sequence is read as one more.
     end, before = k.shape[1], k.shape[1] - q.shape[1]
     offsets = F.pad(cu_seqlens.to(torch.int32), (0, 1), value=end)
-    of_q = offsets
+    q_offsets = offsets
     if current_ranks() is not None:
         offsets = offsets.clamp(max=end)
-        of_q = (offsets - before).clamp(min=0)
+        q_offsets = (offsets - before).clamp(min=0)
     if reads_offsets(q.device, q.dtype, q.shape[-1]):
         # Here, since its module imports a compiler.
         from torch.nn.attention.varlen import varlen_attn
 
-        asked = {"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS else {}
-        named: dict[str, Any] = {"window_size": (-1, 0), **asked}  # causal
+        gqa = {"enable_gqa": q.shape[2] != k.shape[2]} if ASKS_FOR_GQA else {}
+        options: dict[str, Any] = {"window_size": (-1, 0), **gqa}  # causal
         # It takes a 1 for a step of decoding.
-        given = of_q, offsets, max(q.shape[1], 2), max(end, 2)
-        o = varlen_attn(q[0], k[0], v[0], *given, **named)
+        bounds = q_offsets, offsets, max(q.shape[1], 2), max(end, 2)
+        o = varlen_attn(q[0], k[0], v[0], *bounds, **options)
         assert isinstance(o, Tensor)  # alone, since nothing else is asked
         return o[None]
     if is_readable(cu_seqlens):
         sizes = offsets.diff().tolist()
         parts = zip(
-            q.split(of_q.diff().tolist(), 1),
+            q.split(q_offsets.diff().tolist(), 1),
             *(x.split(sizes, 1) for x in (k, v)),
             strict=True,
         )
-        found = [
+        outputs = [
             attend_causally(q_n, k_n, v_n, None)
             for q_n, k_n, v_n in parts
             if q_n.shape[1]
         ]
-        return torch.cat(found, 1)
-    return in_tiles(q, k, v, cu_seqlens)
+        return torch.cat(outputs, 1)
+    return attend_tiles(q, k, v, cu_seqlens)
 
 
-def in_tiles(q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None) -> Heads:
+def attend_tiles(
+    q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None
+) -> Heads:
     """Attention by a mask, of TILE of the last queries at a time."""
     end, before = k.shape[1], k.shape[1] - q.shape[1]
     if cu_seqlens is None:
-        row = torch.zeros(end, dtype=torch.int64, device=q.device)
+        sequence = torch.zeros(end, dtype=torch.int64, device=q.device)
     else:
-        row = sequence_ids(cu_seqlens, end)
+        sequence = sequence_ids(cu_seqlens, end)
     if q.shape[1] <= TILE:
-        return tile(q, k, v, row[before:], row)
+        return attend_tile(q, k, v, sequence[before:], sequence)
     tiles = []
     for start in range(before, end, TILE):
         stop = start + TILE
         o = checkpoint(
-            tile,
+            attend_tile,
             q[:, start - before : stop - before],
             k[:, :stop],
             v[:, :stop],
-            row[start:stop],
-            row[:stop],
+            sequence[start:stop],
+            sequence[:stop],
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -160,13 +162,13 @@ def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def tile(
+def attend_tile(
     q: Float[Tensor, "B C H K"],
     k: Keys,
     v: Keys,
-    own: Int[Tensor, " C"],
-    row: Int[Tensor, " S"],
+    q_sequence: Int[Tensor, " C"],
+    sequence: Int[Tensor, " S"],
 ) -> Float[Tensor, "B C H K"]:
     """The last C queries of T tokens; of each, which sequence it is in."""
-    same = own[:, None] == row
-    return attention(q, k, v, same.tril(row.shape[0] - own.shape[0]))
+    same = q_sequence[:, None] == sequence
+    return attention(q, k, v, same.tril(len(sequence) - len(q_sequence)))

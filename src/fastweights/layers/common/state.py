@@ -72,7 +72,7 @@ class LayerState:
     """Whether the pool is known to have all of ``rows``: none is -1."""
 
     accepted: Int[Tensor, " B"] | None = None
-    """Of the next call's tokens of each sequence, how many the state takes
+    """How many of each sequence's tokens in the next call the state takes
     in; None: all. There are outputs for all of them. For up to 16 tokens,
     not packed, without gradients; the call sets it to None again."""
 
@@ -119,13 +119,13 @@ class LayerState:
 
     def field(self, name: str) -> Tensor:
         """The field of this name, of a pool too, for steps that take rows."""
-        found: Tensor | None = getattr(self, name)
-        if found is None:
+        value: Tensor | None = getattr(self, name)
+        if value is None:
             raise ValueError(
                 f"state: got one with {sorted(self.tensors())}, need {name}: "
                 "is it the state of another layer?"
             )
-        return found
+        return value
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
@@ -158,16 +158,16 @@ class LayerState:
     def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:
         """Take over another state, into these rows if they are named.
 
-        Of softmax attention's keys and values, which may have room for more
-        tokens here than there, the tokens that the other has room for.
+        Where softmax attention's keys and values have room for more tokens
+        here than there, those that the other has room for are taken over.
 
         Raises:
             ValueError: the two do not hold the same fields, or one of other's
                 does not fit into this one's.
         """
         if not isinstance(other, LayerState):
-            kind = type(other).__name__
-            raise TypeError(f"other: got {kind}, need a LayerState")
+            got = type(other).__name__
+            raise TypeError(f"other: got {got}, need a LayerState")
         if rows is not None:
             check_rows(rows, None, self.size)
         mine, theirs = self.tensors(), other.tensors()
@@ -286,8 +286,8 @@ def continue_recurrence(
     Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
-    if own := state_to_step(state, q, cu_seqlens):
-        S = own.field("S")
+    if stepped := state_to_step(state, q, cu_seqlens):
+        S = stepped.field("S")
         o = decode_step(
             q,
             k,
@@ -296,12 +296,14 @@ def continue_recurrence(
             beta=beta,
             erase=erase,
             state=S,
-            rows=own.rows,
-            accepted=own.accepted,
+            rows=stepped.rows,
+            accepted=stepped.accepted,
             scale=scale,
         )
         return o, S
     first = field_of(state, "S")
+    if first is not None:
+        first = first.to(compute_dtype(q.dtype))
     return linear_recurrence(
         q,
         k,
@@ -310,9 +312,7 @@ def continue_recurrence(
         beta,
         erase=erase,
         scale=scale,
-        initial_state=None
-        if first is None
-        else first.to(compute_dtype(q.dtype)),
+        initial_state=first,
         cu_seqlens=cu_seqlens,
     )
 
@@ -329,14 +329,14 @@ def token_positions(
     The first of them is token ``start`` of its batch or pack.
     """
     position = torch.arange(start, start + T, device=device)[None]
-    before = field_of(state, "position")
+    read = field_of(state, "position")
     if cu_seqlens is None:
-        return position if before is None else position + before[:, None]
-    row = sequence_ids(cu_seqlens - start, T)
-    position = position - cu_seqlens[row].to(position.dtype)
-    if before is None:
+        return position if read is None else position + read[:, None]
+    sequence = sequence_ids(cu_seqlens - start, T)
+    position = position - cu_seqlens[sequence].to(position.dtype)
+    if read is None:
         return position
-    return position + before[row.clamp(max=before.shape[0] - 1)]
+    return position + read[sequence.clamp(max=read.shape[0] - 1)]
 
 
 def sequence_lengths(
@@ -347,7 +347,7 @@ def sequence_lengths(
 ) -> Int[Tensor, " N"]:
     """How many tokens of each sequence stand in x, for the state to take.
 
-    Of a batch T, if it is given.
+    A batch has T of each, if that is given.
     """
     if state is not None and state.accepted is not None:
         return state.accepted.to(torch.int64)

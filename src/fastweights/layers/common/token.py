@@ -47,7 +47,7 @@ FEW_ROWS = 16
 """Tokens in all, of sequences with several each: one tile holds them."""
 
 PLAIN_SEQUENTIAL = source_of(nn.Sequential)
-SOURCES = {
+PLAIN_SOURCES = {
     source[0]: source
     for source in (
         PLAIN_DECAY,
@@ -62,7 +62,7 @@ SOURCES = {
 
 
 def fits_fused_step(x: Tensor) -> bool:
-    """Whether these are tokens that may go past their modules."""
+    """Whether these tokens may go past their modules."""
     B, T, _ = x.shape
     fits = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
     return (
@@ -72,11 +72,11 @@ def fits_fused_step(x: Tensor) -> bool:
         and current_ranks() is None
         and not under_autocast(x)
         and not torch_internals.is_traced()
-        and (T == 1 or by_kernels(x))
+        and (T == 1 or runs_kernels(x))
     )
 
 
-def by_kernels(x: Tensor) -> bool:
+def runs_kernels(x: Tensor) -> bool:
     """Whether Triton's kernels compute x's tokens, not PyTorch's operators."""
     return choose_backend("auto", x.device, x.dtype) == "triton"
 
@@ -84,77 +84,68 @@ def by_kernels(x: Tensor) -> bool:
 def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
     """Whether the modules do for x what their source says, and no more.
 
-    Their parameters are then used past their forwards: nobody has touched the
-    modules, and what they hold is contiguous on x's device, of x's dtype (but
+    Then their parameters may be used past their forwards: nobody has touched
+    the modules, and parameters are contiguous on x's device, in x's dtype (but
     for a decay's), and no bias (but for a convolution's).
     """
     for module in modules:
         if module is None:
             continue
-        source = SOURCES.get(type(module))
+        source = PLAIN_SOURCES.get(type(module))
         if source is None or not is_untouched(module, source):
             return False
-        pair = source is PLAIN_SEQUENTIAL
-        if pair and not are_plain(x, [*module.children()]):
+        is_sequential = source is PLAIN_SEQUENTIAL
+        if is_sequential and not are_plain(x, [*module.children()]):
             return False
-        for name, held in module._parameters.items():
-            if held is None and name == "bias":
+        for name, parameter in module._parameters.items():
+            if parameter is None and name == "bias":
                 continue
             if (
-                held is None
-                or type(held) not in TENSOR_TYPES
-                or held.device != x.device
-                or not held.is_contiguous()
-                or (held.dtype != x.dtype and source is not PLAIN_DECAY)
+                parameter is None
+                or type(parameter) not in TENSOR_TYPES
+                or parameter.device != x.device
+                or not parameter.is_contiguous()
+                or (parameter.dtype != x.dtype and source is not PLAIN_DECAY)
                 or (name == "bias" and source is not PLAIN_CONVOLUTION)
             ):
                 return False
     return True
 
 
-def is_own(
+def is_plain_layer(
     layer: Layer,
-    kind: type[Layer],
+    layer_class: type[Layer],
     x: Tokens,
     modules: Sequence[nn.Module | None],
 ) -> bool:
-    """Whether the layer is one of this class itself, and all of it plain."""
-    untouched = is_untouched(layer, (kind, Layer.forward))
+    """Whether the layer is of this class itself, and its modules are plain."""
+    untouched = is_untouched(layer, (layer_class, Layer.forward))
     return untouched and are_plain(x, modules)
 
 
 def project_and_add(
-    x: Tokens,
-    o: Float[Tensor, "B T C"],
-    projection: Any,
-    **options: Any,
+    x: Tokens, o: Float[Tensor, "B T C"], projection: Any, **options: Any
 ) -> Tokens:
     """x + projection(o), with what :func:`gemv` has before a product."""
-    if not by_kernels(x):
+    if not runs_kernels(x):
         return token_operators.project_and_add(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
     y = gemv(
-        o.flatten(0, 1),
-        projection.weight,
-        residual=x.flatten(0, 1),
-        **options,
+        o.flatten(0, 1), projection.weight, residual=x.flatten(0, 1), **options
     )
     return y.view_as(x)
 
 
 def norm_and_project(
-    x: Tokens,
-    norm: nn.RMSNorm,
-    modules: Sequence[Any],
-    **options: Any,
+    x: Tokens, norm: nn.RMSNorm, modules: Sequence[Any], **options: Any
 ) -> list[Any]:
-    """What the modules make of norm(x), [B, T, N] each; None for None.
+    """The modules' outputs for norm(x), [B, T, N] each; None for None.
 
     A module is a product, or two in a row (low_rank): the second ones of all
     modules are another launch.
     """
-    if not by_kernels(x):
+    if not runs_kernels(x):
         return token_operators.norm_and_project(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
@@ -178,8 +169,8 @@ def norm_and_project(
         before = y.storage_offset()
         sources = [int(parts[i].storage_offset() - before) for i in second]
         y = gemv(y, *weights, sources=sources)
-        wide = y.split([len(w) for w in weights], -1)
-        for i, part in zip(second, wide, strict=True):
+        projected = y.split([len(w) for w in weights], -1)
+        for i, part in zip(second, projected, strict=True):
             parts[i] = part
     results = iter(parts)
     return [
@@ -193,11 +184,11 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
     return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
 
 
-def recurrent_token(
+def fused_recurrent_step(
     x: Tokens,
     norm: nn.RMSNorm,
     layer: Any,
-    kind: type[Layer],
+    layer_class: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
     gates: Any = lambda *gates: gates,
@@ -223,18 +214,20 @@ def recurrent_token(
         or layer.norm.center
         or len(layer.norm.weight) != V
         or K > MAX_K
-        or not is_own(layer, kind, x, [*parts, layer.decay, *modules])
+        or not is_plain_layer(
+            layer, layer_class, x, [*parts, layer.decay, *modules]
+        )
     ):
         return None
     check_input(x, layer, state, None)
-    if not _here(state, x):
+    if not _is_writable(state, x):
         return None
-    if not by_kernels(x):
+    if not runs_kernels(x):
         record_run("torch token")
         qkv, *others = token_operators.norm_and_project(x, norm, modules)
         a, b, gate = gates(*others)
         o = token_operators.recurrence(layer, qkv, a, b, state)
-        return token_operators.output(x, o, gate, layer)
+        return token_operators.project_output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
 
     record_run("triton token")
@@ -281,7 +274,7 @@ def recurrent_token(
     )
 
 
-def _here(state: LayerState, x: Tensor) -> bool:
+def _is_writable(state: LayerState, x: Tensor) -> bool:
     """Whether a step may write to the state's memory."""
     inside = torch.is_inference_mode_enabled()
     return all(

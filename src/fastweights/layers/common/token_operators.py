@@ -33,7 +33,7 @@ def norm_and_project(
     """What the modules make of norm(x), as :func:`.token.norm_and_project`."""
     y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
     products: list[Any] = [
-        None if m is None else _product(m, y) for m in modules
+        None if m is None else _apply_product(m, y) for m in modules
     ]
     if not swiglu:
         return products
@@ -41,7 +41,7 @@ def norm_and_project(
     return [F.silu(gate).mul_(up)]
 
 
-def _product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
+def _apply_product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
     """The module's matrix times x, or its two matrices'."""
     parts: Any = module if isinstance(module, nn.Sequential) else [module]
     for part in parts:
@@ -56,7 +56,7 @@ def project_and_add(
     return x + F.linear(o, projection.weight)
 
 
-def convolved(
+def convolve_token(
     x: Float[Tensor, "B 1 C"], taps: Any, state: LayerState
 ) -> Float[Tensor, "B C"]:
     """The short convolution's step, in fp32 (fp64 if x is)."""
@@ -77,7 +77,7 @@ def recurrence(
 ) -> Float[Tensor, "B 1 HV V"]:
     """Convolution, gates, unit length and step; in fp32 (fp64 if qkv is)."""
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
-    y = convolved(qkv, layer.convolution.taps, state)
+    y = convolve_token(qkv, layer.convolution.taps, state)
     qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
     qk = qk.view(-1, 1, 2 * H, K)
     q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
@@ -90,7 +90,7 @@ def recurrence(
     return o
 
 
-def output(
+def project_output(
     x: Tokens, o: Float[Tensor, "B 1 HV V"], gate: Tensor | None, layer: Any
 ) -> Tokens:
     """x + o_proj(norm(o, gate))."""

@@ -46,10 +46,10 @@ class UnpackedRows:
             self.longest = max(int(self.count.max()), 1)
             token = torch.arange(x.shape[1], device=x.device)
             self.row = sequence_ids(cu_seqlens, x.shape[1])
-            self.place = token - cu_seqlens[self.row].to(token.dtype)
+            self.column = token - cu_seqlens[self.row].to(token.dtype)
             # Tokens after the last sequence have a row that is cut off.
             N = self.count.shape[0]
-            self.place = self.place.masked_fill(self.row == N, 0)
+            self.column = self.column.masked_fill(self.row == N, 0)
 
     def spread(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [N, longest, ...]; past a row's end it is 0."""
@@ -57,18 +57,18 @@ class UnpackedRows:
             return x
         N = self.count.shape[0]
         rows = x.new_zeros(N + 1, self.longest, *x.shape[2:])
-        return rows.index_put((self.row, self.place), x[0])[:N]
+        return rows.index_put((self.row, self.column), x[0])[:N]
 
     def pack(self, y: Tensor) -> Tensor:
         """[N, longest, ...] -> [1, T, ...]; 0 after the last sequence."""
         if self.cu_seqlens is None:
             return y
         N = self.count.shape[0]
-        y = y[self.row.clamp(max=N - 1), self.place]
-        after = (self.row == N).view(-1, *[1] * (y.dim() - 1))
-        return y.masked_fill(after, 0)[None]
+        y = y[self.row.clamp(max=N - 1), self.column]
+        tail = (self.row == N).view(-1, *[1] * (y.dim() - 1))
+        return y.masked_fill(tail, 0)[None]
 
-    def after(self) -> Int[Tensor, " N"]:
+    def position_after(self) -> Int[Tensor, " N"]:
         """How many tokens each row has read after the call."""
         if self.position is None:
             return self.count
@@ -111,9 +111,9 @@ def compute_by_length(
 def groups_of_like_length(
     x: Tensor, cu_seqlens: Offsets
 ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " t"]]]:
-    """Which sequences to take together, and their tokens in a row.
+    """Groups of sequences to take together, and their tokens in a row.
 
-    None where all may be taken together.
+    There are none where all may be taken together.
     """
     if torch_internals.is_traced():
         return []

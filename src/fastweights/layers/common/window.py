@@ -40,16 +40,16 @@ def window_attention(
         results = (v.shape, v.dtype), ([N, before, 2 * H * K], k.dtype)
         inputs = q, k, v, window, past, position, lengths
         return any_length.call(window_attention, results, *inputs)
-    both = torch.cat([k.flatten(2), v.flatten(2)], -1)
+    key_values = torch.cat([k.flatten(2), v.flatten(2)], -1)
     if past is None:
-        past = both.new_zeros(N, before, 2 * H * K)
-    both = torch.cat([past.to(both.dtype), both], 1)
+        past = key_values.new_zeros(N, before, 2 * H * K)
+    key_values = torch.cat([past.to(key_values.dtype), key_values], 1)
     block = min(L, window)
     count = -(-L // block)
     padding = count * block - L
     q = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(1, (count, block))
     # A padding of nothing would copy the whole window.
-    keys = F.pad(both, (0, 0, 0, padding)) if padding else both
+    keys = F.pad(key_values, (0, 0, 0, padding)) if padding else key_values
     # [N, count, block + before, 2 H K]
     keys = keys.unfold(1, block + before, block).mT
     keys, values = (
@@ -58,16 +58,16 @@ def window_attention(
     )
     i = torch.arange(block, device=q.device)[:, None]
     j = torch.arange(block + before, device=q.device)
-    near = (j >= i) & (j <= i + before)
+    in_window = (j >= i) & (j <= i + before)
     # A key's place in its sequence must not lie before the first token's.
     start = torch.arange(count, device=q.device)[:, None] * block + j - before
     first = 0 if position is None else -position[:, None, None]
     exists = (start >= first).expand(N, count, -1)
-    mask = (near & exists[..., None, :]).flatten(0, 1)[:, None]
+    mask = (in_window & exists[..., None, :]).flatten(0, 1)[:, None]
     queries = q.flatten(0, 1).transpose(1, 2)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     o = o.transpose(1, 2).unflatten(0, (N, count)).flatten(1, 2)[:, :L]
     if lengths is None:
-        return o, both[:, L:]
+        return o, key_values[:, L:]
     index = lengths[:, None] + torch.arange(before, device=q.device)
-    return o, torch.take_along_dim(both, index[..., None], 1)
+    return o, torch.take_along_dim(key_values, index[..., None], 1)
