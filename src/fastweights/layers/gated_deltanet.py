@@ -23,7 +23,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import fused_recurrent_step
+from fastweights.layers.common.token import fused_recurrence
 
 
 class GatedDeltaNet(Layer):
@@ -143,7 +143,7 @@ class GatedDeltaNet(Layer):
         if self.b_bias is not None:
             return None
         modules = self.qkv_proj, self.ab_proj, self.g_proj
-        return fused_recurrent_step(
+        return fused_recurrence(
             x,
             norm,
             self,

@@ -24,7 +24,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import fused_recurrent_step
+from fastweights.layers.common.token import fused_recurrence
 
 
 class KimiDeltaAttention(Layer):
@@ -128,6 +128,6 @@ class KimiDeltaAttention(Layer):
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
-        return fused_recurrent_step(
+        return fused_recurrence(
             x, norm, self, KimiDeltaAttention, state, modules
         )

@@ -26,7 +26,7 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import fused_recurrent_step
+from fastweights.layers.common.token import fused_recurrence
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel", "constant"]
@@ -165,6 +165,6 @@ class LinearRecurrence(Layer):
         if self.decay is not None and self.a_proj is None:
             return None
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
-        return fused_recurrent_step(
+        return fused_recurrence(
             x, norm, self, LinearRecurrence, state, modules
         )
