@@ -149,7 +149,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     share = rows(convolution.num_chunks(x, cu_seqlens, 8), W, C)
     call = (meta, settings, None, (x, weight, None, state), cu_seqlens)
     slopes, grads = (dy, dy, dy, dlast), (dx, share, dstate)
-    run = convolution.run_chunks
+    run = convolution.launch_chunks
     run(convolution.convolution_fwd_kernel, *call, (y, y, y), last)
     run(convolution.convolution_bwd_kernel, *call, slopes, grads)
     for t in made:

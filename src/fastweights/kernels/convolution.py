@@ -58,7 +58,7 @@ def options(
     return {"BT": BT, "BK": BK, "BV": BV}, settings
 
 
-def run_chunks(
+def launch_chunks(
     kernel: Any,
     meta: ConvolutionMeta,
     settings: dict[str, int],
@@ -107,7 +107,7 @@ def forward(
     meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
     inputs = x, weight, bias, initial_state
     arguments = inputs, cu_seqlens, outputs, state
-    run_chunks(convolution_fwd_kernel, meta, settings, eps, *arguments)
+    launch_chunks(convolution_fwd_kernel, meta, settings, eps, *arguments)
     clear_tail(cu_seqlens, *outputs)
     return *outputs, state
 
@@ -146,7 +146,7 @@ def backward(
     meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
     inputs, slopes = (x, weight, bias, initial_state), (dq, dk, dv, dstate)
     arguments = inputs, cu_seqlens, slopes, (dx, share, dinitial)
-    run_chunks(convolution_bwd_kernel, meta, settings, eps, *arguments)
+    launch_chunks(convolution_bwd_kernel, meta, settings, eps, *arguments)
     clear_tail(cu_seqlens, dx)
     total = share.sum(0)  # [W or W + 1, C]
     dbias = None if bias is None else total[W].clone()

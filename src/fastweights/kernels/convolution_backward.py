@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from fastweights.kernels.convolution_forward import (
+    apply_filter,
     block_of,
-    filtered,
-    in_fp32,
     load_filter,
     load_input,
+    to_fp32,
     tokens_of_slot,
 )
 from fastweights.kernels.tile import add_pairs, mask_if, sigmoid
@@ -26,7 +26,7 @@ def load_four(p_x, masks, m_d, C: tl.constexpr):
 
 
 @triton.jit
-def first_rows(p_x, left, m_d, C: tl.constexpr):
+def load_first_rows(p_x, left, m_d, C: tl.constexpr):
     """The first ``left`` of four rows from p_x on, zeros for the others."""
     return load_four(p_x, [left > j for j in (0, 1, 2, 3)], m_d, C)
 
@@ -56,14 +56,14 @@ def gradients_of_sums(rows, dys, b_bias, taps, eps, BLOCK: tl.constexpr):
     """
     found = []
     for j in tl.static_range(len(dys) - 1, -1, -1):
-        b_z = filtered(b_bias, taps, rows[j : j + 4], BLOCK.W)
+        b_z = apply_filter(b_bias, taps, rows[j : j + 4], BLOCK.W)
         b_dz = gradient_of_sum(b_z, dys[j], eps, BLOCK.SILU, BLOCK.NORM)
         found += [b_dz]
     return found[::-1]
 
 
 @triton.jit
-def add_to_taps(dtaps, dzs, rows, W: tl.constexpr):
+def add_taps_grad(dtaps, dzs, rows, W: tl.constexpr):
     """The taps' gradients and what four tokens add, a product at a time.
 
     The newest tap first; rows begin four tokens before those of dzs.
@@ -87,7 +87,7 @@ def gradient_of_input(
     """
     i_n, _, end, _ = chunk
     W: tl.constexpr = BLOCK.W
-    b_dx = filtered(tl.zeros_like(taps[0]), taps, dzs[::-1], W)
+    b_dx = apply_filter(tl.zeros_like(taps[0]), taps, dzs[::-1], W)
     if dstate is not None:
         left = s - (end - (W - 1))  # its row of the last state
         m_s = (left >= 0) & (left < W - 1)
@@ -97,7 +97,7 @@ def gradient_of_input(
 
 
 @triton.jit
-def group_before(
+def load_group_before(
     p_x, initial_state, left, chunk, channels, BLOCK: tl.constexpr
 ):
     """Four whole rows of x, ``left`` groups after the chunk's first token.
@@ -125,7 +125,7 @@ def group_before(
 
 
 @triton.jit
-def walk_back(
+def chunk_bwd(
     inputs, slopes, grads, eps, i_c, chunk, c, o_y, BLOCK: tl.constexpr
 ):
     """The gradients of a chunk, from its last four tokens to its first.
@@ -157,27 +157,27 @@ def walk_back(
     s = t + 4 * groups  # the first token behind the groups
     left = tl.minimum(end - s, 4).to(tl.int32)
     p_x, p_y, p_dx = x + s * C + o_d, dy + s * R + o_y, dx + s * C + o_d
-    rows_behind = first_rows(p_x, left, m_d, C)[:3]
-    dys_behind = first_rows(p_y, left, m_d, R)[:3]
+    rows_behind = load_first_rows(p_x, left, m_d, C)[:3]
+    dys_behind = load_first_rows(p_y, left, m_d, R)[:3]
     left = length - 4 * groups + 4  # rows of the last group
     left = tl.where(groups > 0, left, 0)
-    rows = first_rows(p_x - 4 * C, left, m_d, C)
-    dys_before = first_rows(p_y - 4 * R, left, m_d, R)
+    rows = load_first_rows(p_x - 4 * C, left, m_d, C)
+    dys_before = load_first_rows(p_y - 4 * R, left, m_d, R)
     p_x, p_y, p_dx = p_x - 8 * C, p_y - 4 * R, p_dx - 4 * C
-    before = group_before(
+    before = load_group_before(
         p_x, initial_state, groups - 2, chunk, channels, BLOCK
     )
-    rows_behind, dys_behind = in_fp32(rows_behind), in_fp32(dys_behind)
-    rows = in_fp32(rows)
+    rows_behind, dys_behind = to_fp32(rows_behind), to_fp32(dys_behind)
+    rows = to_fp32(rows)
     behind = gradients_of_sums(
         rows[1:] + rows_behind, dys_behind, b_bias, taps, eps, BLOCK
     )
 
     for i in range(groups - 1, -1, -1):
-        rows = in_fp32(before) + rows
-        dys = in_fp32(dys_before)
+        rows = to_fp32(before) + rows
+        dys = to_fp32(dys_before)
         p_x -= 4 * C
-        before = group_before(
+        before = load_group_before(
             p_x, initial_state, i - 2, chunk, channels, BLOCK
         )
         p_y -= 4 * R
@@ -185,7 +185,7 @@ def walk_back(
         dys_before = load_four(p_y, [m, m, m, m], m_d, R)
 
         dzs = gradients_of_sums(rows[1:], dys, b_bias, taps, eps, BLOCK)
-        dtaps = add_to_taps(dtaps, dzs, rows, W)
+        dtaps = add_taps_grad(dtaps, dzs, rows, W)
         if bias is not None:
             dbias += dzs[0] + dzs[1] + dzs[2] + dzs[3]
 
@@ -242,6 +242,6 @@ def convolution_bwd_kernel(
         dy = dq
         if i_d >= META.H:
             dy = dk
-        walk_back(inputs, (dy, dstate), grads, eps, i_c, chunk, c, o_y, HEAD)
+        chunk_bwd(inputs, (dy, dstate), grads, eps, i_c, chunk, c, o_y, HEAD)
     else:
-        walk_back(inputs, (dv, dstate), grads, eps, i_c, chunk, c, o_y, REST)
+        chunk_bwd(inputs, (dv, dstate), grads, eps, i_c, chunk, c, o_y, REST)

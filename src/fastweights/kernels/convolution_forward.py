@@ -105,7 +105,7 @@ def load_inputs(p_x, t, end, channels, C: tl.constexpr):
 
 
 @triton.jit
-def in_fp32(rows):
+def to_fp32(rows):
     """The rows, each in fp32."""
     return [b_x.to(tl.float32) for b_x in rows]
 
@@ -146,7 +146,7 @@ def load_filter(weight, bias, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def filtered(b_bias, taps, rows, W: tl.constexpr):
+def apply_filter(b_bias, taps, rows, W: tl.constexpr):
     """The bias, and of four inputs the last W, each times its tap."""
     b_z = b_bias
     for j in tl.static_range(3, 3 - W, -1):
@@ -166,7 +166,7 @@ def store_output(p_y, t, end, b_z, eps, outputs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def walk(inputs, y, state, eps, chunk, c, o_y, BLOCK: tl.constexpr):
+def chunk_fwd(inputs, y, state, eps, chunk, c, o_y, BLOCK: tl.constexpr):
     """The outputs of a chunk: of channels c to c + BD, before c + D.
 
     And the sequence's last W - 1 inputs, if they are the last of this
@@ -189,10 +189,10 @@ def walk(inputs, y, state, eps, chunk, c, o_y, BLOCK: tl.constexpr):
     ahead = load_inputs(x, t, stop, channels, C)
     for i in range(0, (stop - t).to(tl.int32), 4):
         s = t + i
-        rows = before + in_fp32(ahead)
+        rows = before + to_fp32(ahead)
         ahead = load_inputs(x, s + 4, stop, channels, C)
         for j in tl.static_range(4):
-            b_z = filtered(b_bias, taps, rows[j : j + 4], W)
+            b_z = apply_filter(b_bias, taps, rows[j : j + 4], W)
             store_output(y, s + j, stop, b_z, eps, outputs, BLOCK)
         before = rows[4:]
     # Of an empty sequence the only chunk is the last one, too.
@@ -219,6 +219,6 @@ def convolution_fwd_kernel(
         y = q
         if i_d >= META.H:
             y = k
-        walk(inputs, y, state, eps, chunk, c, o_y, HEAD)
+        chunk_fwd(inputs, y, state, eps, chunk, c, o_y, HEAD)
     else:
-        walk(inputs, v, state, eps, chunk, c, o_y, REST)
+        chunk_fwd(inputs, v, state, eps, chunk, c, o_y, REST)

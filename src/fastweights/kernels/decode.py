@@ -21,7 +21,7 @@ from fastweights.kernels.tile import (
 
 
 @triton.jit
-def row_of(x, o_d, D: tl.constexpr):
+def load_vector(x, o_d, D: tl.constexpr):
     """Elements o_d of x [D], zeros past D."""
     return tl.load(x + o_d, mask=o_d < D, other=0.0)
 
@@ -101,7 +101,7 @@ def decode_kernel(
         if META.GATE_WIDTH == 1:
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
         else:
-            b_bias = row_of(dt_bias + i_hv * K, o_k, K).to(tl.float32)
+            b_bias = load_vector(dt_bias + i_hv * K, o_k, K).to(tl.float32)
     if META.EARLY and META.AHEAD:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -111,18 +111,18 @@ def decode_kernel(
     for t in range(T):
         i_t = i_b * T + t
         # All loads first, so that none waits for what another is used for.
-        b_k = row_of(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
-        b_q = row_of(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
-        b_new = row_of(v + i_t * s_v + i_hv * V, o_v, V)  # [BV]
+        b_k = load_vector(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
+        b_q = load_vector(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
+        b_new = load_vector(v + i_t * s_v + i_hv * V, o_v, V)  # [BV]
         if META.GATE_WIDTH == 1:
             b_g = tl.load(g + (i_hv if META.FIXED else i_t * s_g + i_hv))
         elif META.GATE_WIDTH > 1:
-            b_g = row_of(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
+            b_g = load_vector(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
         if beta is not None:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
         if erase is not None:
             e, s_e = erase
-            b_e = row_of(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
+            b_e = load_vector(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
         if META.GATE_WIDTH > 0:
@@ -214,9 +214,9 @@ def decode(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    q, k, v = _by_tokens(q), _by_tokens(k), _by_tokens(v)
+    q, k, v = _evenly_strided(q), _evenly_strided(k), _evenly_strided(v)
     g, beta, erase = (
-        None if x is None else _by_tokens(x) for x in (g, beta, erase)
+        None if x is None else _evenly_strided(x) for x in (g, beta, erase)
     )
     S = state.contiguous()
     o = v.new_empty(v.shape)
@@ -242,11 +242,11 @@ def decode(
     with torch.cuda.device_of(q):
         decode_kernel[(B * HV * triton.cdiv(V, BV),)](
             (q, k, v, g, beta),
-            None if erase is None else (erase, _stride(erase)),
+            None if erase is None else (erase, _token_stride(erase)),
             o,
             (S, rows, accepted),
             logits,
-            tuple([_stride(x) for x in (q, k, v, g, beta)]),
+            tuple([_token_stride(x) for x in (q, k, v, g, beta)]),
             scale,
             T,
             S.shape[0],
@@ -259,7 +259,7 @@ def decode(
     return o
 
 
-def _by_tokens(x: Tensor) -> Tensor:
+def _evenly_strided(x: Tensor) -> Tensor:
     """x, or a copy, with tokens at one distance, each side by side."""
     if x.dim() < 3:
         return x.contiguous()
@@ -270,7 +270,7 @@ def _by_tokens(x: Tensor) -> Tensor:
     )
 
 
-def _stride(x: Tensor | None) -> int:
+def _token_stride(x: Tensor | None) -> int:
     """How far the next token is in x [B, T, ..]; 0 where all have the same."""
     if x is None or x.dim() < 3:
         return 0

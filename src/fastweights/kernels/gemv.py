@@ -63,14 +63,14 @@ def matrix_of(weights, META: tl.constexpr):
     The first one of its x, and the first one of its y. Programs go through
     the matrices one after the other.
     """
-    i_n, before = tl.program_id(0), 0
+    i_n, tiles_before = tl.program_id(0), 0
     w, N, source, target = weights[0], META.SIZES[0], META.SOURCES[0], 0
     for j in tl.static_range(1, len(META.SIZES)):
-        before += (META.SIZES[j - 1] + META.BN - 1) // META.BN
-        is_later = tl.program_id(0) >= before
+        tiles_before += (META.SIZES[j - 1] + META.BN - 1) // META.BN
+        is_later = tl.program_id(0) >= tiles_before
         if is_later:
             w = weights[j]
-        i_n = tl.where(is_later, tl.program_id(0) - before, i_n)
+        i_n = tl.where(is_later, tl.program_id(0) - tiles_before, i_n)
         N = tl.where(is_later, META.SIZES[j], N)
         source = tl.where(is_later, META.SOURCES[j], source)
         target = tl.where(is_later, target + META.SIZES[j - 1], target)
@@ -87,7 +87,7 @@ def load_tile(w, outputs, k, META: tl.constexpr):
 
 
 @triton.jit
-def normed_heads(b_x, norm, r, o_k, mask, META: tl.constexpr):
+def norm_heads(b_x, norm, r, o_k, mask, META: tl.constexpr):
     """Columns o_k of row r, b_x [BK]: heads side by side, normed and gated."""
     weight, gate, stride_gate, eps = norm
     V: tl.constexpr = META.V
@@ -105,7 +105,7 @@ def normed_heads(b_x, norm, r, o_k, mask, META: tl.constexpr):
 
 
 @triton.jit
-def rows_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
+def product_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
     """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
     The norm of a row is a factor of its whole product: it comes last. With
@@ -138,7 +138,7 @@ def rows_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
             b_x = tl.load(p_x + r * stride + o_k, mask=m_x, other=0.0)
             b_x = b_x.to(tl.float32)
             if META.V > 0:
-                b_x = normed_heads(b_x, norm, r, o_k, m_x, META)
+                b_x = norm_heads(b_x, norm, r, o_k, m_x, META)
             elif META.ROWS_NORMED:
                 more += [squares[r] + b_x * b_x]
                 b_n = tl.load(weight + o_k, mask=o_k < K, other=0.0)
@@ -189,7 +189,7 @@ def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
 
 
 @triton.jit
-def rows_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
+def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
     Columns go in G parts of BK, one per warp, whose sums meet at the end: no
@@ -256,7 +256,7 @@ def rows_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
 
 
 @triton.jit
-def rows_by_dots(x, matrices, rows, outputs, META: tl.constexpr):
+def product_by_dots(x, matrices, rows, outputs, META: tl.constexpr):
     """x times the rows ``outputs`` of each matrix, as [BM, BN] each."""
     p_x, stride = x
     o_m, m_m, _ = rows
@@ -320,7 +320,7 @@ def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
 
 
 @triton.jit
-def convolved(b_x, taps, inputs, places, META: tl.constexpr):
+def convolve_tile(b_x, taps, inputs, places, META: tl.constexpr):
     """The short convolution of tokens b_x and the inputs before, [BM, BN].
 
     Beside b_x it takes what :func:`inputs_before` has. The last inputs move
@@ -385,16 +385,16 @@ def gemv_kernel(
         matrices = (w, w + META.SIZES[0] * META.K)
     x = x[0] + source, x[1]
     if META.SUMS:
-        products = rows_by_sums(x, matrices, norm, rows, outputs, META)
+        products = product_by_sums(x, matrices, norm, rows, outputs, META)
     elif META.G > 0:
-        products = rows_by_parts(x, matrices, norm, rows, outputs, META)
+        products = product_by_parts(x, matrices, norm, rows, outputs, META)
     else:
-        products = rows_by_dots(x, matrices, rows, outputs, META)
+        products = product_by_dots(x, matrices, rows, outputs, META)
     b_y = products[0]
     if META.SWIGLU:
         b_y = b_y * sigmoid(b_y) * products[1]
     if META.W > 0:
-        b_c = convolved(b_y, *before, META)
+        b_c = convolve_tile(b_y, *before, META)
         b_y = tl.where(target == 0, b_c, b_y)
     if residual is not None:
         b_y += b_residual.to(tl.float32)
@@ -447,15 +447,15 @@ def gemv(
     V = 0  # channels of a head; 0: the norm is that of a row
     if norm is not None and (gate is not None or len(norm) < K):
         V = len(norm)
-    whole = "SUMS" in tile or "G" in tile
-    if norm is not None and (not whole or (V and tile["BK"] % V)):
-        x = _normed(x, norm, gate, eps, activation)
+    whole_rows = "SUMS" in tile or "G" in tile
+    if norm is not None and (not whole_rows or (V and tile["BK"] % V)):
+        x = _norm_rows(x, norm, gate, eps, activation)
         norm, gate, V = None, None, 0
-    before = norm, gate, 0 if gate is None else gate.stride(0), eps
-    behind: Any = None
+    norms = norm, gate, 0 if gate is None else gate.stride(0), eps
+    conv_group: Any = None
     W = R = 0
     if convolution is not None:
-        behind = (*convolution, rows, accepted, tokens)
+        conv_group = (*convolution, rows, accepted, tokens)
         W, R = convolution[0].shape[1], len(convolution[2])
     early = starts_early(x.device)
     meta = GemvMeta(
@@ -475,8 +475,8 @@ def gemv(
     )
     y = x.new_empty(M, meta.TOTAL)
     tiles = sum([triton.cdiv(N, meta.BN) for N in sizes])
-    at_x = x, x.stride(0)
-    arguments = at_x, weights, before, residual, behind, y, M, R, meta
+    inputs = x, x.stride(0)
+    arguments = inputs, weights, norms, residual, conv_group, y, M, R, meta
     with torch.cuda.device_of(x):
         gemv_kernel[(tiles, triton.cdiv(M, meta.BM))](
             *arguments, launch_pdl=early, **settings
@@ -484,7 +484,7 @@ def gemv(
     return y
 
 
-def _normed(
+def _norm_rows(
     x: Tensor,
     norm: Tensor,
     gate: Tensor | None,
@@ -495,28 +495,28 @@ def _normed(
     if gate is None and len(norm) == x.shape[1]:
         return F.rms_norm(x, norm.shape, norm, eps)
     heads = x.view(len(x), 1, -1, len(norm))
-    by = None if gate is None else gate[:, None]
+    gates = None if gate is None else gate[:, None]
     silu = activation == "silu"
-    return output_norm.forward(heads, norm, by, silu, eps)[:, 0]
+    return output_norm.forward(heads, norm, gates, silu, eps)[:, 0]
 
 
 def gemv_options(
     M: int, K: int, N: int, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Tiles and launch settings, measured on an H200."""
-    BM, least = triton.next_power_of_2(M), triton.next_power_of_2(K)
+    BM, padded_K = triton.next_power_of_2(M), triton.next_power_of_2(K)
     half, warps, stages = dtype != torch.float32, 4, 1
     if M <= SUMS_ROWS:
         BN, BK, warps = (8, 512, 8) if N > 1024 else (4, 1024, 4)
-        tile = {"BM": BM, "BN": BN, "BK": min(BK, least), "SUMS": True}
+        tile = {"BM": BM, "BN": BN, "BK": min(BK, padded_K), "SUMS": True}
     elif M <= 16 and half:
-        BK = min(128, max(16, least // 4))
+        BK = min(128, max(16, padded_K // 4))
         tile = {"BM": 16, "BN": 16, "BK": BK, "G": 4}
     elif half:
-        BK = min(128, max(16, least))
+        BK = min(128, max(16, padded_K))
         tile = {"BM": min(BM, 64), "BN": 32 if N > 1024 else 16, "BK": BK}
         stages = 4
     else:  # products take no tensor core: small tiles, which do not spill
-        tile = {"BM": min(BM, 16), "BN": 16, "BK": min(32, max(16, least))}
+        tile = {"BM": min(BM, 16), "BN": 16, "BK": min(32, max(16, padded_K))}
         stages = 3
     return tile, {"num_warps": warps, "num_stages": stages}

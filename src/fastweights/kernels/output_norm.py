@@ -50,7 +50,7 @@ def row_offsets(i, rows, i_g, stride, META: tl.constexpr):
 
 
 @triton.jit
-def normalised(b_o, mask, eps, V: tl.constexpr):
+def normalise(b_o, mask, eps, V: tl.constexpr):
     """o over its root mean square, and 1 over that. [BR, BV], [BR, 1].
 
     No row that is not there is divided by 0, which eps may be.
@@ -72,7 +72,7 @@ def norm_fwd_kernel(inputs, y, eps, rows, stride, META: tl.constexpr):
     if gate is not None:
         b_g = tl.load(gate + o_g, mask=mask, other=0.0).to(tl.float32)
     b_w = tl.load(weight + i_g * V + o_v, mask=o_v < V, other=0.0)  # [BV]
-    b_y, _ = normalised(b_o, mask, eps, V)
+    b_y, _ = normalise(b_o, mask, eps, V)
     b_y *= b_w.to(tl.float32)[None, :]
     if gate is not None:
         b_y *= sigmoid(b_g)
@@ -112,7 +112,7 @@ def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
         if gate is not None:
             n_g = tl.load(gate + o_g, mask=mask, other=0.0)
 
-        b_y, b_r = normalised(b_o, m_y, eps, V)
+        b_y, b_r = normalise(b_o, m_y, eps, V)
         if gate is not None:
             b_a = sigmoid(b_g)
             b_da = b_a * (1.0 - b_a)
@@ -155,7 +155,7 @@ def programs_at_once(o: Tensor, settings: dict[str, int]) -> int:
     return one * gpu_of(o.device).multiprocessors
 
 
-def run_rows(
+def launch_rows(
     kernel: Any,
     programs: int,
     meta: OutputNormMeta,
@@ -189,7 +189,7 @@ def forward(
     y, inputs = torch.empty_like(o).flatten(2), (o, weight, gate_rows(gate))
     meta, settings = options(o, weight, silu, back=False)
     tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
-    run_rows(norm_fwd_kernel, tiles, meta, settings, inputs, y, eps)
+    launch_rows(norm_fwd_kernel, tiles, meta, settings, inputs, y, eps)
     return y
 
 
@@ -214,6 +214,6 @@ def backward(
     programs = min(tiles, max(at_once // meta.G, 1))
     share = o.new_empty(programs, *weight.shape, dtype=torch.float32)
     arguments = inputs, dy, (do, dgate, share), eps
-    run_rows(norm_bwd_kernel, programs, meta, settings, *arguments)
+    launch_rows(norm_bwd_kernel, programs, meta, settings, *arguments)
     grads = [do, share.sum(0).to(weight.dtype)]
     return grads if dgate is None else [*grads, dgate]

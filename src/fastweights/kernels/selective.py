@@ -58,21 +58,21 @@ def entries_at(x, rows, columns, W: tl.constexpr):
 
 
 @triton.jit
-def load(x, rows, columns, W: tl.constexpr):
+def load_entries(x, rows, columns, W: tl.constexpr):
     """The entries of :func:`entries_at` in fp32, 0 where there are none."""
     p_x, m_x = entries_at(x, rows, columns, W)
     return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store(x, b_x, rows, columns, W: tl.constexpr):
+def store_entries(x, b_x, rows, columns, W: tl.constexpr):
     """The entries back to where :func:`load` would load them from."""
     p_x, m_x = entries_at(x, rows, columns, W)
     tl.store(p_x, b_x, mask=m_x)
 
 
 @triton.jit
-def own_channels(META: tl.constexpr):
+def channels_of_program(META: tl.constexpr):
     """A program's sequence, tile of channels, group, and channels."""
     P: tl.constexpr = META.D // META.G  # channels per group
     NP: tl.constexpr = META.NP
@@ -83,7 +83,7 @@ def own_channels(META: tl.constexpr):
 
 
 @triton.jit
-def own_tokens(cu_seqlens, i_s, T, BT: tl.constexpr):
+def tokens_of_sequence(cu_seqlens, i_s, T, BT: tl.constexpr):
     """A sequence's first token, its length, and its first tile of time."""
     start, end = sequence_span(i_s, cu_seqlens, T)
     first = first_slot(i_s, cu_seqlens, T, BT)
@@ -120,7 +120,7 @@ def outer(b_x, b_B):
 
 
 @triton.jit
-def row(b_x, i):
+def select_row(b_x, i):
     """b_x[i] of b_x [BT, BD, BN]."""
     m_t = tl.arange(0, b_x.shape[0]) == i
     return tl.sum(tl.where(m_t[:, None, None], b_x, 0.0), axis=0)
@@ -150,18 +150,18 @@ def selective_fwd_kernel(
     D: tl.constexpr = META.D
     N: tl.constexpr = META.N
     BT: tl.constexpr = META.BT
-    i_s, _, i_g, o_d, m_d = own_channels(META)
-    start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
+    i_s, _, i_g, o_d, m_d = channels_of_program(META)
+    start, length, first = tokens_of_sequence(cu_seqlens, i_s, T, BT)
     o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
     own = i_s * D + o_d, m_d
-    b_A = load(A, channels, columns, N)  # [BD, BN]
+    b_A = load_entries(A, channels, columns, N)  # [BD, BN]
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
     if initial_state is None:
         b_h = tl.zeros(b_A.shape, tl.float32)
     else:
-        b_h = load(initial_state, own, columns, N)
+        b_h = load_entries(initial_state, own, columns, N)
 
     for i_t in range(tl.cdiv(length, BT)):
         o_c = i_t * BT + tl.arange(0, BT)
@@ -169,18 +169,18 @@ def selective_fwd_kernel(
         tokens, rows = (o_t, m_t), (o_t * META.G + i_g, m_t)
         if states is not None:
             enters = (first + i_t) * D + o_d, m_d
-            store(states, b_h, enters, columns, N)
-        b_x = load(x, tokens, channels, D)  # [BT, BD]
-        b_dt = load(dt, tokens, channels, D)  # [BT, BD]
-        b_B = load(B, rows, columns, N)  # [BT, BN]
-        b_C = load(C, rows, columns, N)  # [BT, BN]
+            store_entries(states, b_h, enters, columns, N)
+        b_x = load_entries(x, tokens, channels, D)  # [BT, BD]
+        b_dt = load_entries(dt, tokens, channels, D)  # [BT, BD]
+        b_B = load_entries(B, rows, columns, N)  # [BT, BN]
+        b_C = load_entries(C, rows, columns, N)  # [BT, BN]
         b_hs = states_after(b_x, b_dt, b_B, b_A, b_h)  # [BT, BD, BN]
         b_y = tl.sum(b_hs * b_C[:, None, :], axis=2)  # [BT, BD]
         if skip is not None:
             b_y += b_skip[None, :] * b_x
-        store(y, b_y, tokens, channels, D)
-        b_h = row(b_hs, BT - 1)  # [BD, BN]
-    store(state, b_h, own, columns, N)
+        store_entries(y, b_y, tokens, channels, D)
+        b_h = select_row(b_hs, BT - 1)  # [BD, BN]
+    store_entries(state, b_h, own, columns, N)
 
 
 @triton.jit(do_not_specialize=["T", "num_tokens"])
@@ -206,13 +206,13 @@ def selective_bwd_kernel(
     D: tl.constexpr = META.D
     N: tl.constexpr = META.N
     BT: tl.constexpr = META.BT
-    i_s, i_d, i_g, o_d, m_d = own_channels(META)
-    start, length, first = own_tokens(cu_seqlens, i_s, T, BT)
+    i_s, i_d, i_g, o_d, m_d = channels_of_program(META)
+    start, length, first = tokens_of_sequence(cu_seqlens, i_s, T, BT)
     o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
     own = i_s * D + o_d, m_d
     NT = tl.cdiv(length, BT)
-    b_A = load(A, channels, columns, N)  # [BD, BN]
+    b_A = load_entries(A, channels, columns, N)  # [BD, BN]
     b_dA = tl.zeros(b_A.shape, tl.float32)
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -220,22 +220,22 @@ def selective_bwd_kernel(
     if dstate is None:
         b_dh = tl.zeros(b_A.shape, tl.float32)
     else:
-        b_dh = load(dstate, own, columns, N)
+        b_dh = load_entries(dstate, own, columns, N)
 
     for i in range(NT):
         i_t = NT - 1 - i
         o_c = i_t * BT + tl.arange(0, BT)
         o_t, m_t = start + o_c, o_c < length
         tokens, rows = (o_t, m_t), (o_t * META.G + i_g, m_t)
-        b_x = load(x, tokens, channels, D)  # [BT, BD]
-        b_dt = load(dt, tokens, channels, D)  # [BT, BD]
-        b_dy = load(dy, tokens, channels, D)  # [BT, BD]
-        b_B = load(B, rows, columns, N)  # [BT, BN]
-        b_C = load(C, rows, columns, N)  # [BT, BN]
+        b_x = load_entries(x, tokens, channels, D)  # [BT, BD]
+        b_dt = load_entries(dt, tokens, channels, D)  # [BT, BD]
+        b_dy = load_entries(dy, tokens, channels, D)  # [BT, BD]
+        b_B = load_entries(B, rows, columns, N)  # [BT, BN]
+        b_C = load_entries(C, rows, columns, N)  # [BT, BN]
 
         # dh_t = a_{t+1} dh_{t+1} + dy_t C_t: the next token's decay.
         m_next = (o_c + 1 < length) & (o_c + 1 < i_t * BT + BT)
-        b_next = load(dt, (o_t + 1, m_next), channels, D)  # [BT, BD]
+        b_next = load_entries(dt, (o_t + 1, m_next), channels, D)  # [BT, BD]
         b_dhs = scan_maps(
             decays(b_next, b_A), outer(b_dy, b_C), b_dh, True
         )  # [BT, BD, BN]
@@ -243,11 +243,11 @@ def selective_bwd_kernel(
         # h_{t-1}: of one token earlier, and the first is the one that enters.
         m_last = m_t & (o_c > i_t * BT)
         b_hs = states_after(
-            load(x, (o_t - 1, m_last), channels, D),
-            load(dt, (o_t - 1, m_last), channels, D),
-            load(B, ((o_t - 1) * META.G + i_g, m_last), columns, N),
+            load_entries(x, (o_t - 1, m_last), channels, D),
+            load_entries(dt, (o_t - 1, m_last), channels, D),
+            load_entries(B, ((o_t - 1) * META.G + i_g, m_last), columns, N),
             b_A,
-            load(states, ((first + i_t) * D + o_d, m_d), columns, N),
+            load_entries(states, ((first + i_t) * D + o_d, m_d), columns, N),
         )  # [BT, BD, BN]
         b_a = decays(b_dt, b_A)  # [BT, BD, BN]
         b_kept = b_a * b_hs  # what token t leaves of h_{t-1} [BT, BD, BN]
@@ -255,25 +255,25 @@ def selective_bwd_kernel(
 
         shares = i_d.to(tl.int64) * num_tokens + o_t, m_t
         b_dC = tl.sum(b_hs * b_dy[:, :, None], axis=1)  # [BT, BN]
-        store(dC, b_dC, shares, columns, N)
+        store_entries(dC, b_dC, shares, columns, N)
         b_dB = tl.sum(b_dhs * (b_dt * b_x)[:, :, None], axis=1)  # [BT, BN]
-        store(dB, b_dB, shares, columns, N)
+        store_entries(dB, b_dB, shares, columns, N)
         b_dg = b_dhs * b_kept  # the gradient of dt A [BT, BD, BN]
         b_dA += tl.sum(b_dg * b_dt[:, :, None], axis=0)  # [BD, BN]
         b_dw = tl.sum(b_dhs * b_B[:, None, :], axis=2)  # of dt x [BT, BD]
         b_ddt = b_dw * b_x + tl.sum(b_dg * b_A[None, :, :], axis=2)
-        store(ddt, b_ddt, tokens, channels, D)
+        store_entries(ddt, b_ddt, tokens, channels, D)
         b_dx = b_dw * b_dt  # [BT, BD]
         if skip is not None:
             b_dx += b_skip[None, :] * b_dy
             b_dskip += tl.sum(b_dy * b_x, axis=0)  # [BD]
-        store(dx, b_dx, tokens, channels, D)
-        b_dh = row(b_a * b_dhs, 0)  # [BD, BN]
-    store(dA, b_dA, own, columns, N)
+        store_entries(dx, b_dx, tokens, channels, D)
+        b_dh = select_row(b_a * b_dhs, 0)  # [BD, BN]
+    store_entries(dA, b_dA, own, columns, N)
     if skip is not None:
         tl.store(dskip + (i_s * D + o_d), b_dskip, mask=m_d)
     if dinitial is not None:
-        store(dinitial, b_dh, own, columns, N)
+        store_entries(dinitial, b_dh, own, columns, N)
 
 
 def meta_of(D: int, N: int, G: int) -> SelectiveMeta:

@@ -58,7 +58,7 @@ def mean(b_x, K: tl.constexpr):
 
 
 @triton.jit
-def clear_past(b_x, K: tl.constexpr):
+def clear_padding(b_x, K: tl.constexpr):
     """b_x [BC, BK], 0 past the K channels."""
     if b_x.shape[1] == K:
         return b_x
@@ -67,14 +67,14 @@ def clear_past(b_x, K: tl.constexpr):
 
 
 @triton.jit
-def centred(b_W, K: tl.constexpr):
+def centre(b_W, K: tl.constexpr):
     """b_W [BK, BK] without the means over its columns.
 
     LN takes no notice of them, and no step changes them but by rounding,
     since errors sum to 0. Without them z has next to no mean, and the spread
     can be found from the sums of z and of z^2, which are there at once.
     """
-    return clear_past(b_W - mean(b_W, K), K)
+    return clear_padding(b_W - mean(b_W, K), K)
 
 
 @triton.jit
@@ -87,15 +87,15 @@ def standardise(b_z, K: tl.constexpr):
     b_m, b_zz = tl.reduce((b_z, b_z * b_z), 1, add_pairs)
     b_m, b_zz = b_m[:, None] * (1.0 / K), b_zz[:, None] * (1.0 / K)
     b_s = tl.rsqrt(tl.maximum(b_zz - b_m * b_m, 0.0) + EPS)
-    return clear_past((b_z - b_m) * b_s, K), b_s
+    return clear_padding((b_z - b_m) * b_s, K), b_s
 
 
 @triton.jit
-def through_norm(b_d, b_u, K: tl.constexpr):
+def norm_backward(b_d, b_u, K: tl.constexpr):
     """b_d without what moves LN's mean or spread, and mean(b_d b_u)."""
     b_m, b_mu = tl.reduce((b_d, b_d * b_u), 1, add_pairs)
     b_m, b_mu = b_m[:, None] * (1.0 / K), b_mu[:, None] * (1.0 / K)
-    return clear_past(b_d - b_m - b_u * b_mu, K), b_mu
+    return clear_padding(b_d - b_m - b_u * b_mu, K), b_mu
 
 
 @triton.jit
@@ -144,8 +144,8 @@ def ttt_fwd_kernel(
     o_W, m_W = square_at(K, META.BK)
     b_W = tl.load(W + i_n * K * K + o_W, mask=m_W, other=0.0)  # [BK, BK]
     b_b = tl.load(b + i_n * K + o_k, mask=o_k < K, other=0.0)[None, :]
-    b_Wm, b_bm = mean(b_W, K), mean(b_b, K)  # [BK, 1], [1, 1]
-    b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
+    b_Wm, b_bm = (mean(b_W, K), mean(b_b, K))  # [BK, 1], [1, 1]
+    b_W, b_b = (centre(b_W, K), centre(b_b, K))  # [BK, BK], [1, BK]
     b_w = tl.load(weight + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_c = tl.load(bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
     b_factors = tl.load(factors + o_c, mask=o_c < C, other=0.0)  # [BC]
@@ -169,7 +169,7 @@ def ttt_fwd_kernel(
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
         b_u, b_s = standardise(b_z, K)  # [BC, BK], [BC, 1]
         b_t = b_v.to(tl.float32) - b_k.to(tl.float32)
-        b_h, _ = through_norm((b_u * b_w + b_c - b_t) * b_w, b_u, K)
+        b_h, _ = norm_backward((b_u * b_w + b_c - b_t) * b_w, b_u, K)
         b_X = (b_r[:, None] * b_h * b_s).to(b_k.dtype)  # [BC, BK]
 
         b_S, b_m = scores(b_q, b_k, b_factors, False, PRECISION)  # [BC, BC]
@@ -216,7 +216,7 @@ def ttt_bwd_kernel(
     o_W, m_W = square_at(K, META.BK)
     b_W = tl.load(W_after + i_n * K * K + o_W, mask=m_W, other=0.0)
     b_b = tl.load(b_after + i_n * K + o_k, mask=m_k, other=0.0)[None, :]
-    b_W, b_b = centred(b_W, K), centred(b_b, K)  # [BK, BK], [1, BK]
+    b_W, b_b = (centre(b_W, K), centre(b_b, K))  # [BK, BK], [1, BK]
     b_dW = tl.load(dW_after + i_n * K * K + o_W, mask=m_W, other=0.0)
     b_db = tl.load(db_after + i_n * K + o_k, mask=m_k, other=0.0)
     b_w = tl.load(weight + i_h * K + o_k, mask=m_k, other=0.0)[None, :]
@@ -250,7 +250,7 @@ def ttt_bwd_kernel(
         b_u, b_s = standardise(b_z, K)  # [BC, BK], [BC, 1]
         b_dw += tl.sum(b_do * b_u, axis=0)
         b_dc += tl.sum(b_do, axis=0)
-        b_du, _ = through_norm(b_do * b_w, b_u, K)
+        b_du, _ = norm_backward(b_do * b_w, b_u, K)
         b_du *= b_s
         b_db_z = tl.sum(b_du, axis=0)
         b_dz = b_du.to(b_k.dtype)  # [BC, BK]
@@ -281,20 +281,20 @@ def ttt_bwd_kernel(
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
         b_u, b_s = standardise(b_z, K)
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
-        b_h, b_hu = through_norm(b_e * b_w, b_u, K)
+        b_h, b_hu = norm_backward(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
         p_r, m_r = row_at(drate, rows, META.H, META.BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]
-        b_dy, b_dhu = through_norm(b_dX, b_u, K)
+        b_dy, b_dhu = norm_backward(b_dX, b_u, K)
         b_dw += tl.sum(b_dy * b_e, axis=0)
         b_dy *= b_w
         b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
         store_rows(dv, -b_dy, rows, 0, TILES)
         b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
-        b_du, _ = through_norm(b_du, b_u, K)
+        b_du, _ = norm_backward(b_du, b_u, K)
         b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
         b_du_ = b_du.to(b_k.dtype)
@@ -317,7 +317,7 @@ def options(K: int) -> tuple[dict[str, int], dict[str, int]]:
     return {"BC": 16, "BK": BK}, {"num_warps": warps, "num_stages": 1}
 
 
-def run_heads(kernel: Any, C: int, tokens: Any, *others: Any) -> None:
+def launch_heads(kernel: Any, C: int, tokens: Any, *others: Any) -> None:
     """One program per sequence and head."""
     q = tokens[0]
     B, T, H, K = q.shape
@@ -349,7 +349,7 @@ def forward(
     tokens, memory, norm = (q, k, v, rate), (W, b), (weight, bias)
     results = o, X, W_after, b_after
     C = len(factors)
-    run_heads(ttt_fwd_kernel, C, tokens, memory, norm, factors, results)
+    launch_heads(ttt_fwd_kernel, C, tokens, memory, norm, factors, results)
     return o, W_after, b_after
 
 
@@ -377,7 +377,7 @@ def backward(
     own = (dq, dk, dv, drate, dW, db)
     tokens, memory, norm = (q, k, v, rate), (W_after, b_after), (weight, bias)
     slopes, grads = (do, dW_after, db_after), (*own, dweight, dbias, dfactors)
-    run_heads(
+    launch_heads(
         ttt_bwd_kernel, C, tokens, memory, norm, factors, X, slopes, grads
     )
     return [*own, dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]
