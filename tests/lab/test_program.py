@@ -372,12 +372,12 @@ def test_a_backend_is_the_one_that_runs(name):
 def test_a_gpus_backends(capability, dtype, name, runs, monkeypatch):
     pytest.importorskip("triton")
     of = ops.backends
-    of._lack_of_triton.cache_clear()
+    of._missing_for_triton.cache_clear()
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(fw.torch_internals, "warn_untested", lambda: None)
     device = torch.device("cuda")
     found, why = info.backend(info.operators()[name], device, dtype)
-    of._lack_of_triton.cache_clear()
+    of._missing_for_triton.cache_clear()
     assert found == runs and bool(why) == (runs != "triton")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fastweights as fw
 from fastweights import torch_internals
 from fastweights.checks import relative_error
-from fastweights.ops.backends import _explain, _lack_of_triton
+from fastweights.ops.backends import _missing_for_triton, _warn_once
 
 
 def test_auto_is_torch_on_a_cpu():
@@ -22,8 +22,8 @@ def gpu(monkeypatch):
     """Makes this machine one with a GPU of some compute capability."""
 
     def forget():
-        _explain.cache_clear()
-        _lack_of_triton.cache_clear()
+        _warn_once.cache_clear()
+        _missing_for_triton.cache_clear()
         torch_internals.warn_untested.cache_clear()
 
     def of(*capability):

@@ -36,12 +36,12 @@ def check_operands(
     """
     tokens = {"q": q, "k": k, "v": v, **rates}
     rows = {"position": position, "lengths": lengths}
-    given = {name: x for name, x in rows.items() if x is not None}
-    check_tensors(tokens | given)
+    counts = {name: x for name, x in rows.items() if x is not None}
+    check_tensors(tokens | counts)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
-    check_dtypes(tokens | given, dtypes | dict.fromkeys(given, WHOLE))
+    check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, WHOLE))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:
@@ -50,15 +50,15 @@ def check_operands(
     if v.dim() != 4 or v.shape[:3] != (B, T, H):
         wrong_shape("v", v, f"[{B}, {T}, {H}, V]")
     for name, x in rates.items():
-        want = (B, T, H, matrices) if name == "rates" else (B, T, H)
-        if x.shape != want:
-            wrong_shape(name, x, f"{list(want)}")
-    for name, x in given.items():
+        expected = (B, T, H, matrices) if name == "rates" else (B, T, H)
+        if x.shape != expected:
+            wrong_shape(name, x, f"{list(expected)}")
+    for name, x in counts.items():
         if x.shape != (B,):
             wrong_shape(name, x, f"[{B}]")
         if is_readable(x):
-            values, most = x.tolist(), T if name == "lengths" else math.inf
-            if not all(0 <= n <= most for n in values):
+            values, limit = x.tolist(), T if name == "lengths" else math.inf
+            if not all(0 <= n <= limit for n in values):
                 need = f"0 to T = {T}" if name == "lengths" else ">= 0"
                 raise ValueError(f"{name}: got {values}, need {need}")
 
@@ -72,8 +72,8 @@ def check_state(
     """
     if initial_state is not None:
         check_shapes({"initial_state": (initial_state, shape)})
-        kinds = {"q": q, "initial_state": initial_state}
-        check_dtypes(kinds, dict.fromkeys(kinds, DTYPES))
+        tensors = {"q": q, "initial_state": initial_state}
+        check_dtypes(tensors, dict.fromkeys(tensors, DTYPES))
     elif after is not None and is_readable(after) and after.any():
         raise ValueError(
             "initial_state: got None, need the state after position = "

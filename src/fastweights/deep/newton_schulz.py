@@ -63,8 +63,8 @@ def newton_schulz(
         raise TypeError(f"G: got {G.dtype}, need one of {DTYPES}")
     if G.dim() < 2:
         wrong_shape("G", G, "[..., K, N]")
-    given = isinstance(coefficients, tuple | list)
-    if not given or not all(len(step) == 3 for step in coefficients):
+    is_list = isinstance(coefficients, tuple | list)
+    if not is_list or not all(len(step) == 3 for step in coefficients):
         raise ValueError(
             f"coefficients: got {coefficients}, need (a, b, c) for each step"
         )
@@ -72,11 +72,11 @@ def newton_schulz(
     check_dtype(dtype)
     tall = G.shape[-2] > G.shape[-1]
     X = (G.mT if tall else G).to(compute_dtype(G.dtype))
-    most = _or_one(X.detach().abs().amax((-2, -1), keepdim=True))
-    X = X / most
+    largest = _or_one(X.detach().abs().amax((-2, -1), keepdim=True))
+    X = X / largest
     # The root of 0 has no gradient: an empty G stays 0, with gradients too.
     norm = _or_one(X.square().sum((-2, -1), keepdim=True)).sqrt()
-    X = (X / (norm + eps / most)).to(G.dtype if dtype is None else dtype)
+    X = (X / (norm + eps / largest)).to(G.dtype if dtype is None else dtype)
     one = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
     for a, b, c in coefficients:
         A = X @ X.mT

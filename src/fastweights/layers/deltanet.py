@@ -96,15 +96,15 @@ class DeltaNet(Layer):
         V = scaled("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
-        usual = (qk_activation, qk_norm) == ("silu", "l2")
+        is_default = (qk_activation, qk_norm) == ("silu", "l2")
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.convolution = HeadsConvolution(
             (H, H),
             (K, V),
             conv_size,
-            normalize=usual,
-            activation=usual,
+            normalize=is_default,
+            activation=is_default,
             **factory,
         )
         self.b_proj = nn.Linear(dim, H, bias=False, **factory)

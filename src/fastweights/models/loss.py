@@ -39,7 +39,7 @@ from fastweights.ranks.group import current_ranks, token_offset
 Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
 
-LEAST_ROWS = 256
+MIN_ROWS = 256
 """Rows that go through the head at once, at least: or as many as it has
 columns, since then to add its gradient up takes no longer than to find it."""
 ENTRIES = 2**25
@@ -73,10 +73,10 @@ def cross_entropy(
         return losses_of_logits(logits, targets, ignore_index)
     _check(x, weight, targets, ignore_index)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        total = _Total.apply(x, weight, targets, ignore_index)
+        total = _SummedLoss.apply(x, weight, targets, ignore_index)
     else:
         total = _losses(x, weight, targets, ignore_index)[0].sum()
-    return total / _count(targets, ignore_index)
+    return total / _num_targets(targets, ignore_index)
 
 
 def token_losses(
@@ -119,7 +119,7 @@ def losses_of_logits(
     )
     if reduction == "none":
         return losses.view(targets.shape)
-    return losses.sum() / _count(targets, ignore_index)
+    return losses.sum() / _num_targets(targets, ignore_index)
 
 
 def check_tokens(
@@ -166,7 +166,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     check_tokens("targets", targets, len(weight), x.shape[:-1], ignored)
 
 
-def _count(targets: Tensor, ignored: int) -> Tensor:
+def _num_targets(targets: Tensor, ignored: int) -> Tensor:
     """Rows with a target, 1 if there are none; of ranks the mean number."""
     count = (targets != ignored).sum()
     if (ranks := current_ranks()) is None:
@@ -217,7 +217,7 @@ def next_tokens(
     return targets.masked_fill(last, ignore_index)
 
 
-class _Total(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     """The sum of the losses, whose gradient is made in the forward."""
 
     @staticmethod
@@ -270,7 +270,7 @@ def _in_pieces(
     dtype = compute_dtype(x.dtype)
     losses, dx = [], []
     dweight = torch.zeros_like(weight, dtype=dtype) if gradients else weight
-    at_once = max(x.shape[-1], LEAST_ROWS) if gradients else LEAST_ROWS
+    at_once = max(x.shape[-1], MIN_ROWS) if gradients else MIN_ROWS
     with without_autocast(x):
         for rows, row_targets in _pieces(x, targets, at_once):
             counted = row_targets != ignored

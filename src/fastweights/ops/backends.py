@@ -57,7 +57,7 @@ def choose_backend(
         return backend
     if backend == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return "torch"
-    return _triton_unless(_lack_of_triton(device, dtype), backend)
+    return _triton_unless(_missing_for_triton(device, dtype), backend)
 
 
 def recurrence_backend(backend: str, q: Tensor) -> str:
@@ -70,21 +70,21 @@ def recurrence_backend(backend: str, q: Tensor) -> str:
 
 @torch_internals.constant_in_graphs
 def network_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, lack: str = ""
+    backend: str, device: torch.device, dtype: torch.dtype, missing: str = ""
 ) -> str:
     """The backend that runs for a memory that is a network.
 
-    ``lack`` is what its kernel needs and these tokens do not have, "" if
+    ``missing`` is what its kernel needs and these tokens do not have, "" if
     nothing. "auto" is "triton" where that is faster: in half precision on
     Hopper and on Blackwell's data centre GPU. On others, and in fp32, it
     would keep kilobytes per thread outside of the registers
     (tests/compile/test_ttt.py), or not find room for its matrices.
     """
     check_backend(backend, KERNEL_OR_TORCH)
-    if lack and backend != "triton":
+    if missing and backend != "triton":
         return "torch"
-    if lack:
-        return _triton_unless(lack, backend)
+    if missing:
+        return _triton_unless(missing, backend)
     chosen = choose_backend(backend, device, dtype)
     if chosen != "triton" or backend == "triton":
         return chosen
@@ -100,28 +100,28 @@ def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
 
 
 @torch_internals.constant_in_graphs
-def _triton_unless(lack: str, backend: str) -> str:
+def _triton_unless(missing: str, backend: str) -> str:
     """What runs: "triton" if it lacks nothing, else "torch", or an error."""
-    if not lack:
+    if not missing:
         return "triton"
     if backend == "triton":
-        raise ValueError(f"backend: got 'triton', which needs {lack}")
-    _explain(lack)
+        raise ValueError(f"backend: got 'triton', which needs {missing}")
+    _warn_once(missing)
     return "torch"
 
 
 @functools.cache
-def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
+def _missing_for_triton(device: torch.device, dtype: torch.dtype) -> str:
     """What the kernels need and do not have here; "" if they run."""
     if dtype == torch.float64:
         return "tensors in float32, float16 or bfloat16, not float64"
     if not importlib.util.find_spec("triton"):
         return "the package triton, which is not installed"
     if device.type == "cuda":
-        lack = _lack_of_gpu(device)
-        if not lack:
+        missing = _missing_on_gpu(device)
+        if not missing:
             torch_internals.warn_untested()
-        return lack
+        return missing
     from fastweights.kernels.tile import INTERPRETED
 
     if not INTERPRETED:
@@ -137,7 +137,7 @@ def _lack_of_triton(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def _lack_of_gpu(device: torch.device) -> str:
+def _missing_on_gpu(device: torch.device) -> str:
     """What a GPU lacks: CUDA, of Ampere or later, with this Triton; or "".
 
     On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
@@ -146,16 +146,16 @@ def _lack_of_gpu(device: torch.device) -> str:
     """
     if torch.version.hip:
         return "a CUDA build of PyTorch, not ROCm's"
-    found, name = _capability(device), torch.cuda.get_device_name(device)
-    has = f"{name} has {found[0]}.{found[1]}"
-    if found < (8, 0):
-        return f"a GPU of compute capability 8.0 or higher (Ampere); {has}"
-    if found[0] == 10:
+    capability, name = _capability(device), torch.cuda.get_device_name(device)
+    gpu = f"{name} has {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        return f"a GPU of compute capability 8.0 or higher (Ampere); {gpu}"
+    if capability[0] == 10:
         triton = importlib.import_module("triton")
         if torch_internals.version_of(triton) < (3, 8):
             return (
                 "Triton 3.8 or newer on a GPU of compute capability 10.x, "
-                f"where {triton.__version__} compiles a race; {has}"
+                f"where {triton.__version__} compiles a race; {gpu}"
             )
     return ""
 
@@ -171,10 +171,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def _explain(lack: str) -> None:
+def _warn_once(missing: str) -> None:
     """Say once why a GPU does not get the kernels."""
     warnings.warn(
-        f"fastweights runs as PyTorch here: its kernels need {lack}",
+        f"fastweights runs as PyTorch here: its kernels need {missing}",
         stacklevel=2,
     )
 

@@ -22,9 +22,9 @@ def kernel_takes(backend: str, q: Tensor) -> bool:
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, most = q.shape[-1], widest_head(q, MAX_K)
-    lack = "" if most >= K else f"heads of at most {most}, not {K}"
-    return network_backend(backend, q.device, q.dtype, lack) == "triton"
+    K, limit = q.shape[-1], widest_head(q, MAX_K)
+    missing = "" if limit >= K else f"heads of at most {limit}, not {K}"
+    return network_backend(backend, q.device, q.dtype, missing) == "triton"
 
 
 def _solve(

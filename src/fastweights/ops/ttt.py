@@ -25,14 +25,14 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, most = q.shape[-1], widest_head(q, MAX_K)
+    K, limit = q.shape[-1], widest_head(q, MAX_K)
     need = (
-        f"one layer, heads of at most {most} and mini-batches of at most "
+        f"one layer, heads of at most {limit} and mini-batches of at most "
         f"{MAX_C} tokens, not {depth}, {K} and {size}"
     )
-    fits = depth == 1 and most >= K and size <= MAX_C
-    lack = "" if fits else need
-    return network_backend(backend, q.device, q.dtype, lack) == "triton"
+    fits = depth == 1 and limit >= K and size <= MAX_C
+    missing = "" if fits else need
+    return network_backend(backend, q.device, q.dtype, missing) == "triton"
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

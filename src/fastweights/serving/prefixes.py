@@ -55,13 +55,13 @@ class Prefixes:
 
     def add(self, key: Key, states: list[LayerState]) -> None:
         """Keep the states after these tokens, unless they are too large."""
-        size = _size(key, states)
+        size = _nbytes(key, states)
         if key in self._kept or size > self.max_bytes:
             return
         self._kept[key] = states
         self.nbytes += size
         while self.nbytes > self.max_bytes:
-            self.nbytes -= _size(*self._kept.popitem(last=False))
+            self.nbytes -= _nbytes(*self._kept.popitem(last=False))
 
     def longest(
         self, tokens: list[int], multiple_of: int = 1
@@ -70,12 +70,12 @@ class Prefixes:
 
         It is all of the tokens, or a multiple of ``multiple_of`` of them.
         """
-        hasher, most = Hasher(), len(tokens)
-        lengths = {key.length for key in self._kept if key.length <= most}
+        hasher, limit = Hasher(), len(tokens)
+        lengths = {key.length for key in self._kept if key.length <= limit}
         keys = [
             hasher.key(tokens, length)
             for length in sorted(lengths)
-            if length % multiple_of == 0 or length == most
+            if length % multiple_of == 0 or length == limit
         ]
         for key in reversed(keys):
             if key in self._kept:
@@ -84,5 +84,5 @@ class Prefixes:
         return None
 
 
-def _size(key: Key, states: list[LayerState]) -> int:
+def _nbytes(key: Key, states: list[LayerState]) -> int:
     return len(key.digest) + sum(state.nbytes for state in states)
