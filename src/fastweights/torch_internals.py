@@ -85,8 +85,8 @@ def under_transform() -> bool:
 def is_watched() -> bool:
     """Whether anything may look at the operators that are called.
 
-    As :func:`is_traced`, or the profiler. True where PyTorch does not tell:
-    calls then go by its dispatcher, 50 us each.
+    What is_traced tells, or the profiler may. True where PyTorch does not
+    tell: calls then go by its dispatcher, 50 us each.
     """
     return is_traced() or _profiler_enabled()  # type: ignore[misc]
 
@@ -173,9 +173,10 @@ def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
     """Call ``compile``, which compiles a Triton kernel, on all of them.
 
-    By several threads where Triton has a mode for that. In a context of its
-    own: whatever interrupts it, the mode is gone afterwards, and one that the
-    caller has entered does not meet it. What cannot be compiled is left out.
+    Several threads compile where Triton has a mode for that. It is entered in
+    a context of its own: whatever interrupts it, the mode is gone afterwards,
+    and does not meet one that the caller has entered. What cannot be compiled
+    is left out.
     """
     mode = _found("triton", "AsyncCompileMode")
     if mode is None:

@@ -51,7 +51,7 @@ def offsets_of(
 ) -> tuple[Int[Tensor, " N+1"] | None, Int[Tensor, " rows"] | None]:
     """Offsets by any of their names, which are used instead of a seq_idx.
 
-    And for a seq_idx without offsets the number of each row's last document.
+    A seq_idx without offsets has beside them each row's last document.
 
     Raises:
         TypeError, ValueError: offsets are given twice, or do not fit x.
@@ -74,12 +74,12 @@ def documents(
 ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
     """Offsets of the documents of all rows, one row after another.
 
-    And of each row the number of its last document. How many there are the
-    device tells the host, once per tensor seq_idx and not once per layer.
+    Beside them the number of each row's last document. The device tells the
+    host how many there are once per tensor seq_idx, not once per layer.
 
     Raises:
         TypeError: seq_idx is not of integers.
-        ValueError: seq_idx has not the shape of x's first two dimensions.
+        ValueError: seq_idx is not of x's first two dimensions' shape.
     """
     check_shapes({"seq_idx": (seq_idx, x.shape[:2])})
     compiling = torch.compiler.is_compiling()

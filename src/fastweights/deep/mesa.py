@@ -178,9 +178,9 @@ def solve(
 ) -> Float[Tensor, "B T H K"]:
     """(H_t + Diag(ridge)) x_t = b_t for every t, by conjugate gradients.
 
-    Rows that are done stay: a quotient of 0 and 0 counts as 0. Without
-    gradients. A single token's matrices are written down; those of many are
-    not, and a product with them is linear attention.
+    It has no gradients. Rows that are done stay: a quotient of 0 and 0 counts
+    as 0. A single token's matrices are written down; those of many are not,
+    and a product with them is linear attention.
     """
     if not torch.compiler.is_compiling() and torch_internals.is_watched():
         tell_counters()  # of FLOPs, past whom the operators go below

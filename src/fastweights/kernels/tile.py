@@ -196,7 +196,7 @@ def load_row(x, rows, H: tl.constexpr, BT: tl.constexpr):
 def sequence_tiles(x, span, TILES: tl.constexpr):
     """x, for :func:`load_chunk`, of the tokens start to end = ``span``.
 
-    For the tensor memory accelerator a descriptor: one thread asks for a
+    The tensor memory accelerator gets a descriptor: one thread asks for a
     tile, and rows past the end are 0. Columns past D would be the next
     head's, so BD divides D.
     """

@@ -107,7 +107,7 @@ def losses_of_logits(
 ) -> Float[Tensor, "*rows"] | Float[Tensor, ""]:
     """The mean of :func:`cross_entropy`, or each row's, of all logits.
 
-    With gradients of any order, and under torch.func.
+    It has gradients of any order, and works under torch.func.
     """
     V = logits.shape[-1]
     check_tokens("targets", targets, V, logits.shape[:-1], ignore_index)
@@ -131,8 +131,8 @@ def check_tokens(
 ) -> None:
     """Raise unless they are integers of this shape, 0 to vocab_size - 1.
 
-    Or ``ignore_index``. Values are read where that costs no synchronisation:
-    on a CPU, where nothing is traced.
+    ``ignore_index`` may be among them. Values are read where that costs no
+    synchronisation: on a CPU, where nothing is traced.
     """
     check_tensors({name: tokens})
     if ignore_index is not None:
@@ -256,7 +256,7 @@ def _losses(
 ) -> list[Tensor]:
     """Each row's loss, and the gradients of their sum if they are asked for.
 
-    By x in its dtype under autocast, and in fp32 (fp64) by weight.
+    dx has x's dtype under autocast, dweight is in fp32 (fp64).
     """
     compute = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
     x, weight = cast_for_autocast(x, weight)

@@ -272,10 +272,10 @@ def stabilizers(
 ) -> tuple[PerHead, PerHead, Stabilizer]:
     """m_t = max(g_t + m_{t-1}, i_t): before and after each token, the last.
 
-    In fp64, as g and i are, but the last: that is of ``dtype``, rounded up,
-    and then what stands after its token too. A state is never handed over
-    in other units than it was computed in, and no gate exceeds 1. Offsets
-    that are none give any numbers, and no error: linear_recurrence has that.
+    They are in fp64, as g and i are, but the last: that is of ``dtype``,
+    rounded up, and so is what stands after its token. So a state is handed
+    over in the units that it was computed in, and no gate exceeds 1. Offsets
+    that are none give any numbers and no error, which linear_recurrence has.
     """
     _, T, HV = g.shape
     N = num_sequences(g, cu_seqlens)

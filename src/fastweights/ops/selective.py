@@ -262,7 +262,7 @@ def empty_states(
 ) -> Tensor:
     """Room for the state that enters each tile of time, if it is kept.
 
-    In one dimension: torch.compile would make a case of a single tile.
+    It has one dimension: torch.compile would make a case of a single tile.
     Packed sequences begin with tiles of their own: sequence n with tile
     ``cu_seqlens[n] // length + n``, past all of the one before it.
     """

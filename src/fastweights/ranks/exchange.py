@@ -2,9 +2,9 @@
 
 The kernels cut long sequences into segments, find a map of each, and compose
 these. A rank's tokens are a segment of segments: its own map is their product,
-and its own state what they make of none. From the maps of all ranks each
-composes the state that enters it (:mod:`fastweights.ranks.prefix`), from where
-its kernels compose once more. The backward does the same from the other end,
+and its own state what they make of none. Each rank composes the maps of all
+to the state that enters it (:mod:`fastweights.ranks.prefix`), and its kernels
+compose once more from there. The backward does the same from the other end,
 with the forward's maps.
 """
 
@@ -156,8 +156,9 @@ class Exchange:
     ) -> Tensor:
         """Compose the segments of all ranks, for the bits of one process.
 
-        In this order, with the same kernel, from this state on. ``entering``
-        becomes what enters this rank; what leaves the last is returned.
+        They are composed in this order, by the same kernel, from this state
+        on. ``entering`` becomes what enters this rank; what leaves the last
+        one is returned.
         """
         tensors = {"borders": passing.borders, "leaving": passing.leaving}
         if passing.maps is not None:

@@ -198,9 +198,9 @@ def compose_options(stage: str, kind: CallKind) -> dict[str, int]:
 def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Options of a scan: on an H200 in bf16 128 values and 8 warps, or half.
 
-    8 warps share what they load of k, q and R. Of two programs each hides
-    what the other waits for: that is worth more where three products depend
-    on each other and the rest is little.
+    8 warps share what they load of k, q and R. Two programs hide what the
+    other one waits for: that is worth more where three products depend on
+    each other and the rest is little.
     """
     K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
     prefetch = kind.has_prefetch_room

@@ -213,8 +213,8 @@ class Layer(CheckedModule):
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each field of its states.
 
-        Of the first state that a call has made. Where none has, an outline
-        tells, for which PyTorch loads its compiler.
+        Those of the first state that a call has made. Where none has, an
+        outline tells, for which PyTorch loads its compiler.
         """
         make = getattr(self, "new_state", None)
         return _row_shapes(make(1, 1) if make else self.outline(1))

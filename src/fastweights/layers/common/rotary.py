@@ -18,8 +18,8 @@ def rotary(
     """Rotary position embedding (Su et al. 2021), pairs half a head apart.
 
     Channels j and j + R / 2 turn by position * theta^(-2 j / R), for the
-    first R = fraction * D channels; the others stay. In fp32, returned in
-    x's dtype.
+    first R = fraction * D channels; the others stay. It is computed in
+    fp32, and returned in x's dtype.
     """
     R = int(x.shape[-1] * fraction) // 2 * 2
     a, b = upcast(x[..., :R]).chunk(2, -1)
