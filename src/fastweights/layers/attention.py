@@ -8,6 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_sizes
+from fastweights.layers.common.fused_step import (
+    is_plain_layer,
+    norm_and_project,
+    project_and_add,
+)
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input, head_size
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
@@ -18,11 +23,6 @@ from fastweights.layers.common.state import (
     Offsets,
     state_after_call,
     token_positions,
-)
-from fastweights.layers.common.token import (
-    is_plain_layer,
-    norm_and_project,
-    project_and_add,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.rows import rows_inside, rows_to_write

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.fused_step import fused_recurrence
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
@@ -23,7 +24,6 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import fused_recurrence
 
 
 class GatedDeltaNet(Layer):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.fused_step import fused_recurrence
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
@@ -26,7 +27,6 @@ from fastweights.layers.common.state import (
     Offsets,
     continue_recurrence,
 )
-from fastweights.layers.common.token import fused_recurrence
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel", "constant"]

@@ -15,6 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
+from fastweights.layers.common.fused_step import (
+    PLAIN_SEQUENTIAL,
+    are_plain,
+    fits_fused_step,
+    norm_and_project,
+    project_and_add,
+    runs_kernels,
+)
 from fastweights.layers.common.layer import CheckedModule, Tokens, extrapolate
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
@@ -22,14 +30,6 @@ from fastweights.layers.common.plain_modules import (
     is_product,
     is_untouched,
     source_of,
-)
-from fastweights.layers.common.token import (
-    PLAIN_SEQUENTIAL,
-    are_plain,
-    fits_fused_step,
-    norm_and_project,
-    project_and_add,
-    runs_kernels,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (

@@ -168,9 +168,8 @@ class Layer(CheckedModule):
     ) -> Tokens | None:
         """x + layer(norm(x)) of a few tokens per sequence, the state in place.
 
-        In fewer launches than the modules make, which only some layers have
-        a way for (:mod:`fastweights.layers.common.token`); None where there
-        is none.
+        In fewer launches than the modules make. None where the layer has no
+        way for that (:mod:`fastweights.layers.common.fused_step`).
         """
         return None
 

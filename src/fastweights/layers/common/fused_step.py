@@ -7,7 +7,7 @@ its own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates
 and unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
 launches, KDA four, and the MLP behind it two; with more than 16 tokens in
 all the three norms are launches of their own. Elsewhere a layer's one token
-is as few of PyTorch's operators as there can be (:mod:`.token_operators`).
+is as few of PyTorch's operators as there can be (:mod:`.step_in_torch`).
 Values are those of the modules, rounded in fewer places.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastweights import torch_internals
 from fastweights.arguments import MAX_K, TENSOR_TYPES
 from fastweights.dtypes import under_autocast
-from fastweights.layers.common import token_operators
+from fastweights.layers.common import step_in_torch
 from fastweights.layers.common.convolution import (
     PLAIN_CONVOLUTION,
     PLAIN_HEADS,
@@ -128,7 +128,7 @@ def project_and_add(
 ) -> Tokens:
     """x + projection(o), with what :func:`gemv` has before a product."""
     if not runs_kernels(x):
-        return token_operators.project_and_add(x, o, projection)
+        return step_in_torch.project_and_add(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
     y = gemv(
@@ -146,7 +146,7 @@ def norm_and_project(
     modules are another launch.
     """
     if not runs_kernels(x):
-        return token_operators.norm_and_project(x, norm, modules, **options)
+        return step_in_torch.norm_and_project(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
     present = [m for m in modules if m is not None]
@@ -224,10 +224,10 @@ def fused_recurrence(
         return None
     if not runs_kernels(x):
         record_run("torch token")
-        qkv, *others = token_operators.norm_and_project(x, norm, modules)
+        qkv, *others = step_in_torch.norm_and_project(x, norm, modules)
         a, b, gate = gates(*others)
-        o = token_operators.recurrence(layer, qkv, a, b, state)
-        return token_operators.project_output(x, o, gate, layer)
+        o = step_in_torch.recurrence(layer, qkv, a, b, state)
+        return step_in_torch.project_output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
 
     record_run("triton token")

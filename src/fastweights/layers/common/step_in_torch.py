@@ -30,7 +30,7 @@ def norm_and_project(
     *,
     swiglu: bool = False,
 ) -> list[Any]:
-    """What the modules make of norm(x), as :func:`.token.norm_and_project`."""
+    """The modules' outputs, as :func:`.fused_step.norm_and_project`."""
     y = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
     products: list[Any] = [
         None if m is None else _apply_product(m, y) for m in modules

@@ -5,7 +5,7 @@ import torch
 from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
-from fastweights.layers.common import token
+from fastweights.layers.common import fused_step
 from fastweights.ops import record_backends
 
 BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -102,14 +102,16 @@ def test_norms_behind_a_layer_are_the_modules_matter():
 def test_gradients_graphs_and_autocast_are_the_modules_matter():
     m = made("gated_deltanet", "cpu", num_layers=1)
     x = torch.zeros(1, 1, 32)
-    assert not token.fits_fused_step(x)
+    assert not fused_step.fits_fused_step(x)
     with torch.no_grad():
-        assert token.fits_fused_step(x)
-        assert not token.fits_fused_step(x.expand(1, 2, 32))
-        assert not token.fits_fused_step(x.expand(2, 1, 32))
-        assert not token.fits_fused_step(x.expand(token.MAX_ROWS + 1, 1, 32))
+        assert fused_step.fits_fused_step(x)
+        assert not fused_step.fits_fused_step(x.expand(1, 2, 32))
+        assert not fused_step.fits_fused_step(x.expand(2, 1, 32))
+        assert not fused_step.fits_fused_step(
+            x.expand(fused_step.MAX_ROWS + 1, 1, 32)
+        )
         with torch.autocast("cpu", torch.float16):
-            assert not token.fits_fused_step(x)
+            assert not fused_step.fits_fused_step(x)
     with record_backends() as ran:
         tokens = torch.randint(V, (1, 2))
         states = m(tokens[:, :1], m.new_states(1, 4))[1]

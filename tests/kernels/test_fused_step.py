@@ -7,14 +7,14 @@ from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv
-from fastweights.layers.common import token
+from fastweights.layers.common import fused_step
 from fastweights.ops import record_backends
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels on a CPU too, of few programs: the interpreter's time."""
-    choose, options = token.choose_backend, gemv.gemv_options
+    choose, options = fused_step.choose_backend, gemv.gemv_options
 
     def wider(*sizes):
         tile, settings = options(*sizes)
@@ -22,7 +22,7 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(gemv, "gemv_options", wider)
     monkeypatch.setattr(
-        token, "choose_backend", lambda _, *on: choose("triton", *on)
+        fused_step, "choose_backend", lambda _, *on: choose("triton", *on)
     )
 
 
