@@ -208,7 +208,8 @@ def attend(
     Beside the new state, None for packed sequences in training. Under
     context_parallel q are this rank's, k and v become those of all ranks.
     """
-    ranks, start = current_ranks(), token_offset(q.shape[1])[0]
+    T, ranks = q.shape[1], current_ranks()
+    start, _ = token_offset(T)
     if ranks is not None:
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)
@@ -216,7 +217,7 @@ def attend(
     is_first = state is None or (state.used == 0 and not is_recorded(q))
     o = None
     if is_first:
-        end = start + q.shape[1]
+        end = start + T
         o = attend_causally(q, k[:, :end], v[:, :end], cu_seqlens)
         training = state is None and torch.is_grad_enabled()
         if training and cu_seqlens is not None:
@@ -232,11 +233,9 @@ def attend(
     place = token_positions(k.shape[1], q.device, state, cu_seqlens)
     q_rows, q_place = unpacked, place
     if ranks is not None:
-        shard = shard_of(ranks, q, q.shape[1], cu_seqlens)
+        shard = shard_of(ranks, q, T, cu_seqlens)
         q_rows = UnpackedRows(q, state, shard.cu_seqlens)
-        q_place = token_positions(
-            q.shape[1], q.device, state, cu_seqlens, start
-        )
+        q_place = token_positions(T, q.device, state, cu_seqlens, start)
     after = append_keys(k, v, state, place, unpacked)
     if o is not None:
         return o, after

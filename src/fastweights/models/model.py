@@ -458,14 +458,10 @@ class LanguageModel(CheckedModule):
                 vocabulary; or a function that takes a row's tokens so far, a
                 list, and returns those that may follow.
         """
-        from fastweights.models.streaming import (
-            as_prompts,
-            as_stop_tokens,
-            stream,
-        )
+        from fastweights.models.streaming import as_prompts, as_stops, stream
 
         rows = as_prompts(prompts, self.config.vocab_size)
-        ends = as_stop_tokens(stop, self.config.vocab_size)
+        ends = as_stops(stop, self.config.vocab_size)
         found = stream(
             self,
             rows,

@@ -75,7 +75,7 @@ class StatePool:
                 state for state in states if state is not None
             ]
             if dtype is not None:
-                self._narrow_states(dtype, {*model.config.layer_types})
+                self._narrow_to(dtype, {*model.config.layer_types})
         self.device, self.size, self.capacity = device, size, capacity
         # The last is the next to be acquired.
         self.free = dict.fromkeys(reversed(range(size)))
@@ -86,9 +86,7 @@ class StatePool:
         self.grows = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
-    def _narrow_states(
-        self, dtype: torch.dtype, layer_types: set[str]
-    ) -> None:
+    def _narrow_to(self, dtype: torch.dtype, layer_types: set[str]) -> None:
         family = {
             x
             for x, layer in LAYERS.items()

@@ -75,7 +75,7 @@ class Row:
             if token != draft:
                 return
 
-    def token_of_step(self, t: int) -> int:
+    def token_at(self, t: int) -> int:
         """The token that step t draws, or the last, which stands for none."""
         return self.text[min(self.prompt_length + t, len(self.text) - 1)]
 
@@ -93,7 +93,7 @@ def speculate(
         propose: drafts up to MAX_DRAFTS tokens behind each row's text, none
             behind one that is done.
     """
-    rows, yielded = reader.rows, 0
+    rows, sent = reader.rows, 0
     first = draw_tokens(logits, reader.sampling).tolist()
     for row, token in zip(rows, first, strict=True):
         row.append_draws([token], [])
@@ -102,11 +102,8 @@ def speculate(
         both = zip(counts, rows, strict=True)
         going = [n for n, row in both if not row.done]
         ready = min(going, default=max(counts))
-        steps = [
-            [row.token_of_step(t) for row in rows]
-            for t in range(yielded, ready)
-        ]
-        yielded, diverged = ready, any(row.not_finite for row in rows)
+        steps = [[row.token_at(t) for row in rows] for t in range(sent, ready)]
+        sent, diverged = ready, any(row.not_finite for row in rows)
         drafts, draws = [], None
         if going and not diverged:  # the device reads on meanwhile
             drafts = propose()

@@ -49,7 +49,7 @@ def stream(
     V = model.config.vocab_size
     rows = as_prompts(prompts, V)
     check_sampling(max_new_tokens, temperature, top_p, generator)
-    stop_tokens = as_stop_tokens(stop, V)
+    stop_tokens = as_stops(stop, V)
     # A pass that checks drafts reads beyond the last token.
     logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
     device = logits.device
@@ -144,7 +144,7 @@ def as_prompts(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
     return [row.to(torch.int64) for row in rows]
 
 
-def as_stop_tokens(
+def as_stops(
     stop: int | Iterable[int] | Tensor | None, vocab_size: int
 ) -> list[int]:
     """The tokens at which a row ends, of whatever type they were given in."""

@@ -111,7 +111,7 @@ def from_transformers(model: Any) -> LanguageModel:
     from transformers import PreTrainedModel
 
     if isinstance(model, str | Path):
-        model = read(model)
+        model = read_folder(model)
     elif not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: got {type(model).__name__}, need a model of "
@@ -191,7 +191,7 @@ def pairs(
         )
 
 
-def read(folder: str | Path) -> Any:
+def read_folder(folder: str | Path) -> Any:
     """A folder's model of transformers, if its config has a counterpart."""
     import transformers
 

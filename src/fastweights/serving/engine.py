@@ -17,11 +17,7 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_sizes
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
-from fastweights.models.streaming import (
-    as_prompts,
-    as_stop_tokens,
-    check_sampling,
-)
+from fastweights.models.streaming import as_prompts, as_stops, check_sampling
 from fastweights.serving.batch import Batch
 from fastweights.serving.prefixes import Prefixes
 from fastweights.serving.request import Request, as_seed
@@ -136,7 +132,7 @@ class Engine:
                 f"{max_new_tokens}, need at most {self.pool.capacity} "
                 "together, the capacity"
             )
-        stop_tokens = frozenset(as_stop_tokens(stop, vocab_size))
+        stop_tokens = frozenset(as_stops(stop, vocab_size))
         request = Request(
             self,
             tokens.tolist(),
