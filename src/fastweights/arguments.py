@@ -176,24 +176,24 @@ def check_operands(
 
 def check_names(
     owner: str,
-    given: Mapping[str, object],
-    taken: Iterable[str],
-    elsewhere: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object],
+    names: Iterable[str],
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Raise TypeError for the first argument that owner takes by no such name.
 
-    ``elsewhere`` has names of other packages, each with the owner's own.
+    ``aliases`` are names of other packages, each with the owner's own.
     """
-    taken = list(taken)
-    for name, x in given.items():
-        if name in taken:
+    names = list(names)
+    for name, x in arguments.items():
+        if name in names:
             continue
-        ours = (elsewhere or {}).get(name, "")
-        if ours and ours.split()[0] in taken:
-            raise TypeError(f"{name}: got {_shown(x)}, need it as {ours}")
+        ours = (aliases or {}).get(name, "")
+        if ours and ours.split()[0] in names:
+            raise TypeError(f"{name}: got {_describe(x)}, need it as {ours}")
         raise TypeError(
-            f"{name}: got {_shown(x)}, which {owner} does not take, need "
-            f"one of {', '.join(taken)}"
+            f"{name}: got {_describe(x)}, which {owner} does not take, need "
+            f"one of {', '.join(names)}"
         )
 
 
@@ -243,7 +243,7 @@ def check_flags(**flags: bool) -> None:
     """Raise TypeError unless each is True or False."""
     for name, x in flags.items():
         if not isinstance(x, bool):
-            raise TypeError(f"{name}: got {_shown(x)}, need True or False")
+            raise TypeError(f"{name}: got {_describe(x)}, need True or False")
 
 
 def check_number(name: str, x: float, need: str) -> None:
@@ -262,10 +262,10 @@ def check_number(name: str, x: float, need: str) -> None:
 def check_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError unless parameters can have it; None is PyTorch's."""
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: got {_shown(dtype)}, need one of {DTYPES}")
+        raise TypeError(f"dtype: got {_describe(dtype)}, need one of {DTYPES}")
 
 
-def _shown(x: object) -> str:
+def _describe(x: object) -> str:
     """A value of a wrong type, as a message names it: short, else its type."""
     text = repr(x)
     plain = isinstance(x, bool | int | float | str | torch.dtype)

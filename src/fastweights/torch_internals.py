@@ -117,7 +117,7 @@ def is_traced() -> bool:
     )
 
 
-def hooked_globally() -> bool:
+def has_global_hooks() -> bool:
     """Whether a hook of all modules is there, or PyTorch does not tell."""
     return _has_any_global_hook is None or bool(_has_any_global_hook())
 
@@ -191,7 +191,7 @@ def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
     Context().run(together)
 
 
-def compiled(compile: Callable[[], Any]) -> Any:
+def finished_kernel(compile: Callable[[], Any]) -> Any:
     """The kernel that ``compile`` returns, though a thread compiles it still.
 
     Raises what the compiler raised.

@@ -36,7 +36,9 @@ def compile_kernel(
     C = 2 * H * K + HV * V
     back, given = name == "bwd", given or {}
     lean = back and given is TRAINED and dtype != "fp32" and capability == 90
-    tile, settings = convolution.options(C, H, K, 2**15, back, lean)
+    tile, settings = convolution.convolution_options(
+        C, H, K, 2**15, back, lean
+    )
     meta = ConvolutionMeta(C, H, K, W, SILU=True, NORM=H > 0, **tile)
     x, w = f"*{dtype}", "*fp32"
     bias, state, offsets, dstate, dinitial = (

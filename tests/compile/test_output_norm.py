@@ -33,7 +33,9 @@ def test_nothing_spills(name, dtype, HV, V, capability, tmp_path):
     gate's stride is a constant, since ``build`` tells of no divisor.
     """
     o = torch.empty(1, 1, HV, V, dtype=DTYPES[dtype])
-    meta, settings = output_norm.options(o, o[0, 0, 0], True, name == "bwd")
+    meta, settings = output_norm.norm_options(
+        o, o[0, 0, 0], True, name == "bwd"
+    )
     constants = settings | {"META": meta, "stride": 2 * HV * V}
     x, y = f"*{dtype}", "*fp32"
     types = {"inputs": (x, y, x), "grads": (x, x, y)}

@@ -19,7 +19,7 @@ SPILLED = {
 
 
 def compile_kernel(name, capability, dtype, K, C=16):
-    tile, settings = ttt.options(K)
+    tile, settings = ttt.ttt_options(K)
     precision = "tf32x3" if dtype == "fp32" else "tf32"
     meta = ttt.TTTMeta(H=16, K=K, C=C, PRECISION=precision, **tile)
     x, y = f"*{dtype}", "*fp32"

@@ -36,13 +36,13 @@ def judge(function, x, tolerance=1e-6, **options):
 @pytest.fixture
 def short(monkeypatch):
     """Stretches of 8 tokens and blocks of 4 channels: many of them."""
-    options = convolution.options
+    options = convolution.convolution_options
 
     def shorter(*of, **how):
         tile, settings = options(*of, **how)
         return tile | {"BT": 8, "BV": 4}, settings
 
-    monkeypatch.setattr(convolution, "options", shorter)
+    monkeypatch.setattr(convolution, "convolution_options", shorter)
 
 
 ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
@@ -129,7 +129,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     gets into a number.
     """
     (T, C, W, N), guard = (20, 3, 4, 3), 30
-    tile, settings = convolution.options(C, 0, 0, T, back=False)
+    tile, settings = convolution.convolution_options(C, 0, 0, T, back=False)
     meta = convolution.ConvolutionMeta(
         C, 0, 0, W, True, False, **tile | {"BT": 8}
     )

@@ -28,13 +28,13 @@ def judge(x, tolerance=1e-6, **options):
 @pytest.fixture
 def few(monkeypatch):
     """Four tiles of four rows at once, so that programs walk."""
-    options = kernels.options
+    options = kernels.norm_options
 
     def lower(*of, **how):
         meta, settings = options(*of, **how)
         return meta._replace(BR=4), settings
 
-    monkeypatch.setattr(kernels, "options", lower)
+    monkeypatch.setattr(kernels, "norm_options", lower)
     monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
 
 

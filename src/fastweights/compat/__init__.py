@@ -115,8 +115,8 @@ class Acceleration:
             call = getattr(own, "forward", own)
             names = tuple(inspect.signature(call).parameters) if call else ()
             if own is None or names[: len(arguments)] != arguments:
-                raise _unknown(f"{module.__name__}.{name}{names}")
-            new = ours(own) if ours is one_document else _served(ours, own)
+                raise _version_error(f"{module.__name__}.{name}{names}")
+            new = ours(own) if ours is one_document else _adapted(ours, own)
             found.append((owner, last, own, new))
         for owner, last, own, new in found:
             self._before.append((owner, last, own))
@@ -124,7 +124,7 @@ class Acceleration:
         self.replaced[module.__name__] = tuple(MODELS[module.__name__])
 
 
-def _served(ours: Callable, own: Callable) -> Callable:
+def _adapted(ours: Callable, theirs: Callable) -> Callable:
     """Ours, given those of a modeling file's arguments that it names.
 
     torch.export gets transformers' own, which has no operators of ours.
@@ -135,17 +135,17 @@ def _served(ours: Callable, own: Callable) -> Callable:
     @functools.wraps(ours)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_exporting():
-            return own(*arguments, **keywords)
+            return theirs(*arguments, **keywords)
         keywords = {name: x for name, x in keywords.items() if name in names}
         return ours(*arguments, **keywords)
 
     return call
 
 
-def _unknown(lack: str) -> ImportError:
+def _version_error(missing: str) -> ImportError:
     version = sys.modules["transformers"].__version__
     return ImportError(
-        f"fastweights.accelerate: got transformers {version} with {lack}, "
+        f"fastweights.accelerate: got transformers {version} with {missing}, "
         f"need what transformers {KNOWN} has"
     )
 
@@ -193,7 +193,7 @@ def accelerate() -> Acceleration:
         hub.use_kernel_func_from_hub_with_fallback  # noqa: B018
     except (ImportError, AttributeError) as error:
         importlib.import_module("transformers")
-        raise _unknown(f"this: {error}") from error
+        raise _version_error(f"this: {error}") from error
     handle = Acceleration()
     if _active is None:
         handle._install()

@@ -76,7 +76,7 @@ def causal_conv1d_fn(
             f"{name}: got packed documents, need None with initial_states "
             "or return_final_states"
         )
-    B, D, T = _sizes(x, weight, bias)
+    B, D, T = _checked_sizes(x, weight, bias)
     W = weight.shape[1]
     check_shapes(
         {"initial_states": (initial_states, (B, D, W - 1))}
@@ -143,7 +143,7 @@ def causal_conv1d_update(
     columns = x
     if isinstance(x, Tensor) and x.dim() == 2:
         columns = x[..., None]
-    B, D, _ = _sizes(columns, weight, bias)
+    B, D, _ = _checked_sizes(columns, weight, bias)
     check_tensors({"conv_state": conv_state})
     *rows, L = conv_state.shape or (0,)
     past = weight.shape[1] - 1
@@ -157,7 +157,7 @@ def causal_conv1d_update(
     return y.mT.reshape(x.shape)
 
 
-def _sizes(
+def _checked_sizes(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[int, int, int]:
     """B, D and T, unless an argument does not fit: then raise, by its name."""

@@ -139,9 +139,9 @@ def _function(stub: Callable) -> Callable[..., tuple[Tensor, Any]]:
     }
 
     @functools.wraps(stub)
-    def call(*given: Any, **named: Any) -> tuple[Tensor, Any]:
-        stub(*given, **named)  # Python itself refuses what does not fit
-        positional = dict(zip(parameters, given, strict=False))
+    def call(*values: Any, **named: Any) -> tuple[Tensor, Any]:
+        stub(*values, **named)  # Python itself refuses what does not fit
+        positional = dict(zip(parameters, values, strict=False))
         return _compute(title, {**defaults, **positional, **named})
 
     lines = [f"    {name}: {MEANINGS[name]}." for name in parameters]
@@ -169,7 +169,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         else gate
         for gate in (_log_decay(x), _strength(x))
     ]
-    tokens, steps = _erasing(name, x, q, k, v, *gates)
+    tokens, steps = _erase_operands(name, x, q, k, v, *gates)
     if offsets is not None:
         offsets = steps * offsets
     if last is not None:  # rows of documents: one row of all of them
@@ -211,7 +211,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
     return o, state.mT.contiguous() if x.get("state_v_first") else state
 
 
-def _erasing(
+def _erase_operands(
     name: str, x: Arguments, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any
 ) -> tuple[list[Any], int]:
     """q, k, v, g, beta and erase, of as many steps for each token."""
@@ -317,14 +317,14 @@ def _log_decay(x: Arguments) -> Tensor | None:
     """The g of linear_recurrence."""
     g, by_channel = x.get("g"), x.get("gk")
     if x.get("use_gate_in_kernel"):
-        g = _activated(x)
+        g = _activate_gate(x)
     if g is not None and by_channel is not None:
         return g[..., None] + by_channel
     given = (g, x.get("g_gamma"), by_channel)
     return next((y for y in given if y is not None), None)
 
 
-def _activated(x: Arguments) -> Tensor:
+def _activate_gate(x: Arguments) -> Tensor:
     """The log decay that use_gate_in_kernel makes of g, in fp32 or fp64."""
     A, bias, bound = x["A_log"], x["dt_bias"], x.get("lower_bound")
     g = upcast(x["g"])

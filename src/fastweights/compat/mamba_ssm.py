@@ -113,7 +113,7 @@ def mamba_chunk_scan_combined(
             wrong_shape("D", D, f"[{H}] or [{H}, {P}]")
         D = D[:, None] if D.dim() == 1 else D
     full = compute_dtype(x.dtype)
-    dt = _steps(dt, dt_bias, dt_softplus, full)
+    dt = _step_sizes(dt, dt_bias, dt_softplus, full)
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"dt_limit: got {dt_limit}, need a least, a most")
@@ -126,7 +126,7 @@ def mamba_chunk_scan_combined(
             "initial_states: got states beside packed documents, need None"
         )
     # q, k, v and g of the recurrence; rows of documents are one row.
-    dtype = _common(x, B, C)
+    dtype = _common_dtype(x, B, C)
     v = (dt[..., None] * x).to(dtype)
     tokens = [C.to(dtype), B.to(dtype), v, dt * A.to(full)]
     if last is not None:
@@ -137,7 +137,7 @@ def mamba_chunk_scan_combined(
     y, state = linear_recurrence(
         *tokens, scale=1.0, initial_state=state, cu_seqlens=offsets
     )
-    y = _finished(y.reshape(x.shape), x, D, z, full)
+    y = _skip_and_gate(y.reshape(x.shape), x, D, z, full)
     if not return_final_states:
         return y
     if last is not None:
@@ -200,10 +200,10 @@ def selective_state_update(
         )
     full = compute_dtype(x.dtype)
     B, C = B[:, None].to(full), C[:, None].to(full)
-    heads = x.dim() == 3 and _expanded(A, 2) and _expanded(dt, 1)
-    if heads and (dt_bias is None or _expanded(dt_bias, 1)):
+    heads = x.dim() == 3 and _is_expanded(A, 2) and _is_expanded(dt, 1)
+    if heads and (dt_bias is None or _is_expanded(dt_bias, 1)):
         bias = None if dt_bias is None else dt_bias[:, 0]
-        step = _steps(dt[:, None, :, 0], bias, dt_softplus, full)
+        step = _step_sizes(dt[:, None, :, 0], bias, dt_softplus, full)
         v, g = step[..., None] * x[:, None], step * A[:, 0, 0].to(full)
         S = state.to(full)
         if gradient:
@@ -214,7 +214,7 @@ def selective_state_update(
             S = S.mT
         else:
             y = decode_step(C, B, v, g=g, state=S.mT, rows=rows, scale=1.0)
-        y = _finished(y[:, 0], x, D, z, full)
+        y = _skip_and_gate(y[:, 0], x, D, z, full)
     else:  # each channel has a step and a decay of its own
         S = state.flatten(1, -2).to(full, copy=True)
         u, step = (t.flatten(1)[:, None].to(full) for t in (x, dt))
@@ -272,7 +272,7 @@ def selective_scan_fn(
     for name, t in (("B", B), ("C", C)):
         if t.dim() not in (3, 4):
             wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
-    full, dtype = compute_dtype(u.dtype), _common(u, B, C)
+    full, dtype = compute_dtype(u.dtype), _common_dtype(u, B, C)
 
     def fitting(t: Any) -> Any:
         fits = t is None or t.dtype in (dtype, full)
@@ -294,7 +294,7 @@ def selective_scan_fn(
     return (y, state) if return_last_state else y
 
 
-def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
+def _common_dtype(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
     """The widest of their dtypes, as far as x's arithmetic has it."""
     dtypes = (x.dtype, B.dtype, C.dtype)
     if compute_dtype(x.dtype) in dtypes:
@@ -302,7 +302,7 @@ def _common(x: Tensor, B: Tensor, C: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _steps(
+def _step_sizes(
     dt: Tensor, bias: Tensor | None, softplus: bool, full: torch.dtype
 ) -> Tensor:
     dt = dt.to(full)
@@ -310,7 +310,7 @@ def _steps(
     return F.softplus(dt) if softplus else dt
 
 
-def _finished(
+def _skip_and_gate(
     y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, full: torch.dtype
 ) -> Tensor:
     """(y + D x) silu(z), in x's dtype; D as broadcast to x [..., H, P]."""
@@ -321,7 +321,7 @@ def _finished(
     return y.to(x.dtype)
 
 
-def _expanded(t: Tensor, dims: int) -> bool:
+def _is_expanded(t: Tensor, dims: int) -> bool:
     """Whether its last dimensions repeat one number."""
     return all(
         [t.shape[-i] == 1 or t.stride(-i) == 0 for i in range(1, dims + 1)]

@@ -25,7 +25,7 @@ Table = dict[str, tuple[Callable, tuple[str, ...]]]
 PACKED = ("seq_idx", "cu_seq_lens_q")
 
 
-def checked(check: Callable[..., None], call: Callable) -> Callable:
+def with_check(check: Callable[..., None], call: Callable) -> Callable:
     """A function whose arguments go through a check before it has them."""
 
     @functools.wraps(call)
@@ -65,12 +65,12 @@ def warn_of_attention(*given: Any, **named: Any) -> None:
         )
 
 
-one_document = functools.partial(checked, check_unpacked)
-whole = functools.partial(checked, check_ends)
-beside_attention = functools.partial(checked, warn_of_attention)
+one_document = functools.partial(with_check, check_unpacked)
+whole = functools.partial(with_check, check_ends)
+beside_attention = functools.partial(with_check, warn_of_attention)
 
 
-def activated(convolve: Callable, tensors: int) -> Callable:
+def with_activation(convolve: Callable, tensors: int) -> Callable:
     """A convolution with any of transformers' activations after it.
 
     By position the activation comes after so many tensors, as in
@@ -142,11 +142,11 @@ SCAN = ("hidden_states", "dt", "A", "B", "C")
 STEP = ("state", *SCAN, "D")
 CONVOLUTION: Table = {
     "causal_conv1d_fn": (
-        activated(causal_conv1d.causal_conv1d_fn, 3),
+        with_activation(causal_conv1d.causal_conv1d_fn, 3),
         ("hidden_states", "weight", "bias"),
     ),
     "causal_conv1d_update": (
-        activated(causal_conv1d.causal_conv1d_update, 4),
+        with_activation(causal_conv1d.causal_conv1d_update, 4),
         ("hidden_states", "conv_state", "weight", "bias", "activation"),
     ),
 }

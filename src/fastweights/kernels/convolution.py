@@ -40,7 +40,7 @@ FP32 = torch.float32
 LONG = 256  # tokens in a chunk of the backward, where there are many
 
 
-def options(
+def convolution_options(
     C: int, H: int, K: int, rows: int, back: bool, lean: bool = False
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles and launch settings: a warp for up to 128 channels, 4 a thread.
@@ -103,7 +103,7 @@ def forward(
     outputs = empty_heads(x, heads)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     state = x.new_empty(N, W - 1, C)
-    tile, settings = options(C, H, K, B * T, back=False)
+    tile, settings = convolution_options(C, H, K, B * T, back=False)
     meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
     inputs = x, weight, bias, initial_state
     arguments = inputs, cu_seqlens, outputs, state
@@ -135,7 +135,7 @@ def backward(
     few = bias is None and initial_state is None and dstate is None
     on_hopper = gpu_of(x.device).capability == (9, 0)
     lean = few and x.element_size() < 4 and on_hopper
-    tile, settings = options(C, H, K, B * T, back=True, lean=lean)
+    tile, settings = convolution_options(C, H, K, B * T, back=True, lean=lean)
     taps = W if bias is None else W + 1
     number = num_chunks(x, cu_seqlens, tile["BT"])
     share = x.new_empty(number, taps, C, dtype=FP32)

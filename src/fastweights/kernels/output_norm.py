@@ -130,7 +130,7 @@ def norm_bwd_kernel(inputs, dy, grads, eps, rows, stride, META: tl.constexpr):
     tl.store(p_w, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-def options(
+def norm_options(
     o: Tensor, weight: Tensor, silu: bool, back: bool
 ) -> tuple[OutputNormMeta, dict[str, int]]:
     """META and launch settings: a thread has 16 channels, backward 8.
@@ -187,7 +187,7 @@ def forward(
 ) -> Tensor:
     """y [B, T, HV * V]; o and weight are contiguous."""
     y, inputs = torch.empty_like(o).flatten(2), (o, weight, gate_rows(gate))
-    meta, settings = options(o, weight, silu, back=False)
+    meta, settings = norm_options(o, weight, silu, back=False)
     tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
     launch_rows(norm_fwd_kernel, tiles, meta, settings, inputs, y, eps)
     return y
@@ -208,7 +208,7 @@ def backward(
     do = torch.empty_like(o)
     dgate = None if gate is None else gate.new_empty(gate.shape)
     inputs = o, weight, gate_rows(gate)
-    meta, settings = options(o, weight, silu, back=True)
+    meta, settings = norm_options(o, weight, silu, back=True)
     tiles = triton.cdiv(o.numel() // weight.numel(), meta.BR)
     at_once = programs_at_once(o, settings)
     programs = min(tiles, max(at_once // meta.G, 1))

@@ -310,7 +310,7 @@ def ttt_bwd_kernel(
     tl.store(dfactors + i_n * C + o_c, b_dfactors, mask=o_c < C)
 
 
-def options(K: int) -> tuple[dict[str, int], dict[str, int]]:
+def ttt_options(K: int) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles, and warps by the size of the weights that they share."""
     BK = max(16, triton.next_power_of_2(K))
     warps = 8 if BK > 64 else 4
@@ -321,7 +321,7 @@ def launch_heads(kernel: Any, C: int, tokens: Any, *others: Any) -> None:
     """One program per sequence and head."""
     q = tokens[0]
     B, T, H, K = q.shape
-    tile, settings = options(K)
+    tile, settings = ttt_options(K)
     meta = TTTMeta(H=H, K=K, C=C, PRECISION=dot_precision(q.dtype, K), **tile)
     with torch.cuda.device_of(q):
         kernel[(B * H,)](tokens, *others, T, meta, **settings)

@@ -112,7 +112,7 @@ def is_recordable(model: LanguageModel, token: Tensor) -> bool:
         and not torch.cuda.is_current_stream_capturing()
         and not torch.is_autocast_enabled("cuda")
         and not torch_internals.is_traced()
-        and not torch_internals.hooked_globally()
+        and not torch_internals.has_global_hooks()
         and all(
             type(module).__module__.split(".")[0] in ("fastweights", "torch")
             and "forward" not in vars(module)

@@ -179,7 +179,7 @@ class Launch(NamedTuple):
         """
         name, stages = self.kernel.__name__, self.options.get("num_stages", 1)
         try:
-            kernel = torch_internals.compiled(self.compile)
+            kernel = torch_internals.finished_kernel(self.compile)
         except Exception as error:
             raise RuntimeError(f"{name} does not compile: {error}") from error
         size = torch_internals.shared_bytes(kernel)

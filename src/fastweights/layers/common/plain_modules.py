@@ -40,7 +40,7 @@ def is_untouched(module: nn.Module, source: Source) -> bool:
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
-        or torch_internals.hooked_globally()
+        or torch_internals.has_global_hooks()
     )
 
 
