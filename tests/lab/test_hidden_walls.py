@@ -9,7 +9,6 @@ import fastweights as fw
 from fastweights.deep import networks, optimisers
 from fastweights.fast_weights import (
     learn,
-    momentum_sgd,
     online_learner,
     sgd,
     squared_error,
@@ -56,34 +55,6 @@ def test_the_network_is_the_library_s(text, chunk) -> None:
     torch.testing.assert_close(got[:, first], want[:, first, 0, 0])
 
 
-@pytest.mark.parametrize("chunk", [1, 8])
-def test_momentum_is_titans_s(text, chunk) -> None:
-    k, v = text
-    slow = hidden_walls.network_start(torch.manual_seed(1), "momentum")
-    slow = [x[0].double() for x in slow]
-    slow[4] = torch.full_like(slow[4], 0.1).log()
-    slow[5] = torch.full_like(slow[5], 0.7).logit()
-    W1, b1, W2, b2 = (x.expand(2, *x.shape[1:])[:, None] for x in slow[:4])
-    start = (W1, b1[..., 0, :]), (W2, b2[..., 0, :])
-    learner = online_learner(
-        networks.network(torch.tanh),
-        squared_error,
-        optimisers.stale(momentum_sgd, chunk),
-    )
-    at = k[:, :, None]
-    rate, mu, zero = (
-        torch.full((2, 24, 1), x, dtype=k.dtype) for x in (0.1, 0.7, 0.0)
-    )
-    nothing = tuple(tuple(0 * x for x in layer) for layer in start)
-    _, (last, _) = learn(
-        learner, (start, nothing), at, at, v[..., None, None], rate, mu, zero
-    )
-    _, got = hidden_walls.network(slow, k, v, chunk, "momentum")
-    want = [x for layer in last for x in layer]
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one.flatten(), other.flatten())
-
-
 def test_muon_s_first_step_has_singular_values_of_one(text) -> None:
     k, v = (x[:, :16] for x in text)
     slow = hidden_walls.network_start(torch.manual_seed(1), "Muon")
@@ -97,7 +68,7 @@ def test_muon_s_first_step_has_singular_values_of_one(text) -> None:
 def test_behind_a_frozen_matrix_learns_the_delta_rule(text) -> None:
     k, v = text
     slow = hidden_walls.network_start(torch.manual_seed(1), "frozen")
-    W1, b1, W2, b2, logs, *_ = (x[0].double() for x in slow)
+    W1, b1, W2, b2, logs = (x[0].double() for x in slow)
     start = [W1, b1, 0 * W2, 0 * b2, torch.full_like(logs, 0.05).log()]
     got, last = hidden_walls.network(start, k, v, 1, "frozen")
     h = (k @ W1 + b1).tanh()
@@ -157,9 +128,7 @@ def test_training_helps(monkeypatch) -> None:
 def test_the_program_prints_a_record(monkeypatch, capsys) -> None:
     monkeypatch.setattr(hidden_walls, "TOKENS", 64)
     monkeypatch.setattr(hidden_walls, "TEXTS", 2)
-    monkeypatch.setattr(
-        "sys.argv", ["hidden_walls", "momentum", "--steps", "1"]
-    )
+    monkeypatch.setattr("sys.argv", ["hidden_walls", "Muon", "--steps", "1"])
     hidden_walls.main()
     found = json.loads(capsys.readouterr().out)
     shipped = records.load("hidden_walls")

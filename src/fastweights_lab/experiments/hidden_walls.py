@@ -35,7 +35,6 @@ TOKENS, TEXTS, SEEDS = 1024, 32, 3
 WAYS = {
     "16": (16, "steps"),
     "64": (64, "steps"),
-    "momentum": (16, "momentum"),
     "Muon": (16, "Muon"),
     "frozen": (16, "frozen"),
 }
@@ -67,24 +66,17 @@ def network(
 
     Args:
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
-            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, the logs of their
-            rates, [..., 4, 1, 1], and for momentum its logit [..., 1, 1].
+            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
+            their rates, [..., 4, 1, 1].
         k, v: the text.
         chunk: tokens that take their gradients at the same weights.
-        way: "steps", the sum of the gradients; "momentum", as in Titans,
-            where a fraction of each token's step is repeated at the next;
-            "Muon": the sum's singular values are set to 1, in the first
-            matrix; "frozen": the first matrix and its bias stay as they are,
-            so the hidden units are fixed features.
+        way: "steps", the sum of the gradients; "Muon": the sum's singular
+            values are set to 1, in the first matrix; "frozen": the first
+            matrix and its bias stay as they are, so the hidden units are
+            fixed features.
     """
-    *now, logs = weights[:5]
+    *now, logs = weights
     rates = logs.exp().unbind(-3)
-    if way == "momentum":
-        mu = weights[5].sigmoid()
-        later = torch.arange(chunk - 1, -1, -1).to(mu)[:, None]
-        repeated = (1 - mu ** (later + 1)) / (1 - mu)  # steps of a gradient
-        carried = mu * (1 - mu**chunk) / (1 - mu)  # of the last momentum
-        running = [torch.zeros_like(w) for w in now]
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -92,22 +84,12 @@ def network(
         guess = h @ W2 + b2
         e2 = guess - target[..., None]
         e1 = (e2 @ W2.mT) * (1 - h * h)
-        layers = (x, e1), (h, e2)
-        if way == "momentum":
-            steps = [
-                carried * m + step
-                for m, step in zip(
-                    running, gradients(layers, repeated), strict=True
-                )
-            ]
-            running = [
-                mu**chunk * m + step
-                for m, step in zip(
-                    running, gradients(layers, mu**later), strict=True
-                )
-            ]
-        else:
-            steps = gradients(layers)
+        steps = [
+            x.mT @ e1,
+            e1.sum(-2, keepdim=True),
+            h.mT @ e2,
+            e2.sum(-2, keepdim=True),
+        ]
         if way == "Muon":
             steps[0] = newton_schulz(steps[0])
         if way == "frozen":
@@ -118,20 +100,6 @@ def network(
         ]
         said.append(guess[..., 0])
     return torch.cat(said, -1), now
-
-
-def gradients(
-    layers: Sequence[tuple[Tensor, Tensor]], shares: Tensor | float = 1.0
-) -> list[Tensor]:
-    """Sums over a chunk, of each layer's inputs [..., C, n] and slopes.
-
-    In the order W, b, W, b; shares [..., C, 1] weigh the tokens.
-    """
-    found = []
-    for x, slopes in layers:
-        e = shares * slopes
-        found += [x.mT @ e, e.sum(-2, keepdim=True)]
-    return found
 
 
 def guesses(weights: Sequence[Tensor], k: Keys, v: Values, way: str) -> Values:
@@ -165,25 +133,21 @@ def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
 def network_start(source: torch.Generator, way: str = "16") -> list[Tensor]:
     """An ordinary start, [SEEDS, 1, ...], with a rate per weight.
 
-    A longer chunk adds up more gradients, and starts with smaller rates;
-    momentum starts at a half, and doubles them.
+    A longer chunk adds up more gradients, and starts with smaller rates.
     """
     chunk, steps = WAYS[way]
     rates = torch.tensor([3.0, 0.01, 0.01, 0.01]) * 16 / chunk
-    if steps == "momentum":
-        rates = rates / 2
     if steps == "Muon":  # a step's size does not depend on the errors
         rates[0] = 0.05
     if steps == "frozen":  # the second matrix alone has to learn
         rates[2:] = 0.02
-    start = [
+    return [
         torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
         torch.randn(SEEDS, 1, 1, HIDDEN, generator=source) / 2,
         torch.randn(SEEDS, 1, HIDDEN, 1, generator=source) / HIDDEN**0.5,
         torch.zeros(SEEDS, 1, 1, 1),
         rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
-    return start + [torch.zeros(SEEDS, 1, 1, 1)] * (steps == "momentum")
 
 
 def trained(
