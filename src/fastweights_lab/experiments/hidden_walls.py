@@ -32,13 +32,11 @@ NUMBERS = WIDTH * HIDDEN + HIDDEN + HIDDEN + 1
 """Of the network."""
 
 TOKENS, TEXTS, SEEDS = 1024, 32, 3
-WAYS = {
-    "16": (16, "steps"),
-    "64": (64, "steps"),
-    "Muon": (16, "Muon"),
-    "frozen": (16, "frozen"),
-}
-"""To learn: the tokens of a chunk, and what is done with their gradients."""
+CHUNK = 16
+"""Tokens that take their gradients at the same weights, in training."""
+
+WAYS = ("steps", "Muon", "frozen")
+"""What is done with a chunk's gradients."""
 
 Keys = Float[Tensor, "*texts T K"]
 Values = Float[Tensor, "*texts T"]
@@ -103,8 +101,8 @@ def network(
 
 
 def guesses(weights: Sequence[Tensor], k: Keys, v: Values, way: str) -> Values:
-    """Of :func:`network`, alone, by one of the ``WAYS``."""
-    return network(weights, k, v, *WAYS[way])[0]
+    """Of :func:`network`, alone, in chunks of ``CHUNK``."""
+    return network(weights, k, v, CHUNK, way)[0]
 
 
 def delta_rule(x: Keys, v: Values, rate: Tensor | float) -> Values:
@@ -130,16 +128,12 @@ def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
     return v - u * L.diagonal(dim1=-2, dim2=-1)
 
 
-def network_start(source: torch.Generator, way: str = "16") -> list[Tensor]:
-    """An ordinary start, [SEEDS, 1, ...], with a rate per weight.
-
-    A longer chunk adds up more gradients, and starts with smaller rates.
-    """
-    chunk, steps = WAYS[way]
-    rates = torch.tensor([3.0, 0.01, 0.01, 0.01]) * 16 / chunk
-    if steps == "Muon":  # a step's size does not depend on the errors
+def network_start(source: torch.Generator, way: str = "steps") -> list[Tensor]:
+    """An ordinary start, [SEEDS, 1, ...], with a rate per weight."""
+    rates = torch.tensor([3.0, 0.01, 0.01, 0.01])
+    if way == "Muon":  # a step's size does not depend on the errors
         rates[0] = 0.05
-    if steps == "frozen":  # the second matrix alone has to learn
+    if way == "frozen":  # the second matrix alone has to learn
         rates[2:] = 0.02
     return [
         torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
