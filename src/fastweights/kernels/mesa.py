@@ -31,7 +31,7 @@ from fastweights.kernels.tile import (
     chunk_span,
     dot,
     first_slot,
-    load_row,
+    load_numbers,
     load_rows,
     sequence_span,
     state_at,
@@ -69,8 +69,8 @@ class MesaMeta(NamedTuple):
 @triton.jit
 def load_gates(g, beta, rows, META: tl.constexpr):
     """The running sum of g [BT], and beta, 0 past the end."""
-    b_g = tl.maximum(load_row(g, rows, META.H, META.BT), LEAST_GATE)
-    return tl.cumsum(b_g, axis=0), load_row(beta, rows, META.H, META.BT)
+    b_g = tl.maximum(load_numbers(g, rows, META.H, META.BT), LEAST_GATE)
+    return tl.cumsum(b_g, axis=0), load_numbers(beta, rows, META.H, META.BT)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -178,7 +178,7 @@ def store_rows(x, b_x, rows, i_d, TILES: tl.constexpr):
 
 
 @triton.jit
-def row_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
+def numbers_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
     """Pointers to x [tokens, H], one number per token, and mask, [BT]."""
     t, end, i_h = rows
     o_t = tl.arange(0, BT)
@@ -186,9 +186,9 @@ def row_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def load_row(x, rows, H: tl.constexpr, BT: tl.constexpr):
-    """What :func:`row_at` points to, and 0 where it is masked."""
-    p_x, m_x = row_at(x, rows, H, BT)
+def load_numbers(x, rows, H: tl.constexpr, BT: tl.constexpr):
+    """What :func:`numbers_at` points to, and 0 where it is masked."""
+    p_x, m_x = numbers_at(x, rows, H, BT)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 

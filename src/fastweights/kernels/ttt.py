@@ -25,9 +25,9 @@ from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.tile import (
     Tiles,
     add_pairs,
-    load_row,
+    load_numbers,
     load_rows,
-    row_at,
+    numbers_at,
     store_rows,
 )
 
@@ -154,7 +154,7 @@ def ttt_fwd_kernel(
     b_k = load_rows(k, first, 0, TILES)  # [BC, BK]
     b_q = load_rows(q, first, 0, TILES)
     b_v = load_rows(v, first, 0, TILES)
-    b_r = load_row(rate, first, META.H, META.BC)  # [BC]
+    b_r = load_numbers(rate, first, META.H, META.BC)  # [BC]
     for _ in range(T // C):
         # The next mini-batch's tokens are on their way while this one's
         # products wait for each other.
@@ -163,7 +163,7 @@ def ttt_fwd_kernel(
         n_k = load_rows(k, ahead, 0, TILES)
         n_q = load_rows(q, ahead, 0, TILES)
         n_v = load_rows(v, ahead, 0, TILES)
-        n_r = load_row(rate, ahead, META.H, META.BC)
+        n_r = load_numbers(rate, ahead, META.H, META.BC)
 
         b_Wd = b_W.to(b_k.dtype)
         b_z = tl.dot(b_k, b_Wd, input_precision=PRECISION) + b_b
@@ -233,7 +233,7 @@ def ttt_bwd_kernel(
         b_X = load_rows(X, rows, 0, TILES)
         b_v = load_rows(v, rows, 0, TILES)
         b_do = load_rows(do, rows, 0, TILES).to(tl.float32)
-        b_r = load_row(rate, rows, META.H, META.BC)[:, None]  # [BC, 1]
+        b_r = load_numbers(rate, rows, META.H, META.BC)[:, None]  # [BC, 1]
         b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
 
         # The weights with which the mini-batch began.
@@ -283,7 +283,7 @@ def ttt_bwd_kernel(
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
         b_h, b_hu = norm_backward(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
-        p_r, m_r = row_at(drate, rows, META.H, META.BC)
+        p_r, m_r = numbers_at(drate, rows, META.H, META.BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]

@@ -148,12 +148,12 @@ def intra_fwd_kernel(
     o_t = tile.time_order(BT)
     b_beta = None
     if inputs.beta is not None:
-        b_beta = tile.load_row(inputs.beta, rows, HV, BT)  # [BT]
+        b_beta = tile.load_numbers(inputs.beta, rows, HV, BT)  # [BT]
         b_beta = b_beta.to(tl.float32)
         if not PER_HEAD:  # else with the gate's rows
             tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     if PER_HEAD:
-        b_g = tile.load_row(inputs.g, rows, HV, BT)  # [BT]
+        b_g = tile.load_numbers(inputs.g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     if ERASE and PER_HEAD:
@@ -276,7 +276,7 @@ def intra_unfactorable_kernel(
     o_t = tile.time_order(BT)
     b_beta = None
     if inputs.beta is not None:
-        b_beta = tile.load_row(inputs.beta, rows, HV, BT)  # [BT]
+        b_beta = tile.load_numbers(inputs.beta, rows, HV, BT)  # [BT]
         b_beta = b_beta.to(tl.float32)
         tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
