@@ -103,7 +103,7 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
 
 @triton.jit
 def intra_fwd_kernel(
-    inputs, decayed, decays, scores, marks, call, META: tl.constexpr
+    inputs, qk, decays, scores, marks, call, META: tl.constexpr
 ):
     """One chunk of one value head.
 
@@ -185,15 +185,15 @@ def intra_fwd_kernel(
                 b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
                 b_G -= (0.5 * b_total)[None, :]
                 b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
-                tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
+                tile.store_rows(qk.k_out, b_k_out, rows, i_k, GATES)
                 b_kT = tl.trans(b_k_out)  # [BK, BT]
                 b_r = tl.exp2(b_G)
                 b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
-                tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
+                tile.store_rows(qk.q_in, b_q_in, rows, i_k, GATES)
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
                 if DELTA:
                     b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
-                    tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
+                    tile.store_rows(qk.k_in, b_k_in, rows, i_k, GATES)
                     b_Aek = tl.dot(
                         b_k_in, b_kT, b_Aek, input_precision=PRECISION
                     )
@@ -246,7 +246,7 @@ def intra_fwd_kernel(
 
 @triton.jit
 def intra_unfactorable_kernel(
-    inputs, decayed, decays, scores, marks, call, META: tl.constexpr
+    inputs, qk, decays, scores, marks, call, META: tl.constexpr
 ):
     """intra_fwd_kernel with a gate per channel, for unfactorable chunks.
 
@@ -295,17 +295,17 @@ def intra_unfactorable_kernel(
         b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
         b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
         b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
-        tile.store_rows(decayed.k_out, b_k_out, rows, i_k, GATES)
+        tile.store_rows(qk.k_out, b_k_out, rows, i_k, GATES)
         b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
         b_in = tl.exp2(b_G - b_outer)
         b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
-        tile.store_rows(decayed.q_in, b_q_in, rows, i_k, GATES)
+        tile.store_rows(qk.q_in, b_q_in, rows, i_k, GATES)
         if DELTA:
             b_e = b_k
             if META.ERASE:
                 b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
-            tile.store_rows(decayed.k_in, b_k_in, rows, i_k, GATES)
+            tile.store_rows(qk.k_in, b_k_in, rows, i_k, GATES)
         if not AGAIN:
             shut = gates.is_shut(b_total)
             b_Aqk, b_Aek = add_scores_by_level(

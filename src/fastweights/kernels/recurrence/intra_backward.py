@@ -83,7 +83,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, decayed, decays, marks, scan_results, grads, call, META: tl.constexpr
+    g, qk, decays, marks, scan_results, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
 
@@ -186,8 +186,8 @@ def intra_bwd_kernel(
             b_col *= b_decay
         if decays.row_beta is not None or PER_HEAD:
             b_col *= b_write
-        b_q = tile.load_rows(decayed.q_in, read, i_k, READ)  # [BT, BK]
-        b_k = tile.load_rows(decayed.k_out, read, i_k, READ)  # [BT, BK]
+        b_q = tile.load_rows(qk.q_in, read, i_k, READ)  # [BT, BK]
+        b_k = tile.load_rows(qk.k_out, read, i_k, READ)  # [BT, BK]
         b_row *= (call.scale * b_decay) if GATED else call.scale
         # b_row last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_c's is transposed.
@@ -196,7 +196,7 @@ def intra_bwd_kernel(
         if DELTA:
             b_kr = b_k
             if PER_CHANNEL or ERASE:
-                b_kr = tile.load_rows(decayed.k_in, rows, i_k, GATES)
+                b_kr = tile.load_rows(qk.k_in, rows, i_k, GATES)
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dAek, b_c, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0

@@ -220,7 +220,7 @@ def store_leaving_state(
 
 @triton.jit
 def scan_fwd_kernel(
-    decayed, v, decays, scores, states, outputs, call, META: tl.constexpr
+    qk, v, decays, scores, states, outputs, call, META: tl.constexpr
 ):
     """One value tile of one head of one segment, its state in registers.
 
@@ -274,13 +274,13 @@ def scan_fwd_kernel(
     tokens = (chunks.start, chunks.end)
     t_v = tile.sequence_tiles(v, tokens, VALUES)
     if not PER_CHANNEL or DELTA:
-        t_k_in = tile.sequence_tiles(decayed.k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ)
     if PER_CHANNEL or ERASE:
-        t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
+        t_k_out = tile.sequence_tiles(qk.k_out, tokens, KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
     if READS:
-        t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
+        t_q_in = tile.sequence_tiles(qk.q_in, tokens, KEYS)
         if PER_CHANNEL:
             t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
     for i_t in range(chunks.first, chunks.stop):
@@ -471,7 +471,7 @@ def store_leaving_grad(
 
 @triton.jit
 def scan_bwd_kernel(
-    decayed, decays, scores, u, output_grads, grads, call, META: tl.constexpr
+    qk, decays, scores, u, output_grads, grads, call, META: tl.constexpr
 ):
     """Carry the state's gradient from the last chunk to the first.
 
@@ -519,13 +519,13 @@ def scan_bwd_kernel(
     )
 
     tokens = (chunks.start, chunks.end)
-    t_k_out = tile.sequence_tiles(decayed.k_out, tokens, KEYS)
-    t_q_in = tile.sequence_tiles(decayed.q_in, tokens, KEYS)
+    t_k_out = tile.sequence_tiles(qk.k_out, tokens, KEYS)
+    t_q_in = tile.sequence_tiles(qk.q_in, tokens, KEYS)
     t_do = tile.sequence_tiles(output_grads.do, tokens, VALUES)
     if PER_CHANNEL:
         t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
     if DELTA and (PER_CHANNEL or ERASE):
-        t_k_in = tile.sequence_tiles(decayed.k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
     if SUMS_DBETA:

@@ -58,8 +58,8 @@ CallTensors = namedtuple(
 # Each group that travels together is one argument of a kernel. What a launch
 # does not have, or is not to write, is None. Operands inside of chunks:
 Inputs = namedtuple("Inputs", "q k g beta erase")
-# Queries and keys as a chunk's start and end see them.
-DecayedRows = namedtuple("DecayedRows", "q_in k_in k_out")
+# Queries and keys as a scan reads them: decayed where channels have gates.
+ScanQK = namedtuple("ScanQK", "q_in k_in k_out")
 # How each chunk decays: README.md has the shapes.
 Decays = namedtuple("Decays", "row_in row_out row_beta total G map_bound")
 # Products of a chunk's tokens, and the delta rule's inverse.
@@ -112,7 +112,7 @@ class TensorSpecs:
     maps           those of the segments before them: M, or channels' decays
     dg_parts       what gate_bwd_kernel sums to dg, with dtotal
 
-    inputs, decayed, decays and call are groups.
+    inputs, qk, decays and call are groups.
     """
 
     def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
@@ -172,7 +172,7 @@ class TensorSpecs:
         map_bound = spec("map_bound", "slots", (HV,), fp32, head and delta)
         self.inputs = Inputs(self.q, self.k, self.g, self.beta, self.erase)
         k_in = k_in or self.erase or self.k
-        self.decayed = DecayedRows(q_in or self.q, k_in, k_out or self.k)
+        self.qk = ScanQK(q_in or self.q, k_in, k_out or self.k)
         rows = row_in, row_out, row_beta
         self.decays = Decays(*rows, total, G, map_bound or total)
         self.call = Call(self.cu_seqlens, SCALE, T, N, L)
@@ -273,7 +273,7 @@ def forward_schedule(
     groups: tuple[Any, ...]
     scores = Scores(x.Aqk, x.R)
     if kind.gate_width or kind.delta:
-        groups = x.inputs, x.decayed, x.decays, scores, x.marks
+        groups = x.inputs, x.qk, x.decays, scores, x.marks
         programs = CallNumber("slots", HV)
         builder.add("intra", intra_fwd_kernel, programs, *groups)
         if kind.per_channel:
@@ -284,7 +284,7 @@ def forward_schedule(
         tiles = meta.NV + (meta.NM if kind.delta else 0)
         states = States(x.initial_state, x.border_states, x.maps)
         outputs = Outputs(state=x.state)
-        groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
+        groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
         programs = CallNumber("borders", HV * tiles)
         builder.add("segment_maps", scan_fwd_kernel, programs, *groups)
         ends = x.initial_state, x.border_states, x.state
@@ -295,7 +295,7 @@ def forward_schedule(
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
     outputs = Outputs(o=x.o, state=x.state)
-    groups = x.decayed, x.v, x.decays, scores, states, outputs
+    groups = x.qk, x.v, x.decays, scores, states, outputs
     builder.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
     return builder.schedule(x.o, x.state)
 
@@ -314,14 +314,14 @@ def backward_schedule(
     grads: tuple[Any, ...]
     scores, output_grads = Scores(x.Aqk, x.R), OutputGrads(x.do, x.dstate)
     if kind.per_channel:
-        groups = x.inputs, x.decayed, x.decays, Scores(), x.marks
+        groups = x.inputs, x.qk, x.decays, Scores(), x.marks
         programs = CallNumber("slots", HV)
         stage = "intra_again"
         builder.add(stage, intra_unfactorable_kernel, programs, *groups)
     if segmented:
         stage = "segment_maps_backward"
         grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
-        groups = x.decayed, x.decays, scores, None, output_grads, grads
+        groups = x.qk, x.decays, scores, None, output_grads, grads
         programs = CallNumber("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, programs, *groups)
         ends = x.dstate, x.border_grads, x.dinitial_state
@@ -331,7 +331,7 @@ def backward_schedule(
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
     outputs = Outputs(h=x.h, u=x.u)
-    groups = x.decayed, x.v, x.decays, Scores(R=x.R), states, outputs
+    groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.ranks:
         builder.add_arrive("arrive_backward", passing)
@@ -341,7 +341,7 @@ def backward_schedule(
     border_grads = x.border_grads if segmented else None
     dstates = x.dh, x.dinitial_state, border_grads
     grads = ScanGrads(x.dv, dbeta_of_tiles, *dstates)
-    groups = x.decayed, x.decays, scores, u, output_grads, grads
+    groups = x.qk, x.decays, scores, u, output_grads, grads
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
     u = x.u if kind.delta else x.v
@@ -350,7 +350,7 @@ def backward_schedule(
     gates = dg, x.dg_parts, x.dtotal
     grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase)
     programs = CallNumber("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.decayed, x.decays, x.marks, scan_results, grads
+    groups = x.g, x.qk, x.decays, x.marks, scan_results, grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
