@@ -28,7 +28,7 @@ def add_scores(
     """
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -39,7 +39,7 @@ def add_scores(
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
         if META.ERASE:
-            b_k = tile.load_rows(inputs.erase, rows, i_k, GATES)
+            b_k = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
         b_Aek += tl.where(m_A, b_A, 0.0)  # [BT, BT]
@@ -133,7 +133,7 @@ def intra_fwd_kernel(
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
@@ -165,7 +165,7 @@ def intra_fwd_kernel(
         if marked == 0:
             b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
             if ERASE:
-                b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
+                b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
                 if PER_HEAD:
                     b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
                     b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
@@ -176,7 +176,7 @@ def intra_fwd_kernel(
                 b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
             else:
                 b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)
-                b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
+                b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
                 b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
                 b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
                 marked = gates.is_factorable(tl.min(b_total), inputs.k) == 0
@@ -185,15 +185,15 @@ def intra_fwd_kernel(
                 b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
                 b_G -= (0.5 * b_total)[None, :]
                 b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.k_out, b_k_out, rows, i_k, GATES)
+                tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
                 b_kT = tl.trans(b_k_out)  # [BK, BT]
                 b_r = tl.exp2(b_G)
                 b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.q_in, b_q_in, rows, i_k, GATES)
+                tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
                 if DELTA:
                     b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
-                    tile.store_rows(qk.k_in, b_k_in, rows, i_k, GATES)
+                    tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
                     b_Aek = tl.dot(
                         b_k_in, b_kT, b_Aek, input_precision=PRECISION
                     )
@@ -259,7 +259,7 @@ def intra_unfactorable_kernel(
     AGAIN: tl.constexpr = scores.Aqk is None
     DELTA: tl.constexpr = META.DELTA
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
@@ -285,7 +285,7 @@ def intra_unfactorable_kernel(
     for i_k in range(META.NK):
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         o_k = i_k * META.BK + tl.arange(0, META.BK)
@@ -295,17 +295,17 @@ def intra_unfactorable_kernel(
         b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
         b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
         b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
-        tile.store_rows(qk.k_out, b_k_out, rows, i_k, GATES)
+        tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
         b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
         b_in = tl.exp2(b_G - b_outer)
         b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
-        tile.store_rows(qk.q_in, b_q_in, rows, i_k, GATES)
+        tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
         if DELTA:
             b_e = b_k
             if META.ERASE:
-                b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)
+                b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
             b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
-            tile.store_rows(qk.k_in, b_k_in, rows, i_k, GATES)
+            tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
         if not AGAIN:
             shut = gates.is_shut(b_total)
             b_Aqk, b_Aek = add_scores_by_level(

@@ -109,13 +109,13 @@ def intra_bwd_kernel(
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    READ: tl.constexpr = GATES if PER_CHANNEL else KEYS
+    READ: tl.constexpr = HV_KEYS if PER_CHANNEL else KEYS
     EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
     SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
@@ -196,7 +196,7 @@ def intra_bwd_kernel(
         if DELTA:
             b_kr = b_k
             if PER_CHANNEL or ERASE:
-                b_kr = tile.load_rows(qk.k_in, rows, i_k, GATES)
+                b_kr = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
             b_krT = tl.trans(b_kr)  # [BK, BT]
             b_c = tl.dot(b_krT, b_dAek, b_c, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
@@ -228,9 +228,9 @@ def intra_bwd_kernel(
         elif PER_CHANNEL:
             b_dg = gates.sum_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
             b_dg += gates.sum_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
-            tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
+            tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
 
-            b_g = tile.load_rows(g, rows, i_k, GATES)  # [BT, BK]
+            b_g = tile.load_rows(g, rows, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
             b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
@@ -243,7 +243,7 @@ def intra_bwd_kernel(
         b_dq += b_row
         b_dk += b_col + b_c
         if ERASE:
-            tile.store_rows(grads.derase, b_de, rows, i_k, GATES)
+            tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
         elif DELTA:
             b_dk += b_de
 
@@ -306,7 +306,7 @@ def add_grads(
     b_r, b_c = factors
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     t, end, i_hv = rows
     rows_of_key = (t, end, i_hv // (META.HV // META.H))
     b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -321,7 +321,7 @@ def add_grads(
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
         if META.ERASE:
-            b_k = tile.load_rows(inputs.erase, rows, i_k, GATES)
+            b_k = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
         b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
         b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
@@ -351,7 +351,7 @@ def intra_bwd_unfactorable_kernel(
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
     KEYS: tl.constexpr = META.key_tiles
-    GATES: tl.constexpr = META.gate_tiles
+    HV_KEYS: tl.constexpr = META.hv_key_tiles
     H: tl.constexpr = META.H
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
@@ -393,7 +393,7 @@ def intra_bwd_unfactorable_kernel(
             b_dAqk *= b_beta[None, :]
             b_dAek *= -b_beta[None, :]
             b_col *= b_beta[:, None]
-        b_g = tile.load_rows(inputs.g, rows, i_k, GATES)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
@@ -406,7 +406,7 @@ def intra_bwd_unfactorable_kernel(
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if ERASE:
-            b_e = tile.load_rows(inputs.erase, rows, i_k, GATES)  # [BT, BK]
+            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
         b_w = b_k * b_col  # [BT, BK]
         b_pairs = b_q * b_row + b_e * b_de
         b_dg = gates.sum_rows(o_t > 0, b_w, SPLIT, True)
@@ -441,9 +441,9 @@ def intra_bwd_unfactorable_kernel(
         b_dq += b_row
         b_dk += b_col
         if ERASE:
-            tile.store_rows(grads.derase, b_de, rows, i_k, GATES)
+            tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
         b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
-        tile.store_rows(grads.dg, b_dg, rows, i_k, GATES)
+        tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
 
     tile.store_rows(grads.dq, b_dq, rows_of_key, i_k, KEYS)
     tile.store_rows(grads.dk, b_dk, rows_of_key, i_k, KEYS)

@@ -118,8 +118,8 @@ class RecurrenceMeta:
         return Tiles(H, self.K, self.BT, self.BK, self.TMA)
 
     @property
-    def gate_tiles(self) -> Tiles:
-        """Gates per key channel, and rows of K for each value head."""
+    def hv_key_tiles(self) -> Tiles:
+        """What has K channels for each value head: erase, gates, q_in."""
         return Tiles(self.HV, self.K, self.BT, self.BK)
 
     @property
