@@ -115,7 +115,7 @@ def intra_bwd_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    READ: tl.constexpr = HV_KEYS if PER_CHANNEL else KEYS
+    QK_TILES: tl.constexpr = HV_KEYS if PER_CHANNEL else KEYS
     EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
     SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
@@ -171,7 +171,7 @@ def intra_bwd_kernel(
 
         # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
-        read = rows if PER_CHANNEL else (t, end, i_h)
+        rows_of_qk = rows if PER_CHANNEL else (t, end, i_h)
         b_write = b_weight[:, None]
         if PER_HEAD:
             b_decay = (b_outer * b_in)[:, None]  # [BT, 1]
@@ -186,8 +186,8 @@ def intra_bwd_kernel(
             b_col *= b_decay
         if decays.row_beta is not None or PER_HEAD:
             b_col *= b_write
-        b_q = tile.load_rows(qk.q_in, read, i_k, READ)  # [BT, BK]
-        b_k = tile.load_rows(qk.k_out, read, i_k, READ)  # [BT, BK]
+        b_q = tile.load_rows(qk.q_in, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
+        b_k = tile.load_rows(qk.k_out, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
         b_row *= (call.scale * b_decay) if GATED else call.scale
         # b_row last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_c's is transposed.

@@ -246,7 +246,7 @@ def scan_fwd_kernel(
     ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    READ: tl.constexpr = META.read_tiles
+    READ_KEYS: tl.constexpr = META.read_key_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -274,7 +274,7 @@ def scan_fwd_kernel(
     tokens = (chunks.start, chunks.end)
     t_v = tile.sequence_tiles(v, tokens, VALUES)
     if not PER_CHANNEL or DELTA:
-        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ_KEYS)
     if PER_CHANNEL or ERASE:
         t_k_out = tile.sequence_tiles(qk.k_out, tokens, KEYS)
     if DELTA:
@@ -303,7 +303,7 @@ def scan_fwd_kernel(
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(t_v, tokens, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
-            b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ)
+            b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ_KEYS)
 
         if READS and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
@@ -494,7 +494,7 @@ def scan_bwd_kernel(
     ERASE: tl.constexpr = META.ERASE
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    READ: tl.constexpr = META.read_tiles
+    READ_KEYS: tl.constexpr = META.read_key_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -525,7 +525,7 @@ def scan_bwd_kernel(
     if PER_CHANNEL:
         t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
     if DELTA and (PER_CHANNEL or ERASE):
-        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ)
+        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ_KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
     if SUMS_DBETA:
@@ -604,7 +604,7 @@ def scan_bwd_kernel(
             if PER_HEAD:
                 b_y *= b_in
             if PER_CHANNEL or ERASE:
-                b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ)
+                b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ_KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_y = b_y.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)

@@ -112,7 +112,7 @@ class RecurrenceMeta:
         return Tiles(self.H, self.K, self.BT, self.BK, self.TMA)
 
     @property
-    def read_tiles(self) -> Tiles:
+    def read_key_tiles(self) -> Tiles:
         """How the keys are cut that read the state for the delta rule."""
         H = self.HV if self.ERASE else self.H
         return Tiles(H, self.K, self.BT, self.BK, self.TMA)
