@@ -36,8 +36,8 @@ def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
     PRECISION: tl.constexpr = META.PRECISION
     b_dAqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_dAek = tl.zeros([BT, BT], dtype=tl.float32)
-    b_row = tl.zeros([BT, BK], dtype=tl.float32)
-    b_col = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dq_hv = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk_hv = tl.zeros([BT, BK], dtype=tl.float32)
     b_de = tl.zeros([BT, BK], dtype=tl.float32)
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
@@ -48,8 +48,8 @@ def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
         b_do = tile.load_rows(scan_results.do, rows, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
-        b_row = tl.dot(b_do, b_hT, b_row, input_precision=PRECISION)
-        b_col = tl.dot(b_u, b_dhT, b_col, input_precision=PRECISION)
+        b_dq_hv = tl.dot(b_do, b_hT, b_dq_hv, input_precision=PRECISION)
+        b_dk_hv = tl.dot(b_u, b_dhT, b_dk_hv, input_precision=PRECISION)
         if META.DELTA:
             b_dv = tile.load_rows(
                 scan_results.dv, rows, i_v, VALUES
@@ -63,7 +63,7 @@ def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
         b_dtotal = tl.sum(b_hdh)
     else:
         b_dtotal = tl.sum(b_hdh, axis=1)  # [BK]
-    return b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal
+    return b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def intra_bwd_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = sum_over_values(
+        b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
             scan_results, rows, i_ch, i_k, META
         )
 
@@ -183,40 +183,40 @@ def intra_bwd_kernel(
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_dtotal *= tl.exp2(b_total)
             b_decay = tl.exp2(0.5 * b_total)[None, :]
-            b_col *= b_decay
+            b_dk_hv *= b_decay
         if decays.row_beta is not None or PER_HEAD:
-            b_col *= b_write
+            b_dk_hv *= b_write
         b_q = tile.load_rows(qk.q_in, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
         b_k = tile.load_rows(qk.k_out, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
-        b_row *= (call.scale * b_decay) if GATED else call.scale
-        # b_row last: Triton lays the sums over b_pairs out as what the last
-        # product leads to, and b_c's is transposed.
+        b_dq_hv *= (call.scale * b_decay) if GATED else call.scale
+        # b_dq_hv last: Triton lays the sums over b_pairs out as what the last
+        # product leads to, and b_dkT is transposed.
         b_qT = tl.trans(b_q)  # [BK, BT]
-        b_c = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
+        b_dkT = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
             b_kr = b_k
             if PER_CHANNEL or ERASE:
                 b_kr = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
             b_krT = tl.trans(b_kr)  # [BK, BT]
-            b_c = tl.dot(b_krT, b_dAek, b_c, input_precision=PRECISION)
+            b_dkT = tl.dot(b_krT, b_dAek, b_dkT, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
             b_de = tl.dot(b_dAek, b_k, b_de, input_precision=PRECISION)
-        b_row = tl.dot(b_dAqk, b_k, b_row, input_precision=PRECISION)
+        b_dq_hv = tl.dot(b_dAqk, b_k, b_dq_hv, input_precision=PRECISION)
         if GATED:
-            b_pairs = b_q * b_row  # [BT, BK]
-            b_row += b_diag * b_k
+            b_pairs = b_q * b_dq_hv  # [BT, BK]
+            b_dq_hv += b_diag * b_k
         if DELTA and PER_CHANNEL:
             b_pairs += b_kr * b_de
-        b_c = tl.trans(b_c)  # [BT, BK]
+        b_dk_scores = tl.trans(b_dkT)  # [BT, BK]
         if DELTA and ERASE and PER_HEAD:
             b_pairs += b_kr * b_de
         if PER_HEAD and DELTA and not ERASE:
-            b_pairs += b_k * (b_de - b_c)
+            b_pairs += b_k * (b_de - b_dk_scores)
         elif GATED:
-            b_pairs = tl.fma(-b_k.to(tl.float32), b_c, b_pairs)
+            b_pairs = tl.fma(-b_k.to(tl.float32), b_dk_scores, b_pairs)
         if GATED:
-            b_w = b_k * b_col  # [BT, BK]
-            b_c += b_diag * b_q
+            b_w = b_k * b_dk_hv  # [BT, BK]
+            b_dk_scores += b_diag * b_q
 
         if PER_HEAD:
             i_part = i_ch * NK + i_k
@@ -236,12 +236,12 @@ def intra_bwd_kernel(
             # Loaded again, or it would take registers all the way here.
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_total)[None, :]  # G_p - G
-            b_row *= tl.exp2(-b_G)
+            b_dq_hv *= tl.exp2(-b_G)
             b_de *= tl.exp2(-b_G)
-            b_col *= tl.exp2(b_G)
-            b_c *= tl.exp2(b_G)
-        b_dq += b_row
-        b_dk += b_col + b_c
+            b_dk_hv *= tl.exp2(b_G)
+            b_dk_scores *= tl.exp2(b_G)
+        b_dq += b_dq_hv
+        b_dk += b_dk_hv + b_dk_scores
         if ERASE:
             tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
         elif DELTA:
@@ -296,12 +296,12 @@ def add_grads(
 ):
     """Add to sums what passes through the scores in m_A, with their factors.
 
-    The sums are b_row of dq; b_col of dk; b_de of derase, whose part without
-    it is b_col's; and b_pairs of the gates between two tokens: what rows gain
-    less what columns lose, from equally rounded operands. rows are the value
-    head's. Factors are those of the scores' rows and columns.
+    The sums are b_dq_hv of dq; b_dk_hv of dk; b_de of derase, whose part
+    without it is b_dk_hv's; and b_pairs of the gates between two tokens: what
+    rows gain less what columns lose, from equally rounded operands. rows are
+    the value head's. Factors are those of the scores' rows and columns.
     """
-    b_row, b_col, b_de, b_pairs = sums
+    b_dq_hv, b_dk_hv, b_de, b_pairs = sums
     b_dAqk, b_dAek = dscores
     b_r, b_c = factors
     PRECISION: tl.constexpr = META.PRECISION
@@ -315,7 +315,7 @@ def add_grads(
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_A = tl.where(m_A, b_dAqk, 0.0).to(dtype)
     b_dqr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
-    b_row += b_r * b_dqr
+    b_dq_hv += b_r * b_dqr
     b_pairs += b_qr * b_dqr
     b_qT = tl.trans(b_qr)  # [BK, BT]
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
@@ -328,14 +328,14 @@ def add_grads(
         if META.ERASE:
             b_de += b_r * b_dkr
         else:
-            b_col += b_r * b_dkr
+            b_dk_hv += b_r * b_dkr
         b_pairs += b_kr * b_dkr
         b_kT = tl.trans(b_kr)  # [BK, BT]
         b_dkc = tl.dot(b_kT, b_A, b_dkc, input_precision=PRECISION)
     b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
-    b_col += b_c * b_dkc
+    b_dk_hv += b_c * b_dkc
     b_pairs -= b_kc * b_dkc
-    return b_row, b_col, b_de, b_pairs
+    return b_dq_hv, b_dk_hv, b_de, b_pairs
 
 
 @triton.jit
@@ -376,13 +376,13 @@ def intra_bwd_unfactorable_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
-        b_dAqk, b_dAek, b_row, b_col, b_de, b_dtotal = sum_over_values(
+        b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
             scan_results, rows, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
-        b_row = tile.by_columns(b_row, True)
-        b_col = tile.by_columns(b_col, True)
+        b_dq_hv = tile.by_columns(b_dq_hv, True)
+        b_dk_hv = tile.by_columns(b_dk_hv, True)
         b_de = tile.by_columns(b_de, True)
         if ERASE:
             b_dAek *= -1.0
@@ -392,40 +392,40 @@ def intra_bwd_unfactorable_kernel(
                 store_dbeta(grads.dbeta, b_dAek, b_beta, rows, i_k, META)
             b_dAqk *= b_beta[None, :]
             b_dAek *= -b_beta[None, :]
-            b_col *= b_beta[:, None]
+            b_dk_hv *= b_beta[:, None]
         b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
         b_dAqk *= call.scale
-        b_row *= call.scale * b_in
+        b_dq_hv *= call.scale * b_in
         b_de *= -b_in
         b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT, True)
-        b_col *= tl.exp2(b_G)
+        b_dk_hv *= tl.exp2(b_G)
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if ERASE:
             b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
-        b_w = b_k * b_col  # [BT, BK]
-        b_pairs = b_q * b_row + b_e * b_de
+        b_w = b_k * b_dk_hv  # [BT, BK]
+        b_pairs = b_q * b_dq_hv + b_e * b_de
         b_dg = gates.sum_rows(o_t > 0, b_w, SPLIT, True)
         b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
         # Through the scores, the diagonal by itself.
         b_diag = tl.sum(tl.where(o_t == 0, b_dAqk, 0.0), axis=1)[:, None]
-        b_row += b_diag * b_k
-        b_col += b_diag * b_q
+        b_dq_hv += b_diag * b_k
+        b_dk_hv += b_diag * b_q
         if not ERASE:
-            b_col += b_de
+            b_dk_hv += b_de
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         shut = gates.is_shut(b_total)
         b_r, b_c, m_A, first = gates.folded_factors(
             b_high, b_low, shut, scan_results.do, True
         )
-        sums, dscores = (b_row, b_col, b_de, b_pairs), (b_dAqk, b_dAek)
+        sums, dscores = (b_dq_hv, b_dk_hv, b_de, b_pairs), (b_dAqk, b_dAek)
         sums = add_grads(
             sums, dscores, inputs, rows, i_k, (b_r, b_c), m_A, FOLDED, META
         )
@@ -436,10 +436,10 @@ def intra_bwd_unfactorable_kernel(
             sums = add_grads(
                 sums, dscores, inputs, rows, i_k, (b_d, b_d), m_A, dtype, META
             )
-        b_row, b_col, b_de, b_pairs = sums
+        b_dq_hv, b_dk_hv, b_de, b_pairs = sums
 
-        b_dq += b_row
-        b_dk += b_col
+        b_dq += b_dq_hv
+        b_dk += b_dk_hv
         if ERASE:
             tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
         b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
