@@ -314,24 +314,23 @@ def scan_fwd_kernel(
             b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
-        b_u = b_v  # [BT, BV]
+        b_v_new = b_v  # [BT, BV]
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
-            b_u = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)  # k S
+            b_kS = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
         if KEEPS and not PER_CHANNEL:  # while that product runs
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if PER_HEAD:
-                b_u *= b_outer * b_in
-            b_u = b_v - b_u  # r = v - k S [BT, BV]
-            b_step = (b_u if ERASE else b_beta * b_u).to(b_v.dtype)
-            b_u = tile.dot(b_R, b_step, b_u, PRECISION, WIDE)  # r + R beta r
+                b_kS *= b_outer * b_in
+            b_r = b_v - b_kS  # [BT, BV]
+            b_step = (b_r if ERASE else b_beta * b_r).to(b_v.dtype)
+            b_u = tile.dot(b_R, b_step, b_r, PRECISION, WIDE)  # r + R beta r
             if KEEPS:
                 tile.store_rows(outputs.u, b_u, rows, i_v, VALUES)
-            if not ERASE:
-                b_u *= b_beta  # v_new
+            b_v_new = b_u if ERASE else b_u * b_beta
 
         if PER_HEAD:
             b_S *= b_outer * b_inner
@@ -339,7 +338,7 @@ def scan_fwd_kernel(
             b_S *= b_inner
         if GATED and MAP and not DELTA:
             b_decay *= b_outer * b_inner * b_outer
-        b_new = b_u
+        b_new = b_v_new
         if PER_HEAD:
             b_new *= b_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
@@ -362,7 +361,7 @@ def scan_fwd_kernel(
                 b_scale = call.scale * tl.where(factorable, b_in, 1.0)
                 if factorable == 0:
                     b_A *= gates.decay_matrix(decays.G, i_ch, BT)
-                    b_new = b_u.to(b_v.dtype)
+                    b_new = b_v_new.to(b_v.dtype)
             if not PER_CHANNEL:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
