@@ -164,7 +164,7 @@ def run_additive_over_ranks(
     first: Tensor,
     decay: Tensor,
 ) -> tuple[Any, ...]:
-    """Do as :func:`over_ranks`, for a state that tokens decay and add to.
+    """Do as :func:`run_over_ranks`, for a state that tokens decay and add to.
 
     decay has the factors of all tokens here, [N, ...], which are a sequence's
     that comes in and goes on. What they add is what they make of no state.

@@ -63,7 +63,7 @@ def prepend_states(
 ) -> Float[Tensor, "B L C"]:
     """The tokens in the dtype of the arithmetic, behind their states.
 
-    L is T + W - 1, or T + N (W - 1) of N packed sequences, at ``where``.
+    L is T + W - 1, or T + N (W - 1) of N packed sequences, at ``places``.
     """
     B, T, C = x.shape
     sequences = 1 if places is None else N
