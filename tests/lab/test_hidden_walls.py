@@ -81,10 +81,12 @@ def test_behind_a_frozen_matrix_learns_the_delta_rule(text) -> None:
 def test_the_walls_jump_in_the_middle() -> None:
     half = hidden_walls.TOKENS // 2
     k, v, _ = hidden_walls.tested(3)
-    new_k, new_v = hidden_walls.jumped(3)
+    new_k, new_v, walls = hidden_walls.jumped(3)
     assert torch.equal(new_k[:, :half], k[:, :half])
     assert torch.equal(new_v[:, :half], v[:, :half])
     assert not torch.equal(new_k[:, half:], k[:, half:])
+    later = (new_k[:, half:] @ walls.mT).sign().mean(-1)
+    assert torch.equal(new_v[:, half:], later)
 
 
 def test_the_triangular_solve_is_the_delta_rule(text) -> None:

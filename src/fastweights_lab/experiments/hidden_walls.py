@@ -175,15 +175,17 @@ def tested(texts: int = 128) -> tuple[Keys, Values, Tensor]:
     return drawn(texts, TOKENS, source=torch.Generator().manual_seed(99))
 
 
-def jumped(texts: int = 128) -> tuple[Keys, Values]:
-    """The same texts, with new walls from the middle on."""
+def jumped(texts: int = 128) -> tuple[Keys, Values, Tensor]:
+    """The same texts, with new walls from the middle on; and those walls."""
     k, v, _ = tested(texts)
-    source = torch.Generator().manual_seed(98)
-    new_k, new_v, _ = drawn(texts, TOKENS // 2, source=source)
     half = TOKENS // 2
-    return torch.cat([k[:, :half], new_k], 1), torch.cat(
-        [v[:, :half], new_v], 1
+    source = torch.Generator().manual_seed(98)
+    new_k, new_v, walls = drawn(texts, half, source=source)
+    k, v = (
+        torch.cat([k[:, :half], new_k], 1),
+        torch.cat([v[:, :half], new_v], 1),
     )
+    return k, v, walls
 
 
 def errors(found: Values, v: Values, every: int = 32) -> Tensor:
